@@ -81,14 +81,16 @@ SERVED = """
 {idle_after_s: 30, min_tokens: 64,
  quotas: {header: X-Tenant-ID, pinned_share: 0.01, tenants: {no-room: 0, left: 0.5, right: 0.02}}}
 """  # 671,088 bytes for pinned sessions: 25 blocks
+BEFORE = ["--enable-scale-out", "--manthan-policy", "lru", "--manthan-idle-after", "0.5"]
+"""Flags that go before the file's keys."""
 
 
-def served(folder: Path, configuration: str) -> Iterator[VllmServer]:
-    """`vllm serve` with flags and a file that they go before, which takes tenants from a header."""
+def served(folder: Path, configuration: str, *more: str) -> Iterator[VllmServer]:
+    """`vllm serve` with a configuration file, which takes tenants from a header."""
     (folder / "manthan.yaml").write_text(configuration)
     flags = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
-    flags += ["--enable-scale-out", "--manthan-policy", "lru", "--manthan-config", str(folder / "manthan.yaml")]
-    flags += ["--manthan-idle-after", "0.5", "--manthan-cold-bytes", "64MiB", "--enable-prompt-tokens-details"]
+    flags += ["--manthan-config", str(folder / "manthan.yaml"), "--manthan-cold-bytes", "64MiB", *more]
+    flags += ["--enable-prompt-tokens-details"]
     with warm_server(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
         server.wait_until_ready(START_S)
         yield server
@@ -97,32 +99,24 @@ def served(folder: Path, configuration: str) -> Iterator[VllmServer]:
 
 @pytest.fixture(scope="session")
 def manthan_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """Serve what is described at `served`."""
-    yield from served(tmp_path_factory.mktemp("manthan"), SERVED)
+    """One on which sessions go cold."""
+    yield from served(tmp_path_factory.mktemp("manthan"), SERVED, *BEFORE)
 
 
 @pytest.fixture(scope="session")
 def unguarded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """Serve the same with the codec that is configured, whatever it does to this model: blocks have its size."""
     configuration = SERVED.replace("{", "{codec: {guard: false}, ", 1)
-    yield from served(tmp_path_factory.mktemp("unguarded"), configuration)
+    yield from served(tmp_path_factory.mktemp("unguarded"), configuration, *BEFORE)
 
 
 STEERED = """
 {idle_after_s: 3600, min_tokens: 64, codec: {guard: false},
  quotas: {header: X-Tenant-ID, pinned_share: 0.01}}
 """  # 671,088 bytes for pinned sessions: 25 blocks
-API_KEY = "sesame"
 
 
 @pytest.fixture(scope="session")
 def steered_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """`vllm serve` on which nobody goes cold by the clock, with an API key and tenants."""
-    folder = tmp_path_factory.mktemp("steered")
-    (folder / "manthan.yaml").write_text(STEERED)
-    flags = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
-    flags += ["--manthan-config", str(folder / "manthan.yaml"), "--manthan-cold-bytes", "64MiB", "--api-key", API_KEY]
-    with warm_server(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
-        server.wait_until_ready(START_S)
-        yield server
-        server.kill()
+    """One on which nobody goes cold by the clock, with an API key."""
+    yield from served(tmp_path_factory.mktemp("steered"), STEERED, "--api-key", "sesame")

@@ -84,13 +84,11 @@ def test_more_sessions_came_than_were_kept(found: dict[str, Any]) -> None:
         (("--plot-only", "tests/data/tiny-llama/config.json"), "is not a report of the benchmark capacity"),
     ],
 )
-def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
     assert sentence in refusal("capacity", *arguments)
 
 
 def test_without_a_redis_server_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("PATH", "")
     sentence = "redis-server is not installed: install it, or name a running server with --redis-url"
     assert sentence in refusal("capacity", "--arms", "redis")
@@ -98,7 +96,6 @@ def test_without_a_redis_server_it_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_a_model_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "300")
     assert f"there is no {MODEL} here: run this in Manthan's repository, or name a --model" in refusal("capacity")
 
 

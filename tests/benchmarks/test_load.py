@@ -165,18 +165,8 @@ def test_a_wait_is_explained_by_the_log(tmp_path: Path) -> None:
 def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
     memory = Memory(3 << 30, 64, 1 << 30, 2 << 30)
     redis = {"url": "redis://there", "prefix": "bench:"}
-    arms = Arms(
-        memory,
-        2000,
-        4,
-        1.0,
-        {"min_tokens": 32},
-        tmp_path / "profile",
-        False,
-        redis,
-        tmp_path,
-        ["--seed", "1"],
-    )
+    told = {"min_tokens": 32}, tmp_path / "profile", False, redis, tmp_path, ["--seed", "1"]
+    arms = Arms(memory, 2000, 4, 1.0, *told)
     made = {kind: arms.make(kind, "klt-8x" if kind == "host" else DEFAULT) for kind in ARMS}
     for kind, one in made.items():
         store = (one.manthan or {}).get("cold_store", {})
@@ -210,8 +200,5 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
         (("--plot-only", "tests/data/tiny-llama/config.json"), "is not a report of the benchmark load"),
     ],
 )
-def test_a_mistake_is_one_sentence(
-    arguments: tuple[str, ...], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
     assert sentence in refusal("load", *arguments, "--out", tmp_path)

@@ -22,18 +22,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("quality")
     sizes = ("--prefix", PREFIX, "--continuation", 256, "--pieces", PIECES, "--tables", TABLES)
     sizes += ("--needle", NEEDLE, "--chats", CHATS, "--document", 400)
-    arguments = [
-        "quality",
-        str(MODEL),
-        "--codec",
-        "k3v3",
-        "--exact",
-        "0,128",
-        "--out",
-        str(out),
-        *map(str, sizes),
-    ]
-    result = CliRunner().invoke(evaluate, arguments)
+    words = ("quality", MODEL, "--codec", "k3v3", "--exact", "0,128", "--out", out, *sizes)
+    result = CliRunner().invoke(evaluate, list(map(str, words)))
     assert result.exit_code == 0, result.output
     assert "vLLM less Transformers" in result.output
     return json.loads((out / "quality.json").read_text())

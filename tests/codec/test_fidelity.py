@@ -8,6 +8,7 @@ import pytest
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.fidelity import (
     LOGIT_NOISE,
+    VALUE_NOISE,
     WORST_LOGIT_NOISE,
     Fidelity,
     NothingToMeasureError,
@@ -76,6 +77,18 @@ def test_one_bad_layer_of_many_is_enough(vectors):
     assert found.logit_noise[17] > WORST_LOGIT_NOISE
     found.logit_noise[:17] = found.logit_noise[18:] = 0
     assert found.logit_noise.mean() < LOGIT_NOISE
+    assert not found.is_faithful
+
+
+def test_bad_values_count_too(vectors):
+    samples = kv(vectors)
+    for sample in samples:
+        values = vectors.from_bf16(sample.values)
+        values[..., 5] += 100
+        sample.values[:] = vectors.to_bf16(values)
+    found = of("k3v3", samples)
+    assert found.logit_noise.mean() < LOGIT_NOISE
+    assert found.value_noise.max() > VALUE_NOISE
     assert not found.is_faithful
 
 

@@ -11,6 +11,7 @@ from manthan.codec.base import Dtype, Section, SectionKind
 from manthan.codec.errors import SizeError
 from manthan.codec.k3v3 import quantizer
 from manthan.codec.tables.rotation import block_sizes, sign
+from tests.helpers.kv import sums
 
 HEAD_DIMS = [32, 40, 64, 80, 96, 128, 192, 256, 512]
 LARGEST = float.fromhex("0x1.fep127")
@@ -36,24 +37,10 @@ def roundtrip(x, dtype=Dtype.FLOAT32):
     return decoded(encoded(x, section), section).reshape(x.shape)
 
 
-def integers(n, head_dim):
-    """[n, head_dim] float32: sums of four bytes of splitmix64, exact and the same in any language."""
-    with np.errstate(over="ignore"):
-        z = (np.arange(n * head_dim, dtype=np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    four = z.view(np.uint8).reshape(n, head_dim, 8)[:, :, 4:].astype(np.float32)
-    return (four.sum(2) - 510) * (1 + np.arange(head_dim) % 16 // 15 * 8).astype(np.float32)
-
-
 def test_the_quantizer_is_the_one_that_max_printed():
     levels, thresholds = quantizer()
     assert levels == pytest.approx([0.2451, 0.7560, 1.3439, 2.1520], abs=1e-4)
     assert thresholds == pytest.approx([0.5006, 1.0500, 1.7480], abs=1e-4)
-
-
-def test_a_vector_of_128_takes_50_bytes():
-    assert get_codec("k3v3", 128).max_nbytes(section_of(np.zeros((1600, 128)))) == 1600 * 50
 
 
 @pytest.mark.parametrize("head_dim", [96, 128])
@@ -86,7 +73,7 @@ GOLDEN = {
 @pytest.mark.parametrize("head_dim", GOLDEN)
 def test_the_format_has_not_changed(head_dim):
     """Blocks in a store outlive the process that wrote them: a change of these needs a new codec name."""
-    x = integers(100, head_dim)
+    x = sums((100, head_dim)) * (1 + np.arange(head_dim) % 16 // 15 * 8).astype(np.float32)
     section = section_of(x, Dtype.BFLOAT16, SectionKind.BOTH)
     both = (np.stack([x, x]).view(np.uint32) >> 16).astype(np.uint16)
     exact = replace(section, dtype=Dtype.FLOAT32)

@@ -98,3 +98,17 @@ def test_a_thousand_returns_under_load_leave_nothing_behind(way: tuple[str, Engi
         assert all(blocks == 0 and free == size for blocks, free, size in engine.on_worker(gpu_worker.tiers).values())
     assert engine.on_worker(gpu_memory) <= memory + (1 << 20)
     assert engine.ask(Table(1).question(1)[0]).text == Table(1).question(1)[1]
+
+
+def test_damaged_codes_are_recomputed(way: tuple[str, Engine]) -> None:
+    name, engine = way
+    if name == "numpy":
+        pytest.skip("the same store as on the CPU")
+    engine.start_afresh()
+    prompt, right = Table(50).question(5)
+    engine.ask(prompt, "damaged")
+    engine.wait_until_cold(1)
+    engine.on_worker(gpu_worker.damage)
+    before = engine.metric("manthan_failures_total", cause="checksum")
+    assert engine.ask(prompt, "damaged").text == right
+    engine.wait(lambda: engine.metric("manthan_failures_total", cause="checksum") == before + 1, "a counted failure")

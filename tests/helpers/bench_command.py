@@ -11,7 +11,8 @@ from manthan.benchmarks.cli import bench
 
 def run(*arguments: object) -> Result:
     """Errors that are no mistake of the caller's are raised."""
-    return CliRunner().invoke(bench, [str(argument) for argument in arguments], catch_exceptions=False)
+    wide = {"COLUMNS": "300"}
+    return CliRunner().invoke(bench, [str(argument) for argument in arguments], catch_exceptions=False, env=wide)
 
 
 def report(folder: Path, *arguments: object) -> dict[str, Any]:

@@ -57,6 +57,14 @@ def documents() -> list[Path]:
     return [*sorted(ours), *sorted((REPO / "docs").rglob("*.md"))]
 
 
+def rows(text: str, heading: str) -> list[list[str]]:
+    """The cells of the table whose first column has this heading."""
+    _, _, rest = text.partition(f"| {heading} |")
+    lines = rest.partition("|\n|---")[2].partition("\n\n")[0].splitlines()[1:]
+    assert lines, heading
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
 def commands(path: Path) -> list[Command]:
     """The commands of one document, in order; those within a paragraph too."""
     found: list[Command] = []

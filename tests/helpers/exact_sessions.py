@@ -3,16 +3,13 @@
 Run as a script: a job as JSON on standard input, a report as JSON on standard output. See SteppedEngine.
 """
 
-import json
-import os
-import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import vllm_engine
 from numpy.typing import NDArray
+from scripts import answer
 from stepped_engine import SteppedEngine
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -152,18 +149,13 @@ def same_tokens(before: Blocks, after: Blocks) -> list[int]:
     return same
 
 
-def main() -> None:
-    job = json.load(sys.stdin)
-    report = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints
+def main(job: Any) -> Any:
     vllm_engine.MODEL = job.get("model", vllm_engine.MODEL)
     sessions = ExactSessions(SteppedEngine(job["blocks"], job.get("vllm"), **job["manthan"]))
     for name in job["what"]:
-        what: Callable[[], None] = getattr(sessions, name)
-        what()
-    with report:
-        json.dump(sessions.report, report)
+        getattr(sessions, name)()
+    return sessions.report
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

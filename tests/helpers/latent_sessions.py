@@ -4,10 +4,7 @@ Run as a script: a job as JSON on standard input, a report as JSON on standard o
 token behind its last full block: that is computed by the CPU's kernel for single tokens, which reads the paged cache.
 """
 
-import json
-import os
 import random
-import sys
 import time
 from typing import Any
 
@@ -15,6 +12,7 @@ import numpy as np
 import vllm_engine
 from latent_model import VOCAB, allow_prefix_caching
 from numpy.typing import NDArray
+from scripts import answer
 from stepped_engine import SteppedEngine
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -115,17 +113,13 @@ def noise(before: Pool, after: Pool) -> float:
     return float((wrong.sum(axis=(1, 2, 3)) / spread.sum(axis=(1, 2, 3))).max())
 
 
-def main() -> None:
-    job = json.load(sys.stdin)
-    report = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints
+def main(job: Any) -> Any:
     allow_prefix_caching()
     vllm_engine.MODEL, vllm_engine.BLOCK = job["model"], BLOCK
     sessions = LatentSessions(SteppedEngine(131, {"skip_tokenizer_init": True}, **job["manthan"]))
     sessions.come_back()
-    with report:
-        json.dump(sessions.report, report)
+    return sessions.report
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

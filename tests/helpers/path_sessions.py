@@ -7,15 +7,13 @@ An answer ends within the block that the prompt ends in: what the prompt can go 
 hot or was cold, and is computed from there in the same steps.
 """
 
-import json
-import os
 import random
-import sys
 import time
 from typing import Any
 
 import torch
 import vllm_engine  # sets the environment
+from scripts import answer
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -160,17 +158,12 @@ def noise(hot: torch.Tensor, cold: torch.Tensor) -> list[float]:
     return sorted(off.tolist())
 
 
-def main() -> None:
-    job = json.load(sys.stdin)
-    report = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints
+def main(job: Any) -> Any:
     session = PathSession(job["model"], job.get("vllm", {}), job["manthan"])
     said = getattr(session, job["what"])()
     said |= {"block": session.block, "prompt": len(session.prompt), "causes": session.causes}
-    said["path"] = type(session.path).__name__
-    with report:
-        json.dump(said, report)
+    return said | {"path": type(session.path).__name__}
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

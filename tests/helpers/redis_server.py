@@ -55,10 +55,6 @@ class RedisServer:
     def is_running(self) -> bool:
         return self._process is not None
 
-    def blocks(self) -> int:
-        """How many encoded blocks it has."""
-        return sum(1 for _ in self.client.scan_iter("*:block:*", count=1000))
-
     def admin(self, password: str, decode_responses: bool = True) -> redis.Redis:
         """As the default user of a server that asks for a password."""
         return redis.Redis(port=self.port, password=password, socket_timeout=20, decode_responses=decode_responses)
@@ -91,17 +87,10 @@ class RedisServer:
             time.sleep(0.02)
         raise AssertionError("redis-server did not come up")
 
-    def stop(self) -> None:
-        """As an operator does: what it persists is written."""
-        self._end(signal.SIGTERM)
-
     def kill(self) -> None:
-        self._end(signal.SIGKILL)
-
-    def _end(self, how: signal.Signals) -> None:
         if self._process is not None:
             self.resume()
-            self._process.send_signal(how)
+            self._process.kill()
             self._process.wait(20)
             self._process = None
 

@@ -3,15 +3,13 @@
 Run as a script: a job as JSON on standard input, a report as JSON on standard output. See SteppedEngine.
 """
 
-import json
-import os
-import sys
 import time
 from typing import Any
 
 import numpy as np
 import vllm_engine
 from exact_sessions import ExactSessions
+from scripts import answer
 from stepped_engine import SteppedEngine
 
 
@@ -112,19 +110,15 @@ class SameStep(ExactSessions):
         self.report |= {"restored": self.engine.requests[-1]["found"][1], "steps": self.steps}
 
 
-def main() -> None:
-    job = json.load(sys.stdin)
-    report = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints
+def main(job: Any) -> Any:
     codec = {"name": "k3v3", "sink_tokens": 0, "guard": False}  # blocks that are encoded again are as they were
     engine = SteppedEngine(
         131, job["vllm"], codec=codec, min_tokens=64, idle_after_s=3600, cold_store={"max_bytes": "64MiB"}
     )
     sessions = SameStep(engine, job["loads_first"])
     sessions.go()
-    with report:
-        json.dump(sessions.report, report)
+    return sessions.report
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,27 @@ def run_alone(script: str, job: Any) -> Any:
     done = subprocess.run(command, input=json.dumps(job), env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
+
+
+def run_sessions(what: list[str], codec: dict[str, Any], cache: str = "", **more: Any) -> dict[str, Any]:
+    """What exact_sessions.py says of sessions in this codec, and its log. cache: where profiles are."""
+    manthan = {
+        "min_tokens": 64,
+        "idle_after_s": 3600,
+        "codec": {"sink_tokens": 4, "guard": False} | codec,
+        "cold_store": {"max_bytes": "64MiB"},
+    }
+    job = {"what": what, "blocks": 131, "manthan": manthan} | more
+    out, err = run_script("exact_sessions.py", job, **({"XDG_CACHE_HOME": cache} if cache else {}))
+    return json.loads(out) | {"log": err.splitlines()}
+
+
+def answer(work: Callable[[Any], Any]) -> None:
+    """What such a script does: say what comes of the job."""
+    job = json.load(sys.stdin)
+    with os.fdopen(os.dup(1), "w") as report:
+        os.dup2(2, 1)  # vLLM prints
+        json.dump(work(job), report)
 
 
 def _become(script: str, folder: Path, environment: dict[str, str]) -> None:

@@ -45,6 +45,8 @@ USED_AGAIN_S = 180.0
 USED_BLOCKS, USED_TOKENS = 20, 64
 """Blocks encoded, and tokens read from a tier behind RAM, since a fault is over: then the store is in use again."""
 QUIET_S = 120.0
+ENOUGH = 20
+"""A kill is judged by its own server's sessions if that many returned."""
 JUDGED_S = 900.0
 """Memory of a life is judged if it is that long: before, it says too little."""
 BUSY = ("num_requests_running", "num_requests_waiting", "sessions{hot}", "sessions{evicting}")
@@ -216,17 +218,20 @@ def failed(report: dict[str, Any]) -> list[str]:
         *(sentence for sentence, is_so in wrong.items() if is_so),
         *(f"the store was not in use again after {event['what']}" for event in lost),
         *(f"nobody felt the fault {one}" for one in Fault if one not in FELT_LATER | felt),
-        *(
-            f"no session came back after the kill before life {one}"
-            for one in killed
-            if not came_back(report, f"{one} before") + came_back(report, f"{one} other")
-        ),
+        *(f"no session came back after the kill before life {one}" for one in killed if not survived(report, one)),
     ]
 
 
 def came_back(report: dict[str, Any], who: str) -> int:
     """Return the number of sessions that found tokens: of "4 before", say, or of all "other"."""
     return sum(counts.get("came_back", 0) for key, counts in report["returns"].items() if who in (key, key.split()[1]))
+
+
+def survived(report: dict[str, Any], life: int) -> bool:
+    """True if sessions of before a kill came back in the life after it; of any server's, where few were its own."""
+    own = f"{life} before"
+    few = report["returns"].get(own, {}).get("returns", 0) < ENOUGH
+    return came_back(report, own) + (few and came_back(report, f"{life} other")) > 0
 
 
 def show(report: dict[str, Any], console: Console) -> None:

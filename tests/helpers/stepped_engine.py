@@ -4,15 +4,13 @@ Run as a script: a job as JSON on standard input, a report as JSON on standard o
 encode and decode are waited for, so that a step sees what the one before has begun.
 """
 
-import json
-import os
 import random
-import sys
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import vllm_engine  # sets the environment
+from scripts import answer
 from vllm import EngineArgs, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -136,16 +134,12 @@ def converse(engine: ClockedEngine, requests: int, seed: int, every_s: float) ->
         engine.rest(every_s)
 
 
-def main() -> None:
-    job = json.load(sys.stdin)
-    report = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints
+def main(job: Any) -> Any:
     engine = ClockedEngine(job["blocks"], **job["manthan"])
     converse(engine, job["requests"], job["seed"], job["every_s"])
-    with report:
-        cold_blocks = engine.half.manager.budget.nbytes // engine.half.manager.shape.cold_nbytes
-        json.dump({"actions": engine.actions, "requests": engine.requests, "cold_blocks": cold_blocks}, report)
+    cold_blocks = engine.half.manager.budget.nbytes // engine.half.manager.shape.cold_nbytes
+    return {"actions": engine.actions, "requests": engine.requests, "cold_blocks": cold_blocks}
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

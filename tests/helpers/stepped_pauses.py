@@ -4,12 +4,10 @@ Run as a script: on standard input, a job: "nap", "no nap" where there is no tim
 standard output, what came of it.
 """
 
-import json
-import os
-import sys
 import time
 from typing import Any
 
+from scripts import answer
 from stepped_engine import SteppedEngine
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -94,16 +92,11 @@ def resets(stepped: Stepped) -> dict[str, Any]:
     return {"was_reset": was_reset, "answers": answers, "undisturbed": undisturbed, "left": left}
 
 
-def main() -> None:
-    what = json.load(sys.stdin)
-    report = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints
+def main(what: str) -> Any:
     if what == "no nap":
         scheduler_half.BEDTIME_S = -1.0  # it is over before anything begins
-    told = resets(Stepped()) if what == "reset" else nap(Stepped())
-    with report:
-        json.dump(told, report)
+    return resets(Stepped()) if what == "reset" else nap(Stepped())
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

@@ -19,7 +19,7 @@ GROUP = 1
 
 class StoreWorld:
     """The first `sources` blocks of the codec's cache, which are random numbers, go out; the others are there to come
-    back to. staging: of a lane; slot: of what is read into; slots: how many."""
+    back to. staging: of a lane; slot: of what is read into."""
 
     def __init__(
         self,
@@ -28,12 +28,11 @@ class StoreWorld:
         sources: int,
         staging: int,
         slot: int,
-        slots: int = 4,
     ) -> None:
         self.codec, device, tokens = codec, codec.device, codec.layout.tokens
         self.sources, self.blocks = sources, len(codec.layout.caches[0])
         self.store = make(device)
-        self.intakes = Intake(staging, 2, slot, slots, device), Intake(staging, 1, slot, slots, device)
+        self.intakes = Intake(staging, 2, slot, 4, device), Intake(staging, 1, slot, 4, device)
         self.path = HostPath({GROUP: PagedBlocks(codec)}, self.store, 2, device, intakes=self.intakes)
         self.keys = [bytes([n]) * 32 for n in range(sources)]
         self.exact = {key: random.Random(n).choice((0, 0, 0, 3, tokens)) for n, key in enumerate(self.keys)}

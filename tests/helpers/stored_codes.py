@@ -20,10 +20,10 @@ def stored_chain(worker: Any) -> list[tuple[int, bytes, Any]]:
     return sorted(found, key=lambda block: wire.parse(block[2]).header.first_token)
 
 
-def damage(worker: Any, depth: int) -> None:
+def damage(worker: Any, depth: int, at: int = 5000) -> None:
     """One byte of a block's codes changes; depth: its place in the chain, or from the end if negative."""
     group, key, buf = stored_chain(worker)[depth]
-    buf[5000] ^= 1
+    buf[at] ^= 1
     assert get_kv_transfer_group().worker.path.store.put_all(group, {key: buf}) == {}
 
 

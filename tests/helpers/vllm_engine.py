@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -143,35 +144,27 @@ class Engine:
     async def generate(
         self, prompt: str, session: str | None = None, max_tokens: int = 4, hints: dict[str, Any] | None = None
     ) -> Answer:
-        from vllm import SamplingParams
-
-        self._requests += 1
-        extra = {"kv_transfer_params": {"manthan": hints}} if hints else None
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
-        async for output in self.llm.generate(prompt, params, f"request-{self._requests}", session_id=session):
-            last = output
+        last = await self._answered(prompt, session, hints, max_tokens=max_tokens)
         return Answer(last.outputs[0].text, len(last.prompt_token_ids), last.num_cached_tokens)
 
     async def complete(
         self, prompt: Sequence[int], session: str, max_tokens: int, hints: dict[str, Any] | None = None
     ) -> Completion:
-        from vllm import SamplingParams
-
-        self._requests += 1
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=1,
-            extra_args={"kv_transfer_params": {"manthan": hints}} if hints else None,
-        )
         asked = {"prompt_token_ids": list(prompt)}
-        async for output in self.llm.generate(asked, params, f"request-{self._requests}", session_id=session):
-            last = output
+        last = await self._answered(asked, session, hints, max_tokens=max_tokens, detokenize=False, logprobs=1)
         told = last.outputs[0]
         logprobs = [next(iter(each.values())).logprob for each in told.logprobs]
         return Completion(list(told.token_ids), logprobs, last.num_cached_tokens)
+
+    async def _answered(self, prompt: Any, session: str | None, hints: dict[str, Any] | None, **options: Any) -> Any:
+        from vllm import SamplingParams
+
+        self._requests += 1
+        extra = {"kv_transfer_params": {"manthan": hints}} if hints else None
+        params = SamplingParams(temperature=0, ignore_eos=True, extra_args=extra, **options)
+        async for output in self.llm.generate(prompt, params, f"request-{self._requests}", session_id=session):
+            last = output
+        return last
 
     def ask(self, prompt: str, session: str | None = None, max_tokens: int = 4, **hints: Any) -> Answer:
         return self.run(self.generate(prompt, session, max_tokens, hints))
@@ -259,6 +252,17 @@ def restore_worker(worker: Any) -> None:
     for part in (path.store, *path.blocks.values()):
         for name in [name for name in vars(part) if name in ("read", "put_all", "encode_all", "decode_all")]:
             delattr(part, name)
+
+
+@contextmanager
+def until_killed(blocks: int = 131, **options: Any) -> Iterator[Engine]:
+    """An engine that is killed at the end, not stopped. Sessions go cold after a fifth of a second."""
+    engine = Engine(blocks, idle_after_s=0.2, **options)
+    try:
+        yield engine
+        engine.kill()
+    finally:
+        engine.stop()
 
 
 def running(**options: Any) -> Iterator[Engine]:

@@ -28,18 +28,12 @@ class World:
         self.gone: set[tuple[int, bytes]] = set()
 
     def turn(
-        self,
-        name: str,
-        blocks: int,
-        now: float,
-        keys: list[bytes] = KEYS,
-        window: int = 2,
-        hints: Hints = NO_HINTS,
+        self, name: str, blocks: int, now: float, keys: list[bytes] = KEYS, hints: Hints = NO_HINTS
     ) -> Outcome | None:
         """A request that ends with so many blocks; an anchor takes the last two of the window's."""
         manager = self.manager
         manager.request_started(f"{name}-{now}", keys[: blocks - 1], name, now, tokens=16 * blocks - 8, hints=hints)
-        beside = [(WINDOW, keys[at], at) for at in range(max(0, blocks - window), blocks)]
+        beside = [(WINDOW, keys[at], at) for at in range(max(0, blocks - 2), blocks)]
         outcome = manager.request_finished(
             f"{name}-{now}", keys[:blocks], now, tokens=16 * blocks + 3, places=[Place(blocks, beside)]
         )

@@ -3,19 +3,12 @@
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from manthan.manager.cli import app
-
-
-def test_version() -> None:
-    result = CliRunner().invoke(app, ["version"])
-    assert result.exit_code == 0
-    assert result.output == f"{version('manthan-kv')}\n"
 
 
 def test_config_check_prints_every_value_and_its_source(tmp_path: Path) -> None:
@@ -46,19 +39,11 @@ def test_config_check_warns_of_unknown_variables_where_errors_go(tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("idle_after: 3", "x.yaml: unknown key 'idle_after' (did you mean 'idle_after_s'?)\n"),
-        ("policy: lry", "x.yaml: unknown policy 'lry' (did you mean 'lru'?)\n"),
-    ],
-)
-def test_config_check_says_what_is_wrong_on_stderr(
-    text: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_check_says_what_is_wrong_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text(text)
+    Path("x.yaml").write_text("policy: lry")
     result = CliRunner().invoke(app, ["config", "check", "x.yaml"])
+    sentence = "x.yaml: unknown policy 'lry' (did you mean 'lru'?)\n"
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", sentence)
 
 

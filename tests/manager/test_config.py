@@ -75,6 +75,7 @@ def test_a_kubernetes_service_of_our_name_is_not_a_mistake() -> None:
         "MANTHAN_PORT": "tcp://10.0.0.1:80",
         "MANTHAN_PORT_80_TCP_ADDR": "10.0.0.1",
         "MANTHAN_REDIS_SERVICE_HOST": "10.0.0.2",
+        "MANTHAN_REDIS_PASSWORD": "hush",
         "MANTHAN_REDIS_PORT_6379_TCP": "tcp://10.0.0.2:6379",
     }
     with warnings() as messages:
@@ -254,12 +255,6 @@ def test_a_key_that_is_no_more_is_said_once_and_left_out(write: WriteYaml, caplo
         )
     ]
     assert sorted(caplog.messages) == sorted(said)
-
-
-def test_the_variable_of_the_password_is_known() -> None:
-    with warnings() as messages:
-        load(env={"MANTHAN_REDIS_PASSWORD": "hush"})
-    assert messages == []
 
 
 def test_an_empty_file_and_empty_groups_are_the_defaults(write: WriteYaml) -> None:

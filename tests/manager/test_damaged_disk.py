@@ -28,30 +28,10 @@ FILES = [LOCK, MODEL / JOURNAL, MODEL / f"{JOURNAL}-wal", MODEL / f"{JOURNAL}-sh
 FOLDERS = [MODEL, MODEL / "rank-0"]
 
 
-def _cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def _empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def _zero(path: Path) -> None:
-    path.write_bytes(bytes(4096) + path.read_bytes()[4096:])
-
-
-def _random(path: Path) -> None:
-    path.write_bytes(random.Random(1).randbytes(path.stat().st_size + 5000))
-
-
 def _folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
     (path / "file").write_text("in it")
-
-
-def _forbid(path: Path) -> None:
-    path.chmod(0)
 
 
 def _file(path: Path) -> None:
@@ -59,7 +39,15 @@ def _file(path: Path) -> None:
     path.write_text("no folder")
 
 
-DAMAGES = [_cut, _empty, _zero, _random, _folder, _forbid]
+Damage = Callable[[Path], object]
+DAMAGES: dict[str, Damage] = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "zero": lambda path: path.write_bytes(bytes(4096) + path.read_bytes()[4096:]),
+    "random": lambda path: path.write_bytes(random.Random(1).randbytes(path.stat().st_size + 5000)),
+    "folder": _folder,
+    "forbidden": lambda path: path.chmod(0),
+}
 
 
 def fill(path: Path) -> None:
@@ -112,9 +100,9 @@ def used(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_a_damaged_file_costs_what_it_had(
-    used: Path, file: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    used: Path, file: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damage(used / file)
+    DAMAGES[damage](used / file)
     with modes_count(), caplog.at_level(logging.WARNING):
         server = Server(used)
     assert len(caplog.messages) <= 1
@@ -128,9 +116,9 @@ def test_a_damaged_file_costs_what_it_had(
     again.close()
 
 
-@pytest.mark.parametrize("damage", [_file, _forbid])
+@pytest.mark.parametrize("damage", [_file, DAMAGES["forbidden"]], ids=["file", "forbidden"])
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
-def test_a_damaged_folder_is_set_aside(used: Path, folder: Path, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_folder_is_set_aside(used: Path, folder: Path, damage: Damage) -> None:
     damage(used / folder)
     bad = used / f"{folder}.bad"
     bad.mkdir()

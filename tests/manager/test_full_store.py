@@ -17,17 +17,14 @@ from manthan.policies import get_policy
 LONGEST_S = 2**DOUBLINGS * IDLE_AFTER_S
 
 
-def tries(engine: Engine, until: float, is_full: bool = True, ahead: int = 99) -> list[float]:
-    """Times up to then at which something is encoded, ahead or by a sweep; nothing of it finds room.
-
-    ahead: how many blocks are encoded ahead at once.
-    """
+def tries(engine: Engine, until: float, is_full: bool = True) -> list[float]:
+    """Times up to then at which something is encoded, ahead or by a sweep; nothing of it finds room."""
     times = []
     while (due := engine.manager.next_deadline) is not None and due <= until:
         engine.now = due
         engine.manager.sweep(due)
         if not engine.manager.on_their_way:
-            engine.manager.encode_ahead(due, ahead)
+            engine.manager.encode_ahead(due, 99)
         if orders := engine.spill():
             times.append(due)
             assert times.count(due) < 5, "it is tried again at once"

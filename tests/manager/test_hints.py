@@ -74,6 +74,7 @@ TENANT = f"a name of at most {LONGEST_NAME} printable characters"
         ("release", "true or false", [1, "yes"]),
         ("ttl_s", SECONDS, [0, -1, True, "60", float("inf"), float("nan"), 10**400, [60]]),
         ("expect_return_s", SECONDS, [0, False, "5m", float("-inf")]),
+        ("quality", "exact or any", ["best", 1, ""]),
         ("priority", PRIORITY, [11, -11, True, 1.0, "1", float("nan")]),
         ("prefetch", PREFETCH, ["", [""], [1], 1, True, {"alice": 1}, ["alice", None]]),
         ("prefetch", PREFETCH, ["a" * (LONGEST_NAME + 1), ["a"] * (MOST_PREFETCHES + 1), "\ud800", "a\nb"]),

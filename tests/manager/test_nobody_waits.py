@@ -89,6 +89,17 @@ def test_a_request_is_never_held_back_while_all_is_to_be_encoded() -> None:
         assert world.ask(f"chat{n}", 12, 5.0) == 0
 
 
+def test_nor_is_the_free_queue_walked_for_it() -> None:
+    world = World()
+    for n in range(4):
+        world.turn(f"chat{n}", 16, n)
+    world.driver.step(0, 4.0)
+    walks = world.pool.walks
+    for n in range(100):
+        world.ask(f"new{n}", 16, 5.0)
+    assert world.pool.walks == walks > 0
+
+
 def test_vllm_is_not_told_to_wait_for_blocks_that_are_to_be_encoded() -> None:
     world = World()
     world.turn("chat", 60, 0.0)
@@ -124,6 +135,26 @@ def test_blocks_that_nobody_reads_yet_are_given_up_when_requests_need_them(needs
     assert len(world.pool) == BLOCKS
     assert world.seen.failures == []
     assert not world.driver.step(0, 1.5).revokes
+
+
+def test_no_more_is_referenced_than_leaves_room_for_the_first_that_waits() -> None:
+    world = World(low=0.9, high=1.0)
+    world.turn("chat", 60, 0.0)
+    world.ask("other", BLOCKS - 1, 1.0)
+    work = world.driver.step(0, 1.0)
+    assert len(work.spills) == 1
+    assert len(world.pool) == BLOCKS - 1
+
+
+def test_blocks_of_a_waiting_request_are_at_risk_and_its_own_hits_are_no_room() -> None:
+    """An unsaved block of a session counts as worth keeping also while its next request waits."""
+    world = World(low=0.0, high=0.0)
+    world.turn("a", 16, 0.0)
+    world.turn("b", 16, 1.0)
+    world.pool.take(BLOCKS - 32)
+    assert world.manager.safe(world.pool.names(), BLOCKS) == 0
+    world.ask("a", 40, 2.0)
+    assert world.manager.safe(world.pool.names(), BLOCKS) == 0
 
 
 def test_a_turn_is_encoded_ahead_two_seconds_after_it_ended_if_nothing_else_is() -> None:

@@ -1,30 +1,16 @@
 """Which sessions are restored before their request comes, by example."""
 
 import pytest
-from engine import IDLE_AFTER_S, SHAPE, Engine, chain
+from engine import IDLE_AFTER_S, Engine, chain
 
-from manthan.manager.sessions.hints import Hints
-from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import DropCause
-from manthan.policies import get_policy
 
 LEAD_S = 2.0
 
 
 @pytest.fixture
 def engine() -> Engine:
-    engine = Engine()
-    engine.manager = SessionMemoryManager(
-        get_policy("lru"), SHAPE, 100 * SHAPE.cold_nbytes, IDLE_AFTER_S, prefetch_lead_s=LEAD_S
-    )
-    return engine
-
-
-def talk(engine: Engine, text: str, name: str, hints: Hints) -> None:
-    engine.requests += 1
-    request = f"r{engine.requests}"
-    engine.manager.request_started(request, chain(text), name, engine.now, hints=hints)
-    engine.manager.request_finished(request, chain(text), engine.now)
+    return Engine(prefetch_lead_s=LEAD_S)
 
 
 def taken(engine: Engine, room: int = 100) -> str | None:
@@ -32,12 +18,8 @@ def taken(engine: Engine, room: int = 100) -> str | None:
     return None if prefetch is None else prefetch.session_id
 
 
-def expected_in(seconds: float) -> Hints:
-    return Hints(expect_return_s=seconds)
-
-
 def test_a_session_is_due_so_long_before_it_is_expected(engine: Engine) -> None:
-    talk(engine, "a b c", "A", expected_in(20))
+    engine.talk("a b c", "A", expect_return_s=20)
     engine.evict()
     assert engine.manager.next_deadline == 20 - LEAD_S
     engine.now = 17.9
@@ -53,7 +35,7 @@ def test_a_session_is_due_so_long_before_it_is_expected(engine: Engine) -> None:
 
 
 def test_one_that_goes_cold_when_it_is_due_already_is_restored_then(engine: Engine) -> None:
-    talk(engine, "a b", "A", expected_in(IDLE_AFTER_S + 1))
+    engine.talk("a b", "A", expect_return_s=IDLE_AFTER_S + 1)
     engine.now = IDLE_AFTER_S - 0.5
     assert taken(engine) is None  # it is hot still
     engine.now = 0.0
@@ -62,35 +44,35 @@ def test_one_that_goes_cold_when_it_is_due_already_is_restored_then(engine: Engi
 
 
 def test_one_that_does_not_fit_is_taken_until_it_is_late(engine: Engine) -> None:
-    talk(engine, "a b c", "A", expected_in(20))
-    talk(engine, "x y", "X", expected_in(20))
+    engine.talk("a b c", "A", expect_return_s=20)
+    engine.talk("x y", "X", expect_return_s=20)
     engine.evict()
     engine.now = 18.0
     assert taken(engine, room=2) == "X"
     engine.now = 20.0
     assert taken(engine, room=3) == "A"
-    talk(engine, "q r s", "Q", expected_in(20))
+    engine.talk("q r s", "Q", expect_return_s=20)
     engine.evict()
     engine.now += 11.0
     assert taken(engine) is None
 
 
 def test_another_session_s_request_can_ask_for_it_even_when_it_is_late(engine: Engine) -> None:
-    talk(engine, "a b c", "A", expected_in(1))
+    engine.talk("a b c", "A", expect_return_s=1)
     engine.evict()
     assert taken(engine) is None
-    talk(engine, "x y", "X", Hints(prefetch=("A", "unheard of", "X")))
+    engine.talk("x y", "X", prefetch=("A", "unheard of", "X"))
     assert taken(engine) == "A"
     engine.evict()
     assert taken(engine) is None  # X was hot when it was asked for
 
 
 def test_one_that_was_back_meanwhile_is_not_restored_when_it_is_cold_again(engine: Engine) -> None:
-    talk(engine, "a b c", "A", Hints())
+    engine.talk("a b c", "A")
     engine.evict()
-    talk(engine, "x y", "X", Hints(prefetch=("A",)))
+    engine.talk("x y", "X", prefetch=("A",))
     engine.now += 1
-    talk(engine, "a b c d", "A", Hints())
+    engine.talk("a b c d", "A")
     engine.manager.relieve(99, engine.now)
     engine.stored(engine.spill())
     assert engine.states()["A"] == "cold"
@@ -98,8 +80,8 @@ def test_one_that_was_back_meanwhile_is_not_restored_when_it_is_cold_again(engin
 
 
 def test_one_that_no_pool_can_hold_is_given_up(engine: Engine) -> None:
-    talk(engine, "a b c", "A", expected_in(20))
-    talk(engine, "x y", "X", expected_in(20))
+    engine.talk("a b c", "A", expect_return_s=20)
+    engine.talk("x y", "X", expect_return_s=20)
     engine.evict()
     engine.now = 18.0
     assert engine.manager.prefetch_blocks(engine.now, most=2) == 2
@@ -107,11 +89,11 @@ def test_one_that_no_pool_can_hold_is_given_up(engine: Engine) -> None:
 
 
 def test_one_that_is_on_its_way_is_not_taken_again(engine: Engine) -> None:
-    talk(engine, "a b c", "A", Hints())
+    engine.talk("a b c", "A")
     engine.evict()
-    talk(engine, "x y", "X", Hints(prefetch=("A",)))
+    engine.talk("x y", "X", prefetch=("A",))
     assert taken(engine) == "A"
-    talk(engine, "x y z", "X", Hints(prefetch=("A",)))
+    engine.talk("x y z", "X", prefetch=("A",))
     assert (engine.manager.prefetch_blocks(engine.now), taken(engine)) == (0, None)
     engine.manager.prefetch_finished("A", False, chain("a b c")[2:], engine.now)
     assert engine.manager.take_drops()[0].cause is DropCause.FAILED

@@ -1,10 +1,11 @@
 """One rank's blocks in a real Redis, of any size and group, and RAM in front of them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from redis_server import RedisServer, running
+from some_blocks import blocks_of, same
 
 from manthan.manager.config.model import RedisConfig
 from manthan.manager.stores.cold_store import Buffer, Landing
@@ -26,19 +27,6 @@ def store(server: RedisServer) -> Iterator[RedisStore]:
     made = RedisStore(connect(RedisConfig(url=server.url)), Circuit(), HERE, 1, 1000)
     yield made
     made.close()
-
-
-def blocks_of(*sizes: int, seed: int = 0) -> dict[bytes, Buffer]:
-    rng = np.random.default_rng(seed)
-    return {bytes([seed, at]): rng.integers(0, 256, size, np.uint8) for at, size in enumerate(sizes)}
-
-
-def same(found: Iterator[Buffer | None], blocks: Mapping[bytes, Buffer], keys: Sequence[bytes]) -> bool:
-    pairs = zip(found, keys, strict=True)
-    return all(
-        (buf is None and key not in blocks) or (buf is not None and bytes(buf) == bytes(blocks[key]))
-        for buf, key in pairs
-    )
 
 
 # -- Redis --------------------------------------------------------------------------------------------

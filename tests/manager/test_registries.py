@@ -82,11 +82,6 @@ def test_a_refusal_names_the_source(tmp_path: Path) -> None:
             "policy.most must be what picky takes (Input should be a valid number, unable to parse string as a number)"
             ", not 'x'",
         ),
-        (
-            "nowhere",
-            "policy 'nowhere' of the package others-policies, others_nowhere:Policy, cannot be loaded: "
-            "ModuleNotFoundError: No module named 'others_nowhere'",
-        ),
         ("half", "policy 'half' of the package others-policies, others_policies:Half, must define forget, victims"),
     ],
 )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
+from integrity import check_integrity
 from spills import spilled
 
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S
@@ -200,3 +201,40 @@ def test_a_spill_under_way_at_a_reset_is_dropped_when_it_ends(engine: Engine, an
     engine.talk("a b")
     engine.evict()
     assert engine.manager.match(chain("a b")) == 2
+
+
+def test_a_restore_under_way_at_a_reset_pins_nothing_computed_later(engine: Engine) -> None:
+    engine.talk("a b")
+    engine.evict()
+    request = engine.start("a b c")
+    engine.manager.restore_started(request, chain("a b"))
+    engine.manager.reset()
+    assert engine.manager.match(chain("a b")) == 0
+    assert len(engine.manager.blocks) == 0
+    engine.finish(request, "a b c")
+    engine.evict()
+    engine.manager.restore_finished(request, chain("a b"))
+    assert engine.manager.match(chain("a b c")) == 3
+
+
+def test_a_running_session_survives_a_reset_without_its_past(engine: Engine) -> None:
+    engine.talk("a b", "alice")
+    request = engine.start("a b c", "alice")
+    engine.manager.reset()
+    assert engine.chains() == {"alice": ""}
+    engine.finish(request, "a b c")
+    assert engine.chains() == {"alice": "a b c"}
+    assert engine.states() == {"alice": "idle"}
+
+
+def test_a_reset_takes_a_session_along_that_was_cold_only_as_far_as_another_is_hot(engine: Engine) -> None:
+    for name in ("running", "cold"):
+        engine.talk("a b c", name)
+    engine.evict()
+    request = engine.start("a b c", "running")
+    engine.manager.restore_started(request, chain("a b c"))
+    engine.manager.restore_finished(request, chain("a"))
+    assert engine.states() == {"running": "hot", "cold": "cold"}
+    engine.manager.reset()
+    assert engine.chains() == {"running": ""}
+    check_integrity(engine.manager)

@@ -1,14 +1,14 @@
 """The manager by example, where other engines share its store. The store's room is in bytes: a block takes 100."""
 
+from typing import Any
+
 import pytest
-from engine import IDLE_AFTER_S, SHAPE, Engine, chain
+from engine import SHAPE, Engine, chain
 from integrity import check_integrity
 
 from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import Session
-from manthan.policies import get_policy
 
 TTL_S = 1e4
 
@@ -16,12 +16,8 @@ TTL_S = 1e4
 class Shared(Engine):
     """An engine of which `other` is another."""
 
-    def __init__(self, capacity: int = 100, label: str = "", shares: Shares = Shares()) -> None:  # noqa: B008
-        super().__init__(capacity)
-        nbytes = capacity * SHAPE.cold_nbytes
-        self.manager = SessionMemoryManager(
-            get_policy("lru"), SHAPE, nbytes, IDLE_AFTER_S, label=label, shares=shares, shared_ttl_s=TTL_S
-        )
+    def __init__(self, **more: Any) -> None:
+        super().__init__(shared_ttl_s=TTL_S, **more)
 
     def find(self, request: str, text: str, first: int = 0) -> None:
         sizes = [SHAPE.cold_nbytes] * (len(chain(text)) - first)
@@ -60,15 +56,11 @@ def test_of_what_is_found_a_session_is_served_its_own(engine: Shared) -> None:
     engine.manager.served_elsewhere("gone", 3)
 
 
-def test_a_request_without_a_name_has_nothing_at_another_engine(engine: Shared) -> None:
-    request = engine.start("a b c d")
-    engine.find(request, "a b c d")
-    engine.manager.served_elsewhere(request, 3)
-    assert engine.manager.match(chain("a b c d"), request) == 0
-
-
-def test_who_wants_exact_kv_is_served_none_of_it(engine: Shared) -> None:
-    request = engine.start("a b c d", "alice", quality="exact")
+@pytest.mark.parametrize(("name", "hints"), [(None, {}), ("alice", {"quality": "exact"})])
+def test_without_a_name_or_to_who_wants_exact_kv_nothing_is_served(
+    engine: Shared, name: str | None, hints: dict[str, str]
+) -> None:
+    request = engine.start("a b c d", name, **hints)
     engine.find(request, "a b c d")
     engine.manager.served_elsewhere(request, 3)
     assert engine.manager.match(chain("a b c d"), request) == 0
@@ -88,7 +80,7 @@ def test_what_is_found_counts_towards_nobody_s_share() -> None:
     request = engine.start("a b c d", "alice")
     engine.find(request, "a b c")
     assert engine.manager.blocks.reserved == 3 * SHAPE.cold_nbytes
-    assert engine.manager.budget.left("acme") == 2 * SHAPE.cold_nbytes
+    assert engine.manager.budget.left("acme") == engine.manager.budget.nbytes // 2
     check_integrity(engine.manager)
 
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from belady import belady
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import BLOCK, EXCERPT, check_journal, request
@@ -42,24 +41,21 @@ def check(requests: list[TracedRequest], tally: Tally, setup: Setup) -> None:
         assert computed.issuperset(usable[: served.hot + served.restored])
         assert served.asked == -(-one.input_tokens // setup.block_tokens)
         computed.update(one.keys)
-    in_order = [requests[number] for number in tally.order]
-    assert found(tally) <= belady(in_order, setup.block_tokens, setup.hot_blocks + setup.cold_blocks)
 
 
 # -- a pool and a cold store ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("hot", "cold"), [(400, 400), (600, 3000), (20000, 100)])
-def test_a_pool_and_a_cold_store(conversations, hot, cold) -> None:
-    setup = Setup(get_policy("lru"), hot_blocks=hot, cold_blocks=cold)
-    check(conversations, replay(conversations, setup, journal=True), setup)
 
 
 def test_with_a_pool_for_all_nothing_goes_cold(conversations) -> None:
     """What is encoded ahead fills the cold store, and drops nothing. A shared block is exact, as large as five."""
     setup = Setup(get_policy("lru"), hot_blocks=40000, cold_blocks=100, idle_after_s=1e9)
     tally = replay(conversations, setup)
-    assert found(tally) == belady(conversations, 512, 40000)
+    seen: set[bytes] = set()
+    again = 0
+    for one in conversations:
+        again += sum(key in seen for key in one.keys[: (one.input_tokens - 1) // 512])
+        seen.update(one.keys)
+    assert found(tally) == again > 0
     assert (tally.moved_out, tally.moved_in, tally.evictions, tally.dropped) == (95, 0, 0, 0)
 
 

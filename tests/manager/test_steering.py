@@ -34,9 +34,9 @@ def test_an_idle_session_goes_cold_at_once(engine: Engine) -> None:
     check_integrity(engine.manager)
 
 
-def test_a_running_session_neither_goes_cold_nor_away(engine: Engine) -> None:
+def test_a_running_session_neither_goes_cold_nor_away_nor_is_expected(engine: Engine) -> None:
     engine.start("a one two three")
-    for what in ("evict", "release"):
+    for what in ("evict", "expect", "release"):
         assert engine.manager.steer(what, engine.session("a"), engine.now).startswith("a request of it runs; it can ")
     assert engine.states() == {"a": "hot"}
 
@@ -138,8 +138,3 @@ def test_who_is_expected_back_is_prefetched_in_time(engine: Engine) -> None:
     assert manager.steer("expect", session, engine.now, tool="unknown") == ""
     assert (session.expected, manager.next_deadline) == (None, None), "what was said last holds"
     check_integrity(manager)
-
-
-def test_a_running_session_is_not_expected(engine: Engine) -> None:
-    engine.start("a one two three")
-    assert engine.manager.steer("expect", engine.session("a"), engine.now, 5.0).startswith("a request of it runs; ")

@@ -5,9 +5,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from integrity import check_store
+from some_blocks import blocks_of, same
 
 from manthan.manager.stores.arena import GRANULE
 from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, HostStore
@@ -16,19 +16,6 @@ from manthan.manager.stores.disk.store import DiskStore
 from manthan.manager.stores.tiered import TieredStore
 
 MIB = 1 << 20
-
-
-def blocks_of(*sizes: int, seed: int = 0) -> dict[bytes, Buffer]:
-    rng = np.random.default_rng(seed)
-    return {bytes([seed, at]): rng.integers(0, 256, size, np.uint8) for at, size in enumerate(sizes)}
-
-
-def same(found: Iterator[Buffer | None], blocks: Mapping[bytes, Buffer], keys: Sequence[bytes]) -> bool:
-    pairs = zip(found, keys, strict=True)
-    return all(
-        (buf is None and key not in blocks) or (buf is not None and bytes(buf) == bytes(blocks[key]))
-        for buf, key in pairs
-    )
 
 
 class Behind(ColdStore):

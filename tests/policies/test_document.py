@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from documents import REPO, rows
 from loaded import load_config
 
 from manthan.manager.config.registered import check_registered
@@ -12,22 +13,13 @@ from manthan.manager.config.resolve import resolve_config
 from manthan.policies import EvictionPolicy, SessionView
 from manthan.policies.registry import BUILTIN
 
-REPO = Path(__file__).parents[2]
 TEXT = (REPO / "docs" / "policies.md").read_text(encoding="utf-8")
 README = (REPO / "README.md").read_text(encoding="utf-8")
 EXAMPLE = REPO / "docs" / "examples" / "manthan-policy-largest"
 
 
-def rows(heading: str) -> list[list[str]]:
-    """The cells of the table whose first column has this heading."""
-    _, _, rest = TEXT.partition(f"| {heading} |")
-    lines = rest.partition("|\n|---")[2].partition("\n\n")[0].splitlines()[1:]
-    assert lines, heading
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-
-
 def test_every_policy_has_a_row_a_section_and_a_word_in_the_readme() -> None:
-    assert {row[0].strip("` ") for row in rows("policy")} >= set(BUILTIN)
+    assert {row[0].strip("` ") for row in rows(TEXT, "policy")} >= set(BUILTIN)
     assert set(re.findall(r"^## (\S+)$", TEXT, re.MULTILINE)) >= set(BUILTIN)
     flag = next(line for line in README.splitlines() if line.startswith("| `--manthan-policy NAME` |"))
     assert set(re.findall(r"`(\w+)`", flag)) >= set(BUILTIN)
@@ -35,7 +27,7 @@ def test_every_policy_has_a_row_a_section_and_a_word_in_the_readme() -> None:
 
 
 def test_all_that_a_policy_is_told_is_explained() -> None:
-    fields = [name for row in rows("field") for name in re.findall(r"`(\w+)`", row[0])]
+    fields = [name for row in rows(TEXT, "field") for name in re.findall(r"`(\w+)`", row[0])]
     assert fields == list(SessionView._fields)
     calls = re.findall(r"^\| `(\w+)\(", TEXT, re.MULTILINE)
     assert set(calls) == {"used", "evicted", "forget", "superseded", "victims"}

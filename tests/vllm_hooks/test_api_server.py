@@ -36,9 +36,8 @@ class Api:
 
     def __init__(self, server: VllmServer, tenant: str | None = None, key: str = KEY) -> None:
         self.server = server
-        headers = ({"Authorization": f"Bearer {key}"} if key else {}) | (
-            {} if tenant is None else {"X-Tenant-ID": tenant}
-        )
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers |= {} if tenant is None else {"X-Tenant-ID": tenant}
         self._http = httpx.Client(base_url=server.url, timeout=60, headers=headers, trust_env=False)
 
     def get(self, path: str, **query: Any) -> Any:

@@ -4,14 +4,13 @@ import os
 import random
 import shutil
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import group_models
 import pytest
-from vllm_engine import Completion, Engine, Table
+from vllm_engine import Completion, Engine, Table, until_killed
 
 SLOW = pytest.mark.slow
 GUESTS = range(8)
@@ -19,17 +18,9 @@ ALL = 100_000
 """More first tokens than any session has: all are kept exact."""
 
 
-@contextmanager
-def engine(folder: Path, **options: Any) -> Iterator[Engine]:
-    """Sessions go cold after a fifth of a second. It is killed at the end, not stopped."""
-    disk = {"path": str(folder)}
-    options = {"blocks": 131, "cold_store": {"kind": "disk", "max_bytes": "64MiB"}, "disk": disk} | options
-    made = Engine(idle_after_s=0.2, **options)
-    try:
-        yield made
-        made.kill()
-    finally:
-        made.stop()
+def engine(folder: Path, **options: Any) -> AbstractContextManager[Engine]:
+    store = {"cold_store": {"kind": "disk", "max_bytes": "64MiB"}, "disk": {"path": str(folder)}}
+    return until_killed(**(store | options))
 
 
 def ask_all(engine: Engine, seed: int = 0) -> tuple[int, int]:
@@ -125,7 +116,6 @@ def test_another_configuration_finds_nothing_and_removes_the_old(left: Path) -> 
         assert ask_all(again)[1] == 0
 
 
-@SLOW
 def test_behind_a_reset_nothing_is_found_again(left: Path) -> None:
     with engine(left) as second:
         assert all_return(second)

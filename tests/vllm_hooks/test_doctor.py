@@ -64,6 +64,3 @@ def test_a_template_that_drops_thinking(tmp_path: Path) -> None:
     assert "and goes on with 'The capital of France" in said["chat template"]
     template.write_text(KEEPS)
     assert wrong(tmp_path, "--model", MODEL, "--chat-template", template) == {}
-
-
-# -- parts ------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ def test_the_page_is_sent_without_a_key_and_nothing_else_is(steered_server) -> N
         is_page = path in ("/manthan/", "/manthan/page.js")
         assert status(steered_server, "GET", path) == (200 if is_page else 307 if path == "/manthan" else 401)
         assert status(steered_server, "POST", path) == 401
+    assert status(steered_server, "GET", "/manthan/config", "Host: evil.example", KEY) == 200  # a key will do
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST"])

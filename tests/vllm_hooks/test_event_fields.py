@@ -112,6 +112,16 @@ def test_an_event_has_what_vllm_s_own_has(options: dict[str, Any]) -> None:
     assert engine.events.notes == {}
 
 
+@pytest.mark.parametrize(
+    ("place", "where"),
+    [("device", ("CPU", "LOCAL")), ("disk", ("STORAGE", "LOCAL")), ("redis", ("STORAGE", "REMOTE"))],
+)
+def test_where_blocks_are(place: str, where: tuple[str, str]) -> None:
+    engine = Engine(place)
+    for event in (*engine.ours(asked()), *engine.forget()):
+        assert (event.medium, event.locality) == where
+
+
 def test_blocks_of_a_window_that_are_larger_have_their_own_tokens() -> None:
     engine, request = Engine(windows=True), asked(session_id="alice")
     theirs = engine.theirs(request, 1)

@@ -1,10 +1,9 @@
 """Exact tokens in a real engine: which of them come back bit for bit, and what their blocks take in the store."""
 
-import json
 from typing import Any
 
 import pytest
-from scripts import run_script
+from scripts import run_sessions
 from vllm_engine import BLOCK
 
 from manthan.codec.block import BlockFormat, BlockShape
@@ -19,15 +18,7 @@ FORM = BlockFormat(CODEC, BlockShape(4, 2, BLOCK, 128), bytes(16))
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """A session that goes cold and returns three times, longer each time, and one of which a block is damaged."""
-    manthan = {
-        "min_tokens": 64,
-        "idle_after_s": 3600,
-        "codec": {"name": CODEC, "sink_tokens": SINK, "guard": False},
-        "cold_store": {"max_bytes": "64MiB"},
-    }
-    out, _ = run_script("exact_sessions.py", {"what": ["grow", "damage"], "blocks": 131, "manthan": manthan})
-    found: dict[str, Any] = json.loads(out)
-    return found
+    return run_sessions(["grow", "damage"], {"name": CODEC, "sink_tokens": SINK})
 
 
 def exact_of(blocks: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import fake_cuda
@@ -212,3 +213,44 @@ def test_a_load_on_a_gpu_that_breaks_is_answered_once(
     assert finished + more == (0 if is_prefetch else 1)
     assert failed == [(GROUP, key(0), "internal")]
     assert world.path.take_failed_blocks() == ({40, 41} if not is_prefetch and reached != 2 else set())
+
+
+@pytest.mark.parametrize("what", ["batch", "encode"])
+def test_spills_that_raise_are_answered_once_and_take_no_room(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    world = make()
+    real, calls = getattr(world.codec, what), count(1)
+
+    def second_time(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.codec, what, second_time)
+        results = world.spill(order(1), order(2, 3), order(3))
+    assert sorted(result.cause or "" for result in results) == ["", "", "internal"]
+    assert world.tiers.used == sum(result.nbytes for result in results)
+    assert world.spill(order(4))[0].cause is None
+
+
+@pytest.mark.parametrize("reached", [None, 0], ids=["before", "while they are encoded"])
+def test_spills_on_a_gpu_that_breaks_are_answered_once_and_take_no_room(
+    make: Callable[..., World], reached: int | None
+) -> None:
+    world = make()
+    world.gpu.broken, world.gpu.reached = reached is None, 0
+    world.path.submit_spills(ManthanMetadata(spills=[order(1), order(2, 3)]))
+    world.path.take_finished_loads()
+    before = world.path.take_report()
+    assert (before is None) == (reached == 0)
+    world.gpu.broken = True
+    world.path.take_finished_loads()
+    report = before or world.path.take_report()
+    assert sorted((result.key, result.cause) for result in report.spills) == [
+        (key(1), "internal"),
+        (key(2), "internal"),
+    ]
+    assert world.tiers.used == 0
+    assert world.path.take_report() is None

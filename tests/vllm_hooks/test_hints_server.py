@@ -38,9 +38,7 @@ def post(
 
 def hint_counts(server: VllmServer) -> dict[str, float]:
     """vllm:manthan_hints_total by hint."""
-    page = httpx.get(f"{server.url}/metrics").text
-    lines = [line for line in page.splitlines() if line.startswith("vllm:manthan_hints_total{")]
-    return {line.split('hint="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+    return {of["hint"]: value for name, of, value in server.samples() if name == "vllm:manthan_hints_total"}
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)

@@ -9,21 +9,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import BLOCK, Answer, Engine, Table
 
 
-def flip_a_byte(worker: Any, position: int) -> int:
-    """Change one byte of one stored block; returns how many blocks there are."""
-    store = get_kv_transfer_group().worker.path.store
-    blocks = list(store._blocks)
-    group, key = blocks[len(blocks) // 2]
-    damaged = next(store.read(group, [key]))
-    damaged[position] ^= 0x10
-    assert store.put_all(group, {key: damaged}) == {}
-    return len(blocks)
-
-
-def stored_blocks(worker: Any) -> int:
-    return len(get_kv_transfer_group().worker.path.store._blocks)
-
-
 def note_threads(worker: Any) -> None:
     """From now on, the store notes which threads read and write it."""
     import threading
@@ -76,7 +61,7 @@ def test_a_shared_system_prompt_is_stored_once(engine, table) -> None:
     shared = answers[1].cached_tokens // 32
     assert shared > 10
     each = [(answer.prompt_tokens + 3) // 32 for answer in answers]  # the last token's KV is not computed
-    assert engine.on_worker(stored_blocks) == sum(each) - 2 * shared
+    assert engine.on_worker(stored_codes.count) == sum(each) - 2 * shared
     for n, (prompt, right) in enumerate(prompts):
         assert engine.ask(prompt, f"tenant-{n}").text == right
 
@@ -101,13 +86,14 @@ def test_a_damaged_block_is_recomputed(engine, table) -> None:
     for position in (0, 9, 60, 150, 20_000):
         engine.wait_until_cold(1)
         failures = engine.failures()
-        stored = engine.on_worker(flip_a_byte, position)
+        stored = engine.on_worker(stored_codes.count)
+        engine.on_worker(stored_codes.damage, stored // 2, position)
         answer = engine.ask(prompt, "unlucky")
         assert answer.text == right
         assert answer.prompt_tokens == whole.prompt_tokens
         assert engine.failures() == failures + 1
         engine.wait_until_cold(1)
-        assert engine.on_worker(stored_blocks) == stored  # computed anew, it was stored anew
+        assert engine.on_worker(stored_codes.count) == stored  # computed anew, it was stored anew
 
 
 def test_the_model_s_thread_neither_reads_nor_writes_the_store(engine, table) -> None:

@@ -1,7 +1,6 @@
 """Memory that a GPU copies from: a ring whose slots are used again once what was read is copied, and pinned RAM."""
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import torch
 from integrity import check_store
 
-from manthan.manager.stores.cold_store import Buffer, Found, HostStore
+from manthan.manager.stores.cold_store import Buffer, HostStore
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.worker import pinned
 from manthan.vllm_hooks.worker.intake import Ring, address, batches
@@ -69,15 +68,12 @@ def test_what_is_lent_is_given_back_once() -> None:
     assert ring.are_pinned(ats).tolist() == [False, False, True]
 
 
-def sized(*sizes: int) -> Iterator[Found]:
-    return iter([np.zeros(size, np.uint8) for size in sizes])
-
-
 @pytest.mark.parametrize(
     ("sizes", "cut"), [((40,) * 5, [2, 2, 1]), ((10, 90, 100, 1), [2, 1, 1]), ((300, 10), [1, 1]), ((), [])]
 )
 def test_a_batch_is_full_before_it_is_too_large(sizes: tuple[int, ...], cut: list[int]) -> None:
-    assert [len(batch) for batch in batches(sized(*sizes), lambda buf: buf.nbytes, 100)] == cut
+    values = (np.zeros(size, np.uint8) for size in sizes)
+    assert [len(batch) for batch in batches(values, lambda buf: buf.nbytes, 100)] == cut
 
 
 def test_nothing_is_read_behind_what_is_not_there() -> None:

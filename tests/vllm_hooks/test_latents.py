@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from latent_model import LATENT, LAYERS, TURNED, make_latent_model
@@ -153,14 +152,3 @@ def test_calibrated_codecs_are_refused(tmp_path: Path) -> None:
     config.kv_transfer_config = kv_transfer_config(codec={"name": "auto", "profile": str(tmp_path / "p")})
     with pytest.raises(ConfigError, match=r"^codec.profile is .* its latents take no profile"):
         settle()
-    config.kv_transfer_config = kv_transfer_config()
-    settle()
-    extra = config.kv_transfer_config.kv_connector_extra_config
-    assert extra["manthan"]["codec"]["name"] == "wht-5x"
-
-
-def test_numbers_of_a_page_are_as_the_format_has_them() -> None:
-    form = block_format("wht-5x", GROUP)
-    assert sum(np.prod(shape) for shape in (form.shape.numbers, form.shape.value_numbers)) * 2 == (
-        LAYERS * SPEC.page_size_bytes
-    )

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stored_codes
 from latent_model import VOCAB, allow_prefix_caching, make_latent_model
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms.cpu import CpuPlatform
 from vllm_engine import Completion
-
-from manthan.codec import wire
 
 BLOCKS, BLOCK, ANSWER = 25, 16, 12
 MANTHAN: dict[str, Any] = {
@@ -44,18 +43,6 @@ def forget_latents(worker: Any) -> None:
         rows[:] = 0
 
 
-def damage_the_first_block(worker: Any) -> bool:
-    store = get_kv_transfer_group().worker.path.store
-    for group, key in list(store._blocks):
-        [codes] = store.read(group, [key])
-        if wire.parse(codes).header.first_token == 0:
-            codes = codes.copy()
-            codes[5000] ^= 1
-            assert store.put_all(group, {key: codes}) == {}
-            return True
-    return False
-
-
 @pytest.mark.slow
 def test_latents_come_back_on_both_ranks(pair: Any) -> None:
     """As out of the hot cache. One token is behind the last full block: the CPU's kernel for single tokens reads the
@@ -74,7 +61,7 @@ def test_latents_come_back_on_both_ranks(pair: Any) -> None:
     assert (cold.tokens, cold.logprobs) == (hot.tokens, hot.logprobs)
     assert pair.failures() == 0
     pair.wait_until_cold(1)
-    assert all(pair.on_workers(damage_the_first_block))
+    pair.on_workers(stored_codes.damage, 0)
     again = ask()
     assert (again.tokens, again.cached_tokens) == (computed.tokens, 0), "neither rank uses what is damaged"
     assert pair.metric("manthan_failures_total", cause="checksum") >= 1

@@ -162,3 +162,12 @@ def test_a_part_of_a_block_is_marked_as_the_block(is_lossy: bool) -> None:
     assert asked.pool.cached_block_hash_to_block.get_one_block(part.block_hash) is part
     assert asked.marks[part.block_id] is (Mark.DERIVED if is_lossy else Mark.EXACT)
     assert asked.marks.serves(part.block_id, BOB) is not is_lossy
+
+
+def test_an_exact_part_takes_the_hash_from_a_lossy_one() -> None:
+    asked = Asked(PART)
+    asked.enter(4 * TOKENS)
+    for asked.lossy_for in (ALICE, None):
+        part = asked.enter(len(PROMPT))[4]
+    assert asked.pool.cached_block_hash_to_block.get_one_block(part.block_hash) is part
+    assert asked.marks.serves(part.block_id, BOB)

@@ -18,6 +18,26 @@ expect: Any = pytest.importorskip("playwright.sync_api").expect
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 KEY = "sesame"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
+READABLE = 4.5
+"""Contrast of text and what is behind it, as WCAG 2 wants it of small text."""
+CONTRAST = """
+() => {
+  const parse = (color) => color.match(/[0-9.]+/g).map((part) => part * (color.startsWith("color(") ? 255 : 1));
+  const light = (color) => color.slice(0, 3).map((part) => part / 255)
+    .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, part, n) => sum + part * [0.2126, 0.7152, 0.0722][n], 0);
+  const ground = (element) => parse(getComputedStyle(element).backgroundColor);
+  const behind = (element) => (ground(element).length === 3 || element === document.body)
+    ? ground(element) : behind(element.parentElement);
+  return [...document.querySelectorAll("body *")].filter((element) => element.checkVisibility()
+    && [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.textContent.trim()))
+    .map((element) => {
+      const [a, b] = [light(parse(getComputedStyle(element).color)), light(behind(element))];
+      return [element.textContent.trim().slice(0, 40), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)];
+    });
+}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +66,8 @@ def tabs(browser, server) -> Iterator[Callable[..., Any]]:
     script fails or is refused."""
     contexts, watched = [], []
 
-    def open_tab(key: str | None = KEY) -> Any:
-        context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    def open_tab(key: str | None = KEY, viewport: dict[str, int] = WIDE, **options: Any) -> Any:
+        context = browser.new_context(viewport=viewport, reduced_motion="reduce", **options)
         contexts.append(context)
         tab = context.new_page()
         watched.append(Watched(tab))
@@ -160,7 +180,44 @@ def test_filters_sorting_and_pages(server, table, tabs) -> None:
     expect(tab.locator("#empty")).to_be_visible()
 
 
+def test_the_map_has_a_cell_for_each_session_and_arrow_keys(server, table, tabs) -> None:
+    prompt = table(5).question(1)[0]
+    ask(server, prompt, "mapped-long")
+    ask(server, prompt[:400], "mapped-short")
+    tab = tabs()
+    tab.get_by_label("Name begins with").fill("mapped-")
+    tab.get_by_role("button", name="Map", exact=True).click()
+    cells = tab.get_by_role("region", name="idle").locator(".cell")
+    expect(cells).to_have_count(2)
+    expect(cells.nth(0)).to_have_accessible_name(re.compile(r"^mapped-long: idle, \d+ tokens"))
+    long, short = (cells.nth(n).bounding_box() for n in (0, 1))
+    assert long["width"] > short["width"] >= 24
+    cells.nth(0).focus()
+    tab.keyboard.press("ArrowRight")
+    assert has_focus(cells.nth(1))
+    tab.keyboard.press("Enter")
+    expect(tab.get_by_role("dialog")).to_contain_text("mapped-short")
+
+
 # -- what it does -------------------------------------------------------------------------------------
+
+
+def test_pins(server, table, tabs) -> None:
+    ask(server, table(6).question(1)[0], "kept")
+    tab = tabs()
+    for button, mark in (("Pin", "pinned"), ("Unpin", "")):
+        row_of(tab, "kept").get_by_role("button", name=button).click()
+        expect(row_of(tab, "kept").locator(".pinned-mark")).to_have_text(mark)
+        assert shown(server, "kept").json()["pinned"] == bool(mark)
+
+
+def test_one_that_is_prefetched_comes_back_without_a_request(server, table, tabs) -> None:
+    ask(server, table(2).question(1)[0], "fetched")
+    tab = tabs()
+    row_of(tab, "fetched").get_by_role("button", name="Evict").click()
+    expect(state_of(tab, "fetched")).to_contain_text("cold")
+    row_of(tab, "fetched").get_by_role("button", name="Prefetch").click()
+    expect(state_of(tab, "fetched")).to_contain_text("idle")
 
 
 def test_release_asks_first(server, table, tabs) -> None:
@@ -220,6 +277,48 @@ def test_it_says_that_the_server_does_not_answer(server, tabs) -> None:
     expect(tab.locator("#wrong")).to_contain_text("The server answers again.")
 
 
+def test_a_phone_scrolls_in_one_direction_only(server, table, tabs) -> None:
+    ask(server, table(10).question(1)[0], "a-rather-long-name-without-any-place-to-break-it-" * 3)
+    tab = tabs(viewport=PHONE, has_touch=True, is_mobile=True)
+
+    def fits() -> bool:
+        return bool(tab.evaluate("document.documentElement.scrollWidth === 360 && innerWidth === 360"))
+
+    row = tab.locator("tbody tr").first
+    expect(row).to_contain_text("a-rather-long-name")
+    assert fits()
+    assert all(button.bounding_box()["height"] >= 24 for button in row.get_by_role("button").all())
+    row.get_by_role("button").first.click()
+    expect(tab.locator("#life-events .kind").first).to_be_visible()
+    life = tab.get_by_role("dialog")
+    assert fits()
+    assert life.evaluate("dialog => dialog.scrollWidth <= dialog.clientWidth")
+    life.get_by_role("button", name="Close").click()
+    tab.get_by_role("button", name="Map", exact=True).click()
+    expect(tab.locator(".cell").first).to_be_visible()
+    assert fits()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_stand_out(server, table, tabs, scheme: str) -> None:
+    for n, state in enumerate(["idle", "cold"]):
+        ask(server, table(11 + n).question(1)[0], f"read-{state}")
+    tab = tabs(color_scheme=scheme)
+    row_of(tab, "read-cold").get_by_role("button", name="Evict").click()
+    expect(state_of(tab, "read-cold")).to_contain_text("cold")
+    ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (int(re.findall(r"\d+", ground)[0]) < 60) == (scheme == "dark")
+    texts = tab.evaluate(CONTRAST)
+    tab.get_by_role("button", name="Map", exact=True).click()
+    expect(tab.locator(".cell").first).to_be_visible()
+    texts += tab.evaluate(CONTRAST)
+    tab.get_by_role("button", name=re.compile("^read-cold: cold")).click()
+    expect(tab.locator("#life-events .kind").first).to_be_visible()
+    texts += tab.evaluate(CONTRAST)
+    assert {"Cold store", "up", "Pool", "Evict", "read-idle", "evicted", "H"} <= {text for text, _ in texts}
+    assert [(text, ratio) for text, ratio in texts if ratio < READABLE] == []
+
+
 # -- who may --------------------------------------------------------------------------------------------
 
 
@@ -244,14 +343,7 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(server, tabs) -> None:
 
 def test_a_tenant_sees_its_own(server, table, tabs) -> None:
     for n, tenant in enumerate(["grün", "globex"]):
-        prompt, own = table(13 + n).question(1)[0], AUTHORIZED | {"X-Tenant-ID": tenant.encode()}
-        body = {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": 4,
-            "session_id": "theirs",
-        }
-        httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=own, timeout=120).raise_for_status()
+        ask(server, table(13 + n).question(1)[0], "theirs", tenant)
     tab = tabs()
     expect(row_of(tab, "grün/theirs")).to_be_visible()
     expect(row_of(tab, "globex/theirs")).to_be_visible()

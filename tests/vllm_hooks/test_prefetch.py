@@ -111,6 +111,21 @@ def test_restores_do_not_wait_behind_a_prefetch(engine, table) -> None:
     assert counters["restores"] == 1
 
 
+def test_a_reset_meanwhile_lets_nothing_stale_into_the_cache(engine, table) -> None:
+    prompt, right = table(60).question(0)
+    go_cold(engine, {"alice": prompt})
+    counters = Counters(engine)
+    with stored_codes.gate(engine):
+        engine.ask("x", prefetch="alice")
+        engine.wait(lambda: engine.on_worker(stored_codes.at_gate) == 1, "a prefetch")
+        assert not engine.run(engine.llm.reset_prefix_cache(reset_connector=True))  # vLLM: blocks are in use
+    engine.wait(lambda: engine.metric("kv_cache_usage_perc") == 0, "an empty pool")
+    answer = engine.ask(prompt, "alice")
+    assert answer.text == right
+    assert answer.cached_tokens == 0
+    assert counters["prefetches"] == counters["restores"] == 0
+
+
 def test_codes_that_cannot_be_read_are_recomputed(engine, table) -> None:
     prompt, right = table(70).question(6)
     go_cold(engine, {"alice": prompt})

@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 from vllm_engine import MODEL
 
 from manthan.manager.observer import Observer, Restored
-from manthan.manager.prefetcher import Prefetcher
+from manthan.manager.prefetcher import RETRY_S, Prefetcher
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
@@ -287,6 +287,15 @@ def test_only_the_run_before_a_failure_is_entered_and_all_blocks_come_back() -> 
     assert engine.pool.reset_prefix_cache()
 
 
+def test_codes_in_a_store_that_is_down_are_kept(engine: Engine) -> None:
+    engine.compute(request("a", 3))
+    engine.evict()
+    [load] = engine.prefetch("a")
+    engine.answer(load, 0, cause="store_down")
+    assert len(engine.manager.table.by_id["a"].chain) == 3
+    assert engine.cached(request("a", 3)) == [False] * 3
+
+
 def test_after_a_reset_nothing_is_entered(engine: Engine) -> None:
     a = request("a", 3)
     engine.compute(a)
@@ -337,6 +346,27 @@ def test_a_session_that_is_longer_than_what_the_pool_can_spare_is_not_waited_for
     engine.evict()
     [load] = engine.step()
     assert len(part(load).keys) == BLOCKS - SPARE
+
+
+def test_room_that_a_waiting_request_needs_is_left_to_it(engine: Engine) -> None:
+    engine.compute(request("a", 8))
+    engine.evict()
+    engine.prefetcher.waits("waiting", 10)
+    assert engine.prefetch("a") == []
+    engine.admitted(request("waiting", 9), hot=0)
+    assert engine.step() == []  # not at once
+    assert engine.prefetcher.deadline == engine.now + RETRY_S
+    engine.now += RETRY_S
+    assert len(engine.step()) == 1
+    assert engine.prefetcher.deadline is None
+
+
+def test_an_aborted_request_waits_for_nothing(engine: Engine) -> None:
+    engine.compute(request("a", 8))
+    engine.evict()
+    engine.prefetcher.waits("waiting", 10)
+    engine.prefetcher.forget("waiting")
+    assert len(engine.prefetch("a")) == 1
 
 
 # -- hits ---------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Codecs that take a profile: what an engine settles on before it starts, and sessions of a real one that return."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scripts import run_script
+from scripts import run_sessions
 from typer.testing import CliRunner
 from vllm import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -29,7 +28,6 @@ from manthan.vllm_hooks.settled import profile_digest, settle_codec, settled_pro
 from manthan.vllm_hooks.support import Group
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
-SCRIPT = "exact_sessions.py"
 BF16_BLOCK = 2 * 2 * 4 * 2 * 128 * 32
 """Of the tiny model."""
 
@@ -118,23 +116,9 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
 # -- an engine ----------------------------------------------------------------------------------------
 
 
-def run(what: list[str], codec: dict[str, Any], cache: Path, **more: Any) -> dict[str, Any]:
-    """What became of sessions of an engine with this codec; cache: where it looks for profiles, and puts them."""
-    manthan = {
-        "min_tokens": 64,
-        "idle_after_s": 3600,
-        "codec": {"sink_tokens": 4, "guard": False} | codec,
-        "cold_store": {"max_bytes": "64MiB"},
-    }
-    job = {"what": what, "blocks": 131, "manthan": manthan} | more
-    out, err = run_script(SCRIPT, job, XDG_CACHE_HOME=str(cache))
-    report: dict[str, Any] = json.loads(out)
-    return report | {"log": err}
-
-
 def test_a_session_returns_by_way_of_a_profile(tiny_profile: Path, tmp_path: Path) -> None:
     """Three times; its codes are as small as they should be, and as the books say."""
-    found = run(["profile", "grow"], {"name": "klt-8x", "profile": str(tiny_profile)}, tmp_path)
+    found = run_sessions(["profile", "grow"], {"name": "klt-8x", "profile": str(tiny_profile)}, str(tmp_path))
     assert found["profile"] == Profile.load(tiny_profile).digest
     assert found["right"] == [True] * 4
     assert found["failures"] == []

@@ -1,6 +1,7 @@
 """What Manthan does not serve stops the server at start with one sentence, tried on real model configurations."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import requires
 from pathlib import Path
@@ -13,7 +14,8 @@ from loaded import load_config
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from vllm import EngineArgs
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -25,12 +27,14 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError
-from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks import kv_transfer_config, settled
 from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.memory import Shards, memory_shape
-from manthan.vllm_hooks.support import VLLM, Group, Groups, Window, groups_of
+from manthan.vllm_hooks.support import VLLM, Group, Groups, Window, check_supported, groups_of
 from manthan.vllm_hooks.telemetry.log import check_capacity
+from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 SIZES = {
@@ -126,6 +130,54 @@ def test_what_needs_a_gpu(manthan: dict[str, Any], why: str) -> None:
     assert refusal(MODEL, kv_transfer_config=kv_transfer_config(**manthan)).endswith(f": {why}.")
 
 
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CodecConfig]:
+    """The codec that an engine would run with on a GPU, which is not here."""
+
+    def settle(config: VllmConfig, manthan: dict[str, Any]) -> CodecConfig:
+        config.kv_transfer_config = kv_transfer_config(**manthan)
+        monkeypatch.setattr(type(current_platform), "device_type", "cuda")
+        monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+        monkeypatch.setattr(settled, "kernel_fault", lambda: "")
+        check_supported(config)
+        settled.settle_codec(config)
+        return from_vllm_config(config).codec
+
+    return settle
+
+
+GPU_SETTINGS: list[dict[str, Any]] = [{}, {"cold_store": "device"}, {"backend": "cuda"}, {"backend": "numpy"}]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("manthan", GPU_SETTINGS, ids=str)
+def test_latents_on_a_gpu(manthan: dict[str, Any], dtype: str, tmp_path: Path, on_gpu: Callable[..., Any]) -> None:
+    """Coded, but for fp8, which stays as the bytes that it is on a GPU, and which the CPU does not know."""
+    (tmp_path / "config.json").write_text(json.dumps(MLA))
+    config = EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
+    config.cache_config.enable_prefix_caching, config.cache_config.cache_dtype = True, dtype
+    coded = dtype == "auto"
+    if manthan == {"backend": "numpy"} and not coded:
+        with pytest.raises(ConfigError, match=r"--kv-cache-dtype is fp8, but the CPU encodes latents .*: use auto\."):
+            on_gpu(config, manthan)
+        return
+    codec = on_gpu(config, manthan)
+    assert (codec.name, codec.guard) == (("wht-5x", True) if coded else ("exact", False))
+    assert keeps_bytes(config) != coded
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("manthan", GPU_SETTINGS, ids=str)
+def test_fp8_on_a_gpu(manthan: dict[str, Any], dtype: str, on_gpu: Callable[..., Any]) -> None:
+    """Coded as all KV is, but where vLLM keeps some layers in another dtype."""
+    config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_cache_dtype=dtype).create_engine_config()
+    codec = on_gpu(config, manthan)
+    assert (codec.name, codec.guard) == ("wht-5x", True)
+    assert not keeps_bytes(config)
+    config.cache_config.kv_cache_dtype_skip_layers = ["0"]
+    assert keeps_bytes(config)
+
+
 def test_a_front_end_that_hands_no_headers_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     manthan = kv_transfer_config(quotas={"header": "X-Tenant-ID"})
@@ -158,6 +210,13 @@ def test_a_vllm_on_which_nothing_ran(version: str, monkeypatch: pytest.MonkeyPat
         f"Manthan cannot be used here: vLLM is {version}, but this version of Manthan was made for 0.32 and 0.33 and "
         "no other: install vllm>=0.32,<0.34."
     )
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.3", "0.32.0+cpu", "0.33.0", "0.33.1.post1", "dev"])
+def test_patch_releases_of_vllm_are_served(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    kv = kv_transfer_config()
+    EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=kv, max_model_len=1024).create_engine_config()
 
 
 def test_what_is_installed_with_the_extra_is_served() -> None:

@@ -1,27 +1,18 @@
 """Engines whose codes are sealed at rest: restarts, with keys that change meanwhile."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from key_files import write_keys
-from vllm_engine import Engine, Table
+from vllm_engine import Engine, Table, until_killed
 
 GUESTS = {"alice-doe": "acme", "bob-poole": "", "carol-sue": "acme", "dave-smith": ""}
 
 
-@contextmanager
-def engine(folder: Path) -> Iterator[Engine]:
-    """It is killed at the end, not stopped."""
+def engine(folder: Path) -> AbstractContextManager[Engine]:
     store = {"kind": "disk", "max_bytes": "64MiB", "encryption": {"key_file": str(folder / "keys")}}
-    disk = {"path": str(folder / "codes")}
-    made = Engine(131, idle_after_s=0.2, cold_store=store, disk=disk)
-    try:
-        yield made
-        made.kill()
-    finally:
-        made.stop()
+    return until_killed(cold_store=store, disk={"path": str(folder / "codes")})
 
 
 def ask_all(engine: Engine) -> list[bool]:

@@ -14,7 +14,7 @@ import soak_hour
 from aiohttp import web
 from soak_chats import Traffic, Turn
 from soak_faults import FELT_LATER, Fault, Order, schedule
-from soak_hour import came_back, failed
+from soak_hour import ENOUGH, came_back, failed, survived
 from soak_lives import rise
 
 SCRIPT = Path(soak_hour.__file__)
@@ -58,7 +58,7 @@ def test_sessions_come_back_after_the_kill_and_on_the_other_server(found: dict[s
     lives = [[life["server"], life["ready_s"] < life["end_s"]] for life in found["lives"]]
     assert lives == [[0, True], [1, True], [-1, True], [0, True]]
     assert {who for who in found["returns"] if who.endswith("before")} <= {"4 before"}
-    assert came_back(found, "4 before") + came_back(found, "4 other") > 0
+    assert survived(found, 4)
     assert came_back(found, "1 other") + came_back(found, "2 other") > 0
     assert 0 < found["returns"]["1 same"]["cached"] <= found["returns"]["1 same"]["full"]
 
@@ -99,6 +99,9 @@ def test_what_is_wrong_is_said() -> None:
         "nobody felt the fault hang",
         "no session came back after the kill before life 4",
     ]
+    for returns, is_told in ((ENOUGH - 1, False), (ENOUGH, True)):
+        of = {"4 before": {"returns": returns}, "4 other": {"came_back": 5}}
+        assert (failed(report | {"returns": of})[-1] == "no session came back after the kill before life 4") == is_told
 
 
 # -- its parts ------------------------------------------------------------------------------------------

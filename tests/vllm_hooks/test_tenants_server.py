@@ -155,10 +155,3 @@ def test_who_takes_all_it_can_get_takes_nothing_of_others(server, table) -> None
     assert is_whole(ask(server, LEFT, prompts[0], "left's"))
     found = [ask(server, RIGHT, prompt, f"right's {n}").blocks for n, prompt in reversed(list(enumerate(prompts)))]
     assert 0 < sum(found) < 80  # of 8 * 17; a profile that was made meanwhile makes codes smaller
-
-
-@pytest.mark.parametrize("hints", [{"tenant": LEFT}, {"tenant": "manthan-"}])
-def test_nobody_passes_for_another(server, hints: dict[str, str]) -> None:
-    body = {"model": server.model, "prompt": "hello", "kv_transfer_params": {"manthan": hints}}
-    for headers in ({}, {"X-Tenant-ID": RIGHT}):
-        assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 400

@@ -135,6 +135,24 @@ def test_the_digest_is_the_same_for_each_number_of_ranks(model: Path, tmp_path: 
     assert start(model, tmp_path / "two", tensor_parallel_size=2).digests == [digest] * 2
 
 
+@pytest.mark.slow
+def test_weights_that_lie_in_no_file_count_like_others(model: Path, tmp_path: Path) -> None:
+    """A loader that vLLM was given brings them from somewhere else than the model's folder."""
+    (disk := tmp_path / "disk").mkdir()
+    [digest] = start(model, disk).digests
+    source = (model / "model.safetensors").rename(tmp_path / "elsewhere")
+    remote = {
+        "load_format": "remote",
+        "model_loader_extra_config": {"source": str(source)},
+        "worker_extension_cls": "remote_weights.Extension",
+    }
+    assert start(model, disk, **remote) == (576, [digest])
+    flip(source, "model.norm.weight")
+    found, [other] = start(model, disk, **remote)
+    assert found == 0
+    assert other != digest
+
+
 class Model(torch.nn.Module):
     """Keeps nothing of what it is given."""
 
