@@ -91,16 +91,6 @@ def test_blocks_that_are_smaller_than_expected_leave_their_room_to_others(bound:
     check_store(store)
 
 
-def test_a_block_that_is_read_outlives_its_drop() -> None:
-    store = HostStore(GRANULE)
-    keep(store, b"a", 4, 7)
-    (buf,) = store.read(0, [b"a"])
-    store.drop(0, [b"a"])
-    keep(store, b"b", 4, 9)
-    assert buf is not None
-    assert buf.tolist() == [7, 7, 7, 7]
-
-
 def test_a_block_that_is_dropped_while_it_is_read_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes may be another's already."""
     store = HostStore(GRANULE)
