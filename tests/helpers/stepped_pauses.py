@@ -1,7 +1,6 @@
 """An engine in this process, stepped by its caller, that sleeps or is reset while sessions are encoded or loaded.
 
-Run as a script: on standard input, a job: "nap", "no nap" where there is no time to end what was begun, or "reset"; on
-standard output, what came of it.
+Run as a script: on standard input, a job: "nap" or "reset"; on standard output, what came of it.
 """
 
 import time
@@ -11,8 +10,6 @@ from scripts import answer
 from stepped_engine import SteppedEngine
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-from manthan.vllm_hooks import scheduler_half
 
 PROMPTS = [[(7 * at + 31 * n) % 190 + 10 for at in range(320)] for n in range(3)]
 
@@ -93,8 +90,6 @@ def resets(stepped: Stepped) -> dict[str, Any]:
 
 
 def main(what: str) -> Any:
-    if what == "no nap":
-        scheduler_half.BEDTIME_S = -1.0  # it is over before anything begins
     return resets(Stepped()) if what == "reset" else nap(Stepped())
 
 
