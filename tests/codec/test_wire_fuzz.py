@@ -15,7 +15,7 @@ from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import WireError
 
 MUTATIONS = 100_000
-FORGERIES = 20_000
+FORGERIES = 10_000
 SHAPES = [
     ("k3v3", BlockShape(1, 1, 4, 32), 0),
     ("k3v3", BlockShape(1, 1, 4, 32), 1),

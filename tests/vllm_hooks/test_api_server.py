@@ -236,7 +236,7 @@ def test_a_released_session_is_unknown(api) -> None:
 
 
 def test_a_running_session_is_not_evicted(api) -> None:
-    asked = threading.Thread(target=api.talk, args=("alice",), kwargs={"max_tokens": 3000})
+    asked = threading.Thread(target=api.talk, args=("alice",), kwargs={"max_tokens": 800})
     asked.start()
     try:
         api.server.wait_for(lambda: api.ids(state="hot") == ["alice"], WAIT_S, "run a request")

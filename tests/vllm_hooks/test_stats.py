@@ -1,11 +1,13 @@
 """What happens between two looks at the statistics is added up."""
 
 import functools
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from manthan.codec.errors import WireError
+from manthan.codec import wire
 from manthan.manager.stores.cold_store import ColdStoreError
 from manthan.manager.stores.disk.store import DiskError
 from manthan.manager.stores.redis.client import RedisFullError
@@ -68,6 +70,9 @@ def test_causes_of_failures_are_those_of_the_code() -> None:
     def all_of(kind: type) -> set[type]:
         return {kind}.union(*map(all_of, kind.__subclasses__()))
 
-    causes = {error.cause for error in all_of(WireError) | all_of(SealError) | all_of(ColdStoreError)}
+    causes = {error.cause for error in all_of(SealError) | all_of(ColdStoreError)}
+    raised = set(re.findall(r'WireError\(.*"(\w+)"\)', Path(wire.__file__).read_text()))
+    assert raised >= {"checksum", "fingerprint", "key", "magic", "truncated", "version"}
+    causes |= raised
     assert {DiskError.cause, RedisFullError.cause} <= causes
     assert causes - {"invalid", "header", "store"} <= set(FAILURE_CAUSES)

@@ -128,6 +128,7 @@ def test_each_tensor_counts(model: Path, tmp_path: Path) -> None:
     assert len(names) == 38
 
 
+@pytest.mark.slow
 def test_the_digest_is_the_same_for_each_number_of_ranks(model: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
