@@ -102,14 +102,14 @@ def arm_in(
     if kind == OFFLOAD:
         size = ("--kv-offloading-size", f"{memory.store_nbytes / 2**30:.6f}")
         return CapacityArm(kind, "", memory, longest, flags=(*more, *size))
-    manthan: dict[str, Any] = {**MANTHAN, "min_tokens": 0, "codec": codec}
-    manthan["cold_store"] = _cold_store(kind, memory.store_nbytes)
+    manthan: dict[str, Any] = {**MANTHAN, "idle.min_tokens": 0, "codec": codec}
+    manthan["tiers"] = _tiers(kind, memory.store_nbytes)
     if kind in IN_REDIS:
-        manthan["redis"] = redis | {"prefix": f"{redis['prefix']}{kind}-{codec}-{memory.budget}:"}
+        manthan["tiers"]["redis"] = redis | {"prefix": f"{redis['prefix']}{kind}-{codec}-{memory.budget}:"}
     return CapacityArm(kind, codec, memory, longest, manthan, more)
 
 
-def _cold_store(kind: str, nbytes: int) -> dict[str, Any]:
+def _tiers(kind: str, nbytes: int) -> dict[str, Any]:
     if kind == "tiered":
         front = nbytes // TIERED_FRONT
         return {"kind": "redis", "max_bytes": nbytes - front, "host_bytes": front}

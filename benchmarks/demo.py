@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests" / "data" / "tiny-llama"
 CONFIG = ROOT / "configs" / "demo.yaml"
 LOGS = ROOT / "build" / "demo"
-IDLE_AFTER_S = yaml.safe_load(CONFIG.read_text())["idle_after_s"]
+IDLE_AFTER_S = yaml.safe_load(CONFIG.read_text())["idle"]["after_s"]
 
 NAMES = ["alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi"]
 ENTRIES = 64

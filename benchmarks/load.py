@@ -14,6 +14,8 @@ See docs/load.md.
 
 import shlex
 from enum import StrEnum
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +26,8 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from manthan.benchmarks.shapes import DEFAULT as DEFAULT_SHAPE
 from manthan.benchmarks.shapes import PUBLIC
 from manthan.codec import DEFAULT
-from manthan.manager.config.model import ManthanConfig
+from manthan.manager.config import resolve
+from manthan.manager.config.resolve import ConfigError, resolve_config
 
 
 class Thinking(StrEnum):
@@ -66,7 +69,7 @@ def load(
     ] = "",
     idle_after: Annotated[float, typer.Option(min=0.1, help="Seconds after which Manthan compresses a session.")] = 1,
     manthan: Annotated[
-        str, typer.Option(help="Further keys of Manthan's, as YAML: '{quotas: {pinned_share: 0.5}}'.")
+        str, typer.Option(help="Further keys of Manthan's, as YAML: '{tiers: {pinned_share: 0.5}}'.")
     ] = "",
     model: Annotated[
         Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")
@@ -119,15 +122,15 @@ def read_size(text: str) -> int:
 
 
 def read_manthan(text: str) -> dict[str, Any]:
-    """Keys of Manthan's configuration; raises BadParameter."""
+    """Dotted keys of Manthan's configuration; raises BadParameter."""
     try:
-        found = yaml.safe_load(text) if text else {}
-        ManthanConfig.model_validate(found)
-    except (yaml.YAMLError, ValidationError):
-        found = None
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"--manthan must be keys as in docs/configuration.md and their values, not {text!r}")
-    return found
+        config, sources = resolve_config(env={}, flags=(yaml.safe_load(text) if text else {}))
+    except (yaml.YAMLError, AttributeError, ConfigError):
+        raise typer.BadParameter(
+            f"--manthan must be keys as in docs/configuration.md and their values, not {text!r}"
+        ) from None
+    values = config.model_dump(mode="json")
+    return {key: reduce(getitem, key.split("."), values) for key in sources if sources[key] != resolve.DEFAULT}
 
 
 if __name__ == "__main__":

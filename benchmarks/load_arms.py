@@ -62,14 +62,14 @@ class Arms:
         """A profile is given or there is none: making one beside would take part in the measurement."""
         profile = {"profile": str(self.profile)} if self.profile and needs_profile(codec) else {}
         options: dict[str, Any] = {
-            "idle_after_s": self.idle_after_s,
+            "idle.after_s": self.idle_after_s,
             "codec": {"name": codec, "guard": not self.made_up, **profile},
         }
         if kind == DISK:
             folder = self.out / f"load-disk-{codec}"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            options["disk"] = {"path": str(folder)}
+            options["tiers.disk.path"] = str(folder)
         return options | self.more
 
     def _lmcache(self, arm: CapacityArm) -> CapacityArm:

@@ -57,7 +57,7 @@ def _check(url: str, flag: str) -> None:
         client = connect(config)
         check(client, config)
     except ValidationError:
-        raise typer.BadParameter(f"{flag} must be {FIELDS['redis.url'].description}") from None
+        raise typer.BadParameter(f"{flag} must be {FIELDS['tiers.redis.url'].description}") from None
     except ConfigError as error:
         raise typer.BadParameter(f"{flag}: {error}") from None
     client.close()

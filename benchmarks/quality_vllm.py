@@ -258,10 +258,9 @@ def arm(setting: Setting | None, model: str, shape: Shape, block_size: int, aske
         exact = {str(length): int(np.count_nonzero(tokens)) for length, tokens in counts.items()}  # keys of JSON
         store = {"kind": "host", "max_bytes": math.ceil(STORE_SHARE * asked.tokens * 2 * shape.token_numbers)}
         manthan = MANTHAN | {
-            "idle_after_s": IDLE_AFTER_S,
-            "min_tokens": 0,
+            "idle": {"after_s": IDLE_AFTER_S, "min_tokens": 0},
             "codec": setting.config,
-            "cold_store": store,
+            "tiers": store,
         }
     engine = EngineOptions(
         model=model,

@@ -41,7 +41,7 @@ LEAST_RATIO, MOST_RATIO = 4.0, 5.2
 """How much smaller codes are: budgets for a few sessions reckon with the least, sessions put in with the most."""
 HOT_POOL_SHARE = 0.1
 DEFAULT_BLOCK = 16
-MANTHAN = {"policy": "lru", "idle_after_s": 0.3}
+MANTHAN = {"policy": "lru", "idle": 0.3}
 
 
 class Only(StrEnum):
@@ -213,12 +213,12 @@ class Setting:
         if arm in ("host-disk", "tiered"):
             store["host_bytes"] = room
         if arm in REDIS:
-            return {"cold_store": store, "redis": {"url": self.redis_url, "prefix": f"manthan-{arm}:"}}
+            return {"tiers": store | {"redis": {"url": self.redis_url, "prefix": f"manthan-{arm}:"}}}
         if arm not in DISK:
-            return {"cold_store": store}
+            return {"tiers": store}
         folder = Path(self.disk_folder, arm)
         folder.mkdir(parents=True, exist_ok=True)
-        return {"cold_store": store, "disk": {"path": str(folder)}}
+        return {"tiers": store | {"disk": {"path": str(folder)}}}
 
 
 def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
@@ -251,14 +251,14 @@ def capacity_arm(name: str, setting: Setting) -> Arm:
     if name == "vllm-offload":
         more["offload_nbytes"] = budget
     elif name == "host":
-        more["manthan"] = MANTHAN | {"cold_store": {"kind": "host", "max_bytes": budget}} | setting.codec("")
+        more["manthan"] = MANTHAN | {"tiers": {"kind": "host", "max_bytes": budget}} | setting.codec("")
         expected = MOST_RATIO * budget_sessions
     elif name == "plain":
         pool_sessions = budget_sessions
     else:
         pool_sessions = max(POOL_SESSIONS, HOT_POOL_SHARE * budget_sessions)
         store = math.floor((budget_sessions - pool_sessions) * tokens * setting.shape.token_nbytes)
-        more["manthan"] = MANTHAN | {"cold_store": {"kind": "device", "max_bytes": store}} | setting.codec("")
+        more["manthan"] = MANTHAN | {"tiers": {"kind": "device", "max_bytes": store}} | setting.codec("")
         expected = MOST_RATIO * (budget_sessions - pool_sessions)
     sessions = math.ceil(expected * 1.05 + pool_sessions) + 2
     parameters = {

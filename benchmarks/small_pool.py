@@ -166,7 +166,7 @@ def main(
         (Path(folder) / "sitecustomize.py").write_text(SLOW_ENCODER.replace("SECONDS", str(encode_ms / 1e3)))
         paths = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         config = Path(folder) / "manthan.yaml"
-        config.write_text(f"policy: lru\nidle_after_s: {idle_after_s}\n")
+        config.write_text(f"policy: lru\nidle: {idle_after_s}\n")
         more = {PLAIN: [], MANTHAN: ["--manthan-config", str(config)]}
         servers = {
             name: stack.enter_context(

@@ -78,8 +78,8 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServe
 
 
 SERVED = """
-{idle_after_s: 30, min_tokens: 64,
- quotas: {header: X-Tenant-ID, pinned_share: 0.01, tenants: {no-room: 0, left: 0.5, right: 0.02}}}
+{idle: {after_s: 30, min_tokens: 64}, tiers: {pinned_share: 0.01},
+ tenants: {header: X-Tenant-ID, shares: {no-room: 0, left: 0.5, right: 0.02}}}
 """  # 671,088 bytes for pinned sessions: 25 blocks
 BEFORE = ["--enable-scale-out", "--manthan-policy", "lru", "--manthan-idle-after", "0.5"]
 """Flags that go before the file's keys."""
@@ -111,8 +111,8 @@ def unguarded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmS
 
 
 STEERED = """
-{idle_after_s: 3600, min_tokens: 64, codec: {guard: false},
- quotas: {header: X-Tenant-ID, pinned_share: 0.01}}
+{idle: {after_s: 3600, min_tokens: 64}, codec: {guard: false},
+ tiers: {pinned_share: 0.01}, tenants: {header: X-Tenant-ID}}
 """  # 671,088 bytes for pinned sessions: 25 blocks
 
 

@@ -78,7 +78,7 @@ def test_nothing_else_is_there(bare: Bare) -> None:
     [
         (["version"], version("manthan-kv")),
         (["policies"], "returns"),
-        (["config", "check", "default.yaml"], "cold_store.max_bytes"),
+        (["config", "check", "default.yaml"], "tiers.max_bytes"),
         (["simulate", "--help"], "--policy"),
         (["--help"], "bench"),
     ],

@@ -47,7 +47,7 @@ TEXTS = set(logged())
 
 
 def test_all_keys_under_redis_are_named_and_no_others() -> None:
-    assert set(re.findall(r"`redis\.(\w+)", REDIS)) == set(RedisConfig.model_fields)
+    assert set(re.findall(r"`tiers\.redis\.(\w+)", REDIS)) == set(RedisConfig.model_fields)
 
 
 @DOCUMENTS
@@ -74,7 +74,7 @@ def test_every_cause_of_a_refused_block_is_explained() -> None:
 def test_yaml_loads(block: str, tmp_path: Path) -> None:
     path = tmp_path / "manthan.yaml"
     path.write_text(block, encoding="utf-8")
-    assert load_config(path, env={}).cold_store.is_shared
+    assert load_config(path, env={}).tiers.is_shared
 
 
 def test_there_is_yaml() -> None:
@@ -97,14 +97,14 @@ def test_every_hint_is_explained_and_has_an_example() -> None:
     assert given == set(Hints.model_fields)
 
 
-def test_quotas_are_explained(tmp_path: Path) -> None:
+def test_tenants_are_explained(tmp_path: Path) -> None:
     path = tmp_path / "manthan.yaml"
     path.write_text("".join(blocks(HINTS, "yaml")), encoding="utf-8")
     config = load_config(path, env={})
-    assert config.quotas.header == "X-Tenant-ID"
-    names = set(GROUPS["quotas"].model_fields)
-    assert config.quotas.model_fields_set == names  # each is in the example
-    assert set(re.findall(r"`quotas\.(\w+)`", HINTS)) <= names
+    assert config.tenants.header == "X-Tenant-ID"
+    names = set(GROUPS["tenants"].model_fields)
+    assert config.tenants.model_fields_set == names  # each is in the example
+    assert set(re.findall(r"`tenants\.(\w+)`", HINTS)) <= names
 
 
 def anchors(path: Path) -> set[str]:

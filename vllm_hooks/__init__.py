@@ -3,7 +3,7 @@
 From Python:
 
     from manthan.vllm_hooks import kv_transfer_config
-    llm = LLM(model, kv_transfer_config=kv_transfer_config(policy="lru", idle_after_s=5))
+    llm = LLM(model, kv_transfer_config=kv_transfer_config(policy="lru", idle=5))
 """
 
 from manthan.vllm_hooks.transfer_config import kv_transfer_config

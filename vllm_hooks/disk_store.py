@@ -36,14 +36,14 @@ PATIENCE_S = 10.0
 def check_disk(vllm_config: "VllmConfig") -> None:
     """Raise ConfigError for a folder that cannot be used, or not by ranks that are on other hosts."""
     config, hosts = from_vllm_config(vllm_config), vllm_config.parallel_config.nnodes_within_dp
-    if not config.cold_store.is_on_disk:
+    if not config.tiers.is_on_disk:
         return
     if hosts > 1:
         raise ConfigError(
-            f"cold_store.kind is {config.cold_store.kind}, but --nnodes spreads one engine over {hosts} hosts, and its "
+            f"tiers.kind is {config.tiers.kind}, but --nnodes spreads one engine over {hosts} hosts, and its "
             "scheduler looks for the codes of all ranks on the disk of its own: use host or redis."
         )
-    check_folder(config.disk.path, PATIENCE_S)
+    check_folder(config.tiers.disk.path, PATIENCE_S)
 
 
 def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int, rank: int) -> FrontStore:
@@ -61,7 +61,7 @@ class DiskBooks:
         self._parallel, self._shards = vllm_config.parallel_config, shards
         root = _root(config, self._parallel)
         self._folder, self._lock = root / name, open_root(root)
-        self._keys = keys_of(config.cold_store.encryption)
+        self._keys = keys_of(config.sealing)
         _end_with_parent()
         for other, nbytes in remove_others(root, name).items():
             logger.warning(
@@ -115,5 +115,5 @@ def _end_with_parent() -> None:
 
 
 def _root(config: ManthanConfig, parallel: "ParallelConfig") -> Path:
-    path, replica = Path(config.disk.path), parallel.data_parallel_index
+    path, replica = Path(config.tiers.disk.path), parallel.data_parallel_index
     return path / f"replica-{replica}" if replica else path

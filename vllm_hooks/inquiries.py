@@ -34,7 +34,7 @@ class Inquiries:
     """half: of the engine core that these are about."""
 
     def __init__(self, half: "SchedulerHalf") -> None:
-        self._half, self._manager, self._store = half, half.manager, half.config.cold_store
+        self._half, self._manager, self._store = half, half.manager, half.config.tiers
         self._listing = Listing(half.manager.table, self._store.tier_names)
 
     def reply(self, what: str, asked: dict[str, Any]) -> bytes:

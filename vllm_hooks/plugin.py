@@ -77,7 +77,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         check_supported(vllm_config)
         settle_codec(vllm_config)
         vllm_config.cache_config.prefix_cache_retention_interval = None  # windows at the answer's end, not the prompt's
-        keys_of(from_vllm_config(vllm_config).cold_store.encryption)
+        keys_of(from_vllm_config(vllm_config).sealing)
         check_disk(vllm_config)
         check_redis(vllm_config)
         set_gpu_memory_aside(vllm_config)

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 LEAD_S = 2.0
-"""Seconds by which a prefetch precedes the expected return, at most half of `idle_after_s`. A session that is restored
+"""Seconds by which a prefetch precedes the expected return, at most half of `idle.after_s`. A session that is restored
 earlier would be evicted again before its request."""
 SOURCES = {
     "device": CacheHitSource.DEVICE,
@@ -94,7 +94,7 @@ def _weights(config: ManthanConfig) -> str:
     found = ask_workers(loaded_digest) or [""]
     if len(set(found)) > 1:
         raise UnsupportedError(
-            f"cold_store.kind is {config.cold_store.kind}, but ranks read different weights, so that nobody could tell "
+            f"tiers.kind is {config.tiers.kind}, but ranks read different weights, so that nobody could tell "
             "another model's blocks: use host or device."
         )
     return str(found[0])
@@ -116,48 +116,48 @@ class SchedulerHalf:
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
         self._profile = settled_profile(vllm_config)
-        self._shards = Shards(self._ranks, room_in(config.cold_store))
+        self._shards = Shards(self._ranks, room_in(config))
         self._shape = memory_shape(config.codec, group, self._shards, self._profile)
         [self._shape] = with_windows([self._shape], config.codec, self.groups, self._shards)
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
-        shared = config.cold_store.is_shared
+        shared = config.tiers.is_shared
         if shared and not self.groups.is_even:
             raise UnsupportedError(
-                f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows and "
+                f"tiers.kind is {config.tiers.kind}, but the model has layers with sliding windows and "
                 f"{'blocks of several sizes' if self.groups.is_whole else 'none with full attention'}: use host."
             )
-        lasting = config.cold_store.is_lasting
+        lasting = config.tiers.is_lasting
         namespace = namespace_of(vllm_config, config, self.groups, _weights(config)) if lasting else None
         owner = engine_name()
         self._salts = salts_of(config)
         prepare_requests(self._salts.of, PARAMS, lasting)
-        chosen, quotas = choose_policy(config.policy), config.quotas
-        shares = Shares(quotas.pinned_share, quotas.tenants)
+        chosen = choose_policy(config.policy)
+        shares = Shares(config.tiers.pinned_share, config.tenants.shares)
         self.manager = SessionMemoryManager(
             chosen.policy,
             self._shape,
             capacity_nbytes=capacity,
-            idle_after_s=config.idle_after_s,
-            min_tokens=config.min_tokens,
+            idle_after_s=config.idle.after_s,
+            min_tokens=config.idle.min_tokens,
             label=owner if shared else "",
             options=chosen.options,
-            fast=fast_tiers(config.cold_store, self._ranks),
+            fast=fast_tiers(config.tiers, self._ranks),
             shares=shares._replace(heads=0.0) if shared else shares,
-            prefetch_lead_s=min(LEAD_S, config.idle_after_s / 2) if self.groups.is_expected else None,
+            prefetch_lead_s=min(LEAD_S, config.idle.after_s / 2) if self.groups.is_expected else None,
             sink_tokens=config.codec.sink_tokens,
-            shared_ttl_s=config.redis.ttl_s * (1 - FALL) if shared else None,
+            shared_ttl_s=config.tiers.redis.ttl_s * (1 - FALL) if shared else None,
             quality=config.codec.quality,
         )
         has_api = config.api.enabled
         lives = Lives(self.manager.table, self._block_size, time.time) if has_api else None
-        self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.cold_store.places), lives)
+        self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.tiers.places), lives)
         if has_api:
             offer(METHOD, Inquiries(self).reply)
         self._events = self._kv_events(kv_cache_config)
         self._redis: RedisLink | None = None
         self._books: DiskBooks | None = None
-        if namespace is not None and config.cold_store.is_on_disk:
+        if namespace is not None and config.tiers.is_on_disk:
             self._books = DiskBooks(vllm_config, config, namespace.name, self._ranks)
         if namespace is not None and shared:
             sessions = make_sessions(vllm_config, config, namespace, owner, self._ring)
@@ -182,7 +182,7 @@ class SchedulerHalf:
         self._was_called = False
         """True if workers did something for a caller since the last request. It may have loaded weights."""
         self._cancels = False
-        self._sweeper = Sweeper(min(config.idle_after_s, AHEAD_AFTER_S), self._is_due, self._ring)
+        self._sweeper = Sweeper(min(config.idle.after_s, AHEAD_AFTER_S), self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         notes = None if self._events is None else self._events.notes
         self._journal = self._books.link(self.manager, notes) if self._books is not None and not shared else None
@@ -203,7 +203,7 @@ class SchedulerHalf:
             again=self.groups.again,
             last_tokens=self.groups.last_tokens,
             in_flight=self._in_flight(),
-            weigh=sum if self.config.cold_store.is_shared else on_each(self._ranks),
+            weigh=sum if self.config.tiers.is_shared else on_each(self._ranks),
         )
         watch_lookups(pool, self.pool.marks, self)
         try:
@@ -236,7 +236,7 @@ class SchedulerHalf:
         config, nbytes = self.config, max([self._shape.hot_nbytes, *self._shape.hot_beside.values()])
         if not is_on_gpu(self._vllm_config):
             return max(CPU_ENCODE_THREADS, COPIES_BYTES * self._ranks // nbytes)
-        if not config.cold_store.is_lasting:
+        if not config.tiers.is_lasting:
             return A_STEP
         return max(1, STAGING_BYTES * self._ranks // nbytes)
 
@@ -245,7 +245,7 @@ class SchedulerHalf:
         config = self._vllm_config.kv_events_config
         if config is None or not config.enable_kv_cache_events:
             return None
-        return KvEvents(self.manager, self.groups, kv_cache_config, self.config.cold_store.places[-1])
+        return KvEvents(self.manager, self.groups, kv_cache_config, self.config.tiers.places[-1])
 
     def _guard(self) -> Guard | None:
         """Return what chooses the codec by measurement, if that is wanted."""
@@ -260,7 +260,7 @@ class SchedulerHalf:
 
     def _capacity(self, shape: MemoryShape) -> int:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
-        store = self.config.cold_store
+        store = self.config.tiers
         sizes = {nbytes // self._ranks for nbytes in shape.sizes}
         in_arenas = is_on_gpu(self._vllm_config) and not store.is_lasting
         return usable_nbytes(store, self._ranks, sizes, in_arenas)
@@ -348,7 +348,7 @@ class SchedulerHalf:
         return {SOURCES[tier]: count for tier, count in self._tiers(request.request_id, tokens).items()}
 
     def _tiers(self, request_id: str, tokens: int) -> dict[str, int]:
-        load, names = self.driver.load_of(request_id), self.config.cold_store.tier_names
+        load, names = self.driver.load_of(request_id), self.config.tiers.tier_names
         behind = {} if load is None else self._behind(load, tokens)
         counts = {0: tokens - sum(behind.values())} | behind
         return {names[tier]: count for tier, count in counts.items() if count}

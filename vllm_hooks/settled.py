@@ -39,16 +39,16 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
     parallel = vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
     if FAULT not in extra:
-        is_probed = is_on_gpu(vllm_config) and extra[EXTRA_KEY]["backend"] == "auto"
+        is_probed = is_on_gpu(vllm_config) and extra[EXTRA_KEY]["codec"]["backend"] == "auto"
         extra[FAULT] = kernel_fault() if is_probed else ""
     fault = extra[FAULT]
-    if fault and extra[EXTRA_KEY]["cold_store"]["kind"] == "device":
-        raise ConfigError(f"cold_store.kind is device, but this GPU's kernels cannot be compiled ({fault}): use host")
+    if fault and extra[EXTRA_KEY]["tiers"]["kind"] == "device":
+        raise ConfigError(f"tiers.kind is device, but this GPU's kernels cannot be compiled ({fault}): use host")
     if fault:
         logger.warning("Manthan: codec exact is used, on the CPU, for this GPU's kernels cannot be compiled: %s", fault)
-        extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"backend": "numpy"}
     if fault or keeps_bytes(vllm_config):
-        extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": asked.model_copy(update=AS_THEY_ARE).model_dump(mode="json")}
+        kept = asked.model_copy(update=AS_THEY_ARE | ({"backend": "numpy"} if fault else {}))
+        extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": kept.model_dump(mode="json")}
         extra[DIGEST] = ""
         return
     asked = without_profile(asked) if has_draft(vllm_config) else asked

@@ -42,9 +42,9 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     if groups.again and beside:
         beside.append(groups.again)  # anchors are at other places of chains
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    keys = keys_of(config.cold_store.encryption)
+    keys = keys_of(config.sealing)
     return Namespace.of(
-        config.redis.prefix,
+        config.tiers.redis.prefix,
         vllm_config.model_config.model,
         {
             "wire": wire.VERSION,
@@ -75,13 +75,13 @@ def make_sessions(
 ) -> RedisSessions:
     """Return what looks blocks up and tells sessions. ring: called on its thread when there is an answer."""
     facts = {"model": vllm_config.model_config.model, "codec": config.codec.name, "engine": owner}
-    keys = keys_of(config.cold_store.encryption)
+    keys = keys_of(config.sealing)
     return RedisSessions(
-        connect(config.redis),
+        connect(config.tiers.redis),
         Circuit(ring),
         namespace,
         vllm_config.parallel_config.world_size,
-        config.redis.ttl_s,
+        config.tiers.redis.ttl_s,
         facts,
         ring,
         Sealer(keys, namespace.name) if keys else None,
@@ -95,10 +95,10 @@ def check_redis(vllm_config: "VllmConfig") -> None:
         ConfigError: The server refuses us, or is too old.
     """
     config = from_vllm_config(vllm_config)
-    if not config.cold_store.is_shared:
+    if not config.tiers.is_shared:
         return
     try:
-        said = check(connect(config.redis), config.redis)
+        said = check(connect(config.tiers.redis), config.tiers.redis)
     except RedisUnreachableError as error:
         said = str(error)
     if said:
@@ -107,5 +107,5 @@ def check_redis(vllm_config: "VllmConfig") -> None:
 
 def make_redis(config: ManthanConfig, namespace: Namespace, rank: int) -> RedisStore:
     """Return one rank's blocks."""
-    client = connect(config.redis, threads=CPU_ENCODE_THREADS + LOAD_THREADS + AHEAD_THREADS)
-    return RedisStore(client, Circuit(), namespace, rank, config.redis.ttl_s)
+    client = connect(config.tiers.redis, threads=CPU_ENCODE_THREADS + LOAD_THREADS + AHEAD_THREADS)
+    return RedisStore(client, Circuit(), namespace, rank, config.tiers.redis.ttl_s)

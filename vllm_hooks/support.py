@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from manthan.manager.config.model import ColdStoreConfig, QuotasConfig
+from manthan.manager.config.model import TenantsConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed, is_plain
 from manthan.vllm_hooks.transfer_config import (
@@ -60,18 +60,21 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     config = from_vllm_config(vllm_config)
-    on_device = config.cold_store.kind == "device"
+    on_device = config.tiers.kind == "device"
     speculative = vllm_config.speculative_config
     device = current_platform.device_type
     without = "serve it without Manthan"
-    hashes = hash_refusal(config.cold_store, cache.prefix_caching_hash_algo, config.quotas)
+    hashes = hash_refusal(config.tiers, cache.prefix_caching_hash_algo, config.tenants)
     refusals = [
         (device not in DEVICES, f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported"),
-        (device == "cpu" and on_device, "cold_store.kind is device, but vLLM runs on the CPU: use host"),
-        (device == "cpu" and config.backend == "cuda", "backend is cuda, but vLLM runs on the CPU: use auto or numpy"),
+        (device == "cpu" and on_device, "tiers.kind is device, but vLLM runs on the CPU: use host"),
         (
-            on_device and config.backend == "numpy",
-            "cold_store.kind is device, but backend numpy keeps codes in RAM: use kind host, or backend auto",
+            device == "cpu" and config.codec.backend == "cuda",
+            "codec.backend is cuda, but vLLM runs on the CPU: use auto or numpy",
+        ),
+        (
+            on_device and config.codec.backend == "numpy",
+            "tiers.kind is device, but codec.backend numpy keeps codes in RAM: use kind host, or codec.backend auto",
         ),
         (
             model.use_mla and not is_plain(cache) and not is_on_gpu(vllm_config),
@@ -109,9 +112,9 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             f"use {', '.join(DRAFTS)}, or ngram",
         ),
         (
-            bool(config.quotas.header) and envs.VLLM_USE_RUST_FRONTEND,
-            f"quotas.header is {config.quotas.header}, but VLLM_USE_RUST_FRONTEND is set, and that front end hands no "
-            "headers on; unset one of the two",
+            bool(config.tenants.header) and envs.VLLM_USE_RUST_FRONTEND,
+            f"tenants.header is {config.tenants.header}, but VLLM_USE_RUST_FRONTEND is set, and that front end hands "
+            "no headers on; unset one of the two",
         ),
         (
             transfer.kv_role != "kv_both",
@@ -302,12 +305,12 @@ def check_version(version: str) -> None:
         )
 
 
-def hash_refusal(store: ColdStoreConfig, algorithm: str, quotas: QuotasConfig | None = None) -> str:
+def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig | None = None) -> str:
     """Sentence that says why hashes of this --prefix-caching-hash-algo will not do for such a store; "" if they do."""
-    is_apart = quotas is not None and quotas.isolate and bool(quotas.header or quotas.tenants)
+    is_apart = tenants is not None and tenants.isolate and bool(tenants.header or tenants.shares)
     if not (store.is_lasting or is_apart) or "xxhash" not in algorithm:
         return ""
-    setting = f"cold_store.kind is {store.kind}" if store.is_lasting else "quotas.isolate is true"
+    setting = f"tiers.kind is {store.kind}" if store.is_lasting else "tenants.isolate is true"
     return (
         f"{setting}, but --prefix-caching-hash-algo {algorithm} does not resist collisions, and "
         "whoever finds one is served another's blocks: use sha256"

@@ -36,7 +36,7 @@ def kv_transfer_config(
     """What `LLM(kv_transfer_config=…)` takes to turn Manthan on.
 
     config_file: a YAML file. beside: another connector that is to be used as well. options: keys of the configuration,
-    which go before the file and the environment, nested ones as mappings: `cold_store={"max_bytes": "8GiB"}`. Raises
+    which go before the file and the environment, nested ones as mappings: `tiers={"max_bytes": "8GiB"}`. Raises
     ConfigError.
     """
     return together(beside, to_transfer_config(resolve_config(config_file, flags=options)))
@@ -148,7 +148,7 @@ def is_on_gpu(vllm_config: "VllmConfig") -> bool:
     """Whether blocks become codes on the GPU, whose tiers are ranges of addresses."""
     from vllm.platforms import current_platform
 
-    return current_platform.is_cuda() and from_vllm_config(vllm_config).backend != "numpy"
+    return current_platform.is_cuda() and from_vllm_config(vllm_config).codec.backend != "numpy"
 
 
 def keeps_bytes(vllm_config: "VllmConfig") -> bool:

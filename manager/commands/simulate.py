@@ -64,20 +64,20 @@ def simulate(
     ] = "lru,returns",
     hot: Annotated[str, typer.Option(help="The KV pool: tokens (64000, 4M) or a share (5%).")] = "5%",
     cold: Annotated[str, typer.Option(help="The cold store: tokens that its blocks stand for, or a share.")] = "10%",
-    idle_after: Annotated[float | None, typer.Option(help="As idle_after_s.")] = None,
+    idle_after: Annotated[float | None, typer.Option(help="As idle.after_s.")] = None,
     measure_from: Annotated[float, typer.Option(min=0, max=0.99, help="Count only what follows this share.")] = 0,
     block_tokens: Annotated[int, typer.Option(min=1, help="Of a block.")] = MOONCAKE_BLOCK_TOKENS,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures into this file.")] = None,
 ) -> None:
     """Replay a request trace for each policy and each pair of capacities."""
     try:
-        config = resolve_config(env={}, flags={"idle_after_s": idle_after}).config
+        config = resolve_config(env={}, flags={"idle.after_s": idle_after}).config
         policies = [(label, *_policy(label)) for label in policy.split(",")]
         read = read_trace(trace, block_tokens)
         pairs = list(product(_capacities("--hot", hot, read), _capacities("--cold", cold, read)))
         _check_pools(hot, [hot_blocks for hot_blocks, _ in pairs], read)
     except (ConfigError, TraceError, UnknownPolicyError, BadPolicyError) as error:
-        typer.echo(str(error).replace("argument: idle_after_s", "--idle-after"), err=True)
+        typer.echo(str(error).replace("argument: idle.after_s", "--idle-after"), err=True)
         raise typer.Exit(1) from None
     first = int(measure_from * len(read.requests))
     runs = [
@@ -89,7 +89,7 @@ def simulate(
                 options,
                 cold_blocks,
                 block_tokens,
-                idle_after_s=config.idle_after_s,
+                idle_after_s=config.idle.after_s,
                 first_measured=first,
             ),
         )

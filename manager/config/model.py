@@ -92,12 +92,12 @@ class _Model(BaseModel):
 
 class _Group(_Model):
     shorthand: ClassVar[str | None] = None
-    """The key that a bare string stands for: `policy: lru` is `policy: {name: lru}`."""
+    """The key that a bare value stands for: `policy: lru` is `policy: {name: lru}`."""
 
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, value: object) -> object:
-        return {cls.shorthand: value} if cls.shorthand and isinstance(value, str) else value
+        return {cls.shorthand: value} if cls.shorthand and isinstance(value, (str, int, float)) else value
 
 
 class PolicyConfig(_Group):
@@ -116,8 +116,19 @@ class PolicyConfig(_Group):
         return dict(self.model_extra or {})
 
 
+class IdleConfig(_Group):
+    """Which sessions go cold, and after how long."""
+
+    shorthand = "after_s"
+
+    after_s: Annotated[Number, Flag("--manthan-idle-after", "SECONDS")] = Field(
+        default=300.0, gt=0, description="a plain number of seconds above 0, such as 300"
+    )
+    min_tokens: Count = Field(default=256, ge=0, description="a whole number of tokens, 0 or more")
+
+
 class CodecConfig(_Group):
-    """How KV is encoded, and which of a session's tokens are kept as they are instead."""
+    """How KV is encoded and on what, and which of a session's tokens are kept as they are instead."""
 
     shorthand = "name"
 
@@ -131,20 +142,39 @@ class CodecConfig(_Group):
     state: Literal["exact", "bf16", "int8"] = Field(default="exact", description="exact, bf16 or int8")
     guard: bool = Field(default=True, description="true or false")
     quality: Quality = Field(default="any", description=QUALITY)
+    backend: Literal["auto", "numpy", "cuda"] = Field(default="auto", description="auto, numpy or cuda")
 
 
-class EncryptionConfig(_Group):
-    """The keys that codes and books are sealed with on a disk and in Redis."""
+class DiskConfig(_Group):
+    """The folder of `tiers.kind` disk, and of disk in front of Redis."""
 
-    shorthand = "key_file"
+    shorthand = "path"
 
-    key_file: Annotated[str, Flag("--manthan-encryption-key-file", "FILE")] = Field(
-        default="", description="the path of a file of keys; empty to seal nothing"
+    path: Annotated[str, Flag("--manthan-disk-path", "FOLDER")] = Field(
+        default="", description="the path of a folder of a local file system"
     )
 
 
-class ColdStoreConfig(_Group):
-    """Cold store: the place of compressed blocks, and the bytes that they may take.
+class RedisConfig(_Group):
+    """The Redis (or Valkey) server of `tiers.kind` redis. The password is never part of it."""
+
+    shorthand = "url"
+
+    url: Annotated[RedisUrl, Flag("--manthan-redis-url", "URL")] = Field(
+        default="redis://127.0.0.1:6379/0",
+        description="redis://USER@HOST:PORT/DB, rediss:// for TLS or unix://USER@/PATH, with redis-py's options behind "
+        f"a '?' and without a password (set {REDIS_PASSWORD} for it)",
+    )
+    prefix: str = Field(
+        default="manthan:",
+        pattern=r"^[A-Za-z0-9_.:/-]{1,64}$",
+        description="what all keys begin with: up to 64 letters, digits and _ . : / -",
+    )
+    ttl_s: Number = Field(default=86400.0, ge=1, description="a plain number of seconds, 1 or more, such as 86400")
+
+
+class TiersConfig(_Group):
+    """Tiers of the cold store: the places of compressed blocks, and the bytes that they may take.
 
     kind host is RAM, pinned beside a GPU; device is GPU memory; disk is a folder of a local file system; redis is a
     Redis server. The kind's tier has all blocks, in max_bytes. Beside it there may be others: host_bytes of RAM behind
@@ -163,7 +193,9 @@ class ColdStoreConfig(_Group):
     )
     host_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 64GiB; 0 for none")
     disk_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 500GiB; 0 for none")
-    encryption: EncryptionConfig = EncryptionConfig()
+    disk: DiskConfig = DiskConfig()
+    redis: RedisConfig = RedisConfig()
+    pinned_share: Share = Field(default=0.25, description="a share of the cold store between 0 and 1")
 
     @property
     def places(self) -> Sequence[str]:
@@ -204,65 +236,21 @@ class ColdStoreConfig(_Group):
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:
         if self.kind in KINDS:
-            raise ValueError(f"cold_store.kind is {self.kind}, which is no more: {KINDS[self.kind]}")
+            raise ValueError(f"tiers.kind is {self.kind}, which is no more: {KINDS[self.kind]}")
         if self.host_bytes and self.kind == "host":
             raise ValueError(
-                "cold_store.host_bytes is RAM beside cold_store.kind device, disk or redis, but kind is host: use "
-                "max_bytes"
+                "tiers.host_bytes is RAM beside tiers.kind device, disk or redis, but kind is host: use max_bytes"
             )
         if self.disk_bytes and not self.is_shared:
             raise ValueError(
-                f"cold_store.disk_bytes is disk in front of cold_store.kind redis, but kind is {self.kind}: use "
-                "max_bytes"
+                f"tiers.disk_bytes is disk in front of tiers.kind redis, but kind is {self.kind}: use max_bytes"
             )
-        if self.encryption.key_file and not self.is_lasting:
+        if self.is_on_disk and not self.disk.path:
             raise ValueError(
-                "cold_store.encryption.key_file is for blocks on a disk and in Redis, but "
-                f"kind is {self.kind}: leave it out, or use disk or redis"
+                f"{'tiers.disk_bytes is set' if self.is_shared else 'tiers.kind is disk'}, but tiers.disk.path "
+                "(--manthan-disk-path) is empty: name the folder that the blocks are to be kept in"
             )
         return self
-
-
-class DiskConfig(_Group):
-    """The folder of `cold_store.kind` disk, and of disk in front of Redis."""
-
-    shorthand = "path"
-
-    path: Annotated[str, Flag("--manthan-disk-path", "FOLDER")] = Field(
-        default="", description="the path of a folder of a local file system"
-    )
-
-
-class RedisConfig(_Group):
-    """The Redis (or Valkey) server of `cold_store.kind` redis. The password is never part of it."""
-
-    shorthand = "url"
-
-    url: Annotated[RedisUrl, Flag("--manthan-redis-url", "URL")] = Field(
-        default="redis://127.0.0.1:6379/0",
-        description="redis://USER@HOST:PORT/DB, rediss:// for TLS or unix://USER@/PATH, with redis-py's options behind "
-        f"a '?' and without a password (set {REDIS_PASSWORD} for it)",
-    )
-    prefix: str = Field(
-        default="manthan:",
-        pattern=r"^[A-Za-z0-9_.:/-]{1,64}$",
-        description="what all keys begin with: up to 64 letters, digits and _ . : / -",
-    )
-    ttl_s: Number = Field(default=86400.0, ge=1, description="a plain number of seconds, 1 or more, such as 86400")
-
-
-class QuotasConfig(_Group):
-    """How much of the cold store pinned sessions, and those of one tenant, may take; and what tenants share."""
-
-    pinned_share: Share = Field(default=0.25, description="a share of the cold store between 0 and 1")
-    tenants: Shares = Field(
-        default={},
-        description='a mapping of tenants, as strings, to shares between 0 and 1, such as {"acme": 0.5, "*": 0.1}',
-    )
-    header: HeaderName = Field(
-        default="", description="the name of an HTTP header that holds no secret, such as X-Tenant-ID; empty for none"
-    )
-    isolate: bool = Field(default=True, description="true or false")
 
 
 class ApiConfig(_Group):
@@ -276,28 +264,46 @@ class ApiConfig(_Group):
     )
 
 
+class TenantsConfig(_Group):
+    """Shares of the cold store that tenants may take, how requests name their tenant, and what tenants share."""
+
+    shares: Shares = Field(
+        default={},
+        description='a mapping of tenants, as strings, to shares between 0 and 1, such as {"acme": 0.5, "*": 0.1}',
+    )
+    header: HeaderName = Field(
+        default="", description="the name of an HTTP header that holds no secret, such as X-Tenant-ID; empty for none"
+    )
+    isolate: bool = Field(default=True, description="true or false")
+
+
+class SealingConfig(_Group):
+    """The keys that codes and books are sealed with on a disk and in Redis."""
+
+    shorthand = "key_file"
+
+    key_file: Annotated[str, Flag("--manthan-encryption-key-file", "FILE")] = Field(
+        default="", description="the path of a file of keys; empty to seal nothing"
+    )
+
+
 class ManthanConfig(_Model):
     """The whole configuration; `model_dump(mode="json")` gives what `model_validate` takes."""
 
     policy: PolicyConfig = PolicyConfig()
-    idle_after_s: Annotated[Number, Flag("--manthan-idle-after", "SECONDS")] = Field(
-        default=300.0, gt=0, description="a plain number of seconds above 0, such as 300"
-    )
-    min_tokens: Count = Field(default=256, ge=0, description="a whole number of tokens, 0 or more")
+    idle: IdleConfig = IdleConfig()
     codec: CodecConfig = CodecConfig()
-    backend: Literal["auto", "numpy", "cuda"] = Field(default="auto", description="auto, numpy or cuda")
-    cold_store: ColdStoreConfig = ColdStoreConfig()
-    disk: DiskConfig = DiskConfig()
-    redis: RedisConfig = RedisConfig()
-    quotas: QuotasConfig = QuotasConfig()
+    tiers: TiersConfig = TiersConfig()
     api: ApiConfig = ApiConfig()
+    tenants: TenantsConfig = TenantsConfig()
+    sealing: SealingConfig = SealingConfig()
 
     @model_validator(mode="after")
-    def _check_disk(self) -> Self:
-        if self.cold_store.is_on_disk and not self.disk.path:
+    def _check_sealing(self) -> Self:
+        if self.sealing.key_file and not self.tiers.is_lasting:
             raise ValueError(
-                f"{'cold_store.disk_bytes is set' if self.cold_store.is_shared else 'cold_store.kind is disk'}, but "
-                "disk.path (--manthan-disk-path) is empty: name the folder that the blocks are to be kept in"
+                f"sealing.key_file is for blocks on a disk and in Redis, but tiers.kind is {self.tiers.kind}: leave it "
+                "out, or use disk or redis"
             )
         return self
 
@@ -321,7 +327,7 @@ GROUPS: dict[str, type[_Group]] = {
 """The nested models by their key."""
 
 FIELDS = {key: field for key, field in _walk(ManthanConfig) if key not in GROUPS}
-"""Every key that holds a value, by its dotted name: `idle_after_s`, `cold_store.max_bytes`."""
+"""Every key that holds a value, by its dotted name: `idle.after_s`, `tiers.max_bytes`."""
 
 
 FLAGS = {key: flag for key, field in FIELDS.items() for flag in field.metadata if isinstance(flag, Flag)}

@@ -33,7 +33,7 @@ def check_registered(resolved: Resolved) -> None:
     for option in policy.options:
         _check_name(f"policy.{option}", f"{policy.name} option", option, options, sources)
     _check_name("codec.name", "codec", config.codec.name, [*codec_names(), AUTO], sources)
-    _check_name("cold_store.kind", "cold store", config.cold_store.kind, COLD_STORES, sources)
+    _check_name("tiers.kind", "cold store", config.tiers.kind, COLD_STORES, sources)
     choose_policy(policy, sources)
 
 

@@ -1,10 +1,10 @@
-"""Keys that are no more. Start-up says one sentence for each that is still set."""
+"""Keys that are no more, or that have another name. Start-up says one sentence for each that is still set."""
 
 REMOVED = {
     "api.page": "the live page is there where the API is, see api.enabled",
     "codec.calibrate": "a profile comes from `manthan calibrate MODEL`",
     "codec.window_tokens": "a session's last tokens are in vLLM's pool, exact, until it needs their room",
-    "cold_store.tiers": "tiers in front of that of cold_store.kind are those with host_bytes and disk_bytes",
+    "cold_store.tiers": "tiers in front of that of tiers.kind are those with host_bytes and disk_bytes",
     "disk.sync_s": "what was written is on the disk 5 s later",
     "disk.timeout_s": "a restore waits for the disk for 10 s",
     "encode_threads": "one thread encodes, or four where the CPU encodes for a GPU",
@@ -13,25 +13,49 @@ REMOVED = {
     "hot_pool.low_watermark": "it is 0.1",
     "log": "for logs as JSON, see vLLM's VLLM_LOGGING_CONFIG_PATH",
     "log.format": "for logs as JSON, see vLLM's VLLM_LOGGING_CONFIG_PATH",
-    "prefetch": "sessions that are expected are always prefetched, 2 s before or half of idle_after_s",
+    "prefetch": "sessions that are expected are always prefetched, 2 s before or half of idle.after_s",
     "prefetch.enabled": "sessions that are expected are always prefetched",
-    "prefetch.lead_s": "sessions are prefetched 2 s before they are expected, or half of idle_after_s",
-    "quotas.default_share": 'write the share as that of the tenant "*" in quotas.tenants',
+    "prefetch.lead_s": "sessions are prefetched 2 s before they are expected, or half of idle.after_s",
+    "quotas.default_share": 'write the share as that of the tenant "*" in tenants.shares',
     "quotas.shared_heads_share": "heads that sessions share may take a quarter of the cold store",
     "redis.connections": "each process has as many connections as threads that use them",
     "redis.password_env": "the password is read from MANTHAN_REDIS_PASSWORD",
     "redis.password_file": "the password is read from MANTHAN_REDIS_PASSWORD",
     "redis.required": "an engine serves without Redis until it answers",
-    "redis.timeout_s": "name it in redis.url, as in redis://HOST?socket_timeout=2",
-    "redis.tls_ca_file": "name it in redis.url, as in rediss://HOST?ssl_ca_certs=PATH",
-    "redis.tls_cert_file": "name it in redis.url, as in rediss://HOST?ssl_certfile=PATH",
-    "redis.tls_key_file": "name it in redis.url, as in rediss://HOST?ssl_keyfile=PATH",
-    "redis.username": "name the user in redis.url, as in redis://USER@HOST",
-    "sweep_interval_s": "idle sessions are looked for four times in idle_after_s, and twice a second at least",
+    "redis.timeout_s": "name it in tiers.redis.url, as in redis://HOST?socket_timeout=2",
+    "redis.tls_ca_file": "name it in tiers.redis.url, as in rediss://HOST?ssl_ca_certs=PATH",
+    "redis.tls_cert_file": "name it in tiers.redis.url, as in rediss://HOST?ssl_certfile=PATH",
+    "redis.tls_key_file": "name it in tiers.redis.url, as in rediss://HOST?ssl_keyfile=PATH",
+    "redis.username": "name the user in tiers.redis.url, as in redis://USER@HOST",
+    "sweep_interval_s": "idle sessions are looked for four times in idle.after_s, and twice a second at least",
 }
 
-KINDS = {
-    "tiered": "name the last tier, disk or redis, and the bytes of those in front of it, cold_store.host_bytes and "
-    "cold_store.disk_bytes",
+RENAMED = {
+    "idle_after_s": "idle.after_s",
+    "min_tokens": "idle.min_tokens",
+    "backend": "codec.backend",
+    "cold_store": "tiers.kind",
+    "cold_store.kind": "tiers.kind",
+    "cold_store.max_bytes": "tiers.max_bytes",
+    "cold_store.host_bytes": "tiers.host_bytes",
+    "cold_store.disk_bytes": "tiers.disk_bytes",
+    "cold_store.encryption": "sealing.key_file",
+    "cold_store.encryption.key_file": "sealing.key_file",
+    "disk": "tiers.disk.path",
+    "disk.path": "tiers.disk.path",
+    "redis": "tiers.redis.url",
+    "redis.url": "tiers.redis.url",
+    "redis.prefix": "tiers.redis.prefix",
+    "redis.ttl_s": "tiers.redis.ttl_s",
+    "quotas.pinned_share": "tiers.pinned_share",
+    "quotas.tenants": "tenants.shares",
+    "quotas.header": "tenants.header",
+    "quotas.isolate": "tenants.isolate",
 }
-"""Values of cold_store.kind that are no more, and what takes their place. Start-up ends with that sentence."""
+"""Old names of keys, and their names. Values that are set under an old name count."""
+
+KINDS = {
+    "tiered": "name the last tier, disk or redis, and the bytes of those in front of it, tiers.host_bytes and "
+    "tiers.disk_bytes",
+}
+"""Values of tiers.kind that are no more, and what takes their place. Start-up ends with that sentence."""

@@ -8,7 +8,7 @@ Every mistake is a ConfigError of one sentence: the source, the key, the value a
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from manthan.manager.config.model import FIELDS, FLAGS, GROUPS, REDIS_PASSWORD, ConfigError, ManthanConfig
-from manthan.manager.config.removed import REMOVED
+from manthan.manager.config.removed import REMOVED, RENAMED
 from manthan.manager.config.sentences import first_mistake, must_be, nearest
 
 __all__ = ["FLAG_KEYS", "ConfigError", "ManthanConfig", "Resolved", "resolve_config"]
@@ -29,6 +29,7 @@ ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
 """What a Service named `manthan` or `manthan-redis` puts into every pod of its namespace: not meant for us."""
 DEFAULT, ARGUMENT = "default", "argument"
+OLD_GROUPS = {old.rpartition(".")[0] for old in RENAMED} - {""}
 
 
 class Resolved(NamedTuple):
@@ -39,8 +40,14 @@ class Resolved(NamedTuple):
 
 
 class _Given(NamedTuple):
+    """old: the key's old name, if that was written."""
+
     value: object
     source: str
+    old: str = ""
+
+
+_Layer = Iterable[tuple[str, _Given]]
 
 
 def resolve_config(
@@ -51,8 +58,8 @@ def resolve_config(
 ) -> Resolved:
     """The configuration and the source of every value.
 
-    `path` is a YAML file. `env` is os.environ unless given; in it, `MANTHAN_COLD_STORE__MAX_BYTES` is
-    `cold_store.max_bytes`. `flags` has options of `vllm serve` or dotted keys, None for what was not given.
+    `path` is a YAML file. `env` is os.environ unless given; in it, `MANTHAN_TIERS__MAX_BYTES` is
+    `tiers.max_bytes`. `flags` has options of `vllm serve` or dotted keys, None for what was not given.
     """
     given: dict[str, _Given] = {}
     env = os.environ if env is None else env
@@ -62,8 +69,9 @@ def resolve_config(
         config = ManthanConfig.model_validate(_nested(given))
     except ValidationError as error:
         raise ConfigError(_sentence(error, given)) from None
-    for variable in filter(_is_unknown, env):
-        _warn_once(variable)
+    for variable in filter(_is_unknown, env):  # whoever else chose this name cannot be asked to choose another
+        hint = nearest(variable, [ENV_PREFIX + key.replace(".", "__").upper() for key in (*FIELDS, *GROUPS)])
+        _warn_once(f"Manthan: the environment variable {variable} is unknown and ignored{hint}")
     keys = [*FIELDS, *(f"policy.{option}" for option in config.policy.options)]
     return Resolved(config, {key: given[key].source if key in given else DEFAULT for key in keys})
 
@@ -75,12 +83,10 @@ def kind_of_source(source: str) -> str:
     return "flag" if source in FLAG_KEYS else "environment" if source.startswith(ENV_PREFIX) else "file"
 
 
-def _from_yaml(path: str | Path | None) -> dict[str, _Given]:
-    given: dict[str, _Given] = {}
+def _from_yaml(path: str | Path | None) -> _Layer:
     if path is not None:
         for key, value in _read_yaml(path).items():
-            given |= _leaves(str(key), value, str(path))
-    return given
+            yield from _leaves(str(key), value, str(path))
 
 
 def _read_yaml(path: str | Path) -> dict[object, object]:
@@ -101,12 +107,10 @@ def _read_yaml(path: str | Path) -> dict[object, object]:
     return values
 
 
-def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
-    given: dict[str, _Given] = {}
+def _from_env(env: Mapping[str, str]) -> _Layer:
     for variable, value in env.items():
         if variable.startswith(ENV_PREFIX) and _is_known(key := _key_of(variable)):
-            given |= _leaves(key, value, variable)
-    return given
+            yield from _leaves(key, value, variable)
 
 
 def _key_of(variable: str) -> str:
@@ -121,65 +125,67 @@ def _is_unknown(variable: str) -> bool:
 
 
 @cache
-def _warn_once(variable: str) -> None:
-    """Once a process: whoever else chose this name cannot be asked to choose another, so nothing is refused."""
-    hint = nearest(variable, [ENV_PREFIX + key.replace(".", "__").upper() for key in (*FIELDS, *GROUPS)])
-    logger.warning("Manthan: the environment variable %s is unknown and ignored%s", variable, hint)
+def _warn_once(sentence: str) -> None:
+    """Once a process."""
+    logger.warning("%s", sentence)
 
 
-def _from_flags(flags: Mapping[str, object]) -> dict[str, _Given]:
-    given: dict[str, _Given] = {}
+def _from_flags(flags: Mapping[str, object]) -> _Layer:
     for name, value in flags.items():
         if value is not None:
             is_flag = name in FLAG_KEYS
-            given |= _leaves(FLAG_KEYS[name] if is_flag else name, value, name if is_flag else ARGUMENT)
-    return given
+            yield from _leaves(FLAG_KEYS[name] if is_flag else name, value, name if is_flag else ARGUMENT)
 
 
-def _leaves(key: str, value: object, source: str) -> dict[str, _Given]:
-    """What `key: value` says about the keys in FIELDS: groups are opened, shorthands spelled out."""
-    if key in REMOVED:
-        _say_removed(key, source)
-        return {}
-    if not _is_known(key):
-        raise ConfigError(f"{source}: unknown key '{key}'{nearest(key, (*FIELDS, *GROUPS))}")
+def _leaves(key: str, value: object, source: str) -> _Layer:
+    """What `key: value` says about the keys in FIELDS: groups are opened, shorthands and old names replaced."""
     group = GROUPS.get(key)
-    if group is None:
-        return {key: _Given(value, source)}
-    if value is None:  # a group whose keys are all commented out
-        return {}
-    if isinstance(value, Mapping):
-        given: dict[str, _Given] = {}
+    if key in REMOVED:
+        _warn_once(f"Manthan: {source}: {key} has no effect any more: {REMOVED[key]}")
+    elif (group or key in OLD_GROUPS) and isinstance(value, Mapping):
         for inner, inner_value in value.items():
-            given |= _leaves(f"{key}.{inner}", inner_value, source)
-        return given
-    if group.shorthand is None:
+            yield from _leaves(f"{key}.{inner}", inner_value, source)
+    elif (group or key in OLD_GROUPS) and value is None:  # a group whose keys are all commented out
+        return
+    elif key in RENAMED:
+        _warn_once(f"Manthan: {source}: {key} is {RENAMED[key]} now")
+        yield RENAMED[key], _Given(value, source, key)
+    elif not _is_known(key):
+        raise ConfigError(f"{source}: unknown key '{key}'{nearest(key, (*FIELDS, *GROUPS))}")
+    elif group is None:
+        yield key, _Given(value, source)
+    elif group.shorthand is None:
         keys = " and ".join(group.model_fields)
         raise ConfigError(f"{source}: {key} must be a mapping with {keys}, not {value!r}")
-    return {f"{key}.{group.shorthand}": _Given(value, source)}
-
-
-@cache
-def _say_removed(key: str, source: str) -> None:
-    logger.warning("Manthan: %s: %s has no effect any more: %s", source, key, REMOVED[key])
+    else:
+        yield f"{key}.{group.shorthand}", _Given(value, source)
 
 
 def _is_known(key: str) -> bool:
-    return key in REMOVED or key in FIELDS or key in GROUPS or (key.startswith("policy.") and key != "policy.")
+    known = key in FIELDS or key in GROUPS or key in RENAMED or key in REMOVED
+    return known or (key.startswith("policy.") and key != "policy.")
 
 
-def _override(given: dict[str, _Given], layer: dict[str, _Given]) -> None:
+def _override(given: dict[str, _Given], layer: _Layer) -> None:
     """Lay `layer` over `given`; another policy does not inherit the options of the one it replaces."""
+    above: dict[str, _Given] = {}
+    for key, one in layer:
+        for other in (above.get(key), given.get(key)):
+            if other and bool(other.old) != bool(one.old) and not {one.source, other.source} & FLAG_KEYS.keys():
+                sources = ", ".join(dict.fromkeys((other.source, one.source)))
+                old = one.old or other.old
+                raise ConfigError(f"{sources}: {old} is {key} now, and both are set: leave out {old}")
+        above[key] = one
     name = given.get("policy.name")
-    if name and "policy.name" in layer and layer["policy.name"].value != name.value:
+    if name and "policy.name" in above and above["policy.name"].value != name.value:
         for key in [key for key in given if key.startswith("policy.")]:
             del given[key]
-    given.update(layer)
+    given.update(above)
 
 
 def _nested(given: Mapping[str, _Given]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
-    for key, (value, _) in given.items():
+    for key, (value, _, _) in given.items():
         *groups, name = key.split(".") if key in FIELDS else key.split(".", 1)
         inside = nested
         for group in groups:
@@ -190,10 +196,9 @@ def _nested(given: Mapping[str, _Given]) -> dict[str, Any]:
 
 def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
     key, _, _, said = first_mistake(error)
-    if not key or key in GROUPS:  # a validator that compares several values: of groups that it names, or of one
-        about = [name for name in given if (name.startswith(f"{key}.") if key else name in said)]
-        return f"{', '.join(dict.fromkeys(given[name].source for name in about))}: {said}"
+    if not key or key in GROUPS:  # a validator that compares several values, and names them
+        return f"{', '.join(dict.fromkeys(given[name].source for name in given if name in said))}: {said}"
     while key not in given:  # inside of a value that is a mapping
         key = key.rpartition(".")[0]
-    value, source = given[key]
+    value, source, _ = given[key]
     return f"{source}: {must_be(key, FIELDS[key].description, value)}"

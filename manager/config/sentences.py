@@ -40,7 +40,7 @@ def written(value: object) -> str:
 def must_be(key: str, right: str | None, value: object, show: Callable[[object], str] = written) -> str:
     """The sentence about a value that is not what `right` says it must be."""
     shown = show(value)
-    if key == "redis.url" and re.search("[@?]", str(value)):  # there may be a password in it
+    if key == "tiers.redis.url" and re.search("[@?]", str(value)):  # there may be a password in it
         shown = "a URL with '@' or '?' in it"
     return f"{key} must be {right}, not {shown}"
 

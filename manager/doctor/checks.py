@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pydantic import ByteSize
 from redis.exceptions import RedisError
 
-from manthan.manager.config.model import ColdStoreConfig, ConfigError, ManthanConfig
+from manthan.manager.config.model import ConfigError, ManthanConfig, TiersConfig
 from manthan.manager.stores.disk.root import FolderBusyError, check_folder
 from manthan.manager.stores.redis.client import check, connect, pipelined
 
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
     said: str
 
 
-def check_memlock(store: ColdStoreConfig, has_gpu: bool, limit: int | None = None) -> Finding:
+def check_memlock(store: TiersConfig, has_gpu: bool, limit: int | None = None) -> Finding:
     """Compare the RAM that is pinned for a GPU with the memlock limit.
 
     Args:
@@ -67,9 +67,9 @@ def check_memlock(store: ColdStoreConfig, has_gpu: bool, limit: int | None = Non
 
 def check_disk(config: ManthanConfig, mounts: Path = Path("/proc/self/mounts")) -> Finding:
     """Check the folder of a cold store on disk: there, writable, local, and large enough."""
-    name, store, path = "disk", config.cold_store, config.disk.path
+    name, store, path = "disk", config.tiers, config.tiers.disk.path
     if not store.is_on_disk:
-        return Finding(name, Mark.SKIPPED, f"cold_store.kind is {store.kind}, which keeps nothing on a disk.")
+        return Finding(name, Mark.SKIPPED, f"tiers.kind is {store.kind}, which keeps nothing on a disk.")
     busy = ""
     try:
         check_folder(path)
@@ -89,7 +89,7 @@ def check_disk(config: ManthanConfig, mounts: Path = Path("/proc/self/mounts")) 
     else:
         said = f"{path} is a folder on {kind} with {_size(free)} free, for {_size(budget)} of compressed blocks{busy}."
         return Finding(name, Mark.OK, said)
-    return Finding(name, Mark.WRONG, f"disk.path is {path!r}, which is {why}.")
+    return Finding(name, Mark.WRONG, f"tiers.disk.path is {path!r}, which is {why}.")
 
 
 def file_system(path: Path, mounts: Path) -> str:
@@ -105,22 +105,26 @@ def file_system(path: Path, mounts: Path) -> str:
 
 def check_redis(config: ManthanConfig) -> Iterator[Finding]:
     """Check that Redis answers, takes what engines send, and evicts when it is full."""
-    name, store = "Redis", config.cold_store
+    name, store = "Redis", config.tiers
     if "redis" not in store.places:
-        yield Finding(name, Mark.SKIPPED, f"cold_store.kind is {store.kind}, which does not use Redis.")
+        yield Finding(name, Mark.SKIPPED, f"tiers.kind is {store.kind}, which does not use Redis.")
         return
     try:
-        with closing(connect(config.redis)) as client:
-            said = check(client, config.redis)
-            key = f"{config.redis.prefix}doctor"
+        with closing(connect(config.tiers.redis)) as client:
+            said = check(client, config.tiers.redis)
+            key = f"{config.tiers.redis.prefix}doctor"
             pipelined(client, [(command, key, *more) for command, *more in REDIS_COMMANDS])
     except ConfigError as error:
         yield Finding(name, Mark.WRONG, str(error))
         return
     except RedisError as error:
-        yield Finding(name, Mark.WRONG, f"Redis at {config.redis.url} refuses a command that engines send: {error}.")
+        yield Finding(
+            name, Mark.WRONG, f"Redis at {config.tiers.redis.url} refuses a command that engines send: {error}."
+        )
         return
-    yield Finding(name, Mark.OK, f"{config.redis.url} answers, and takes keys that begin with {config.redis.prefix}.")
+    yield Finding(
+        name, Mark.OK, f"{config.tiers.redis.url} answers, and takes keys that begin with {config.tiers.redis.prefix}."
+    )
     yield Finding("Redis memory", Mark.WARNING if said else Mark.OK, said or "Redis evicts when it is full.")
 
 

@@ -156,7 +156,7 @@ class ColdBudget:
         pinned, tenant = self._pruning.pinned, session.tenant
         others, own = (nbytes - pinned.of(session) for nbytes in (pinned.total, pinned.of_tenant[tenant]))
         whole, part = self.shares.pinned, min(1.0, self.shares.of_tenant(tenant))
-        said = f"quotas.pinned_share is {whole:g}" + (f", the tenant's share {part:g}" if part < 1 else "")
+        said = f"tiers.pinned_share is {whole:g}" + (f", the tenant's share {part:g}" if part < 1 else "")
         if own + needed > (allowed := int(whole * part * self.nbytes)):
             return (
                 f"pin is refused: pinned sessions may take {allowed} bytes of the cold store ({said}), {own} are "

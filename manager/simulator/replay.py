@@ -29,8 +29,8 @@ class Setup:
     cold_blocks: int = 0
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     cost: CostModel = CostModel()  # noqa: RUF009 it is frozen
-    idle_after_s: float = _DEFAULTS.idle_after_s
-    min_tokens: int = _DEFAULTS.min_tokens
+    idle_after_s: float = _DEFAULTS.idle.after_s
+    min_tokens: int = _DEFAULTS.idle.min_tokens
     first_measured: int = 0
 
     def manager(self) -> SessionMemoryManager:

@@ -252,4 +252,4 @@ class HostStore(FrontStore):
 
 
 COLD_STORES = ("host", "device", "disk", "redis")
-"""What `cold_store.kind` may be; "device" is GPU memory, which the worker half manages itself."""
+"""What `tiers.kind` may be; "device" is GPU memory, which the worker half manages itself."""

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from manthan.manager.config.model import ConfigError, EncryptionConfig
+from manthan.manager.config.model import ConfigError, SealingConfig
 from manthan.manager.stores.cold_store import Buffer, ColdStore, Found, Landing
 
 MAGIC, VERSION, KEY_NBYTES = b"MNS", 1, 32
@@ -47,9 +47,9 @@ def derived(key: bytes, purpose: str, tenant: str = "", salt: bytes | None = Non
     return HKDF(hashes.SHA256(), nbytes, salt, f"manthan {purpose}\0{tenant}".encode()).derive(key)
 
 
-def keys_of(config: EncryptionConfig) -> tuple[bytes, ...]:
+def keys_of(config: SealingConfig) -> tuple[bytes, ...]:
     """Keys of the key file, the one that seals first; none without a file. Raises ConfigError."""
-    path, field = config.key_file, "cold_store.encryption.key_file"
+    path, field = config.key_file, "sealing.key_file"
     if not path:
         return ()
     try:

@@ -30,7 +30,7 @@ def setting(tmp_path: Path) -> Setting:
 
 
 def store(arm: Any) -> dict[str, Any]:
-    return arm.engine.manthan["cold_store"]
+    return arm.engine.manthan["tiers"]
 
 
 @pytest.mark.parametrize(

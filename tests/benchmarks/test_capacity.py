@@ -140,11 +140,11 @@ def test_every_arm_has_the_same_budget(served: Served) -> None:
     pool = {arm.memory.pool_blocks for arm in arms.values()}
     assert len(pool) == 1
     for arm in arms.values():
-        store = (arm.manthan or {}).get("cold_store", {})
+        store = (arm.manthan or {}).get("tiers", {})
         held = store.get("max_bytes", 0) + store.get("host_bytes", 0)
         assert arm.memory.pool_nbytes + (held or arm.memory.store_nbytes) == 64 << 20
         assert arm.manthan is None or arm.manthan["codec"] == "k3v3"
         assert "--seed" in arm.flags
     size = float(arms["offload"].flags[-1])
     assert size == pytest.approx(arms["host"].memory.store_nbytes / 2**30, abs=1e-6)
-    assert arms["redis"].manthan["redis"]["prefix"] != arms["tiered"].manthan["redis"]["prefix"]
+    assert arms["redis"].manthan["tiers"]["redis"]["prefix"] != arms["tiered"].manthan["tiers"]["redis"]["prefix"]

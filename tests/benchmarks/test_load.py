@@ -61,7 +61,7 @@ def test_all_arms_are_asked_the_same_and_answer_rightly(found: dict[str, Any]) -
         of = Found.of(one)
         assert (of.right, of.checked, of.errors) == (CHATS * TURNS, CHATS * TURNS, 0)
         assert one["pool_blocks"] == -(-POOL // 32)
-    assert arm(found, OURS)["manthan"]["cold_store"]["max_bytes"] == found["memory"]["store_nbytes"]
+    assert arm(found, OURS)["manthan"]["tiers"]["max_bytes"] == found["memory"]["store_nbytes"]
 
 
 @pytest.mark.slow
@@ -165,21 +165,21 @@ def test_a_wait_is_explained_by_the_log(tmp_path: Path) -> None:
 def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
     memory = Memory(3 << 30, 64, 1 << 30, 2 << 30)
     redis = {"url": "redis://there", "prefix": "bench:"}
-    told = {"min_tokens": 32}, tmp_path / "profile", False, redis, tmp_path, ["--seed", "1"]
+    told = {"idle.min_tokens": 32}, tmp_path / "profile", False, redis, tmp_path, ["--seed", "1"]
     arms = Arms(memory, 2000, 4, 1.0, *told)
     made = {kind: arms.make(kind, "klt-8x" if kind == "host" else DEFAULT) for kind in ARMS}
     for kind, one in made.items():
-        store = (one.manthan or {}).get("cold_store", {})
+        store = (one.manthan or {}).get("tiers", {})
         held = store.get("max_bytes", 0) + store.get("host_bytes", 0)
         assert one.memory.pool_nbytes + (held or one.memory.store_nbytes) == 3 << 30
         assert one.memory.pool_blocks == (192 if kind == "wide" else 64)
         assert one.kind == kind
         assert {"--seed", "--enable-per-request-metrics"} <= {*one.flags}
     assert made["host"].manthan["codec"]["profile"] == str(tmp_path / "profile")
-    assert made["host"].manthan["min_tokens"] == 32
+    assert made["host"].manthan["idle.min_tokens"] == 32
     assert "profile" not in made["redis"].manthan["codec"]
     assert float(made["offload"].flags[-1]) == float(made["lmcache"].env["LMCACHE_MAX_LOCAL_CPU_SIZE"]) == 2
-    assert Path(made["disk"].manthan["disk"]["path"]).is_dir()
+    assert Path(made["disk"].manthan["tiers.disk.path"]).is_dir()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
             ("--arms", "plain,hots"),
             "--arms hots is unknown: there are plain, wide, offload, lmcache, host,",
         ),
-        (("--manthan", "{quotas: 3}"), "--manthan must be keys as in docs/configuration.md and their values, not"),
+        (("--manthan", "{tenants: 3}"), "--manthan must be keys as in docs/configuration.md and their values, not"),
         (("--memory", "64 apples"), "--memory must be a size such as 20GiB, not '64 apples'"),
         (
             ("--tokens", "9000"),

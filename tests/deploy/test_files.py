@@ -40,7 +40,7 @@ def test_manthan_takes_their_values(way: str) -> None:
     flags = dict(flag.split("=", 1) for flag in served_with()[way] if flag.startswith("--manthan"))
     env = {one["name"]: one.get("value", "secret") for one in engine()["env"]} if way == "production-stack" else {}
     config = resolve_config(flags=flags, env={name: value for name, value in env.items() if "MANTHAN" in name}).config
-    assert config.cold_store.is_shared
+    assert config.tiers.is_shared
 
 
 def engine() -> dict[str, Any]:

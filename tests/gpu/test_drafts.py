@@ -28,7 +28,7 @@ VLLM = {"qwen3-next": {"gdn_prefill_backend": "triton"}}  # vLLM's own choice on
 @pytest.mark.parametrize("kind", GROUPS)
 def test_a_session_returns_with_a_draft_as_if_it_had_stayed_hot(kind: str, store: str, tmp_path: Path) -> None:
     model, options = proposed(kind, tmp_path)
-    manthan = {"cold_store": {"kind": store, "max_bytes": "128MiB"}, "codec": EXACT}
+    manthan = {"tiers": {"kind": store, "max_bytes": "128MiB"}, "codec": EXACT}
     vllm = options | VLLM.get(kind.split()[0], {})
     said: dict[str, Any] = run_alone(
         "path_sessions.py", {"model": model, "what": "come_back", "manthan": manthan, "vllm": vllm}

@@ -13,7 +13,7 @@ from vllm_engine import Engine, Table, running
 
 @pytest.fixture(scope="module", params=WAYS, ids=str)
 def way(request: pytest.FixtureRequest) -> Iterator[tuple[str, Engine]]:
-    options = {"blocks": 131, "idle_after_s": 0.3} | WAYS[request.param]
+    options = {"blocks": 131, "idle": 0.3} | WAYS[request.param]
     for engine in running(**options):
         yield request.param, engine
 

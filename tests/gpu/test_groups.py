@@ -72,7 +72,7 @@ def divergence(hot: dict[str, float], cold: dict[str, float]) -> float:
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_sections_give_what_the_hot_cache_gives(kind: str, store: str, models: Any) -> None:
-    said = run(kind, models(kind), "come_back", cold_store=STORES[store], codec=EXACT)
+    said = run(kind, models(kind), "come_back", tiers=STORES[store], codec=EXACT)
     full = said["prompt"] // said["block"] * said["block"]
     assert said["hot"]["cached"] == said["cold"]["cached"] == said["again"]["cached"] == full
     assert said["cold"] == said["again"] == said["hot"]
@@ -86,7 +86,7 @@ def test_exact_sections_give_what_the_hot_cache_gives(kind: str, store: str, mod
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_default_codec_changes_little(kind: str, models: Any) -> None:
     """And that once: what returned is not encoded again."""
-    said = run(kind, models(kind), "come_back", cold_store=STORES["device"], codec=DEFAULT)
+    said = run(kind, models(kind), "come_back", tiers=STORES["device"], codec=DEFAULT)
     assert said["hot"]["cached"] == said["cold"]["cached"] == said["again"]["cached"] > 500
     assert said["causes"] == []
     for turn in ("cold", "again"):
@@ -102,7 +102,7 @@ def test_the_default_codec_changes_little(kind: str, models: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt-oss", "qwen3-next", "gemma3 fp8", "latents"])
 def test_what_is_damaged_in_any_group_is_computed_anew(kind: str, models: Any) -> None:
-    said = run(kind, models(kind), "be_damaged", cold_store=STORES["host"], codec=DEFAULT)
+    said = run(kind, models(kind), "be_damaged", tiers=STORES["host"], codec=DEFAULT)
     assert said["causes"] == ["checksum"] * len(said["damaged"])
     assert all(answer == said["computed"] for answer in said["damaged"].values())
     assert said["computed"]["cached"] == 0

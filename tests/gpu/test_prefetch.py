@@ -12,7 +12,7 @@ from vllm_engine import Engine, Table, running
 
 @pytest.fixture(scope="module", params=WAYS, ids=str)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    options = {"blocks": 131, "idle_after_s": 1.0}
+    options = {"blocks": 131, "idle": 1.0}
     yield from running(**options | WAYS[request.param])
 
 

@@ -19,8 +19,8 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def start(redis_server: RedisServer) -> Callable[..., Iterator[Engine]]:
     def start_one(kind: str, **more: Any) -> Iterator[Engine]:
         store = {"kind": "redis", "max_bytes": "64MiB", "host_bytes": "16MiB" if kind == "host, redis" else 0}
-        options = {"blocks": 131, "idle_after_s": 0.3} | more
-        yield from running(cold_store=store, redis={"url": redis_server.url}, **options)
+        options = {"blocks": 131, "idle": 0.3} | more
+        yield from running(tiers=store | {"redis": redis_server.url}, **options)
 
     return start_one
 
@@ -59,7 +59,7 @@ def test_codes_of_the_kernels_are_read_by_numpy(
     for engine in start("redis"):
         ask_all(engine, range(3), 0, 0)
         engine.wait_until_cold(3)
-    for engine in start("redis", backend="numpy"):
+    for engine in start("redis", **{"codec.backend": "numpy"}):
         assert engine.on_worker(gpu_worker.blocks_name) == "CpuBlocks"
         ask_all(engine, range(3), 0, 0.95)
         assert engine.failures() == 0

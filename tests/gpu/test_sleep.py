@@ -13,7 +13,7 @@ from vllm_engine import Engine, running
 
 @pytest.fixture(scope="module", params=WAYS, ids=str)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    options = {"blocks": 131, "idle_after_s": 0.2} | WAYS[request.param]
+    options = {"blocks": 131, "idle": 0.2} | WAYS[request.param]
     yield from running(**options, flags={"enable_sleep_mode": True})
 
 

@@ -17,7 +17,7 @@ def tier(worker: Any) -> tuple[str, int, int]:
 @pytest.mark.parametrize("kind", ["host", "device"])
 def test_a_session_goes_cold_and_returns_on_both(kind: str) -> None:
     store = {"kind": kind, "max_bytes": "64MiB"}
-    for engine in running(blocks=131, ranks=2, idle_after_s=0.3, cold_store=store):
+    for engine in running(blocks=131, ranks=2, idle=0.3, tiers=store):
         check(engine)
 
 

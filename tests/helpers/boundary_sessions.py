@@ -43,7 +43,9 @@ class Engine:
     """An engine, until its scheduler half has broken."""
 
     def __init__(self) -> None:
-        transfer = kv_transfer_config(min_tokens=64, idle_after_s=0.05, codec={"guard": False, "sink_tokens": EXACT})
+        transfer = kv_transfer_config(
+            idle={"after_s": 0.05, "min_tokens": 64}, codec={"guard": False, "sink_tokens": EXACT}
+        )
         self.llm = LLM(
             MODEL,
             block_size=32,

@@ -8,10 +8,10 @@ from scripts import run_script
 ALL = 100_000
 """More first tokens than any session has: all are kept exact."""
 EXACT = {
-    "idle_after_s": 0.4,
-    "min_tokens": 64,
+    "idle": 0.4,
+    "idle.min_tokens": 64,
     "codec": {"name": "k3v3", "sink_tokens": ALL},
-    "cold_store": {"max_bytes": "128MiB"},
+    "tiers": {"max_bytes": "128MiB"},
 }
 
 

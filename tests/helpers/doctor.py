@@ -15,12 +15,12 @@ REDIS_MD = Path(__file__).parents[2] / "docs" / "redis.md"
 
 
 def config(**options: object) -> ManthanConfig:
-    """`cold_store__kind` stands for `cold_store.kind`."""
+    """`tiers__kind` stands for `tiers.kind`."""
     return load_config(env={}, flags={key.replace("__", "."): value for key, value in options.items()})
 
 
 def on_disk(path: Path, **options: object) -> ManthanConfig:
-    return config(cold_store__kind="disk", disk__path=str(path), **options)
+    return config(tiers__kind="disk", tiers__disk__path=str(path), **options)
 
 
 def elsewhere(code: str, *args: object) -> str:

@@ -53,7 +53,7 @@ class Router:
             max_num_seqs=4,
             enforce_eager=True,
             skip_tokenizer_init=True,
-            kv_transfer_config=kv_transfer_config(idle_after_s=1e6, **job["manthan"]),
+            kv_transfer_config=kv_transfer_config(idle=1e6, **job["manthan"]),
             kv_events_config=events,
             seed=0,
         )

@@ -40,7 +40,7 @@ class PathSession:
             "kv_cache_memory_bytes": vllm_engine.GPU_BYTES,
             "enable_prefix_caching": True,
         }
-        transfer = kv_transfer_config(**{"min_tokens": 64, "idle_after_s": 3600} | manthan)
+        transfer = kv_transfer_config(**{"idle.min_tokens": 64, "idle": 3600} | manthan)
         args = EngineArgs(model, kv_transfer_config=transfer, **arguments | vllm)
         self.engine = LLMEngine.from_engine_args(args)
         self.half = self.engine.engine_core.engine_core.scheduler.connector.scheduler

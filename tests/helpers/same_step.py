@@ -113,7 +113,7 @@ class SameStep(ExactSessions):
 def main(job: Any) -> Any:
     codec = {"name": "k3v3", "sink_tokens": 0, "guard": False}  # blocks that are encoded again are as they were
     engine = SteppedEngine(
-        131, job["vllm"], codec=codec, min_tokens=64, idle_after_s=3600, cold_store={"max_bytes": "64MiB"}
+        131, job["vllm"], codec=codec, idle={"after_s": 3600, "min_tokens": 64}, tiers={"max_bytes": "64MiB"}
     )
     sessions = SameStep(engine, job["loads_first"])
     sessions.go()

@@ -47,10 +47,10 @@ def run_alone(script: str, job: Any) -> Any:
 def run_sessions(what: list[str], codec: dict[str, Any], cache: str = "", **more: Any) -> dict[str, Any]:
     """What exact_sessions.py says of sessions in this codec, and its log. cache: where profiles are."""
     manthan = {
-        "min_tokens": 64,
-        "idle_after_s": 3600,
+        "idle.min_tokens": 64,
+        "idle": 3600,
         "codec": {"sink_tokens": 4, "guard": False} | codec,
-        "cold_store": {"max_bytes": "64MiB"},
+        "tiers": {"max_bytes": "64MiB"},
     }
     job = {"what": what, "blocks": 131, "manthan": manthan} | more
     out, err = run_script("exact_sessions.py", job, **({"XDG_CACHE_HOME": cache} if cache else {}))

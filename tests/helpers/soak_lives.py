@@ -26,9 +26,9 @@ HOST_SHARE, DISK_SHARE = 0.25, 0.5
 """Shares of the store's budget that a server's RAM and disk have."""
 MANTHAN: dict[str, Any] = {
     "policy": "lru",
-    "idle_after_s": 1,
-    "min_tokens": 64,
-    "quotas": {"header": HEADER, "tenants": {"*": 0.5}, "pinned_share": 0.05},
+    "idle": {"after_s": 1, "min_tokens": 64},
+    "tiers.pinned_share": 0.05,
+    "tenants": {"header": HEADER, "shares": {"*": 0.5}},
 }
 START_S = 1800.0
 SAMPLE_S, WINDOW_S = 2.0, 120.0
@@ -250,9 +250,9 @@ class Server:
         }
         path = setting.run / f"{self.name}.yaml"
         more = {
-            "cold_store": store,
-            "disk": {"path": str(folder)},
-            "redis": {"url": setting.redis_url},
+            "tiers": store,
+            "tiers.disk.path": str(folder),
+            "tiers.redis.url": setting.redis_url,
             "codec": {"name": setting.codec, "guard": False},
         }
         path.write_text(yaml.safe_dump(MANTHAN | more))

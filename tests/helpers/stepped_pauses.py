@@ -16,7 +16,7 @@ PROMPTS = [[(7 * at + 31 * n) % 190 + 10 for at in range(320)] for n in range(3)
 
 class Stepped(SteppedEngine):
     def __init__(self) -> None:
-        super().__init__(100, idle_after_s=600, min_tokens=64, codec={"guard": False})
+        super().__init__(100, idle={"after_s": 600, "min_tokens": 64}, codec={"guard": False})
         self.core: Any = self.engine.engine_core.engine_core
 
     def ask_all(self) -> list[int]:

@@ -24,7 +24,7 @@ def ask(engine: SteppedEngine, number: int, session: str, prompt: int, tokens: i
 
 def main() -> None:
     vllm = {"otlp_traces_endpoint": json.load(sys.stdin)["endpoint"]}
-    engine = SteppedEngine(72, vllm, min_tokens=64, idle_after_s=0.2, codec={"guard": False})
+    engine = SteppedEngine(72, vllm, idle={"after_s": 0.2, "min_tokens": 64}, codec={"guard": False})
     ask(engine, 1, "alice", 1)
     time.sleep(0.4)
     ask(engine, 2, "bob", 2)

@@ -122,7 +122,7 @@ class Engine:
             gpu_memory_utilization=0.2,  # of no meaning on the CPU
             kv_cache_memory_bytes=GPU_BYTES,
             tensor_parallel_size=ranks,
-            kv_transfer_config=kv_transfer_config(min_tokens=64, **manthan),
+            kv_transfer_config=kv_transfer_config(**{"idle.min_tokens": 64} | manthan),
             **({"block_size": BLOCK} | dict(flags or {})),
         )
 
@@ -257,7 +257,7 @@ def restore_worker(worker: Any) -> None:
 @contextmanager
 def until_killed(blocks: int = 131, **options: Any) -> Iterator[Engine]:
     """An engine that is killed at the end, not stopped. Sessions go cold after a fifth of a second."""
-    engine = Engine(blocks, idle_after_s=0.2, **options)
+    engine = Engine(blocks, idle=0.2, **options)
     try:
         yield engine
         engine.kill()

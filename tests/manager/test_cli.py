@@ -15,15 +15,15 @@ def test_config_check_prints_every_value_and_its_source(tmp_path: Path) -> None:
     folder = tmp_path / "a-long-name" / ("that-would-not-fit-on-a-line" * 4)
     folder.mkdir(parents=True)
     path = folder / "x.yaml"
-    path.write_text("{idle_after_s: 60, cold_store: {max_bytes: 1GiB}}")
+    path.write_text("{idle: 60, tiers: {max_bytes: 1GiB}}")
 
-    result = CliRunner().invoke(app, ["config", "check", str(path)], env={"MANTHAN_MIN_TOKENS": "7"})
+    result = CliRunner().invoke(app, ["config", "check", str(path)], env={"MANTHAN_IDLE__MIN_TOKENS": "7"})
 
     assert result.exit_code == 0
     rows = [line.split() for line in result.stdout.splitlines()]
-    assert ["idle_after_s", "60.0", str(path)] in rows
-    assert ["cold_store.max_bytes", "1.0GiB", str(path)] in rows
-    assert ["min_tokens", "7", "MANTHAN_MIN_TOKENS"] in rows
+    assert ["idle.after_s", "60.0", str(path)] in rows
+    assert ["tiers.max_bytes", "1.0GiB", str(path)] in rows
+    assert ["idle.min_tokens", "7", "MANTHAN_IDLE__MIN_TOKENS"] in rows
     assert ["codec.name", "auto", "default"] in rows
 
 
@@ -35,7 +35,7 @@ def test_config_check_warns_of_unknown_variables_where_errors_go(tmp_path: Path)
     assert result.returncode == 0, result.stderr
     assert result.stderr == (
         "Manthan: the environment variable MANTHAN_MIN_TOKEN is unknown and ignored (did you mean "
-        "'MANTHAN_MIN_TOKENS'?)\n"
+        "'MANTHAN_IDLE__MIN_TOKENS'?)\n"
     )
 
 

@@ -1,6 +1,7 @@
 """Where a configuration comes from, and what is said about one that cannot be used."""
 
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from logged import warnings
 
 from manthan.manager.config.model import FIELDS
 from manthan.manager.config.registered import check_registered
-from manthan.manager.config.removed import REMOVED
+from manthan.manager.config.removed import REMOVED, RENAMED
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, ManthanConfig, resolve_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -43,22 +44,22 @@ def refusal(path: Path | None = None, env: dict[str, str] | None = None, flags: 
 
 def test_there_are_few_keys() -> None:
     assert len(FIELDS) <= 25
-    assert not {*FIELDS} & {*REMOVED}
+    assert not {*FIELDS} & {*REMOVED, *RENAMED}
 
 
 def test_each_source_goes_over_the_ones_below_it(write: WriteYaml) -> None:
-    path = write("{idle_after_s: 1, min_tokens: 1, codec: one, cold_store: {max_bytes: 1}}")
-    env = {"MANTHAN_MIN_TOKENS": "2", "MANTHAN_CODEC": "two", "MANTHAN_COLD_STORE__MAX_BYTES": "2"}
+    path = write("{idle: {after_s: 1, min_tokens: 1}, codec: one, tiers: {max_bytes: 1}}")
+    env = {"MANTHAN_IDLE__MIN_TOKENS": "2", "MANTHAN_CODEC": "two", "MANTHAN_TIERS__MAX_BYTES": "2"}
     flags = {"--manthan-codec": "three", "--manthan-cold-bytes": "3", "--manthan-policy": None}
 
     config, sources = resolve_config(path, env=env, flags=flags)
 
-    assert (config.redis.ttl_s, sources["redis.ttl_s"]) == (86400, "default")
+    assert (config.tiers.redis.ttl_s, sources["tiers.redis.ttl_s"]) == (86400, "default")
     assert (config.policy.name, sources["policy.name"]) == ("lru", "default")
-    assert (config.idle_after_s, sources["idle_after_s"]) == (1, str(path))
-    assert (config.min_tokens, sources["min_tokens"]) == (2, "MANTHAN_MIN_TOKENS")
+    assert (config.idle.after_s, sources["idle.after_s"]) == (1, str(path))
+    assert (config.idle.min_tokens, sources["idle.min_tokens"]) == (2, "MANTHAN_IDLE__MIN_TOKENS")
     assert (config.codec.name, sources["codec.name"]) == ("three", "--manthan-codec")
-    assert (config.cold_store.max_bytes, sources["cold_store.max_bytes"]) == (3, "--manthan-cold-bytes")
+    assert (config.tiers.max_bytes, sources["tiers.max_bytes"]) == (3, "--manthan-cold-bytes")
 
 
 def test_every_value_has_a_source() -> None:
@@ -84,16 +85,16 @@ def test_a_kubernetes_service_of_our_name_is_not_a_mistake() -> None:
 
 
 def test_the_environment_is_the_process_own_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MANTHAN_MIN_TOKENS", "7")
-    assert load_config().min_tokens == 7
-    assert load_config(env={}).min_tokens == 256
+    monkeypatch.setenv("MANTHAN_IDLE__MIN_TOKENS", "7")
+    assert load_config().idle.min_tokens == 7
+    assert load_config(env={}).idle.min_tokens == 256
 
 
 @pytest.mark.parametrize("flag", FLAG_KEYS)
 def test_flags_set_the_key_they_stand_for(flag: str) -> None:
     others = {"--manthan-redis-url": "redis://there", "--manthan-api": "off"}
     value = others.get(flag, "77")
-    assert flag in resolve_config(env={}, flags={"cold_store.kind": "redis", flag: value}).sources.values()
+    assert flag in resolve_config(env={}, flags={"tiers.kind": "redis", flag: value}).sources.values()
 
 
 @pytest.mark.parametrize(
@@ -108,16 +109,15 @@ def test_flags_set_the_key_they_stand_for(flag: str) -> None:
     ],
 )
 def test_sizes(size: object, expected: int) -> None:
-    assert load(**{"cold_store.max_bytes": size}).cold_store.max_bytes == expected
+    assert load(**{"tiers.max_bytes": size}).tiers.max_bytes == expected
 
 
 @pytest.mark.parametrize("size", ["8 apples", "-1", "0", 0, -5, "", "GiB", 1.5, True, None, "1e999GiB", [1]])
 def test_bad_sizes_are_refused_in_one_sentence(write: WriteYaml, size: object) -> None:
-    path = write(yaml.safe_dump({"cold_store": {"max_bytes": size}}))
+    path = write(yaml.safe_dump({"tiers": {"max_bytes": size}}))
     shown = "empty" if size is None else repr(size)
     assert refusal(path) == (
-        "x.yaml: cold_store.max_bytes must be a size above 0, such as 4GiB, 512MiB "
-        f"or a plain number of bytes, not {shown}"
+        f"x.yaml: tiers.max_bytes must be a size above 0, such as 4GiB, 512MiB or a plain number of bytes, not {shown}"
     )
 
 
@@ -126,65 +126,62 @@ def test_a_refusal_names_the_source_of_the_value(write: WriteYaml) -> None:
     assert refusal(write("codec: 3")) == f"x.yaml: {expected}"
     assert refusal(flags={"--manthan-codec": 3}) == f"--manthan-codec: {expected}"
     assert refusal(flags={"codec": 3}) == f"argument: {expected}"
-    assert refusal(env={"MANTHAN_MIN_TOKENS": "few"}) == (
-        "MANTHAN_MIN_TOKENS: min_tokens must be a whole number of tokens, 0 or more, not 'few'"
+    assert refusal(env={"MANTHAN_IDLE__MIN_TOKENS": "few"}) == (
+        "MANTHAN_IDLE__MIN_TOKENS: idle.min_tokens must be a whole number of tokens, 0 or more, not 'few'"
     )
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("idle_after_s", 0),
-        ("idle_after_s", "soon"),
-        ("idle_after_s", float("nan")),
-        ("idle_after_s", float("inf")),
-        ("idle_after_s", True),
-        ("min_tokens", -1),
-        ("min_tokens", 2.5),
+        ("idle.after_s", 0),
+        ("idle.after_s", "soon"),
+        ("idle.after_s", float("nan")),
+        ("idle.after_s", float("inf")),
+        ("idle.after_s", True),
+        ("idle.min_tokens", -1),
+        ("idle.min_tokens", 2.5),
         ("codec.sink_tokens", -1),
         ("codec.sink_tokens", False),
-        ("backend", "rocm"),
+        ("codec.backend", "rocm"),
         ("policy", 3),
-        ("cold_store", ["host"]),
-        ("quotas.pinned_share", 1.01),
-        ("quotas.tenants", ["acme"]),
-        ("quotas.tenants", {"acme": 1.01}),
-        ("quotas.tenants", {"a.b": 0.5, "acme": "half"}),
-        ("quotas.tenants", {7: 0.5}),
-        ("quotas.tenants", "acme=0.5"),
-        ("quotas.header", "X Tenant"),
-        ("quotas.header", "X-Tenant-ID: acme"),
-        ("quotas.header", "AUTHORIZATION"),
+        ("tiers", ["host"]),
+        ("tiers.pinned_share", 1.01),
+        ("tenants.shares", ["acme"]),
+        ("tenants.shares", {"acme": 1.01}),
+        ("tenants.shares", {"a.b": 0.5, "acme": "half"}),
+        ("tenants.shares", {7: 0.5}),
+        ("tenants.shares", "acme=0.5"),
+        ("tenants.header", "X Tenant"),
+        ("tenants.header", "X-Tenant-ID: acme"),
+        ("tenants.header", "AUTHORIZATION"),
         ("api.enabled", "now"),
     ],
 )
 def test_values_out_of_bounds_are_refused(key: str, value: object) -> None:
-    leaf = {"policy": "policy.name", "cold_store": "cold_store.kind"}.get(key, key)
+    leaf = {"policy": "policy.name", "tiers": "tiers.kind"}.get(key, key)
     assert refusal(flags={key: value}) == f"argument: {leaf} must be {FIELDS[leaf].description}, not {value!r}"
 
 
 def test_tenants_are_a_mapping_in_yaml_and_json_in_the_environment(write: WriteYaml) -> None:
-    path = write('quotas: {tenants: {acme: 0.5, "42": 0.1, a.b: 0}}')
-    assert load(path).quotas.tenants == {"acme": 0.5, "42": 0.1, "a.b": 0}
-    env = {"MANTHAN_QUOTAS__TENANTS": '{"beta": 1}'}
-    assert load(path, env).quotas.tenants == {"beta": 1}  # a value as a whole goes over another
+    path = write('tenants: {shares: {acme: 0.5, "42": 0.1, a.b: 0}}')
+    assert load(path).tenants.shares == {"acme": 0.5, "42": 0.1, "a.b": 0}
+    env = {"MANTHAN_TENANTS__SHARES": '{"beta": 1}'}
+    assert load(path, env).tenants.shares == {"beta": 1}  # a value as a whole goes over another
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("idle_after: 3", "unknown key 'idle_after' (did you mean 'idle_after_s'?)"),
-        ("coldstore: {kind: host}", "unknown key 'coldstore' (did you mean 'cold_store'?)"),
+        ("idle_after: 3", "unknown key 'idle_after' (did you mean 'idle.after_s'?)"),
+        ("tenant: {header: X}", "unknown key 'tenant' (did you mean 'tenants'?)"),
         (
-            "cold_store: {max_byte: 1}",
-            "unknown key 'cold_store.max_byte' (did you mean 'cold_store.max_bytes'?)",
+            "tiers: {max_byte: 1}",
+            "unknown key 'tiers.max_byte' (did you mean 'tiers.max_bytes'?)",
         ),
-        (
-            "cold_store: {encryption: {keyfile: /k}}",
-            "unknown key 'cold_store.encryption.keyfile' (did you mean 'cold_store.encryption.key_file'?)",
-        ),
-        ("max_bytes: 1", "unknown key 'max_bytes' (did you mean 'cold_store.max_bytes'?)"),
-        ("quotas: 0.5", "quotas must be a mapping with pinned_share and tenants and header and isolate, not 0.5"),
+        ("sealing: {keyfile: /k}", "unknown key 'sealing.keyfile' (did you mean 'sealing.key_file'?)"),
+        ("max_bytes: 1", "unknown key 'max_bytes' (did you mean 'tiers.max_bytes'?)"),
+        ("tenants: 0.5", "tenants must be a mapping with shares and header and isolate, not 0.5"),
         ("- policy", "must be a mapping of keys to values, not a list"),
         (
             "policy: lru\n codec: x",
@@ -201,23 +198,23 @@ def test_bad_files_are_refused(write: WriteYaml, text: str, expected: str) -> No
 
 def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
     assert refusal(flags={"zzz": 1}).startswith(
-        "argument: unknown key 'zzz' (valid: api, api.enabled, api.hosts, backend, codec, "
+        "argument: unknown key 'zzz' (valid: api, api.enabled, api.hosts, codec, codec.backend, "
     )
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
 def test_keys_are_refused_where_nothing_is_sealed(kind: str) -> None:
-    flags = {"cold_store.kind": kind, "--manthan-encryption-key-file": "/etc/keys.yaml"}
+    flags = {"tiers.kind": kind, "--manthan-encryption-key-file": "/etc/keys.yaml"}
     assert refusal(flags=flags) == (
-        "argument, --manthan-encryption-key-file: cold_store.encryption.key_file is for blocks on a disk and in Redis, "
-        f"but kind is {kind}: leave it out, or use disk or redis"
+        "argument, --manthan-encryption-key-file: sealing.key_file is for blocks on a disk and in Redis, "
+        f"but tiers.kind is {kind}: leave it out, or use disk or redis"
     )
 
 
 def test_the_kind_that_is_no_more_is_refused_with_what_to_write(write: WriteYaml) -> None:
-    assert refusal(write("cold_store: {kind: tiered, host_bytes: 1GiB}")) == (
-        "x.yaml: cold_store.kind is tiered, which is no more: name the last tier, disk or redis, and the bytes of "
-        "those in front of it, cold_store.host_bytes and cold_store.disk_bytes"
+    assert refusal(write("tiers: {kind: tiered, host_bytes: 1GiB}")) == (
+        "x.yaml: tiers.kind is tiered, which is no more: name the last tier, disk or redis, and the bytes of "
+        "those in front of it, tiers.host_bytes and tiers.disk_bytes"
     )
 
 
@@ -230,15 +227,15 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_of_unknown_variables_there_is_one_warning_each() -> None:
-    env = {"MANTHAN_IDLE_AFTER": "3", "MANTHAN_COLD_STORE_MAX_BYTES": "1", "VLLM_MANTHAN_POLICY": "x", "MANTHANX": "x"}
+    env = {"MANTHAN_IDLE_AFTER": "3", "MANTHAN_TIERS_MAX_BYTES": "1", "VLLM_MANTHAN_POLICY": "x", "MANTHANX": "x"}
     with warnings() as messages:
         assert load(env=env) == load()
         load(env=env)  # once a process
     assert messages == [
         "Manthan: the environment variable MANTHAN_IDLE_AFTER is unknown and ignored (did you mean "
-        "'MANTHAN_IDLE_AFTER_S'?)",
-        "Manthan: the environment variable MANTHAN_COLD_STORE_MAX_BYTES is unknown and ignored (did you mean "
-        "'MANTHAN_COLD_STORE__MAX_BYTES'?)",
+        "'MANTHAN_IDLE__AFTER_S'?)",
+        "Manthan: the environment variable MANTHAN_TIERS_MAX_BYTES is unknown and ignored (did you mean "
+        "'MANTHAN_TIERS__MAX_BYTES'?)",
     ]
 
 
@@ -257,20 +254,36 @@ def test_a_key_that_is_no_more_is_said_once_and_left_out(write: WriteYaml, caplo
     assert sorted(caplog.messages) == sorted(said)
 
 
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_value_under_a_key_s_old_name_counts_and_the_log_says_the_new_one(old: str, write: WriteYaml) -> None:
+    new, name = RENAMED[old], f"MANTHAN_{old.replace('.', '__').upper()}"
+    values = {"tiers.kind": "disk", "codec.backend": "cuda", "tiers.redis.url": "redis://x", "tenants.isolate": "false"}
+    value = (values | {"tenants.shares": '{"acme": 1}'}).get(new, "1")
+    flags: dict[str, object] = {"--manthan-cold-store": "redis", "--manthan-disk-path": "/x"}
+    flags = {flag: given for flag, given in flags.items() if FLAG_KEYS[flag] != new}
+    file = write(yaml.safe_dump(reduce(lambda inner, key: {key: inner}, reversed(old.split(".")), value)))
+    ways = (file, {}, {}, file), (None, {name: value}, {}, name), (None, {}, {old: value}, "argument")
+    for path, env, keywords, source in ways:
+        with warnings() as messages:
+            assert load(path, env, **flags, **keywords) == load(**flags, **{new: value}) != load(**flags)
+        assert messages == [f"Manthan: {source}: {old} is {new} now"]
+        both = refusal(path, env, {**flags, **keywords, new: value})
+        assert both.endswith(f"argument: {old} is {new} now, and both are set: leave out {old}")
+        assert load(path, env, **flags, **{flag: value for flag in FLAG_KEYS if FLAG_KEYS[flag] == new}, **keywords)
+
+
 def test_an_empty_file_and_empty_groups_are_the_defaults(write: WriteYaml) -> None:
-    assert load(write("")) == load(write("cold_store:\npolicy:\n")) == load()
+    assert load(write("")) == load(write("tiers:\npolicy:\n")) == load()
 
 
 def test_shorthands(write: WriteYaml) -> None:
-    config = load(write("{policy: mru, cold_store: disk, disk: /x, codec: zip}"))
-    assert (config.policy.name, config.cold_store.kind, config.codec.name) == ("mru", "disk", "zip")
-    assert config.disk.path == "/x"
-    given = {"policy": "mru", "cold_store": "disk", "disk": {"path": "/x"}, "codec": "zip"}
+    config = load(write("{policy: mru, idle: 7, codec: zip, tiers: {kind: disk, disk: /x}, sealing: /k}"))
+    assert (config.policy.name, config.idle.after_s, config.codec.name) == ("mru", 7, "zip")
+    assert (config.tiers.disk.path, config.sealing.key_file) == ("/x", "/k")
+    given = {"policy": "mru", "idle": 7, "codec": "zip", "tiers": {"kind": "disk", "disk": "/x"}, "sealing": "/k"}
     assert config == ManthanConfig.model_validate(given)
-    sealed = load(write("cold_store: {kind: redis, encryption: /k}"))
-    assert sealed.cold_store.encryption.key_file == "/k"
-    assert sealed == load(env={"MANTHAN_COLD_STORE": "redis", "MANTHAN_COLD_STORE__ENCRYPTION": "/k"})
-    assert load(write("cold_store: {max_bytes: 5}"), {"MANTHAN_COLD_STORE": "redis"}).cold_store.max_bytes == 5
+    assert load(write("tiers: redis")) == load(env={"MANTHAN_TIERS": "redis"})
+    assert load(write("tiers: {max_bytes: 5}"), {"MANTHAN_TIERS": "redis"}).tiers.max_bytes == 5
 
 
 def test_another_policy_does_not_inherit_the_options_of_the_one_it_replaces(write: WriteYaml) -> None:
@@ -282,7 +295,7 @@ def test_another_policy_does_not_inherit_the_options_of_the_one_it_replaces(writ
 
 
 def test_json_round_trip() -> None:
-    options = {"cold_store.max_bytes": "1GiB", "quotas.tenants": {"acme": 0.5}}
+    options = {"tiers.max_bytes": "1GiB", "tenants.shares": {"acme": 0.5}}
     config = load(policy={"name": "decay", "half_life_s": 60}, **options)
     assert ManthanConfig.model_validate(config.model_dump(mode="json")) == config
     assert ManthanConfig.model_validate_json(config.model_dump_json()) == config
@@ -292,8 +305,8 @@ def test_json_round_trip() -> None:
     ("flag", "value", "expected"),
     [
         ("--manthan-codec", "k3v", "--manthan-codec: unknown codec 'k3v' (did you mean 'k3v3'?)"),
-        ("cold_store", "hots", "argument: unknown cold store 'hots' (did you mean 'host'?)"),
-        ("cold_store", "xyz", "argument: unknown cold store 'xyz' (valid: device, disk, host, redis)"),
+        ("tiers", "hots", "argument: unknown cold store 'hots' (did you mean 'host'?)"),
+        ("tiers", "xyz", "argument: unknown cold store 'xyz' (valid: device, disk, host, redis)"),
     ],
 )
 def test_names_that_no_registry_has_are_refused(flag: str, value: object, expected: str) -> None:

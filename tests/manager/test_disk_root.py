@@ -31,7 +31,8 @@ def refused(path: object) -> str:
 
 def test_what_is_no_folder(tmp_path: Path) -> None:
     assert refused(tmp_path / "x") == (
-        f"disk.path is '{tmp_path}/x', but there is no such folder: name one that is there, on a local file system."
+        f"tiers.disk.path is '{tmp_path}/x', but there is no such folder: name one that is there, on a "
+        "local file system."
     )
     (tmp_path / "x").touch()
     assert "but that is no folder: name one" in refused(tmp_path / "x")
@@ -42,8 +43,8 @@ def test_a_folder_that_may_not_be_written_to(tmp_path: Path) -> None:
         pytest.skip("nothing can be mounted here")
     try:
         assert refused(tmp_path) == (
-            f"disk.path is '{tmp_path}', but nothing can be written there (Read-only file system): name a folder that "
-            "this user may write to."
+            f"tiers.disk.path is '{tmp_path}', but nothing can be written there (Read-only file system): name a folder "
+            "that this user may write to."
         )
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
@@ -55,7 +56,7 @@ def test_two_servers_do_not_share_a_folder(tmp_path: Path, folder: str) -> None:
         ["sh", "-c", '"$0" -c "$1" "$2"; true', sys.executable, OTHER, str(tmp_path / folder)], stdout=subprocess.PIPE
     )
     assert other.stdout.readline() == b"held\n"
-    sentence = f"disk.path is '{tmp_path}', which another server uses: give each a folder of its own."
+    sentence = f"tiers.disk.path is '{tmp_path}', which another server uses: give each a folder of its own."
     assert refused(tmp_path) == sentence
     with pytest.raises(ConfigError, match="which another server uses"):
         open_root(tmp_path / folder)
@@ -100,18 +101,17 @@ def test_what_is_of_another_configuration_is_removed_and_nothing_else(tmp_path: 
     [
         (
             {"--manthan-cold-store": "disk"},
-            "--manthan-cold-store: cold_store.kind is disk, but disk.path (--manthan-disk-path) is empty: name the "
+            "--manthan-cold-store: tiers.kind is disk, but tiers.disk.path (--manthan-disk-path) is empty: name the "
             "folder that the blocks are to be kept in",
         ),
         (
-            {"cold_store": {"kind": "redis", "disk_bytes": 5}},
-            "argument: cold_store.disk_bytes is set, but disk.path (--manthan-disk-path) is empty: name the folder "
+            {"tiers": {"kind": "redis", "disk_bytes": 5}},
+            "argument: tiers.disk_bytes is set, but tiers.disk.path (--manthan-disk-path) is empty: name the folder "
             "that the blocks are to be kept in",
         ),
         (
-            {"cold_store": {"kind": "disk", "disk_bytes": 5}, "disk": "/x"},
-            "argument: cold_store.disk_bytes is disk in front of cold_store.kind redis, but kind is disk: use "
-            "max_bytes",
+            {"tiers": {"kind": "disk", "disk_bytes": 5, "disk": "/x"}},
+            "argument: tiers.disk_bytes is disk in front of tiers.kind redis, but kind is disk: use max_bytes",
         ),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_configuration_that_cannot_be(given: dict[str, object], sentence: str)
 
 def test_tiers() -> None:
     def store(**given: object):
-        return load_config(flags={"cold_store": {"max_bytes": 100, **given}, "disk": "/x"}, env={}).cold_store
+        return load_config(flags={"tiers": {"max_bytes": 100, "disk": "/x", **given}}, env={}).tiers
 
     assert store(kind="disk").places == ("disk",)
     assert store(kind="redis", host_bytes=5).places == ("host", "redis")

@@ -21,21 +21,21 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(("limit", "mark"), [(8 << 20, Mark.WARNING), (GIB << 3, Mark.OK), (-1, Mark.OK)])
 def test_a_memlock_limit_below_what_is_pinned(limit: int, mark: Mark) -> None:
-    found = check_memlock(config().cold_store, has_gpu=True, limit=limit)
+    found = check_memlock(config().tiers, has_gpu=True, limit=limit)
     assert found.mark is mark
     assert ("the limit is 8.0MiB, but 4.0GiB of RAM are pinned" in found.said) == (mark is Mark.WARNING)
 
 
 def test_nothing_is_pinned_without_a_gpu_or_ram(tmp_path: Path) -> None:
-    assert check_memlock(config().cold_store, has_gpu=False, limit=0).mark is Mark.SKIPPED
-    assert check_memlock(on_disk(tmp_path).cold_store, has_gpu=True, limit=0).mark is Mark.SKIPPED
+    assert check_memlock(config().tiers, has_gpu=False, limit=0).mark is Mark.SKIPPED
+    assert check_memlock(on_disk(tmp_path).tiers, has_gpu=True, limit=0).mark is Mark.SKIPPED
 
 
 # -- a disk ----------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_good(tmp_path: Path) -> None:
-    found = check_disk(on_disk(tmp_path, cold_store__max_bytes="1MiB"))
+    found = check_disk(on_disk(tmp_path, tiers__max_bytes="1MiB"))
     kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True).stdout
     assert found.mark is Mark.OK or kind.startswith("tmpfs"), found.said
 
@@ -47,7 +47,8 @@ def test_a_folder_in_ram(tmp_path: Path) -> None:
     assert found == Finding(
         "disk",
         Mark.WRONG,
-        "disk.path is '/dev/shm', which is on tmpfs, which is RAM and empty after a restart: name a folder on a disk.",
+        "tiers.disk.path is '/dev/shm', which is on tmpfs, which is RAM and empty after a restart: name a folder on "
+        "a disk.",
     )
 
 
@@ -62,7 +63,7 @@ def test_a_folder_on_another_machine(tmp_path: Path) -> None:
 
 
 def test_too_little_room(tmp_path: Path) -> None:
-    found = check_disk(on_disk(tmp_path, cold_store__max_bytes="8000TiB"))
+    found = check_disk(on_disk(tmp_path, tiers__max_bytes="8000TiB"))
     assert found.mark is Mark.WRONG
     assert "for 7.8PiB of compressed blocks; lower that, or make room." in found.said
 
@@ -71,7 +72,7 @@ LOOKING = """
 import sys
 from doctor import on_disk
 from manthan.manager.doctor.checks import check_disk
-print(check_disk(on_disk(sys.argv[1], cold_store__max_bytes="1MiB")).said)
+print(check_disk(on_disk(sys.argv[1], tiers__max_bytes="1MiB")).said)
 """
 
 
@@ -90,7 +91,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 def in_redis(url: str) -> ManthanConfig:
-    return config(cold_store__kind="redis", redis__url=url, **{"cold_store__max_bytes": "64MiB"})
+    return config(tiers__kind="redis", tiers__redis__url=url, **{"tiers__max_bytes": "64MiB"})
 
 
 def test_a_redis_that_is_good(server: RedisServer) -> None:

@@ -45,7 +45,7 @@ def test_a_pin_beyond_the_share_is_refused_in_a_sentence() -> None:
     assert outcome[:3] == (
         "second",
         False,
-        "pin is refused: pinned sessions may take 224 bytes of the cold store (quotas.pinned_share is 0.25), 100 are "
+        "pin is refused: pinned sessions may take 224 bytes of the cold store (tiers.pinned_share is 0.25), 100 are "
         "taken, and this session needs 200",
     )
     assert not engine.session("second").pinned

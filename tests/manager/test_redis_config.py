@@ -1,4 +1,4 @@
-"""What `redis.url` may be, connections by it, and what start-up says of a server."""
+"""What `tiers.redis.url` may be, connections by it, and what start-up says of a server."""
 
 import pytest
 from loaded import load_config
@@ -17,7 +17,7 @@ def server(tmp_path: object) -> object:
     "url", ["redis://h", "redis://h:7/3", "rediss://user@h:7/0?ssl_ca_certs=/ca.pem", "unix:///run/redis.sock"]
 )
 def test_urls_that_are_good(url: str) -> None:
-    assert connect(load_config(env={}, flags={"redis.url": url}).redis).connection_pool is not None
+    assert connect(load_config(env={}, flags={"tiers.redis.url": url}).tiers.redis).connection_pool is not None
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ def test_urls_that_are_good(url: str) -> None:
     ["h:6379", "http://h", "redis://", "redis://u:secret@h", "redis://h?password=secret", "redis://h:x", "unix://"],
 )
 def test_urls_that_are_refused_without_showing_a_password(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"^argument: redis.url must be redis://USER@HOST:PORT/DB") as raised:
-        load_config(env={}, flags={"redis.url": url})
+    with pytest.raises(ConfigError, match=r"^argument: tiers.redis.url must be redis://USER@HOST:PORT/DB") as raised:
+        load_config(env={}, flags={"tiers.redis.url": url})
     assert "secret" not in str(raised.value)
 
 

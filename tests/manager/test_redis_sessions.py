@@ -10,7 +10,7 @@ import pytest
 from key_files import write_keys
 from redis_server import RedisServer, running
 
-from manthan.manager.config.model import EncryptionConfig, RedisConfig
+from manthan.manager.config.model import RedisConfig, SealingConfig
 from manthan.manager.sessions.session import Drop, DropCause
 from manthan.manager.stores.redis.client import Circuit, connect
 from manthan.manager.stores.redis.schema import FALL, FIRST_TTL, SAMPLES, Namespace, lives_s, sample, shared_blocks
@@ -215,7 +215,7 @@ def test_a_forgotten_session_s_hash_goes_unless_another_engine_has_it_now(start:
 
 def test_sealed_sessions_have_names_that_tell_nothing(start: Start, server: RedisServer, tmp_path: object) -> None:
     path = write_keys(tmp_path / "keys", "k2", "k1")  # type: ignore[operator]
-    sealer = Sealer(keys_of(EncryptionConfig(key_file=str(path))), HERE.name)
+    sealer = Sealer(keys_of(SealingConfig(key_file=str(path))), HERE.name)
     player = start("one", HERE, sealer)
     player.tell("alice", chain("a", 1))
     until(lambda: server.client.keys("*:session:*"))

@@ -10,7 +10,7 @@ import pytest
 from key_files import write_keys
 from redis_server import RedisServer, running
 
-from manthan.manager.config.model import ConfigError, EncryptionConfig, RedisConfig
+from manthan.manager.config.model import ConfigError, RedisConfig, SealingConfig
 from manthan.manager.stores.cold_store import Buffer, ColdStore
 from manthan.manager.stores.disk.journal import Journal, JournalBlock, JournalChain, JournalSession
 from manthan.manager.stores.disk.store import DiskStore
@@ -42,7 +42,7 @@ def inner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ColdStore]
 
 
 def sealer(path: Path, *names: str, place: str = PLACE) -> Sealer:
-    return Sealer(keys_of(EncryptionConfig(key_file=str(write_keys(path / "keys", *names)))), place)
+    return Sealer(keys_of(SealingConfig(key_file=str(write_keys(path / "keys", *names)))), place)
 
 
 Seal = Callable[..., SealedStore]
@@ -169,8 +169,8 @@ def test_key_files_that_are_refused(tmp_path: Path, text: str | None, mode: int,
     if text is not None:
         path.write_text(text)
         path.chmod(mode)
-    with pytest.raises(ConfigError, match=r"^cold_store.encryption.key_file: ") as raised:
-        keys_of(EncryptionConfig(key_file=str(path)))
+    with pytest.raises(ConfigError, match=r"^sealing.key_file: ") as raised:
+        keys_of(SealingConfig(key_file=str(path)))
     assert said in str(raised.value)
     assert text is None or not text or text not in str(raised.value)
 
@@ -179,5 +179,5 @@ def test_a_key_file_that_a_cluster_mounts(tmp_path: Path) -> None:
     """0440, as secrets of Kubernetes may have; without a file there are no keys."""
     path = write_keys(tmp_path / "keys", "k1")
     path.chmod(0o440)
-    assert len(keys_of(EncryptionConfig(key_file=str(path)))) == 1
-    assert keys_of(EncryptionConfig()) == ()
+    assert len(keys_of(SealingConfig(key_file=str(path)))) == 1
+    assert keys_of(SealingConfig()) == ()

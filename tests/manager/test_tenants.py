@@ -82,7 +82,7 @@ def test_pins_of_a_tenant_keep_to_its_share() -> None:
     assert engine.talk("a0 b c d", "one", "b", pin=True).pinned
     refused = engine.talk("a1 b c d", "two", "b", pin=True).refused
     assert refused == (
-        "pin is refused: pinned sessions may take 419 bytes of the cold store (quotas.pinned_share is 0.5, the "
+        "pin is refused: pinned sessions may take 419 bytes of the cold store (tiers.pinned_share is 0.5, the "
         "tenant's share 0.4), 400 are taken, and this session needs 400"
     )
     assert engine.talk("a2 b c d", "three", "a", pin=True).pinned
@@ -94,7 +94,7 @@ def test_a_refused_pin_says_nothing_of_what_others_have() -> None:
     assert engine.talk("a0 b c", "one", "a", pin=True).pinned
     refused = engine.talk("b0 b c", "two", "b", pin=True).refused
     assert refused == (
-        "pin is refused: 300 bytes are not left of what all tenants' pinned sessions may take (quotas.pinned_share is "
+        "pin is refused: 300 bytes are not left of what all tenants' pinned sessions may take (tiers.pinned_share is "
         "0.25)"
     )
     assert "524 bytes of the cold store" in engine.talk("b0 b c d e f", "two", "b", pin=True).refused

@@ -26,14 +26,14 @@ def start_engine() -> Callable[..., Iterator[Engine]]:
 @pytest.fixture(scope="package")
 def sweeping_engine() -> Iterator[Engine]:
     """Sessions go cold after a fifth of a second; the pool has room for seven of them."""
-    yield from running(blocks=131, idle_after_s=0.2, cold_store={"max_bytes": "64MiB"})
+    yield from running(blocks=131, idle=0.2, tiers={"max_bytes": "64MiB"})
 
 
 @pytest.fixture(scope="package")
 def crowded_engine() -> Iterator[Engine]:
     """Nothing goes cold by the clock; the pool has room for five sessions, the cold store for about ten."""
     store = {"max_bytes": 190 * 25856}
-    yield from running(blocks=96, idle_after_s=3600, cold_store=store, codec={"guard": False})
+    yield from running(blocks=96, idle=3600, tiers=store, codec={"guard": False})
 
 
 @pytest.fixture

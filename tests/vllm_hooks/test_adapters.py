@@ -66,7 +66,7 @@ def test_an_adapter_of_the_same_name_and_path_never_gets_anothers_kv(tmp_path: P
     text = Table(3).text
     prompts = [Tokenizer.from_file(str(TINY / "tokenizer.json")).encode(text).ids]
     (tmp_path / "cold").mkdir()
-    disk = {"cold_store": {"kind": "disk", "max_bytes": "128MiB"}, "disk": {"path": str(tmp_path / "cold")}}
+    disk = {"tiers": {"kind": "disk", "max_bytes": "128MiB", "disk": {"path": str(tmp_path / "cold")}}}
 
     def turn(seed: int, manthan: dict[str, Any] | None) -> dict[str, Any]:
         folder = make_adapter(tmp_path / "adapter", seed)

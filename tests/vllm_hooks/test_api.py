@@ -135,11 +135,11 @@ def test_it_is_there_unless_it_is_off(options: dict[str, Any] | None, has_routes
 
 
 def test_where_values_are_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MANTHAN_MIN_TOKENS", "7")
+    monkeypatch.setenv("MANTHAN_IDLE__MIN_TOKENS", "7")
     found = settings_of(Namespace(kv_transfer_config=kv_transfer_config(policy={"name": "returns", "prior": 60})))
-    assert found["min_tokens"] == {"value": 7, "from": "environment"}
+    assert found["idle.min_tokens"] == {"value": 7, "from": "environment"}
     assert found["policy.prior"] == {"value": 60, "from": "argument"}
-    assert found["backend"] == {"value": "auto", "from": "default"}
+    assert found["codec.backend"] == {"value": "auto", "from": "default"}
 
 
 @pytest.mark.parametrize(

@@ -180,9 +180,9 @@ def test_the_state_of_the_whole(api) -> None:
 
 def test_the_configuration_as_it_was_resolved(api) -> None:
     found = api.get("/config")
-    assert found["cold_store.max_bytes"] == {"value": 64 << 20, "from": "flag"}
-    assert found["idle_after_s"] == {"value": 3600, "from": "file"}
-    assert found["redis.ttl_s"] == {"value": 86400, "from": "default"}
+    assert found["tiers.max_bytes"] == {"value": 64 << 20, "from": "flag"}
+    assert found["idle.after_s"] == {"value": 3600, "from": "file"}
+    assert found["tiers.redis.ttl_s"] == {"value": 86400, "from": "default"}
     assert KEY not in json.dumps(found)
 
 

@@ -27,7 +27,7 @@ GIB = 1 << 30
     ],
 )
 def test_each_rank_has_its_share_of_each_tier(store: dict[str, Any], device: int, host: int) -> None:
-    share = TierBytes.of_a_rank(load_config(flags={"cold_store": store}).cold_store, 2)
+    share = TierBytes.of_a_rank(load_config(flags={"tiers": store}).tiers, 2)
     assert share == (device, host)
 
 
@@ -54,7 +54,7 @@ class Gpu:
             type(current_platform), "get_device_total_memory", classmethod(lambda cls: 100 * GIB), raising=False
         )
         self.cache_config = SimpleNamespace(**{"gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": None} | cache)
-        self.kv_transfer_config = kv_transfer_config(cold_store=store, backend=backend)
+        self.kv_transfer_config = kv_transfer_config(tiers=store, codec={"backend": backend})
         self.parallel_config = SimpleNamespace(world_size=2)
 
 
@@ -83,7 +83,7 @@ def test_more_than_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_backend_suits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert codec_backend("auto", cpu) == codec_backend("numpy", cpu) == codec_backend("numpy", gpu) == "numpy"
-    with pytest.raises(UnsupportedError, match="backend is cuda, but vLLM runs on the CPU"):
+    with pytest.raises(UnsupportedError, match=r"codec\.backend is cuda, but vLLM runs on the CPU"):
         codec_backend("cuda", cpu)
     for integrated, chosen in ((True, "numpy"), (False, "cuda")):  # there is no GPU of the one kind and the other here
         found = SimpleNamespace(is_integrated=integrated)

@@ -40,7 +40,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("kv")
-    options: dict[str, Any] = {"blocks": 131, "idle_after_s": 0.3}
+    options: dict[str, Any] = {"blocks": 131, "idle": 0.3}
     for prefill in running(**options, beside=beside(folder, PREFILL)):
         for decode in running(**options, beside=beside(folder, DECODE)):
             yield Pair(prefill, decode)

@@ -19,7 +19,7 @@ ALL = 100_000
 
 
 def engine(folder: Path, **options: Any) -> AbstractContextManager[Engine]:
-    store = {"cold_store": {"kind": "disk", "max_bytes": "64MiB"}, "disk": {"path": str(folder)}}
+    store = {"tiers": {"kind": "disk", "max_bytes": "64MiB", "disk": {"path": str(folder)}}}
     return until_killed(**(store | options))
 
 
@@ -153,7 +153,7 @@ def test_a_conversation_with_states_goes_on_in_the_next_engine(tmp_path: Path) -
     with engine(folder, **options) as second:
         found = turn(second)
     assert found.cached_tokens > 300
-    with engine(folder, **options | {"cold_store": "host"}) as alone:
+    with engine(folder, **options | {"tiers": "host"}) as alone:
         computed = turn(alone)
     assert computed.cached_tokens == 0
     assert found.tokens[:8] == computed.tokens[:8]

@@ -31,7 +31,7 @@ def live(folder: str, seed: int, store: dict[str, Any], **more: Any) -> dict[str
     """One engine's life; it is killed at the end."""
     environment = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": str(seed % 2)}
     codec = {"name": "k3v3", "sink_tokens": 0, "guard": False}
-    manthan = {"min_tokens": 64, "codec": codec} | store
+    manthan = {"idle.min_tokens": 64, "codec": codec} | store
     job = {"model": MODEL, "blocks": 100, "actions": 25, "seconds": 0, "resets": False} | more
     out, _ = run_script(SCRIPT, job | {"folder": folder, "seed": seed, "manthan": manthan}, **environment)
     told: dict[str, Any] = json.loads(out)
@@ -40,7 +40,7 @@ def live(folder: str, seed: int, store: dict[str, Any], **more: Any) -> dict[str
 
 
 def on_disk(folder: Path, max_bytes: str = "4MiB") -> dict[str, Any]:
-    return {"cold_store": {"kind": "disk", "max_bytes": max_bytes}, "disk": {"path": str(folder)}}
+    return {"tiers": {"kind": "disk", "max_bytes": max_bytes, "disk": {"path": str(folder)}}}
 
 
 def test_a_subscriber_knows_what_is_stored_also_after_a_restart(sockets: str, tmp_path: Path) -> None:
@@ -53,13 +53,13 @@ def test_a_subscriber_knows_what_is_stored_also_after_a_restart(sockets: str, tm
 
 def test_with_windows_what_anchors_are_made_of_is_told_too(sockets: str, tmp_path: Path) -> None:
     model = group_models.made("gpt-oss", tmp_path / "model")
-    live(sockets, 3, {"cold_store": {"kind": "host", "max_bytes": "6MiB"}}, model=model, blocks=160, resets=True)
+    live(sockets, 3, {"tiers": {"kind": "host", "max_bytes": "6MiB"}}, model=model, blocks=160, resets=True)
 
 
 @pytest.mark.slow
 def test_of_what_others_have_in_redis_each_tells_what_it_has_found(sockets: str, tmp_path: Path) -> None:
     for server in redis_server.running(tmp_path):
-        redis = {"cold_store": {"kind": "redis", "max_bytes": "4MiB"}, "redis": {"url": server.url}}
+        redis = {"tiers": {"kind": "redis", "max_bytes": "4MiB", "redis": {"url": server.url}}}
         assert live(sockets, 5, redis, actions=40)["came"]["removed"] > 0
         second = live(sockets, 5, redis, actions=15)
         assert second["first"] == []
@@ -79,7 +79,7 @@ def test_for_ten_minutes(sockets: str, tmp_path: Path) -> None:
         found = live(sockets, seed, on_disk(tmp_path / "disk"), resets=is_void, **lasts)
         assert found["first"] == left
         left = [] if found["came"]["resets"] else found["last"]
-        host = {"cold_store": {"kind": "host", "max_bytes": chance.choice(["2MiB", "6MiB"])}}
+        host = {"tiers": {"kind": "host", "max_bytes": chance.choice(["2MiB", "6MiB"])}}
         name, model = chance.choice([("llama", MODEL), *families.items()])
         blocks = {"qwen3-next": 40}.get(name, 160)
         told += [found, live(sockets, 1000 + seed, host, model=model, blocks=blocks, resets=True, actions=30)]

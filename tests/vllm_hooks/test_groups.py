@@ -28,7 +28,7 @@ GLOBAL = {"gemma3": 1e6 ** (-1 / 32), "gemma3n": 1e6 ** (-1 / 32), "gemma4": 1e6
 
 
 def manthan(**codec: Any) -> dict[str, Any]:
-    return {"idle_after_s": 0.4, "min_tokens": 64, "codec": codec, "cold_store": {"max_bytes": "128MiB"}}
+    return {"idle": {"after_s": 0.4, "min_tokens": 64}, "codec": codec, "tiers": {"max_bytes": "128MiB"}}
 
 
 @pytest.mark.parametrize("family", families())

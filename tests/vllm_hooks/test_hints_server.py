@@ -101,7 +101,7 @@ def test_a_pin_is_told_and_so_is_its_refusal(server) -> None:
     refusal = told("frank", 4 * TEXT, True)
     assert (refusal["session_id"], refusal["pinned"]) == ("frank", False)
     assert re.fullmatch(
-        r"pin is refused: pinned sessions may take 671088 bytes of the cold store \(quotas.pinned_share is 0.01\), "
+        r"pin is refused: pinned sessions may take 671088 bytes of the cold store \(tiers.pinned_share is 0.01\), "
         r"[1-9]\d* are taken, and this session needs [1-9]\d*",
         refusal["refused"],
     )

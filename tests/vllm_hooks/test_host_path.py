@@ -11,7 +11,7 @@ import torch
 from key_files import write_keys
 from paged_cache import cpu_blocks, paged, write
 
-from manthan.manager.config.model import EncryptionConfig
+from manthan.manager.config.model import SealingConfig
 from manthan.manager.stores.cold_store import ColdStoreError, HostStore
 from manthan.manager.stores.sealed import OVERHEAD, SealedStore, Sealer, keys_of
 from manthan.manager.work import GroupBlocks, Load, LoadResult, SpillBlock, SpillResult
@@ -121,7 +121,7 @@ def test_blocks_go_and_come_back(start: Callable[..., Worker], exact: int) -> No
 
 def test_blocks_that_do_not_open_are_told_all_at_once(start: Callable[..., Worker], tmp_path: Path) -> None:
     """Or a session of another tenant would fail once for each of its blocks."""
-    keys = keys_of(EncryptionConfig(key_file=str(write_keys(tmp_path / "keys", "k1"))))
+    keys = keys_of(SealingConfig(key_file=str(write_keys(tmp_path / "keys", "k1"))))
     worker = start()
     worker.path.store = SealedStore(worker.store, Sealer(keys, "place"), 0)
     spills = [SpillBlock(key, GROUP, n, 32 * n, tenant="acme" if n in (1, 2) else "") for n, key in enumerate(KEYS)]

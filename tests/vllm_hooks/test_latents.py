@@ -104,7 +104,7 @@ def test_what_is_no_plain_latent_is_refused() -> None:
 def coded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     job = {
         "model": make_latent_model(tmp_path_factory.mktemp("latents")),
-        "manthan": {"min_tokens": 64, "idle_after_s": 3600},
+        "manthan": {"idle": {"after_s": 3600, "min_tokens": 64}},
     }
     out, err = run_script(SCRIPT, job)
     report: dict[str, Any] = json.loads(out)

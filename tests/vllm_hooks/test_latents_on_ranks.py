@@ -17,7 +17,7 @@ MANTHAN: dict[str, Any] = {
     "blocks": 131,
     "ranks": 2,
     "flags": {"skip_tokenizer_init": True, "block_size": BLOCK},
-    "idle_after_s": 0.5,
+    "idle": 0.5,
     "codec": {"sink_tokens": 4096},  # all tokens exact
 }
 
@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def pair(start_engine: Any, model: str) -> Iterator[Any]:
     """Codes in RAM."""
-    yield from start_engine(model=model, cold_store={"max_bytes": "64MiB"}, **MANTHAN)
+    yield from start_engine(model=model, tiers={"max_bytes": "64MiB"}, **MANTHAN)
 
 
 def forget_latents(worker: Any) -> None:

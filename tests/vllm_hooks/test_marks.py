@@ -23,7 +23,7 @@ FLAGS = ["--block-size", str(BLOCK), "--enforce-eager", "--enable-prompt-tokens-
 
 def manthan(tmp_path_factory: pytest.TempPathFactory, name: str, **config: Any) -> Iterator[VllmServer]:
     folder = tmp_path_factory.mktemp(name)
-    (folder / "manthan.yaml").write_text(json.dumps({"idle_after_s": 0.3, **config}))
+    (folder / "manthan.yaml").write_text(json.dumps({"idle": 0.3, **config}))
     with warm_server(MODEL, [*FLAGS, "--manthan-config", str(folder / "manthan.yaml")], folder / "log") as server:
         server.wait_until_ready(300)
         yield server
@@ -192,7 +192,7 @@ def take_turns(server: VllmServer, turns: int) -> tuple[list[bool], int]:
 
 @pytest.fixture
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    config = {"codec": {"name": "wht-5x", "sink_tokens": 0, "guard": False}, "cold_store": {"max_bytes": "2600KiB"}}
+    config = {"codec": {"name": "wht-5x", "sink_tokens": 0, "guard": False}, "tiers": {"max_bytes": "2600KiB"}}
     yield from manthan(tmp_path_factory, "narrow", **config)
 
 

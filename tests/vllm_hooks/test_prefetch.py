@@ -16,8 +16,8 @@ def prefetching(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engin
     """The pool has room for seven sessions, of which a tenth stays free."""
     yield from start_engine(
         blocks=131,
-        idle_after_s=IDLE_AFTER_S,
-        cold_store={"max_bytes": "64MiB"},
+        idle=IDLE_AFTER_S,
+        tiers={"max_bytes": "64MiB"},
     )
 
 

@@ -315,7 +315,7 @@ def test_after_a_reset_nothing_is_entered(engine: Engine) -> None:
 
 
 def test_a_session_is_due_two_seconds_before_it_is_expected() -> None:
-    transfer = kv_transfer_config(idle_after_s=300, min_tokens=64)
+    transfer = kv_transfer_config(idle={"after_s": 300, "min_tokens": 64})
     vllm_config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=transfer).create_engine_config()
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
     group = KVCacheGroupSpec([f"model.layers.{n}" for n in range(4)], spec)

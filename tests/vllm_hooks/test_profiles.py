@@ -138,8 +138,8 @@ def test_two_ranks_have_their_parts_of_a_profile(tiny_profile: Path, tmp_path: P
     engines: Iterator[Engine] = start_engine(
         blocks=131,
         ranks=2,
-        idle_after_s=0.5,
-        cold_store={"max_bytes": "64MiB"},
+        idle=0.5,
+        tiers={"max_bytes": "64MiB"},
         codec={"name": "klt-8x", "sink_tokens": 4, "profile": str(whole)},
     )
     for engine in engines:

@@ -33,7 +33,7 @@ def loaded(worker: Any) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def engine(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
-    yield from start_engine(blocks=131, idle_after_s=0.1)
+    yield from start_engine(blocks=131, idle=0.1)
 
 
 def test_first_blocks_to_be_encoded_and_decoded_compile_nothing(engine: Engine) -> None:
@@ -75,15 +75,15 @@ def test_a_gpu_whose_kernels_cannot_be_compiled_keeps_blocks_exact(
         settled.settle_codec(gpu)
     settled.kernel_fault.cache_clear()
     config = gpu.kv_transfer_config.kv_connector_extra_config[EXTRA_KEY]
-    assert (config["codec"]["name"], config["backend"]) == (EXACT, "numpy")
+    assert (config["codec"]["name"], config["codec"]["backend"]) == (EXACT, "numpy")
     expected = "Manthan: codec exact is used, on the CPU, for this GPU's kernels cannot be compiled: "
     assert said == [expected + reason]
     monkeypatch.setattr(settled, "kernel_fault", lambda: pytest.fail("it is known"))
     with warnings() as said:
         settled.settle_codec(gpu)  # in another process
     assert said == [expected + reason]
-    gpu.kv_transfer_config.kv_connector_extra_config[EXTRA_KEY]["cold_store"]["kind"] = "device"
-    with pytest.raises(ConfigError, match=r"cold_store.kind is device, but .* use host"):
+    gpu.kv_transfer_config.kv_connector_extra_config[EXTRA_KEY]["tiers"]["kind"] = "device"
+    with pytest.raises(ConfigError, match=r"tiers.kind is device, but .* use host"):
         settled.settle_codec(gpu)
 
 

@@ -23,9 +23,8 @@ def shared_engine(redis_server: RedisServer, start_engine) -> Iterator[Engine]:
     """Sessions go cold after a fifth of a second; the pool has room for seven of them."""
     yield from start_engine(
         blocks=131,
-        idle_after_s=0.2,
-        cold_store={"kind": "redis", "max_bytes": "64MiB"},
-        redis={"url": f"{redis_server.url}?socket_timeout=0.5"},
+        idle=0.2,
+        tiers={"kind": "redis", "max_bytes": "64MiB", "redis": f"{redis_server.url}?socket_timeout=0.5"},
     )
 
 

@@ -17,7 +17,7 @@ FLAGS = [
     *("--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096"),
     *("--enforce-eager", "--enable-prompt-tokens-details"),
 ]
-YAML = "idle_after_s: 0.3\nmin_tokens: 64\n"
+YAML = "idle: {after_s: 0.3, min_tokens: 64}\n"
 ANSWER = {"temperature": 0, "max_tokens": 4}
 PASSWORD = "Do-not-print-me-9"
 
@@ -54,7 +54,7 @@ def restored(reply: Reply) -> bool:
 @pytest.fixture(scope="module")
 def pair(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
     """Two servers on one Redis, the second with RAM in front of it."""
-    ram = "cold_store: {host_bytes: 16MiB}\n"
+    ram = "tiers: {host_bytes: 16MiB}\n"
     with (
         serve(redis_server, tmp_path_factory.mktemp("first")) as one,
         serve(redis_server, tmp_path_factory.mktemp("second"), ram) as two,

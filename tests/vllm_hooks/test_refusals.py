@@ -94,11 +94,11 @@ def test_latents_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_a_disk_beside_ranks_on_other_hosts(tmp_path: Path) -> None:
-    kv = kv_transfer_config(cold_store="disk", disk=str(tmp_path))
+    kv = kv_transfer_config(tiers={"kind": "disk", "disk": str(tmp_path)})
     config = EngineArgs(MODEL, max_model_len=1024, kv_transfer_config=kv).create_engine_config()
     check_disk(config)
     config.parallel_config.tensor_parallel_size, config.parallel_config.nnodes = 2, 2
-    with pytest.raises(ConfigError, match=r"^cold_store\.kind is disk, but --nnodes spreads one engine over 2 hosts"):
+    with pytest.raises(ConfigError, match=r"^tiers\.kind is disk, but --nnodes spreads one engine over 2 hosts"):
         check_disk(config)
 
 
@@ -121,8 +121,8 @@ def test_settings(options: dict[str, Any], why: str) -> None:
 @pytest.mark.parametrize(
     ("manthan", "why"),
     [
-        ({"cold_store": "device"}, "cold_store.kind is device, but vLLM runs on the CPU: use host"),
-        ({"backend": "cuda"}, "backend is cuda, but vLLM runs on the CPU: use auto or numpy"),
+        ({"tiers": "device"}, "tiers.kind is device, but vLLM runs on the CPU: use host"),
+        ({"codec": {"backend": "cuda"}}, "codec.backend is cuda, but vLLM runs on the CPU: use auto or numpy"),
     ],
     ids=["device tier", "backend"],
 )
@@ -146,7 +146,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CodecConfig]:
     return settle
 
 
-GPU_SETTINGS: list[dict[str, Any]] = [{}, {"cold_store": "device"}, {"backend": "cuda"}, {"backend": "numpy"}]
+GPU_SETTINGS: list[dict[str, Any]] = [{}, {"tiers": "device"}, {"codec.backend": "cuda"}, {"codec.backend": "numpy"}]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
@@ -157,7 +157,7 @@ def test_latents_on_a_gpu(manthan: dict[str, Any], dtype: str, tmp_path: Path, o
     config = EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
     config.cache_config.enable_prefix_caching, config.cache_config.cache_dtype = True, dtype
     coded = dtype == "auto"
-    if manthan == {"backend": "numpy"} and not coded:
+    if manthan == {"codec.backend": "numpy"} and not coded:
         with pytest.raises(ConfigError, match=r"--kv-cache-dtype is fp8, but the CPU encodes latents .*: use auto\."):
             on_gpu(config, manthan)
         return
@@ -180,9 +180,9 @@ def test_fp8_on_a_gpu(manthan: dict[str, Any], dtype: str, on_gpu: Callable[...,
 
 def test_a_front_end_that_hands_no_headers_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    manthan = kv_transfer_config(quotas={"header": "X-Tenant-ID"})
+    manthan = kv_transfer_config(tenants={"header": "X-Tenant-ID"})
     assert refusal(MODEL, kv_transfer_config=manthan).endswith(
-        ": quotas.header is X-Tenant-ID, but VLLM_USE_RUST_FRONTEND is set, and that front end hands no headers on; "
+        ": tenants.header is X-Tenant-ID, but VLLM_USE_RUST_FRONTEND is set, and that front end hands no headers on; "
         "unset one of the two."
     )
     monkeypatch.undo()
@@ -287,12 +287,12 @@ def test_other_groups(specs: tuple[KVCacheSpec, ...], kinds: str) -> None:
 def test_a_cold_store_too_small_for_a_block(exact: dict[str, int]) -> None:
     """All tokens of a block of a head that sessions share are kept exact."""
     nbytes = 131_328
-    config = load_config(flags={"codec": {"name": "k3v3", **exact}, "cold_store.max_bytes": nbytes - 1})
+    config = load_config(flags={"codec": {"name": "k3v3", **exact}, "tiers.max_bytes": nbytes - 1})
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
     shape = memory_shape(config.codec, Group(0, spec, 4), Shards(1))
     check_capacity(config, shape, capacity=nbytes)
     with pytest.raises(
-        ConfigError, match=rf"cold_store.max_bytes is {nbytes - 1}, but one encoded block .* takes {nbytes} bytes"
+        ConfigError, match=rf"tiers.max_bytes is {nbytes - 1}, but one encoded block .* takes {nbytes} bytes"
     ):
         check_capacity(config, shape, capacity=nbytes - 1)
     with pytest.raises(ConfigError, match=rf"takes {3 * nbytes} bytes"):  # a state may be larger than any block
@@ -309,18 +309,18 @@ def from_flags(*flags: str) -> EngineArgs:
 
 def test_flags_become_the_connector(tmp_path: Path) -> None:
     file = tmp_path / "m.yaml"
-    file.write_text("idle_after_s: 7\nmin_tokens: 9\n")
+    file.write_text("idle: {after_s: 7, min_tokens: 9}\n")
     transfer = from_flags(
         "--manthan-config", str(file), "--manthan-idle-after", "5", "--manthan-cold-bytes", "8GiB"
     ).kv_transfer_config
     assert isinstance(transfer, KVTransferConfig)
     config = transfer.kv_connector_extra_config["manthan"]
     assert (transfer.kv_connector, transfer.kv_load_failure_policy) == ("ManthanConnector", "recompute")
-    assert (config["idle_after_s"], config["min_tokens"], config["cold_store"]["max_bytes"]) == (5, 9, 8 << 30)
+    assert (config["idle"], config["tiers"]["max_bytes"]) == ({"after_s": 5, "min_tokens": 9}, 8 << 30)
 
 
 def test_without_flags_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MANTHAN_IDLE_AFTER_S", "5")  # not a flag: does not turn it on
+    monkeypatch.setenv("MANTHAN_IDLE__AFTER_S", "5")  # not a flag: does not turn it on
     assert from_flags().kv_transfer_config is None
     other = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
     assert from_flags("--kv-transfer-config", other).kv_transfer_config.kv_connector == "ExampleConnector"
@@ -330,7 +330,7 @@ def test_without_flags_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     ("flags", "sentence"),
     [
         (["--manthan-policy", "lry"], "--manthan-policy: unknown policy 'lry' (did you mean 'lru'?)"),
-        (["--manthan-idle-after", "5m"], "--manthan-idle-after: idle_after_s must be a plain number of seconds"),
+        (["--manthan-idle-after", "5m"], "--manthan-idle-after: idle.after_s must be a plain number of seconds"),
         (["--manthan-config", "no.yaml"], "no.yaml: "),
     ],
 )

@@ -196,7 +196,7 @@ def test_only_who_gave_hints_is_answered() -> None:
 
 @pytest.fixture
 def flags() -> argparse.Namespace:
-    transfer = kv_transfer_config(quotas={"header": HEADER})
+    transfer = kv_transfer_config(tenants={"header": HEADER})
     return argparse.Namespace(middleware=["theirs"], kv_transfer_config=transfer)
 
 
@@ -215,7 +215,7 @@ def by_hand(**manthan: Any) -> argparse.Namespace:
 
 
 def test_a_connector_that_was_written_by_hand_is_read_like_a_file(caplog: pytest.LogCaptureFixture) -> None:
-    flags = by_hand(quotas={"header": HEADER}, sweep_interval_s=1)
+    flags = by_hand(tenants={"header": HEADER}, sweep_interval_s=1)
     read_flags(flags)
     assert flags.middleware == [MIDDLEWARE]
     assert [text.partition(":")[2] for text in caplog.messages] == [

@@ -23,7 +23,7 @@ from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 @pytest.fixture(scope="module")
 def one(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
     """The pool has room for seven sessions."""
-    yield from start_engine(blocks=131, idle_after_s=0.5)
+    yield from start_engine(blocks=131, idle=0.5)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ class Loop:
             enforce_eager=True,
             gpu_memory_utilization=0.2,
             kv_cache_memory_bytes=GPU_BYTES,
-            kv_transfer_config=kv_transfer_config(min_tokens=64, idle_after_s=0.5),
+            kv_transfer_config=kv_transfer_config(idle={"after_s": 0.5, "min_tokens": 64}),
         )
         self.asked = 0
 

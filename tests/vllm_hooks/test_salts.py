@@ -52,9 +52,9 @@ def test_a_tenant_that_an_orchestrator_names() -> None:
     assert SALTS.of(said("beta"), envelope, None, None, True) == SALTS.of(said("beta"), None, None, None, True)
 
 
-def salt(**store: Any) -> str | None:
+def salt(keys: str = "", **store: Any) -> str | None:
     """What an engine that starts now gives acme."""
-    config = ManthanConfig.model_validate({"cold_store": store, "disk": "/codes"})
+    config = ManthanConfig.model_validate({"tiers": store | {"disk": "/codes"}, "sealing": keys})
     return salts_of(config).of(said("acme"), None, "own", None, True)
 
 
@@ -62,6 +62,6 @@ def test_salts_last_as_long_as_what_is_stored_by_them(tmp_path: Path) -> None:
     assert salt() != salt()
     assert salt(kind="disk") == salt(kind="disk") == salt(kind="redis")
     keys, others = (str(write_keys(tmp_path / f"{name}.keys", name)) for name in ("ours", "theirs"))
-    sealed = salt(kind="disk", encryption=keys)
-    assert sealed == salt(kind="redis", encryption=keys)
-    assert sealed not in (salt(kind="disk"), salt(kind="disk", encryption=others))
+    sealed = salt(kind="disk", keys=keys)
+    assert sealed == salt(kind="redis", keys=keys)
+    assert sealed not in (salt(kind="disk"), salt(kind="disk", keys=others))

@@ -11,8 +11,8 @@ GUESTS = {"alice-doe": "acme", "bob-poole": "", "carol-sue": "acme", "dave-smith
 
 
 def engine(folder: Path) -> AbstractContextManager[Engine]:
-    store = {"kind": "disk", "max_bytes": "64MiB", "encryption": {"key_file": str(folder / "keys")}}
-    return until_killed(cold_store=store, disk={"path": str(folder / "codes")})
+    store = {"kind": "disk", "max_bytes": "64MiB", "disk": {"path": str(folder / "codes")}}
+    return until_killed(tiers=store, sealing={"key_file": str(folder / "keys")})
 
 
 def ask_all(engine: Engine) -> list[bool]:

@@ -45,7 +45,7 @@ def test_flags_put_manthan_behind_another_connector(other: dict[str, Any]) -> No
     assert (theirs["kv_connector"], theirs["kv_role"]) == (other["kv_connector"], other["kv_role"])
     assert (ours["kv_connector"], ours["kv_role"]) == ("ManthanConnector", "kv_both")
     manthan = from_vllm_config(config)
-    assert (manthan.policy.name, manthan.idle_after_s, manthan.codec.name) == ("returns", 7, "wht-5x")
+    assert (manthan.policy.name, manthan.idle.after_s, manthan.codec.name) == ("returns", 7, "wht-5x")
     [_, (connector, of_ours)] = MultiConnector._get_connector_classes_and_configs(config)
     assert connector is ManthanConnector
     assert from_vllm_config(of_ours) == manthan
@@ -59,13 +59,13 @@ def test_a_connector_that_knows_no_groups_has_vllm_do_without() -> None:
 
 def test_one_s_own_several_need_not_say_all_of_manthan() -> None:
     given = [
-        MANTHAN | {"kv_connector_extra_config": {"manthan": {"idle_after_s": 9}}},
+        MANTHAN | {"kv_connector_extra_config": {"manthan": {"idle": 9}}},
         EXAMPLE,
     ]
     several = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     config = served(several | {"kv_connector_extra_config": {"connectors": given}})
     assert is_on(config)
-    assert (from_vllm_config(config).idle_after_s, from_vllm_config(config).codec.name) == (9, "wht-5x")
+    assert (from_vllm_config(config).idle.after_s, from_vllm_config(config).codec.name) == (9, "wht-5x")
     assert entries(config)[0]["kv_load_failure_policy"] == "recompute"
 
 

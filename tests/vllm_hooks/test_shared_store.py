@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from manthan.manager.config.model import CodecConfig, ColdStoreConfig, QuotasConfig
+from manthan.manager.config.model import CodecConfig, TenantsConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.vllm_hooks import fingerprint as fingerprint_module
@@ -44,7 +44,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def configured(redis_server: RedisServer, model: Path = MODEL, kind: str = "redis", **options: Any) -> Any:
     """vLLM's configuration, as far as it can be had without an engine."""
     redis = {"url": f"{redis_server.url}?socket_timeout=0.5"}
-    manthan = kv_transfer_config(cold_store=kind, redis=redis, disk={"path": "codes"})
+    manthan = kv_transfer_config(tiers={"kind": kind, "redis": redis, "disk": {"path": "codes"}})
     options = {"max_model_len": 1024} | options
     return EngineArgs(str(model), kv_transfer_config=manthan, **options).create_engine_config()
 
@@ -60,19 +60,19 @@ def test_hashes_that_collide_are_refused(
     with pytest.raises(ConfigError) as refused:
         configured(redis_server, kind=kind, prefix_caching_hash_algo="xxhash")
     assert str(refused.value) == (
-        f"Manthan cannot be used here: cold_store.kind is {kind}, but --prefix-caching-hash-algo xxhash does not "
+        f"Manthan cannot be used here: tiers.kind is {kind}, but --prefix-caching-hash-algo xxhash does not "
         "resist collisions, and whoever finds one is served another's blocks: use sha256."
     )
     assert configured(redis_server, kind="host", prefix_caching_hash_algo="xxhash")
 
 
 def test_hashes_that_collide_are_refused_where_tenants_are_kept_apart() -> None:
-    assert hash_refusal(ColdStoreConfig(), "xxhash", QuotasConfig(header="X-Tenant-ID")).startswith("quotas.isolate is")
-    assert not hash_refusal(ColdStoreConfig(), "xxhash", QuotasConfig(header="X-Tenant-ID", isolate=False))
-    assert not hash_refusal(ColdStoreConfig(), "sha256", QuotasConfig(header="X-Tenant-ID"))
-    transfer = kv_transfer_config(quotas={"tenants": {"alice": 0.5}})
+    assert hash_refusal(TiersConfig(), "xxhash", TenantsConfig(header="X-Tenant-ID")).startswith("tenants.isolate is")
+    assert not hash_refusal(TiersConfig(), "xxhash", TenantsConfig(header="X-Tenant-ID", isolate=False))
+    assert not hash_refusal(TiersConfig(), "sha256", TenantsConfig(header="X-Tenant-ID"))
+    transfer = kv_transfer_config(tenants={"shares": {"alice": 0.5}})
     with pytest.raises(
-        ConfigError, match=r"^Manthan cannot be used here: quotas.isolate is true, but .*: use sha256.$"
+        ConfigError, match=r"^Manthan cannot be used here: tenants.isolate is true, but .*: use sha256.$"
     ):
         EngineArgs(
             str(MODEL), kv_transfer_config=transfer, max_model_len=1024, prefix_caching_hash_algo="xxhash"
@@ -81,7 +81,7 @@ def test_hashes_that_collide_are_refused_where_tenants_are_kept_apart() -> None:
 
 def test_a_server_that_does_not_answer_is_said_and_served_without() -> None:
     with warnings() as messages:
-        transfer = kv_transfer_config(cold_store="redis", redis={"url": "redis://127.0.0.1:1"})
+        transfer = kv_transfer_config(tiers={"kind": "redis", "redis": "redis://127.0.0.1:1"})
         assert EngineArgs(str(MODEL), kv_transfer_config=transfer, max_model_len=1024).create_engine_config()
     assert [message for message in messages if "redis://127.0.0.1:1 does not answer" in message]
 
@@ -163,13 +163,13 @@ def test_windows_and_states_decide_too(redis_server: RedisServer) -> None:
 
 def test_no_password_is_carried_to_other_processes(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANTHAN_REDIS_PASSWORD", "do-not-carry-me")
-    transfer = kv_transfer_config(cold_store="redis", redis={"url": redis_server.url})
+    transfer = kv_transfer_config(tiers={"kind": "redis", "redis": redis_server.url})
     assert "do-not-carry-me" not in repr(transfer)
 
 
 def test_all_threads_of_a_worker_have_a_connection_at_once(redis_server: RedisServer) -> None:
     """Four that encode, one for restores, one for prefetches, and two that read ahead."""
-    flags = {"redis.url": f"{redis_server.url}?socket_timeout=5"}
+    flags = {"tiers.redis.url": f"{redis_server.url}?socket_timeout=5"}
     store = make_redis(load_config(env={}, flags=flags), Namespace.of("manthan:", "tiny", {}), 0)
     threads = 4 + 2 + 2
     admin = redis_server.client

@@ -35,10 +35,10 @@ def real(policy: str, count: int) -> dict[str, Any]:
     """What an engine does."""
     manthan = {
         "policy": policy,
-        "min_tokens": 64,
-        "idle_after_s": 1e6,
+        "idle.min_tokens": 64,
+        "idle": 1e6,
         "codec": {"name": "k3v3", "sink_tokens": 0, "guard": False},  # blocks that all take as much
-        "cold_store": {"max_bytes": COLD * CODE_NBYTES},
+        "tiers": {"max_bytes": COLD * CODE_NBYTES},
     }
     job = {"blocks": POOL + 1, "requests": count, "seed": 7, "every_s": EVERY_S, "manthan": manthan}
     out, _ = run_script(SCRIPT, job)

@@ -11,7 +11,7 @@ from vllm_engine import Answer, Engine, Table, running
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    yield from running(blocks=131, idle_after_s=0.2)
+    yield from running(blocks=131, idle=0.2)
 
 
 @pytest.fixture(autouse=True)

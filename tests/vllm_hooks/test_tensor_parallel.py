@@ -15,8 +15,8 @@ def pair(start_engine: Any) -> Iterator[Any]:
     yield from start_engine(
         blocks=131,
         ranks=2,
-        idle_after_s=0.5,
-        cold_store={"max_bytes": "64MiB"},
+        idle=0.5,
+        tiers={"max_bytes": "64MiB"},
         codec={"sink_tokens": 4},
     )
 

@@ -26,10 +26,8 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     with RedisServer(tmp_path / "redis", ()) as server:
         yield from running(
             blocks=131,
-            idle_after_s=0.2,
-            cold_store=store,
-            disk={"path": str(tmp_path / "disk")},
-            redis={"url": server.url},
+            idle=0.2,
+            tiers=store | {"disk": str(tmp_path / "disk"), "redis": server.url},
             codec={"guard": False},
         )
 

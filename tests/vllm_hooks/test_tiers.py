@@ -228,5 +228,5 @@ def test_pieces_are_the_blocks_bytes_in_order(data: st.DataObject) -> None:
 
 
 def test_ram_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"of RAM cannot be pinned .*: lower cold_store.max_bytes"):
+    with pytest.raises(ConfigError, match=r"of RAM cannot be pinned .*: lower tiers.max_bytes"):
         Tier.pinned(1 << 60, torch.device("cpu"))

@@ -57,10 +57,8 @@ def start(model: Path, disk: Path, **options: Any) -> Start:
 
     fork_engines()
     transfer = kv_transfer_config(
-        min_tokens=64,
-        idle_after_s=0.1,
-        cold_store={"kind": "disk", "max_bytes": "64MiB"},
-        disk={"path": str(disk)},
+        idle={"after_s": 0.1, "min_tokens": 64},
+        tiers={"kind": "disk", "max_bytes": "64MiB", "disk": {"path": str(disk)}},
     )
     llm = LLM(
         str(model),

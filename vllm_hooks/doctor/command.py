@@ -58,7 +58,7 @@ def _examined(model: str, file: str, url: str, template: str) -> Iterator[Findin
     except ConfigError as error:
         yield Finding("configuration", Mark.WRONG, str(error))
         return
-    yield check_memlock(resolved.config.cold_store, _has_gpu())
+    yield check_memlock(resolved.config.tiers, _has_gpu())
     yield check_disk(resolved.config)
     yield from check_redis(resolved.config)
     if url:

@@ -104,8 +104,8 @@ def _checked(vllm_config: "VllmConfig", params: object, session_id: str | None) 
 
 
 def tenant_header(config: "VllmConfig | Namespace") -> str:
-    """`quotas.header` of an engine with Manthan."""
-    return from_vllm_config(config).quotas.header
+    """`tenants.header` of an engine with Manthan."""
+    return from_vllm_config(config).tenants.header
 
 
 def checked_params(params: object, header: str) -> object:

@@ -65,7 +65,7 @@ class Salts:
 
 def salts_of(config: ManthanConfig) -> Salts:
     """Those of an engine; where codes outlive it, they are the same at its next start, and on all that share them."""
-    store, isolate = config.cold_store, config.quotas.isolate
-    if keys := keys_of(store.encryption):
+    store, isolate = config.tiers, config.tenants.isolate
+    if keys := keys_of(config.sealing):
         return Salts(derived(keys[-1], PURPOSE), isolate)
     return Salts(PURPOSE.encode() if store.is_lasting else secrets.token_bytes(32), isolate)

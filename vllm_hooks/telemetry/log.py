@@ -30,7 +30,7 @@ def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -
     largest = max(shape.sizes)
     if capacity < largest:
         raise ConfigError(
-            f"cold_store.max_bytes is {config.cold_store.max_bytes}, but one encoded block of this model "
+            f"tiers.max_bytes is {config.tiers.max_bytes}, but one encoded block of this model "
             f"({shape.block_tokens} tokens) takes {largest} bytes: give it room for many."
         )
 
@@ -42,7 +42,7 @@ def announce(
 
     capacity: usable bytes of the cold store. place: the namespace of a store that outlives the engine.
     """
-    store, codec = config.cold_store, config.codec
+    store, codec = config.tiers, config.codec
     host_bytes = store.front_bytes or store.host_bytes
     logger.info(
         "Manthan is on: policy %s, codec %s%s (%.2fx for %s, %d bytes a token)%s, cold store %s of %s%s%s for %d "
@@ -57,9 +57,9 @@ def announce(
         store.kind,
         human_bytes(store.max_bytes),
         f" and host of {human_bytes(host_bytes)}" if host_bytes else "",
-        f" at {config.redis.url if store.is_shared else config.disk.path} as {place}" if place else "",
+        f" at {config.tiers.redis.url if store.is_shared else config.tiers.disk.path} as {place}" if place else "",
         capacity // shape.coded_nbytes * shape.block_tokens,
-        config.idle_after_s,
+        config.idle.after_s,
     )
     if needs_profile(codec.name) and not codec.sink_tokens:
         logger.warning("Manthan: a session's first tokens are far from any profile: set codec.sink_tokens to 4")

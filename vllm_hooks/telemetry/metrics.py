@@ -97,7 +97,7 @@ METRICS: dict[str, _Metric] = {
         values=("found", "nothing", "unanswered"),
     ),
     "hints": _Metric(Counter, "Hints that requests gave, by hint.", "hint", values=tuple(Hints.model_fields)),
-    "pins_refused": _Metric(Counter, "Pins refused for want of room: quotas.pinned_share."),
+    "pins_refused": _Metric(Counter, "Pins refused for want of room: tiers.pinned_share."),
     "encode_seconds": _Metric(Histogram, "Time to encode and store a block.", None, _SECONDS),
     "restore_seconds": _Metric(Histogram, "Time to fetch and decode a restore.", None, _SECONDS),
     "restore_bytes": _Metric(Histogram, "Encoded bytes of a restore.", None, _BYTES),

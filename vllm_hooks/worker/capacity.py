@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
 
-from manthan.manager.config.model import ColdStoreConfig
+from manthan.manager.config.model import ManthanConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.stores import arena
@@ -43,7 +43,7 @@ class TierBytes(NamedTuple):
     host: int
 
     @classmethod
-    def of_a_rank(cls, store: ColdStoreConfig, ranks: int) -> "TierBytes":
+    def of_a_rank(cls, store: TiersConfig, ranks: int) -> "TierBytes":
         """What one of so many ranks may use."""
         if store.kind == "device":
             return cls(store.max_bytes // ranks, store.host_bytes // ranks)
@@ -61,7 +61,7 @@ class TierBytes(NamedTuple):
         return max(0, device + host - max(sizes)) if device and host else device + host
 
 
-def usable_nbytes(store: ColdStoreConfig, ranks: int, sizes: Collection[int], in_arenas: bool) -> int:
+def usable_nbytes(store: TiersConfig, ranks: int, sizes: Collection[int], in_arenas: bool) -> int:
     """How many bytes may be promised to blocks of these sizes on each rank, on all ranks together. in_arenas: whether
     blocks are in memory that is one range of addresses."""
     if store.places[-1] == "disk":
@@ -69,13 +69,13 @@ def usable_nbytes(store: ColdStoreConfig, ranks: int, sizes: Collection[int], in
     return TierBytes.of_a_rank(store, ranks).usable(sizes if in_arenas else {max(sizes)}) * ranks
 
 
-def room_in(store: ColdStoreConfig) -> Callable[[int], int]:
+def room_in(config: ManthanConfig) -> Callable[[int], int]:
     """What an encoded block of so many bytes takes of the budget, at most."""
-    room = segment.room if store.places[-1] == "disk" else arena.room
-    return (lambda nbytes: room(nbytes + OVERHEAD)) if store.encryption.key_file else room
+    room = segment.room if config.tiers.places[-1] == "disk" else arena.room
+    return (lambda nbytes: room(nbytes + OVERHEAD)) if config.sealing.key_file else room
 
 
-def fast_tiers(store: ColdStoreConfig, ranks: int) -> list[Fast]:
+def fast_tiers(store: TiersConfig, ranks: int) -> list[Fast]:
     """The tiers in front of the last one, the fastest first, on all of so many ranks together."""
     if store.kind == "device" and store.host_bytes:
         return [Fast(int(store.max_bytes), fills_on_read=False)]
@@ -94,14 +94,14 @@ def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
 
     if not is_on_gpu(vllm_config):
         return
-    cache, store = vllm_config.cache_config, from_vllm_config(vllm_config).cold_store
+    cache, store = vllm_config.cache_config, from_vllm_config(vllm_config).tiers
     ours = TierBytes.of_a_rank(store, vllm_config.parallel_config.world_size).device + STAGINGS_BYTES
     total = current_platform.get_device_total_memory()
     given = cache.kv_cache_memory_bytes or cache.gpu_memory_utilization * total
     if ours >= given:
         what = "--kv-cache-memory-bytes" if cache.kv_cache_memory_bytes else "--gpu-memory-utilization"
         raise ConfigError(
-            f"cold_store.max_bytes is {human_bytes(store.max_bytes)} of GPU memory: {what} leaves vLLM only "
+            f"tiers.max_bytes is {human_bytes(store.max_bytes)} of GPU memory: {what} leaves vLLM only "
             f"{human_bytes(int(given))} of each GPU's {human_bytes(total)}; lower the one or raise the other."
         )
     if cache.kv_cache_memory_bytes:

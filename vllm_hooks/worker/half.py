@@ -157,9 +157,9 @@ class WorkerHalf:
         group = self._group
         if not group.is_packed:
             group = replace(group, layers=len(layers))  # those that share a cache are one
-        tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size)
+        tier_bytes = TierBytes.of_a_rank(config.tiers, parallel.world_size)
         name, store = "", None
-        if config.cold_store.is_lasting:
+        if config.tiers.is_lasting:
             namespace = namespace_of(self._vllm_config, config, self._groups, loaded_of(self._vllm_config).digest())
             gpu = self._pinning_for(layers[0].rows.device)
             name, store = namespace.name, _make_store(self._vllm_config, namespace, gpu)
@@ -179,7 +179,7 @@ class WorkerHalf:
 
     def _pinning_for(self, device: torch.device) -> torch.device | None:
         """The GPU that reads RAM itself; None where the CPU does."""
-        return device if codec_backend(self._config.backend, device) == "cuda" else None
+        return device if codec_backend(self._config.codec.backend, device) == "cuda" else None
 
     def _layers(self, group: Group, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
         """Where the group's blocks lie. Raises UnsupportedError."""
@@ -236,7 +236,7 @@ class WorkerHalf:
     def _make_guard(self, chain: GroupCache, rope: Rope | None) -> Guard:
         device, rank = chain.layers[0].rows.device, self._vllm_config.parallel_config.rank
         decode_s = self.path.decode_s
-        if decode_s is None and codec_backend(self._config.backend, device) == "cuda":
+        if decode_s is None and codec_backend(self._config.codec.backend, device) == "cuda":
             decode_s = {}  # the store takes longer than the kernels
         guard = Guard(chain.memory, chain.forms, rope, device, rank, decode_s)
         guard.warm_up()
@@ -256,15 +256,15 @@ class WorkerHalf:
         cache in its memory or a GPU's. store: None for one of this engine alone.
         """
         device = chain.layers[0].rows.device
-        on_gpu = codec_backend(self._config.backend, device) == "cuda"
+        on_gpu = codec_backend(self._config.codec.backend, device) == "cuda"
         groups = {chain.forms[0].group: chain, **beside}
         if on_gpu and store is None:
             finer = finer_codecs(self._config.codec.name) if self._config.codec.guard else []
             return _gpu_path(groups, tier_bytes, self._fails_whole, finer)
         if tier_bytes.device:
             raise UnsupportedError(
-                f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
-                "host."
+                f"tiers.kind is device, but the codec runs on the CPU here "
+                f"(codec.backend {self._config.codec.backend}): use host."
             )
         blocks: Mapping[int, Blocks]
         intakes = None
@@ -291,7 +291,7 @@ def codec_backend(wanted: str, device: torch.device) -> str:
     """
     if device.type == "cpu":
         if wanted == "cuda":
-            raise UnsupportedError("backend is cuda, but vLLM runs on the CPU here: use auto or numpy.")
+            raise UnsupportedError("codec.backend is cuda, but vLLM runs on the CPU here: use auto or numpy.")
         return "numpy"
     if wanted != "auto":
         return wanted
@@ -301,7 +301,7 @@ def codec_backend(wanted: str, device: torch.device) -> str:
 def _make_store(vllm_config: "VllmConfig", namespace: Namespace, gpu: torch.device | None) -> ColdStore:
     """A rank's store of codes that outlive the engine. gpu: that reads what is in RAM itself. Raises ConfigError."""
     config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
-    cold, ranks, rank = config.cold_store, parallel.world_size, parallel.rank
+    cold, ranks, rank = config.tiers, parallel.world_size, parallel.rank
     store: ColdStore
     if cold.is_shared:
         store = make_redis(config, namespace, rank)
@@ -310,7 +310,7 @@ def _make_store(vllm_config: "VllmConfig", namespace: Namespace, gpu: torch.devi
     if cold.front_disk_bytes:
         front = open_disk(config, parallel, namespace.name, cold.front_disk_bytes // ranks, rank)
         store = TieredStore(front, store)
-    if keys := keys_of(cold.encryption):
+    if keys := keys_of(config.sealing):
         store = SealedStore(store, Sealer(keys, namespace.name), rank)
     if cold.front_bytes:
         nbytes = cold.front_bytes // ranks
@@ -333,12 +333,13 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
         preset = PRESETS.get(form.codec)
         if type(preset) not in made:
             raise UnsupportedError(
-                f"codec {form.codec} has no GPU version: use {', '.join(PRESETS)}, or backend numpy."
+                f"codec {form.codec} has no GPU version: use {', '.join(PRESETS)}, or codec.backend numpy."
             )
         return made[type(preset)](layout, form)
     except CompileError as error:
         raise UnsupportedError(
-            f"codec {form.codec} needs CUDA kernels on a GPU, and they cannot be used: {error}; use backend numpy."
+            f"codec {form.codec} needs CUDA kernels on a GPU, and they cannot be used: {error}; use "
+            "codec.backend numpy."
         ) from None
 
 

@@ -54,7 +54,7 @@ class PinnedRam(Memory):
         except (OSError, RuntimeError) as error:
             raise ConfigError(
                 f"the cold store's {human_bytes(nbytes)} of RAM cannot be pinned ({error}): lower "
-                "cold_store.max_bytes or host_bytes, or raise the memlock limit (ulimit -l)."
+                "tiers.max_bytes or host_bytes, or raise the memlock limit (ulimit -l)."
             ) from None
 
     @property
@@ -107,7 +107,7 @@ class PinnedRam(Memory):
                 done = human_bytes(sum(span.nbytes for span in self.spans))
                 logger.warning(
                     "Manthan: only %s of the cold store's %s of RAM could be pinned (%s), and no more is used: lower "
-                    "cold_store.max_bytes or host_bytes, or raise the memlock limit (ulimit -l).",
+                    "tiers.max_bytes or host_bytes, or raise the memlock limit (ulimit -l).",
                     done,
                     size,
                     error,

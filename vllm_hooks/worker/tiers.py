@@ -99,7 +99,7 @@ class Tier:
         except torch.OutOfMemoryError:
             free, _ = torch.cuda.mem_get_info(device)
             raise ConfigError(
-                f"cold_store.max_bytes asks for {human_bytes(max_bytes)} of memory on {device}, of which "
+                f"tiers.max_bytes asks for {human_bytes(max_bytes)} of memory on {device}, of which "
                 f"{human_bytes(free)} are free: lower it, or leave more free with --gpu-memory-utilization."
             ) from None
 

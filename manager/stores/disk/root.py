@@ -44,15 +44,15 @@ def check_folder(path: str, patience_s: float = 0.0) -> None:
     folder = Path(path)
     if not folder.is_dir():
         why = "that is no folder" if folder.exists() else "there is no such folder"
-        raise ConfigError(f"disk.path is {path!r}, but {why}: name one that is there, on a local file system.")
+        raise ConfigError(f"tiers.disk.path is {path!r}, but {why}: name one that is there, on a local file system.")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise ConfigError(
-                f"disk.path is {path!r}, but nothing can be written there ({error.strerror}): name a folder that this "
-                "user may write to."
+                f"tiers.disk.path is {path!r}, but nothing can be written there ({error.strerror}): name a folder that "
+                "this user may write to."
             ) from None
         logger.warning("Manthan: nothing can be written to %s now: %s", path, error.strerror)
     until = time.monotonic() + patience_s
@@ -134,4 +134,6 @@ def _is_ours(path: Path) -> bool:
 
 
 def _in_use(path: Path) -> FolderBusyError:
-    return FolderBusyError(f"disk.path is {str(path)!r}, which another server uses: give each a folder of its own.")
+    return FolderBusyError(
+        f"tiers.disk.path is {str(path)!r}, which another server uses: give each a folder of its own."
+    )

@@ -121,7 +121,7 @@ def connect(config: RedisConfig, threads: int = 1) -> Client:
             protocol=2,
         )
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"redis.url is {config.url!r}, which redis-py does not take: {error}.") from None
+        raise ConfigError(f"tiers.redis.url is {config.url!r}, which redis-py does not take: {error}.") from None
     return redis.Redis(connection_pool=pool)
 
 
@@ -137,15 +137,15 @@ def check(client: Client, config: RedisConfig) -> str:
         info = client.info()
     except (AuthenticationError, AuthorizationError, ResponseError) as error:
         raise ConfigError(
-            f"{server} refuses us ({error}): name the user in redis.url, as in redis://USER@HOST, and set its password "
-            f"in the environment variable {REDIS_PASSWORD}."
+            f"{server} refuses us ({error}): name the user in tiers.redis.url, as in redis://USER@HOST, and set its "
+            f"password in the environment variable {REDIS_PASSWORD}."
         ) from None
     except (RedisError, OSError) as error:
         raise RedisUnreachableError(
             f"{server} does not answer ({error}): sessions that leave the GPU are recomputed until it does."
         ) from None
     except TypeError as error:
-        raise ConfigError(f"redis.url is {config.url!r}, which redis-py does not take: {error}.") from None
+        raise ConfigError(f"tiers.redis.url is {config.url!r}, which redis-py does not take: {error}.") from None
     version = str(info["redis_version"])
     if int(version.partition(".")[0]) < OLDEST_VERSION:
         raise ConfigError(f"{server} has version {version}: {OLDEST_VERSION}.0 or newer is needed.")

@@ -204,7 +204,7 @@ function askForKey() {
 async function start() {
   credentials.header = "";
   const config = await get("config").catch(() => ({}));
-  credentials.header = config["quotas.header"]?.value || "";
+  credentials.header = config["tenants.header"]?.value || "";
   byId("tenant-field").hidden = !credentials.header;
   byId("tenant-field").title = `Sent as ${credentials.header}`;
   ask();
