@@ -92,11 +92,14 @@ class Asker:
     bar: Bar
 
     def level(self, first: int, count: int) -> dict[str, Any]:
-        """So many sessions come one after the other, from this index on; all is quiet; they return, newest first."""
+        """So many sessions come one after the other, from this index on, each when all is quiet; they return, newest
+        first."""
         self.bar.begin(f"{count} sessions come and return", 2 * count)
         indices = range(first, first + count)
-        right = [self._come(index) for index in indices]
-        until_settled(self.endpoint, all_cold=self.is_ours)
+        right = []
+        for index in indices:
+            right.append(self._come(index))
+            until_settled(self.endpoint, all_cold=self.is_ours)  # nobody waits until a session before is saved
         stored = self._manthan("cold_bytes")
         failures = self._manthan("failures_total")
         returns = [self._return(index, right[index - first]) for index in reversed(indices)]
