@@ -127,6 +127,7 @@ def test_without_flags_it_is_plain_vllm(plain_server, table) -> None:
     assert not [line for line in lines if "anthan" in line and not re.search("--manthan|GET /manthan", line)]
 
 
+@pytest.mark.slow
 def test_the_flags_have_a_group_of_their_own_in_the_help() -> None:
     vllm = Path(sys.executable).with_name("vllm")
     page = subprocess.run([vllm, "serve", "--help=Manthan"], capture_output=True, text=True, check=True).stdout
