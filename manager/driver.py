@@ -296,12 +296,13 @@ class Driver(Generic[B]):
         self._taken, self._was_answered = taken, False
         self.pressure.runway.taken(taken)
         self.pressure.relieve(now)
-        if not self.rests and not self.manager.on_their_way:
-            self.manager.encode_ahead(now, self.pressure.window)
         drops = self.manager.take_drops()
         for drop in drops:
             self._observer.dropped(drop)
             self.pressure.runway.dropped(drop)
+            if drop.group == self._group:
+                missed = self._pool.hold_all([key for key in drop.keys if self.manager.is_missed(key)])
+                self._pool.give_back([block for block in missed if block is not None])  # not next to be overwritten
         self._release()
         if self._redis is not None:
             self._redis.tell(drops, now)
@@ -531,7 +532,8 @@ class Driver(Generic[B]):
 
     def _release(self) -> None:
         if keys := self.manager.take_releases(A_STEP):
-            self._pool.release(keys)
+            self._pool.keep([key for key in keys if self.manager.is_saved(key)])
+            self._pool.release([key for key in keys if not self.manager.is_saved(key)])
 
     def tell_news(self) -> None:
         """Of sessions, to the observer."""

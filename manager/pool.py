@@ -44,3 +44,9 @@ class Pool(FreeQueue, Protocol[B]):
 
     def release(self, keys: Sequence[bytes]) -> None:
         """Blocks with these keys that nobody uses hold nothing any more, and are overwritten next, the last first."""
+
+    def keep(self, keys: Sequence[bytes]) -> None:
+        """Move the free blocks with these keys behind those that hold nothing and those that were kept before.
+
+        They are overwritten in this order, before all others. A block that is used in between is as others.
+        """

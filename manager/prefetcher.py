@@ -216,6 +216,7 @@ class Prefetcher(Generic[B]):
         self._pool.give_back(list(reversed(held)))  # tails are overwritten first
         if ended.is_stale:
             return
+        self._pool.keep([*reversed(ended.blocks)])
         session_id, own = ended.session.session_id, self._group
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
         in_chain, beside = [key for group, key in bad if group == own], [name for name in bad if name[0] != own]

@@ -594,11 +594,15 @@ class Watched:
             self._pool.evict_blocks(lossy)
 
     def _copies(self, name: Any) -> "Iterable[KVCacheBlock]":
-        """The cached blocks of a hash, the one that vLLM would take first."""
-        found = self._pool.cached_block_hash_to_block._cache.get(name)
-        if found is None:
-            return ()
-        return found.values() if isinstance(found, dict) else (found,)
+        return cached_blocks(self._pool, name)
+
+
+def cached_blocks(pool: "BlockPool", name: Any) -> "Iterable[KVCacheBlock]":
+    """The cached blocks of a hash, the one that vLLM would take first."""
+    found = pool.cached_block_hash_to_block._cache.get(name)
+    if found is None:
+        return ()
+    return found.values() if isinstance(found, dict) else (found,)
 
 
 class PoolMarks(Marks):
@@ -607,16 +611,31 @@ class PoolMarks(Marks):
     def __init__(self, pool: "BlockPool") -> None:
         super().__init__(pool.num_gpu_blocks)
         self._watchers = pool._reuse_watchers
+        self.kept: dict[int, KVCacheBlock] = {}
+        """Kept blocks by id, as they stand in the free queue."""
+
+    def watch(self, block_ids: Iterable[int]) -> None:
+        """Hear of it when the pool hands out these blocks."""
+        self._watchers.update(dict.fromkeys(block_ids, self._forget))
 
     def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None) -> None:
         block_ids = list(block_ids)
         super().set(block_ids, mark, owner)
         if mark:
-            self._watchers.update(dict.fromkeys(block_ids, self._forget))
+            self.watch(block_ids)
 
     def _forget(self, block: "KVCacheBlock") -> None:
+        self.kept.pop(block.block_id, None)
         self._marks[block.block_id] = Mark.EXACT
         self._owners.pop(block.block_id, None)
+
+
+def _insert_behind(before: "KVCacheBlock", block: "KVCacheBlock") -> None:
+    """Link a block into the free queue."""
+    after = before.next_free_block
+    assert after is not None
+    before.next_free_block, block.prev_free_block = block, before
+    block.next_free_block, after.prev_free_block = after, block
 
 
 class VllmPool:
@@ -634,7 +653,7 @@ class VllmPool:
     ) -> None:
         self._event = event
         self._pool, self._group, self._block_tokens = pool, group, block_tokens
-        self.marks: Marks = PoolMarks(pool)
+        self.marks = PoolMarks(pool)
 
     def __len__(self) -> int:
         return self._pool.get_num_free_blocks()
@@ -666,6 +685,7 @@ class VllmPool:
         found = self.get(name)
         if found is not None:
             self._pool.touch([found])
+            self.used([found.block_id])
         return found
 
     def take(self, count: int) -> "list[KVCacheBlock]":
@@ -691,10 +711,47 @@ class VllmPool:
             found = [(key, block) for key in left if (block := self.get(key)) is not None and block.ref_cnt == 0]
             blocks = [block for _, block in found]
             self._pool.touch(blocks)
-            self._pool.evict_blocks({block.block_id for block in blocks})
+            ids = {block.block_id for block in blocks}
+            self.used(ids)
+            self._pool.evict_blocks(ids)
             released += blocks
             left = [key for key, _ in found]
         self._pool.free_blocks(reversed(released))
+
+    def keep(self, keys: "Sequence[bytes]") -> None:
+        """Move blocks that no request uses behind those that hold nothing and those that were kept before.
+
+        They stay in the prefix cache until the pool overwrites them in this order, before all others.
+        """
+        names = [make_block_hash_with_group_id(BlockHash(key), self._group) for key in keys]
+        copies = (copy for name in names for copy in cached_blocks(self._pool, name))
+        blocks = {block.block_id: block for block in copies if block.ref_cnt == 0}
+        free = self._pool.free_block_queue
+        for block in blocks.values():
+            free.remove(block)
+        self.used(blocks)
+        last = self._last_kept()
+        for block in blocks.values():
+            _insert_behind(last, block)
+            last = block
+        free.num_free_blocks += len(blocks)
+        self.marks.kept |= blocks
+        self.marks.watch(blocks)
+
+    def used(self, block_ids: Iterable[int]) -> None:
+        """Note that somebody uses these blocks: they have left the free queue, or stand elsewhere in it."""
+        for block_id in block_ids if self.marks.kept else ():
+            self.marks.kept.pop(block_id, None)
+
+    def _last_kept(self) -> "KVCacheBlock":
+        """The last kept block; if none is kept, the last at the head that holds nothing, or the queue's own head."""
+        if self.marks.kept:
+            return next(reversed(self.marks.kept.values()))
+        free = self._pool.free_block_queue
+        first = next((block for block in free.iter_blocks_after(None) if block.block_hash is not None), None)
+        last = (first or free.fake_free_list_tail).prev_free_block
+        assert last is not None
+        return last
 
     @property
     def usable_blocks(self) -> int:

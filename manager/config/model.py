@@ -117,12 +117,12 @@ class PolicyConfig(_Group):
 
 
 class IdleConfig(_Group):
-    """Which sessions go cold, and after how long."""
+    """Which sessions are saved, and after how long."""
 
     shorthand = "after_s"
 
     after_s: Annotated[Number, Flag("--manthan-idle-after", "SECONDS")] = Field(
-        default=300.0, gt=0, description="a plain number of seconds above 0, such as 300"
+        default=2.0, gt=0, description="a plain number of seconds above 0, such as 2"
     )
     min_tokens: Count = Field(default=256, ge=0, description="a whole number of tokens, 0 or more")
 

@@ -29,6 +29,7 @@ ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
 """What a Service named `manthan` or `manthan-redis` puts into every pod of its namespace: not meant for us."""
 DEFAULT, ARGUMENT = "default", "argument"
+LONG_UNSAVED_S = 30
 OLD_GROUPS = {old.rpartition(".")[0] for old in RENAMED} - {""}
 
 
@@ -72,6 +73,11 @@ def resolve_config(
     for variable in filter(_is_unknown, env):  # whoever else chose this name cannot be asked to choose another
         hint = nearest(variable, [ENV_PREFIX + key.replace(".", "__").upper() for key in (*FIELDS, *GROUPS)])
         _warn_once(f"Manthan: the environment variable {variable} is unknown and ignored{hint}")
+    if config.idle.after_s > LONG_UNSAVED_S:
+        _warn_once(
+            f"Manthan: idle.after_s is {config.idle.after_s:g}: for so long after its last request a session is not "
+            "saved, and what vLLM overwrites of it is computed again"
+        )
     keys = [*FIELDS, *(f"policy.{option}" for option in config.policy.options)]
     return Resolved(config, {key: given[key].source if key in given else DEFAULT for key in keys})
 

@@ -27,8 +27,6 @@ from manthan.manager.sessions.table import SessionTable
 
 _NONE, _QUEUED, _SPILLING, _ = CodeState  # looked up once, see `manthan.manager.sessions.blocks`
 
-AHEAD_AFTER_S = 2.0
-"""So long after its last request ended a session's blocks are encoded, if nothing else is: it stays idle."""
 DOUBLINGS = 5
 """A session that the cold store has no room for is idle for twice as long each time, up to so often."""
 
@@ -50,7 +48,6 @@ class Evictions:
         self._table, self._blocks, self._orders, self._pruning = table, table.blocks, orders, pruning
         self._budget, self._exact, self._idle_after_s = budget, exact, idle_after_s
         self._stale: set[Block] = set()  # being encoded since before a reset
-        self._ahead = ""  # id of the session of which blocks were encoded ahead last
         self._heads = SharedHeads(table, budget, pruning, self.wanted)
 
     def anchor(self, session: Session, depth: int, parts: Beside) -> None:
@@ -72,7 +69,7 @@ class Evictions:
         """Queue what has no codes yet, tail first, so that the head stays hot for longest.
 
         Args:
-            is_hot: False if the pool has overwritten blocks of the session. The others stay in the prefix cache.
+            is_hot: False if the pool has lost all blocks.
             is_pressed: see Eviction.
         """
         if self._anchors.is_needed:
@@ -99,11 +96,11 @@ class Evictions:
         if is_hot:
             for block, encoding in self._heads.replacements(session):
                 self._orders.encode(block, encoding, block.tenant)
-        self._wait(session, is_hot)
+        self._wait(session)
         self._finish(session, now)
 
-    def _wait(self, session: Session, releases: bool) -> None:
-        """Wait for its blocks that are queued, or being encoded. releases: release the bf16 copies of the others."""
+    def _wait(self, session: Session) -> None:
+        """Wait for its blocks that are queued, or being encoded."""
         alone, pending = (session,), 0
         for block in session.chain:
             code = block.code
@@ -113,8 +110,6 @@ class Evictions:
                 else:
                     block.waiters = alone
                 pending += 1
-            elif releases and not block.hot:
-                self._orders.releases.append(block.key)
         session.pending += pending
 
     def _cut_to_anchor(self, session: Session) -> None:
@@ -164,26 +159,6 @@ class Evictions:
         freed, self._orders.has_freed = self._orders.has_freed, False
         self._table.take_up(now, earlier=freed)
 
-    def overwritten(self, now: float) -> None:
-        """Evict the idle sessions whose last block vLLM has overwritten.
-
-        vLLM overwrites the session that is idle for longest first, its last block before the others. A last block that
-        other sessions use tells nothing.
-        """
-        if self._table.shape.group is None:
-            return
-        found = []
-        for session in self._table.idle.values():
-            last = session.chain[-1]
-            if self._pruning.mark(last) is None:
-                found.append(session)
-            elif last.users == 1:
-                break
-        for session in found:
-            if session.state is SessionState.IDLE and session.chain:  # an eviction before may have cut it
-                self._table.hot.evicted(session.session_id)
-                self.evict(session, now, is_hot=False, is_pressed=True)
-
     def relieve(self, wanted: int, now: float) -> bool:
         """Evict idle sessions in policy order until `wanted` exposed blocks are under way, because memory is short.
         Returns whether any was chosen."""
@@ -198,36 +173,6 @@ class Evictions:
                     if self._blocks.exposed <= goal:
                         break
         return chosen
-
-    @property
-    def next_ahead(self) -> float | None:
-        """When the next session's blocks may be encoded ahead."""
-        first = next(iter(self._table.fresh.values()), None)
-        return None if first is None else first.idle_since + AHEAD_AFTER_S
-
-    def encode_ahead(self, now: float, most: int) -> None:
-        """Queue up to `most` blocks, tail first, of the first session that is due, if all fit without anything being
-        dropped. It stays idle, and what is encoded stays in the prefix cache."""
-        while (due := self.next_ahead) is not None and due <= now:
-            session = next(iter(self._table.fresh.values()))
-            needed: list[Block] = []
-            if self._table.shape.group is not None:
-                chain = session.chain[: self._pruning.usable(session, len(session.chain))]
-                needed = [block for block in chain if block.code is _NONE]
-                marks = [self._pruning.mark(block) for block in needed]
-                if Mark.DECODED in marks:  # it may not be encoded again, and what follows is of no use
-                    needed = needed[: marks.index(Mark.DECODED)]
-            wanted = self._wanted_of_chain(needed)
-            self._heads.add_to(needed, wanted, session.tenant)
-            needed, wanted = needed[::-1], wanted[::-1]
-            room = min(self._budget.free, self._budget.left(session.tenant))
-            fits = sum([encoding.nbytes for encoding in wanted]) <= room
-            if len(needed) <= most or not fits:
-                del self._table.fresh[session.session_id]
-            if needed and fits:
-                self._orders.encode_all(needed[:most], wanted[:most], session.tenant)
-                self._ahead = session.session_id
-                return
 
     def save(self, names: Iterable[BlockName | None], walked: int, most: int, running: Iterable[Session]) -> None:
         """Queue up to `most` of the first `walked` of these free blocks: what only running sessions need, and nothing
@@ -275,7 +220,7 @@ class Evictions:
         if last.group is not None:
             self._release(last)
         else:
-            self._orders.releases += [block.key for block in run if not block.hot]
+            self._orders.releases += [block.key for block in run]
         waiters = last.waiters
         for block in run:
             block.waiters = ()
@@ -303,8 +248,6 @@ class Evictions:
             self._fail(block, now, is_full)
 
     def _fail(self, block: Block, now: float, is_full: bool = False) -> None:
-        if not block.waiters:
-            self._table.fresh.pop(self._ahead, None)  # it would be tried again in each step
         is_stale = block in self._stale
         self._stale.discard(block)
         if block.old is not None and not is_stale:
@@ -317,7 +260,6 @@ class Evictions:
             self._pruning.unwait(session, session.chain)
             session.retry_after = now + self._idle_after_s
             self._table.set_state(session, SessionState.IDLE, now)
-            self._table.fresh.pop(session.session_id, None)
             if is_full:
                 self._put_off(session, now)
         self._pruning.bury([block])
@@ -332,8 +274,6 @@ class Evictions:
         """A block that was to be encoded is not in the pool any more: what follows it is of no use."""
         if (block := self._spilling(key, group)) is None:
             return
-        if not block.waiters:
-            self._table.fresh.pop(self._ahead, None)  # the pool overwrites it: it is not tried again and again
         if block.old is not None and block not in self._stale:
             self._keep_old(block, now)
             return
@@ -359,11 +299,11 @@ class Evictions:
             self._pruning.drop([block], DropCause.ABANDONED)
 
     def _release(self, block: Block) -> None:
-        """Its bf16 copy is not needed, unless a session has it hot; those of other groups are vLLM's affair, unless
-        chains have no others."""
+        """Have the pool overwrite its bf16 copy before others; those of other groups are vLLM's affair, unless chains
+        have no others."""
         if block.group is not None and self._table.shape.group is None:
             block = self._blocks.get(block.key) or block
-        if not block.hot and block.group is None:
+        if block.group is None:
             self._orders.releases.append(block.key)
 
     def _finish(self, session: Session, now: float) -> None:
@@ -376,6 +316,7 @@ class Evictions:
         if not session.chain:
             return
         self._anchors.tidy(session)
+        self._orders.keep(session)
         shape, beside = self._table.shape, session.beside if session.anchors else ()
         codes = [block.encoding for block in session.chain]
         self._orders.evictions.append(

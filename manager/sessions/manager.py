@@ -167,7 +167,7 @@ class SessionMemoryManager:
         self.match, self.restore_finished = self._restores.match, self._restores.finished
         self.prefetch_blocks, self.take_prefetch = self._wishes.prefetch_blocks, self._wishes.take_prefetch
         self.prefetch_finished = self._wishes.prefetched
-        self.relieve, self.encode_ahead = self._evictions.relieve, self._evictions.encode_ahead
+        self.relieve = self._evictions.relieve
         self.all_spilled, self.spill_failed = self._evictions.spilled, self._evictions.failed
         self.lost = self._evictions.lost
         self.take_drops, self.take_releases = self._orders.take_drops, self._orders.take_releases
@@ -283,6 +283,7 @@ class SessionMemoryManager:
             self._pruning.forget_session(session, DropCause.RELEASED)
         else:
             self._end_use(session, request_id, now)
+            self._orders.keep(session)
         return Outcome(session.told_id, session.pinned, refused, lossy)
 
     def _own_blocks(self, session: Session, keys: Sequence[bytes], tail: bytes | None, quality: Quality) -> int:
@@ -333,6 +334,11 @@ class SessionMemoryManager:
         encodings = {block.encoding for block in blocks if block is not None}
         exact = {encoding for encoding in encodings if self.shape.is_exact(group, encoding)}
         return [block.mark if block is not None and block.encoding in exact else Mark.DECODED for block in blocks]
+
+    def is_saved(self, key: bytes) -> bool:
+        """True if the cold store has a chain's block."""
+        block = self.blocks.get(key)
+        return block is not None and block.code is CodeState.COLD
 
     def encodes(self, key: bytes, group: int | None, mark: Mark) -> None:
         """A block of this mark is about to be encoded. Another engine may replace what is shared by a lossy one."""
@@ -400,15 +406,12 @@ class SessionMemoryManager:
         """When the session that is idle for longest is due, or something else is; None if nothing is."""
         first = next(iter(self.table.idle.values()), None)
         idle = None if first is None else first.idle_since + self.idle_after_s
-        ahead = None if self.on_their_way else self._evictions.next_ahead
-        return earliest(idle, ahead, self.table.put_off.first, self._wishes.next_deadline)
+        return earliest(idle, self.table.put_off.first, self._wishes.next_deadline)
 
     def sweep(self, now: float) -> None:
-        """Start to evict every session that is idle for long enough, or was overwritten in the pool, and forget those
-        whose time to live is over."""
+        """Start to evict every session that is idle for long enough, and forget those whose time to live is over."""
         self._wishes.expire(now)
         self._evictions.try_again(now)
-        self._evictions.overwritten(now)
         while (first := next(iter(self.table.idle.values()), None)) and first.idle_since + self.idle_after_s <= now:
             self._evictions.evict(first, now)
 

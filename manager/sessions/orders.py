@@ -7,9 +7,9 @@ from itertools import groupby
 from operator import attrgetter
 
 from manthan.manager.sessions.blocks import BlockTable
-from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, Encoding, Eviction, News
+from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, Encoding, Eviction, News, Session
 
-_, _QUEUED, _SPILLING, _COLD = CodeState  # looked up once, see `manthan.manager.sessions.blocks`
+_NONE, _QUEUED, _SPILLING, _COLD = CodeState  # looked up once, see `manthan.manager.sessions.blocks`
 _GROUP_AND_TENANT = attrgetter("group", "tenant")
 
 MOST_NEWS = 10_000
@@ -51,6 +51,10 @@ class Orders:
         self._blocks.queue_new(blocks, encodings, tenant)
         self._queue.append(list(reversed(blocks)))
 
+    def keep(self, session: Session) -> None:
+        """Have the pool overwrite the session's saved blocks before others, the tail first."""
+        self.releases += [block.key for block in reversed(session.chain) if block.code is _COLD]
+
     def take_back(self, block: Block) -> None:
         """A queued block need not be encoded."""
         self._blocks.revert(block)
@@ -86,15 +90,16 @@ class Orders:
         return taken
 
     def take_releases(self, limit: int = sys.maxsize) -> list[bytes]:
-        """Return up to `limit` blocks whose bf16 copy nobody needs any more."""
+        """Return up to `limit` blocks whose bf16 copy nobody needs any more, the first to be overwritten first."""
         if not self.releases:
             return []
         keys, self.releases[:limit] = self.releases[:limit], []
+        keys = list(dict.fromkeys(reversed(keys)))[::-1]  # who is there twice was put in order again
         find = self._blocks.named
         return [
             key
             for key in keys
-            if (block := find(key)) is None or not (block.hot or (code := block.code) is _QUEUED or code is _SPILLING)
+            if (block := find(key)) is None or (code := block.code) is _COLD or (code is _NONE and not block.hot)
         ]
 
     def take_evictions(self) -> list[Eviction]:

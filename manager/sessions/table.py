@@ -41,8 +41,6 @@ class SessionTable:
         """IDLE sessions in the order in which they became so, but for those that are put off."""
         self.put_off = Deadlines()
         """IDLE sessions that no sweep looks at, until when."""
-        self.fresh: dict[str, Session] = {}
-        """IDLE sessions not all of which has been encoded ahead yet, who is idle for longest first."""
         self.tips = Tips(label)
         self.hot = Place(make_policy)
         """HOT and IDLE sessions."""
@@ -107,7 +105,7 @@ class SessionTable:
             self.hot.forget(session.session_id)
         if state is _IDLE:
             session.idle_since = now
-            self.idle[session.session_id] = self.fresh[session.session_id] = session
+            self.idle[session.session_id] = session
             if session.session_id not in self.hot:
                 self.hot.used(self.view(session, self.shape.hot_nbytes), session.priority)
         elif (state is _EVICTING or state is _COLD) and session.session_id not in self.cold:
@@ -118,7 +116,6 @@ class SessionTable:
     def put_off_until(self, session: Session, when: float) -> None:
         """An IDLE session is as one that has become so then."""
         del self.idle[session.session_id]
-        self.fresh.pop(session.session_id, None)
         self.put_off.set(session.session_id, when)
 
     def take_up(self, now: float, *, earlier: bool) -> None:
@@ -227,7 +224,6 @@ class SessionTable:
 
     def _leave_idle(self, session: Session) -> None:
         self.idle.pop(session.session_id, None)
-        self.fresh.pop(session.session_id, None)
         if self.put_off.first is not None:
             self.put_off.set(session.session_id, None)
 

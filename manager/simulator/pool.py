@@ -18,8 +18,10 @@ class SimulatedPool:
     def __init__(self, blocks: int) -> None:
         self._empty = list(range(blocks))[::-1]
         """The head of the queue: free blocks that hold nothing, and are found by nobody. The last is taken first."""
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        """Behind them: those that are kept, the first to be taken first."""
         self._queue: OrderedDict[int, None] = OrderedDict()
-        """The rest of it: those that have keys, the first to be taken first."""
+        """The rest of it: the others that have keys."""
         self.marks = Marks(blocks)
         self._users = [0] * blocks
         self._key: list[bytes | None] = [None] * blocks
@@ -28,11 +30,11 @@ class SimulatedPool:
 
     def __len__(self) -> int:
         """How many blocks are free."""
-        return len(self._empty) + len(self._queue)
+        return len(self._empty) + len(self._kept) + len(self._queue)
 
     def names(self) -> Iterator[BlockName | None]:
         """What the free blocks hold, from the head on."""
-        return chain(repeat(None, len(self._empty)), map(self._key.__getitem__, self._queue))
+        return chain(repeat(None, len(self._empty)), map(self._key.__getitem__, chain(self._kept, self._queue)))
 
     def users(self, block: int) -> int:
         return self._users[block]
@@ -65,11 +67,14 @@ class SimulatedPool:
 
     def touch(self, blocks: Iterable[int]) -> None:
         """One more user for each, which have keys."""
-        users, queue = self._users, self._queue
+        users = self._users
         for block in blocks:
             if not users[block]:
-                del queue[block]
+                self._unqueue(block)
             users[block] += 1
+
+    def _unqueue(self, block: int) -> None:
+        del (self._kept if block in self._kept else self._queue)[block]
 
     def take(self, count: int) -> list[int]:
         """The first so many free blocks, for one user; what they held is lost."""
@@ -77,7 +82,7 @@ class SimulatedPool:
         blocks = self._empty[at:][::-1]
         del self._empty[at:]
         while len(blocks) < count:
-            block, _ = self._queue.popitem(last=False)
+            block, _ = (self._kept or self._queue).popitem(last=False)
             self._lose(block)
             blocks.append(block)
         for block in blocks:
@@ -126,10 +131,19 @@ class SimulatedPool:
             may_be_again = bool(self._copies)  # some of these keys are of several
             found = [(key, block) for key in left if (block := find(key)) is not None and not users[block]]
             for _, block in found:
-                del self._queue[block]
+                self._unqueue(block)
                 self._lose(block)
                 self._empty.append(block)
             left = [key for key, _ in found] if may_be_again else []
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        """Blocks of these keys which nobody uses are overwritten before others that hold something, the first first."""
+        for key in dict.fromkeys(keys):
+            first = self._cached.get(key)
+            for block in () if first is None else (first, *self._copies.get(key, ())):
+                if not self._users[block]:
+                    self._unqueue(block)
+                    self._kept[block] = None
 
     def _lose(self, block: int) -> None:
         """A block holds nothing any more."""

@@ -79,8 +79,11 @@ class Pool:
         self.refs: Counter[int] = Counter()
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self.cached: dict[bytes, int] = {}
+        self.kept: OrderedDict[int, None] = OrderedDict()
+        """Free blocks that are overwritten before others of `free` that hold something."""
 
     def touch(self, block: int) -> int:
+        self.kept.pop(block, None)
         self.free.pop(block, None)
         self.refs[block] += 1
         return block
@@ -92,12 +95,18 @@ class Pool:
                 self.free[block] = None
 
     def allocate(self) -> int:
-        block = next(iter(self.free))
+        block = self.next
         self.uncache(block)
         self.marks.clear([block])
         self.generation[block] = 0
         self.lossy.pop(block, None)
         return self.touch(block)
+
+    @property
+    def next(self) -> int:
+        """The free block that is overwritten next: one that holds nothing, else a kept one, else another."""
+        full = set(self.cached.values())
+        return next((block for block in self.free if block not in full), next(iter(self.kept or self.free)))
 
     def serves(self, key: bytes, owner: Owner | None) -> bool:
         block = self.cached.get(key)
@@ -112,7 +121,24 @@ class Pool:
             block = self.cached.get(key)
             if block is not None and not self.refs[block]:
                 self.uncache(block)
+                self.kept.pop(block, None)
                 self.free.move_to_end(block, last=False)
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        """Behind those that were kept before, the first first."""
+        for key in keys:
+            block = self.cached.get(key)
+            if block is not None and not self.refs[block]:
+                self.kept.pop(block, None)
+                self.kept[block] = None
+
+    def last(self, keys: Iterable[bytes]) -> None:
+        """Free blocks go to the end of the queue."""
+        for key in keys:
+            block = self.cached.get(key)
+            if block is not None and not self.refs[block]:
+                self.kept.pop(block, None)
+                self.free.move_to_end(block)
 
 
 @dataclass
@@ -435,6 +461,8 @@ class World:
             for store in self.stores:
                 store.drop(drop.group, drop.keys)
             self.seen[f"dropped beside: {drop.cause}" if drop.group else f"dropped: {drop.cause}"] += 1
+            if not drop.group:
+                self.pool.last(filter(self.manager.is_missed, drop.keys))
             if drop.group:
                 assert all(
                     self.manager.blocks.get(key, drop.group) is None or self.is_made_again(drop.group, key)
@@ -448,8 +476,11 @@ class World:
             block = self.manager.blocks.get(key)
             if block is not None:  # otherwise it is nobody's: the policy gave it up, or it was lost
                 assert self.stored_everywhere(key) or key in self.unreadable, f"{key!r} is released without codes"
-                assert not block.hot
-            self.pool.release([key])
+            if self.manager.is_saved(key):
+                self.pool.keep([key])
+            else:
+                assert block is None or not block.hot
+                self.pool.release([key])
 
     def answer(self, spill: Spill, rank: int, ok: bool) -> None:
         """One rank has encoded and stored a block, or has failed to."""

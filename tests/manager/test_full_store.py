@@ -8,7 +8,7 @@ from integrity import check_integrity
 from told import told
 
 from manthan.manager.driver import Driver
-from manthan.manager.sessions.evictions import AHEAD_AFTER_S, DOUBLINGS
+from manthan.manager.sessions.evictions import DOUBLINGS
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.work import SpillResult, on_each
@@ -18,13 +18,11 @@ LONGEST_S = 2**DOUBLINGS * IDLE_AFTER_S
 
 
 def tries(engine: Engine, until: float, is_full: bool = True) -> list[float]:
-    """Times up to then at which something is encoded, ahead or by a sweep; nothing of it finds room."""
+    """Times up to then at which something is encoded by a sweep; nothing of it finds room."""
     times = []
     while (due := engine.manager.next_deadline) is not None and due <= until:
         engine.now = due
         engine.manager.sweep(due)
-        if not engine.manager.on_their_way:
-            engine.manager.encode_ahead(due, 99)
         if orders := engine.spill():
             times.append(due)
             assert times.count(due) < 5, "it is tried again at once"
@@ -37,8 +35,7 @@ def tries(engine: Engine, until: float, is_full: bool = True) -> list[float]:
 def test_a_session_without_room_is_tried_less_and_less_often() -> None:
     engine = Engine()
     engine.talk("a b")
-    ahead, *times = tries(engine, 100 * LONGEST_S)
-    assert ahead == AHEAD_AFTER_S
+    times = tries(engine, 100 * LONGEST_S)
     waits = [later - earlier for earlier, later in pairwise(times)]
     assert waits[:DOUBLINGS] == [IDLE_AFTER_S * 2**n for n in range(1, DOUBLINGS + 1)]
     assert set(waits[DOUBLINGS:]) == {LONGEST_S}
@@ -48,8 +45,7 @@ def test_a_session_without_room_is_tried_less_and_less_often() -> None:
 def test_other_failures_are_tried_again_as_soon_as_the_session_is_idle_again() -> None:
     engine = Engine()
     engine.talk("a b")
-    ahead, *times = tries(engine, 20 * IDLE_AFTER_S, is_full=False)
-    assert ahead == AHEAD_AFTER_S
+    times = tries(engine, 20 * IDLE_AFTER_S, is_full=False)
     assert times == [n * IDLE_AFTER_S for n in range(1, 21)]
 
 
@@ -91,7 +87,7 @@ def test_a_request_ends_the_waiting_and_success_forgets_it() -> None:
     request = engine.start("a b c", "refused")
     assert not len(engine.manager.table.put_off)
     engine.finish(request, "a b c")
-    assert engine.manager.next_deadline == engine.now + AHEAD_AFTER_S
+    assert engine.manager.next_deadline == engine.now + IDLE_AFTER_S
     engine.evict()
     assert engine.session("refused").refusals == 0
 

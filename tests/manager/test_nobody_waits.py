@@ -1,4 +1,4 @@
-"""No request waits for an encoding: references end when blocks are needed, turns are encoded ahead, losses counted."""
+"""No request waits for an encoding: references end when blocks are needed, turns are saved soon, losses counted."""
 
 from collections.abc import Iterator
 
@@ -8,15 +8,15 @@ from told import all_told
 
 from manthan.manager.driver import Driver, Work
 from manthan.manager.observer import Observer
-from manthan.manager.sessions.evictions import AHEAD_AFTER_S
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import BlockName
+from manthan.manager.sessions.session import BlockName, DropCause
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.work import NEEDED, SpillResult
 from manthan.policies import get_policy
 
 BLOCKS = 64
 WINDOW = BLOCKS // 16
+SAVED_AFTER_S = 2.0
 
 
 class Counting(Observer):
@@ -43,7 +43,7 @@ class Pool(SimulatedPool):
 
 class World:
     def __init__(self, low: float = 0.25, high: float = 0.5) -> None:
-        self.manager = SessionMemoryManager(get_policy("lru"), SHAPE, 10**6, idle_after_s=300.0)
+        self.manager = SessionMemoryManager(get_policy("lru"), SHAPE, 10**6, idle_after_s=SAVED_AFTER_S)
         self.pool, self.seen = Pool(BLOCKS), Counting()
         self.driver: Driver[int] = Driver(self.manager, self.pool, BLOCKS, low=low, high=high, observer=self.seen)
 
@@ -157,44 +157,86 @@ def test_blocks_of_a_waiting_request_are_at_risk_and_its_own_hits_are_no_room() 
     assert world.manager.safe(world.pool.names(), BLOCKS) == 0
 
 
-def test_a_turn_is_encoded_ahead_two_seconds_after_it_ended_if_nothing_else_is() -> None:
+def test_a_turn_is_saved_two_seconds_after_it_ended_and_stays_in_the_pool() -> None:
     world = World(low=0.0, high=0.0)
     world.turn("chat", 6, 0.0)
-    assert AHEAD_AFTER_S == 2.0
-    assert not world.driver.step(0, AHEAD_AFTER_S - 0.1).spills
-    assert world.driver.next_deadline == AHEAD_AFTER_S
-    first = world.driver.step(0, AHEAD_AFTER_S)
+    assert not world.driver.step(0, SAVED_AFTER_S - 0.1).spills
+    assert world.driver.next_deadline == SAVED_AFTER_S
+    first = world.driver.step(0, SAVED_AFTER_S)
     assert len(first.spills) == WINDOW
-    assert not world.driver.step(0, 2.1).spills, "threads are busy"
     world.copied(first)
-    assert not world.driver.step(0, 2.2).spills, "they still are"
     world.stored(first, 2.3)
     rest = world.driver.step(0, 2.4)
     assert len(first.spills) + len(rest.spills) == 6
+    world.copied(rest)
     world.stored(rest, 2.5)
-    assert [str(session.state) for session in all_told(world.manager)] == ["idle"]
-    assert len(world.pool.hit(world.keys("chat", 6))) == 6, "it stays in the pool"
+    assert [str(session.state) for session in all_told(world.manager)] == ["cold"]
+    assert world.ask("chat", 6, 2.6) == 0, "it is in the pool"
+    assert len(world.pool.hit(world.keys("chat", 6))) == 6
     assert world.manager.blocks.cold == 6
 
 
-def test_a_session_is_cold_once_vllm_has_overwritten_its_end_and_what_is_left_stays() -> None:
-    world = World(low=0.0, high=0.0)
-    world.turn("chat", 6, 0.0)
-    for now in (2.0, 2.1):  # WINDOW blocks a step
-        work = world.driver.step(0, now)
+def save(world: "World", now: float) -> None:
+    """All that is idle is saved."""
+    while (work := world.driver.step(0, now)).spills:
         world.copied(work)
         world.stored(work, now)
-    assert world.manager.usage.hot_blocks == world.manager.blocks.cold == 6
-    world.turn("other", BLOCKS - 2, 3.0)
-    assert len(world.pool.hit(world.keys("chat", 6))) == 2
-    assert not world.driver.step(0, 3.1).spills
-    assert {session.id: str(session.state) for session in all_told(world.manager)} == {
-        "chat": "cold",
-        "other": "idle",
-    }
-    assert world.manager.usage.hot_blocks == BLOCKS - 2
-    assert len(world.pool.hit(world.keys("chat", 6))) == 2, "the rest is overwritten when vLLM needs it"
-    assert world.ask("chat", 6, 3.2) == 4
+    world.driver.step(0, now)
+
+
+def test_saved_blocks_are_overwritten_behind_those_that_hold_nothing_and_before_all_others() -> None:
+    world = World(low=0.0, high=0.0)
+    for name in ("unsaved", "first", "second"):
+        world.turn(name, 8, 0.0)
+    for name in ("first", "second"):
+        world.manager.steer("evict", world.manager.table.by_id[name], 0.0)
+    save(world, 0.0)
+    held = [name for name in world.pool.names() if name is not None]
+    assert len(world.pool) - len(held) == BLOCKS - 24
+    assert held == [key for name in ("first", "second", "unsaved") for key in reversed(world.keys(name, 8))]
+    world.turn("first", 8, 0.5)
+    world.driver.step(0, 0.6)
+    held = [name for name in world.pool.names() if name is not None]
+    assert held == [key for name in ("second", "first", "unsaved") for key in reversed(world.keys(name, 8))]
+
+
+def test_a_head_that_sessions_share_is_overwritten_behind_what_is_theirs_alone() -> None:
+    world = World(low=0.0, high=0.0)
+    for name in ("one", "two"):
+        keys = [*world.keys("head", 4), *world.keys(name, 4)]
+        world.keys = lambda _, blocks, keys=keys: keys[:blocks]  # type: ignore[method-assign]
+        world.turn(name, 8, 0.0)
+        del world.keys
+    save(world, SAVED_AFTER_S)
+    held = [name for name in world.pool.names() if name is not None]
+    assert held[-4:] == [*reversed(world.keys("head", 4))]
+
+
+def test_a_half_empty_pool_overwrites_nothing() -> None:
+    world = World(low=0.0, high=0.0)
+    for turn in range(10):
+        world.turn("chat", 16 + turn, 10.0 * turn)
+        save(world, 10.0 * turn + SAVED_AFTER_S)
+        assert len(world.pool.hit(world.keys("chat", 16 + turn))) == 16 + turn
+    assert world.seen.lost == 0
+
+
+def test_what_the_cold_store_gives_up_is_not_next_to_be_overwritten() -> None:
+    """The pool has the only copy then."""
+    world = World(low=0.0, high=0.0)
+    for name in ("a", "b"):
+        world.turn(name, 4, 0.0)
+    save(world, SAVED_AFTER_S)
+    world.turn("a", 4, 3.0)
+    world.manager.budget.nbytes = 8 * 100
+    world.turn("new", 4, 4.0)
+    world.driver.step(0, 4.0)
+    session = next(one for one in world.manager.table.by_id.values() if one.session_id == "a")
+    world.manager._pruning.give(session, session.chain, DropCause.BUDGET)
+    world.driver.step(0, 4.1)
+    held = [name for name in world.pool.names() if name is not None]
+    assert held[:4] == [*reversed(world.keys("b", 4))]
+    assert set(held[4:]) == {*world.keys("a", 4), *world.keys("new", 4)}
 
 
 def test_what_is_overwritten_before_it_was_encoded_is_counted_once() -> None:
@@ -212,5 +254,5 @@ def test_what_is_gone_when_its_encoding_is_to_begin_is_counted_too() -> None:
     world = World(low=0.0, high=0.0)
     world.turn("chat", 4, 0.0)
     world.pool.give_back(world.pool.take(BLOCKS))
-    assert not world.driver.step(0, AHEAD_AFTER_S).spills
+    assert not world.driver.step(0, SAVED_AFTER_S).spills
     assert world.seen.lost == 4
