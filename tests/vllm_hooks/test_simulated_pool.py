@@ -28,6 +28,7 @@ class TwoPools(RuleBasedStateMachine):
         super().__init__()
         self.ours = SimulatedPool(BLOCKS)
         self.theirs = BlockPool(BLOCKS + 1, enable_caching=True, hash_block_size=16)
+        self.of_driver = VllmPool(self.theirs, 0, 16)
         self.requests: list[list[int]] = []
         self.held: list[int] = []
 
@@ -51,6 +52,7 @@ class TwoPools(RuleBasedStateMachine):
             return
         self.ours.touch(hits)
         self.theirs.touch(found)
+        self.of_driver.used([block.block_id for block in found])  # as when vLLM has allocated a request's blocks
         blocks = hits + self.ours.take(wanted)
         assert [block.block_id - 1 for block in found + self.theirs.get_new_blocks(wanted)] == blocks
         for block, key in zip(blocks[len(hits) : len(keys)], keys[len(hits) :], strict=True):
@@ -76,7 +78,7 @@ class TwoPools(RuleBasedStateMachine):
             assert found is None
             return
         self.ours.touch([block])
-        self.theirs.touch(found)
+        assert self.of_driver.hold(key) is found[0]
         self.held.append(block)
 
     @precondition(lambda self: self.held)
@@ -91,13 +93,31 @@ class TwoPools(RuleBasedStateMachine):
         """As the scheduler half does it."""
         keys = [keys_of(text)[-1] for text in texts]
         self.ours.release(keys)
-        VllmPool(self.theirs, 0, 16).release(keys)
+        self.of_driver.release(keys)
+
+    @rule(texts=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
+    def keep(self, texts: list[str]) -> None:
+        keys = [key for text in texts for key in reversed(keys_of(text))]
+        self.ours.keep(keys)
+        self.of_driver.keep(keys)
+        kept = [block.block_id - 1 for block in self.of_driver.marks.kept.values()]
+        assert kept == [*self.ours._kept]
+
+    @invariant()
+    def blocks_that_hold_nothing_are_overwritten_first_and_kept_ones_next(self) -> None:
+        """Of blocks with users none is kept."""
+        free = [block.block_id - 1 for block in self.theirs.free_block_queue.get_all_free_blocks()]
+        ranks = [0 if block in self.ours._empty else 1 if block in self.ours._kept else 2 for block in free]
+        assert ranks == sorted(ranks)
+        assert self.theirs.get_num_free_blocks() == len(free)
 
     @invariant()
     def the_same_blocks_are_free_in_the_same_order(self) -> None:
         queue = self.theirs.free_block_queue.get_all_free_blocks()
         assert len(self.ours) == len(queue) == self.theirs.get_num_free_blocks()
-        assert [*reversed(self.ours._empty), *self.ours._queue] == [block.block_id - 1 for block in queue]
+        assert [*reversed(self.ours._empty), *self.ours._kept, *self.ours._queue] == [
+            block.block_id - 1 for block in queue
+        ]
         hashes = [block.block_hash for block in queue]
         assert list(self.ours.names()) == [None if one is None else get_block_hash(one) for one in hashes]
 
