@@ -204,11 +204,18 @@ class Engine:
             assert time.monotonic() < deadline, f"{what} did not come to pass"
             time.sleep(0.02)
 
-    def wait_until_cold(self, count: int) -> None:
+    def wait_until_cold(self, count: int, resident: bool = False) -> None:
+        """Wait until all is saved. What returns is restored then, unless it is left `resident`."""
         self.wait(
             lambda: self.sessions("cold") == count and not any(map(self.sessions, ("hot", "idle", "evicting"))),
             f"{count} cold sessions",
         )
+        if not resident:
+            self.empty_pool()
+
+    def empty_pool(self) -> None:
+        """Nothing is hot, and what is cold stays."""
+        self.wait(self.reset, "an empty pool")
 
     def wait_until_quiet(self) -> None:
         """No request runs and nothing is being encoded."""

@@ -254,6 +254,14 @@ def test_a_key_that_is_no_more_is_said_once_and_left_out(write: WriteYaml, caplo
     assert sorted(caplog.messages) == sorted(said)
 
 
+@pytest.mark.parametrize(("after_s", "is_long"), [(2, False), (30, False), (31, True)])
+def test_a_time_that_leaves_sessions_unsaved_for_long_is_said(
+    after_s: float, is_long: bool, write: WriteYaml, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load(write(f"{{idle: {after_s}}}")).idle.after_s == after_s
+    assert [f"idle.after_s is {after_s}:" in message for message in caplog.messages] == [True] * is_long
+
+
 @pytest.mark.parametrize("old", RENAMED)
 def test_a_value_under_a_key_s_old_name_counts_and_the_log_says_the_new_one(old: str, write: WriteYaml) -> None:
     new, name = RENAMED[old], f"MANTHAN_{old.replace('.', '__').upper()}"

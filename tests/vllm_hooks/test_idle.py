@@ -53,6 +53,35 @@ def test_sessions_go_cold_without_traffic_and_come_back_right(engine, table) -> 
     assert engine.metric("manthan_cold_bytes") >= cold  # codes are kept while a session is hot again
 
 
+def test_a_saved_session_that_is_in_the_pool_returns_exact_and_loads_nothing(engine, table) -> None:
+    prompt, right = table(21).question(5)
+    first = engine.ask(prompt, "quick")
+    engine.wait_until_cold(1, resident=True)
+    names = ("external_prefix_cache_hits_total", "manthan_restored_blocks_total", "manthan_lossy_tokens_total")
+    before = list(map(engine.metric, names))
+    answer = engine.ask(prompt, "quick")
+    assert answer.text == first.text == right
+    assert answer.cached_tokens == (answer.prompt_tokens - 1) // BLOCK * BLOCK
+    assert list(map(engine.metric, names)) == before
+    engine.wait_until_cold(1)
+    engine.ask(prompt, "quick")
+    assert all(now > then for now, then in zip(map(engine.metric, names), before, strict=True)), "they count returns"
+
+
+def test_a_half_empty_pool_overwrites_nothing(engine, table) -> None:
+    """Each session is saved, and others that come after it take blocks that hold nothing."""
+    questions = [table(seed).question(4) for seed in range(30, 33)]
+    lost = engine.metric("manthan_overwritten_blocks_total")
+    for turn in range(4):
+        for number, (prompt, right) in enumerate(questions):
+            answer = engine.ask(prompt, f"user-{number}")
+            assert answer.text == right
+            assert answer.cached_tokens == ((answer.prompt_tokens - 1) // BLOCK * BLOCK if turn else 0)
+            engine.wait_until_quiet()
+        engine.wait_until_cold(len(questions), resident=True)
+    assert engine.metric("manthan_overwritten_blocks_total") == lost
+
+
 def test_a_shared_system_prompt_is_stored_once(engine, table) -> None:
     head = table(100).text
     prompts = [table(seed, head).question(3) for seed in range(200, 203)]

@@ -23,7 +23,6 @@ from vllm_engine import MODEL
 
 from manthan.manager.observer import Observer, Restored
 from manthan.manager.prefetcher import RETRY_S, Prefetcher
-from manthan.manager.sessions.evictions import AHEAD_AFTER_S
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.pressure import Runway
@@ -107,6 +106,7 @@ class Engine:
         while len(hot) < len(keys) and (found := self.pool.get_cached_block(keys[len(hot)], [0])):
             hot += found
         self.pool.touch(hot)
+        self.blocks.used([block.block_id for block in hot])
         blocks = hot + self.pool.get_new_blocks(len(keys) - len(hot))
         self.pool.cache_full_blocks(asked, blocks, len(hot), len(keys), TOKENS, 0)
         self.pool.free_blocks(reversed(blocks))
@@ -126,16 +126,12 @@ class Engine:
         self.pool.free_blocks(self.pool.get_new_blocks(self.pool.get_num_free_blocks()))
 
     def evict(self) -> None:
-        """All that is idle goes cold."""
+        """All that is idle goes cold, and leaves the pool."""
         self.now += IDLE_AFTER_S
         self.manager.sweep(self.now)
         for order in take_spills(self.manager, 1000):
             spilled(self.manager, order.key, 100, self.now, order.group)
-        for key in self.manager.take_releases():
-            if found := self.pool.get_cached_block(key, [0]):
-                self.pool.touch(found)
-                self.pool.evict_blocks({found[0].block_id})
-                self.pool.free_blocks(found)
+        self.blocks.release(self.manager.take_releases())  # what returns is restored
 
     def prefetch(self, *names: str) -> list[Load]:
         self.compute(request("who asks", 1), prefetch=names)
@@ -314,8 +310,11 @@ def test_after_a_reset_nothing_is_entered(engine: Engine) -> None:
     assert (engine.counted.prefetches, engine.prefetcher.is_busy) == (0, False)
 
 
+SAVED_AFTER_S = 5.0
+
+
 def test_a_session_is_due_two_seconds_before_it_is_expected() -> None:
-    transfer = kv_transfer_config(idle={"after_s": 300, "min_tokens": 64})
+    transfer = kv_transfer_config(idle={"after_s": SAVED_AFTER_S, "min_tokens": 64})
     vllm_config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=transfer).create_engine_config()
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
     group = KVCacheGroupSpec([f"model.layers.{n}" for n in range(4)], spec)
@@ -323,10 +322,10 @@ def test_a_session_is_due_two_seconds_before_it_is_expected() -> None:
     keys = [bytes([n]) * 32 for n in range(8)]
     half.manager.request_started("r", keys, "expected", 0.0, hints=Hints(expect_return_s=20))
     half.manager.request_finished("r", keys, 0.0)
-    assert half.manager.next_deadline == AHEAD_AFTER_S
-    half.manager.encode_ahead(AHEAD_AFTER_S, len(keys))
+    assert half.manager.next_deadline == SAVED_AFTER_S
+    half.manager.sweep(SAVED_AFTER_S)
     for order in take_spills(half.manager, len(keys)):
-        spilled(half.manager, order.key, 100, AHEAD_AFTER_S)
+        spilled(half.manager, order.key, 100, SAVED_AFTER_S)
     assert half.manager.next_deadline == 20 - LEAD_S
 
 
