@@ -653,7 +653,9 @@ class VllmPool:
     ) -> None:
         self._event = event
         self._pool, self._group, self._block_tokens = pool, group, block_tokens
-        self.marks = PoolMarks(pool)
+        own = PoolMarks(pool)
+        self.marks: Marks = own
+        self.kept, self._watch = own.kept, own.watch
 
     def __len__(self) -> int:
         return self._pool.get_num_free_blocks()
@@ -735,18 +737,18 @@ class VllmPool:
             _insert_behind(last, block)
             last = block
         free.num_free_blocks += len(blocks)
-        self.marks.kept |= blocks
-        self.marks.watch(blocks)
+        self.kept |= blocks
+        self._watch(blocks)
 
     def used(self, block_ids: Iterable[int]) -> None:
         """Note that somebody uses these blocks: they have left the free queue, or stand elsewhere in it."""
-        for block_id in block_ids if self.marks.kept else ():
-            self.marks.kept.pop(block_id, None)
+        for block_id in block_ids if self.kept else ():
+            self.kept.pop(block_id, None)
 
     def _last_kept(self) -> "KVCacheBlock":
         """The last kept block; if none is kept, the last at the head that holds nothing, or the queue's own head."""
-        if self.marks.kept:
-            return next(reversed(self.marks.kept.values()))
+        if self.kept:
+            return next(reversed(self.kept.values()))
         free = self._pool.free_block_queue
         first = next((block for block in free.iter_blocks_after(None) if block.block_hash is not None), None)
         last = (first or free.fake_free_list_tail).prev_free_block

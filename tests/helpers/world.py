@@ -269,7 +269,7 @@ class World:
             self.pool.give_back(held)
             return
         cold = self.manager.match(request.keys[hot : request.prompt], request.request_id)
-        request.blocks = held + [self.pool.allocate() for _ in request.keys[hot:]]
+        request.blocks = held + [self.allocate() for _ in request.keys[hot:]]
         request.had = hot + cold
         request.owner = self.manager.owner(request.request_id)
         for block in held:
@@ -297,6 +297,20 @@ class World:
             self.restores.append(request.restore)
         else:
             self.compute(request, request.prompt)
+
+    def allocate(self) -> int:
+        """Take the next block. It is not an unsaved one while one that holds nothing, or is saved, is free."""
+        pool = self.pool
+        held = {block: key for key, block in pool.cached.items()}
+        key = held.get(pool.next)
+        if key is not None and self.manager.is_missed(key) and not self.manager.is_saved(key):
+            self.seen["overwritten unsaved"] += 1
+            assert held.keys() >= pool.free.keys(), "a block that holds nothing is free"
+            if not self.manager._orders.releases:
+                waiting = {block for r in self.requests for block in r.keys}
+                saved = [held[block] for block in pool.free if self.manager.is_saved(held[block])]
+                assert waiting.issuperset(saved), "a saved block is free"
+        return pool.allocate()
 
     def hot(self, keys: Sequence[bytes], owner: Owner | None) -> int:
         """How many of these are in the pool for this owner, with all that other groups need behind them."""

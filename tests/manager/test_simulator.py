@@ -47,7 +47,6 @@ def check(requests: list[TracedRequest], tally: Tally, setup: Setup) -> None:
 
 
 def test_with_a_pool_for_all_nothing_goes_cold(conversations) -> None:
-    """What is encoded ahead fills the cold store, and drops nothing. A shared block is exact, as large as five."""
     setup = Setup(get_policy("lru"), hot_blocks=40000, cold_blocks=100, idle_after_s=1e9)
     tally = replay(conversations, setup)
     seen: set[bytes] = set()
@@ -56,7 +55,7 @@ def test_with_a_pool_for_all_nothing_goes_cold(conversations) -> None:
         again += sum(key in seen for key in one.keys[: (one.input_tokens - 1) // 512])
         seen.update(one.keys)
     assert found(tally) == again > 0
-    assert (tally.moved_out, tally.moved_in, tally.evictions, tally.dropped) == (95, 0, 0, 0)
+    assert (tally.moved_out, tally.moved_in, tally.evictions, tally.dropped) == (0, 0, 0, 0)
 
 
 TEXTS = st.lists(
@@ -79,12 +78,16 @@ def test_whatever_comes_is_served_within_the_budgets(texts, hot, cold, idle_afte
     assert tally == replay(requests, setup, journal=True)
 
 
-def test_a_session_that_is_idle_for_long_enough_is_restored() -> None:
+def test_a_session_that_is_idle_for_long_enough_is_found_in_the_pool_and_restored_if_others_have_overwritten_it() -> None:
     first = request(0, "abc", answer="def", session="x", rest=0)
-    requests = [first, request(100, "abcdefg", session="x")]
     setup = replace(LRU, hot_blocks=20, cold_blocks=20, cost=SLOW, idle_after_s=10.0)
+    _, second = replay([first, request(100, "abcdefg", session="x")], setup).served
+    assert second is not None
+    assert (second.asked, second.hot, second.restored) == (8, 5, 0)
+    requests = [first, request(90, "tuvwxyz" * 2 + "tuv", rest=0), request(200, "abcdefg", session="x")]
+    setup = replace(LRU, hot_blocks=18, cold_blocks=20, cost=SLOW, idle_after_s=10.0)
     tally = replay(requests, setup, journal=True)
-    one, second = tally.served
+    one, _, second = tally.served
     assert one is not None
     assert second is not None
     assert (second.asked, second.hot, second.restored) == (8, 0, 5)  # the answer's last token was never computed
@@ -103,7 +106,7 @@ def test_sessions_are_saved_before_they_are_overwritten() -> None:
     setup = replace(LRU, hot_blocks=20, cold_blocks=100, idle_after_s=1e9)
     tally = replay(requests, setup, journal=True)
     assert [served.hot + served.restored for served in tally.served if served] == [0, 0, 0, 0, 6, 6, 6, 6]
-    assert tally.evictions == 5  # each once, and "a" again
+    assert tally.evictions == 3  # each is saved when the next one needs its room
 
 
 def test_a_request_waits_for_room() -> None:

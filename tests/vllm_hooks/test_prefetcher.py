@@ -239,7 +239,8 @@ def test_a_prefetched_chain_lies_in_the_pool_as_vllm_s_own_does(engine: Engine) 
     assert engine.cached(a) == [False] * 5  # until every code was checked
     engine.answer(load)
     assert engine.pool.get_num_free_blocks() == BLOCKS
-    assert engine.queue()[-5:] == a.block_hashes[::-1]
+    assert engine.queue()[-6:-1] == a.block_hashes[::-1]  # they are saved, and what the one has who asked is not
+    assert engine.queue()[:-6] == [None] * (BLOCKS - 6)
     blocks = [(engine.pool.get_cached_block(key, [0]) or [])[0] for key in a.block_hashes]
     assert [block.block_hash_num_tokens for block in blocks] == own == [16, 32, 48, 64, 80]
     assert [block.block_id for block in blocks] == part(load).block_ids
@@ -261,7 +262,9 @@ def test_a_block_that_was_computed_meanwhile_is_not_entered_twice(engine: Engine
         [found] = engine.pool.get_cached_block(key, [0]) or []
         assert engine.pool.cached_block_hash_to_block._cache[found.block_hash] is found  # not one of two
         assert found.block_id == block_id
-    assert engine.queue()[-5:] == a.block_hashes[::-1]
+    unsaved = [key for key in engine.queue() if key is not None and not engine.manager.is_saved(key)]
+    held = [key for key in engine.queue() if key is not None]
+    assert held == [*a.block_hashes[::-1], *unsaved]
     assert engine.pool.get_num_free_blocks() == BLOCKS
 
 

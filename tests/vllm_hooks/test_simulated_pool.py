@@ -100,7 +100,7 @@ class TwoPools(RuleBasedStateMachine):
         keys = [key for text in texts for key in reversed(keys_of(text))]
         self.ours.keep(keys)
         self.of_driver.keep(keys)
-        kept = [block.block_id - 1 for block in self.of_driver.marks.kept.values()]
+        kept = [block.block_id - 1 for block in self.of_driver.kept.values()]
         assert kept == [*self.ours._kept]
 
     @invariant()
