@@ -74,7 +74,7 @@ def test_a_session_worth_less_than_all_codes_is_given_up() -> None:
     engine.manager.relieve(1, engine.now)
     assert list(engine.chains().values()) == ["a b"]
     assert dropped(engine) == []
-    assert engine.manager.take_releases() == chain("old older")
+    assert engine.manager.take_releases() == [*reversed(chain("a b")), *chain("old older")]  # saved, and given up
 
 
 # -- restore ------------------------------------------------------------------------------------------
