@@ -67,7 +67,7 @@ def test_flags_change_what_happens(short: Path, tmp_path: Path) -> None:
         (["--cold", "5x"], "--cold must be tokens, such as 64000 or 4M, or a share, such as 5%, not '5x'"),
         (["--cold", "0"], "--cold 0 is less than a block of 512 tokens: give it more"),
         (["--hot", "100"], "--hot 100 is less than a block of 512 tokens: give it more"),
-        (["--idle-after", "0"], "--idle-after must be a plain number of seconds above 0, such as 300, not 0.0"),
+        (["--idle-after", "0"], "--idle-after must be a plain number of seconds above 0, such as 2, not 0.0"),
         (["--policy", "lru:x=1"], "--policy lru:x=1: unknown lru option 'x' (there are none)"),
     ],
 )
