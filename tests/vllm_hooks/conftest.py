@@ -31,9 +31,9 @@ def sweeping_engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="package")
 def crowded_engine() -> Iterator[Engine]:
-    """Nothing goes cold by the clock; the pool has room for five sessions, the cold store for about ten."""
+    """Sessions are saved after half a second; the pool has room for five of them, the cold store for about ten."""
     store = {"max_bytes": 190 * 25856}
-    yield from running(blocks=96, idle=3600, tiers=store, codec={"guard": False})
+    yield from running(blocks=96, idle=0.5, tiers=store, codec={"guard": False})
 
 
 @pytest.fixture
