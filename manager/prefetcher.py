@@ -204,7 +204,7 @@ class Prefetcher(Generic[B]):
         return UnderWay(session, chain, beside, load, frozenset(missing))
 
     def _name(self, name: Name) -> BlockName:
-        """As the pool calls it."""
+        """Return the pool's name of a block."""
         return name[1] if name[0] == self._group else name
 
     def _settle(self, ended: UnderWay[B], now: float) -> None:

@@ -128,7 +128,7 @@ class IdleConfig(_Group):
 
 
 class CodecConfig(_Group):
-    """How KV is encoded and on what, and which of a session's tokens are kept as they are instead."""
+    """The codec, the processor that runs it, and the number of a session's tokens that stay exact."""
 
     shorthand = "name"
 
@@ -254,7 +254,7 @@ class TiersConfig(_Group):
 
 
 class ApiConfig(_Group):
-    """What the server answers below /manthan."""
+    """The HTTP API below /manthan."""
 
     shorthand = "enabled"
 

@@ -144,7 +144,7 @@ def _from_flags(flags: Mapping[str, object]) -> _Layer:
 
 
 def _leaves(key: str, value: object, source: str) -> _Layer:
-    """What `key: value` says about the keys in FIELDS: groups are opened, shorthands and old names replaced."""
+    """Yield the values of FIELDS that `key: value` sets. Replace shorthands and old names."""
     group = GROUPS.get(key)
     if key in REMOVED:
         _warn_once(f"Manthan: {source}: {key} has no effect any more: {REMOVED[key]}")

@@ -14,8 +14,9 @@ from manthan.policies import EvictionPolicy
 
 
 class Shares(NamedTuple):
-    """Of the cold store's budget, how much pinned sessions may take together, and each tenant: "*" is each without a
-    share of its own, 1 is all of it.
+    """Shares of the cold store's budget for all pinned sessions together and for each tenant.
+
+    "*" stands for each tenant without a share of its own. 1 is the whole budget.
 
     Of its share, a tenant's pinned sessions may take as much as all may of the whole: where shares add up to no more
     than 1, nobody's pins keep others from theirs.

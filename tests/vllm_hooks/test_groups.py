@@ -21,7 +21,7 @@ def families() -> list[Any]:
 
 STATES = {"qwen3-next": 3, "falcon-h1": 1, "nemotron-h": 2, "granite": 2}
 """Groups of states."""
-WHT = {"name": "wht-5x"}
+WHT = {"name": "wht-5x", "guard": False}
 LOCAL = 1e4 ** (-1 / 32)
 GLOBAL = {"gemma3": 1e6 ** (-1 / 32), "gemma3n": 1e6 ** (-1 / 32), "gemma4": 1e6 ** (-1 / 64)}
 """The second pair's frequencies in layers with windows, and in those with full attention."""

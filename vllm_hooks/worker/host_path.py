@@ -350,7 +350,7 @@ class _Loaded:
 
 
 def model_event(device: torch.device) -> torch.cuda.Event | None:
-    """What the model's stream has been given up to now; None where the model has none. For the model's thread."""
+    """Return an event behind the work of the model's stream; None on a CPU. Call it on the model's thread."""
     return None if device.type == "cpu" else torch.cuda.current_stream(device).record_event()
 
 

@@ -14,8 +14,9 @@ time, of which the thread that restores has need."""
 
 
 class WorkerPath:
-    """Takes a step's metadata, works in the background, and reports what has ended. This one does nothing, as before
-    there is a KV cache.
+    """Takes a step's metadata, works in the background, and reports what has ended.
+
+    This class itself does nothing. It serves until there is a KV cache.
 
     The scheduler half holds a reference on every block that is named here until it is answered for, or copied, so no
     block is written to by anybody else meanwhile. The caller is the model's thread: nothing here raises, and nothing

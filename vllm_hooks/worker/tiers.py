@@ -286,9 +286,8 @@ class Tiers:
     """The tiers of one rank, fastest first: the device, the host, or the device spilling to the host.
 
     New codes go to the first tier. When the device is full, codes in it move to the host: those that were used least
-    recently. Where that frees too little, since the rest is still being written to, new
-    codes go to the host at once. The manager sees to it that both together never have to hold more than
-    `TierBytes.usable`.
+    recently. Where that frees too little, since the rest is still being written to, new codes go to the host at once.
+    The manager sees to it that both together never have to hold more than `TierBytes.usable`.
     """
 
     def __init__(self, device: Tier | None, host: Tier | None) -> None:
