@@ -10,7 +10,7 @@ Like the manager it waits for nobody, and reads no clock.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import TYPE_CHECKING, Generic
 
 from manthan.manager.guard import Guard
@@ -300,9 +300,8 @@ class Driver(Generic[B]):
         for drop in drops:
             self._observer.dropped(drop)
             self.pressure.runway.dropped(drop)
-            if drop.group == self._group:
-                missed = self._pool.hold_all([key for key in drop.keys if self.manager.is_missed(key)])
-                self._pool.give_back([block for block in missed if block is not None])  # not next to be overwritten
+            if drop.group == self._main_group:
+                self._pool.forget(drop.keys)
         self._release()
         if self._redis is not None:
             self._redis.tell(drops, now)
@@ -532,8 +531,8 @@ class Driver(Generic[B]):
 
     def _release(self) -> None:
         if keys := self.manager.take_releases(A_STEP):
-            self._pool.keep([key for key in keys if self.manager.is_saved(key)])
-            self._pool.release([key for key in keys if not self.manager.is_saved(key)])
+            self._pool.keep(list(filter(self.manager.is_saved, keys)))
+            self._pool.release(list(filterfalse(self.manager.is_used, keys)))
 
     def tell_news(self) -> None:
         """Of sessions, to the observer."""

@@ -46,7 +46,11 @@ class Pool(FreeQueue, Protocol[B]):
         """Blocks with these keys that nobody uses hold nothing any more, and are overwritten next, the last first."""
 
     def keep(self, keys: Sequence[bytes]) -> None:
-        """Move the free blocks with these keys behind those that hold nothing and those that were kept before.
+        """Blocks with these keys are saved: nobody who uses the pool need spare them.
 
-        They are overwritten in this order, before all others. A block that is used in between is as others.
+        When such a block is free it stands behind those that hold nothing and the saved ones that were there before,
+        and is overwritten before all others. Those that are free now stand in the order of the keys.
         """
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Blocks with these keys are saved no more: free ones are overwritten last, the first at the very end."""

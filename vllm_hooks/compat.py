@@ -83,6 +83,7 @@ WRAPPED = {
         "A lookup of blocks does not say whose request asks."
     ),
     "vllm.v1.core.block_pool.BlockPool.get_cached_block": "Decoded blocks are served to their own session only.",
+    "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n": "Saved blocks are overwritten before others.",
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": (
         "Blocks computed behind decoded ones are marked."
     ),
@@ -591,7 +592,7 @@ class Watched:
                 for name in (block.block_hash, *self._pool.cached_block_hashes_by_block.get(block.block_id, ())):
                     lossy |= {copy.block_id for copy in self._copies(name) if marks[copy.block_id]}
         if lossy:
-            self._pool.evict_blocks(lossy)
+            overwrite_next(self._pool, [self._pool.blocks[block_id] for block_id in lossy])
 
     def _copies(self, name: Any) -> "Iterable[KVCacheBlock]":
         return cached_blocks(self._pool, name)
@@ -605,37 +606,26 @@ def cached_blocks(pool: "BlockPool", name: Any) -> "Iterable[KVCacheBlock]":
     return found.values() if isinstance(found, dict) else (found,)
 
 
+def overwrite_next(pool: "BlockPool", blocks: "Sequence[KVCacheBlock]") -> None:
+    """Take blocks out of the prefix cache, and those that no request uses to the head of the free queue."""
+    free = [block for block in blocks if block.ref_cnt == 0]
+    pool.evict_blocks({block.block_id for block in blocks})
+    pool.touch(free)
+    pool.free_blocks(free)
+
+
 class PoolMarks(Marks):
-    """Marks of a pool's blocks. A block loses its mark when the pool hands it out, which it tells watchers of."""
+    """Marks of a pool's blocks. watch: has the mark of these blocks cleared when the pool hands them out."""
 
-    def __init__(self, pool: "BlockPool") -> None:
-        super().__init__(pool.num_gpu_blocks)
-        self._watchers = pool._reuse_watchers
-        self.kept: dict[int, KVCacheBlock] = {}
-        """Kept blocks by id, as they stand in the free queue."""
-
-    def watch(self, block_ids: Iterable[int]) -> None:
-        """Hear of it when the pool hands out these blocks."""
-        self._watchers.update(dict.fromkeys(block_ids, self._forget))
+    def __init__(self, blocks: int, watch: Callable[[Iterable[int]], None]) -> None:
+        super().__init__(blocks)
+        self._watch = watch
 
     def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None) -> None:
         block_ids = list(block_ids)
         super().set(block_ids, mark, owner)
         if mark:
-            self.watch(block_ids)
-
-    def _forget(self, block: "KVCacheBlock") -> None:
-        self.kept.pop(block.block_id, None)
-        self._marks[block.block_id] = Mark.EXACT
-        self._owners.pop(block.block_id, None)
-
-
-def _insert_behind(before: "KVCacheBlock", block: "KVCacheBlock") -> None:
-    """Link a block into the free queue."""
-    after = before.next_free_block
-    assert after is not None
-    before.next_free_block, block.prev_free_block = block, before
-    block.next_free_block, after.prev_free_block = after, block
+            self._watch(block_ids)
 
 
 class VllmPool:
@@ -653,9 +643,24 @@ class VllmPool:
     ) -> None:
         self._event = event
         self._pool, self._group, self._block_tokens = pool, group, block_tokens
-        own = PoolMarks(pool)
-        self.marks: Marks = own
-        self.kept, self._watch = own.kept, own.watch
+        self.marks: Marks = PoolMarks(pool.num_gpu_blocks, self._watch)
+        self._free, self._saved = pool.free_block_queue, set[int]()
+        self._kept: dict[int, KVCacheBlock] = {}
+        """Saved blocks as they stand in the free queue, and some that have left it."""
+        self._last_empty: KVCacheBlock | None = None
+        """The last of the blocks at the head of the free queue that hold nothing; None if it is not known."""
+        wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._saved_first)
+
+    def _watch(self, block_ids: Iterable[int]) -> None:
+        """Hear of it when the pool hands out these blocks."""
+        self._pool._reuse_watchers.update(dict.fromkeys(block_ids, self._reused))
+
+    def _reused(self, block: "KVCacheBlock") -> None:
+        self.marks.clear([block.block_id])
+        self._saved.discard(block.block_id)
+        self._kept.pop(block.block_id, None)
+        if block is self._last_empty:
+            self._last_empty = None
 
     def __len__(self) -> int:
         return self._pool.get_num_free_blocks()
@@ -687,7 +692,6 @@ class VllmPool:
         found = self.get(name)
         if found is not None:
             self._pool.touch([found])
-            self.used([found.block_id])
         return found
 
     def take(self, count: int) -> "list[KVCacheBlock]":
@@ -707,53 +711,71 @@ class VllmPool:
 
     def release(self, keys: "Sequence[bytes]") -> None:
         """Take blocks that no request uses out of the prefix cache, and put them at the head of the free queue."""
-        released: list[KVCacheBlock] = []
-        left = list(dict.fromkeys(keys))
-        while left:  # once more for those of which there are several
-            found = [(key, block) for key in left if (block := self.get(key)) is not None and block.ref_cnt == 0]
-            blocks = [block for _, block in found]
-            self._pool.touch(blocks)
-            ids = {block.block_id for block in blocks}
-            self.used(ids)
-            self._pool.evict_blocks(ids)
-            released += blocks
-            left = [key for key, _ in found]
-        self._pool.free_blocks(reversed(released))
+        overwrite_next(self._pool, [block for block in self._copies(keys) if block.ref_cnt == 0][::-1])
 
     def keep(self, keys: "Sequence[bytes]") -> None:
-        """Move blocks that no request uses behind those that hold nothing and those that were kept before.
+        blocks = self._copies(keys)
+        self._saved.update(block.block_id for block in blocks)
+        self._watch(block.block_id for block in blocks)
+        free = [block for block in blocks if block.ref_cnt == 0]
+        for block in free:
+            self._free.remove(block)
+        self._insert(free)
 
-        They stay in the prefix cache until the pool overwrites them in this order, before all others.
-        """
-        names = [make_block_hash_with_group_id(BlockHash(key), self._group) for key in keys]
-        copies = (copy for name in names for copy in cached_blocks(self._pool, name))
-        blocks = {block.block_id: block for block in copies if block.ref_cnt == 0}
-        free = self._pool.free_block_queue
-        for block in blocks.values():
-            free.remove(block)
-        self.used(blocks)
-        last = self._last_kept()
-        for block in blocks.values():
-            _insert_behind(last, block)
-            last = block
-        free.num_free_blocks += len(blocks)
-        self.kept |= blocks
-        self._watch(blocks)
+    def forget(self, keys: "Sequence[bytes]") -> None:
+        blocks = self._copies(keys)
+        for block in blocks:
+            self._saved.discard(block.block_id)
+            self._kept.pop(block.block_id, None)
+        free = [block for block in reversed(blocks) if block.ref_cnt == 0]
+        self._pool.touch(free)
+        self._pool.free_blocks(free)
 
-    def used(self, block_ids: Iterable[int]) -> None:
-        """Note that somebody uses these blocks: they have left the free queue, or stand elsewhere in it."""
-        for block_id in block_ids if self.kept else ():
-            self.kept.pop(block_id, None)
+    def _copies(self, keys: "Sequence[bytes]") -> "list[KVCacheBlock]":
+        """All cached blocks of these keys."""
+        names = [make_block_hash_with_group_id(BlockHash(key), self._group) for key in dict.fromkeys(keys)]
+        return [copy for name in names for copy in cached_blocks(self._pool, name)]
+
+    def _saved_first(self, append: "Callable[[list[KVCacheBlock]], None]") -> Callable[..., None]:
+        """Have blocks that come free stand where they belong: vLLM appends to the queue what its prefix cache has."""
+
+        def append_n(blocks: "list[KVCacheBlock]") -> None:
+            saved = [block for block in blocks if block.block_id in self._saved]
+            append([block for block in blocks if block.block_id not in self._saved] if saved else blocks)
+            self._insert(saved)
+
+        return append_n
+
+    def _insert(self, blocks: "Sequence[KVCacheBlock]") -> None:
+        """Link saved blocks into the free queue, behind those that were there before."""
+        for block in blocks:
+            self._kept.pop(block.block_id, None)
+        before = self._last_kept() if blocks else None
+        for block in blocks:
+            after = before.next_free_block
+            before.next_free_block, block.prev_free_block = block, before
+            block.next_free_block, after.prev_free_block = after, block
+            self._kept[block.block_id] = before = block
+        self._free.num_free_blocks += len(blocks)
 
     def _last_kept(self) -> "KVCacheBlock":
-        """The last kept block; if none is kept, the last at the head that holds nothing, or the queue's own head."""
-        if self.kept:
-            return next(reversed(self.kept.values()))
-        free = self._pool.free_block_queue
-        first = next((block for block in free.iter_blocks_after(None) if block.block_hash is not None), None)
-        last = (first or free.fake_free_list_tail).prev_free_block
-        assert last is not None
-        return last
+        """The last saved block of the free queue; if there is none, the last at its head that holds nothing, or its
+        own head."""
+        while self._kept:
+            last = next(reversed(self._kept.values()))
+            if last.ref_cnt == 0 and last.block_hash is not None:
+                return last
+            del self._kept[last.block_id]
+        if self._last_empty is None:
+            blocks = self._free.iter_blocks_after(None)
+            first = next((block for block in blocks if block.block_hash is not None), self._free.fake_free_list_tail)
+            before = first.prev_free_block
+            assert before is not None
+            if before is self._free.fake_free_list_head:
+                return before
+            self._last_empty = before
+            self._watch([before.block_id])
+        return self._last_empty
 
     @property
     def usable_blocks(self) -> int:

@@ -320,7 +320,6 @@ class SchedulerHalf:
         if self._events is not None and self._redis is not None:  # others may have stored what it asks for
             self._events.remember(request, usable)
         self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, blocks.blocks)))
-        self.pool.used(blocks.get_block_ids()[self._group])
         was_found = request.request_id in self._found  # not if a connector loads: vLLM caches the blocks later
         self._found.discard(request.request_id)
         if not was_found:

@@ -316,7 +316,7 @@ class Evictions:
         if not session.chain:
             return
         self._anchors.tidy(session)
-        self._orders.keep(session)
+        self._orders.keep(session.chain)
         shape, beside = self._table.shape, session.beside if session.anchors else ()
         codes = [block.encoding for block in session.chain]
         self._orders.evictions.append(

@@ -133,6 +133,7 @@ class SessionMemoryManager:
         self._running: dict[str, Session] = {}  # by request id
         self._hints: dict[str, Hints] = {}  # by request id
         self._orders = Orders(self.blocks, shape.group)
+        self._main_group = shape.main_group if shape.group is None else None  # as `blocks` has it
         self._anchors = Anchors(self.blocks, self._orders, bool(shape.beside), self.table.touch)
         self._exact = exact = ExactTokens(shape, sink_tokens)
         self._pruning = Pruning(self.table, self._orders, self._anchors, lambda name: self.mark(name))
@@ -283,7 +284,7 @@ class SessionMemoryManager:
             self._pruning.forget_session(session, DropCause.RELEASED)
         else:
             self._end_use(session, request_id, now)
-            self._orders.keep(session)
+            self._orders.keep(session.chain or self.blocks.run(keys))
         return Outcome(session.told_id, session.pinned, refused, lossy)
 
     def _own_blocks(self, session: Session, keys: Sequence[bytes], tail: bytes | None, quality: Quality) -> int:
@@ -336,8 +337,8 @@ class SessionMemoryManager:
         return [block.mark if block is not None and block.encoding in exact else Mark.DECODED for block in blocks]
 
     def is_saved(self, key: bytes) -> bool:
-        """True if the cold store has a chain's block."""
-        block = self.blocks.get(key)
+        """True if the cold store has a block of the chains' group, or of the one that stands for it."""
+        block = self.blocks.get(key, self._main_group)
         return block is not None and block.code is CodeState.COLD
 
     def encodes(self, key: bytes, group: int | None, mark: Mark) -> None:

@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from manthan.manager.sessions.blocks import BlockTable
-from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, Encoding, Eviction, News, Session
+from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, Encoding, Eviction, News
 
 _NONE, _QUEUED, _SPILLING, _COLD = CodeState  # looked up once, see `manthan.manager.sessions.blocks`
 _GROUP_AND_TENANT = attrgetter("group", "tenant")
@@ -51,9 +51,9 @@ class Orders:
         self._blocks.queue_new(blocks, encodings, tenant)
         self._queue.append(list(reversed(blocks)))
 
-    def keep(self, session: Session) -> None:
-        """Have the pool overwrite the session's saved blocks before others, the tail first."""
-        self.releases += [block.key for block in reversed(session.chain) if block.code is _COLD]
+    def keep(self, blocks: Sequence[Block]) -> None:
+        """Have the pool overwrite the saved ones among these before others, the last first."""
+        self.releases += [block.key for block in reversed(blocks) if block.code is _COLD]
 
     def take_back(self, block: Block) -> None:
         """A queued block need not be encoded."""

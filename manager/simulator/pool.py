@@ -19,7 +19,9 @@ class SimulatedPool:
         self._empty = list(range(blocks))[::-1]
         """The head of the queue: free blocks that hold nothing, and are found by nobody. The last is taken first."""
         self._kept: OrderedDict[int, None] = OrderedDict()
-        """Behind them: those that are kept, the first to be taken first."""
+        """Behind them: those that are saved, the first to be taken first."""
+        self._saved = set[int]()
+        """Saved ones, free or not."""
         self._queue: OrderedDict[int, None] = OrderedDict()
         """The rest of it: the others that have keys."""
         self.marks = Marks(blocks)
@@ -114,39 +116,48 @@ class SimulatedPool:
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """One user less for each; the first of those that are free then is overwritten first."""
-        users, keys, queue, empty = self._users, self._key, self._queue, list[int]()
+        users, keys, empty = self._users, self._key, list[int]()
         for block in blocks:
             users[block] = left = users[block] - 1
             if not left:
                 if keys[block] is None:
                     empty.append(block)
                 else:
-                    queue[block] = None
+                    (self._kept if block in self._saved else self._queue)[block] = None
         self._empty += reversed(empty)
 
     def release(self, keys: Iterable[bytes]) -> None:
         """Blocks of these keys which nobody uses hold nothing any more, and are overwritten next, the last first."""
-        find, users, left = self._cached.get, self._users, list(dict.fromkeys(keys))
-        while left:
-            may_be_again = bool(self._copies)  # some of these keys are of several
-            found = [(key, block) for key in left if (block := find(key)) is not None and not users[block]]
-            for _, block in found:
+        for block in self._blocks_of(keys):
+            if not self._users[block]:
                 self._unqueue(block)
                 self._lose(block)
                 self._empty.append(block)
-            left = [key for key, _ in found] if may_be_again else []
 
     def keep(self, keys: Iterable[bytes]) -> None:
-        """Blocks of these keys which nobody uses are overwritten before others that hold something, the first first."""
-        for key in dict.fromkeys(keys):
-            first = self._cached.get(key)
-            for block in () if first is None else (first, *self._copies.get(key, ())):
-                if not self._users[block]:
-                    self._unqueue(block)
-                    self._kept[block] = None
+        """Blocks of these keys are saved, and stand before unsaved ones, the first first."""
+        for block in self._blocks_of(keys):
+            if not self._users[block]:
+                self._unqueue(block)
+                self._kept[block] = None
+            self._saved.add(block)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Blocks of these keys are saved no more, and stand last, the first at the very end."""
+        for block in reversed(self._blocks_of(keys)):
+            if not self._users[block]:
+                self._unqueue(block)
+                self._queue[block] = None
+            self._saved.discard(block)
+
+    def _blocks_of(self, keys: Iterable[bytes]) -> list[int]:
+        """All blocks of these keys."""
+        first = ((key, self._cached.get(key)) for key in dict.fromkeys(keys))
+        return [block for key, one in first if one is not None for block in (one, *self._copies.get(key, ()))]
 
     def _lose(self, block: int) -> None:
         """A block holds nothing any more."""
+        self._saved.discard(block)
         key, self._key[block] = self._key[block], None
         assert key is not None
         copies = self._copies.get(key)

@@ -81,6 +81,8 @@ class Pool:
         self.cached: dict[bytes, int] = {}
         self.kept: OrderedDict[int, None] = OrderedDict()
         """Free blocks that are overwritten before others of `free` that hold something."""
+        self.saved: set[int] = set()
+        """Blocks that stand among those whenever they are free."""
 
     def touch(self, block: int) -> int:
         self.kept.pop(block, None)
@@ -93,12 +95,15 @@ class Pool:
             self.refs[block] -= 1
             if not self.refs[block]:
                 self.free[block] = None
+                if block in self.saved and block in self.cached.values():
+                    self.kept[block] = None
 
     def allocate(self) -> int:
         block = self.next
         self.uncache(block)
         self.marks.clear([block])
         self.generation[block] = 0
+        self.saved.discard(block)
         self.lossy.pop(block, None)
         return self.touch(block)
 
@@ -128,17 +133,21 @@ class Pool:
         """Behind those that were kept before, the first first."""
         for key in keys:
             block = self.cached.get(key)
-            if block is not None and not self.refs[block]:
+            if block is not None:
+                self.saved.add(block)
                 self.kept.pop(block, None)
-                self.kept[block] = None
+                if not self.refs[block]:
+                    self.kept[block] = None
 
-    def last(self, keys: Iterable[bytes]) -> None:
-        """Free blocks go to the end of the queue."""
-        for key in keys:
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Free blocks go to the end of the queue, the first last."""
+        for key in reversed(keys):
             block = self.cached.get(key)
-            if block is not None and not self.refs[block]:
+            if block is not None:
+                self.saved.discard(block)
                 self.kept.pop(block, None)
-                self.free.move_to_end(block)
+                if not self.refs[block]:
+                    self.free.move_to_end(block)
 
 
 @dataclass
@@ -264,10 +273,11 @@ class World:
     def admit(self, request: Request) -> None:
         """Give a waiting request its blocks: those still hot, those to be restored, and empty ones."""
         hot = self.hot(request.keys[: request.prompt], self.manager.asker(request.request_id))
-        held = [self.pool.touch(self.pool.cached[key]) for key in request.keys[:hot]]
-        if len(request.keys) - hot > len(self.pool.free):
-            self.pool.give_back(held)
+        held = [self.pool.cached[key] for key in request.keys[:hot]]
+        if len(request.keys) - hot > len(self.pool.free.keys() - held):
             return
+        for block in held:
+            self.pool.touch(block)
         cold = self.manager.match(request.keys[hot : request.prompt], request.request_id)
         request.blocks = held + [self.allocate() for _ in request.keys[hot:]]
         request.had = hot + cold
@@ -476,7 +486,7 @@ class World:
                 store.drop(drop.group, drop.keys)
             self.seen[f"dropped beside: {drop.cause}" if drop.group else f"dropped: {drop.cause}"] += 1
             if not drop.group:
-                self.pool.last(filter(self.manager.is_missed, drop.keys))
+                self.pool.forget(drop.keys)
             if drop.group:
                 assert all(
                     self.manager.blocks.get(key, drop.group) is None or self.is_made_again(drop.group, key)
@@ -492,8 +502,7 @@ class World:
                 assert self.stored_everywhere(key) or key in self.unreadable, f"{key!r} is released without codes"
             if self.manager.is_saved(key):
                 self.pool.keep([key])
-            else:
-                assert block is None or not block.hot
+            if not self.manager.is_used(key):
                 self.pool.release([key])
 
     def answer(self, spill: Spill, rank: int, ok: bool) -> None:

@@ -106,7 +106,6 @@ class Engine:
         while len(hot) < len(keys) and (found := self.pool.get_cached_block(keys[len(hot)], [0])):
             hot += found
         self.pool.touch(hot)
-        self.blocks.used([block.block_id for block in hot])
         blocks = hot + self.pool.get_new_blocks(len(keys) - len(hot))
         self.pool.cache_full_blocks(asked, blocks, len(hot), len(keys), TOKENS, 0)
         self.pool.free_blocks(reversed(blocks))

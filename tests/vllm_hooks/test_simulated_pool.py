@@ -52,7 +52,6 @@ class TwoPools(RuleBasedStateMachine):
             return
         self.ours.touch(hits)
         self.theirs.touch(found)
-        self.of_driver.used([block.block_id for block in found])  # as when vLLM has allocated a request's blocks
         blocks = hits + self.ours.take(wanted)
         assert [block.block_id - 1 for block in found + self.theirs.get_new_blocks(wanted)] == blocks
         for block, key in zip(blocks[len(hits) : len(keys)], keys[len(hits) :], strict=True):
@@ -100,12 +99,21 @@ class TwoPools(RuleBasedStateMachine):
         keys = [key for text in texts for key in reversed(keys_of(text))]
         self.ours.keep(keys)
         self.of_driver.keep(keys)
-        kept = [block.block_id - 1 for block in self.of_driver.kept.values()]
-        assert kept == [*self.ours._kept]
+
+    @rule(texts=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
+    def forget(self, texts: list[str]) -> None:
+        keys = [key for text in texts for key in keys_of(text)]
+        self.ours.forget(keys)
+        self.of_driver.forget(keys)
+
+    @rule()
+    def reset(self) -> None:
+        if self.theirs.reset_prefix_cache():
+            self.ours.release([key for key in self.ours._key if key is not None])
+            self.ours._empty = [block.block_id - 1 for block in self.theirs.free_block_queue.get_all_free_blocks()][::-1]
 
     @invariant()
-    def blocks_that_hold_nothing_are_overwritten_first_and_kept_ones_next(self) -> None:
-        """Of blocks with users none is kept."""
+    def blocks_that_hold_nothing_are_overwritten_first_and_saved_ones_next(self) -> None:
         free = [block.block_id - 1 for block in self.theirs.free_block_queue.get_all_free_blocks()]
         ranks = [0 if block in self.ours._empty else 1 if block in self.ours._kept else 2 for block in free]
         assert ranks == sorted(ranks)
