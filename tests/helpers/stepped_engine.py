@@ -123,6 +123,7 @@ def converse(engine: ClockedEngine, requests: int, seed: int, every_s: float) ->
     texts: dict[str, list[int]] = {}
     names = [f"user-{number}" for number in range(14)]
     for number in range(requests):
+        engine.rest(every_s)
         place = min(int(rng.expovariate(0.25)), len(names) - 1)
         name = names.pop(place)
         if len(texts.get(name, ())) > 600:
@@ -131,7 +132,6 @@ def converse(engine: ClockedEngine, requests: int, seed: int, every_s: float) ->
         text = texts.setdefault(name, list(shared) if rng.random() < 0.5 else [])
         text += [rng.randrange(10, 200) for _ in range(rng.randrange(20, 200))]
         text += engine.ask(text, name if rng.random() < 0.7 else None, rng.randrange(1, 80))
-        engine.rest(every_s)
 
 
 def main(job: Any) -> Any:

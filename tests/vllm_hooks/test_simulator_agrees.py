@@ -20,7 +20,7 @@ from manthan.policies import get_policy
 SCRIPT = "stepped_engine.py"
 POOL, COLD = 95, 120
 CODE_NBYTES, EXACT_NBYTES = 25856, 131328
-EVERY_S = 1000.0
+IDLE_AFTER_S, EVERY_S = 2.0, 1000.0
 INSTANT = CostModel(
     restore_s_per_token=1e-6,
     spill_s_per_token=0,
@@ -36,7 +36,7 @@ def real(policy: str, count: int) -> dict[str, Any]:
     manthan = {
         "policy": policy,
         "idle.min_tokens": 64,
-        "idle": 1e6,
+        "idle": IDLE_AFTER_S,
         "codec": {"name": "k3v3", "sink_tokens": 0, "guard": False},  # blocks that all take as much
         "tiers": {"max_bytes": COLD * CODE_NBYTES},
     }
@@ -63,7 +63,7 @@ def test_the_same_blocks_are_evicted_dropped_and_restored_in_the_same_order() ->
         cold_blocks=report["cold_blocks"],
         block_tokens=BLOCK,
         cost=INSTANT,
-        idle_after_s=1e6,
+        idle_after_s=IDLE_AFTER_S,
         min_tokens=64,
     )
     tally = replay(requests, setup, journal=True)
