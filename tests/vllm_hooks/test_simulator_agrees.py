@@ -18,7 +18,7 @@ from manthan.manager.simulator.traces import TracedRequest
 from manthan.policies import get_policy
 
 SCRIPT = "stepped_engine.py"
-POOL, COLD = 95, 120
+POOL, COLD = 95, 200
 CODE_NBYTES, EXACT_NBYTES = 25856, 131328
 IDLE_AFTER_S, EVERY_S = 2.0, 1000.0
 INSTANT = CostModel(
