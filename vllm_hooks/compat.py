@@ -750,12 +750,15 @@ class VllmPool:
         """Link saved blocks into the free queue, behind those that were there before."""
         for block in blocks:
             self._kept.pop(block.block_id, None)
-        before = self._last_kept() if blocks else None
+        if not blocks:
+            return
+        last = self._last_kept()
+        after = last.next_free_block
         for block in blocks:
-            after = before.next_free_block
-            before.next_free_block, block.prev_free_block = block, before
-            block.next_free_block, after.prev_free_block = after, block
-            self._kept[block.block_id] = before = block
+            last.next_free_block, block.prev_free_block = block, last
+            self._kept[block.block_id] = last = block
+        assert after is not None
+        last.next_free_block, after.prev_free_block = after, last
         self._free.num_free_blocks += len(blocks)
 
     def _last_kept(self) -> "KVCacheBlock":

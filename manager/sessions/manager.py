@@ -284,7 +284,7 @@ class SessionMemoryManager:
             self._pruning.forget_session(session, DropCause.RELEASED)
         else:
             self._end_use(session, request_id, now)
-            self._orders.keep(session.chain or self.blocks.run(keys))
+            self._orders.keep(session.chain)
         return Outcome(session.told_id, session.pinned, refused, lossy)
 
     def _own_blocks(self, session: Session, keys: Sequence[bytes], tail: bytes | None, quality: Quality) -> int:

@@ -133,6 +133,7 @@ def test_of_windows_alone_only_anchors_are_kept() -> None:
     assert world.manager.match(KEYS) == 5  # the pool may have lost them already
     world.idle(100)
     assert world.stored == {(WINDOW, KEYS[3]), (WINDOW, KEYS[4])}
+    assert list(filter(world.manager.is_saved, KEYS)) == KEYS[3:5]
     assert world.state("s") is SessionState.COLD
     assert world.manager.blocks.cold_nbytes == 100
     assert told(world.manager, "s").cold_bytes == 100

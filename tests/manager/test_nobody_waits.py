@@ -212,6 +212,20 @@ def test_a_head_that_sessions_share_is_overwritten_behind_what_is_theirs_alone()
     assert held[-4:] == [*reversed(world.keys("head", 4))]
 
 
+def test_a_saved_block_stands_in_its_place_whenever_it_comes_free() -> None:
+    """As when a request is preempted, or aborted, or its blocks are freed late."""
+    world = World(low=0.0, high=0.0)
+    world.turn("saved", 8, 0.0)
+    save(world, SAVED_AFTER_S)
+    world.turn("unsaved", 8, 3.0)
+    blocks = world.pool.hit(world.keys("saved", 8))
+    world.pool.touch(blocks)
+    world.driver.step(0, 3.1)
+    world.pool.give_back(reversed(blocks))
+    held = [name for name in world.pool.names() if name is not None]
+    assert held == [key for name in ("saved", "unsaved") for key in reversed(world.keys(name, 8))]
+
+
 def test_a_half_empty_pool_overwrites_nothing() -> None:
     world = World(low=0.0, high=0.0)
     for turn in range(10):

@@ -110,7 +110,9 @@ class TwoPools(RuleBasedStateMachine):
     def reset(self) -> None:
         if self.theirs.reset_prefix_cache():
             self.ours.release([key for key in self.ours._key if key is not None])
-            self.ours._empty = [block.block_id - 1 for block in self.theirs.free_block_queue.get_all_free_blocks()][::-1]
+            self.ours._empty = [block.block_id - 1 for block in self.theirs.free_block_queue.get_all_free_blocks()][
+                ::-1
+            ]
 
     @invariant()
     def blocks_that_hold_nothing_are_overwritten_first_and_saved_ones_next(self) -> None:
