@@ -355,7 +355,7 @@ class Driver(Generic[B]):
     def _begin(self, run: SpillRun) -> list[bytes]:
         """Have these blocks encoded, referenced until they are copied. Returns those that are in the pool no more."""
         keys, group = run.keys, run.group
-        found = self._pool.hold_all(keys if group is None else [(group, key) for key in keys])
+        found = [self._pool.hold(key if group is None else (group, key)) for key in keys]
         gone = [at for at, block in enumerate(found) if block is None or self._is_decoded(block)]
         self._done += [block for at in gone if (block := found[at]) is not None]
         left, lost = run.without(gone), set(gone)

@@ -29,9 +29,6 @@ class Pool(FreeQueue, Protocol[B]):
     def hold(self, name: BlockName) -> B | None:
         """A block that holds this, with one more user: nobody overwrites a block with users."""
 
-    def hold_all(self, names: Sequence[BlockName]) -> list[B | None]:
-        """The same of several."""
-
     def take(self, count: int) -> list[B]:
         """The first so many free blocks, for one user; what they held is lost."""
 

@@ -552,7 +552,7 @@ class Watched:
                 return first
             served = []
             for group in kv_cache_group_ids:
-                copies = self._copies(make_block_hash_with_group_id(block_hash, group))
+                copies = cached_blocks(self._pool, make_block_hash_with_group_id(block_hash, group))
                 one = next((block for block in copies if self.marks.serves(block.block_id, self.asker)), None)
                 if one is None:
                     return None
@@ -590,12 +590,9 @@ class Watched:
         for block in new:
             if block.block_id not in known:
                 for name in (block.block_hash, *self._pool.cached_block_hashes_by_block.get(block.block_id, ())):
-                    lossy |= {copy.block_id for copy in self._copies(name) if marks[copy.block_id]}
+                    lossy |= {copy.block_id for copy in cached_blocks(self._pool, name) if marks[copy.block_id]}
         if lossy:
             overwrite_next(self._pool, [self._pool.blocks[block_id] for block_id in lossy])
-
-    def _copies(self, name: Any) -> "Iterable[KVCacheBlock]":
-        return cached_blocks(self._pool, name)
 
 
 def cached_blocks(pool: "BlockPool", name: Any) -> "Iterable[KVCacheBlock]":
@@ -684,9 +681,6 @@ class VllmPool:
 
     def block_ids(self, blocks: "Sequence[KVCacheBlock]") -> list[int]:
         return [block.block_id for block in blocks]
-
-    def hold_all(self, names: Sequence[BlockName]) -> "list[KVCacheBlock | None]":
-        return [self.hold(name) for name in names]
 
     def hold(self, name: BlockName) -> "KVCacheBlock | None":
         found = self.get(name)

@@ -59,13 +59,9 @@ class SimulatedPool:
 
     def hold(self, name: BlockName) -> int | None:
         """The block with that key, with one more user; there is one group."""
-        return self.hold_all((name,))[0]
-
-    def hold_all(self, names: Iterable[BlockName]) -> list[int | None]:
-        """The same of several."""
-        blocks = list(map(self._cached.get, names))
-        self.touch([block for block in blocks if block is not None])
-        return blocks
+        block = self._cached.get(name)
+        self.touch(() if block is None else (block,))
+        return block
 
     def touch(self, blocks: Iterable[int]) -> None:
         """One more user for each, which have keys."""
