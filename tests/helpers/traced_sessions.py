@@ -28,6 +28,7 @@ def main() -> None:
     ask(engine, 1, "alice", 1)
     time.sleep(0.4)
     ask(engine, 2, "bob", 2)
+    assert engine.half.pool._pool.reset_prefix_cache()
     ask(engine, 3, "alice", 1, tokens=360)
     provider: Any = trace.get_tracer_provider()
     provider.force_flush()

@@ -75,6 +75,10 @@ class Api:
         self.server.wait_for(is_so, WAIT_S, f"have {path} as it should be")
         return found[0]
 
+    def empty_pool(self) -> None:
+        """What is cold is restored when it returns."""
+        assert self._http.post("/reset_prefix_cache").json()["success"]
+
     def wait_for_state(self, name: str, state: str) -> Any:
         return self.wait(f"/sessions/{name}", lambda session: session["state"] == state)
 
@@ -129,6 +133,7 @@ def test_a_session_s_life_tells_turns_evictions_and_restores(api) -> None:
     api.talk("erin")
     api.post("/sessions/erin/evict")
     cold = api.wait_for_state("erin", "cold")
+    api.empty_pool()
     assert api.talk("erin")["usage"]["prompt_tokens"] > TOKENS
     life = api.wait_for_state("erin", "idle")["life"]
     assert [event["kind"] for event in life] == ["turn", "evicted", "restored", "turn"]
@@ -153,11 +158,11 @@ def test_names_may_have_anything_in_them(api) -> None:
 def test_the_state_of_the_whole(api) -> None:
     before = api.get("/state")
     api.talk("alice")
-    Api(api.server, "acme").talk("bob")
     api.post("/sessions/alice/evict")
     api.wait_for_state("alice", "cold")
+    api.empty_pool()
+    Api(api.server, "acme").talk("bob")
     api.talk("alice")
-    bob = api.wait("/sessions/acme%2Fbob", lambda session: session["cold_blocks"] == BLOCKS)  # encoded ahead
     state = api.wait("/state", lambda state: state["sessions"]["idle"] == 2)
     assert (state["model"], state["version"]) == (MODEL, "0.1.0")
     assert (state["policy"]["name"], state["policy"]["options"]) == ("lru", {})
@@ -165,9 +170,7 @@ def test_the_state_of_the_whole(api) -> None:
     [tier] = state["store"].pop("tiers")
     assert state["store"] == {"kind": "host", "up": True, "codec": "wht-5x", "verdict": "none"}
     assert tier == {"name": "host", "used_bytes": tier["used_bytes"], "budget_bytes": 64 << 20}
-    cold = [session["cold_bytes"] for session in (api.get("/sessions/alice"), bob)]
-    assert all(cold)
-    assert tier["used_bytes"] == sum(cold)
+    assert tier["used_bytes"] == api.get("/sessions/alice")["cold_bytes"] > 0
     pool = state["pool"]
     assert (pool["block_tokens"], pool["blocks"]) == (32, 130)
     assert pool["session_bytes"] * 130 == 2 * BLOCKS * pool["bytes"]

@@ -21,10 +21,11 @@ STRANGERS = 10
 FLAGS = ["--block-size", str(BLOCK), "--enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", "4096"]
 
 
-def manthan(tmp_path_factory: pytest.TempPathFactory, name: str, **config: Any) -> Iterator[VllmServer]:
+def manthan(tmp_path_factory: pytest.TempPathFactory, name: str, *more: str, **config: Any) -> Iterator[VllmServer]:
     folder = tmp_path_factory.mktemp(name)
     (folder / "manthan.yaml").write_text(json.dumps({"idle": 0.3, **config}))
-    with warm_server(MODEL, [*FLAGS, "--manthan-config", str(folder / "manthan.yaml")], folder / "log") as server:
+    flags = [*FLAGS, "--manthan-config", str(folder / "manthan.yaml"), *more]
+    with warm_server(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
         server.wait_until_ready(300)
         yield server
 
@@ -61,12 +62,15 @@ def ask(server: VllmServer, prompt: list[int] | str, session: str | None = None,
     )
 
 
-def let_go_cold(server: VllmServer, session: str) -> None:
-    def is_cold() -> bool:
-        reply = httpx.get(f"{server.url}/manthan/sessions/{session}")
-        return reply.status_code == 200 and reply.json()["state"] == "cold"
+def let_go_cold(server: VllmServer, *sessions: str) -> None:
+    """What returns is restored."""
 
-    server.wait_for(is_cold, 60, f"let {session} go cold")
+    def is_cold() -> bool:
+        replies = [httpx.get(f"{server.url}/manthan/sessions/{session}") for session in sessions]
+        return all(reply.status_code == 200 and reply.json()["state"] == "cold" for reply in replies)
+
+    server.wait_for(is_cold, 60, f"let {sessions} go cold")
+    assert httpx.post(f"{server.url}/reset_prefix_cache").json()["success"]
 
 
 def bring_back(server: VllmServer, head: list[int], session: str) -> Said:
@@ -126,8 +130,7 @@ def test_a_head_that_sessions_share_is_stored_exact(server: VllmServer, plain: V
     head = HELD[20000 : 20000 + 20 * BLOCK]
     for name in ("grace", "heidi"):
         ask(server, [*head, *HELD[21000:21024]], name)
-    for name in ("grace", "heidi"):
-        let_go_cold(server, name)
+    let_go_cold(server, "grace", "heidi")
     tail = HELD[21100:21124]
     stranger = ask(server, [*head, *tail], "ivan")
     assert stranger["cached"] == len(head)
@@ -142,8 +145,7 @@ def test_a_head_that_came_back_exact_stays_exact_before_decoded_blocks(server: V
     head, tails = HELD[24000 : 24000 + 20 * BLOCK], [HELD[start : start + 10 * BLOCK] for start in (25000, 26000)]
     for name, tail in zip(("judy", "karl"), tails, strict=True):
         ask(server, [*head, *tail, 5], name)
-    for name in ("judy", "karl"):
-        let_go_cold(server, name)
+    let_go_cold(server, "judy", "karl")
     back = ask(server, [*head, *tails[0], *HELD[27000:27024]], "judy")
     assert back["cached"] == len(head) + len(tails[0])
     assert back["told"]["lossy_tokens"] == len(tails[0])
@@ -193,7 +195,8 @@ def take_turns(server: VllmServer, turns: int) -> tuple[list[bool], int]:
 @pytest.fixture
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     config = {"codec": {"name": "wht-5x", "sink_tokens": 0, "guard": False}, "tiers": {"max_bytes": "2600KiB"}}
-    yield from manthan(tmp_path_factory, "narrow", **config)
+    small = ["--max-model-len", "3072", "--num-gpu-blocks-override", "100"]  # the pool has room for one of them
+    yield from manthan(tmp_path_factory, "narrow", *small, **config)
 
 
 def test_no_block_is_encoded_that_was_not_computed(narrow: VllmServer) -> None:

@@ -144,6 +144,7 @@ def test_a_session_goes_cold_and_comes_back(server, table, tabs) -> None:
     expect(state_of(tab, "there-and-back")).to_contain_text("cold")
     expect(tab.locator("[data-tile=used] .figure")).not_to_have_text("0%")
     expect(tab.locator("#cold-holders")).to_contain_text("there-and-back")
+    assert httpx.post(f"{server.url}/reset_prefix_cache", headers=AUTHORIZED).json()["success"]
     with running(server, prompt, "there-and-back"):
         expect(state_of(tab, "there-and-back")).to_contain_text("hot")
     expect(state_of(tab, "there-and-back")).to_contain_text("idle")

@@ -43,6 +43,7 @@ def wait_until_cold(server: VllmServer) -> None:
         return 'state="cold"} 3.0' in text and 'state="idle"} 0.0' in text
 
     server.wait_for(is_cold, 60, "show three cold sessions")
+    assert httpx.post(f"{server.url}/reset_prefix_cache").json() == {"success": True}  # what returns is restored
 
 
 def test_sessions_go_cold_and_return(server, table) -> None:

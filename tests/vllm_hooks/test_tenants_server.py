@@ -52,7 +52,7 @@ def wait_until_cold(server: VllmServer) -> None:
     """All that has room; then nothing of it is hot any more."""
     states = ("hot", "idle", "evicting")
     server.wait_for(lambda: not sum(count(server, "sessions", state=s) for s in states), 120, "rest")
-    ask(server, "", "x " * 3900)
+    assert httpx.post(f"{server.url}/reset_prefix_cache").json()["success"]
 
 
 def is_told(reply: Reply, session: str, *, pinned: bool = False) -> bool:
