@@ -181,7 +181,7 @@ class SchedulerHalf:
         self._was_called = False
         """True if workers did something for a caller since the last request. It may have loaded weights."""
         self._cancels = False
-        self._sweeper = Sweeper(config.idle.after_s, self._is_due, self._ring)
+        self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         notes = None if self._events is None else self._events.notes
         self._journal = self._books.link(self.manager, notes) if self._books is not None and not shared else None
