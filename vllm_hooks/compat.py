@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_hints import KvHintsEnvelope
 
     from manthan.manager.work import Name
+    from manthan.vllm_hooks.ordering import ReturnsFirstQueue
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 logger = init_logger("vllm.manthan")
@@ -318,13 +319,33 @@ def _core_under_construction() -> Any:
     """The EngineCore, or None: the scheduler half is built inside its constructor, so it is found on the stack."""
     from vllm.v1.engine.core import EngineCore
 
+    return _under_construction(EngineCore)
+
+
+def _under_construction(kind: type) -> Any:
+    """Return the object of this class whose method is the innermost on the stack; None if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
-        core = frame.f_locals.get("self")
-        if isinstance(core, EngineCore):
-            return core
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, kind):
+            return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def replace_waiting(queue: "ReturnsFirstQueue") -> bool:
+    """Give the scheduler under construction this queue in place of its `waiting`; False if it has one of its own kind.
+
+    `kv_holding_waiting` stays: vLLM always drains it first.
+    """
+    from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    scheduler = _under_construction(Scheduler)
+    if scheduler is None or type(scheduler.waiting) not in (FCFSRequestQueue, PriorityRequestQueue):
+        return False
+    scheduler.waiting = queue
+    return True
 
 
 def _ring(core: "EngineCoreProc") -> Callable[[], None]:

@@ -297,6 +297,7 @@ class ManthanConfig(_Model):
     api: ApiConfig = ApiConfig()
     tenants: TenantsConfig = TenantsConfig()
     sealing: SealingConfig = SealingConfig()
+    ordering: Literal["returns", "arrival"] = Field(default="returns", description="returns or arrival")
 
     @model_validator(mode="after")
     def _check_sealing(self) -> Self:
