@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import msgspec
 from vllm.logger import init_logger
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.kv_hints import KvHintsEnvelope
+    from vllm.v1.request import Request
 
     from manthan.manager.work import Name
     from manthan.vllm_hooks.ordering import ReturnsFirstQueue
@@ -634,6 +636,10 @@ class PoolMarks(Marks):
         self._watchers = pool._reuse_watchers
         self.kept: dict[int, KVCacheBlock] = {}
         """Kept blocks by id, as they stand in the free queue."""
+        self.finds: dict[int, WeakSet[Request]] = {}
+        """By id, requests that count on a block."""
+        self.bereft: set[Request] = set()
+        """Requests that counted on a block which the pool has handed out since somebody looked."""
 
     def watch(self, block_ids: Iterable[int]) -> None:
         """Hear of it when the pool hands out these blocks."""
@@ -647,6 +653,7 @@ class PoolMarks(Marks):
 
     def _forget(self, block: "KVCacheBlock") -> None:
         self.kept.pop(block.block_id, None)
+        self.bereft.update(self.finds.pop(block.block_id, ()))
         self._marks[block.block_id] = Mark.EXACT
         self._owners.pop(block.block_id, None)
 
@@ -676,7 +683,7 @@ class VllmPool:
         self._pool, self._group, self._block_tokens = pool, group, block_tokens
         own = PoolMarks(pool)
         self.marks: Marks = own
-        self.kept, self._watch = own.kept, own.watch
+        self.kept, self._watch, self._own = own.kept, own.watch, own
 
     def __len__(self) -> int:
         return self._pool.get_num_free_blocks()
@@ -697,6 +704,17 @@ class VllmPool:
     def get(self, name: BlockName) -> "KVCacheBlock | None":
         group, key = (self._group, name) if isinstance(name, bytes) else name
         return self._pool.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(BlockHash(key), group))
+
+    def count_on(self, key: bytes, request: "Request") -> None:
+        """Have `take_bereft` return this request once the pool has handed out the block of this key."""
+        if (block := self.get(key)) is not None:
+            self._own.finds.setdefault(block.block_id, WeakSet()).add(request)
+            self._watch([block.block_id])
+
+    def take_bereft(self) -> "set[Request]":
+        """Return the requests that counted on a block which was handed out since the last call."""
+        bereft, self._own.bereft = self._own.bereft, set()
+        return bereft
 
     def block_ids(self, blocks: "Sequence[KVCacheBlock]") -> list[int]:
         return [block.block_id for block in blocks]

@@ -305,15 +305,20 @@ class SchedulerHalf:
             return self.pool.get(keys[at]) is None and not has_copy(keys[at])
 
         usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
-        return request.num_tokens - bisect_left(range(usable), True, key=is_gone) * self._block_size
+        found = bisect_left(range(usable), True, key=is_gone)
+        if found:
+            self.pool.count_on(keys[found - 1], request)
+        return request.num_tokens - found * self._block_size
 
     def _reorder(self) -> None:
         """Count anew what waiting requests have to compute whose session's blocks came or went."""
         changed, self.telemetry.changed = self.telemetry.changed, set()
+        names = [request.request_id for request in self.pool.take_bereft()]
         if (waiting := self._waiting) is None:
             return
-        sessions = filter(None, map(self.manager.table.by_id.get, changed))
-        for request_id in (name for session in sessions for name in session.requests):
+        for session in filter(None, map(self.manager.table.by_id.get, changed)):
+            names += session.requests
+        for request_id in names:
             if (request := waiting.get(request_id)) is not None:
                 waiting.update(request, self._to_compute(request))
 

@@ -11,6 +11,7 @@ from stepped_engine import SteppedEngine
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 STEP = 512
 """Tokens that a step computes."""
 
@@ -23,7 +24,8 @@ class Waiting(SteppedEngine):
     """Requests by name. A scenario adds some at chosen times, with no step between, and serves them."""
 
     def __init__(self, policy: str, is_async: bool, **manthan: Any) -> None:
-        more = {"max_num_batched_tokens": STEP, "scheduling_policy": policy, "async_scheduling": is_async}
+        kind = ASYNC if is_async else None
+        more = {"max_num_batched_tokens": STEP, "scheduling_policy": policy, "scheduler_cls": kind}
         super().__init__(100, more, idle={"after_s": 3600, "min_tokens": 64}, codec={"guard": False}, **manthan)
         self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
         self.admitted: list[str] = []
@@ -90,6 +92,17 @@ class Waiting(SteppedEngine):
         """All KV is lost while the return waits."""
         self.add_all(40, 1.0)
         assert self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        return self.serve()
+
+    def overwritten(self) -> dict[str, Any]:
+        """Others' prompts take the return's blocks while it waits behind them."""
+        talk = prompt(90)
+        talk += self.ask(talk, "gone", 8)
+        self.admitted.clear()
+        for at in range(7):
+            self.add(f"first-{at}", prompt(91 + at), 0.1 * at)
+        self.add("gone", talk, 3.0)
+        self.add("short", prompt(98, 300), 3.5)
         return self.serve()
 
     def aborted(self) -> dict[str, Any]:

@@ -194,7 +194,7 @@ TestAgainstASortedList.settings = settings(max_examples=60, stateful_step_count=
 
 # -- a real engine ----------------------------------------------------------------------------------------
 
-SCENARIOS = ["resident", "late", "saved", "lost", "aborted", "grammar", "preempted"]
+SCENARIOS = ["resident", "late", "saved", "lost", "overwritten", "aborted", "grammar", "preempted"]
 FIRSTS = ["first-0", "first-1", "first-2"]
 
 
@@ -228,6 +228,10 @@ def test_a_return_passes_first_prompts_that_came_before_it(
 @pytest.mark.parametrize("why", ["late", "lost"])
 def test_a_return_that_came_too_late_or_lost_its_kv_passes_nobody(returns: dict[str, Any], why: str) -> None:
     assert returns[why]["admitted"] == [*FIRSTS, "back"]
+
+
+def test_a_return_whose_blocks_are_overwritten_as_it_waits_is_as_a_first_prompt(returns: dict[str, Any]) -> None:
+    assert returns["overwritten"]["admitted"][-2:] == ["short", "gone"]
 
 
 def test_an_aborted_request_leaves(returns: dict[str, Any]) -> None:
