@@ -23,7 +23,8 @@ def prompt(seed: int, tokens: int = 600) -> list[int]:
 class Waiting(SteppedEngine):
     """Requests by name. A scenario adds some at chosen times, with no step between, and serves them."""
 
-    def __init__(self, policy: str, is_async: bool, **manthan: Any) -> None:
+    def __init__(self, policy: str, is_async: bool, talk: list[int] | None, **manthan: Any) -> None:
+        """talk: what another engine has computed for the session; None for it to be computed here."""
         kind = ASYNC if is_async else None
         more = {"max_num_batched_tokens": STEP, "scheduling_policy": policy, "scheduler_cls": kind}
         super().__init__(100, more, idle={"after_s": 3600, "min_tokens": 64}, codec={"guard": False}, **manthan)
@@ -39,8 +40,9 @@ class Waiting(SteppedEngine):
             allocated(request, *args)
 
         self.half.allocated = noting
-        self.talk = prompt(0)
-        self.talk += self.ask(self.talk, "back", 8)
+        self.talk = talk or prompt(0)
+        if talk is None:
+            self.talk += self.ask(self.talk, "back", 8)
         self.admitted.clear()
 
     def add(self, name: str, tokens: list[int], after_s: float, priority: int = 0, **options: Any) -> None:
@@ -68,6 +70,13 @@ class Waiting(SteppedEngine):
         self.admitted, self.answers = [], {}
         return report
 
+    def save(self) -> list[int]:
+        """Save all blocks; the session's tokens."""
+        self.half.manager.relieve(1000, time.monotonic())
+        while self.half.has_work:
+            self.step()
+        return self.talk
+
     # -- scenarios ------------------------------------------------------------------------------------
 
     def resident(self) -> dict[str, Any]:
@@ -81,11 +90,17 @@ class Waiting(SteppedEngine):
 
     def saved(self) -> dict[str, Any]:
         """Nothing is resident any more."""
-        self.half.manager.relieve(1000, time.monotonic())
-        while self.half.has_work:
-            self.step()
+        self.save()
         assert self.engine.reset_prefix_cache()
         self.add_all(30, 1.0)
+        return self.serve()
+
+    def looked_up(self) -> dict[str, Any]:
+        """Redis has answered before the first step begins, which computes what came first."""
+        self.add_all(100, 1.0)
+        until = time.monotonic() + 60
+        while not self.half._redis.has_answers and time.monotonic() < until:
+            time.sleep(0.01)
         return self.serve()
 
     def lost(self) -> dict[str, Any]:
@@ -136,7 +151,7 @@ class Waiting(SteppedEngine):
 
 
 def main(job: Any) -> Any:
-    engine = Waiting(job["policy"], job["is_async"], **job["manthan"])
+    engine = Waiting(job["policy"], job["is_async"], job["talk"], **job["manthan"])
     told = {"kind": type(engine.scheduler.waiting).__name__, "scheduler": type(engine.scheduler).__name__}
     return told | {name: getattr(engine, name)() for name in job["what"]}
 

@@ -2,12 +2,14 @@
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from redis_server import RedisServer
 from scripts import run_script
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
@@ -198,8 +200,11 @@ SCENARIOS = ["resident", "late", "saved", "lost", "overwritten", "aborted", "gra
 FIRSTS = ["first-0", "first-1", "first-2"]
 
 
-def served(what: list[str], policy: str, ordering: str, is_async: bool = False) -> dict[str, Any]:
-    job = {"what": what, "policy": policy, "is_async": is_async, "manthan": {"ordering": ordering}}
+def served(
+    what: list[str], policy: str, ordering: str, is_async: bool = False, talk: list[int] | None = None, **manthan: Any
+) -> dict[str, Any]:
+    job = {"what": what, "policy": policy, "is_async": is_async, "talk": talk}
+    job["manthan"] = {"ordering": ordering} | manthan
     found: dict[str, Any] = json.loads(run_script("ordered_sessions.py", job)[0])
     return found
 
@@ -254,6 +259,14 @@ def test_a_preempted_request_resumes_before_a_shorter_one_that_came_earlier(retu
 def test_priorities_of_users_go_over_the_order() -> None:
     found = served(["priorities"], "priority", "returns")
     assert found["priorities"]["admitted"] == ["urgent", "back", "first", "patient"]
+
+
+def test_a_return_that_another_engine_has_served_passes_once_it_is_found(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        tiers = {"kind": "redis", "redis": {"url": server.url}}
+        talk = served(["save"], "fcfs", "returns", tiers=tiers)["save"]
+        found = served(["looked_up"], "fcfs", "returns", talk=talk, tiers=tiers)
+    assert found["looked_up"]["admitted"] == ["first-0", "back", "first-1", "first-2"]
 
 
 def test_vllms_own_queue_stays_where_the_order_is_arrival(arrival: dict[str, Any]) -> None:
