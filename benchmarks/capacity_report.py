@@ -24,7 +24,8 @@ GREYS = ("#6b7580", "#a3acb5")
 
 @dataclass(frozen=True)
 class Found:
-    """What one arm kept in one budget; budget is 0 for a server that was given. right of asked: answers on return.
+    """What one arm kept in one budget; budget is 0 for a server that was given. split: bytes of
+    the pool, and beside it. right of asked: answers on return.
 
     kept_ms, recomputed_ms: times to first token of returns that were kept, and of those that were computed again.
     nbytes: of a kept session, codes or bf16.
@@ -32,6 +33,7 @@ class Found:
 
     arm: str
     budget: int
+    split: tuple[int, int]
     came: int
     kept: int
     nbytes: float
@@ -51,6 +53,7 @@ class Found:
         return cls(
             run["arm"],
             run["budget"] or 0,
+            (run.get("pool_bytes", 0), run.get("store_bytes", 0)),
             best["came"],
             best["kept"],
             _session_nbytes(run, best),
@@ -110,6 +113,7 @@ def make_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
     table = Table(title=f"Sessions of {report['tokens']:,} tokens of {report['model']} that return", box=SIMPLE)
     table.add_column("memory", justify="right")
     table.add_column("")
+    table.add_column("pool + beside", justify="right")
     for header in ("came", "kept", "× plain", "MiB\na session", "first token, kept\np50 / p95 / p99, ms"):
         table.add_column(header, justify="right")
     for header in ("recomputed\np50, ms", "right\nanswers"):
@@ -120,6 +124,7 @@ def make_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
         table.add_row(
             _size(one.budget),
             one.arm,
+            " + ".join(_size(nbytes) for nbytes in one.split if nbytes),
             str(one.came),
             str(one.kept),
             f"{gain:.2f}" if gain else "",

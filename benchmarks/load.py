@@ -42,8 +42,8 @@ def load(
     arms: Annotated[
         str,
         typer.Option(
-            help="Of plain, wide, offload, lmcache, host, device, disk, redis, tiered; default: plain, wide, host; "
-            "on a GPU plain, offload, host.",
+            help="Of plain, plain-ordered, wide, offload, lmcache, host, device, disk, redis, tiered; "
+            "default: plain, wide, host; on a GPU plain, offload, host.",
         ),
     ] = "",
     codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,

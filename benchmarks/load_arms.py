@@ -22,8 +22,8 @@ from manthan.benchmarks.capacity_arms import (
 )
 from manthan.codec.registry import needs_profile
 
-WIDE, LMCACHE, DISK = "wide", "lmcache", "disk"
-ARMS = (PLAIN, WIDE, OFFLOAD, LMCACHE, *OURS[:2], DISK, *OURS[2:])
+WIDE, ORDERED, LMCACHE, DISK = "wide", "plain-ordered", "lmcache", "disk"
+ARMS = (PLAIN, ORDERED, WIDE, OFFLOAD, LMCACHE, *OURS[:2], DISK, *OURS[2:])
 CPU_ARMS, GPU_ARMS = (PLAIN, WIDE, "host"), (PLAIN, OFFLOAD, "host")
 MANTHAN_ARMS = (*OURS, DISK)
 LOG_FORMAT = "%(levelname)s %(created).3f [%(filename)s:%(lineno)d] %(message)s"
@@ -53,6 +53,8 @@ class Arms:
         arm = dataclasses.replace(arm, kind=kind, eager=False, env={"VLLM_LOGGING_CONFIG_PATH": str(self._logging())})
         if arm.manthan is not None:
             return dataclasses.replace(arm, manthan=arm.manthan | self._manthan(kind, codec))
+        if kind == ORDERED:
+            return dataclasses.replace(arm, flags=(*arm.flags, "--scheduling-policy", "priority"))
         return self._lmcache(arm) if kind == LMCACHE else arm
 
     def _flags(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ PARTS = {
     "rest": "API,\nclient",
 }
 PART_COLORS = dict(zip(PARTS, ("#a3acb5", "#2f6db5", "#c9ced3", "#d1663b", "#444444"), strict=True))
-OTHERS = ("plain", "wide", "offload", "lmcache")
+OTHERS = ("plain", "plain-ordered", "wide", "offload", "lmcache")
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,9 @@ def draw(report: dict[str, Any], found: Sequence[Found]) -> Any:
     returns, turns, slow = figure.subplots(1, 3)
     ours = [one.arm for one in found if one.arm not in OTHERS]
     colors = dict(zip(ours, COLORS * len(ours), strict=False))
-    colors |= dict(zip((one.arm for one in found if one.arm in OTHERS), (*GREYS, "#3f474f", "#c9ced3"), strict=False))
+    colors |= dict(
+        zip((one.arm for one in found if one.arm in OTHERS), (*GREYS, "#3f474f", "#c9ced3", "#1d2329"), strict=False)
+    )
     _draw_returns(returns, found, colors)
     _draw_turns(turns, found, colors)
     _draw_slow(slow, found)

@@ -26,7 +26,7 @@ from manthan.benchmarks.arms import (
 )
 from manthan.benchmarks.capacity_arms import IN_REDIS, CapacityArm, Memory, as_json, read_codecs, shown
 from manthan.benchmarks.endpoint import POLL_S, Endpoint, ServerError
-from manthan.benchmarks.load_arms import MANTHAN_ARMS, Arms, cannot_run, read_arms
+from manthan.benchmarks.load_arms import MANTHAN_ARMS, ORDERED, Arms, cannot_run, read_arms
 from manthan.benchmarks.load_chats import Chat, Made, Replay, made_up, replayed, writer
 from manthan.benchmarks.load_report import merged, show
 from manthan.benchmarks.load_talk import Talk, Talker
@@ -188,7 +188,7 @@ def run_arm(options: LoadOptions, served: Served, load: Load, arm: CapacityArm, 
         start_s = time.monotonic() - began
         if not options.cold:
             warm_up(server, options, served, load, is_ours, progress)
-        talk = talk_to(server, load, options, progress)
+        talk = talk_to(server, load, options, progress, arm.kind == ORDERED)
     waits = explain(talk, read_log(server.log, talk.began), served.block_size, is_ours)
     console.print(f"  {shown(arm)}: {said(talk)}; {time.monotonic() - began:.0f} s", soft_wrap=True)
     tell_codec(server.log, console)
@@ -228,9 +228,10 @@ def forget(server: Endpoint) -> None:
             time.sleep(POLL_S)
 
 
-def talk_to(endpoint: Endpoint, load: Load, options: LoadOptions, progress: Bar) -> Talk:
+def talk_to(endpoint: Endpoint, load: Load, options: LoadOptions, progress: Bar, ordered: bool = False) -> Talk:
+    """Have the chats talk. ordered: see Talker."""
     progress.begin("the chats talk", sum(len(chat.turns) for chat in load.chats))
-    return Talker(endpoint, progress.step, options.timeout).run(load.chats)
+    return Talker(endpoint, progress.step, options.timeout, ordered).run(load.chats)
 
 
 def as_report(talk: Talk, waits: Sequence[Any], is_ours: bool) -> dict[str, Any]:

@@ -64,10 +64,15 @@ class Talk:
 
 
 class Talker:
-    """Has chats talk to one server. step: called after each request."""
+    """Has chats talk to one server.
 
-    def __init__(self, endpoint: Endpoint, step: Callable[[], None], deadline_s: float) -> None:
-        self._endpoint, self._step, self._deadline_s = endpoint, step, deadline_s
+    Args:
+        step: Called after each request.
+        ordered: True if requests say their priority: returns before first prompts.
+    """
+
+    def __init__(self, endpoint: Endpoint, step: Callable[[], None], deadline_s: float, ordered: bool = False) -> None:
+        self._endpoint, self._step, self._deadline_s, self._ordered = endpoint, step, deadline_s, ordered
         self._asked: list[Asked] = []
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -112,6 +117,8 @@ class Talker:
 
     def _ask(self, index: int, chat: Chat, number: int, turn: Turn, prompt: list[int], known: int) -> Reply | None:
         named: dict[str, Any] = {"session_id": chat.name} if chat.name else {}
+        if self._ordered:
+            named["priority"] = int(number == 1)
         what = {"chat": index, "session": chat.name, "turn": number, "sent_s": self._now(), "known_tokens": known}
         reply = None
         try:

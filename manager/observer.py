@@ -97,5 +97,8 @@ class Observer:
     def looked_up(self, outcome: str) -> None:
         """A prompt was looked up in a shared store: found, nothing, unanswered."""
 
+    def arrived(self, session_id: str) -> None:
+        """A lookup has found blocks of the session, which a request of it can load."""
+
     def store_answers(self, is_up: bool) -> None:
         """Whether the cold store answers."""

@@ -14,6 +14,7 @@ from manthan.manager.stores.redis.sessions import LookupResult, Needed, RedisSes
 class Lookup(NamedTuple):
     """A request's prompt blocks. Redis was asked for those from the `first` on."""
 
+    session_id: str
     keys: list[bytes]
     first: int
     deadline: float
@@ -53,7 +54,7 @@ class RedisLink:
         first = self._manager.remote.known(keys)
         if not self._manager.min_blocks <= len(keys) > first:
             return
-        lookup = Lookup(list(keys), first, now + self._sessions.timeout_s)
+        lookup = Lookup(session_id, list(keys), first, now + self._sessions.timeout_s)
         needed = self._needed(lookup) if self._beside is not None else None
         if self._sessions.look_up(request_id, session_id, self._group, keys[first:], needed):
             self._lookups[request_id] = lookup
@@ -102,6 +103,7 @@ class RedisLink:
             anchor = FoundAnchor(lookup.first + anchored.blocks, parts, anchored.sizes)
         self._manager.remote.found(request_id, lookup.keys[: lookup.first + len(sizes)], sizes, anchor)
         self._manager.served_elsewhere(request_id, shared_blocks(sampled, lookup.keys))
+        self._observer.arrived(lookup.session_id)
 
     def tell(self, drops: Iterable[Drop], now: float) -> None:
         """Leave word of what has changed since the last call."""

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import msgspec
 from vllm.logger import init_logger
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.kv_hints import KvHintsEnvelope
+    from vllm.v1.request import Request
 
     from manthan.manager.work import Name
+    from manthan.vllm_hooks.ordering import ReturnsFirstQueue
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 logger = init_logger("vllm.manthan")
@@ -319,13 +322,33 @@ def _core_under_construction() -> Any:
     """The EngineCore, or None: the scheduler half is built inside its constructor, so it is found on the stack."""
     from vllm.v1.engine.core import EngineCore
 
+    return _under_construction(EngineCore)
+
+
+def _under_construction(kind: type) -> Any:
+    """Return the object of this class whose method is the innermost on the stack; None if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
-        core = frame.f_locals.get("self")
-        if isinstance(core, EngineCore):
-            return core
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, kind):
+            return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def replace_waiting(queue: "ReturnsFirstQueue") -> bool:
+    """Give the scheduler under construction this queue in place of its `waiting`; False if it has one of its own kind.
+
+    `kv_holding_waiting` stays: vLLM always drains it first.
+    """
+    from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    scheduler = _under_construction(Scheduler)
+    if scheduler is None or type(scheduler.waiting) not in (FCFSRequestQueue, PriorityRequestQueue):
+        return False
+    scheduler.waiting = queue
+    return True
 
 
 def _ring(core: "EngineCoreProc") -> Callable[[], None]:
@@ -644,6 +667,10 @@ class VllmPool:
         self._free, self._saved = pool.free_block_queue, set[int]()
         self._kept: dict[int, KVCacheBlock] = {}
         """Saved blocks as they stand in the free queue, and some that have left it."""
+        self._finds: dict[int, WeakSet[Request]] = {}
+        """By block id, requests that count on a block."""
+        self._bereft: set[Request] = set()
+        """Requests that counted on a block which the pool has handed out since somebody looked."""
         self._last_empty: KVCacheBlock | None = None
         """The last of the blocks at the head of the free queue that hold nothing; None if it is not known."""
         wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._saved_first)
@@ -656,6 +683,7 @@ class VllmPool:
         self.marks.clear([block.block_id])
         self._saved.discard(block.block_id)
         self._kept.pop(block.block_id, None)
+        self._bereft.update(self._finds.pop(block.block_id, ()))
         if block is self._last_empty:
             self._last_empty = None
 
@@ -678,6 +706,17 @@ class VllmPool:
     def get(self, name: BlockName) -> "KVCacheBlock | None":
         group, key = (self._group, name) if isinstance(name, bytes) else name
         return self._pool.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(BlockHash(key), group))
+
+    def count_on(self, key: bytes, request: "Request") -> None:
+        """Have `take_bereft` return this request once the pool has handed out the block of this key."""
+        if (block := self.get(key)) is not None:
+            self._finds.setdefault(block.block_id, WeakSet()).add(request)
+            self._watch([block.block_id])
+
+    def take_bereft(self) -> "set[Request]":
+        """Return the requests that counted on a block which was handed out since the last call."""
+        bereft, self._bereft = self._bereft, set()
+        return bereft
 
     def block_ids(self, blocks: "Sequence[KVCacheBlock]") -> list[int]:
         return [block.block_id for block in blocks]

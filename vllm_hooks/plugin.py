@@ -26,7 +26,7 @@ from manthan.vllm_hooks.transfer_config import (
     to_transfer_config,
     together,
 )
-from manthan.vllm_hooks.worker.capacity import set_gpu_memory_aside
+from manthan.vllm_hooks.worker.capacity import set_gpu_memory_aside, share_memory
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -69,7 +69,7 @@ def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
 
 
 def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
-    """Refuse what Manthan cannot serve before any process starts, set GPU memory aside, and watch requests."""
+    """Refuse what Manthan cannot serve before any process starts, divide memory, and watch requests."""
     if not is_on(vllm_config):
         return
     with one_sentence() if from_command_line else nullcontext():
@@ -80,6 +80,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         keys_of(from_vllm_config(vllm_config).sealing)
         check_disk(vllm_config)
         check_redis(vllm_config)
+        share_memory(vllm_config)
         set_gpu_memory_aside(vllm_config)
     check_requests()
 

@@ -1,6 +1,7 @@
 """The scheduler half of the connector: vLLM's events to the driver, the driver's orders to messages."""
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -32,6 +33,7 @@ from manthan.vllm_hooks.compat import (
     engine_waker,
     offer,
     prepare_requests,
+    replace_waiting,
     watch_lookups,
 )
 from manthan.vllm_hooks.disk_store import DiskBooks
@@ -41,6 +43,7 @@ from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
 from manthan.vllm_hooks.memory import Shards, fallback_shapes, memory_shape, with_windows
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.ordering import ReturnsFirstQueue
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
 from manthan.vllm_hooks.support import (
@@ -163,6 +166,8 @@ class SchedulerHalf:
             beside = self._places if self.groups.windows else None
             self._redis = RedisLink(sessions, self.manager, self.telemetry, beside)
         self.driver: Driver[KVCacheBlock]
+        self._waiting: ReturnsFirstQueue | None = None
+        """The scheduler's waiting requests; None if they stand in vLLM's own queue."""
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None
         self._step = 0
@@ -188,6 +193,10 @@ class SchedulerHalf:
 
     def bind(self, pool: "BlockPool") -> None:
         """The pool exists: from now on there is something to watch."""
+        if self.config.ordering == "returns":
+            scheduling = self._vllm_config.scheduler_config
+            waiting = ReturnsFirstQueue(scheduling.max_num_batched_tokens, scheduling.policy == "priority")
+            self._waiting = waiting if replace_waiting(waiting) else None
         event = None if self._events is None else self._events.event
         self.pool = VllmPool(pool, self._group, self._block_size, event)
         self.driver = Driver(
@@ -281,6 +290,37 @@ class SchedulerHalf:
             tenant=tenant_of(request),
             tail=self._tail(request),
         )
+        if self._waiting is not None:
+            self._waiting.update(request, self._to_compute(request))
+
+    def _to_compute(self, request: "Request") -> int:
+        """Number of a request's tokens that are neither resident nor saved. O(log n).
+
+        Sessions lose their last blocks first. Where that does not hold, the number is an estimate.
+        """
+        manager, keys = self.manager, self._keys(request)
+        has_copy = manager.is_used if manager.shape.group is None else manager.is_saved
+
+        def is_gone(at: int) -> bool:
+            return self.pool.get(keys[at]) is None and not has_copy(keys[at])
+
+        usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
+        found = bisect_left(range(usable), True, key=is_gone)
+        if found:
+            self.pool.count_on(keys[found - 1], request)
+        return request.num_tokens - found * self._block_size
+
+    def _reorder(self) -> None:
+        """Count anew what waiting requests have to compute whose session's blocks came or went."""
+        changed, self.telemetry.changed = self.telemetry.changed, set()
+        names = [request.request_id for request in self.pool.take_bereft()]
+        if (waiting := self._waiting) is None:
+            return
+        for session in filter(None, map(self.manager.table.by_id.get, changed)):
+            names += session.requests
+        for request_id in names:
+            if (request := waiting.get(request_id)) is not None:
+                waiting.update(request, self._to_compute(request))
 
     def _tail(self, request: "Request") -> bytes | None:
         """The prompt's tokens behind its full blocks; None for a prompt of embeddings."""
@@ -423,6 +463,7 @@ class SchedulerHalf:
             self._begin_again()
         taken = self.groups.taken(scheduled_tokens, scheduled_requests)
         work = self.driver.step(taken, time.monotonic())
+        self._reorder()
         place, self._place = self._place, None
         self._set_deadline()
         self._step += 1
@@ -434,6 +475,7 @@ class SchedulerHalf:
         """What ended on the workers. A block or a restore is settled when every rank has answered."""
         self._copied(report)
         self.driver.answered(report.spills, report.loads, time.monotonic(), report.verdicts)
+        self._reorder()
         self._set_deadline()
 
     def _copied(self, report: ManthanWorkerMetadata) -> None:
@@ -465,6 +507,7 @@ class SchedulerHalf:
         """Drop all KV, hot and cold: a reset asks for that, or other weights compute from now on."""
         if self._resets.is_pausing:  # `paused` knows what is to go
             return
+        self.telemetry.changed.update(self.manager.table.by_id)
         self._place = self.driver.reset(time.monotonic())
         logger.info("Manthan: the cold store is emptied.")
 
@@ -481,6 +524,7 @@ class SchedulerHalf:
         """Undo `halt`. After a reset nothing is begun until a request comes: the weights may change up to then."""
         self._cancels, self._is_unsure = False, True
         if was_reset:
+            self.telemetry.changed.update(self.manager.table.by_id)
             self.driver.forget_hot(time.monotonic())
             self._rung = True  # a step tells vLLM's KV events and metrics of the reset
             if self._events is not None:
@@ -489,6 +533,7 @@ class SchedulerHalf:
             if cold:
                 logger.info("Manthan: the prefix cache is reset; %d cold sessions stay, if the weights do.", cold)
         self.driver.rests = self._is_unsure
+        self._reorder()
 
     @property
     def is_out_of_use(self) -> bool:

@@ -297,6 +297,8 @@ class ManthanConfig(_Model):
     api: ApiConfig = ApiConfig()
     tenants: TenantsConfig = TenantsConfig()
     sealing: SealingConfig = SealingConfig()
+    ordering: Literal["returns", "arrival"] = Field(default="returns", description="returns or arrival")
+    memory_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 110GiB; 0 for no such budget")
 
     @model_validator(mode="after")
     def _check_sealing(self) -> Self:

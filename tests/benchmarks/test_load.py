@@ -177,6 +177,7 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
         assert {"--seed", "--enable-per-request-metrics"} <= {*one.flags}
     assert made["host"].manthan["codec"]["profile"] == str(tmp_path / "profile")
     assert made["host"].manthan["idle.min_tokens"] == 32
+    assert [kind for kind, one in made.items() if "priority" in one.flags] == ["plain-ordered"]
     assert "profile" not in made["redis"].manthan["codec"]
     assert float(made["offload"].flags[-1]) == float(made["lmcache"].env["LMCACHE_MAX_LOCAL_CPU_SIZE"]) == 2
     assert Path(made["disk"].manthan["tiers.disk.path"]).is_dir()
@@ -187,7 +188,7 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
     [
         (
             ("--arms", "plain,hots"),
-            "--arms hots is unknown: there are plain, wide, offload, lmcache, host,",
+            "--arms hots is unknown: there are plain, plain-ordered, wide, offload, lmcache, host,",
         ),
         (("--manthan", "{tenants: 3}"), "--manthan must be keys as in docs/configuration.md and their values, not"),
         (("--memory", "64 apples"), "--memory must be a size such as 20GiB, not '64 apples'"),

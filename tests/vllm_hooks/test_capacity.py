@@ -12,7 +12,13 @@ from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.arena import GRANULE
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.worker.capacity import STAGINGS_BYTES, TierBytes, set_gpu_memory_aside
+from manthan.vllm_hooks.worker.capacity import (
+    COPIES_BYTES,
+    STAGINGS_BYTES,
+    TierBytes,
+    set_gpu_memory_aside,
+    share_memory,
+)
 from manthan.vllm_hooks.worker.half import codec_backend
 
 GIB = 1 << 30
@@ -47,14 +53,19 @@ class Gpu:
     """vLLM's configuration beside a GPU of 100 GiB, as the platform would describe it."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, store: dict[str, Any], backend: str = "auto", **cache: Any
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        store: dict[str, Any],
+        backend: str = "auto",
+        memory: str = "0",
+        **cache: Any,
     ) -> None:
         monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
         monkeypatch.setattr(
             type(current_platform), "get_device_total_memory", classmethod(lambda cls: 100 * GIB), raising=False
         )
         self.cache_config = SimpleNamespace(**{"gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": None} | cache)
-        self.kv_transfer_config = kv_transfer_config(tiers=store, codec={"backend": backend})
+        self.kv_transfer_config = kv_transfer_config(tiers=store, codec={"backend": backend}, memory_bytes=memory)
         self.parallel_config = SimpleNamespace(world_size=2)
 
 
@@ -78,6 +89,44 @@ def test_codes_made_on_the_cpu_take_no_gpu_memory(monkeypatch: pytest.MonkeyPatc
 def test_more_than_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"max_bytes is 200.0GiB of GPU memory: --gpu-memory-utilization leaves vLLM"):
         set_gpu_memory_aside(Gpu(monkeypatch, {"kind": "device", "max_bytes": "200GiB"}))
+
+
+def integrated(monkeypatch: pytest.MonkeyPatch, store: dict[str, Any], backend: str, memory: str, **cache: Any) -> Gpu:
+    """A GPU that shares 100 GiB with the CPU."""
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_integrated_gpu", classmethod(lambda cls: True), raising=False)
+    return Gpu(monkeypatch, store, backend, memory, **cache)
+
+
+@pytest.mark.parametrize(
+    ("store", "backend", "for_vllm"),
+    [
+        ({"kind": "host", "max_bytes": "40GiB"}, "numpy", 50 * GIB - 2 * COPIES_BYTES),
+        ({"kind": "redis", "max_bytes": "40GiB", "host_bytes": "10GiB"}, "numpy", 80 * GIB - 2 * COPIES_BYTES),
+        ({"kind": "device", "max_bytes": "40GiB", "host_bytes": "10GiB"}, "cuda", 40 * GIB - 2 * STAGINGS_BYTES),
+    ],
+)
+def test_one_budget_of_one_memory_is_all_that_both_take(
+    monkeypatch: pytest.MonkeyPatch, store: dict[str, Any], backend: str, for_vllm: int
+) -> None:
+    machine = integrated(monkeypatch, store, backend, "90GiB")
+    share_memory(machine)
+    set_gpu_memory_aside(machine)
+    shares = 2 * 100 * GIB * machine.cache_config.gpu_memory_utilization
+    assert for_vllm - 1e-3 * GIB < shares <= for_vllm
+
+
+def test_a_budget_that_cannot_be_kept_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = {"kind": "host", "max_bytes": "40GiB"}
+    for memory in ("40GiB", "201GiB"):
+        with pytest.raises(ConfigError, match=r"memory_bytes is \d+.0GiB: it must be more than the 40.2GiB"):
+            share_memory(integrated(monkeypatch, store, "numpy", memory))
+    with pytest.raises(ConfigError, match="gives the pool a size: use one of them"):
+        share_memory(integrated(monkeypatch, store, "numpy", "90GiB", kv_cache_memory_bytes=GIB))
+    machine = integrated(monkeypatch, store, "numpy", "90GiB")
+    monkeypatch.setattr(type(current_platform), "is_integrated_gpu", classmethod(lambda cls: False), raising=False)
+    with pytest.raises(ConfigError, match="this GPU has its own: leave it out"):
+        share_memory(machine)
 
 
 def test_the_backend_suits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

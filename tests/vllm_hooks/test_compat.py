@@ -34,7 +34,10 @@ READ = {
     "vllm.v1.engine.core.EngineCoreProc._process_engine_step": "self.step_fn()",
     "vllm.v1.executor.abstract.Executor.sleep": 'self.collective_rpc("sleep", kwargs=dict(level=level))',
     "vllm.v1.executor.abstract.Executor.discard": 'self.collective_rpc("discard"',
-    "vllm.v1.core.sched.scheduler.Scheduler._preempt_request": "drop_stale_output: bool",
+    "vllm.v1.core.sched.scheduler.Scheduler.reset_prefix_cache": "timestamp, drop_stale_output=True)",
+    "vllm.v1.core.sched.scheduler.Scheduler._preempt_request": "self.waiting.prepend_request(request)",
+    "vllm.v1.core.sched.scheduler.Scheduler.__init__": "self.waiting = create_request_queue(self.policy)",
+    "vllm.v1.core.sched.scheduler.Scheduler.schedule": "request = request_queue.pop_request()",
     "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks": "self.prefix_cache_lookup_enabled(request)",
     "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks_for_connector": (
         "self.prefix_cache_lookup_enabled(request)"

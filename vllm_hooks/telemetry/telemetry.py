@@ -32,6 +32,8 @@ class Telemetry(Observer):
         """Since the start."""
         self._stats = StatsRecorder(manager)
         self._failures = Sparing(QUIET_S)
+        self.changed: set[str] = set()
+        """Ids of sessions whose blocks came or went since the scheduler half looked."""
 
     def take(self) -> ManthanStats | None:
         """Metrics since the last call, for vLLM to carry to where they are shown."""
@@ -101,6 +103,7 @@ class Telemetry(Observer):
         self._stats.count("overwritten_blocks", blocks)
 
     def evicted(self, eviction: Eviction) -> None:
+        self.changed.add(eviction.session_id)
         self._stats.count("evictions")
         self._stats.observe("encode_bytes", eviction.encoded_nbytes)
         self.totals["evictions"] += 1
@@ -111,6 +114,7 @@ class Telemetry(Observer):
             self.lives.evicted(eviction)
 
     def happened(self, news: News) -> None:
+        self.changed.add(news.session_id)
         if self.lives is not None:
             self.lives.happened(news)
 
@@ -118,6 +122,7 @@ class Telemetry(Observer):
         self._stats.count("dropped_blocks", len(drop.keys), str(drop.cause))
 
     def restored(self, restored: Restored) -> None:
+        self.changed.add(restored.session_id)
         if restored.is_prefetch:
             self._stats.count("prefetches")
             self._stats.count("prefetched_blocks", restored.good + restored.beside)
@@ -141,6 +146,9 @@ class Telemetry(Observer):
 
     def looked_up(self, outcome: str) -> None:
         self._stats.count("lookups", label=outcome)
+
+    def arrived(self, session_id: str) -> None:
+        self.changed.add(session_id)
 
     def store_answers(self, is_up: bool) -> None:
         self._stats.store_is_up = is_up

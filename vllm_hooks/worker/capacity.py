@@ -85,6 +85,45 @@ def fast_tiers(store: TiersConfig, ranks: int) -> list[Fast]:
     return [Fast(int(nbytes), fills_on_read=True) for nbytes in budgets]
 
 
+def share_memory(vllm_config: "VllmConfig") -> None:
+    """Give vLLM what `memory_bytes` leaves beside the tiers in RAM: weights, activations, and the KV pool as the rest.
+
+    Raises ConfigError where CPU and GPU have memories of their own, or for a budget that cannot be kept.
+    """
+    from vllm.platforms import current_platform
+
+    config, cache = from_vllm_config(vllm_config), vllm_config.cache_config
+    budget, ranks = int(config.memory_bytes), vllm_config.parallel_config.world_size
+    if not budget:
+        return
+    if not (current_platform.is_cpu() or current_platform.is_integrated_gpu()):
+        raise ConfigError(
+            "memory_bytes is for machines whose CPU and GPU share one memory, and this GPU has its own: leave it out"
+        )
+    if cache.kv_cache_memory_bytes:
+        raise ConfigError(
+            "memory_bytes leaves the KV pool what is left of it, but --kv-cache-memory-bytes (or "
+            "VLLM_CPU_KVCACHE_SPACE) gives the pool a size: use one of them"
+        )
+    tiers = config.tiers
+    ram = tiers.max_bytes if tiers.kind == "host" else tiers.host_bytes
+    ours = ram + (0 if is_on_gpu(vllm_config) else COPIES_BYTES * ranks)
+    total = current_platform.get_device_total_memory()
+    if not ours < budget <= total * ranks:
+        raise ConfigError(
+            f"memory_bytes is {human_bytes(budget)}: it must be more than the {human_bytes(ours)} that Manthan takes "
+            f"in RAM, and no more than the machine's {human_bytes(total)} for each rank"
+        )
+    cache.gpu_memory_utilization = math.floor((budget - ours) / ranks / total * 1e6) / 1e6
+    logger.info(
+        "Manthan: of %s, %s are for compressed blocks in RAM and %s for vLLM: --gpu-memory-utilization is now %g",
+        human_bytes(budget),
+        human_bytes(ours),
+        human_bytes(budget - ours),
+        cache.gpu_memory_utilization,
+    )
+
+
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
     """Take what the tier on the device and the staging buffers need out of what vLLM would give its KV pool.
 

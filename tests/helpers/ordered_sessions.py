@@ -1,0 +1,160 @@
+"""A real engine with several waiting requests, stepped by hand: in which order the scheduler gives them blocks.
+
+Run as a script: a job as JSON on standard input, a report as JSON on standard output.
+"""
+
+import time
+from typing import Any
+
+from scripts import answer
+from stepped_engine import SteppedEngine
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+STEP = 512
+"""Tokens that a step computes."""
+
+
+def prompt(seed: int, tokens: int = 600) -> list[int]:
+    return [(7 * at + 31 * seed * at + seed) % 190 + 10 for at in range(tokens)]
+
+
+class Waiting(SteppedEngine):
+    """Requests by name. A scenario adds some at chosen times, with no step between, and serves them."""
+
+    def __init__(self, policy: str, is_async: bool, talk: list[int] | None, **manthan: Any) -> None:
+        """talk: what another engine has computed for the session; None for it to be computed here."""
+        kind = ASYNC if is_async else None
+        more = {"max_num_batched_tokens": STEP, "scheduling_policy": policy, "scheduler_cls": kind}
+        super().__init__(100, more, idle={"after_s": 3600, "min_tokens": 64}, codec={"guard": False}, **manthan)
+        self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
+        self.admitted: list[str] = []
+        self.answers: dict[str, list[int]] = {}
+        self.base = time.time()
+        allocated = self.half.allocated
+
+        def noting(request: Any, *args: Any) -> None:
+            if not request.num_computed_tokens:  # otherwise a load has ended, and it goes on
+                self.admitted.append(request.request_id.rpartition("-")[0])
+            allocated(request, *args)
+
+        self.half.allocated = noting
+        self.talk = talk or prompt(0)
+        if talk is None:
+            self.talk += self.ask(self.talk, "back", 8)
+        self.admitted.clear()
+
+    def add(self, name: str, tokens: list[int], after_s: float, priority: int = 0, **options: Any) -> None:
+        params = SamplingParams(temperature=0, detokenize=False, **{"max_tokens": 4, "ignore_eos": True} | options)
+        given = {"prompt_token_ids": tokens}, params, self.base + after_s
+        self.engine.add_request(name, *given, priority=priority, session_id=name)
+
+    def add_all(self, seed: int, returns_s: float) -> None:
+        """Three first prompts, and the session's return that much after the first of them."""
+        for at in range(3):
+            self.add(f"first-{at}", prompt(seed + at), 0.1 * at)
+        self.add("back", [*self.talk, *prompt(seed, 20)], returns_s)
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.answers[output.request_id] = list(output.outputs[0].token_ids)
+        self._wait_for_threads()
+
+    def serve(self) -> dict[str, Any]:
+        """Serve all that wait; the order in which they got blocks, and the answers."""
+        while self.engine.has_unfinished_requests():
+            self.step()
+        assert not self.scheduler.waiting
+        report = {"admitted": self.admitted, "answers": self.answers}
+        self.admitted, self.answers = [], {}
+        return report
+
+    def save(self) -> list[int]:
+        """Save all blocks; the session's tokens."""
+        self.half.manager.relieve(1000, time.monotonic())
+        while self.half.has_work:
+            self.step()
+        return self.talk
+
+    # -- scenarios ------------------------------------------------------------------------------------
+
+    def resident(self) -> dict[str, Any]:
+        self.add_all(10, 1.0)
+        return self.serve()
+
+    def late(self) -> dict[str, Any]:
+        """The return comes the bound later than all first prompts."""
+        self.add_all(20, 2.3)
+        return self.serve()
+
+    def saved(self) -> dict[str, Any]:
+        """Nothing is resident any more."""
+        self.save()
+        assert self.engine.reset_prefix_cache()
+        self.add_all(30, 1.0)
+        return self.serve()
+
+    def looked_up(self) -> dict[str, Any]:
+        """Redis has answered before the first step begins, which computes what came first."""
+        self.add_all(100, 1.0)
+        until = time.monotonic() + 60
+        while not self.half._redis.has_answers and time.monotonic() < until:
+            time.sleep(0.01)
+        return self.serve()
+
+    def lost(self) -> dict[str, Any]:
+        """All KV is lost while the return waits."""
+        self.add_all(40, 1.0)
+        assert self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        return self.serve()
+
+    def overwritten(self) -> dict[str, Any]:
+        """Others' prompts take the return's blocks while it waits behind them."""
+        talk = prompt(90)
+        talk += self.ask(talk, "gone", 8)
+        self.admitted.clear()
+        for at in range(7):
+            self.add(f"first-{at}", prompt(91 + at), 0.1 * at)
+        self.add("gone", talk, 3.0)
+        self.add("short", prompt(98, 300), 3.5)
+        return self.serve()
+
+    def aborted(self) -> dict[str, Any]:
+        self.add_all(50, 1.0)
+        self.engine.abort_request(["first-1", "back"])
+        counts = self.scheduler.get_request_counts()
+        return self.serve() | {"counts": counts}
+
+    def preempted(self) -> dict[str, Any]:
+        """Two requests grow beyond the pool, and a short one comes when one of them has lost its blocks."""
+        for at in range(2):
+            self.add(f"long-{at}", prompt(60 + at, 1440), 0.1 * at, max_tokens=200)
+        while not (self.scheduler.waiting and self.scheduler.waiting.peek_request().num_preemptions):
+            self.step()
+        self.add("short", prompt(62, 100), -5.0)
+        return self.serve()
+
+    def grammar(self) -> dict[str, Any]:
+        """A request that waits for its grammar is passed, and served when that is ready."""
+        wanted = StructuredOutputsParams(regex="(ab)+")
+        self.add("bound", prompt(70, 64), 0.0, structured_outputs=wanted, ignore_eos=False)
+        self.add("free", prompt(71), 0.1)
+        return self.serve()
+
+    def priorities(self) -> dict[str, Any]:
+        self.add("urgent", prompt(80), 0.5, priority=-1)
+        self.add("first", prompt(81), 0.0)
+        self.add("back", [*self.talk, *prompt(80, 20)], 0.2)
+        self.add("patient", prompt(82, 20), -9.0, priority=1)
+        return self.serve()
+
+
+def main(job: Any) -> Any:
+    engine = Waiting(job["policy"], job["is_async"], job["talk"], **job["manthan"])
+    told = {"kind": type(engine.scheduler.waiting).__name__, "scheduler": type(engine.scheduler).__name__}
+    return told | {name: getattr(engine, name)() for name in job["what"]}
+
+
+if __name__ == "__main__":
+    answer(main)

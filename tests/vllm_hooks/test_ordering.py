@@ -1,0 +1,273 @@
+"""Who goes first among waiting requests: the queue against a sorted list, and on a real engine."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from redis_server import RedisServer
+from scripts import run_script
+from vllm import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+
+from manthan.vllm_hooks.ordering import BOUND_S, ReturnsFirstQueue
+
+STEP = 1000
+NAMES = itertools.count()
+
+
+def request(tokens: int, arrival: float = 0.0, priority: int = 0) -> Request:
+    params = SamplingParams(max_tokens=1)
+    return Request(
+        str(next(NAMES)), [1] * tokens, params, None, client_index=0, arrival_time=arrival, priority=priority
+    )
+
+
+def drain(queue: ReturnsFirstQueue) -> list[Request]:
+    """Pop all, each as it was peeked."""
+    order = list(queue)
+    popped = []
+    while queue:
+        popped.append(queue.peek_request())
+        assert queue.pop_request() is popped[-1]
+    assert popped == order
+    return popped
+
+
+def queue_of(*requests: Request, by_priority: bool = False) -> ReturnsFirstQueue:
+    queue = ReturnsFirstQueue(STEP, by_priority)
+    for one in requests:
+        queue.add_request(one)
+    return queue
+
+
+def test_who_has_less_to_compute_goes_first_and_equals_by_arrival() -> None:
+    first = [request(STEP, arrival) for arrival in (0.0, 0.1, 0.1)]
+    back = request(STEP, 0.2)
+    queue = queue_of(*first, back)
+    assert list(queue) == [*first, back]
+    queue.update(back, STEP // 10)
+    assert drain(queue) == [back, *first]
+
+
+def test_a_request_that_came_the_bound_later_never_passes() -> None:
+    first, soon, late = request(50 * STEP), request(1, BOUND_S - 0.01), request(1, BOUND_S + 0.01)
+    assert drain(queue_of(late, soon, first)) == [soon, first, late]
+
+
+def test_what_is_to_be_computed_may_become_more() -> None:
+    lost, other = request(STEP), request(STEP, 0.1)
+    queue = queue_of(lost, other)
+    queue.update(lost, 1)
+    queue.update(other, 2)
+    assert list(queue) == [lost, other]
+    queue.update(lost, STEP)
+    assert drain(queue) == [other, lost]
+
+
+def test_a_preempted_request_goes_before_all_of_its_priority() -> None:
+    preempted, cheap = request(50 * STEP, 9.0), request(1)
+    preempted.status = RequestStatus.PREEMPTED
+    queue = queue_of(cheap)
+    queue.prepend_request(preempted)
+    assert drain(queue) == [preempted, cheap]
+
+
+@pytest.mark.parametrize("by_priority", [True, False])
+def test_a_users_priority_wins_where_vllm_heeds_it(by_priority: bool) -> None:
+    urgent, cheap, preempted = request(50 * STEP, 5.0, -1), request(1), request(STEP)
+    preempted.status = RequestStatus.PREEMPTED
+    order = drain(queue_of(cheap, preempted, urgent, by_priority=by_priority))
+    assert order == ([urgent, preempted, cheap] if by_priority else [preempted, cheap, urgent])
+
+
+def test_skipped_requests_stand_where_they_stood() -> None:
+    requests = [request(STEP) for _ in range(4)]
+    queue = queue_of(*requests)
+    skipped = [queue.pop_request(), queue.pop_request()]
+    queue.prepend_requests(reversed(skipped))  # as the scheduler does
+    assert drain(queue) == requests
+
+
+def test_requests_leave_wherever_they_stand_and_those_that_are_not_there_are_ignored() -> None:
+    requests = [request(STEP, float(at)) for at in range(5)]
+    queue = queue_of(*requests)
+    queue.remove_requests([requests[0], requests[3], request(1)])
+    queue.remove_request(requests[2])
+    assert (len(queue), bool(queue)) == (2, True)
+    assert queue.get(requests[0].request_id) is None
+    assert drain(queue) == [requests[1], requests[4]]
+    with pytest.raises(IndexError):
+        queue.peek_request()
+
+
+def test_entries_that_are_gone_take_no_room() -> None:
+    queue = queue_of(request(STEP))
+    [waits] = queue
+    for tokens in range(10_000):
+        queue.update(waits, tokens)
+    assert len(queue._heap) < 100
+
+
+class Ordered(RuleBasedStateMachine):
+    """The queue beside a list of (priority, preempted, due, request), which is sorted each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = ReturnsFirstQueue(STEP, by_priority=True)
+        self.out: list[Request] = []
+        self.known: dict[str, int] = {}
+        self.listed: list[Request] = []
+        """Those in the queue, so that a stable sort by key gives its order."""
+
+    def key(self, one: Request) -> Any:
+        tokens = self.known.get(one.request_id, one.num_tokens)
+        late = min(BOUND_S, BOUND_S * tokens / STEP)
+        return one.priority, one.status is not RequestStatus.PREEMPTED, one.arrival_time + late
+
+    @property
+    def sorted(self) -> list[Request]:
+        return sorted(self.listed, key=self.key)
+
+    @rule(tokens=st.integers(1, 2 * STEP), arrival=st.sampled_from([0.0, 0.5, 1.0, 3.0]), priority=st.integers(0, 2))
+    def add(self, tokens: int, arrival: float, priority: int) -> None:
+        one = request(tokens, arrival, priority)
+        self.queue.add_request(one)
+        self.listed.append(one)
+
+    @precondition(lambda self: self.listed)
+    @rule(data=st.data(), tokens=st.integers(0, 2 * STEP))
+    def update(self, data: Any, tokens: int) -> None:
+        one = data.draw(st.sampled_from(self.listed))
+        self.known[one.request_id] = tokens
+        self.queue.update(one, tokens)
+
+    @precondition(lambda self: self.listed)
+    @rule()
+    def pop(self) -> None:
+        one = self.queue.pop_request()
+        assert one is self.sorted[0]
+        self.listed.remove(one)
+        self.out.append(one)
+
+    @precondition(lambda self: self.out)
+    @rule(preempted=st.booleans())
+    def put_back(self, preempted: bool) -> None:
+        """They were skipped, or the last of them was preempted."""
+        some, self.out = ([self.out.pop()], self.out) if preempted else (self.out, [])
+        if preempted:
+            some[0].status = RequestStatus.PREEMPTED
+            self.queue.prepend_request(some[0])
+        else:
+            self.queue.prepend_requests(reversed(some))
+        self.listed = [*some, *self.listed]
+
+    @precondition(lambda self: self.listed)
+    @rule(data=st.data())
+    def remove(self, data: Any) -> None:
+        gone = data.draw(st.lists(st.sampled_from(self.listed + self.out), unique=True))
+        self.queue.remove_requests(gone)
+        self.listed = [one for one in self.listed if one not in gone]
+
+    @invariant()
+    def agrees(self) -> None:
+        assert list(self.queue) == self.sorted
+        assert len(self.queue) == len(self.listed)
+        assert bool(self.queue) == bool(self.listed)
+        if self.listed:
+            assert self.queue.peek_request() is self.sorted[0]
+
+    @invariant()
+    def nobody_is_passed_by_who_came_the_bound_later(self) -> None:
+        order = {one.request_id: at for at, one in enumerate(self.queue)}
+        for one, other in itertools.permutations(self.listed, 2):
+            same = self.key(one)[:2] == self.key(other)[:2]
+            if same and one.arrival_time + BOUND_S < other.arrival_time:
+                assert order[one.request_id] < order[other.request_id]
+
+
+TestAgainstASortedList = Ordered.TestCase
+TestAgainstASortedList.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# -- a real engine ----------------------------------------------------------------------------------------
+
+SCENARIOS = ["resident", "late", "saved", "lost", "overwritten", "aborted", "grammar", "preempted"]
+FIRSTS = ["first-0", "first-1", "first-2"]
+
+
+def served(
+    what: list[str], policy: str, ordering: str, is_async: bool = False, talk: list[int] | None = None, **manthan: Any
+) -> dict[str, Any]:
+    job = {"what": what, "policy": policy, "is_async": is_async, "talk": talk}
+    job["manthan"] = {"ordering": ordering} | manthan
+    found: dict[str, Any] = json.loads(run_script("ordered_sessions.py", job)[0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def returns() -> dict[str, Any]:
+    """With asynchronous scheduling, as a server has it."""
+    return served(SCENARIOS, "fcfs", "returns", is_async=True)
+
+
+@pytest.fixture(scope="module")
+def arrival() -> dict[str, Any]:
+    return served(SCENARIOS[:4], "fcfs", "arrival")
+
+
+@pytest.mark.parametrize("where", ["resident", "saved"])
+def test_a_return_passes_first_prompts_that_came_before_it(
+    returns: dict[str, Any], arrival: dict[str, Any], where: str
+) -> None:
+    assert (returns["scheduler"], arrival["scheduler"]) == ("AsyncScheduler", "Scheduler")
+    assert returns[where]["admitted"] == ["back", *FIRSTS]
+    assert arrival[where]["admitted"] == [*FIRSTS, "back"]
+    assert returns[where]["answers"] == arrival[where]["answers"]
+
+
+@pytest.mark.parametrize("why", ["late", "lost"])
+def test_a_return_that_came_too_late_or_lost_its_kv_passes_nobody(returns: dict[str, Any], why: str) -> None:
+    assert returns[why]["admitted"] == [*FIRSTS, "back"]
+
+
+def test_a_return_whose_blocks_are_overwritten_as_it_waits_is_as_a_first_prompt(returns: dict[str, Any]) -> None:
+    assert returns["overwritten"]["admitted"][-2:] == ["short", "gone"]
+
+
+def test_an_aborted_request_leaves(returns: dict[str, Any]) -> None:
+    assert returns["aborted"]["counts"] == [0, 2]
+    assert returns["aborted"]["admitted"] == ["first-0", "first-2"] == sorted(returns["aborted"]["answers"])
+
+
+def test_who_waits_for_a_grammar_is_passed_and_served_then(returns: dict[str, Any]) -> None:
+    assert sorted(returns["grammar"]["admitted"]) == ["bound", "free"] == sorted(returns["grammar"]["answers"])
+
+
+def test_a_preempted_request_resumes_before_a_shorter_one_that_came_earlier(returns: dict[str, Any]) -> None:
+    assert returns["preempted"]["admitted"] == ["long-0", "long-1", "long-1", "short"]
+    assert {name: len(found) for name, found in returns["preempted"]["answers"].items()} == {
+        **dict.fromkeys(["long-0", "long-1"], 200),
+        "short": 4,
+    }
+
+
+def test_priorities_of_users_go_over_the_order() -> None:
+    found = served(["priorities"], "priority", "returns")
+    assert found["priorities"]["admitted"] == ["urgent", "back", "first", "patient"]
+
+
+def test_a_return_that_another_engine_has_served_passes_once_it_is_found(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        tiers = {"kind": "redis", "redis": {"url": server.url}}
+        talk = served(["save"], "fcfs", "returns", tiers=tiers)["save"]
+        found = served(["looked_up"], "fcfs", "returns", talk=talk, tiers=tiers)
+    assert found["looked_up"]["admitted"] == ["first-0", "back", "first-1", "first-2"]
+
+
+def test_vllms_own_queue_stays_where_the_order_is_arrival(arrival: dict[str, Any]) -> None:
+    assert arrival["kind"] == "FCFSRequestQueue"

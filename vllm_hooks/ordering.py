@@ -1,0 +1,120 @@
+"""The scheduler's waiting queue, in which requests with little to compute go before those with much."""
+
+import heapq
+from collections.abc import Iterable, Iterator
+from itertools import count
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.request import Request, RequestStatus
+
+BOUND_S = 2.0
+"""Seconds by which a request with much to compute stands behind its arrival, at most."""
+
+
+class _Entry(NamedTuple):
+    """Place of a request. `tie` differs for any two, so that requests are never compared."""
+
+    priority: int
+    not_preempted: bool
+    due: float
+    tie: int
+    request: Request
+
+
+class ReturnsFirstQueue(RequestQueue):
+    """Within one priority, preempted requests first, then by arrival time plus up to `BOUND_S` for tokens to compute.
+
+    The time that is added is the request's share of a step: `BOUND_S` for a prompt that fills one or more. Prompts
+    that fill a step together need no order, and a longer one keeps others waiting for whole steps. A measured time for
+    each token would be right for the engine's work, but too small on a fast GPU to let a return pass the first
+    prompts of the last second.
+
+    A request that came `BOUND_S` later never passes, whatever either has to compute: nobody starves.
+
+    A heap with lazy deletion: adding, updating and popping are O(log n), removing is O(1).
+
+    Args:
+        step_tokens: Most tokens that the engine computes in a step.
+        by_priority: True if `Request.priority` counts, the lowest first.
+    """
+
+    def __init__(self, step_tokens: int, by_priority: bool) -> None:
+        self._step_tokens, self._by_priority = step_tokens, by_priority
+        self._heap: list[_Entry] = []
+        """Entries, and some that are not in `_entries` any more."""
+        self._entries: dict[str, _Entry] = {}
+        self._to_compute: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self._front, self._back = count(-1, -1), count()
+
+    def update(self, request: Request, to_compute: int) -> None:
+        """Take note of how many tokens a request has to compute; until then it is all that it has.
+
+        Do not call this between `peek_request` and `pop_request`: vLLM takes both for the same request.
+        """
+        self._to_compute[request] = to_compute
+        if (entry := self._entries.get(request.request_id)) is not None:
+            self._push(request, entry.tie)
+
+    def get(self, request_id: str) -> Request | None:
+        """Return a request that is in the queue."""
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry.request
+
+    def _push(self, request: Request, tie: int) -> None:
+        tokens = self._to_compute.get(request, request.num_tokens)
+        entry = _Entry(
+            request.priority if self._by_priority else 0,
+            request.status is not RequestStatus.PREEMPTED,
+            request.arrival_time + BOUND_S * min(1.0, tokens / self._step_tokens),
+            tie,
+            request,
+        )
+        self._entries[request.request_id] = entry
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)
+
+    def add_request(self, request: Request) -> None:
+        self._push(request, next(self._back))
+
+    def prepend_request(self, request: Request) -> None:
+        """Add a request, before all that would stand at the same place."""
+        self._push(request, next(self._front))
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.prepend_request(request)
+
+    def peek_request(self) -> Request:
+        while self._heap:
+            request = self._heap[0].request
+            if self._entries.get(request.request_id) is self._heap[0]:
+                return request
+            heapq.heappop(self._heap)
+        raise IndexError("peek from an empty queue")
+
+    def pop_request(self) -> Request:
+        request = self.peek_request()
+        heapq.heappop(self._heap)
+        del self._entries[request.request_id]
+        return request
+
+    def remove_request(self, request: Request) -> None:
+        del self._entries[request.request_id]
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Remove those of the requests that are in the queue."""
+        for request in requests:
+            self._entries.pop(request.request_id, None)
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter([entry.request for entry in sorted(self._entries.values())])
