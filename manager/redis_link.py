@@ -7,8 +7,8 @@ from typing import NamedTuple
 from manthan.manager.observer import Observer
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import CodeState, Drop, FoundAnchor, Session
-from manthan.manager.stores.redis.schema import iso, sample, shared_blocks
-from manthan.manager.stores.redis.sessions import LookupResult, Needed, RedisSessions, SessionRecord
+from manthan.manager.tiers.redis_schema import iso, sample, shared_blocks
+from manthan.manager.tiers.redis_sessions import LookupResult, Needed, RedisSessions, SessionRecord
 
 
 class Lookup(NamedTuple):

@@ -14,11 +14,11 @@ from vllm.logger import init_logger
 from manthan.manager.config.model import ConfigError, ManthanConfig
 from manthan.manager.journal_link import JournalLink
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.stores.cold_store import FrontStore
-from manthan.manager.stores.disk.journal import Journal
-from manthan.manager.stores.disk.root import check_folder, open_rank, open_root, remove_others
-from manthan.manager.stores.disk.segment import newest
-from manthan.manager.stores.sealed import Sealer, keys_of
+from manthan.manager.tiers.disk import newest
+from manthan.manager.tiers.disk_folder import check_folder, open_rank, open_root, remove_others
+from manthan.manager.tiers.journal import Journal
+from manthan.manager.tiers.sealed import Sealer, keys_of
+from manthan.manager.tiers.tier import FrontTier
 from manthan.manager.work import Name
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
@@ -46,7 +46,7 @@ def check_disk(vllm_config: "VllmConfig") -> None:
     check_folder(config.tiers.disk.path, PATIENCE_S)
 
 
-def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int, rank: int) -> FrontStore:
+def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int, rank: int) -> FrontTier:
     """A rank's part, of so many bytes. name: of what the codes mean. Raises ConfigError if another server has it."""
     return open_rank(_root(config, parallel), name, rank, nbytes)
 

@@ -13,8 +13,8 @@ from pydantic import ByteSize
 from redis.exceptions import RedisError
 
 from manthan.manager.config.model import ConfigError, ManthanConfig, TiersConfig
-from manthan.manager.stores.disk.root import FolderBusyError, check_folder
-from manthan.manager.stores.redis.client import check, connect, pipelined
+from manthan.manager.tiers.disk_folder import FolderBusyError, check_folder
+from manthan.manager.tiers.redis_client import check, connect, pipelined
 
 IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
 REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "afs", "fuse.")

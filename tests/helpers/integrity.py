@@ -9,9 +9,9 @@ from itertools import pairwise
 
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import HOT_STATES, Block, CodeState, Session, SessionState
-from manthan.manager.stores.arena import GRANULE, Arena
-from manthan.manager.stores.cold_store import HostStore
-from manthan.manager.stores.disk.store import DiskStore
+from manthan.manager.tiers.arena import GRANULE, Arena
+from manthan.manager.tiers.disk import DiskTier
+from manthan.manager.tiers.ram import RamTier
 from manthan.manager.work import Name
 
 
@@ -28,11 +28,11 @@ def check_integrity(manager: SessionMemoryManager) -> None:
         _raise_for(checks(manager))
 
 
-def check_store(store: Arena | HostStore | DiskStore) -> None:
+def check_store(store: Arena | RamTier | DiskTier) -> None:
     """The same of a store's own books. Nothing may be under way there."""
     if isinstance(store, Arena):
         _raise_for(_holes(store))
-    elif isinstance(store, HostStore):
+    elif isinstance(store, RamTier):
         with store._lock:
             _raise_for(_holes(store._arena))
     else:
@@ -63,7 +63,7 @@ def _holes(arena: Arena) -> Findings:
     yield in_order, "the holes of one size are not in order"
 
 
-def _segments(store: DiskStore) -> Findings:
+def _segments(store: DiskTier) -> Findings:
     alive = dict.fromkeys(store._logs, 0)
     for kept in store._index.values():
         alive[kept.segment.number] += kept.record.room

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from integrity import check_store
 
-from manthan.manager.stores import memory
-from manthan.manager.stores.arena import GRANULE, room
-from manthan.manager.stores.cold_store import Buffer, HostStore
+from manthan.manager.tiers import ram as memory
+from manthan.manager.tiers.arena import GRANULE, room
+from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.tier import Buffer
 
 BUDGET = 100 * GRANULE
 
@@ -19,14 +20,14 @@ def buffer(nbytes: int, value: int = 0) -> Buffer:
     return np.full(nbytes, value, np.uint8)
 
 
-def keep(store: HostStore, key: bytes, nbytes: int, value: int = 0, group: int = 0) -> bool:
+def keep(store: RamTier, key: bytes, nbytes: int, value: int = 0, group: int = 0) -> bool:
     """Whether it was kept."""
     refused = store.put_all(group, {key: buffer(nbytes, value)})
     assert refused in ({}, {key: "store_full"})
     return not refused
 
 
-def held(store: HostStore, key: bytes, group: int = 0) -> int | None:
+def held(store: RamTier, key: bytes, group: int = 0) -> int | None:
     """The value that fills a kept block."""
     (buf,) = store.read(group, [key])
     if buf is None:
@@ -36,7 +37,7 @@ def held(store: HostStore, key: bytes, group: int = 0) -> int | None:
 
 
 def test_what_is_put_can_be_read_in_the_order_asked() -> None:
-    store = HostStore(BUDGET)
+    store = RamTier(BUDGET)
     assert keep(store, b"a", 40 * GRANULE, 1)
     assert keep(store, b"b", 60 * GRANULE, 2)
     b, missing, a = store.read(0, [b"b", b"x", b"a"])
@@ -48,7 +49,7 @@ def test_what_is_put_can_be_read_in_the_order_asked() -> None:
 
 
 def test_groups_are_kept_apart() -> None:
-    store = HostStore(BUDGET)
+    store = RamTier(BUDGET)
     keep(store, b"a", 100, 1, group=0)
     keep(store, b"a", 200, 2, group=3)
     assert (held(store, b"a"), held(store, b"a", 3), held(store, b"a", 1)) == (1, 2, None)
@@ -60,7 +61,7 @@ def test_groups_are_kept_apart() -> None:
 
 
 def test_what_does_not_fit_is_refused_and_takes_nothing() -> None:
-    store = HostStore(BUDGET)
+    store = RamTier(BUDGET)
     keep(store, b"a", 90 * GRANULE)
     blocks = {b"b": buffer(8 * GRANULE), b"c": buffer(3 * GRANULE), b"d": buffer(2 * GRANULE)}
     assert store.put_all(0, blocks) == {b"c": "store_full"}
@@ -69,7 +70,7 @@ def test_what_does_not_fit_is_refused_and_takes_nothing() -> None:
 
 
 def test_putting_a_key_again_replaces_it_and_counts_it_once() -> None:
-    store = HostStore(BUDGET)
+    store = RamTier(BUDGET)
     keep(store, b"a", 40 * GRANULE, 1)
     keep(store, b"a", 30 * GRANULE, 2)
     assert (store.used, held(store, b"a")) == (30 * GRANULE, 2)
@@ -80,7 +81,7 @@ def test_putting_a_key_again_replaces_it_and_counts_it_once() -> None:
 @pytest.mark.parametrize("bound", [1000, GRANULE, 5 * GRANULE + 1])
 def test_blocks_that_are_smaller_than_expected_leave_their_room_to_others(bound: int) -> None:
     """A store accounts for what a block has and not for what it might have had: nothing leaks."""
-    store, rng = HostStore(BUDGET), random.Random(bound)
+    store, rng = RamTier(BUDGET), random.Random(bound)
     for _ in range(50):
         sizes = {bytes([at]): rng.randrange(1, bound + 1) for at in range(BUDGET // room(bound))}
         assert store.put_all(0, {key: buffer(size) for key, size in sizes.items()}) == {}
@@ -93,7 +94,7 @@ def test_blocks_that_are_smaller_than_expected_leave_their_room_to_others(bound:
 
 def test_a_block_that_is_dropped_while_it_is_read_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes may be another's already."""
-    store = HostStore(GRANULE)
+    store = RamTier(GRANULE)
     keep(store, b"a", 4, 7)
     whole = store._memory.read
 
@@ -108,7 +109,7 @@ def test_a_block_that_is_dropped_while_it_is_read_is_a_miss(monkeypatch: pytest.
 
 def test_blocks_may_lie_in_several_chunks_and_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "CHUNK", 3 * GRANULE)
-    store, rng = HostStore(40 * GRANULE), np.random.default_rng(1)
+    store, rng = RamTier(40 * GRANULE), np.random.default_rng(1)
     blocks = {bytes([at]): rng.integers(0, 256, size, np.uint8) for at, size in enumerate([1, 700, 2000, 300, 4000])}
     assert store.put_all(0, blocks) == {}
     store.drop(0, [b"\0", b"\3"])
@@ -122,7 +123,7 @@ def test_blocks_may_lie_in_several_chunks_and_extents(monkeypatch: pytest.Monkey
 
 def test_many_threads_never_exceed_the_budget_or_mix_blocks_up() -> None:
     budget, threads, rounds = 20 * GRANULE, 8, 2_000
-    store = HostStore(budget)
+    store = RamTier(budget)
     start = threading.Barrier(threads)
 
     def hammer(seed: int) -> int:

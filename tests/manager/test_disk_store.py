@@ -15,10 +15,10 @@ import pytest
 from integrity import check_store
 from numpy.typing import NDArray
 
-from manthan.manager.stores.cold_store import STORE_FULL
-from manthan.manager.stores.disk import store as disk_store
-from manthan.manager.stores.disk.segment import HEADER, PAGE, room
-from manthan.manager.stores.disk.store import DiskError, DiskSlowError, DiskStore
+from manthan.manager.tiers import disk as disk_store
+from manthan.manager.tiers.disk import DiskError, DiskSlowError, DiskTier
+from manthan.manager.tiers.disk_segment import HEADER, PAGE, room
+from manthan.manager.tiers.tier import STORE_FULL
 
 MIB = 1 << 20
 KEYS = [bytes([number]) * 32 for number in range(50)]
@@ -28,7 +28,7 @@ def numbers(seed: int, nbytes: int = 5000) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
-def get(store: DiskStore, key: bytes, group: int = 0) -> NDArray[np.uint8] | None:
+def get(store: DiskTier, key: bytes, group: int = 0) -> NDArray[np.uint8] | None:
     [found] = store.read(group, [key])
     return found
 
@@ -39,16 +39,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(folder: Path) -> Iterator[DiskStore]:
-    store = DiskStore(folder, 4 * MIB)
+def store(folder: Path) -> Iterator[DiskTier]:
+    store = DiskTier(folder, 4 * MIB)
     yield store
     store.close()
 
 
-def again(store: DiskStore, max_bytes: int = 4 * MIB) -> DiskStore:
+def again(store: DiskTier, max_bytes: int = 4 * MIB) -> DiskTier:
     """As the next process finds it."""
     store.close()
-    return DiskStore(store.folder, max_bytes)
+    return DiskTier(store.folder, max_bytes)
 
 
 def files(folder: Path) -> list[Path]:
@@ -58,7 +58,7 @@ def files(folder: Path) -> list[Path]:
 # -- what a store does ----------------------------------------------------------------------------------
 
 
-def test_blocks_are_kept_by_group_and_key(store: DiskStore) -> None:
+def test_blocks_are_kept_by_group_and_key(store: DiskTier) -> None:
     assert store.put_all(0, {KEYS[0]: numbers(0), KEYS[1]: numbers(1, 0)}) == {}
     assert store.put_all(3, {KEYS[0]: numbers(3)}) == {}
     assert np.array_equal(get(store, KEYS[0]), numbers(0))
@@ -73,7 +73,7 @@ def test_blocks_are_kept_by_group_and_key(store: DiskStore) -> None:
     check_store(store)
 
 
-def test_the_next_process_finds_what_was_there(store: DiskStore) -> None:
+def test_the_next_process_finds_what_was_there(store: DiskTier) -> None:
     store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
     store.put_all(7, {KEYS[0]: numbers(100)})
     store = again(store)
@@ -83,7 +83,7 @@ def test_the_next_process_finds_what_was_there(store: DiskStore) -> None:
     store.close()
 
 
-def test_files_stay_within_the_budget_while_blocks_come_and_go(store: DiskStore) -> None:
+def test_files_stay_within_the_budget_while_blocks_come_and_go(store: DiskTier) -> None:
     rng, there = random.Random(0), {}
     keys = [bytes([number]) * 32 for number in range(100)]
     for number in range(1500):
@@ -105,7 +105,7 @@ def test_files_stay_within_the_budget_while_blocks_come_and_go(store: DiskStore)
     assert store.used >= 0.9 * store.usable
 
 
-def test_a_full_store_refuses_and_takes_again_what_fits(store: DiskStore) -> None:
+def test_a_full_store_refuses_and_takes_again_what_fits(store: DiskTier) -> None:
     large = {key: numbers(n, 200_000) for n, key in enumerate(KEYS)}
     refused = store.put_all(0, large)
     assert set(refused.values()) == {STORE_FULL}
@@ -117,7 +117,7 @@ def test_a_full_store_refuses_and_takes_again_what_fits(store: DiskStore) -> Non
     assert store.put_all(0, {b"x" * 32: numbers(0, store.max_bytes)}) == {b"x" * 32: STORE_FULL}
 
 
-def test_what_was_cleared_is_not_found_by_the_next_process_nor_what_was_put_since(store: DiskStore) -> None:
+def test_what_was_cleared_is_not_found_by_the_next_process_nor_what_was_put_since(store: DiskTier) -> None:
     store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
     assert store.cleared("elsewhere") is store
     assert (store.used, store.blocks()) == (0, {})
@@ -137,13 +137,13 @@ def test_what_was_cleared_is_not_found_by_the_next_process_nor_what_was_put_sinc
 def test_a_process_that_is_killed_behind_a_reset_leaves_nothing_of_what_came_since(folder: Path) -> None:
     child = os.fork()
     if not child:
-        store = DiskStore(folder, 4 * MIB)
+        store = DiskTier(folder, 4 * MIB)
         store.put_all(0, {KEYS[0]: numbers(0)})
         store.cleared("")
         store.put_all(0, {KEYS[0]: numbers(1), KEYS[1]: numbers(1)})
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    store = DiskStore(folder, 4 * MIB)
+    store = DiskTier(folder, 4 * MIB)
     assert set(store.blocks()) <= {(0, KEYS[0])}
     assert (0, KEYS[0]) not in store.blocks() or np.array_equal(get(store, KEYS[0]), numbers(0))
     store.close()
@@ -152,7 +152,7 @@ def test_a_process_that_is_killed_behind_a_reset_leaves_nothing_of_what_came_sin
 # -- what can happen to a folder ------------------------------------------------------------------------
 
 
-def test_a_smaller_budget_finds_all_and_takes_nothing_until_some_is_dropped(store: DiskStore) -> None:
+def test_a_smaller_budget_finds_all_and_takes_nothing_until_some_is_dropped(store: DiskTier) -> None:
     store.put_all(0, {key: numbers(n, 60_000) for n, key in enumerate(KEYS)})
     store = again(store, 2 * MIB)
     assert len(store.blocks()) == 50
@@ -167,7 +167,7 @@ def test_a_smaller_budget_finds_all_and_takes_nothing_until_some_is_dropped(stor
 
 
 @pytest.mark.parametrize("cut", [1, PAGE - HEADER - 5000 % PAGE, 5000, 5000 + HEADER - 1, 2 * PAGE - 1])
-def test_a_torn_last_record_is_not_there_and_all_before_it_are(store: DiskStore, cut: int) -> None:
+def test_a_torn_last_record_is_not_there_and_all_before_it_are(store: DiskTier, cut: int) -> None:
     for n, key in enumerate(KEYS[:10]):
         store.put_all(0, {key: numbers(n)})
     [path] = files(store.folder)
@@ -180,7 +180,7 @@ def test_a_torn_last_record_is_not_there_and_all_before_it_are(store: DiskStore,
     store.close()
 
 
-def test_a_hole_where_a_record_was_being_written_hides_none_behind_it(store: DiskStore) -> None:
+def test_a_hole_where_a_record_was_being_written_hides_none_behind_it(store: DiskTier) -> None:
     store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS[:10])})
     [path] = files(store.folder)
     with path.open("r+b") as file:
@@ -192,7 +192,7 @@ def test_a_hole_where_a_record_was_being_written_hides_none_behind_it(store: Dis
 
 
 @pytest.mark.parametrize("flips", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_flipped_bytes_are_misses_whether_the_store_is_open_or_not(store: DiskStore, flips: int) -> None:
+def test_flipped_bytes_are_misses_whether_the_store_is_open_or_not(store: DiskTier, flips: int) -> None:
     rng, missed, right = random.Random(1), 0, [numbers(n) for n in range(len(KEYS))]
     store.put_all(0, {key: right[n] for n, key in enumerate(KEYS)})
     paths = files(store.folder)
@@ -218,7 +218,7 @@ def test_flipped_bytes_are_misses_whether_the_store_is_open_or_not(store: DiskSt
 
 
 @pytest.mark.parametrize(("fault", "cause"), [(errno.ENOSPC, STORE_FULL), (errno.EIO, DiskError.cause)])
-def test_a_disk_that_takes_nothing(store: DiskStore, monkeypatch: pytest.MonkeyPatch, fault: int, cause: str) -> None:
+def test_a_disk_that_takes_nothing(store: DiskTier, monkeypatch: pytest.MonkeyPatch, fault: int, cause: str) -> None:
     store.put_all(0, {KEYS[0]: numbers(0)})
 
     def fail(*_: object) -> int:
@@ -234,7 +234,7 @@ def test_a_disk_that_takes_nothing(store: DiskStore, monkeypatch: pytest.MonkeyP
     store.close()
 
 
-def test_a_disk_that_gives_nothing(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_gives_nothing(store: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put_all(0, {KEYS[0]: numbers(0)})
 
     def fail(*_: object) -> int:
@@ -248,7 +248,7 @@ def test_a_disk_that_gives_nothing(store: DiskStore, monkeypatch: pytest.MonkeyP
 
 
 def test_while_a_read_hangs_nobody_else_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = DiskStore(folder, 4 * MIB, timeout_s=0.1)
+    store = DiskTier(folder, 4 * MIB, timeout_s=0.1)
     store.put_all(0, {KEYS[0]: numbers(0), KEYS[1]: numbers(1)})
     hung, real = threading.Event(), os.preadv
 
@@ -272,7 +272,7 @@ def test_while_a_read_hangs_nobody_else_waits(folder: Path, monkeypatch: pytest.
 
 
 def test_while_a_write_hangs_nothing_is_kept_and_nobody_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = DiskStore(folder, 4 * MIB, timeout_s=0.1)
+    store = DiskTier(folder, 4 * MIB, timeout_s=0.1)
     assert store.put_all(0, {KEYS[0]: numbers(0), KEYS[1]: numbers(1)}) == {}
     begun, hung, real = threading.Event(), threading.Event(), os.pwritev
 
@@ -306,7 +306,7 @@ def test_while_a_sync_hangs_blocks_are_kept_and_nobody_waits(
         broken.setattr(disk_store, "SYNC_S", 0.01)
         broken.setattr(disk_store, "CLOSE_S", 0.1)
         broken.setattr(os, "fdatasync", lambda _: begun.set() or ended.append(hung.wait(20)))
-        store = DiskStore(folder, 4 * MIB, timeout_s=1.0)
+        store = DiskTier(folder, 4 * MIB, timeout_s=1.0)
         assert store.put_all(0, {KEYS[0]: numbers(0)}) == {}
         assert begun.wait(60)
         assert store.put_all(0, {KEYS[1]: numbers(1)}) == {}
@@ -335,7 +335,7 @@ def survives(folder: Path, kills: int) -> int:
             else:
                 sure.pop(key, None)
                 open_ends[key] = version
-        store = DiskStore(folder, disk_writer.BUDGET)
+        store = DiskTier(folder, disk_writer.BUDGET)
         for key in disk_writer.KEYS:
             found = get(store, key)
             assert found is not None or key not in sure

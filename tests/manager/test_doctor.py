@@ -11,7 +11,7 @@ from redis_server import RedisServer, running
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.doctor.checks import Finding, Mark, check_disk, check_memlock, check_redis, file_system
 from manthan.manager.doctor.template import Message, Parting, check_template, partings
-from manthan.manager.stores.disk.root import open_root
+from manthan.manager.tiers.disk_folder import open_root
 
 GIB = 1 << 30
 

@@ -5,7 +5,7 @@ from loaded import load_config
 from redis_server import RedisServer, running
 
 from manthan.manager.config.model import ConfigError, RedisConfig
-from manthan.manager.stores.redis.client import RedisUnreachableError, check, connect
+from manthan.manager.tiers.redis_client import RedisUnreachableError, check, connect
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from redis_server import RedisServer, running
 
 from manthan.manager.config.model import RedisConfig, SealingConfig
 from manthan.manager.sessions.session import Drop, DropCause
-from manthan.manager.stores.redis.client import Circuit, connect
-from manthan.manager.stores.redis.schema import FALL, FIRST_TTL, SAMPLES, Namespace, lives_s, sample, shared_blocks
-from manthan.manager.stores.redis.sessions import Anchored, LookupResult, RedisSessions, SessionRecord
-from manthan.manager.stores.redis.store import RedisStore
-from manthan.manager.stores.sealed import Sealer, keys_of
+from manthan.manager.tiers.redis import RedisTier
+from manthan.manager.tiers.redis_client import Circuit, connect
+from manthan.manager.tiers.redis_schema import FALL, FIRST_TTL, SAMPLES, Namespace, lives_s, sample, shared_blocks
+from manthan.manager.tiers.redis_sessions import Anchored, LookupResult, RedisSessions, SessionRecord
+from manthan.manager.tiers.sealed import Sealer, keys_of
 
 HERE, TTL_S, NBYTES, RANKS = Namespace("manthan:", "tiny-1"), 4000.0, 100, 2
 
@@ -38,7 +38,7 @@ class Player:
         self.circuit = Circuit()
         self.sessions = RedisSessions(client, self.circuit, namespace, RANKS, TTL_S, facts, self.rung.set, sealer)
         self.sessions.start()
-        self.stores = [RedisStore(connect(self.config, 3), Circuit(), namespace, rank, TTL_S) for rank in range(RANKS)]
+        self.stores = [RedisTier(connect(self.config, 3), Circuit(), namespace, rank, TTL_S) for rank in range(RANKS)]
 
     def store(self, keys: Sequence[bytes], group: int = 0) -> None:
         for rank, store in enumerate(self.stores):

@@ -8,10 +8,10 @@ from redis_server import RedisServer, running
 from some_blocks import blocks_of, same
 
 from manthan.manager.config.model import RedisConfig
-from manthan.manager.stores.cold_store import Buffer, Landing
-from manthan.manager.stores.redis.client import Circuit, StoreDownError, connect
-from manthan.manager.stores.redis.schema import Namespace
-from manthan.manager.stores.redis.store import RedisStore
+from manthan.manager.tiers.redis import RedisTier
+from manthan.manager.tiers.redis_client import Circuit, StoreDownError, connect
+from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.tier import Buffer, Landing
 
 HERE = Namespace("manthan:", "tiny")
 
@@ -22,9 +22,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def store(server: RedisServer) -> Iterator[RedisStore]:
+def store(server: RedisServer) -> Iterator[RedisTier]:
     server.client.flushall()
-    made = RedisStore(connect(RedisConfig(url=server.url)), Circuit(), HERE, 1, 1000)
+    made = RedisTier(connect(RedisConfig(url=server.url)), Circuit(), HERE, 1, 1000)
     yield made
     made.close()
 
@@ -32,7 +32,7 @@ def store(server: RedisServer) -> Iterator[RedisStore]:
 # -- Redis --------------------------------------------------------------------------------------------
 
 
-def test_blocks_of_any_size_come_back(store: RedisStore, server: RedisServer) -> None:
+def test_blocks_of_any_size_come_back(store: RedisTier, server: RedisServer) -> None:
     blocks = blocks_of(1, 100_000, 37, 2_000_000)
     assert store.put_all(0, blocks) == {}
     keys = [*reversed(blocks), b"missing", *blocks]
@@ -61,7 +61,7 @@ class Shelf(Landing):
 
 
 @pytest.mark.parametrize("sizes", [(300, 20), (2_000_000, 3_000_000, 1_000_000, 37) * 3], ids=["one", "several"])
-def test_what_is_read_comes_to_lie_where_the_reader_wants_it(store: RedisStore, sizes: tuple[int, ...]) -> None:
+def test_what_is_read_comes_to_lie_where_the_reader_wants_it(store: RedisTier, sizes: tuple[int, ...]) -> None:
     """In one pipeline, and in several."""
     blocks, shelf = blocks_of(*sizes), Shelf(sum(sizes))
     assert store.put_all(0, blocks) == {}
@@ -71,18 +71,18 @@ def test_what_is_read_comes_to_lie_where_the_reader_wants_it(store: RedisStore, 
     assert same(iter(found), blocks, list(blocks))
 
 
-def test_groups_and_ranks_are_kept_apart(store: RedisStore) -> None:
+def test_groups_and_ranks_are_kept_apart(store: RedisTier) -> None:
     zero, three = blocks_of(100), {b"\0\0": np.full(50, 3, np.uint8)}
     store.put_all(0, zero)
     store.put_all(3, three)
     assert same(store.read(0, list(zero)), zero, list(zero))
     assert same(store.read(3, list(three)), three, list(three))
     assert store.absent(1, list(zero)) == list(zero)
-    other = RedisStore(store._client, store._circuit, HERE, 0, 1000)
+    other = RedisTier(store._client, store._circuit, HERE, 0, 1000)
     assert other.absent(0, list(zero)) == list(zero)
 
 
-def test_a_full_server_refuses_and_is_up(store: RedisStore, server: RedisServer) -> None:
+def test_a_full_server_refuses_and_is_up(store: RedisTier, server: RedisServer) -> None:
     server.client.config_set("maxmemory", 1)
     try:
         assert store.put_all(0, blocks_of(10, 20)) == dict.fromkeys(blocks_of(10, 20), "store_full")
@@ -91,7 +91,7 @@ def test_a_full_server_refuses_and_is_up(store: RedisStore, server: RedisServer)
         server.client.config_set("maxmemory", 0)
 
 
-def test_a_server_that_is_gone_refuses(store: RedisStore, server: RedisServer) -> None:
+def test_a_server_that_is_gone_refuses(store: RedisTier, server: RedisServer) -> None:
     server.kill()
     try:
         assert store.put_all(0, blocks_of(10)) == dict.fromkeys(blocks_of(10), "store_down")

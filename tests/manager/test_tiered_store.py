@@ -9,16 +9,17 @@ import pytest
 from integrity import check_store
 from some_blocks import blocks_of, same
 
-from manthan.manager.stores.arena import GRANULE
-from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, HostStore
-from manthan.manager.stores.disk.segment import room
-from manthan.manager.stores.disk.store import DiskStore
-from manthan.manager.stores.tiered import TieredStore
+from manthan.manager.tiers.arena import GRANULE
+from manthan.manager.tiers.disk import DiskTier
+from manthan.manager.tiers.disk_segment import room
+from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.stack import StackedTier
+from manthan.manager.tiers.tier import Buffer, Tier, TierError
 
 MIB = 1 << 20
 
 
-class Behind(ColdStore):
+class Behind(Tier):
     """A store that says what it was asked for."""
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class Behind(ColdStore):
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: object = None) -> Iterator[Buffer | None]:
         for key in keys:
             if self.is_down:
-                raise ColdStoreError
+                raise TierError
             self.asked.append(key)
             yield self.blocks.get((group, key))
 
@@ -60,19 +61,19 @@ def behind() -> Behind:
 
 
 @pytest.fixture
-def tiered(behind: Behind) -> TieredStore:
+def tiered(behind: Behind) -> StackedTier:
     """RAM for ten granules, and some bytes that are left free."""
-    return TieredStore(HostStore(11 * GRANULE), behind)
+    return StackedTier(RamTier(11 * GRANULE), behind)
 
 
-def in_ram(tiered: TieredStore, blocks: Mapping[bytes, Buffer], group: int = 0) -> list[int]:
+def in_ram(tiered: StackedTier, blocks: Mapping[bytes, Buffer], group: int = 0) -> list[int]:
     """The places of those that are in RAM."""
     gone = tiered.front.absent(group, list(blocks))
     assert {key for key in blocks if key not in gone} == {key for of, key in tiered._order if of == group}
     return [at for at, key in enumerate(blocks) if key not in gone]
 
 
-def test_what_was_used_last_is_in_ram_as_far_as_bytes_go(tiered: TieredStore, behind: Behind) -> None:
+def test_what_was_used_last_is_in_ram_as_far_as_bytes_go(tiered: StackedTier, behind: Behind) -> None:
     blocks = blocks_of(*[granules * GRANULE for granules in (4, 1, 3, 2)])
     keys = list(blocks)
     assert tiered.put_all(0, blocks) == {}
@@ -88,7 +89,7 @@ def test_what_was_used_last_is_in_ram_as_far_as_bytes_go(tiered: TieredStore, be
     check_store(tiered.front)
 
 
-def test_what_is_refused_behind_is_not_in_ram_either(tiered: TieredStore, behind: Behind) -> None:
+def test_what_is_refused_behind_is_not_in_ram_either(tiered: StackedTier, behind: Behind) -> None:
     blocks = blocks_of(100, 100)
     first, _ = blocks
     behind.refuses = {first}
@@ -97,18 +98,18 @@ def test_what_is_refused_behind_is_not_in_ram_either(tiered: TieredStore, behind
     assert tiered.absent(0, list(blocks)) == [first]
 
 
-def test_while_it_is_down_behind_what_is_in_ram_is_read(tiered: TieredStore, behind: Behind) -> None:
+def test_while_it_is_down_behind_what_is_in_ram_is_read(tiered: StackedTier, behind: Behind) -> None:
     blocks = blocks_of(GRANULE, GRANULE)
     tiered.put_all(0, blocks)
     behind.is_down = True
     assert same(tiered.read(0, list(blocks)), blocks, list(blocks))
     found = tiered.read(0, [*blocks, b"far"])
     assert [next(found) is not None for _ in blocks] == [True, True]
-    with pytest.raises(ColdStoreError):
+    with pytest.raises(TierError):
         next(found)
 
 
-def test_what_has_to_leave_ram_while_it_is_read_comes_from_behind(tiered: TieredStore, behind: Behind) -> None:
+def test_what_has_to_leave_ram_while_it_is_read_comes_from_behind(tiered: StackedTier, behind: Behind) -> None:
     blocks = blocks_of(*[2 * GRANULE] * 4)
     keys = list(blocks)
     tiered.put_all(0, blocks)
@@ -122,7 +123,7 @@ def test_what_has_to_leave_ram_while_it_is_read_comes_from_behind(tiered: Tiered
     assert behind.asked == keys[1:]
 
 
-def test_dropped_blocks_and_a_cleared_store(tiered: TieredStore) -> None:
+def test_dropped_blocks_and_a_cleared_store(tiered: StackedTier) -> None:
     blocks = blocks_of(100, 200)
     tiered.put_all(0, blocks)
     tiered.drop(0, [*list(blocks)[:1], b"unknown"])
@@ -137,14 +138,14 @@ def test_dropped_blocks_and_a_cleared_store(tiered: TieredStore) -> None:
 
 
 @pytest.fixture
-def on_disk(behind: Behind, tmp_path: Path) -> Iterator[TieredStore]:
-    tiered = TieredStore(DiskStore(tmp_path, MIB), behind)
+def on_disk(behind: Behind, tmp_path: Path) -> Iterator[StackedTier]:
+    tiered = StackedTier(DiskTier(tmp_path, MIB), behind)
     yield tiered
     tiered.close()
 
 
 def test_what_a_disk_has_is_not_asked_for_behind_and_found_again(
-    on_disk: TieredStore, behind: Behind, tmp_path: Path
+    on_disk: StackedTier, behind: Behind, tmp_path: Path
 ) -> None:
     blocks = blocks_of(*[60_000] * 20)
     keys = list(blocks)
@@ -157,7 +158,7 @@ def test_what_a_disk_has_is_not_asked_for_behind_and_found_again(
     assert behind.asked == keys[:1]
     assert on_disk.front.absent(0, keys) == [*keys[1 : 20 - fit], keys[-1]], "the tail of what was read went"
     on_disk.close()
-    again = TieredStore(DiskStore(tmp_path, MIB), behind)
+    again = StackedTier(DiskTier(tmp_path, MIB), behind)
     assert same(again.read(0, [*keys[-4:-1], keys[0]]), blocks, [*keys[-4:-1], keys[0]])
     assert behind.asked == keys[:1]
     again.put_all(0, blocks_of(60_000, seed=1))  # the one stored first goes
@@ -165,7 +166,7 @@ def test_what_a_disk_has_is_not_asked_for_behind_and_found_again(
     again.close()
 
 
-def test_what_cannot_be_read_in_front_comes_from_behind(on_disk: TieredStore, behind: Behind, tmp_path: Path) -> None:
+def test_what_cannot_be_read_in_front_comes_from_behind(on_disk: StackedTier, behind: Behind, tmp_path: Path) -> None:
     blocks = blocks_of(*[5000] * 20)
     keys = list(blocks)
     on_disk.put_all(0, blocks)
@@ -179,7 +180,7 @@ def test_what_cannot_be_read_in_front_comes_from_behind(on_disk: TieredStore, be
 
 
 def test_each_of_three_tiers_lets_go_of_tails_first(behind: Behind, tmp_path: Path) -> None:
-    tiered = TieredStore(HostStore(2 * MIB), TieredStore(DiskStore(tmp_path, MIB), behind))
+    tiered = StackedTier(RamTier(2 * MIB), StackedTier(DiskTier(tmp_path, MIB), behind))
     blocks = blocks_of(*[60_000] * 10)
     keys = list(blocks)
     tiered.put_all(0, blocks)
@@ -195,18 +196,18 @@ def test_each_of_three_tiers_lets_go_of_tails_first(behind: Behind, tmp_path: Pa
 
 
 def test_what_is_dropped_while_it_is_written_is_not_there(behind: Behind) -> None:
-    class Late(HostStore):
+    class Late(RamTier):
         def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
             tiered.drop(group, blocks)
             return super().put_all(group, blocks)
 
-    tiered = TieredStore(Late(MIB), behind)
+    tiered = StackedTier(Late(MIB), behind)
     tiered.put_all(0, blocks_of(100))
     assert (tiered.front.used, list(tiered._order), tiered._coming) == (0, [], {})
 
 
 def test_a_disk_in_front_that_hangs_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, hung = TieredStore(DiskStore(tmp_path / "disk", 4 * MIB, timeout_s=0.1), Behind()), threading.Event()
+    store, hung = StackedTier(DiskTier(tmp_path / "disk", 4 * MIB, timeout_s=0.1), Behind()), threading.Event()
     blocks = blocks_of(5000, 5000)
     with monkeypatch.context() as broken:
         broken.setattr(os, "pwritev", lambda *_: hung.wait(60))

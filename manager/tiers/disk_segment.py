@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from manthan.manager.stores.cold_store import Buffer
+from manthan.manager.tiers.tier import Buffer
 
 PAGE = 4096
 """Records begin at multiples of this; so large are a file system's blocks and, at most, a disk's sectors."""

@@ -2,8 +2,8 @@
 
     PATH/lock                        locked by the server that uses the folder; its process, and that one's parent
     PATH/NAME/                       what codes of one model and configuration mean; see `Namespace`
-    PATH/NAME/sessions.sqlite        the sessions; see `manthan.manager.stores.disk.journal`
-    PATH/NAME/rank-N/                one rank's blocks; see `manthan.manager.stores.disk.store`
+    PATH/NAME/sessions.sqlite        the sessions; see `manthan.manager.tiers.journal`
+    PATH/NAME/rank-N/                one rank's blocks; see `manthan.manager.tiers.disk`
 
 Data-parallel replicas but the first each have a folder PATH/replica-N with all of that.
 """
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import IO
 
 from manthan.manager.config.model import ConfigError
-from manthan.manager.stores.cold_store import FrontStore
-from manthan.manager.stores.disk.files import lock, make_folder
-from manthan.manager.stores.disk.journal import JOURNAL
-from manthan.manager.stores.disk.store import DiskStore, FolderInUseError, NoStore
+from manthan.manager.tiers.disk import DiskTier, FolderInUseError, NoTier
+from manthan.manager.tiers.disk_files import lock, make_folder
+from manthan.manager.tiers.journal import JOURNAL
+from manthan.manager.tiers.tier import FrontTier
 
 logger = logging.getLogger("vllm.manthan.disk")
 
@@ -83,21 +83,21 @@ def open_root(path: Path) -> IO[bytes] | None:
     return file
 
 
-def open_rank(path: Path, name: str, rank: int, max_bytes: int) -> FrontStore:
-    """A rank's part of the folder, for what codes of this name mean; see `DiskStore`.
+def open_rank(path: Path, name: str, rank: int, max_bytes: int) -> FrontTier:
+    """A rank's part of the folder, for what codes of this name mean; see `DiskTier`.
 
-    Returns NoStore, and says so, where the disk cannot be used. Raises ConfigError if another server has the folder.
+    Returns NoTier, and says so, where the disk cannot be used. Raises ConfigError if another server has the folder.
     """
     try:
         if not path.is_dir():
             make_folder(path)
         make_folder(path / name)
-        return DiskStore(path / name / f"rank-{rank}", max_bytes)
+        return DiskTier(path / name / f"rank-{rank}", max_bytes)
     except FolderInUseError:
         raise _in_use(path) from None
     except OSError as error:
         logger.warning("Manthan: %s cannot be used: nothing is kept on this disk: %s", path / name, error)
-        return NoStore()
+        return NoTier()
 
 
 def remove_others(path: Path, name: str) -> dict[str, int]:

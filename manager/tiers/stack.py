@@ -5,13 +5,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 
-from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Found, FrontStore, Landing
+from manthan.manager.tiers.tier import Buffer, Found, FrontTier, Landing, Tier, TierError
 
 Name = tuple[int, bytes]
 """Of a block: its KV cache group, and its key."""
 
 
-class TieredStore(ColdStore):
+class StackedTier(Tier):
     """What was stored or read last is read from the front. All is written to the store behind as well, which may be one
     of these itself.
 
@@ -19,7 +19,7 @@ class TieredStore(ColdStore):
     store behind has it as well.
     """
 
-    def __init__(self, front: FrontStore, behind: ColdStore) -> None:
+    def __init__(self, front: FrontTier, behind: Tier) -> None:
         self.front, self.behind = front, behind
         self._lock = threading.Lock()
         """Of all below. No I/O while it is held."""
@@ -72,7 +72,7 @@ class TieredStore(ColdStore):
         for key in keys:
             try:
                 buf = next(found, None)
-            except ColdStoreError:
+            except TierError:
                 buf = None
             yield next(self.behind.read(group, [key], tenant, into)) if buf is None else buf
 
@@ -91,13 +91,13 @@ class TieredStore(ColdStore):
         self.front.reached(step)
         self.behind.reached(step)
 
-    def cleared(self, place: str) -> "TieredStore":
+    def cleared(self, place: str) -> "StackedTier":
         """A new one; what is under way in this one is forgotten with it."""
         with self._lock:
             self._is_void = True
             self._order.clear()
             self._coming.clear()
-        return TieredStore(self.front.cleared(place), self.behind.cleared(place))
+        return StackedTier(self.front.cleared(place), self.behind.cleared(place))
 
     def close(self) -> None:
         self.front.close()

@@ -26,9 +26,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from manthan.manager.sparing import Sparing
-from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStoreError, FrontStore, HostStore, Landing
-from manthan.manager.stores.disk.files import is_damage, lock, make_folder, set_aside
-from manthan.manager.stores.disk.segment import (
+from manthan.manager.tiers.disk_files import is_damage, lock, make_folder, set_aside
+from manthan.manager.tiers.disk_segment import (
     APART,
     PAGE,
     SUFFIX,
@@ -40,7 +39,10 @@ from manthan.manager.stores.disk.segment import (
     run_nbytes,
     sync_folder,
 )
-from manthan.manager.stores.disk.writers import HangsError, Writers
+from manthan.manager.tiers.disk_segment import newest as newest
+from manthan.manager.tiers.disk_writers import HangsError, Writers
+from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.tier import STORE_FULL, Buffer, FrontTier, Landing, TierError
 from manthan.manager.work import STORE_DOWN
 
 logger = logging.getLogger("vllm.manthan.disk")
@@ -78,19 +80,19 @@ def usable(max_bytes: int) -> int:
     return max(0, max_bytes - int(max_bytes * SPARE) - 2 * segment_nbytes(max_bytes))
 
 
-class DiskError(ColdStoreError):
+class DiskError(TierError):
     """The disk does not do what was asked."""
 
     cause = "disk"
 
 
-class DiskSlowError(ColdStoreError):
+class DiskSlowError(TierError):
     """The disk did not give what was asked within the time that somebody waits for it."""
 
     cause = STORE_DOWN
 
 
-class FolderInUseError(ColdStoreError):
+class FolderInUseError(TierError):
     """Another process has this folder."""
 
 
@@ -145,7 +147,7 @@ class _Run(NamedTuple):
         return found
 
 
-class DiskStore(FrontStore):
+class DiskTier(FrontTier):
     """folder: made if it is not there; one process at a time has it. max_bytes: what files may take.
 
     timeout_s: how long a reader waits for the disk, all in all, and a writer for any answer of it. What was dropped may
@@ -265,7 +267,7 @@ class DiskStore(FrontStore):
             for key in keys:
                 self._forget((group, key))
 
-    def cleared(self, place: str) -> "DiskStore":
+    def cleared(self, place: str) -> "DiskTier":
         """This one; what is being put is not kept. Files are removed in a moment, on another thread.
 
         No process finds again what is put from now on: it may be of other weights than those that the next one has.
@@ -610,7 +612,7 @@ class _Placed(NamedTuple):
     kept: _Kept
 
 
-class NoStore(HostStore):
+class NoTier(RamTier):
     """In place of a disk that cannot be used: it has no room, and says that the disk is why."""
 
     def __init__(self) -> None:

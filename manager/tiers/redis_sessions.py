@@ -13,10 +13,10 @@ from itertools import chain, takewhile
 from typing import Any, NamedTuple, TypeAlias
 
 from manthan.manager.sessions.session import Drop, DropCause
-from manthan.manager.stores.cold_store import ColdStoreError
-from manthan.manager.stores.redis.client import BATCH, Circuit, Client, pipelined
-from manthan.manager.stores.redis.schema import Namespace, lives_s
-from manthan.manager.stores.sealed import Sealer
+from manthan.manager.tiers.redis_client import BATCH, Circuit, Client, pipelined
+from manthan.manager.tiers.redis_schema import Namespace, lives_s
+from manthan.manager.tiers.sealed import Sealer
+from manthan.manager.tiers.tier import TierError
 
 logger = logging.getLogger("vllm.manthan.redis")
 
@@ -202,7 +202,7 @@ class RedisSessions:
             anchored = self._anchored(namespace, len(sizes), lookup.needed) if lookup.needed is not None else None
             [sampled] = self._ask([("HGET", self._name(namespace, lookup.session_id), "hashes")]) if sizes else [None]
             return LookupResult(sizes, anchored, (sampled or b"").decode())
-        except ColdStoreError:
+        except TierError:
             pass
         except Exception:  # the request must get an answer, and this thread must live
             logger.exception("Manthan: a lookup in Redis failed")
@@ -244,7 +244,7 @@ class RedisSessions:
                 self._drop(namespace, self._drops[0])
                 with self._wake:
                     del self._drops[:1]
-        except ColdStoreError:
+        except TierError:
             if not self._circuit.wait_s:  # it answers, but its memory is full
                 time.sleep(REST_S)
         except Exception:

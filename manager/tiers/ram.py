@@ -1,119 +1,103 @@
-"""Where codes lie: cold stores by kind. A store belongs to one rank and is called from several threads."""
+"""RAM that blocks lie in, by address."""
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
-from manthan.manager.stores.arena import Arena, room, usable
-from manthan.manager.stores.memory import Buffer as Buffer
-from manthan.manager.stores.memory import Chunks, Kept, Memory
+import numpy as np
 
-Found: TypeAlias = Buffer | str | None
-"""What was read: a block; the cause why what is there cannot be used, a metric label; or None, if nothing is there."""
+from manthan.manager.tiers.arena import Arena, Extent, room, usable
+from manthan.manager.tiers.tier import STORE_FULL, Buffer, FrontTier, Landing
 
-STORE_FULL = "store_full"
-"""The cause of a refusal: the bytes do not fit in what is left of the budget."""
+CHUNK = 64 << 20
+"""Memory is taken in pieces of so many bytes, as it is needed."""
 
 
-class Landing(ABC):
-    """Memory of whoever reads, which blocks may come to lie in. For the thread that reads."""
+@dataclass(slots=True, eq=False)
+class Kept:
+    """A block in memory: where, and how many bytes it has. lent: to so many readers. is_dropped: its room is free when
+    the last of them has given it back."""
 
+    extents: tuple[Extent, ...]
+    nbytes: int
+    lent: int = 0
+    is_dropped: bool = False
+
+
+class Memory(ABC):
+    """Bytes by address."""
+
+    @property
     @abstractmethod
-    def room(self, nbytes: int, blocks: int = 1) -> Buffer:
-        """So many bytes for so many blocks, wherever they are."""
+    def spans(self) -> Sequence[Extent]:
+        """The addresses that may be used, in order. There may come more behind them; none goes."""
 
+    @property
     @abstractmethod
-    def lend(self, memory: Buffer, give_back: Callable[[], object]) -> None:
-        """Blocks are read where they lie in this memory, which the reader reaches as it reaches its own. give_back: to
-        be called when it has done with them."""
+    def lendable(self) -> Buffer | None:
+        """All of it, by address, if it can be read where it lies; else it has to be copied."""
 
-    @abstractmethod
-    def lose(self) -> None:
-        """Rooms that were given may be written to at any time from now on: they are not to be used again."""
-
-
-class ColdStoreError(Exception):
-    """A store did not do what was asked; `cause` is a metric label."""
-
-    cause: str = "store"
-
-
-class ColdStore(ABC):
-    """Encoded blocks by KV cache group and block key.
-
-    Whoever keeps the store's books, the heart or scripts in Redis, reserves bytes before a block is encoded. The store
-    itself counts what it has, and refuses what does not fit.
-    """
-
-    @abstractmethod
-    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
-        """Keep blocks; keys that are there already are replaced. tenant: whose they are, for a store that seals them.
-
-        Returns those that were not kept, each with the cause, a metric label.
-        """
-
-    @abstractmethod
-    def read(
-        self, group: int, keys: Sequence[bytes], tenant: str = "", into: "Landing | None" = None
-    ) -> Iterator[Found]:
-        """The blocks, in order. tenant: who asks. Raises ColdStoreError where it cannot tell.
-
-        Each is the reader's own, or never changes: it stays as it is when the block is dropped. into: where those may
-        come to lie that the store reads itself; what it lends then stays as it is until `into` gives it back.
-        """
-
-    @abstractmethod
-    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        """Those of these blocks that are not there. Raises ColdStoreError where it cannot tell."""
-
-    @abstractmethod
-    def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        """Remove blocks; unknown keys are ignored."""
-
-    def reached(self, step: int) -> None:  # noqa: B027 most stores are one rank's alone
-        """All drops that were ordered up to this step of the engine, by its number, are carried out on this rank.
-
-        Before the first step nothing is asked for."""
-
-    @abstractmethod
-    def cleared(self, place: str) -> "ColdStore":
-        """An empty store to use instead of this one from now on, which may be this one; `place` is the directory's
-        name for it."""
+    def start(self) -> None:  # noqa: B027 most memory is there at once
+        """It is used from now on."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of memory, connections and threads."""
+        """It is not used any more."""
 
     @abstractmethod
-    def room(self, nbytes: int) -> int:
-        """What a block of so many bytes takes of the budget."""
+    def _piece(self, start: int, nbytes: int) -> Buffer:
+        """A view of what is at these addresses, or of the first of them."""
+
+    def write(self, kept: Kept, buf: Buffer) -> None:
+        at = 0
+        for piece in self._pieces(kept):
+            piece[:] = buf[at : at + piece.nbytes]
+            at += piece.nbytes
+
+    def read(self, kept: Kept) -> Buffer:
+        """A copy."""
+        return np.concatenate(list(self._pieces(kept)))
+
+    def _pieces(self, kept: Kept) -> Iterator[Buffer]:
+        """A block's bytes as views, in order."""
+        left = kept.nbytes
+        for start, size in kept.extents:
+            end = start + min(size, left)
+            left -= end - start
+            while start < end:
+                piece = self._piece(start, end - start)
+                yield piece
+                start += piece.nbytes
 
 
-class FrontStore(ColdStore):
-    """One that may stand in front of another: see `manthan.manager.stores.tiered`."""
+class Chunks(Memory):
+    """So many bytes; the system gives them when they are first written."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._chunks: dict[int, Buffer] = {}
 
     @property
-    @abstractmethod
-    def usable(self) -> int:
-        """Bytes that blocks should take, at most."""
+    def spans(self) -> Sequence[Extent]:
+        return (Extent(0, self._nbytes),)
 
     @property
-    @abstractmethod
-    def used(self) -> int:
-        """Bytes that blocks take, those that are being written too."""
+    def lendable(self) -> None:
+        return None
 
-    @abstractmethod
-    def names(self) -> list[tuple[int, bytes]]:
-        """KV cache group and key of the blocks that are there, in the order in which they were stored."""
+    def close(self) -> None:
+        """Nothing: it goes when nobody has it any more."""
 
-    @abstractmethod
-    def cleared(self, place: str) -> "FrontStore":
-        """See ColdStore."""
+    def _piece(self, start: int, nbytes: int) -> Buffer:
+        number, at = divmod(start, CHUNK)
+        if number not in self._chunks:
+            self._chunks.setdefault(number, np.empty(min(CHUNK, self._nbytes - number * CHUNK), np.uint8))
+        return self._chunks[number][at : at + nbytes]
 
 
-class HostStore(FrontStore):
+class RamTier(FrontTier):
     """Codes in this process's memory, within a budget that holds at every moment.
 
     max_bytes: the budget. memory: where they lie, if there is more to be said of it; what it has not got yet is not
@@ -203,7 +187,7 @@ class HostStore(FrontStore):
     def reached(self, step: int) -> None:
         self._memory.start()
 
-    def cleared(self, place: str) -> "HostStore":
+    def cleared(self, place: str) -> "RamTier":
         """This one; what is being put is kept when it is whole."""
         with self._lock:
             for block in list(self._blocks):
@@ -249,7 +233,3 @@ class HostStore(FrontStore):
         while self._spans < len(spans):
             self._arena.join(spans[self._spans])
             self._spans += 1
-
-
-COLD_STORES = ("host", "device", "disk", "redis")
-"""What `tiers.kind` may be; "device" is GPU memory, which the worker half manages itself."""

@@ -18,8 +18,8 @@ from itertools import chain as chained
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manthan.manager.stores.disk.files import is_damage, make_folder, set_aside
-from manthan.manager.stores.sealed import Sealer, SealError
+from manthan.manager.tiers.disk_files import is_damage, make_folder, set_aside
+from manthan.manager.tiers.sealed import Sealer, SealError
 
 logger = logging.getLogger("vllm.manthan.disk")
 

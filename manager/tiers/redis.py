@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from redis.exceptions import OutOfMemoryError
 
-from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStore, ColdStoreError, Landing
-from manthan.manager.stores.redis.client import Circuit, Client, pipelined
-from manthan.manager.stores.redis.schema import FIRST_TTL, Namespace
+from manthan.manager.tiers.redis_client import Circuit, Client, pipelined
+from manthan.manager.tiers.redis_schema import FIRST_TTL, Namespace
+from manthan.manager.tiers.tier import STORE_FULL, Buffer, Landing, Tier, TierError
 
 BATCH_BYTES = 4 << 20
 """About what one pipeline moves."""
@@ -21,7 +21,7 @@ AHEAD_THREADS = 2
 """Threads that fetch the next batch while one is decoded: for restores and for prefetches."""
 
 
-class RedisStore(ColdStore):
+class RedisTier(Tier):
     """One rank's blocks in one namespace. The server evicts them, so that any may be missing at any time.
 
     Args:
@@ -45,7 +45,7 @@ class RedisStore(ColdStore):
                 answers = self._ask(
                     [("SET", self._name(group, key), buf.data, "PX", self._ttl_ms) for key, buf in some]
                 )
-            except ColdStoreError as error:
+            except TierError as error:
                 refused |= dict.fromkeys(dict(some), error.cause)
                 continue
             full = [key for (key, _), answer in zip(some, answers, strict=True) if isinstance(answer, Exception)]
@@ -82,7 +82,7 @@ class RedisStore(ColdStore):
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
         """Do nothing: other engines may use the blocks. The server evicts them."""
 
-    def cleared(self, place: str) -> "RedisStore":
+    def cleared(self, place: str) -> "RedisTier":
         """Return the store of another namespace. Blocks under way still go to this one's."""
         other = copy(self)
         other._namespace = Namespace(self._namespace.prefix, place)
