@@ -1,80 +1,61 @@
-"""A small, fast store in front of one that has everything."""
+"""A small, fast tier in front of one that has everything."""
 
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 
-from manthan.manager.tiers.tier import Buffer, Found, FrontTier, Landing, Tier, TierError
+import numpy as np
 
-Name = tuple[int, bytes]
-"""Of a block: its KV cache group, and its key."""
+from manthan.manager.tiers.arena_tier import ArenaTier, Name
+from manthan.manager.tiers.tier import Buffer, Found, Landing, Tier
 
 
 class StackedTier(Tier):
-    """What was stored or read last is read from the front. All is written to the store behind as well, which may be one
-    of these itself.
+    """Blocks that were stored or read last are read from the front. All are written to the tier behind as well.
 
-    front: RAM, or a disk, with a budget of its own. What was not used for longest makes room in it, because the
-    store behind has it as well.
+    Args:
+        front: RAM, or a disk, with a budget of its own. The block that was not used for longest makes room in it.
+        behind: The tier that has all blocks. It may be a stack itself.
     """
 
-    def __init__(self, front: FrontTier, behind: Tier) -> None:
+    def __init__(self, front: ArenaTier, behind: Tier) -> None:
         self.front, self.behind = front, behind
         self._lock = threading.Lock()
-        """Of all below. No I/O while it is held."""
+        """Of the order. No I/O while it is held."""
         self._order: OrderedDict[Name, None] = OrderedDict.fromkeys(front.names())
-        """What is in front, least recently used first."""
-        self._coming: dict[Name, object] = {}
-        """What is being written there, and by whom."""
-        self._is_void = False
+        """Blocks in front, least recently used first. It may name some that were dropped meanwhile."""
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         refused = self.behind.put_all(group, blocks, tenant)
-        for key, buf in blocks.items():
-            if key not in refused:
-                self._keep((group, key), buf, tenant)
+        self.front.drop(group, refused)
+        self._keep(group, {key: buf for key, buf in blocks.items() if key not in refused}, tenant)
         return refused
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
-        """Raises what the store behind raises, when it comes to the first block that is not in front."""
         with self._lock:
             near = [(group, key) in self._order for key in keys]
         self._touch(group, keys)
         here = self._in_front(group, list(compress(keys, near)), tenant, into)
-        if all(near):
-            yield from here
-            return
-        far = self.behind.read(
-            group, [key for key, is_near in zip(keys, near, strict=True) if not is_near], tenant, into
-        )
+        far = self.behind.read(group, list(compress(keys, [not one for one in near])), tenant, into)
         for key, is_near in zip(keys, near, strict=True):
-            if is_near:
-                yield next(here)
-                continue
-            buf = next(far)
-            if not (buf is None or isinstance(buf, str)):
-                self._keep((group, key), buf, tenant)
+            buf = next(here if is_near else far)
+            if not is_near and isinstance(buf, np.ndarray):
+                self._keep(group, {key: buf}, tenant)
             yield buf
-        next(far, None)  # the store behind does the same at its end
         self._touch(group, keys)
 
     def _touch(self, group: int, keys: Sequence[bytes]) -> None:
-        """Blocks are used now. Of those that are read together tails make room first."""
+        """Take note that blocks are used now. Of those that are read together tails make room first."""
         with self._lock:
             for key in reversed(keys):
                 if (group, key) in self._order:
                     self._order.move_to_end((group, key))
 
     def _in_front(self, group: int, keys: Sequence[bytes], tenant: str, into: Landing | None) -> Iterator[Found]:
-        """What is not to be had there, since it had to make room, or cannot be read, comes from behind."""
-        found = self.front.read(group, keys, tenant, into)
-        for key in keys:
-            try:
-                buf = next(found, None)
-            except TierError:
-                buf = None
-            yield next(self.behind.read(group, [key], tenant, into)) if buf is None else buf
+        """Yield blocks. One that made room meanwhile, or cannot be read, comes from behind."""
+        for key, buf in zip(keys, self.front.read(group, keys, tenant, into), strict=True):
+            yield buf if isinstance(buf, np.ndarray) else next(self.behind.read(group, [key], tenant, into))
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         return self.behind.absent(group, self.front.absent(group, keys))
@@ -83,20 +64,11 @@ class StackedTier(Tier):
         keys = list(keys)
         with self._lock:
             for key in keys:
-                self._forget((group, key))
+                self._order.pop((group, key), None)
         self.front.drop(group, keys)
         self.behind.drop(group, keys)
 
-    def reached(self, step: int) -> None:
-        self.front.reached(step)
-        self.behind.reached(step)
-
     def cleared(self, place: str) -> "StackedTier":
-        """A new one; what is under way in this one is forgotten with it."""
-        with self._lock:
-            self._is_void = True
-            self._order.clear()
-            self._coming.clear()
         return StackedTier(self.front.cleared(place), self.behind.cleared(place))
 
     def close(self) -> None:
@@ -104,38 +76,26 @@ class StackedTier(Tier):
         self.behind.close()
 
     def room(self, nbytes: int) -> int:
-        """What it takes of the store behind: what is in front beside that has a budget of its own."""
+        """Return what the block takes of the tier behind. The front has a budget of its own."""
         return self.behind.room(nbytes)
 
-    def _keep(self, name: Name, buf: Buffer, tenant: str) -> None:
-        """In front, if it fits there and is not dropped meanwhile."""
-        (group, key), mine = name, object()
-        need = self.front.room(buf.nbytes)
-        with self._lock:
-            self._forget(name)
-            self._coming[name] = mine
-        self.front.drop(group, [key])
-        kept = need <= self.front.usable and self._make_room(need) and not self.front.put_all(group, {key: buf}, tenant)
-        with self._lock:
-            is_wanted = self._coming.get(name) is mine and not self._is_void
-            if is_wanted:
-                del self._coming[name]
-            if kept and is_wanted:
-                self._order[name] = None
-        if kept and not is_wanted:
+    def _keep(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str) -> None:
+        """Put blocks in front, where they fit."""
+        for key, buf in blocks.items():
             self.front.drop(group, [key])
+            need = self.front.room(buf.nbytes)
+            is_kept = self._make_room(need) and not self.front.put_all(group, {key: buf}, tenant)
+            with self._lock:
+                self._order.pop((group, key), None)
+                if is_kept:
+                    self._order[group, key] = None
 
     def _make_room(self, need: int) -> bool:
-        while self.front.used + need > self.front.usable:
+        """Return False if the front cannot have so many bytes."""
+        while need <= self.front.usable and self.front.used + need > self.front.usable:
             with self._lock:
-                first = next(iter(self._order), None)
-                if first is None:
+                if not self._order:
                     return False
-                self._forget(first)
-            group, key = first
+                (group, key), _ = self._order.popitem(last=False)
             self.front.drop(group, [key])
-        return True
-
-    def _forget(self, name: Name) -> None:
-        self._order.pop(name, None)
-        self._coming.pop(name, None)
+        return need <= self.front.usable

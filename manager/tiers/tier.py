@@ -1,4 +1,4 @@
-"""Where codes lie: cold stores by kind. A store belongs to one rank and is called from several threads."""
+"""A tier: one place for the compressed blocks of one rank. `tests/manager/test_tiers.py` has an example of 30 lines."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,107 +10,99 @@ from numpy.typing import NDArray
 Buffer: TypeAlias = NDArray[np.uint8]
 
 Found: TypeAlias = Buffer | str | None
-"""What was read: a block; the cause why what is there cannot be used, a metric label; or None, if nothing is there."""
+"""Result of reading a block: its bytes; a cause, which is a metric label; or None if the tier does not have it."""
 
 STORE_FULL = "store_full"
-"""The cause of a refusal: the bytes do not fit in what is left of the budget."""
+"""Cause of a refusal: the bytes do not fit in the budget, or on the medium."""
 
 
 class Landing(ABC):
-    """Memory of whoever reads, which blocks may come to lie in. For the thread that reads."""
+    """Memory of the reader, which blocks may be read into. Only the thread that reads uses it."""
 
     @abstractmethod
     def room(self, nbytes: int, blocks: int = 1) -> Buffer:
-        """So many bytes for so many blocks, wherever they are."""
+        """Return uint8 [nbytes] for `blocks` blocks."""
 
     @abstractmethod
     def lend(self, memory: Buffer, give_back: Callable[[], object]) -> None:
-        """Blocks are read where they lie in this memory, which the reader reaches as it reaches its own. give_back: to
-        be called when it has done with them."""
+        """Tell that blocks are views of `memory`, which a GPU reads itself. The reader calls `give_back` at its end."""
 
     @abstractmethod
     def lose(self) -> None:
-        """Rooms that were given may be written to at any time from now on: they are not to be used again."""
+        """Tell that rooms may be written to at any time from now on. The reader does not use them again."""
 
 
 class TierError(Exception):
-    """A store did not do what was asked; `cause` is a metric label."""
+    """A medium did not do what was asked. `cause` is a metric label. No method of a tier raises it."""
 
     cause: str = "store"
 
 
 class Tier(ABC):
-    """Encoded blocks by KV cache group and block key.
+    """Compressed blocks by KV cache group and block hash.
 
-    Whoever keeps the store's books, the heart or scripts in Redis, reserves bytes before a block is encoded. The store
-    itself counts what it has, and refuses what does not fit.
+    A failure of the medium is a cause, which is a metric label: no method raises for it, and each ends within the
+    tier's timeout. A block that a put has not finished is not there.
+
+    Threads: any number of threads call `put_all`, `read` and `absent` at once; these may wait for the medium. The
+    model's thread calls `drop` and `cleared`; these do no I/O.
     """
 
     @abstractmethod
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
-        """Keep blocks; keys that are there already are replaced. tenant: whose they are, for a store that seals them.
+        """Store blocks, each in place of the one with the same hash.
 
-        Returns those that were not kept, each with the cause, a metric label.
+        Args:
+            blocks: uint8 [bytes] by block hash. The caller does not change them until the call ends.
+            tenant: Owner of the blocks, for a tier that seals them.
+
+        Returns: the cause for each block that is not stored. Its hash has what it had before, or nothing.
         """
 
     @abstractmethod
-    def read(
-        self, group: int, keys: Sequence[bytes], tenant: str = "", into: "Landing | None" = None
-    ) -> Iterator[Found]:
-        """The blocks, in order. tenant: who asks. Raises TierError where it cannot tell.
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
+        """Yield a result for each block, in order.
 
-        Each is the reader's own, or never changes: it stays as it is when the block is dropped. into: where those may
-        come to lie that the store reads itself; what it lends then stays as it is until `into` gives it back.
+        The bytes never change, also when the block is dropped. They may be damaged where the medium has no checksum of
+        its own: the decoder checks each block.
+
+        Args:
+            keys: Block hashes.
+            tenant: Who asks.
+            into: Memory that blocks may be read into.
         """
 
     @abstractmethod
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        """Those of these blocks that are not there. Raises TierError where it cannot tell."""
+        """Return those of these blocks that the tier is sure not to have; none if the medium does not answer."""
 
     @abstractmethod
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        """Remove blocks; unknown keys are ignored."""
+        """Remove blocks, and what is being put under their hashes. Unknown hashes are ignored.
 
-    def reached(self, step: int) -> None:  # noqa: B027 most stores are one rank's alone
-        """All drops that were ordered up to this step of the engine, by its number, are carried out on this rank.
-
-        Before the first step nothing is asked for."""
+        The blocks are not there from now on. A tier of this engine alone erases their bytes soon, on a thread, and
+        before it uses their room again. One that engines share keeps them, and another part deletes those that are
+        released or expired.
+        """
 
     @abstractmethod
     def cleared(self, place: str) -> "Tier":
-        """An empty store to use instead of this one from now on, which may be this one; `place` is the directory's
-        name for it."""
+        """Return an empty tier to use in place of this one; it may be this one. Neither has what is being put now.
+
+        No process finds later what is put from now on, because it may be of other weights.
+
+        Args:
+            place: New name in a tier that engines share.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of memory, connections and threads."""
+        """Release memory, connections and threads, and finish what was begun within a bounded time."""
 
     @abstractmethod
     def room(self, nbytes: int) -> int:
-        """What a block of so many bytes takes of the budget."""
-
-
-class FrontTier(Tier):
-    """One that may stand in front of another: see `manthan.manager.tiers.stack`."""
-
-    @property
-    @abstractmethod
-    def usable(self) -> int:
-        """Bytes that blocks should take, at most."""
-
-    @property
-    @abstractmethod
-    def used(self) -> int:
-        """Bytes that blocks take, those that are being written too."""
-
-    @abstractmethod
-    def names(self) -> list[tuple[int, bytes]]:
-        """KV cache group and key of the blocks that are there, in the order in which they were stored."""
-
-    @abstractmethod
-    def cleared(self, place: str) -> "FrontTier":
-        """See Tier."""
+        """Return the bytes of the budget that a block of `nbytes` bytes takes."""
 
 
 TIER_KINDS = ("host", "device", "disk", "redis")
-"""What `tiers.kind` may be; "device" is GPU memory, which the worker half manages itself."""
+"""Values of `tiers.kind`. The worker half manages "device", which is GPU memory, itself."""

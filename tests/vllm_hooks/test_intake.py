@@ -100,7 +100,6 @@ def test_ram_is_used_as_far_as_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(compat, "pin", lambda memory: may_go_on.acquire())
     ram = PinnedRam(4 * PIECE, CPU)
     store = RamTier(4 * PIECE, ram)
-    store.reached(1)
     half = store.room(PIECE // 2 - 512)
     blocks = {bytes([n]): np.full(half, n, np.uint8) for n in range(8)}
     assert len(store.put_all(0, blocks)) == 6, "one piece is there"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from manthan.codec import wire
-from manthan.manager.tiers.disk import DiskError
+from manthan.manager.tiers.disk import DISK
 from manthan.manager.tiers.redis_client import RedisFullError
 from manthan.manager.tiers.sealed import SealError
 from manthan.manager.tiers.tier import TierError
@@ -74,5 +74,5 @@ def test_causes_of_failures_are_those_of_the_code() -> None:
     raised = set(re.findall(r'WireError\(.*"(\w+)"\)', Path(wire.__file__).read_text()))
     assert raised >= {"checksum", "fingerprint", "key", "magic", "truncated", "version"}
     causes |= raised
-    assert {DiskError.cause, RedisFullError.cause} <= causes
+    assert {DISK, RedisFullError.cause} <= causes
     assert causes - {"invalid", "header", "store"} <= set(FAILURE_CAUSES)

@@ -97,7 +97,6 @@ class HostPath(WorkerPath):
             self.store = self.store.cleared(metadata.place)
         for group, keys in metadata.drops:
             self.store.drop(group, keys)
-        self.store.reached(metadata.step)
         model = model_event(self._device) if metadata.loads else None
         for load in metadata.loads:
             with self._lock:
