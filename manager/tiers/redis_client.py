@@ -149,7 +149,7 @@ def check(client: Client, config: RedisConfig) -> str:
     version = str(info["redis_version"])
     if int(version.partition(".")[0]) < OLDEST_VERSION:
         raise ConfigError(f"{server} has version {version}: {OLDEST_VERSION}.0 or newer is needed.")
-    if info.get("maxmemory_policy") == "noeviction":
+    if info.get("maxmemory") and info.get("maxmemory_policy") == "noeviction":
         return (
             f"{server} has maxmemory-policy noeviction, so that it refuses writes when it is full: set it to "
             "volatile-ttl."

@@ -15,7 +15,7 @@ from manthan.manager.tiers.disk import DiskTier
 KEYS = [f"{number:032d}".encode() for number in range(40)]
 MOST_NBYTES = 60_000
 BUDGET = 8 << 20
-"""Full with a third of all that is written between two kills, so that segments are compacted."""
+"""Full with a third of all that is written between two kills, so that room is used again."""
 
 
 def body(key: bytes, version: int) -> NDArray[np.uint8]:

@@ -86,7 +86,7 @@ def test_what_is_of_another_configuration_is_removed_and_nothing_else(tmp_path: 
     for name in ("mine-0123456789ab", "other-ba9876543210"):
         Journal(tmp_path / name).close()
         (tmp_path / name / "rank-0").mkdir()
-        (tmp_path / name / "rank-0" / "00000001.seg").write_bytes(bytes(1000))
+        (tmp_path / name / "rank-0" / "blocks").write_bytes(bytes(1000))
     for kept in ("notes", "photos-ba9876543210"):
         (tmp_path / kept).mkdir()
         (tmp_path / kept / "file").write_text("x")

@@ -105,6 +105,7 @@ def test_a_redis_that_is_good(server: RedisServer) -> None:
 
 def test_a_redis_that_evicts_nothing(server: RedisServer) -> None:
     server.client.config_set("maxmemory-policy", "noeviction")
+    server.client.config_set("maxmemory", 1 << 30)
     [found] = [one for one in check_redis(in_redis(server.url)) if one.mark is Mark.WARNING]
     assert "has maxmemory-policy noeviction, so that it refuses writes when it is full" in found.said
 

@@ -12,6 +12,8 @@ import group_models
 import pytest
 from vllm_engine import Completion, Engine, Table, until_killed
 
+from manthan.manager.tiers.journal import JOURNAL
+
 SLOW = pytest.mark.slow
 GUESTS = range(8)
 ALL = 100_000
@@ -45,8 +47,8 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
-def segments(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*/rank-0/*.seg"))
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/rank-0/blocks"))
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +80,8 @@ def test_all_that_was_cold_when_it_was_killed_returns(left: Path) -> None:
 
 @SLOW
 def test_what_was_torn_off_meanwhile_is_computed(left: Path) -> None:
-    for segment in segments(left):
-        os.truncate(segment, segment.stat().st_size - 5000)
+    for file in files_of(left):
+        os.truncate(file, file.stat().st_blocks * 512 // 2)
     with engine(left) as other:
         full, cached = ask_all(other)
         assert 0 < cached < full
@@ -99,7 +101,11 @@ def test_with_all_files_damaged_it_starts_and_computes(left: Path) -> None:
     with engine(left) as other:
         assert ask_all(other)[1] == 0
         assert all_return(other)
-    assert all(file.with_name(f"{file.name}.bad").exists() for file in files if file.suffix in (".seg", ".sqlite"))
+    assert all(
+        file.with_name(f"{file.name}.bad").exists()
+        for file in files
+        if file.name == "blocks" or file.suffix == ".sqlite"
+    )
 
 
 @SLOW
@@ -122,7 +128,7 @@ def test_behind_a_reset_nothing_is_found_again(left: Path) -> None:
         second.wait(lambda: second.reset(cold=True), "a reset")
         assert ask_all(second)[1] == 0
         assert all_return(second), "it is of use until the end"
-        assert segments(left) == []
+        assert files_of(left) == []
         with sqlite3.connect(next(left.glob("*/sessions.sqlite"))) as db:
             assert db.execute("SELECT count(*) FROM sessions").fetchone() == (0,)
     with engine(left) as third:
