@@ -21,7 +21,7 @@ REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "glusterfs", "lustre", "beegfs", "
 """Prefixes of the names of file systems whose files may be on other machines."""
 REDIS_COMMANDS: tuple[tuple[str, ...], ...] = (
     *(("DEL",), ("HSET", "f", "1"), ("HGET", "f"), ("PEXPIREAT", "1"), ("SET", "1", "PX", "1000")),
-    *(("GET",), ("STRLEN",), ("EXISTS",), ("PEXPIRE", "1"), ("UNLINK",)),
+    *(("GET",), ("STRLEN",), ("EXISTS",), ("UNLINK",)),
 )
 """Commands that engines send to Redis, once each, without the key."""
 
