@@ -12,6 +12,8 @@ import group_models
 import pytest
 from vllm_engine import Completion, Engine, Table, until_killed
 
+from manthan.manager.tiers.arena_tier import Name
+from manthan.manager.tiers.disk import HEADER, records_in
 from manthan.manager.tiers.journal import JOURNAL
 
 SLOW = pytest.mark.slow
@@ -76,6 +78,33 @@ def test_all_that_was_cold_when_it_was_killed_returns(left: Path) -> None:
         assert cached == full
         assert second.failures() == 0
         print(f"{cached} of {full} full blocks came back")
+
+
+def bodies(file: Path) -> dict[Name, bytes]:
+    """Some bytes from the middle of each block on the disk."""
+    raw = file.read_bytes()
+    with file.open("rb") as opened:
+        placed = {record.name: record.placed for record in records_in(opened.fileno())}
+    middles = {name: one.extents[0].start + HEADER + one.nbytes // 2 for name, one in placed.items()}
+    return {name: raw[middle : middle + 32] for name, middle in middles.items()}
+
+
+def test_what_is_released_is_erased_and_what_others_have_stays(tmp_path: Path) -> None:
+    with engine(tmp_path) as alone:
+        for guest in ("alice", "bob"):
+            alone.ask(Table(len(guest)).question(0)[0], guest)
+        alone.wait_until_cold(2)
+        [file] = files_of(tmp_path)
+        before = bodies(file)
+        alone.ask(Table(len("alice")).question(0)[0], "alice", release=True)
+        alone.wait(lambda: alone.sessions("cold") == 1 and len(bodies(file)) < len(before), "one session less")
+        gone = [some for name, some in before.items() if name not in bodies(file)]
+        assert len(gone) >= len(before) // 4
+        alone.wait(lambda: not any(some in raw for raw in [file.read_bytes()] for some in gone), "an erased session")
+        alone.empty_pool()
+        answer = alone.ask(Table(len("bob")).question(0)[0], "bob")
+        assert answer.cached_tokens // 32 == (answer.prompt_tokens - 1) // 32
+        assert alone.failures() == 0
 
 
 @SLOW
