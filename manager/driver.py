@@ -23,7 +23,7 @@ from manthan.manager.sessions.manager import SessionMemoryManager, SpillRun
 from manthan.manager.sessions.marks import Mark, Owner
 from manthan.manager.sessions.pressure import HIGH_WATERMARK, LOW_WATERMARK, Pressure
 from manthan.manager.sessions.session import Outcome, Place
-from manthan.manager.stores.cold_store import STORE_FULL
+from manthan.manager.tiers.tier import STORE_FULL
 from manthan.manager.work import (
     NEEDED,
     RESET,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from manthan.manager.sessions.adoption import FACTS, HISTORY, LeftAnchor, LeftSession, Part
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import NO_CODES, Anchor, Block, CodeState, Encoding, Session, SessionState
-from manthan.manager.stores.disk.journal import (
+from manthan.manager.tiers.journal import (
     GONE,
     Journal,
     JournalAnchor,

@@ -2,22 +2,30 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from manthan.manager.observer import Observer
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import CodeState, Drop, FoundAnchor, Session
-from manthan.manager.stores.redis.schema import iso, sample, shared_blocks
-from manthan.manager.stores.redis.sessions import LookupResult, Needed, RedisSessions, SessionRecord
+from manthan.manager.tiers.redis_schema import iso, sample, shared_blocks
+from manthan.manager.tiers.redis_sessions import LookupResult, Needed, RedisSessions, SessionRecord
+
+WAIT_S = 0.005
+"""Seconds that a request which could begin waits for its lookup."""
 
 
-class Lookup(NamedTuple):
-    """A request's prompt blocks. Redis was asked for those from the `first` on."""
+@dataclass
+class Lookup:
+    """A request's prompt blocks. Redis was asked for those from the `first` on.
+
+    Args:
+        deadline: When the request goes on without an answer; None until it could begin.
+    """
 
     session_id: str
     keys: list[bytes]
     first: int
-    deadline: float
+    deadline: float | None = None
 
 
 class RedisLink:
@@ -54,7 +62,7 @@ class RedisLink:
         first = self._manager.remote.known(keys)
         if not self._manager.min_blocks <= len(keys) > first:
             return
-        lookup = Lookup(session_id, list(keys), first, now + self._sessions.timeout_s)
+        lookup = Lookup(session_id, list(keys), first)
         needed = self._needed(lookup) if self._beside is not None else None
         if self._sessions.look_up(request_id, session_id, self._group, keys[first:], needed):
             self._lookups[request_id] = lookup
@@ -68,10 +76,12 @@ class RedisLink:
         return [(group, lookup.keys[at], at) for group, at in self._beside(lookup.first + count)]
 
     def awaits(self, request_id: str, now: float) -> bool:
-        """True if a request should wait for the answer to its lookup."""
+        """True if a request, which could begin now, should wait for the answer to its lookup."""
         lookup = self._lookups.get(request_id)
         if lookup is None:
             return False
+        if lookup.deadline is None:
+            lookup.deadline = now + WAIT_S
         if self._sessions.is_up and now < lookup.deadline:
             return True
         del self._lookups[request_id]

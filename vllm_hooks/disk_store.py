@@ -14,11 +14,10 @@ from vllm.logger import init_logger
 from manthan.manager.config.model import ConfigError, ManthanConfig
 from manthan.manager.journal_link import JournalLink
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.stores.cold_store import FrontStore
-from manthan.manager.stores.disk.journal import Journal
-from manthan.manager.stores.disk.root import check_folder, open_rank, open_root, remove_others
-from manthan.manager.stores.disk.segment import newest
-from manthan.manager.stores.sealed import Sealer, keys_of
+from manthan.manager.tiers.arena_tier import ArenaTier
+from manthan.manager.tiers.disk_folder import check_folder, found_in, open_rank, open_root, remove_others
+from manthan.manager.tiers.journal import Journal
+from manthan.manager.tiers.sealed import Sealer, keys_of
 from manthan.manager.work import Name
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
@@ -46,7 +45,7 @@ def check_disk(vllm_config: "VllmConfig") -> None:
     check_folder(config.tiers.disk.path, PATIENCE_S)
 
 
-def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int, rank: int) -> FrontStore:
+def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int, rank: int) -> ArenaTier:
     """A rank's part, of so many bytes. name: of what the codes mean. Raises ConfigError if another server has it."""
     return open_rank(_root(config, parallel), name, rank, nbytes)
 
@@ -77,8 +76,7 @@ class DiskBooks:
         sealer = Sealer(self._keys, self._folder.name) if self._keys else None
         link = JournalLink(Journal(self._folder, sealer), manager, notes)
         began = time.monotonic()
-        ranks = [newest(self._folder / f"rank-{rank}") for rank in range(self._shards)]
-        sizes = [{name: record.room for name, record in found.items()} for found in ranks]
+        sizes = [found_in(self._folder / f"rank-{rank}") for rank in range(self._shards)]
         found = link.adopt(sizes, time.monotonic())
         if found.written or found.dropped:
             logger.info(

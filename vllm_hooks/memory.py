@@ -17,7 +17,7 @@ from manthan.codec.wht import NAME as WHT
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.sessions.session import MemoryShape
-from manthan.manager.stores.arena import room
+from manthan.manager.tiers.arena import room
 from manthan.vllm_hooks.kv_dtype import FP8
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, resolve_config
-from manthan.manager.stores.sealed import keys_of
+from manthan.manager.tiers.sealed import keys_of
 from manthan.vllm_hooks.compat import extend_engine_args, register_connector, watch_models
 from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.http.hints import check_requests

@@ -23,8 +23,8 @@ from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Owner
 from manthan.manager.sessions.session import MemoryShape, Place, SessionState
-from manthan.manager.stores.redis.schema import FALL
 from manthan.manager.sweeper import Sweeper
+from manthan.manager.tiers.redis_schema import FALL
 from manthan.manager.work import GroupBlocks, Load, on_each
 from manthan.vllm_hooks.compat import (
     Resets,

@@ -10,11 +10,11 @@ from vllm.logger import init_logger
 
 from manthan.codec import wire
 from manthan.manager.config.resolve import ManthanConfig
-from manthan.manager.stores.redis.client import Circuit, RedisUnreachableError, check, connect
-from manthan.manager.stores.redis.schema import Namespace
-from manthan.manager.stores.redis.sessions import RedisSessions
-from manthan.manager.stores.redis.store import AHEAD_THREADS, RedisStore
-from manthan.manager.stores.sealed import Sealer, derived, keys_of
+from manthan.manager.tiers.redis import AHEAD_THREADS, RedisTier
+from manthan.manager.tiers.redis_client import Circuit, RedisUnreachableError, check, connect
+from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.redis_sessions import RedisSessions
+from manthan.manager.tiers.sealed import Sealer, derived, keys_of
 from manthan.vllm_hooks.fingerprint import model_identity
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS
@@ -105,7 +105,7 @@ def check_redis(vllm_config: "VllmConfig") -> None:
         logger.warning("Manthan: %s", said)
 
 
-def make_redis(config: ManthanConfig, namespace: Namespace, rank: int) -> RedisStore:
+def make_redis(config: ManthanConfig, namespace: Namespace, rank: int) -> RedisTier:
     """Return one rank's blocks."""
     client = connect(config.tiers.redis, threads=CPU_ENCODE_THREADS + LOAD_THREADS + AHEAD_THREADS)
-    return RedisStore(client, Circuit(), namespace, rank, config.tiers.redis.ttl_s)
+    return RedisTier(client, Circuit(), namespace, rank, config.tiers.redis.ttl_s)

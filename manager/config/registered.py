@@ -10,7 +10,7 @@ from manthan.manager.config.model import ConfigError, PolicyConfig
 from manthan.manager.config.profiles import AUTO
 from manthan.manager.config.resolve import Resolved
 from manthan.manager.config.sentences import first_mistake, must_be, nearest
-from manthan.manager.stores.cold_store import COLD_STORES
+from manthan.manager.tiers.tier import TIER_KINDS
 from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, get_policy, policy_names
 
 
@@ -33,7 +33,7 @@ def check_registered(resolved: Resolved) -> None:
     for option in policy.options:
         _check_name(f"policy.{option}", f"{policy.name} option", option, options, sources)
     _check_name("codec.name", "codec", config.codec.name, [*codec_names(), AUTO], sources)
-    _check_name("tiers.kind", "cold store", config.tiers.kind, COLD_STORES, sources)
+    _check_name("tiers.kind", "cold store", config.tiers.kind, TIER_KINDS, sources)
     choose_policy(policy, sources)
 
 

@@ -13,15 +13,15 @@ from pydantic import ByteSize
 from redis.exceptions import RedisError
 
 from manthan.manager.config.model import ConfigError, ManthanConfig, TiersConfig
-from manthan.manager.stores.disk.root import FolderBusyError, check_folder
-from manthan.manager.stores.redis.client import check, connect, pipelined
+from manthan.manager.tiers.disk_folder import FolderBusyError, check_folder
+from manthan.manager.tiers.redis_client import check, connect, pipelined
 
 IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
 REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "afs", "fuse.")
 """Prefixes of the names of file systems whose files may be on other machines."""
 REDIS_COMMANDS: tuple[tuple[str, ...], ...] = (
     *(("DEL",), ("HSET", "f", "1"), ("HGET", "f"), ("PEXPIREAT", "1"), ("SET", "1", "PX", "1000")),
-    *(("GET",), ("STRLEN",), ("EXISTS",), ("PEXPIRE", "1"), ("UNLINK",)),
+    *(("GET",), ("STRLEN",), ("EXISTS",), ("UNLINK",)),
 )
 """Commands that engines send to Redis, once each, without the key."""
 

@@ -14,12 +14,13 @@ from store_world import GROUP, StoreWorld
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout
 from manthan.manager.config.model import RedisConfig
-from manthan.manager.stores.cold_store import ColdStore, HostStore
-from manthan.manager.stores.disk.store import DiskStore
-from manthan.manager.stores.redis.client import Circuit, connect
-from manthan.manager.stores.redis.schema import Namespace
-from manthan.manager.stores.redis.store import RedisStore
-from manthan.manager.stores.tiered import TieredStore
+from manthan.manager.tiers.disk import DiskTier
+from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.redis import RedisTier
+from manthan.manager.tiers.redis_client import Circuit, connect
+from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.stack import StackedTier
+from manthan.manager.tiers.tier import Tier
 from manthan.manager.work import GroupKeys
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.messages import ManthanMetadata
@@ -52,19 +53,19 @@ def test_blocks_go_and_come_back(
 ) -> None:
     monkeypatch.setattr(pinned, "PIECE", 2 * MIB)
 
-    def make(device: torch.device) -> ColdStore:
+    def make(device: torch.device) -> Tier:
         if kind.endswith("redis"):
             config = RedisConfig(url=redis_server.url)
-            store: ColdStore = RedisStore(connect(config), Circuit(), Namespace("m:", codec), 0, 60.0)
+            store: Tier = RedisTier(connect(config), Circuit(), Namespace("m:", codec), 0, 60.0)
         else:
-            store = DiskStore(tmp_path, 256 * MIB)
+            store = DiskTier(tmp_path, 256 * MIB)
         if not kind.startswith(("ram", "little")):
             return store
         ram = PinnedRam((4 if kind.startswith("little") else 64) * MIB, device)
         ram.start()
         ram.wait()
         assert ram.is_whole
-        return TieredStore(HostStore(ram.nbytes, ram), store)
+        return StackedTier(RamTier(ram.nbytes, ram), store)
 
     world = StoreWorld(paged(codec), make, SOURCES, 4 * MIB, MIB)
     try:
@@ -72,7 +73,7 @@ def test_blocks_go_and_come_back(
         for count in (SOURCES, 7, SOURCES):
             assert world.load(world.keys[:count]).failed == []
             assert world.load(world.keys[-count:], is_prefetch=True).failed == []
-        if isinstance(world.store, TieredStore):
+        if isinstance(world.store, StackedTier):
             assert world.store.front.used > 0
             check_store(world.store.front)
             world.path.submit_loads(ManthanMetadata(drops=[GroupKeys(GROUP, world.keys)]))

@@ -9,7 +9,7 @@ import torch
 
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedLayout
-from manthan.manager.stores.arena import room
+from manthan.manager.tiers.arena import room
 from manthan.manager.work import GroupBlocks, GroupKeys, Load, SpillBlock
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.gpu_path import GpuPath

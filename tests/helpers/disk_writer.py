@@ -10,12 +10,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from manthan.manager.stores.disk.store import DiskStore
+from manthan.manager.tiers.disk import DiskTier
 
 KEYS = [f"{number:032d}".encode() for number in range(40)]
 MOST_NBYTES = 60_000
 BUDGET = 8 << 20
-"""Full with a third of all that is written between two kills, so that segments are compacted."""
+"""Full with a third of all that is written between two kills, so that room is used again."""
 
 
 def body(key: bytes, version: int) -> NDArray[np.uint8]:
@@ -34,7 +34,7 @@ def version_of(key: bytes, found: NDArray[np.uint8]) -> int:
 
 def write(folder: Path, version: int, tell: int) -> None:
     """Put and drop until killed; each line says what is about to be done, or was confirmed."""
-    store, rng = DiskStore(folder, BUDGET), random.Random(version)
+    store, rng = DiskTier(folder, BUDGET), random.Random(version)
     while True:
         version, key = version + 1, rng.choice(KEYS)
         if rng.random() < 0.8:

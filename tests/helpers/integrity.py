@@ -9,9 +9,8 @@ from itertools import pairwise
 
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import HOT_STATES, Block, CodeState, Session, SessionState
-from manthan.manager.stores.arena import GRANULE, Arena
-from manthan.manager.stores.cold_store import HostStore
-from manthan.manager.stores.disk.store import DiskStore
+from manthan.manager.tiers.arena import GRANULE, Arena
+from manthan.manager.tiers.arena_tier import ArenaTier
 from manthan.manager.work import Name
 
 
@@ -28,16 +27,13 @@ def check_integrity(manager: SessionMemoryManager) -> None:
         _raise_for(checks(manager))
 
 
-def check_store(store: Arena | HostStore | DiskStore) -> None:
+def check_store(store: Arena | ArenaTier) -> None:
     """The same of a store's own books. Nothing may be under way there."""
     if isinstance(store, Arena):
         _raise_for(_holes(store))
-    elif isinstance(store, HostStore):
-        with store._lock:
-            _raise_for(_holes(store._arena))
-    else:
-        with store._lock:
-            _raise_for(_segments(store))
+        return
+    with store._lock:
+        _raise_for(_placed(store))
 
 
 def _raise_for(findings: Findings) -> None:
@@ -63,13 +59,16 @@ def _holes(arena: Arena) -> Findings:
     yield in_order, "the holes of one size are not in order"
 
 
-def _segments(store: DiskStore) -> Findings:
-    alive = dict.fromkeys(store._logs, 0)
-    for kept in store._index.values():
-        alive[kept.segment.number] += kept.record.room
-    counted = {number: log.alive for number, log in store._logs.items()}
-    yield counted == alive, f"alive are {alive} bytes by segment, but {counted} count"
-    yield store._on_disk() <= store.max_bytes, f"files take {store._on_disk()} of {store.max_bytes} bytes"
+def _placed(store: ArenaTier) -> Findings:
+    arena = store._arena
+    yield from _holes(arena)
+    extents = sorted(extent for placed in store._blocks.values() for extent in placed.extents)
+    holes = arena._size_at.items()
+    for (start, size), (following, _) in pairwise(sorted([*extents, *holes])):
+        yield start + size <= following, f"what is at {start} reaches what is at {following}"
+    taken = sum(extent.nbytes for extent in extents) + store._dropped_nbytes
+    yield store._writing or taken == arena.used, f"{arena.used} bytes are taken, but blocks take {taken}"
+    yield store.peak <= store.max_bytes, f"{store.peak} of {store.max_bytes} bytes were taken"
 
 
 def _tips(manager: SessionMemoryManager) -> Findings:

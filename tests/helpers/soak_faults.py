@@ -121,8 +121,8 @@ class Disk:
     def damage(self, fault: Fault) -> None:
         """Once, or once more; nothing if it is no fault of files."""
         damage = {Fault.truncated: cut, Fault.flipped: self._flip, Fault.deleted: Path.unlink}.get(fault)
-        for path in self._half_of_the_segments() if damage else ():
-            with contextlib.suppress(FileNotFoundError):  # it was compacted meanwhile
+        for path in self._half_of_the_files() if damage else ():
+            with contextlib.suppress(FileNotFoundError):
                 damage(path)
 
     def _begin(self, fault: Fault) -> None:
@@ -144,22 +144,23 @@ class Disk:
             else:
                 return
 
-    def _half_of_the_segments(self) -> list[Path]:
-        paths = sorted(self.folder.rglob("*.seg"))
+    def _half_of_the_files(self) -> list[Path]:
+        paths = sorted(self.folder.rglob("blocks"))
         return self._chance.sample(paths, -(-len(paths) // 2))
 
     def _flip(self, path: Path) -> None:
-        """A run of bytes in every page."""
+        """A run of bytes in every page that has some."""
         with path.open("r+b", buffering=0) as file:
             for begin in range(0, os.fstat(file.fileno()).st_size, PAGE):
                 at = begin + self._chance.randrange(PAGE - FLIPPED)
                 run = os.pread(file.fileno(), FLIPPED, at)
-                os.pwrite(file.fileno(), bytes(255 - byte for byte in run), at)
+                if any(run):
+                    os.pwrite(file.fileno(), bytes(255 - byte for byte in run), at)
 
 
 def cut(path: Path) -> None:
-    """It loses its second half."""
-    os.truncate(path, path.stat().st_size // 2)
+    """It loses its second half, of a sparse file what would be that."""
+    os.truncate(path, path.stat().st_blocks * 512 // 2)
 
 
 @contextlib.contextmanager

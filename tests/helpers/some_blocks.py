@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from manthan.manager.stores.cold_store import Buffer
+from manthan.manager.tiers.tier import Buffer
 
 
 def blocks_of(*sizes: int, seed: int = 0) -> dict[bytes, Buffer]:

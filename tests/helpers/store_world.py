@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from manthan.codec.gpu.paged import PagedCodec
-from manthan.manager.stores.cold_store import ColdStore
+from manthan.manager.tiers.tier import Tier
 from manthan.manager.work import GroupBlocks, Load, LoadResult, SpillBlock, SpillResult
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.host_path import HostPath
@@ -24,7 +24,7 @@ class StoreWorld:
     def __init__(
         self,
         codec: PagedCodec,
-        make: Callable[[torch.device], ColdStore],
+        make: Callable[[torch.device], Tier],
         sources: int,
         staging: int,
         slot: int,

@@ -18,8 +18,9 @@ from manthan.manager.sessions.hints import parse_hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Mark, Marks, Owner
 from manthan.manager.sessions.session import Block, BlockName, DropCause, MemoryShape, Place
-from manthan.manager.stores.arena import room
-from manthan.manager.stores.cold_store import Buffer, HostStore
+from manthan.manager.tiers.arena import room
+from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.tier import Buffer
 from manthan.manager.work import on_each
 from manthan.policies import get_policy
 
@@ -57,7 +58,7 @@ def is_lossy(buf: Buffer) -> bool:
     return buf.tobytes().rstrip().endswith(LOSSY)
 
 
-def get(store: HostStore, key: bytes, group: int = 0) -> Buffer | None:
+def get(store: RamTier, key: bytes, group: int = 0) -> Buffer | None:
     return next(store.read(group, [key]))
 
 
@@ -236,7 +237,7 @@ class World:
         orders = self.manager._orders
         self._forget_codes, orders.forget_codes = orders.forget_codes, self.forget_codes
         self.weigh = on_each(ranks)
-        self.stores = [HostStore(cold_blocks * BOUNDS[0]) for _ in range(ranks)]
+        self.stores = [RamTier(cold_blocks * BOUNDS[0]) for _ in range(ranks)]
         self.pool, self.beside_pool = Pool(pool_blocks), Pool(BESIDE_POOL_BLOCKS)
         self.seen: Counter[str] = Counter()
         """What has come to pass, for tests that it did."""

@@ -21,7 +21,7 @@ from manthan.manager.sessions.adoption import HISTORY, LeftAnchor, LeftSession
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import CodeState, Drop, DropCause, Encoding, MemoryShape, Session, SessionState
-from manthan.manager.stores.disk.journal import Journal, JournalSession
+from manthan.manager.tiers.journal import Journal, JournalSession
 from manthan.manager.work import Name
 from manthan.policies import get_policy
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from integrity import check_store
 
-from manthan.manager.stores.arena import GRANULE, Arena, Extent, room
+from manthan.manager.tiers.arena import GRANULE, Arena, Extent, room
 
 
 def total(extents: tuple[Extent, ...]) -> int:

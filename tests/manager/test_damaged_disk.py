@@ -15,15 +15,14 @@ from disk_faults import small_disk
 from permissions import modes_count
 
 from manthan.manager.config.model import ConfigError
-from manthan.manager.stores.disk.journal import JOURNAL, Journal, JournalBlock, JournalChain, JournalSession
-from manthan.manager.stores.disk.root import LOCK, check_folder, open_rank, open_root
-from manthan.manager.stores.disk.segment import newest
-from manthan.manager.stores.disk.store import DiskStore, FolderInUseError
+from manthan.manager.tiers.disk import DiskTier, FolderInUseError
+from manthan.manager.tiers.disk_folder import LOCK, check_folder, found_in, open_rank, open_root
+from manthan.manager.tiers.journal import JOURNAL, Journal, JournalBlock, JournalChain, JournalSession
 
 KEYS = [bytes([n]) * 32 for n in range(20)]
 BLOCK = np.arange(9000, dtype=np.uint8)
 MODEL = Path("model-0123456789ab")
-SEGMENT = MODEL / "rank-0" / "00000001.seg"
+SEGMENT = MODEL / "rank-0" / "blocks"
 FILES = [LOCK, MODEL / JOURNAL, MODEL / f"{JOURNAL}-wal", MODEL / f"{JOURNAL}-shm", MODEL / "rank-0" / LOCK, SEGMENT]
 FOLDERS = [MODEL, MODEL / "rank-0"]
 
@@ -65,7 +64,7 @@ class Server:
         self.store = open_rank(path, MODEL.name, 0, 1 << 24)
         self.lock = open_root(path)
         self.journal = Journal(path / MODEL)
-        self.found = newest(path / MODEL / "rank-0")
+        self.found = found_in(path / MODEL / "rank-0")
         self.sessions = list(self.journal.sessions())
 
     def use(self) -> int:
@@ -202,7 +201,7 @@ def test_a_folder_in_use_is_nothing_damaged(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another server uses"):
         open_root(tmp_path)
     with pytest.raises(FolderInUseError):
-        DiskStore(tmp_path / MODEL / "rank-0", 1 << 24)
+        DiskTier(tmp_path / MODEL / "rank-0", 1 << 24)
     server.close()
     assert not list(tmp_path.rglob("*.bad"))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from disk_faults import small_disk
 
-from manthan.manager.stores.disk.journal import Journal, JournalAnchor, JournalBlock, JournalChain, JournalSession
+from manthan.manager.tiers.journal import Journal, JournalAnchor, JournalBlock, JournalChain, JournalSession
 
 
 def session(name: str, blocks: int = 3, **facts: object) -> JournalSession:

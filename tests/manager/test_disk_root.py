@@ -10,13 +10,13 @@ import pytest
 from loaded import load_config
 
 from manthan.manager.config.model import ConfigError
-from manthan.manager.stores.disk.journal import Journal
-from manthan.manager.stores.disk.root import check_folder, open_root, remove_others
+from manthan.manager.tiers.disk_folder import check_folder, open_root, remove_others
+from manthan.manager.tiers.journal import Journal
 
 OTHER = """
 import sys, time
 from pathlib import Path
-from manthan.manager.stores.disk.root import open_root
+from manthan.manager.tiers.disk_folder import open_root
 held = open_root(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
@@ -71,7 +71,7 @@ def test_two_servers_do_not_share_a_folder(tmp_path: Path, folder: str) -> None:
 def test_processes_of_one_server_do_not_refuse_each_other(tmp_path: Path) -> None:
     held = open_root(tmp_path)
     check_folder(str(tmp_path))
-    code = f"from manthan.manager.stores.disk.root import check_folder; check_folder({str(tmp_path)!r})"
+    code = f"from manthan.manager.tiers.disk_folder import check_folder; check_folder({str(tmp_path)!r})"
     other = subprocess.Popen([sys.executable, "-c", OTHER, str(tmp_path / "replica-1")], stdout=subprocess.PIPE)
     other.stdout.readline()  # our child, as an engine is
     check_folder(str(tmp_path))
@@ -86,7 +86,7 @@ def test_what_is_of_another_configuration_is_removed_and_nothing_else(tmp_path: 
     for name in ("mine-0123456789ab", "other-ba9876543210"):
         Journal(tmp_path / name).close()
         (tmp_path / name / "rank-0").mkdir()
-        (tmp_path / name / "rank-0" / "00000001.seg").write_bytes(bytes(1000))
+        (tmp_path / name / "rank-0" / "blocks").write_bytes(bytes(1000))
     for kept in ("notes", "photos-ba9876543210"):
         (tmp_path / kept).mkdir()
         (tmp_path / kept / "file").write_text("x")

@@ -11,7 +11,7 @@ from redis_server import RedisServer, running
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.doctor.checks import Finding, Mark, check_disk, check_memlock, check_redis, file_system
 from manthan.manager.doctor.template import Message, Parting, check_template, partings
-from manthan.manager.stores.disk.root import open_root
+from manthan.manager.tiers.disk_folder import open_root
 
 GIB = 1 << 30
 
@@ -105,6 +105,7 @@ def test_a_redis_that_is_good(server: RedisServer) -> None:
 
 def test_a_redis_that_evicts_nothing(server: RedisServer) -> None:
     server.client.config_set("maxmemory-policy", "noeviction")
+    server.client.config_set("maxmemory", 1 << 30)
     [found] = [one for one in check_redis(in_redis(server.url)) if one.mark is Mark.WARNING]
     assert "has maxmemory-policy noeviction, so that it refuses writes when it is full" in found.said
 

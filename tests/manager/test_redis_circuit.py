@@ -12,8 +12,8 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from manthan.manager.stores.redis import client as redis_client
-from manthan.manager.stores.redis.client import BREAK_FIRST_S, BREAK_MOST_S, Circuit, RedisFullError, StoreDownError
+from manthan.manager.tiers import redis_client as redis_client
+from manthan.manager.tiers.redis_client import BREAK_FIRST_S, BREAK_MOST_S, Circuit, RedisFullError, StoreDownError
 
 
 class World:

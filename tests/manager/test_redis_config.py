@@ -5,7 +5,7 @@ from loaded import load_config
 from redis_server import RedisServer, running
 
 from manthan.manager.config.model import ConfigError, RedisConfig
-from manthan.manager.stores.redis.client import RedisUnreachableError, check, connect
+from manthan.manager.tiers.redis_client import RedisUnreachableError, check, connect
 
 
 @pytest.fixture
@@ -55,6 +55,8 @@ def test_a_user_and_a_password(server: RedisServer, monkeypatch: pytest.MonkeyPa
 
 def test_start_up_says_if_a_full_server_would_refuse_writes(server: RedisServer) -> None:
     config = RedisConfig(url=server.url)
+    assert check(connect(config), config) == "", "it is never full"
+    server.client.config_set("maxmemory", 100 << 20)
     said = check(connect(config), config)
     assert said == (
         f"Redis at {server.url} has maxmemory-policy noeviction, so that it refuses writes when it is full: set it to "

@@ -1,22 +1,26 @@
 """Lookups, hashes and times to live in a real Redis, as two engines use it."""
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from engine import Engine
 from key_files import write_keys
 from redis_server import RedisServer, running
 
 from manthan.manager.config.model import RedisConfig, SealingConfig
+from manthan.manager.redis_link import RedisLink
 from manthan.manager.sessions.session import Drop, DropCause
-from manthan.manager.stores.redis.client import Circuit, connect
-from manthan.manager.stores.redis.schema import FALL, FIRST_TTL, SAMPLES, Namespace, lives_s, sample, shared_blocks
-from manthan.manager.stores.redis.sessions import Anchored, LookupResult, RedisSessions, SessionRecord
-from manthan.manager.stores.redis.store import RedisStore
-from manthan.manager.stores.sealed import Sealer, keys_of
+from manthan.manager.tiers.redis import RedisTier
+from manthan.manager.tiers.redis_client import Circuit, connect
+from manthan.manager.tiers.redis_schema import FALL, FIRST_TTL, SAMPLES, Namespace, lives_s, sample, shared_blocks
+from manthan.manager.tiers.redis_sessions import Anchored, LookupResult, RedisSessions, SessionRecord
+from manthan.manager.tiers.sealed import Sealer, keys_of
 
 HERE, TTL_S, NBYTES, RANKS = Namespace("manthan:", "tiny-1"), 4000.0, 100, 2
 
@@ -38,7 +42,7 @@ class Player:
         self.circuit = Circuit()
         self.sessions = RedisSessions(client, self.circuit, namespace, RANKS, TTL_S, facts, self.rung.set, sealer)
         self.sessions.start()
-        self.stores = [RedisStore(connect(self.config, 3), Circuit(), namespace, rank, TTL_S) for rank in range(RANKS)]
+        self.stores = [RedisTier(connect(self.config, 3), Circuit(), namespace, rank, TTL_S) for rank in range(RANKS)]
 
     def store(self, keys: Sequence[bytes], group: int = 0) -> None:
         for rank, store in enumerate(self.stores):
@@ -146,6 +150,28 @@ def test_a_block_that_a_rank_does_not_have_is_not_there(start: Start, server: Re
     player.store(keys)
     server.client.delete(HERE.block(0, keys[4], 1))
     assert player.ask(keys) == LookupResult([RANKS * NBYTES] * 4)
+
+
+@pytest.mark.parametrize("count", [1, 20, 31, 32, 33, 150, 700])
+def test_what_is_found_ends_before_the_first_hole(start: Start, server: RedisServer, count: int) -> None:
+    player, keys = start(), chain("a", 800)
+    player.store(keys)
+    holes = {count, *random.Random(count).sample(range(count, 800), 20)}
+    server.client.delete(*(HERE.block(0, keys[at], at % RANKS) for at in holes))
+    assert player.ask(keys) == LookupResult([RANKS * NBYTES] * count)
+
+
+def test_a_request_that_could_begin_waits_five_milliseconds_and_goes_on_without(
+    start: Start, server: RedisServer
+) -> None:
+    player, engine, said = start(), Engine(), list[str]()
+    observer = SimpleNamespace(looked_up=said.append)
+    link = RedisLink(player.sessions, engine.manager, observer, None)  # type: ignore[arg-type]
+    server.pause()
+    link.look_up("r", "nobody", chain("a", 99), 10.0)
+    assert [link.awaits("r", now) for now in (30.0, 30.0049, 30.0051, 30.0)] == [True, True, False, False]
+    assert said == ["unanswered"]
+    server.resume()
 
 
 def test_the_deepest_place_with_all_that_other_groups_need_is_found(start: Start) -> None:
@@ -257,14 +283,31 @@ def test_a_server_that_is_full_evicts_tails_first(tmp_path_factory: pytest.TempP
         player.close()
 
 
-def test_blocks_that_nobody_can_read_are_deleted_and_released_ones_go_soon(start: Start, server: RedisServer) -> None:
-    player, keys = start(), chain("a", 4)
+def test_what_is_released_is_deleted_for_all_engines_and_what_only_makes_room_stays(
+    start: Start, server: RedisServer
+) -> None:
+    one, other, keys = start(), start("two"), chain("a", 6)
+    one.store(keys)
+    assert other.ask(keys) == LookupResult([RANKS * NBYTES] * 6)
+    causes = [DropCause.BUDGET, DropCause.RELEASED, DropCause.EXPIRED, DropCause.FAILED, DropCause.ABANDONED]
+    one.sessions.tell([], [Drop(0, [key], cause) for key, cause in zip(keys, causes, strict=False)])
+    until(lambda: not any(left > 0 for left in left_ms(server, *keys[1:5])))
+    assert sum(server.client.exists(HERE.block(0, key, rank)) for key in keys for rank in range(RANKS)) == 2 * RANKS
+    assert other.ask(keys) == LookupResult([RANKS * NBYTES]), "the other engine computes the rest again"
+
+
+def test_what_is_released_while_redis_is_down_is_deleted_later_unless_it_is_stored_again(
+    start: Start, server: RedisServer
+) -> None:
+    player, keys = start(), chain("a", 3)
     player.store(keys)
-    causes = [DropCause.FAILED, DropCause.RELEASED, DropCause.BUDGET, DropCause.ABANDONED]
-    player.sessions.tell([], [Drop(0, [key], cause) for key, cause in zip(keys, causes, strict=True)])
-    until(lambda: left_ms(server, keys[1])[0] <= TTL_S * 1000 / 16)
-    assert left_ms(server, keys[0]) == [-2]
-    assert min(left_ms(server, *keys[2:])) > TTL_S * 1000 / 4
+    server.pause()
+    assert player.ask(keys) == LookupResult()
+    player.sessions.tell([], [Drop(0, keys[:2], DropCause.RELEASED), Drop(0, keys[2:], DropCause.FAILED)])
+    player.tell("alice", keys[1:2])
+    server.resume()
+    until(lambda: left_ms(server, keys[0])[0] < 0)
+    assert all(left > 0 for left in left_ms(server, *keys[1:]))
 
 
 # -- a server that does not answer --------------------------------------------------------------------

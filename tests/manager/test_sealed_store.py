@@ -11,13 +11,13 @@ from key_files import write_keys
 from redis_server import RedisServer, running
 
 from manthan.manager.config.model import ConfigError, RedisConfig, SealingConfig
-from manthan.manager.stores.cold_store import Buffer, ColdStore
-from manthan.manager.stores.disk.journal import Journal, JournalBlock, JournalChain, JournalSession
-from manthan.manager.stores.disk.store import DiskStore
-from manthan.manager.stores.redis.client import Circuit, connect
-from manthan.manager.stores.redis.schema import Namespace
-from manthan.manager.stores.redis.store import RedisStore
-from manthan.manager.stores.sealed import OVERHEAD, SealedStore, Sealer, keys_of
+from manthan.manager.tiers.disk import DiskTier
+from manthan.manager.tiers.journal import Journal, JournalBlock, JournalChain, JournalSession
+from manthan.manager.tiers.redis import RedisTier
+from manthan.manager.tiers.redis_client import Circuit, connect
+from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
+from manthan.manager.tiers.tier import Buffer, Tier
 
 KEYS = [f"key-{number:028d}".encode() for number in range(20)]
 PLACE = "tiny-0123456789ab"
@@ -30,13 +30,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture(params=["disk", "redis"])
-def inner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ColdStore]:
+def inner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     if request.param == "disk":
-        store: ColdStore = DiskStore(tmp_path / "store", 16 << 20)
+        store: Tier = DiskTier(tmp_path / "store", 16 << 20)
     else:
         server: RedisServer = request.getfixturevalue("server")
         server.client.flushall()
-        store = RedisStore(connect(RedisConfig(url=server.url)), Circuit(), Namespace("manthan:", PLACE), 0, 100)
+        store = RedisTier(connect(RedisConfig(url=server.url)), Circuit(), Namespace("manthan:", PLACE), 0, 100)
     yield store
     store.close()
 
@@ -45,24 +45,24 @@ def sealer(path: Path, *names: str, place: str = PLACE) -> Sealer:
     return Sealer(keys_of(SealingConfig(key_file=str(write_keys(path / "keys", *names)))), place)
 
 
-Seal = Callable[..., SealedStore]
+Seal = Callable[..., SealedTier]
 
 
 @pytest.fixture
-def seal(inner: ColdStore, tmp_path: Path) -> Seal:
-    def make(*names: str, place: str = PLACE, rank: int = 0) -> SealedStore:
-        return SealedStore(inner, sealer(tmp_path, *(names or ("k1",)), place=place), rank)
+def seal(inner: Tier, tmp_path: Path) -> Seal:
+    def make(*names: str, place: str = PLACE, rank: int = 0) -> SealedTier:
+        return SealedTier(inner, sealer(tmp_path, *(names or ("k1",)), place=place), rank)
 
     return make
 
 
-def read(store: ColdStore, keys: Sequence[bytes] = KEYS, tenant: str = "") -> list[object]:
+def read(store: Tier, keys: Sequence[bytes] = KEYS, tenant: str = "") -> list[object]:
     """What comes back: `right` for what was put, or the cause."""
     found = zip(keys, store.read(0, keys, tenant), strict=True)
     return ["right" if isinstance(buf, np.ndarray) and np.array_equal(buf, BLOCKS[key]) else buf for key, buf in found]
 
 
-def value_of(store: SealedStore, key: bytes) -> Buffer:
+def value_of(store: SealedTier, key: bytes) -> Buffer:
     [value] = store.inner.read(0, [key])
     assert isinstance(value, np.ndarray)
     return value.copy()
@@ -101,7 +101,7 @@ def test_what_was_sealed_before_a_reset_does_not_open_behind_it(seal: Seal) -> N
     before = seal()
     before.put_all(0, BLOCKS)
     value = value_of(before, KEYS[0])
-    after = before.cleared("" if isinstance(before.inner, DiskStore) else "tiny-another")
+    after = before.cleared("" if isinstance(before.inner, DiskTier) else "tiny-another")
     assert read(after) == [None] * 20
     after.inner.put_all(0, {KEYS[0]: value})
     assert read(after, KEYS[:1]) == ["seal"]

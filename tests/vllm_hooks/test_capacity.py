@@ -9,7 +9,7 @@ from loaded import load_config
 from vllm.platforms import current_platform
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.stores.arena import GRANULE
+from manthan.manager.tiers.arena import GRANULE
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.worker.capacity import (

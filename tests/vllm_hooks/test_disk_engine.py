@@ -12,6 +12,10 @@ import group_models
 import pytest
 from vllm_engine import Completion, Engine, Table, until_killed
 
+from manthan.manager.tiers.arena_tier import Name
+from manthan.manager.tiers.disk import HEADER, records_in
+from manthan.manager.tiers.journal import JOURNAL
+
 SLOW = pytest.mark.slow
 GUESTS = range(8)
 ALL = 100_000
@@ -45,8 +49,8 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
-def segments(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*/rank-0/*.seg"))
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/rank-0/blocks"))
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +80,37 @@ def test_all_that_was_cold_when_it_was_killed_returns(left: Path) -> None:
         print(f"{cached} of {full} full blocks came back")
 
 
+def bodies(file: Path) -> dict[Name, bytes]:
+    """Some bytes from the middle of each block on the disk."""
+    raw = file.read_bytes()
+    with file.open("rb") as opened:
+        placed = {record.name: record.placed for record in records_in(opened.fileno())}
+    middles = {name: one.extents[0].start + HEADER + one.nbytes // 2 for name, one in placed.items()}
+    return {name: raw[middle : middle + 32] for name, middle in middles.items()}
+
+
+def test_what_is_released_is_erased_and_what_others_have_stays(tmp_path: Path) -> None:
+    with engine(tmp_path) as alone:
+        for guest in ("alice", "bob"):
+            alone.ask(Table(len(guest)).question(0)[0], guest)
+        alone.wait_until_cold(2)
+        [file] = files_of(tmp_path)
+        before = bodies(file)
+        alone.ask(Table(len("alice")).question(0)[0], "alice", release=True)
+        alone.wait(lambda: alone.sessions("cold") == 1 and len(bodies(file)) < len(before), "one session less")
+        gone = [some for name, some in before.items() if name not in bodies(file)]
+        assert len(gone) >= len(before) // 4
+        alone.wait(lambda: not any(some in raw for raw in [file.read_bytes()] for some in gone), "an erased session")
+        alone.empty_pool()
+        answer = alone.ask(Table(len("bob")).question(0)[0], "bob")
+        assert answer.cached_tokens // 32 == (answer.prompt_tokens - 1) // 32
+        assert alone.failures() == 0
+
+
 @SLOW
 def test_what_was_torn_off_meanwhile_is_computed(left: Path) -> None:
-    for segment in segments(left):
-        os.truncate(segment, segment.stat().st_size - 5000)
+    for file in files_of(left):
+        os.truncate(file, file.stat().st_blocks * 512 // 2)
     with engine(left) as other:
         full, cached = ask_all(other)
         assert 0 < cached < full
@@ -99,7 +130,7 @@ def test_with_all_files_damaged_it_starts_and_computes(left: Path) -> None:
     with engine(left) as other:
         assert ask_all(other)[1] == 0
         assert all_return(other)
-    assert all(file.with_name(f"{file.name}.bad").exists() for file in files if file.suffix in (".seg", ".sqlite"))
+    assert all(file.with_name(f"{file.name}.bad").exists() for file in files if file.name in ("blocks", JOURNAL))
 
 
 @SLOW
@@ -122,7 +153,7 @@ def test_behind_a_reset_nothing_is_found_again(left: Path) -> None:
         second.wait(lambda: second.reset(cold=True), "a reset")
         assert ask_all(second)[1] == 0
         assert all_return(second), "it is of use until the end"
-        assert segments(left) == []
+        assert files_of(left) == []
         with sqlite3.connect(next(left.glob("*/sessions.sqlite"))) as db:
             assert db.execute("SELECT count(*) FROM sessions").fetchone() == (0,)
     with engine(left) as third:

@@ -7,7 +7,7 @@ from scripts import run_sessions
 from vllm_engine import BLOCK
 
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.manager.stores.arena import room
+from manthan.manager.tiers.arena import room
 
 SINK = 4
 CODEC = "k3v3"

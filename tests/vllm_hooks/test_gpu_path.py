@@ -13,7 +13,7 @@ from fake_cuda import BLOCKS, TOKENS
 
 from manthan.codec.base import Numbers
 from manthan.codec.gpu.paged import PagedCodec
-from manthan.manager.stores.arena import room
+from manthan.manager.tiers.arena import room
 from manthan.manager.work import GroupBlocks, GroupKeys, Load, LoadResult, SpillBlock, SpillResult
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker import gpu_path

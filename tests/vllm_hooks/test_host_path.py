@@ -12,8 +12,9 @@ from key_files import write_keys
 from paged_cache import cpu_blocks, paged, write
 
 from manthan.manager.config.model import SealingConfig
-from manthan.manager.stores.cold_store import ColdStoreError, HostStore
-from manthan.manager.stores.sealed import OVERHEAD, SealedStore, Sealer, keys_of
+from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
+from manthan.manager.tiers.tier import TierError
 from manthan.manager.work import GroupBlocks, Load, LoadResult, SpillBlock, SpillResult
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.worker.host_path import HostPath
@@ -34,7 +35,7 @@ class Worker:
         self.blocks = cpu_blocks(self.caches, layers, spec, group=GROUP)
         for block in range(len(KEYS)):
             write(self.caches, layers, block, spec, seed=block)
-        self.store = HostStore(max_bytes)
+        self.store = RamTier(max_bytes)
         self.path = HostPath({GROUP: self.blocks}, self.store, 2, CPU, fails_whole)
 
     def wait(self, count: int = 1) -> ManthanWorkerMetadata:
@@ -123,7 +124,7 @@ def test_blocks_that_do_not_open_are_told_all_at_once(start: Callable[..., Worke
     """Or a session of another tenant would fail once for each of its blocks."""
     keys = keys_of(SealingConfig(key_file=str(write_keys(tmp_path / "keys", "k1"))))
     worker = start()
-    worker.path.store = SealedStore(worker.store, Sealer(keys, "place"), 0)
+    worker.path.store = SealedTier(worker.store, Sealer(keys, "place"), 0)
     spills = [SpillBlock(key, GROUP, n, 32 * n, tenant="acme" if n in (1, 2) else "") for n, key in enumerate(KEYS)]
     worker.path.submit_spills(ManthanMetadata(spills=spills))
     nbytes = worker.blocks.format.max_nbytes(0)
@@ -134,12 +135,12 @@ def test_blocks_that_do_not_open_are_told_all_at_once(start: Callable[..., Worke
 
 def test_what_does_not_fit_is_refused_and_takes_nothing(start: Callable[..., Worker]) -> None:
     nbytes = start().blocks.format.max_nbytes(0)
-    worker = start(max_bytes=HostStore(1 << 20).room(nbytes) * 3)
+    worker = start(max_bytes=RamTier(1 << 20).room(nbytes) * 3)
     causes = [(result.cause, result.nbytes) for result in worker.spill()]
     assert sorted(causes, key=str) == [("store_full", 0), *[(None, worker.store.room(nbytes))] * 3]
 
 
-class Broken(HostStore):
+class Broken(RamTier):
     """A store on fire."""
 
     def __init__(self, error: Exception) -> None:
@@ -153,7 +154,7 @@ class Broken(HostStore):
         raise self._error
 
 
-class DownError(ColdStoreError):
+class DownError(TierError):
     cause = "store_down"
 
 

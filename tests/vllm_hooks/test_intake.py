@@ -8,7 +8,8 @@ import pytest
 import torch
 from integrity import check_store
 
-from manthan.manager.stores.cold_store import Buffer, HostStore
+from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.tier import Buffer
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.worker import pinned
 from manthan.vllm_hooks.worker.intake import Ring, address, batches
@@ -98,8 +99,7 @@ def test_ram_is_used_as_far_as_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> 
     may_go_on = threading.Semaphore(1)
     monkeypatch.setattr(compat, "pin", lambda memory: may_go_on.acquire())
     ram = PinnedRam(4 * PIECE, CPU)
-    store = HostStore(4 * PIECE, ram)
-    store.reached(1)
+    store = RamTier(4 * PIECE, ram)
     half = store.room(PIECE // 2 - 512)
     blocks = {bytes([n]): np.full(half, n, np.uint8) for n in range(8)}
     assert len(store.put_all(0, blocks)) == 6, "one piece is there"
@@ -126,4 +126,4 @@ def test_a_limit_in_the_middle_leaves_what_there_is(monkeypatch: pytest.MonkeyPa
     ram.start()
     ram.wait()
     assert len(ram.spans) == 3
-    assert HostStore(5 * PIECE, ram)._arena.available == 3 * (PIECE - 256)
+    assert RamTier(5 * PIECE, ram)._arena.available == 3 * (PIECE - 256)

@@ -14,9 +14,9 @@ from redis_server import RedisServer, running
 
 from manthan.codec import wire
 from manthan.manager.config.model import RedisConfig
-from manthan.manager.stores.redis.client import Circuit, connect
-from manthan.manager.stores.redis.schema import Namespace
-from manthan.manager.stores.redis.store import RedisStore
+from manthan.manager.tiers.redis import RedisTier
+from manthan.manager.tiers.redis_client import Circuit, connect
+from manthan.manager.tiers.redis_schema import Namespace
 from manthan.manager.work import GroupBlocks, Load, LoadResult, SpillBlock, SpillResult
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import Blocks
@@ -66,7 +66,7 @@ class Loader:
         blocks, self.caches = make()
         namespace = Namespace("manthan:", make.__name__)
         client = connect(RedisConfig(url=server.url))
-        store = RedisStore(client, Circuit(), namespace, 0, 1000)
+        store = RedisTier(client, Circuit(), namespace, 0, 1000)
         cpu = torch.device("cpu")
         intake = Intake(1 << 20, 2, 1 << 18, 4, cpu) if isinstance(blocks, PagedBlocks) else None
         self.path = HostPath({GROUP: blocks}, store, 1, cpu, intakes=intake and (intake, intake))

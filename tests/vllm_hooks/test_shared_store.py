@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 
 from manthan.manager.config.model import CodecConfig, TenantsConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.stores.redis.schema import Namespace
+from manthan.manager.tiers.redis_schema import Namespace
 from manthan.vllm_hooks import fingerprint as fingerprint_module
 from manthan.vllm_hooks import kv_transfer_config, settled
 from manthan.vllm_hooks.fingerprint import fingerprint

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from integrity import check_store
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.stores.arena import GRANULE, Extent, room
+from manthan.manager.tiers.arena import GRANULE, Extent, room
 from manthan.vllm_hooks.worker.capacity import TierBytes
 from manthan.vllm_hooks.worker.staging import pieces
 from manthan.vllm_hooks.worker.tiers import Demotion, Stored, Taken, Tier, Tiers

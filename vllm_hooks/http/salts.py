@@ -11,7 +11,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from manthan.manager.config.resolve import ManthanConfig
-from manthan.manager.stores.sealed import derived, keys_of
+from manthan.manager.tiers.sealed import derived, keys_of
 from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.http.hints import CONTENT, Asked, hints_of
 

@@ -14,7 +14,7 @@ from manthan.codec.base import Numbers
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import CodecError, UnknownCodecError, WireError
 from manthan.codec.gpu.paged import PagedLayout
-from manthan.manager.stores.cold_store import Buffer, Found
+from manthan.manager.tiers.tier import Buffer, Found
 from manthan.manager.work import SpillBlock
 from manthan.vllm_hooks.worker.layout import Layer
 

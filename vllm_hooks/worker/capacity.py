@@ -9,11 +9,9 @@ from vllm.logger import init_logger
 from manthan.manager.config.model import ManthanConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.sessions.fast_tier import Fast
-from manthan.manager.stores import arena
-from manthan.manager.stores.arena import GRANULE
-from manthan.manager.stores.disk import segment
-from manthan.manager.stores.disk import store as disk
-from manthan.manager.stores.sealed import OVERHEAD
+from manthan.manager.tiers import arena, disk
+from manthan.manager.tiers.arena import GRANULE
+from manthan.manager.tiers.sealed import OVERHEAD
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
 
@@ -71,7 +69,7 @@ def usable_nbytes(store: TiersConfig, ranks: int, sizes: Collection[int], in_are
 
 def room_in(config: ManthanConfig) -> Callable[[int], int]:
     """What an encoded block of so many bytes takes of the budget, at most."""
-    room = segment.room if config.tiers.places[-1] == "disk" else arena.room
+    room = disk.room if config.tiers.places[-1] == "disk" else arena.room
     return (lambda nbytes: room(nbytes + OVERHEAD)) if config.sealing.key_file else room
 
 

@@ -20,7 +20,7 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
-from manthan.manager.stores.arena import Extent, room
+from manthan.manager.tiers.arena import Extent, room
 from manthan.manager.work import FailedBlock, GroupBlocks, Load, LoadResult, SpillBlock, SpillResult
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.messages import ManthanMetadata

@@ -17,10 +17,11 @@ from manthan.codec.registry import PRESETS, finer_codecs, needs_profile, takes_f
 from manthan.codec.rope import Rope
 from manthan.codec.wht import Wht
 from manthan.manager.config.model import ConfigError
-from manthan.manager.stores.cold_store import ColdStore, HostStore
-from manthan.manager.stores.redis.schema import Namespace
-from manthan.manager.stores.sealed import SealedStore, Sealer, keys_of
-from manthan.manager.stores.tiered import TieredStore
+from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
+from manthan.manager.tiers.stack import StackedTier
+from manthan.manager.tiers.tier import Tier
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.disk_store import open_disk
 from manthan.vllm_hooks.fingerprint import fingerprint
@@ -247,7 +248,7 @@ class WorkerHalf:
         chain: GroupCache,
         group: Group,
         tier_bytes: TierBytes,
-        store: ColdStore | None,
+        store: Tier | None,
         beside: Mapping[int, GroupCache],
     ) -> WorkerPath:
         """Where the codec runs, and on what: the only place where that is chosen.
@@ -274,7 +275,7 @@ class WorkerHalf:
         else:
             blocks = {index: CpuBlocks(each.memory, *each.forms, exacts=each.exacts) for index, each in groups.items()}
         if store is None:
-            store = HostStore(tier_bytes.host)
+            store = RamTier(tier_bytes.host)
         threads = 1 if on_gpu or device.type == "cpu" else CPU_ENCODE_THREADS
         path = HostPath(blocks, store, threads, device, self._fails_whole, intakes)
         if on_gpu:
@@ -298,23 +299,23 @@ def codec_backend(wanted: str, device: torch.device) -> str:
     return "numpy" if torch.cuda.get_device_properties(device).is_integrated else "cuda"
 
 
-def _make_store(vllm_config: "VllmConfig", namespace: Namespace, gpu: torch.device | None) -> ColdStore:
+def _make_store(vllm_config: "VllmConfig", namespace: Namespace, gpu: torch.device | None) -> Tier:
     """A rank's store of codes that outlive the engine. gpu: that reads what is in RAM itself. Raises ConfigError."""
     config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
     cold, ranks, rank = config.tiers, parallel.world_size, parallel.rank
-    store: ColdStore
+    store: Tier
     if cold.is_shared:
         store = make_redis(config, namespace, rank)
     else:
         store = open_disk(config, parallel, namespace.name, cold.max_bytes // ranks, rank)
     if cold.front_disk_bytes:
         front = open_disk(config, parallel, namespace.name, cold.front_disk_bytes // ranks, rank)
-        store = TieredStore(front, store)
+        store = StackedTier(front, store)
     if keys := keys_of(config.sealing):
-        store = SealedStore(store, Sealer(keys, namespace.name), rank)
+        store = SealedTier(store, Sealer(keys, namespace.name), rank)
     if cold.front_bytes:
         nbytes = cold.front_bytes // ranks
-        store = TieredStore(HostStore(nbytes, PinnedRam(nbytes, gpu) if gpu else None), store)
+        store = StackedTier(RamTier(nbytes, PinnedRam(nbytes, gpu) if gpu else None), store)
     return store
 
 

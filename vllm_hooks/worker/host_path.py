@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Found
+from manthan.manager.tiers.tier import Buffer, Found, Tier, TierError
 from manthan.manager.work import NEEDED, RESET, FailedBlock, GroupBlocks, Load, LoadResult, SpillBlock, SpillResult
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import MISSING, Blocks, Copies
@@ -36,7 +36,7 @@ class HostPath(WorkerPath):
     def __init__(
         self,
         blocks: Mapping[int, Blocks],
-        store: ColdStore,
+        store: Tier,
         encode_threads: int,
         device: torch.device,
         fails_whole: bool = False,
@@ -97,7 +97,6 @@ class HostPath(WorkerPath):
             self.store = self.store.cleared(metadata.place)
         for group, keys in metadata.drops:
             self.store.drop(group, keys)
-        self.store.reached(metadata.step)
         model = model_event(self._device) if metadata.loads else None
         for load in metadata.loads:
             with self._lock:
@@ -152,7 +151,7 @@ class HostPath(WorkerPath):
         self,
         spills: Sequence[SpillBlock],
         blocks: Blocks,
-        store: ColdStore,
+        store: Tier,
         model: torch.cuda.Event | None,
         cancelled: threading.Event,
     ) -> None:
@@ -194,7 +193,7 @@ class HostPath(WorkerPath):
         spills: Sequence[SpillBlock],
         copies: Copies | None,
         blocks: Blocks,
-        store: ColdStore,
+        store: Tier,
         model: torch.cuda.Event | None,
         cancelled: threading.Event,
     ) -> None:
@@ -226,7 +225,7 @@ class HostPath(WorkerPath):
     def _load(
         self,
         load: Load,
-        store: ColdStore,
+        store: Tier,
         model: torch.cuda.Event | None,
         intake: Intake | None,
         cancelled: threading.Event,
@@ -241,7 +240,7 @@ class HostPath(WorkerPath):
                     self._load_part(part, store, load.tenant, intake, loaded)
                     if loaded.failed:
                         break
-        except ColdStoreError as error:
+        except TierError as error:
             loaded.fail(error.cause)
         except Exception as error:  # vLLM must get an answer, whatever happened
             logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
@@ -256,9 +255,7 @@ class HostPath(WorkerPath):
             self._awaited -= 1
             super()._finished(load, good)
 
-    def _load_part(
-        self, part: GroupBlocks, store: ColdStore, tenant: str, intake: Intake | None, loaded: "_Loaded"
-    ) -> None:
+    def _load_part(self, part: GroupBlocks, store: Tier, tenant: str, intake: Intake | None, loaded: "_Loaded") -> None:
         """Decode the blocks of a group, up to the first that cannot be."""
         with ExitStack() as stack:
             if intake is not None:
@@ -287,7 +284,7 @@ class HostPath(WorkerPath):
         cause: str,
         found: Found,
         following: Iterator[Found],
-        store: ColdStore,
+        store: Tier,
         loaded: "_Loaded",
     ) -> None:
         """The block at this place is not to be had; what follows is of no use. Where one is, there are more: not one a
@@ -320,7 +317,7 @@ class HostPath(WorkerPath):
                 while len(begun) > UNDER_WAY:
                     end, done = begun.popleft()
                     yield end(), done
-        except ColdStoreError as raised:  # what came before is good
+        except TierError as raised:  # what came before is good
             error = raised
         for end, done in begun:
             yield end(), done

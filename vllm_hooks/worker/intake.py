@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manthan.manager.stores.cold_store import Buffer, ColdStoreError, Found, Landing
+from manthan.manager.tiers.tier import Buffer, Found, Landing, TierError
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.worker.staging import Staging
 
@@ -199,7 +199,7 @@ def batches(bufs: Iterator[Found], cost: Callable[[Buffer], int], most: int) -> 
             if taken + last > most:  # the next one is as large, most likely
                 yield batch
                 batch, taken = [], 0
-    except ColdStoreError as raised:
+    except TierError as raised:
         error = raised
     if batch:
         yield batch

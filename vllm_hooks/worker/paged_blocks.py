@@ -14,8 +14,8 @@ from manthan.codec import wire
 from manthan.codec.block import exact_of
 from manthan.codec.errors import SizeError, WireError
 from manthan.codec.gpu.paged import ALIGNMENT, GOOD, Form, PagedCodec, status_cause
-from manthan.manager.stores.arena import Extent
-from manthan.manager.stores.cold_store import Buffer, Found
+from manthan.manager.tiers.arena import Extent
+from manthan.manager.tiers.tier import Buffer, Found
 from manthan.manager.work import SpillBlock
 from manthan.vllm_hooks.worker.blocks import Blocks, Copies, cause_of
 from manthan.vllm_hooks.worker.capacity import STAGING_BYTES

@@ -18,8 +18,9 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.stores.arena import GRANULE, Extent
-from manthan.manager.stores.memory import Buffer, Memory
+from manthan.manager.tiers.arena import GRANULE, Extent
+from manthan.manager.tiers.ram import Memory
+from manthan.manager.tiers.tier import Buffer
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.telemetry.log import human_bytes
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from manthan.manager.stores.arena import Extent
+from manthan.manager.tiers.arena import Extent
 
 Places = Sequence[tuple[Extent, ...]]
 """The extents of each block of some."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.stores.arena import GRANULE, Arena, Extent, room
+from manthan.manager.tiers.arena import GRANULE, Arena, Extent, room
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.worker.pinned import PinnedRam
 

@@ -15,7 +15,7 @@ from redis.exceptions import AuthenticationError, AuthorizationError, OutOfMemor
 from redis.retry import Retry
 
 from manthan.manager.config.model import REDIS_PASSWORD, ConfigError, RedisConfig
-from manthan.manager.stores.cold_store import STORE_FULL, ColdStoreError
+from manthan.manager.tiers.tier import STORE_FULL, TierError
 from manthan.manager.work import STORE_DOWN
 
 Client: TypeAlias = Any  # redis.Redis: its annotations leave open what is bytes and what is str
@@ -29,13 +29,13 @@ BATCH = 512
 """Commands in one pipeline, at most."""
 
 
-class StoreDownError(ColdStoreError):
+class StoreDownError(TierError):
     """Redis did not answer, or answers that it cannot serve."""
 
     cause = STORE_DOWN
 
 
-class RedisFullError(ColdStoreError):
+class RedisFullError(TierError):
     """Redis has reached its maxmemory, and evicts nothing."""
 
     cause = STORE_FULL
@@ -149,7 +149,7 @@ def check(client: Client, config: RedisConfig) -> str:
     version = str(info["redis_version"])
     if int(version.partition(".")[0]) < OLDEST_VERSION:
         raise ConfigError(f"{server} has version {version}: {OLDEST_VERSION}.0 or newer is needed.")
-    if info.get("maxmemory_policy") == "noeviction":
+    if info.get("maxmemory") and info.get("maxmemory_policy") == "noeviction":
         return (
             f"{server} has maxmemory-policy noeviction, so that it refuses writes when it is full: set it to "
             "volatile-ttl."

@@ -1,7 +1,7 @@
-"""Which sessions there are, on disk: what the next process is to know of them, in SQLite.
+"""The sessions of this engine, on disk, in SQLite: what the next process is to know of them.
 
-The scheduler's thread only leaves news here; a thread beside it writes them, the last of each session. A process that
-is killed loses what was not written yet: blocks that nobody names are dropped by the next one.
+The scheduler's thread only leaves news here. A thread writes them, the last of each session. A process that is killed
+loses what was not written yet: blocks that no session names are dropped by the next one.
 """
 
 import json
@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import sqlite3
-import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -18,40 +17,42 @@ from itertools import chain as chained
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manthan.manager.stores.disk.files import is_damage, make_folder, set_aside
-from manthan.manager.stores.sealed import Sealer, SealError
+from manthan.manager.tiers.disk_files import is_damage, make_folder, set_aside
+from manthan.manager.tiers.sealed import Sealer, SealError
 
 logger = logging.getLogger("vllm.manthan.disk")
 
 JOURNAL = "sessions.sqlite"
-SCHEMA = 4
-"""Its version. A journal of another one is begun anew."""
+SCHEMA = 5
+"""Version. A journal of another one is begun anew."""
 CLOSE_S = 5.0
 REST_S = 1.0
-"""After how long it is tried again to write what could not be written."""
+"""Seconds until a write that failed is tried again."""
 TABLE = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
-    facts TEXT NOT NULL,  -- JSON
-    chain BLOB NOT NULL,  -- what is stored of it; see _pack
-    notes BLOB NOT NULL   -- of the blocks of that, if there are any; see _pack_notes
+    facts BLOB NOT NULL,  -- JSON
+    chain BLOB NOT NULL   -- JSON: blocks, resume points, and notes of both
 ) WITHOUT ROWID"""
 ID = "id"
-"""Among sealed facts, the session's; its row is called otherwise."""
+"""Field of sealed facts: the session's id. Its row is called otherwise."""
 ABOUT = ("journal",)
-"""What sealed rows are about, besides what they are called."""
-PARTS = ("facts", "chain", "notes")
-"""Of a row, each sealed by itself."""
+"""What sealed rows are bound to, besides their ids."""
 FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
 """Exceptions of SQLite and the disk. The last one is of names in a damaged schema."""
-_COUNTS = struct.Struct("<II")
-_LENGTH = struct.Struct("<I")
-_BLOCK = struct.Struct("<HHIIB")
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, SealError)
 
 
 class JournalBlock(NamedTuple):
-    """One block of a chain, or of an anchor: its key, its KV cache group, its place among the blocks of that, and how
-    many of its tokens are exact. mark: see `manthan.manager.sessions.marks`."""
+    """A block of a session, or of a resume point.
+
+    Args:
+        key: Block hash.
+        group: KV cache group.
+        at: Place among the blocks of its group.
+        exact: Number of its first tokens that are exact.
+        mark: See `manthan.manager.sessions.marks`.
+    """
 
     key: bytes
     group: int
@@ -61,20 +62,20 @@ class JournalBlock(NamedTuple):
 
 
 class JournalAnchor(NamedTuple):
-    """What other KV cache groups have behind so many blocks of a chain."""
+    """Blocks that other KV cache groups have at a resume point, `depth` blocks into the session."""
 
     depth: int
     parts: tuple[JournalBlock, ...]
 
 
 class JournalChain(NamedTuple):
-    """What is stored of a session."""
+    """Saved blocks of a session."""
 
     blocks: tuple[JournalBlock, ...]
     anchors: tuple[JournalAnchor, ...] = ()
 
     def all(self) -> Iterator[JournalBlock]:
-        """Those of the chain, and then those of each anchor."""
+        """Yield the session's blocks, and then those of each resume point."""
         return chained(self.blocks, *(anchor.parts for anchor in self.anchors))
 
 
@@ -83,9 +84,13 @@ GONE = JournalChain(())
 
 @dataclass(frozen=True)
 class JournalSession:
-    """A session as the next process finds it. facts: what JSON can hold. chain: None if it is as it was; without blocks
-    if the session is gone. notes: what else is known of each block of its chain and then of its anchors, in order, or
-    nothing; they are as they were where the chain is."""
+    """A session as the next process finds it.
+
+    Args:
+        facts: What JSON can hold.
+        chain: None if it is as it was; without blocks if the session is gone.
+        notes: What others want to keep of each block of the chain. They stay as they were if the chain does.
+    """
 
     session_id: str
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -125,15 +130,14 @@ class Journal:
             return _opened_whole(None)
 
     def sessions(self) -> Iterator[JournalSession]:
-        """All that were written. What cannot be read is left out, and removed."""
+        """Yield all that were written. What cannot be read is left out, and removed."""
         bad = []
-        for row_id, *values in self._rows():
+        for row_id, facts, chain in self._rows():
             try:
-                facts, chain, notes = (self._opened(*each, row_id) for each in zip(values, PARTS, strict=True))
-                found: dict[str, Any] = json.loads(facts)
-                session_id = found.pop(ID) if self._sealer is not None else row_id
-                yield JournalSession(session_id, found, _unpack(chain), _unpack_notes(notes))
-            except (ValueError, KeyError, TypeError, AttributeError, struct.error, SealError):
+                found: dict[str, Any] = json.loads(self._opened(facts, row_id, "facts"))
+                session_id = row_id if self._sealer is None else found.pop(ID)
+                yield JournalSession(session_id, found, *_unpacked(self._opened(chain, row_id, "chain")))
+            except UNREADABLE:
                 bad.append((row_id,))
         if bad:
             logger.warning("Manthan: %s: %d sessions cannot be read, and are forgotten.", self.path, len(bad))
@@ -143,7 +147,7 @@ class Journal:
     def _rows(self) -> Iterator[tuple[Any, ...]]:
         """Rows up to the first that SQLite cannot find."""
         try:
-            yield from self._db.execute("SELECT id, facts, chain, notes FROM sessions")
+            yield from self._db.execute("SELECT id, facts, chain FROM sessions")
         except FAULTS as error:
             logger.warning("Manthan: %s: sessions cannot be read: %s", self.path, error)
 
@@ -199,28 +203,12 @@ class Journal:
                         return
                     self._take_back(news, is_cleared)
 
-    def _row(self, session: JournalSession) -> "_Row":
-        """What is written of it."""
-        sealer, chain = self._sealer, session.chain
-        packed = b"" if chain is not None and not chain.blocks else chain and _pack(chain)
-        notes = _pack_notes(session.notes)
-        if sealer is None:
-            return _Row(session.session_id, json.dumps(session.facts), packed, notes)
-        row_id = sealer.name(session.session_id)
-        facts = json.dumps({**session.facts, ID: session.session_id}).encode()
-        sealed = [
-            part and sealer.seal(part, "", *ABOUT, row_id, name)
-            for part, name in zip((facts, packed, notes), PARTS, strict=True)
-        ]
-        return _Row(row_id, sealed[0] or b"", sealed[1], sealed[2] or b"")
+    def _sealed(self, text: str, row_id: str, part: str) -> bytes:
+        return text.encode() if self._sealer is None else self._sealer.seal(text.encode(), "", *ABOUT, row_id, part)
 
-    def _opened(self, value: bytes | str, part: str, row_id: str) -> bytes:
-        """Raises SealError, and ValueError for what was never sealed."""
-        if self._sealer is None or not value:
-            return value.encode() if isinstance(value, str) else value
-        if isinstance(value, str):
-            raise ValueError("it is not sealed.")
-        return self._sealer.open(value, "", *ABOUT, row_id, part)
+    def _opened(self, value: bytes, row_id: str, part: str) -> bytes:
+        """Raises UNREADABLE."""
+        return value if self._sealer is None else self._sealer.open(value, "", *ABOUT, row_id, part)
 
     def _take_back(self, news: dict[str, JournalSession], was_cleared: bool) -> None:
         """What could not be written is still to be, but for what was told since."""
@@ -231,22 +219,30 @@ class Journal:
 
     def _write(self, news: Iterable[JournalSession], is_cleared: bool) -> None:
         """All or nothing. Raises sqlite3.Error."""
-        rows = list(map(self._row, news))
-        kept = [row for row in rows if row.chain]
-        same = [(row.facts, row.id) for row in rows if row.chain is None]
-        gone = [(row.id,) for row in rows if row.chain == b""]
         self._db.execute("BEGIN IMMEDIATE")
         try:
             if is_cleared:
                 self._db.execute("DELETE FROM sessions")
-            self._db.executemany("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?)", kept)
-            self._db.executemany("UPDATE sessions SET facts = ? WHERE id = ?", same)
-            self._db.executemany("DELETE FROM sessions WHERE id = ?", gone)
+            for session in news:
+                self._write_session(session)
             self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+
+    def _write_session(self, session: JournalSession) -> None:
+        row_id = session.session_id if self._sealer is None else self._sealer.name(session.session_id)
+        if session.chain is not None and not session.chain.blocks:
+            self._db.execute("DELETE FROM sessions WHERE id = ?", (row_id,))
+            return
+        said = {} if self._sealer is None else {ID: session.session_id}
+        facts = self._sealed(json.dumps({**session.facts, **said}), row_id, "facts")
+        if session.chain is None:
+            self._db.execute("UPDATE sessions SET facts = ? WHERE id = ?", (facts, row_id))
+            return
+        chain = self._sealed(_packed(session.chain, session.notes), row_id, "chain")
+        self._db.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", (row_id, facts, chain))
 
 
 def _opened_whole(path: Path | None) -> sqlite3.Connection:
@@ -263,7 +259,7 @@ def _opened_whole(path: Path | None) -> sqlite3.Connection:
             db.execute("DROP TABLE IF EXISTS sessions")
             db.execute(f"PRAGMA user_version={SCHEMA}")
         db.execute(TABLE)
-        db.execute("SELECT id, facts, chain, notes FROM sessions LIMIT 1").fetchone()
+        db.execute("SELECT id, facts, chain FROM sessions LIMIT 1").fetchone()
     except BaseException:
         db.close()
         raise
@@ -292,72 +288,21 @@ def _set_aside(path: Path, error: Exception) -> bool:
     return True
 
 
-class _Row(NamedTuple):
-    """A session as it is written. chain: None if it is as it was, as the notes then are; nothing if the session is
-    gone."""
-
-    id: str
-    facts: bytes | str
-    chain: bytes | None
-    notes: bytes
+def _packed(chain: JournalChain, notes: Iterable[bytes]) -> str:
+    anchors = [(depth, _hexed(parts)) for depth, parts in chain.anchors]
+    return json.dumps((_hexed(chain.blocks), anchors, [note.hex() for note in notes]))
 
 
-def _pack(chain: JournalChain) -> bytes:
-    blocks, anchors = chain
-    parts = [_COUNTS.pack(len(blocks), len(anchors)), *map(_pack_block, blocks)]
-    for anchor in anchors:
-        parts += [_COUNTS.pack(anchor.depth, len(anchor.parts)), *map(_pack_block, anchor.parts)]
-    return b"".join(parts)
+def _hexed(blocks: Iterable[JournalBlock]) -> list[tuple[str | int, ...]]:
+    return [(block.key.hex(), *block[1:]) for block in blocks]
 
 
-def _pack_block(block: JournalBlock) -> bytes:
-    return _BLOCK.pack(len(block.key), block.group, block.at, block.exact, block.mark) + block.key
+def _unpacked(data: bytes) -> tuple[JournalChain, tuple[bytes, ...]]:
+    """Return what `_packed` was given. Raises UNREADABLE."""
+    blocks, anchors, notes = json.loads(data)
+    found = tuple(JournalAnchor(int(depth), _unhexed(parts)) for depth, parts in anchors)
+    return JournalChain(_unhexed(blocks), found), tuple(map(bytes.fromhex, notes))
 
 
-def _pack_notes(notes: Iterable[bytes]) -> bytes:
-    return b"".join(part for note in notes for part in (_LENGTH.pack(len(note)), note))
-
-
-def _unpack_notes(data: bytes) -> tuple[bytes, ...]:
-    """Raises struct.error or ValueError."""
-    notes, at = [], 0
-    while at < len(data):
-        (length,) = _LENGTH.unpack_from(data, at)
-        at += _LENGTH.size + length
-        if at > len(data):
-            raise ValueError("the notes end within one.")
-        notes.append(data[at - length : at])
-    return tuple(notes)
-
-
-def _unpack(data: bytes) -> JournalChain:
-    """Raises struct.error or ValueError."""
-    reader = _Reader(data)
-    count, anchors = reader.counts()
-    blocks = reader.blocks(count)
-    found = [(depth, reader.blocks(size)) for depth, size in (reader.counts() for _ in range(anchors))]
-    return JournalChain(blocks, tuple(JournalAnchor(*each) for each in found))
-
-
-class _Reader:
-    """Of what `_pack` made."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
-
-    def counts(self) -> tuple[int, int]:
-        first, second = _COUNTS.unpack_from(self._data, self._at)
-        self._at += _COUNTS.size
-        return first, second
-
-    def blocks(self, count: int) -> tuple[JournalBlock, ...]:
-        return tuple(self._block() for _ in range(count))
-
-    def _block(self) -> JournalBlock:
-        length, group, at, exact, mark = _BLOCK.unpack_from(self._data, self._at)
-        end = self._at + _BLOCK.size + length
-        key = self._data[end - length : end]
-        if len(key) < length:
-            raise ValueError("the chain ends within a key.")
-        self._at = end
-        return JournalBlock(key, group, at, exact, mark)
+def _unhexed(blocks: Iterable[tuple[str, int, int, int, int]]) -> tuple[JournalBlock, ...]:
+    return tuple(JournalBlock(bytes.fromhex(key), *map(int, numbers)) for key, *numbers in blocks)

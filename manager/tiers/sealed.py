@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from manthan.manager.config.model import ConfigError, SealingConfig
-from manthan.manager.stores.cold_store import Buffer, ColdStore, Found, Landing
+from manthan.manager.tiers.tier import Buffer, Found, Landing, Tier
 
 MAGIC, VERSION, KEY_NBYTES = b"MNS", 1, 32
 _HEADER = struct.Struct("<3sB8s16s12s")
@@ -115,10 +115,10 @@ class Sealer:
         return head + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
-class SealedStore(ColdStore):
+class SealedTier(Tier):
     """A store whose blocks are sealed. `read` gives the cause for a block that does not open."""
 
-    def __init__(self, inner: ColdStore, sealer: Sealer, rank: int) -> None:
+    def __init__(self, inner: Tier, sealer: Sealer, rank: int) -> None:
         self.inner, self._sealer, self._rank = inner, sealer, rank
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
@@ -147,10 +147,10 @@ class SealedStore(ColdStore):
     def close(self) -> None:
         self.inner.close()
 
-    def cleared(self, place: str) -> "SealedStore":
+    def cleared(self, place: str) -> "SealedTier":
         """Values that were sealed before do not open in the new store."""
         place = place or f"{self._sealer.place}-{secrets.token_hex(8)}"
-        return SealedStore(self.inner.cleared(place), Sealer(self._sealer.keys, place), self._rank)
+        return SealedTier(self.inner.cleared(place), Sealer(self._sealer.keys, place), self._rank)
 
     def room(self, nbytes: int) -> int:
         return self.inner.room(nbytes + OVERHEAD)

@@ -1,4 +1,4 @@
-"""Compressed blocks of one rank in Redis."""
+"""A tier in Redis, which engines share."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from redis.exceptions import OutOfMemoryError
 
-from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStore, ColdStoreError, Landing
-from manthan.manager.stores.redis.client import Circuit, Client, pipelined
-from manthan.manager.stores.redis.schema import FIRST_TTL, Namespace
+from manthan.manager.tiers.redis_client import Circuit, Client, pipelined
+from manthan.manager.tiers.redis_schema import FIRST_TTL, Namespace
+from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Landing, Tier, TierError
 
 BATCH_BYTES = 4 << 20
 """About what one pipeline moves."""
@@ -21,7 +21,7 @@ AHEAD_THREADS = 2
 """Threads that fetch the next batch while one is decoded: for restores and for prefetches."""
 
 
-class RedisStore(ColdStore):
+class RedisTier(Tier):
     """One rank's blocks in one namespace. The server evicts them, so that any may be missing at any time.
 
     Args:
@@ -45,44 +45,48 @@ class RedisStore(ColdStore):
                 answers = self._ask(
                     [("SET", self._name(group, key), buf.data, "PX", self._ttl_ms) for key, buf in some]
                 )
-            except ColdStoreError as error:
+            except TierError as error:
                 refused |= dict.fromkeys(dict(some), error.cause)
                 continue
             full = [key for (key, _), answer in zip(some, answers, strict=True) if isinstance(answer, Exception)]
             refused |= dict.fromkeys(full, STORE_FULL)
         return refused
 
-    def read(
-        self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None
-    ) -> Iterator[Buffer | None]:
-        """Raises StoreDownError. While a batch is used, another thread fetches the next one."""
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
+        """See Tier. While a batch is used, another thread fetches the next one."""
         ahead: deque[Future[list[bytes | None]]] = deque()
-        count = self._batch(group)
-        values = self._fetch(group, keys[:count])
-        left = keys[count:]
+        count, done, left = self._batch(group), 0, keys
         try:
-            while values or ahead:
-                if left and not ahead:
+            while left or ahead:
+                if not ahead:
+                    ahead.append(self._fetchers.submit(self._fetch, group, left[:count]))
+                    left = left[count:]
+                values = ahead.popleft().result()
+                if left:
                     count = self._batch(group)
                     ahead.append(self._fetchers.submit(self._fetch, group, left[:count]))
                     left = left[count:]
                 values.reverse()
                 while values:  # each is freed when it has been used, so that the next batch gets its memory
+                    done += 1
                     yield _buffer(values.pop(), into)
-                if ahead:
-                    values = ahead.popleft().result()
+        except TierError as error:
+            yield from [error.cause] * (len(keys) - done)
         finally:
             for future in ahead:
                 future.cancel()
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        there = self._ask([("EXISTS", self._name(group, key)) for key in keys])
+        try:
+            there = self._ask([("EXISTS", self._name(group, key)) for key in keys])
+        except TierError:
+            return []
         return [key for key, count in zip(keys, there, strict=True) if not count]
 
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        """Do nothing: other engines may use the blocks. The server evicts them."""
+        """Do nothing, because other engines may use the blocks. `RedisSessions` deletes what is to go."""
 
-    def cleared(self, place: str) -> "RedisStore":
+    def cleared(self, place: str) -> "RedisTier":
         """Return the store of another namespace. Blocks under way still go to this one's."""
         other = copy(self)
         other._namespace = Namespace(self._namespace.prefix, place)

@@ -9,14 +9,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from manthan.manager.sessions.session import Drop, DropCause
-from manthan.manager.stores.cold_store import ColdStoreError
-from manthan.manager.stores.redis.client import BATCH, Circuit, Client, pipelined
-from manthan.manager.stores.redis.schema import Namespace, lives_s
-from manthan.manager.stores.sealed import Sealer
+from manthan.manager.tiers.redis_client import BATCH, Circuit, Client, pipelined
+from manthan.manager.tiers.redis_schema import Namespace, lives_s
+from manthan.manager.tiers.sealed import Sealer
+from manthan.manager.tiers.tier import TierError
 
 logger = logging.getLogger("vllm.manthan.redis")
 
@@ -26,6 +26,14 @@ CLOSE_S = 5.0
 REST_S = 0.5
 RENEW = 1 / 16
 """A session that is used is renewed when this share of its time to live has passed."""
+FIRST, MOST = 32, 1024
+"""Blocks that are asked for at first, so that a prompt that nobody knows costs one short question, and at most."""
+SIZED = 16
+"""Blocks of a prompt whose sizes are asked for. The others take about as much as the one before."""
+DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
+"""Causes of drops that delete blocks, though other engines may use them. What only makes room stays."""
+LASTING = (DropCause.EXPIRED, DropCause.RELEASED)
+"""Those that are carried out later if Redis is down."""
 
 
 class Anchored(NamedTuple):
@@ -88,7 +96,6 @@ class RedisSessions:
         ring: Callable[[], None],
         sealer: Sealer | None = None,
     ) -> None:
-        self.timeout_s: float = client.connection_pool.connection_kwargs["socket_timeout"]
         self._client, self._circuit, self._ranks, self._ttl_s = client, circuit, ranks, ttl_s
         self._base = self._namespace = namespace
         self._facts, self._ring, self._sealer = facts, ring, sealer
@@ -96,7 +103,7 @@ class RedisSessions:
         self._lookups: list[_Lookup] = []
         self._answers: dict[str, LookupResult] = {}
         self._records: dict[str, SessionRecord] = {}
-        self._drops: list[Drop] = []
+        self._deletes: dict[tuple[int, bytes], None] = {}  # by group and block hash
         self._renewed: dict[str, tuple[int, float]] = {}  # by session, how many blocks, and when
         self._was_up, self._closing = True, False
         self._thread = threading.Thread(target=self._run, name="manthan-redis", daemon=True)
@@ -125,9 +132,14 @@ class RedisSessions:
     def tell(self, records: Iterable[SessionRecord], drops: Iterable[Drop]) -> None:
         """Leave news: sessions that have changed, and blocks that this engine has dropped."""
         with self._wake:
-            self._records.update((record.session_id, record) for record in records)
-            if self._circuit.is_up:  # later they may be stored again
-                self._drops += [drop for drop in drops if drop.cause in (DropCause.FAILED, DropCause.RELEASED)]
+            causes = DELETED if self._circuit.is_up else LASTING
+            for drop in drops:
+                if drop.cause in causes:
+                    self._deletes.update(((drop.group, key), None) for key in drop.keys)
+            for record in records:
+                self._records[record.session_id] = record
+                for group, key, _ in record.blocks if self._deletes else ():
+                    self._deletes.pop((group, key), None)  # it is stored again
             if self._has_news:
                 self._wake.notify()
 
@@ -137,7 +149,7 @@ class RedisSessions:
             self._namespace = Namespace(self._base.prefix, f"{self._base.name}-{secrets.token_hex(4)}")
             self._answers |= {lookup.request_id: LookupResult() for lookup in self._lookups}
             self._answers = dict.fromkeys(self._answers, LookupResult())
-            self._lookups, self._records, self._drops, self._renewed = [], {}, [], {}
+            self._lookups, self._records, self._deletes, self._renewed = [], {}, {}, {}
             return self._namespace.name
 
     def take(self) -> dict[str, LookupResult]:
@@ -168,7 +180,7 @@ class RedisSessions:
 
     @property
     def _has_news(self) -> bool:
-        return bool(self._records or self._drops)
+        return bool(self._records or self._deletes)
 
     def _run(self) -> None:
         while not (self._closing and not (self._has_news and self._circuit.is_up)):
@@ -189,24 +201,48 @@ class RedisSessions:
         return bool(self._lookups or self._closing or (self._has_news and not self._circuit.wait_s))
 
     def _look_up(self, namespace: Namespace, lookup: _Lookup) -> LookupResult:
-        sizes: list[int] = []
-        size = 32  # a prompt that nobody knows costs one short question
         try:
-            while len(sizes) < len(lookup.keys):
-                some = lookup.keys[len(sizes) : len(sizes) + size]
-                found = list(takewhile(bool, self._sizes(namespace, [(lookup.group, key) for key in some])))
-                sizes += found
-                if len(found) < len(some):
-                    break
-                size = min(2 * size, BATCH)
+            sizes = self._found(namespace, lookup.group, lookup.keys)
             anchored = self._anchored(namespace, len(sizes), lookup.needed) if lookup.needed is not None else None
             [sampled] = self._ask([("HGET", self._name(namespace, lookup.session_id), "hashes")]) if sizes else [None]
             return LookupResult(sizes, anchored, (sampled or b"").decode())
-        except ColdStoreError:
+        except TierError:
             pass
         except Exception:  # the request must get an answer, and this thread must live
             logger.exception("Manthan: a lookup in Redis failed")
         return LookupResult()
+
+    def _found(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> list[int]:
+        """Return sizes of the blocks up to the first that is not there, each on all ranks."""
+        count, size = 0, FIRST
+        while count < len(keys):
+            some = keys[count : count + size]
+            found = self._head(namespace, group, some)
+            count, size = count + found, min(4 * size, MOST)
+            if found < len(some):
+                break
+        step = max(1, count // SIZED)
+        sizes = self._sizes(namespace, [(group, key) for key in keys[:count:step]])
+        return [sizes[at // step] for at in range(count)] if all(sizes) else []
+
+    def _head(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> int:
+        """Return how many of these blocks are there up to the first that is not. The number of those that are is a
+        bound, and mostly the answer."""
+        names = [namespace.block(group, key, rank) for key in keys for rank in range(self._ranks)]
+        least, most = 0, self._count(names) // self._ranks
+        at = most
+        while least < most:
+            if self._count(names[least * self._ranks : at * self._ranks]) == (at - least) * self._ranks:
+                least = at
+            else:
+                most = at - 1
+            at = (least + most + 1) // 2
+        return least
+
+    def _count(self, names: Sequence[str]) -> int:
+        """Return how many of these keys Redis has."""
+        [count] = self._ask([("EXISTS", *names)])
+        return int(count)
 
     def _anchored(self, namespace: Namespace, count: int, needed: Needed) -> Anchored | None:
         """Deepest place, up to `count` blocks, where all that is needed is stored. It is mostly the first one."""
@@ -240,17 +276,19 @@ class RedisSessions:
                 with self._wake:
                     if self._records.get(record.session_id) is record:
                         del self._records[record.session_id]
-            while self._drops:
-                self._drop(namespace, self._drops[0])
+            while names := list(self._deletes)[:BATCH]:
+                shards = [namespace.block(*name, rank) for name in names for rank in range(self._ranks)]
+                self._ask([("UNLINK", *shards)])
                 with self._wake:
-                    del self._drops[:1]
-        except ColdStoreError:
+                    for name in names:
+                        self._deletes.pop(name, None)
+        except TierError:
             if not self._circuit.wait_s:  # it answers, but its memory is full
                 time.sleep(REST_S)
         except Exception:
             logger.exception("Manthan: sessions could not be told to Redis")
             with self._wake:
-                self._records, self._drops = {}, []
+                self._records, self._deletes = {}, {}
 
     def _name(self, namespace: Namespace, session_id: str) -> str:
         return namespace.session(self._sealer.name(session_id) if self._sealer is not None else session_id)
@@ -279,15 +317,6 @@ class RedisSessions:
                 shards = (namespace.block(group, key, rank) for rank in range(self._ranks))
                 commands += [("PEXPIREAT", shard, until, "GT") for shard in shards]
         self._ask(commands)
-
-    def _drop(self, namespace: Namespace, drop: Drop) -> None:
-        """Delete what nobody can read. Let what its client has released go before all else."""
-        shards = [namespace.block(drop.group, key, rank) for key in drop.keys for rank in range(self._ranks)]
-        if drop.cause is DropCause.FAILED:
-            self._ask([("UNLINK", shard) for shard in shards])
-        else:
-            soon = max(1, round(1000 * RENEW * self._ttl_s))
-            self._ask([("PEXPIRE", shard, soon, "LT") for shard in shards])
 
     def _ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         with self._circuit.guard():

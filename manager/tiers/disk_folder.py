@@ -2,8 +2,8 @@
 
     PATH/lock                        locked by the server that uses the folder; its process, and that one's parent
     PATH/NAME/                       what codes of one model and configuration mean; see `Namespace`
-    PATH/NAME/sessions.sqlite        the sessions; see `manthan.manager.stores.disk.journal`
-    PATH/NAME/rank-N/                one rank's blocks; see `manthan.manager.stores.disk.store`
+    PATH/NAME/sessions.sqlite        the sessions; see `manthan.manager.tiers.journal`
+    PATH/NAME/rank-N/                one rank's blocks; see `manthan.manager.tiers.disk`
 
 Data-parallel replicas but the first each have a folder PATH/replica-N with all of that.
 """
@@ -16,16 +16,18 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from manthan.manager.config.model import ConfigError
-from manthan.manager.stores.cold_store import FrontStore
-from manthan.manager.stores.disk.files import lock, make_folder
-from manthan.manager.stores.disk.journal import JOURNAL
-from manthan.manager.stores.disk.store import DiskStore, FolderInUseError, NoStore
+from manthan.manager.tiers.arena_tier import ArenaTier, Name
+from manthan.manager.tiers.disk import DISK, FILE, DiskTier, FolderInUseError, records_in, room
+from manthan.manager.tiers.disk_files import lock, make_folder
+from manthan.manager.tiers.journal import JOURNAL
+from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.tier import Buffer
 
 logger = logging.getLogger("vllm.manthan.disk")
 
@@ -34,6 +36,16 @@ LOCK = "lock"
 
 class FolderBusyError(ConfigError):
     """A folder that another server has."""
+
+
+class NoTier(RamTier):
+    """A tier in place of a disk that cannot be used. It has no room, and says that the disk is why."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
+        return dict.fromkeys(blocks, DISK)
 
 
 def check_folder(path: str, patience_s: float = 0.0) -> None:
@@ -83,21 +95,33 @@ def open_root(path: Path) -> IO[bytes] | None:
     return file
 
 
-def open_rank(path: Path, name: str, rank: int, max_bytes: int) -> FrontStore:
-    """A rank's part of the folder, for what codes of this name mean; see `DiskStore`.
+def open_rank(path: Path, name: str, rank: int, max_bytes: int) -> ArenaTier:
+    """A rank's part of the folder, for what codes of this name mean; see `DiskTier`.
 
-    Returns NoStore, and says so, where the disk cannot be used. Raises ConfigError if another server has the folder.
+    Returns NoTier, and says so, where the disk cannot be used. Raises ConfigError if another server has the folder.
     """
     try:
         if not path.is_dir():
             make_folder(path)
         make_folder(path / name)
-        return DiskStore(path / name / f"rank-{rank}", max_bytes)
+        return DiskTier(path / name / f"rank-{rank}", max_bytes)
     except FolderInUseError:
         raise _in_use(path) from None
     except OSError as error:
         logger.warning("Manthan: %s cannot be used: nothing is kept on this disk: %s", path / name, error)
-        return NoStore()
+        return NoTier()
+
+
+def found_in(folder: Path) -> dict[Name, int]:
+    """Return the room of each block in a folder, which a tier of another process may have open."""
+    found: dict[Name, int] = {}
+    with suppress(OSError):
+        fd = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = {record.name: room(record.placed.nbytes) for record in records_in(fd)}
+        finally:
+            os.close(fd)
+    return found
 
 
 def remove_others(path: Path, name: str) -> dict[str, int]:

@@ -1,5 +1,6 @@
-"""Files and folders of a disk store: made for their owner only, and set aside where they are damaged."""
+"""Files and folders of a disk tier: made for their owner only, set aside where they are damaged, and erased."""
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -9,6 +10,11 @@ from pathlib import Path
 from typing import IO
 
 logger = logging.getLogger("vllm.manthan.disk")
+
+ERASE_BYTES = 1 << 20
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_FALLOCATE = ctypes.CDLL(None).fallocate
+_FALLOCATE.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 """Errors that say nothing about a file."""
@@ -52,24 +58,28 @@ def _make_usable(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
+def open_file(path: Path) -> int:
+    """Open a file, made if it is not there, for its owner only. A damaged one is set aside. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        if not (is_damage(error) and set_aside(path, error.strerror)):
+            raise
+        return os.open(path, flags, 0o600)
+
+
 def lock(path: Path) -> IO[bytes] | None:
-    """Lock a file, made if it is not there, for its owner only. A damaged one is set aside.
+    """Lock a file, which `open_file` opens.
 
     Returns: the file, which is locked until it is closed; None if another process has locked it, or another
         user owns it.
     Raises: OSError if it cannot be opened.
     """
-    try:
-        fd = _opened(path)
-    except PermissionError:
-        if path.stat().st_uid != os.geteuid():
-            return None
-        set_aside(path, os.strerror(errno.EACCES))
-        fd = _opened(path)
-    except OSError as error:
-        if not (is_damage(error) and set_aside(path, error.strerror)):
-            raise
-        fd = _opened(path)
+    is_ours = not path.exists() or path.stat().st_uid == os.geteuid()
+    if not (is_ours or os.access(path, os.R_OK | os.W_OK, effective_ids=True)):
+        return None
+    fd = open_file(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -78,5 +88,27 @@ def lock(path: Path) -> IO[bytes] | None:
     return os.fdopen(fd, "r+b", buffering=0)
 
 
-def _opened(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def sync_folder(folder: Path) -> None:
+    """Make the names of a folder's files last if the machine stops. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: memoryview, at: int) -> None:
+    """Write data at an offset. Raises OSError."""
+    while data:
+        done = os.pwritev(fd, [data], at)
+        data, at = data[done:], at + done
+
+
+def erase(fd: int, start: int, nbytes: int) -> None:
+    """Punch a hole, or write zeros where the file system has no holes. Raises OSError."""
+    if not _FALLOCATE(fd, _KEEP_SIZE | _PUNCH_HOLE, start, nbytes):
+        return
+    for at in range(start, start + nbytes, ERASE_BYTES):
+        some = os.pread(fd, min(ERASE_BYTES, start + nbytes - at), at)
+        if some.count(0) < len(some):
+            write_all(fd, memoryview(bytes(len(some))), at)

@@ -1,1 +1,0 @@
-"""Encoded blocks on a local file system, which outlive the process."""

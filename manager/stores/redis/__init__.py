@@ -1,1 +1,0 @@
-"""A cold store in Redis."""

@@ -1,0 +1,185 @@
+"""A tier with a hard budget, whose blocks lie at addresses: RAM and disk differ in how bytes get there."""
+
+import threading
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from manthan.manager.tiers.arena import Arena, Extent, usable
+from manthan.manager.tiers.tier import STORE_FULL, Buffer, Tier
+from manthan.manager.work import RESET
+
+Name: TypeAlias = tuple[int, bytes]
+"""KV cache group and hash of a block."""
+
+
+@dataclass(slots=True, eq=False)
+class Placed:
+    """A block at addresses.
+
+    Args:
+        nbytes: Size of the block, without what the tier adds.
+        lent: Number of readers that use the block where it lies.
+    """
+
+    extents: tuple[Extent, ...]
+    nbytes: int
+    digest: int = 0
+    sequence: int = 0
+    lent: int = 0
+    is_dropped: bool = False
+
+
+class ArenaTier(Tier):
+    """Keeps the books of blocks, and erases what is dropped.
+
+    The bytes of a dropped block are erased on a thread, or by the put that needs their room. They count as free at
+    once. Their addresses are used again only after that.
+
+    Args:
+        max_bytes: Budget, which holds at every moment.
+    """
+
+    def __init__(self, max_bytes: int, arena: Arena) -> None:
+        self.max_bytes = max_bytes
+        self.peak = 0
+        """The most bytes ever taken."""
+        self._lock = threading.Lock()
+        """Of all below. No I/O while it is held."""
+        self._arena = arena
+        self._blocks: dict[Name, Placed] = {}
+        self._writing: dict[Name, object] = {}  # by block, the put that is writing it
+        self._dropped: deque[Placed] = deque()
+        self._dropped_nbytes = 0  # taken by blocks that are dropped and not erased
+        self._erasing = threading.Lock()
+        """Held while a block is erased, and taken before the other one."""
+        self._eraser: threading.Thread | None = None
+
+    @abstractmethod
+    def _write(self, name: Name, placed: Placed, buf: Buffer) -> str | None:
+        """Write a block, and complete `placed`. Returns a cause if that is not possible."""
+
+    @abstractmethod
+    def _erase(self, extents: tuple[Extent, ...]) -> None:
+        """Overwrite these addresses."""
+
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
+        causes = {key: self._put((group, key), buf) for key, buf in blocks.items()}
+        return {key: cause for key, cause in causes.items() if cause is not None}
+
+    def _put(self, name: Name, buf: Buffer) -> str | None:
+        """Return a cause if the block is not stored."""
+        mine = object()
+        with self._lock:
+            self._remove(name)
+            self._writing[name] = mine
+        placed = Placed(self._allocate(self.room(buf.nbytes)) or (), buf.nbytes)
+        cause: str | None = "internal"
+        try:
+            cause = self._write(name, placed, buf) if placed.extents else STORE_FULL
+        finally:
+            with self._lock:
+                is_wanted = self._writing.get(name) is mine
+                if is_wanted:
+                    del self._writing[name]
+                if is_wanted and cause is None:
+                    self._blocks[name] = placed
+                else:
+                    self._discard(placed)
+                self._erase_soon()
+                is_stored = is_wanted or name in self._writing or name in self._blocks
+        return cause or (None if is_stored else RESET)
+
+    def absent(self, group: int, keys: Iterable[bytes]) -> list[bytes]:
+        with self._lock:
+            return [key for key in keys if (group, key) not in self._blocks]
+
+    def drop(self, group: int, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._remove((group, key))
+            self._erase_soon()
+
+    def cleared(self, place: str) -> "ArenaTier":
+        """Return this one."""
+        with self._lock:
+            for name in [*self._blocks, *self._writing]:
+                self._remove(name)
+            self._erase_soon()
+        return self
+
+    def names(self) -> list[Name]:
+        """Return the blocks that are there, in the order in which they were stored."""
+        with self._lock:
+            return list(self._blocks)
+
+    @property
+    def used(self) -> int:
+        """Bytes that blocks take, and those that are being written."""
+        with self._lock:
+            return self._arena.used - self._dropped_nbytes
+
+    @property
+    def usable(self) -> int:
+        """Bytes that blocks should take at most: some that are free keep holes large."""
+        return usable(self._arena.nbytes)
+
+    # -- books; the caller holds the lock ---------------------------------------------------------------
+
+    def _remove(self, name: Name) -> None:
+        self._writing.pop(name, None)
+        if (placed := self._blocks.pop(name, None)) is not None:
+            self._discard(placed)
+
+    def _discard(self, placed: Placed) -> None:
+        self._dropped_nbytes += sum(extent.nbytes for extent in placed.extents)
+        placed.is_dropped = True
+        if not placed.lent:
+            self._dropped.append(placed)
+
+    def _take(self, nbytes: int) -> tuple[Extent, ...] | None:
+        extents = self._arena.allocate(nbytes)
+        self.peak = max(self.peak, self._arena.used)
+        return extents
+
+    def _erase_soon(self) -> None:
+        if self._dropped and self._eraser is None:
+            self._eraser = threading.Thread(target=self._erase_all, name="manthan-erase", daemon=True)
+            self._eraser.start()
+
+    # -- without the lock -------------------------------------------------------------------------------
+
+    def _allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
+        while True:
+            with self._lock:
+                extents = self._take(nbytes)
+                needs = self._arena.available + self._dropped_nbytes >= nbytes
+            if extents is not None or not needs:
+                return extents
+            if not self._erase_one():  # what another thread was erasing is free now
+                with self._lock:
+                    return self._take(nbytes)
+
+    def _erase_one(self) -> bool:
+        """Erase the block that was dropped first; False if there is none."""
+        with self._erasing:
+            with self._lock:
+                if not self._dropped:
+                    return False
+                placed = self._dropped.popleft()
+            self._erase(placed.extents)
+            with self._lock:
+                self._dropped_nbytes -= sum(extent.nbytes for extent in placed.extents)
+                self._arena.free(placed.extents)
+        return True
+
+    def _erase_all(self) -> None:
+        while True:
+            while self._erase_one():
+                pass
+            with self._lock:
+                if not self._dropped:
+                    self._eraser = None
+                    return

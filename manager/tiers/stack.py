@@ -1,0 +1,101 @@
+"""A small, fast tier in front of one that has everything."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+
+import numpy as np
+
+from manthan.manager.tiers.arena_tier import ArenaTier, Name
+from manthan.manager.tiers.tier import Buffer, Found, Landing, Tier
+
+
+class StackedTier(Tier):
+    """Blocks that were stored or read last are read from the front. All are written to the tier behind as well.
+
+    Args:
+        front: RAM, or a disk, with a budget of its own. The block that was not used for longest makes room in it.
+        behind: The tier that has all blocks. It may be a stack itself.
+    """
+
+    def __init__(self, front: ArenaTier, behind: Tier) -> None:
+        self.front, self.behind = front, behind
+        self._lock = threading.Lock()
+        """Of the order. No I/O while it is held."""
+        self._order: OrderedDict[Name, None] = OrderedDict.fromkeys(front.names())
+        """Blocks in front, least recently used first. It may name some that were dropped meanwhile."""
+
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
+        refused = self.behind.put_all(group, blocks, tenant)
+        self.front.drop(group, refused)
+        self._keep(group, {key: buf for key, buf in blocks.items() if key not in refused}, tenant)
+        return refused
+
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
+        with self._lock:
+            near = [(group, key) in self._order for key in keys]
+        self._touch(group, keys)
+        here = self._in_front(group, list(compress(keys, near)), tenant, into)
+        far = self.behind.read(group, list(compress(keys, [not one for one in near])), tenant, into)
+        for key, is_near in zip(keys, near, strict=True):
+            buf = next(here if is_near else far)
+            if not is_near and isinstance(buf, np.ndarray):
+                self._keep(group, {key: buf}, tenant)
+            yield buf
+        self._touch(group, keys)
+
+    def _touch(self, group: int, keys: Sequence[bytes]) -> None:
+        """Take note that blocks are used now. Of those that are read together tails make room first."""
+        with self._lock:
+            for key in reversed(keys):
+                if (group, key) in self._order:
+                    self._order.move_to_end((group, key))
+
+    def _in_front(self, group: int, keys: Sequence[bytes], tenant: str, into: Landing | None) -> Iterator[Found]:
+        """Yield blocks. One that made room meanwhile, or cannot be read, comes from behind."""
+        for key, buf in zip(keys, self.front.read(group, keys, tenant, into), strict=True):
+            yield buf if isinstance(buf, np.ndarray) else next(self.behind.read(group, [key], tenant, into))
+
+    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
+        return self.behind.absent(group, self.front.absent(group, keys))
+
+    def drop(self, group: int, keys: Iterable[bytes]) -> None:
+        keys = list(keys)
+        with self._lock:
+            for key in keys:
+                self._order.pop((group, key), None)
+        self.front.drop(group, keys)
+        self.behind.drop(group, keys)
+
+    def cleared(self, place: str) -> "StackedTier":
+        return StackedTier(self.front.cleared(place), self.behind.cleared(place))
+
+    def close(self) -> None:
+        self.front.close()
+        self.behind.close()
+
+    def room(self, nbytes: int) -> int:
+        """Return what the block takes of the tier behind. The front has a budget of its own."""
+        return self.behind.room(nbytes)
+
+    def _keep(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str) -> None:
+        """Put blocks in front, where they fit."""
+        for key, buf in blocks.items():
+            self.front.drop(group, [key])
+            need = self.front.room(buf.nbytes)
+            is_kept = self._make_room(need) and not self.front.put_all(group, {key: buf}, tenant)
+            with self._lock:
+                self._order.pop((group, key), None)
+                if is_kept:
+                    self._order[group, key] = None
+
+    def _make_room(self, need: int) -> bool:
+        """Return False if the front cannot have so many bytes."""
+        while need <= self.front.usable and self.front.used + need > self.front.usable:
+            with self._lock:
+                if not self._order:
+                    return False
+                (group, key), _ = self._order.popitem(last=False)
+            self.front.drop(group, [key])
+        return need <= self.front.usable

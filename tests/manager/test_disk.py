@@ -1,0 +1,295 @@
+"""A tier on disk: what the next process finds, whatever happened to the file. The rest is in test_tiers.py."""
+
+import errno
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import disk_writer
+import numpy as np
+import pytest
+from integrity import check_store
+
+from manthan.manager.tiers import disk, disk_files
+from manthan.manager.tiers.arena import Extent
+from manthan.manager.tiers.arena_tier import Placed
+from manthan.manager.tiers.disk import DISK, HEADER, PAGE, DiskTier, room
+from manthan.manager.tiers.disk_folder import found_in
+from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found
+
+MIB = 1 << 20
+KEYS = [bytes([number]) * 32 for number in range(1, 51)]
+
+
+def numbers(seed: int, nbytes: int = 5000) -> Buffer:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def get(tier: DiskTier, key: bytes) -> Found:
+    [found] = tier.read(0, [key])
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "rank-0"
+
+
+@pytest.fixture
+def tier(folder: Path) -> Iterator[DiskTier]:
+    tier = DiskTier(folder, 4 * MIB)
+    yield tier
+    tier.close()
+
+
+def again(tier: DiskTier, max_bytes: int = 4 * MIB) -> DiskTier:
+    """The tier as the next process finds it."""
+    tier.close()
+    return DiskTier(tier.folder, max_bytes)
+
+
+def raw(folder: Path) -> bytes:
+    return (folder / "blocks").read_bytes()
+
+
+def on_disk(folder: Path) -> int:
+    return (folder / "blocks").stat().st_blocks * 512
+
+
+def killed(folder: Path, do: Callable[[DiskTier], object]) -> None:
+    """Do something in a process that is killed at its end."""
+    child = os.fork()
+    if not child:
+        do(DiskTier(folder, 4 * MIB))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_the_next_process_finds_what_was_there_in_the_order_of_storing(tier: DiskTier) -> None:
+    tier.put_all(7, {KEYS[0]: numbers(100)})
+    for n, key in enumerate(reversed(KEYS)):
+        tier.put_all(0, {key: numbers(n)})
+    assert found_in(tier.folder) == {(0, key): room(5000) for key in KEYS} | {(7, KEYS[0]): room(5000)}
+    tier = again(tier)
+    assert tier.names() == [(7, KEYS[0]), *((0, key) for key in reversed(KEYS))]
+    assert all(np.array_equal(get(tier, key), numbers(n)) for n, key in enumerate(reversed(KEYS)))
+    check_store(tier)
+    tier.close()
+
+
+def test_the_file_stays_within_the_budget_while_blocks_of_many_sizes_come_and_go(tier: DiskTier) -> None:
+    rng, there, keys = random.Random(0), dict[bytes, tuple[int, int]](), [bytes([n]) * 32 for n in range(100)]
+    for number in range(1500):
+        key, nbytes = rng.choice(keys), rng.randrange(200_000)
+        there.pop(key, None)
+        if rng.random() < 0.3:
+            tier.drop(0, [key])
+        elif not tier.put_all(0, {key: numbers(number, nbytes)}):
+            there[key] = (number, nbytes)
+        if number % 10 == 0:
+            assert on_disk(tier.folder) <= tier.max_bytes
+    check_store(tier)
+    assert any(len(placed.extents) > 1 for placed in tier._blocks.values())
+    assert tier.used >= 0.9 * tier.usable
+    tier = again(tier)
+    assert {key for _, key in tier.names()} == set(there)
+    assert all(np.array_equal(get(tier, key), numbers(*made)) for key, made in there.items())
+    check_store(tier)
+    tier.close()
+
+
+def test_a_smaller_budget_finds_all_and_takes_nothing_until_some_is_dropped(tier: DiskTier) -> None:
+    tier.put_all(0, {key: numbers(n, 60_000) for n, key in enumerate(KEYS)})
+    tier = again(tier, 2 * MIB)
+    assert len(tier.names()) == 50
+    tier.drop(0, KEYS[45:])  # still more than the budget
+    assert tier.put_all(0, {b"x" * 32: numbers(0)}) == {b"x" * 32: STORE_FULL}
+    tier.drop(0, KEYS[10:])
+    assert tier.put_all(0, {b"x" * 32: numbers(0)}) == {}
+    assert all(np.array_equal(get(tier, key), numbers(n, 60_000)) for n, key in enumerate(KEYS[:10]))
+    tier.close()
+    assert on_disk(tier.folder) <= 2 * MIB
+
+
+# -- erasing --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_holes", [True, False])
+def test_what_is_dropped_is_gone_from_the_file(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, has_holes: bool
+) -> None:
+    """By a hole where the file system can make one: else it is overwritten."""
+    if not has_holes:
+        monkeypatch.setattr(disk_files, "_FALLOCATE", lambda *_: -1)
+    tier.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
+    before = on_disk(tier.folder)
+    tier.drop(0, KEYS[:25])
+    end = time.monotonic() + 60
+    while any(numbers(n)[:30].tobytes() in raw(tier.folder) or KEYS[n] in raw(tier.folder) for n in range(25)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert (on_disk(tier.folder) < before) is has_holes
+    assert all(np.array_equal(get(tier, key), numbers(n)) for n, key in enumerate(KEYS[25:], 25))
+    assert set(again(tier).names()) == {(0, key) for key in KEYS[25:]}
+
+
+def test_what_was_dropped_before_a_kill_is_found_or_erased_and_not_half_there(folder: Path) -> None:
+    """The process is killed after it has erased the headers of some blocks, and nothing else."""
+
+    def drop(tier: DiskTier) -> None:
+        tier.put_all(0, {key: numbers(n, 9000) for n, key in enumerate(KEYS)})
+        os.pwrite(tier._fd, bytes(HEADER), tier._blocks[0, KEYS[3]].extents[0].start)
+        disk.erase = lambda *_: time.sleep(60)
+        tier.drop(0, KEYS[:5])
+
+    killed(folder, drop)
+    assert numbers(3, 9000)[:30].tobytes() in raw(folder)
+    tier = DiskTier(folder, 4 * MIB)
+    assert set(tier.names()) == {(0, key) for n, key in enumerate(KEYS) if n != 3}
+    assert numbers(3, 9000)[:30].tobytes() not in raw(folder)
+    tier.drop(0, KEYS[:5])  # as the manager does with what no session needs
+    tier.close()
+    assert not any(numbers(n, 9000)[:30].tobytes() in raw(folder) for n in range(5))
+
+
+def test_a_process_that_is_killed_after_a_reset_leaves_nothing_of_what_came_since(folder: Path) -> None:
+    def reset(tier: DiskTier) -> None:
+        tier.put_all(0, {KEYS[0]: numbers(0)})
+        tier.cleared("")
+        tier.put_all(0, {KEYS[0]: numbers(1), KEYS[1]: numbers(1)})
+
+    killed(folder, reset)
+    tier = DiskTier(folder, 4 * MIB)
+    assert tier.names() == []
+    tier.cleared("")
+    tier.close()
+    assert [path.name for path in folder.iterdir()] == ["lock"]
+
+
+# -- what can happen to the file ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [1, PAGE, room(5000) - 1])
+def test_a_torn_last_record_is_a_miss_and_all_before_it_are_there(tier: DiskTier, cut: int) -> None:
+    for n, key in enumerate(KEYS[:10]):
+        tier.put_all(0, {key: numbers(n)})
+    tier.close()
+    os.truncate(tier.folder / "blocks", 9 * room(5000) + room(5000) - cut - (room(5000) - HEADER - 5000))
+    tier = again(tier)
+    assert get(tier, KEYS[9]) is None
+    assert tier.put_all(0, {KEYS[9]: numbers(9), KEYS[10]: numbers(10)}) == {}
+    tier = again(tier)
+    assert all(np.array_equal(get(tier, key), numbers(n)) for n, key in enumerate(KEYS[:11]))
+    tier.close()
+
+
+@pytest.mark.parametrize("newer", [0, 1])
+def test_of_records_that_overlap_the_newer_one_holds(folder: Path, newer: int) -> None:
+    """As they may after a power failure: an old header is on the disk, its erasing is not."""
+    records = [
+        Placed((Extent(0, PAGE), Extent(4 * PAGE, PAGE)), 5000, sequence=8),
+        Placed((Extent(4 * PAGE, 2 * PAGE),), 5000, sequence=9 if newer else 7),
+    ]
+    folder.mkdir()
+    with (folder / "blocks").open("wb") as file:
+        for key, placed in zip(KEYS, records, strict=False):
+            file.seek(placed.extents[0].start)
+            file.write(disk._header((0, key), placed))
+    tier = DiskTier(folder, 4 * MIB)
+    assert tier.names() == [(0, KEYS[newer])]
+    check_store(tier)
+    tier.close()
+
+
+@pytest.mark.parametrize("flips", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_flipped_bytes_are_misses_whether_the_tier_is_open_or_not(tier: DiskTier, flips: int) -> None:
+    rng, missed, right = random.Random(1), 0, {key: numbers(n) for n, key in enumerate(KEYS)}
+    tier.put_all(0, right)
+    for number in range(flips):
+        with (tier.folder / "blocks").open("r+b") as file:
+            at = rng.randrange(len(KEYS) * room(5000))
+            file.seek(at)
+            was = file.read(1)
+            file.seek(at)
+            file.write(bytes([was[0] ^ 1 << rng.randrange(8)]))
+        if number % 10 == 0:
+            tier = again(tier)
+        for key in KEYS:
+            found = get(tier, key)
+            assert found is None or np.array_equal(found, right[key])
+            missed += found is None
+        if number % 50 == 49:  # some are whole again
+            tier.put_all(0, right)
+    assert missed > flips
+    tier.close()
+
+
+@pytest.mark.parametrize(("fault", "cause"), [(errno.ENOSPC, STORE_FULL), (errno.EIO, DISK)])
+def test_a_disk_that_fails(tier: DiskTier, monkeypatch: pytest.MonkeyPatch, fault: int, cause: str) -> None:
+    tier.put_all(0, {KEYS[0]: numbers(0)})
+
+    def fail(*_: object) -> int:
+        raise OSError(fault, os.strerror(fault))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", fail)
+        broken.setattr(os, "preadv", fail)
+        assert tier.put_all(0, {KEYS[1]: numbers(1)}) == {KEYS[1]: cause}
+        assert get(tier, KEYS[0]) == DISK
+    assert np.array_equal(get(tier, KEYS[0]), numbers(0))
+    assert tier.put_all(0, {KEYS[2]: numbers(2)}) == {}
+    tier = again(tier)
+    assert set(tier.names()) == {(0, KEYS[0]), (0, KEYS[2])}
+    check_store(tier)
+    tier.close()
+
+
+def test_while_a_sync_hangs_blocks_are_stored_and_nobody_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, hung, ended = threading.Event(), threading.Event(), list[bool]()
+    with monkeypatch.context() as broken:
+        broken.setattr(disk, "SYNC_S", 0.01)
+        broken.setattr(disk, "CLOSE_S", 0.1)
+        broken.setattr(os, "fdatasync", lambda _: begun.set() or ended.append(hung.wait(20)))
+        tier = DiskTier(folder, 4 * MIB, timeout_s=1.0)
+        assert begun.wait(60)
+        assert tier.put_all(0, {KEYS[1]: numbers(1)}) == {}
+        assert np.array_equal(get(tier, KEYS[1]), numbers(1))
+        tier.close()
+        assert ended == [], "somebody has waited for it"
+        hung.set()
+    assert "the disk does not answer; it is left as it is" in caplog.text
+
+
+# -- a process that is killed ---------------------------------------------------------------------------
+
+
+def survives(folder: Path, kills: int) -> int:
+    """Kill writers at random moments, and look what the next process finds. Returns how many blocks were confirmed."""
+    rng, version, confirmed = random.Random(2), 0, 0
+    sure: dict[bytes, int] = {}  # by key, the last version that was confirmed, if nothing was begun since
+    for _ in range(kills):
+        said = disk_writer.killed_after(folder, version, rng.random() * 0.03)
+        for what, key, version in said:
+            if what == "P":
+                sure[key], confirmed = version, confirmed + 1
+            else:
+                sure.pop(key, None)
+        tier = DiskTier(folder, disk_writer.BUDGET)
+        for key in disk_writer.KEYS:
+            found = get(tier, key)
+            assert found is not None or key not in sure
+            if found is not None:
+                assert disk_writer.version_of(key, found) == sure.get(key, disk_writer.version_of(key, found))
+        check_store(tier)
+        tier.close()
+    return confirmed
+
+
+def test_what_was_confirmed_survives_kills(folder: Path) -> None:
+    assert survives(folder, 40) > 40
