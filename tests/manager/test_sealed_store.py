@@ -1,21 +1,17 @@
-"""Blocks sealed on a disk and in a real Redis: what comes back, and what does not."""
+"""Sealed blocks and journals: what comes back, and what does not."""
 
 import base64
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from key_files import write_keys
-from redis_server import RedisServer, running
 
-from manthan.manager.config.model import ConfigError, RedisConfig, SealingConfig
-from manthan.manager.tiers.disk import DiskTier
+from manthan.manager.config.model import ConfigError, SealingConfig
 from manthan.manager.tiers.journal import Journal, JournalBlock, JournalChain, JournalSession
-from manthan.manager.tiers.redis import RedisTier
-from manthan.manager.tiers.redis_client import Circuit, connect
-from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.ram import RamTier
 from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
 from manthan.manager.tiers.tier import Buffer, Tier
 
@@ -24,21 +20,10 @@ PLACE = "tiny-0123456789ab"
 BLOCKS = {key: np.random.default_rng(n).integers(0, 4, 5000, np.uint8) for n, key in enumerate(KEYS)}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    yield from running(tmp_path_factory.mktemp("redis"))
-
-
-@pytest.fixture(params=["disk", "redis"])
-def inner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
-    if request.param == "disk":
-        store: Tier = DiskTier(tmp_path / "store", 16 << 20)
-    else:
-        server: RedisServer = request.getfixturevalue("server")
-        server.client.flushall()
-        store = RedisTier(connect(RedisConfig(url=server.url)), Circuit(), Namespace("manthan:", PLACE), 0, 100)
-    yield store
-    store.close()
+@pytest.fixture
+def inner() -> Tier:
+    """The suite in test_tiers.py seals every tier."""
+    return RamTier(16 << 20)
 
 
 def sealer(path: Path, *names: str, place: str = PLACE) -> Sealer:
@@ -96,12 +81,13 @@ def test_a_value_opens_only_where_it_belongs(seal: Seal) -> None:
     assert [read(mine, [first], tenant=tenant) for tenant in ("acme", "", "globex")] == [["right"], ["seal"], ["seal"]]
 
 
-def test_what_was_sealed_before_a_reset_does_not_open_behind_it(seal: Seal) -> None:
+@pytest.mark.parametrize("place", ["", "tiny-another"])
+def test_what_was_sealed_before_a_reset_does_not_open_behind_it(seal: Seal, place: str) -> None:
     """Its KV is perhaps of other weights."""
     before = seal()
     before.put_all(0, BLOCKS)
     value = value_of(before, KEYS[0])
-    after = before.cleared("" if isinstance(before.inner, DiskTier) else "tiny-another")
+    after = before.cleared(place)
     assert read(after) == [None] * 20
     after.inner.put_all(0, {KEYS[0]: value})
     assert read(after, KEYS[:1]) == ["seal"]
