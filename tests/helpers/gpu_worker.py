@@ -6,7 +6,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 
 def path() -> Any:
-    return get_kv_transfer_group().worker.path
+    return get_kv_transfer_group().worker.engine
 
 
 def path_name(worker: Any) -> str:

@@ -44,7 +44,7 @@ class PathSession:
         args = EngineArgs(model, kv_transfer_config=transfer, **arguments | vllm)
         self.engine = LLMEngine.from_engine_args(args)
         self.half = self.engine.engine_core.engine_core.scheduler.connector.scheduler
-        self.path = get_kv_transfer_group().worker.path
+        self.path = get_kv_transfer_group().worker.engine
         self.block = self.half.groups.chain.spec.block_size
         self.causes: list[str] = []
         self.requests = 0

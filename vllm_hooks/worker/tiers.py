@@ -1,7 +1,7 @@
 """Memory that holds codes beside a GPU: pinned RAM, and a region of the GPU's own."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.arena import GRANULE, Arena, Extent, room
+from manthan.manager.stores.memory import Buffer
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.worker.pinned import PinnedRam
 
@@ -181,6 +182,24 @@ class Tier:
         """These blocks, which are here, are used now."""
         for key in keys:
             self._columns.move_to_end((group, key))
+
+    def oldest_but(self, others: Container[Name]) -> Name | None:
+        """The block that was not used for longest, and is not among others."""
+        return next((name for name in self._columns if name not in others), None)
+
+    def write(self, extents: Iterable[Extent], buf: Buffer) -> None:
+        """Copy a block into a tier in RAM."""
+        at = 0
+        for start, nbytes in extents:
+            part = buf[at : at + nbytes]
+            self.codes.numpy()[start : start + len(part)] = part
+            at += nbytes
+
+    def read(self, stored: Stored) -> Buffer:
+        """A block's bytes in a tier in RAM, where they lie if that is in one piece."""
+        parts = [self.codes.numpy()[start : start + nbytes] for start, nbytes in stored.extents]
+        found: Buffer = (parts[0] if len(parts) == 1 else np.concatenate(parts))[: stored.nbytes]
+        return found
 
     def oldest(self) -> tuple[Name, Stored] | None:
         """The block that was not used for longest."""

@@ -1,0 +1,229 @@
+"""Engine on the CPU's cores: blocks are gathered, encoded, kept, read and decoded on threads beside the model's."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from manthan.manager.stores.cold_store import ColdStore
+from manthan.manager.transfer import Transfer, TransferResult
+from manthan.manager.work import NEEDED
+from manthan.vllm_hooks.messages import ManthanMetadata
+from manthan.vllm_hooks.worker.blocks import Copies, CpuBlocks
+from manthan.vllm_hooks.worker.capacity import COPIES_BYTES
+from manthan.vllm_hooks.worker.engine import CancelledError, Engine, cause_of, of_blocks, other_causes
+from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
+
+BATCH = 16
+"""Blocks that a thread encodes and keeps at once."""
+
+
+@dataclass(eq=False)
+class Storing:
+    """A store whose blocks are gathered. nbytes: of each block; left: number of blocks that are not encoded yet."""
+
+    job: Transfer
+    store: ColdStore
+    cancelled: threading.Event
+    nbytes: list[int]
+    left: int
+    failed: dict[int, str] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+
+class CpuEngine(Engine):
+    """Encodes on the CPU's cores into a store that the CPU reaches.
+
+    Loads and prefetches have threads of their own, so that they never wait behind stores. Blocks are gathered first:
+    then the pool has them back, whatever the store does.
+
+    Args:
+        blocks: codec and paged memory of each KV cache group.
+        store: primary tier, or one with secondary tiers behind it.
+        encode_threads: number of threads that encode.
+        device: of the paged cache. On a GPU, a job runs on a stream of its own, behind the model's work so far.
+        staging_nbytes: most bytes of gathered blocks, but for a job that is larger alone.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[int, CpuBlocks],
+        store: ColdStore,
+        encode_threads: int,
+        device: torch.device,
+        fails_whole: bool = False,
+        staging_nbytes: int = COPIES_BYTES,
+    ) -> None:
+        super().__init__(fails_whole)
+        self.blocks, self.store = blocks, store
+        self._device = device
+        cpus = allowed_cpus() if device.type == "cpu" else set()
+        self._cancelled = threading.Event()
+        """Of the jobs that were ordered since the last reset."""
+        self._ungathered: dict[int, Transfer] = {}
+        """Stores whose gathering has not begun, by job id."""
+        self._staging_nbytes, self._staged = staging_nbytes, 0
+        self._gatherers = Threads(1, "manthan-gather", cpus)
+        self._encoders = Threads(encode_threads, "manthan-encode", cpus)
+        self._loaders = Threads(1, "manthan-restore", cpus)
+        self._prefetchers = Threads(1, "manthan-prefetch", cpus)
+        self._all = (self._gatherers, self._encoders, self._loaders, self._prefetchers)
+
+    def _prepare(self, metadata: ManthanMetadata) -> None:
+        """Only the dictionary work of drops is done on the caller's thread."""
+        if metadata.cancels:
+            self._cancelled.set()
+            self._cancelled = threading.Event()
+        if metadata.revokes:
+            self._give_up()
+        if metadata.place is not None:
+            self.store = self.store.cleared(metadata.place)
+        for drop in metadata.drops:
+            self.store.drop(drop.group, drop.keys)
+        self.store.reached(metadata.step)
+
+    def _load(self, job: Transfer) -> None:
+        threads = self._prefetchers if job.request_id is None else self._loaders
+        threads.submit(self._read, job, self.store, model_event(self._device), self._cancelled)
+
+    def _store(self, job: Transfer) -> None:
+        with self._lock:
+            self._ungathered[job.job_id] = job
+        self._gatherers.submit(self._gather, job, self.store, model_event(self._device), self._cancelled)
+
+    def wait(self) -> None:
+        for threads in self._all:
+            threads.wait()
+
+    def shutdown(self) -> None:
+        for threads in self._all:
+            threads.shutdown()
+        self.store.close()
+
+    def _awaits_threads(self) -> bool:
+        return bool(self._open) and not self._ended.requests
+
+    # -- store ----------------------------------------------------------------------------------------
+
+    def _give_up(self) -> None:
+        """Answer all stores that are not being gathered yet: requests need their blocks now."""
+        with self._lock:
+            left, self._ungathered = self._ungathered, {}
+            self._lock.notify_all()
+        for job in left.values():
+            self._refuse(job, NEEDED)
+
+    def _gather(
+        self, job: Transfer, store: ColdStore, model: torch.cuda.Event | None, cancelled: threading.Event
+    ) -> None:
+        """Copy a store's blocks once there is room for the copies, and have them encoded."""
+        blocks = self.blocks[job.group]
+        nbytes = len(job) * blocks.nbytes
+        with self._lock:
+            self._lock.wait_for(lambda: job.job_id not in self._ungathered or self._has_room(nbytes))
+            if self._ungathered.pop(job.job_id, None) is None:
+                return
+            self._staged += nbytes
+        try:
+            if cancelled.is_set():
+                raise CancelledError
+            with behind(model, self._device):
+                copies = blocks.gather(job)
+        except Exception as error:
+            self._leave(nbytes)
+            self._refuse(job, cause_of(error))
+            return
+        self._gathered(job)
+        storing = Storing(job, store, cancelled, [0] * len(job), len(job))
+        for start in range(0, len(job), BATCH):
+            self._encoders.submit(self._encode, storing, start, copies[start : start + BATCH])
+
+    def _has_room(self, nbytes: int) -> bool:
+        return not self._staged or self._staged + nbytes <= self._staging_nbytes
+
+    def _leave(self, nbytes: int) -> None:
+        """So many bytes of copies are not needed any more."""
+        with self._lock:
+            self._staged -= nbytes
+            self._lock.notify_all()
+
+    def _encode(self, storing: Storing, start: int, copies: Copies) -> None:
+        """Encode some of a job's blocks, from the one at `start` on, and keep them together."""
+        blocks, store = self.blocks[storing.job.group], storing.store
+        job = storing.job.part(start, start + len(copies), blocks.format.shape.tokens)
+        try:
+            if storing.cancelled.is_set():
+                raise CancelledError
+            encoded = dict(zip(job.block_hashes, blocks.encode(job, copies), strict=True))
+            bufs = {key: buf for key, buf in encoded.items() if not isinstance(buf, str)}
+            causes = {key: buf for key, buf in encoded.items() if isinstance(buf, str)}
+            causes |= store.put_all(job.group, bufs, job.tenant)
+            sizes = [0 if key in causes else store.room(len(buf)) for key, buf in encoded.items()]
+        except Exception as error:  # whatever it is costs these blocks, not the thread
+            causes, sizes = dict.fromkeys(job.block_hashes, cause_of(error)), [0] * len(job)
+        self._leave(len(job) * blocks.nbytes)
+        with self._lock:
+            storing.nbytes[start : start + len(job)] = sizes
+            storing.failed.update((at, causes[key]) for at, key in enumerate(job.block_hashes, start) if key in causes)
+            storing.left -= len(job)
+            if storing.left:
+                return
+        seconds = time.monotonic() - storing.began
+        self._answer(TransferResult(job.job_id, np.array(storing.nbytes), storing.failed, seconds))
+
+    # -- load -----------------------------------------------------------------------------------------
+
+    def _read(
+        self, job: Transfer, store: ColdStore, model: torch.cuda.Event | None, cancelled: threading.Event
+    ) -> None:
+        """Read blocks and decode each, up to the first that cannot be."""
+        began = time.monotonic()
+        sizes: list[int] = []
+        failed: dict[int, str] = {}
+        try:
+            with behind(model, self._device):
+                self._decode(job, store, cancelled, sizes, failed)
+        except Exception as error:  # vLLM must get an answer, whatever happened
+            failed.setdefault(min(len(sizes), len(job) - 1), cause_of(error))
+        good = min(failed, default=len(job))
+        self._answer(TransferResult(job.job_id, of_blocks(sizes[:good], len(job)), failed, time.monotonic() - began))
+        self._loaded(job, good)
+
+    def _decode(
+        self, job: Transfer, store: ColdStore, cancelled: threading.Event, sizes: list[int], failed: dict[int, str]
+    ) -> None:
+        """The same. sizes: gets those of the good blocks. failed: gets what could not be read or decoded."""
+        blocks, keys = self.blocks[job.group], job.block_hashes
+        values = store.read(job.group, keys, job.tenant)
+        for at, found in enumerate(values):
+            if cancelled.is_set():
+                raise CancelledError
+            cause = blocks.decode(keys[at], int(job.block_ids[at]), found)
+            if cause is not None:
+                failed[at] = cause
+                failed.update(other_causes(job, range(at + 1, len(job)), found, values, store))
+                return
+            sizes.append(0 if found is None else len(found))
+        if len(sizes) < len(keys):
+            raise ValueError(f"the store has answered for {len(sizes)} of {len(keys)} blocks")
+
+
+def model_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event behind the work of the model's stream; None on a CPU. Call it on the model's thread."""
+    return None if device.type == "cpu" else torch.cuda.current_stream(device).record_event()
+
+
+@contextmanager
+def behind(model: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
+    """GPU work in this context runs on a stream of its own, after what the model's stream was given before."""
+    if model is None:
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(model)
+    with torch.cuda.stream(stream):
+        yield

@@ -1,0 +1,876 @@
+"""Engine on the GPU's cores, on streams beside the model's; compressed blocks, not bf16, cross PCIe.
+
+The model's thread never waits: work is queued on side streams behind what the model's stream was given before, each
+chunk of it ends in an event, and the events are polled once a step. Blocks are worked on where they lie in the tier on
+the device; all others, by way of a staging buffer on the device. Room in the tiers is given and taken in the order in
+which the streams use it; where it changes hands between streams, one waits for the other.
+
+A secondary tier has threads of its own. They copy bytes from pinned RAM to it, and from it to pinned RAM, where a load
+finds them as if they had been there.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby, product
+from operator import attrgetter
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from manthan.codec import wire
+from manthan.codec.block import exact_of
+from manthan.codec.errors import SizeError, WireError
+from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
+from manthan.manager.stores.arena import Extent, room, usable
+from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStore
+from manthan.manager.transfer import Transfer, TransferResult
+from manthan.manager.work import NEEDED, RESET
+from manthan.vllm_hooks import compat
+from manthan.vllm_hooks.messages import ManthanMetadata
+from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_STAGINGS, STAGING_BYTES
+from manthan.vllm_hooks.worker.engine import (
+    MISSING,
+    CancelledError,
+    Ended,
+    Engine,
+    cause_of,
+    of_blocks,
+    other_causes,
+)
+from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
+from manthan.vllm_hooks.worker.threads import Threads
+from manthan.vllm_hooks.worker.tiers import Demotion, Name, Numbers, Run, Stored, Taken, Tier, Tiers
+
+logger = init_logger("vllm.manthan.worker")
+
+LOAD_CHUNK = 4096
+"""Blocks of a load that are begun at once, at most: the GPU works on them while more are prepared."""
+PAUSE_S = 1e-3
+"""What vLLM's engine core sleeps after a step in which the model computes nothing."""
+WAIT_S = 0.05
+"""How often a thread that waits for room looks whether it is still to go on."""
+
+
+class NoRoomError(Exception):
+    """Room will come free by itself."""
+
+
+class Lane:
+    """A stream and its staging buffer; jobs on the same one follow each other."""
+
+    def __init__(self, nbytes: int, device: torch.device, priority: int = 0) -> None:
+        self.staging = Staging(nbytes, device)
+        self.stream = torch.cuda.Stream(device, priority=priority)
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A part of a job. status, nbytes: of each block, int32 and int64 [n], valid once `checked` is reached. done: all
+    work on it has ended. end: number of the job's blocks up to its last one."""
+
+    status: torch.Tensor
+    nbytes: torch.Tensor
+    checked: torch.cuda.Event
+    done: torch.cuda.Event
+    end: int = 0
+
+
+@dataclass(eq=False)
+class Storing:
+    """A store. nbytes: of each block, in the last tier. left: number of blocks that are not stored yet.
+
+    age: of the tiers when it began; they are older after each reset. secondary: where its blocks go in the end.
+    uncopied: number of its encodings that still read the pool's blocks.
+    """
+
+    job: Transfer
+    age: int
+    secondary: ColdStore | None
+    nbytes: list[int]
+    left: int
+    failed: dict[int, str] = field(default_factory=dict)
+    uncopied: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+
+class Encoding(NamedTuple):
+    """Blocks of a store that are encoded together, from the one at `start` on, and room in a tier for each.
+
+    nbytes: the most that one takes. in_place: they are made there.
+    """
+
+    storing: Storing
+    start: int
+    codec: PagedCodec
+    exact: int
+    tier: Tier
+    places: Places
+    in_place: bool
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Begun:
+    """An encoding on its way. copied: when the pool's blocks are not read any more."""
+
+    encoding: Encoding
+    chunk: Chunk
+    copied: torch.cuda.Event
+    is_copied: bool = False
+
+
+class Decoding(NamedTuple):
+    """A chunk of a load whose codes are checked, and are to be decoded."""
+
+    codec: PagedCodec
+    stream: torch.cuda.Stream
+    chunk: Chunk
+    batch: Batch
+    codes: torch.Tensor
+
+
+@dataclass(eq=False)
+class Loading:
+    """A load. answered: vLLM has been told, and the model's stream waits for the rest; it is not told of prefetches.
+
+    broken: the GPU or we have failed, and nothing of it is good. lost: a block is in no primary tier. there, begun,
+    unpinned: number of blocks that are in a primary tier, whose decoding has begun, and that may leave the tier again.
+    is_read: no more of them will come. failed: what could not be read, by place in the job.
+    """
+
+    job: Transfer
+    there: int
+    is_read: bool
+    chunks: list[Chunk] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+    begun: int = 0
+    unpinned: int = 0
+    decoded: int = 0
+    lost: bool = False
+    answered: bool = False
+    broken: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+
+class CudaEngine(Engine):
+    """One rank's blocks to compressed blocks and back by paged codecs on its GPU.
+
+    Args:
+        codecs: by KV cache group, that of the sessions' blocks first; all on one device.
+        tiers: primary tiers.
+        forms: how many first tokens of a block may have to be kept exact; it can do others, but has not prepared.
+        make: a group's codec by its name, should a job name another one. names: those that may be named.
+        secondary: tier that has every block in the end. The tier on the host has what was used last, then.
+    """
+
+    def __init__(
+        self,
+        codecs: Mapping[int, PagedCodec],
+        tiers: Tiers,
+        fails_whole: bool = False,
+        forms: Sequence[int] = (0,),
+        make: Callable[[int, str], PagedCodec] | None = None,
+        names: Sequence[str] = (),
+        secondary: ColdStore | None = None,
+    ) -> None:
+        super().__init__(fails_whole)
+        self.codecs, self.tiers, self._make, self.store = dict(codecs), tiers, make, secondary
+        self._first = next(iter(self.codecs))
+        self._device = self.codecs[self._first].device
+        self._largest = max(codec.form(codec.layout.tokens).nbytes for codec in self.codecs.values())
+        self._store_lane, self._prefetch_lane = (
+            Lane(max(STAGING_BYTES, self._largest), self._device) for _ in range(2)
+        )
+        nbytes = max(RESTORE_STAGING_BYTES, self._largest)
+        self._load_lanes = [Lane(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
+        self._lanes = (self._store_lane, self._prefetch_lane, *self._load_lanes)
+        self._waiting: deque[Storing] = deque()
+        """Stores for which there is no room yet."""
+        self._encodings: deque[Begun] = deque()
+        self._uncopied: deque[Begun] = deque()
+        self._written: deque[tuple[Encoding, Mapping[int, Stored], Mapping[int, int], Mapping[int, str]]] = deque()
+        """What the secondary tier was given, what of it takes how many bytes, and what failed, by place in the job."""
+        self._loadings: list[Loading] = []
+        self._pins: Counter[Name] = Counter()
+        """Blocks in the tier on the host that are being loaded."""
+        self._age = self._writing = 0
+        """Number of resets; number of encodings that are being copied to the secondary tier."""
+        self._is_closed = False
+        self._cancelled = threading.Event()
+        self._demoted: torch.cuda.Event | None = None
+        self._may_pause = False
+        self._others: dict[tuple[int, str], PagedCodec] = {}
+        self._names: list[str] = []
+        """Of codecs, by the numbers by which tiers know them."""
+        self._configured = names
+        self.decode_s = self._warm_up(forms, names)
+        self._writers = Threads(1, "manthan-write")
+        self._readers = [Threads(1, f"manthan-{name}") for name in ("restore", "prefetch")]
+
+    def _prepare(self, metadata: ManthanMetadata) -> None:
+        self.tiers.start()
+        self._may_pause = metadata.model_rests
+        if metadata.cancels or metadata.place is not None:
+            self._cancelled.set()
+            self._cancelled = threading.Event()
+        if metadata.cancels:
+            self._give_up(RESET)
+        if metadata.revokes:
+            self._give_up(NEEDED)
+        if metadata.place is not None:
+            self._age += 1
+            with self._lock:
+                self.tiers.clear()
+            if self.store is not None:
+                self.store = self.store.cleared(metadata.place)
+        for drop in metadata.drops:
+            with self._lock:
+                self.tiers.drop(drop.group, drop.keys)
+            if self.store is not None:
+                self.store.drop(drop.group, drop.keys)
+        if self.store is not None:
+            self.store.reached(metadata.step)
+
+    def take_ended(self) -> Ended:
+        """Polls; vLLM asks for this first in every step."""
+        self._end_encodings()
+        self._end_writes()
+        self._begin_stores()
+        for loading in self._loadings:
+            self._begin_more(loading)
+            self._unpin_decoded(loading)
+        self._pause()
+        for loading in self._loadings:
+            if not loading.answered and loading.job.request_id is not None and self._is_reached(loading, "checked"):
+                self._answer_load(loading)
+        left = []
+        for loading in self._loadings:  # decoded: whoever reads a prefetch now comes after
+            is_told = loading.answered or loading.job.request_id is None
+            if is_told and self._is_reached(loading, "done"):
+                self._end_load(loading)
+            else:
+                left.append(loading)
+        self._loadings = left
+        return super().take_ended()
+
+    def wait(self) -> None:
+        for lane in self._lanes:
+            lane.stream.synchronize()
+
+    def shutdown(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify_all()
+        for threads in (*self._readers, self._writers):
+            threads.shutdown()
+        self.wait()
+        self.tiers.release()
+        if self.store is not None:
+            self.store.close()
+
+    def _awaits_threads(self) -> bool:
+        news = any(loading.there > loading.begun for loading in self._loadings)
+        return not news and any(not loading.is_read for loading in self._loadings)
+
+    # -- store ----------------------------------------------------------------------------------------
+
+    def _store(self, job: Transfer) -> None:
+        self._waiting.append(Storing(job, self._age, self.store, [0] * len(job), len(job)))
+        self._begin_stores()
+
+    def _begin_stores(self) -> None:
+        """Begin stores as long as there is room for them."""
+        while self._waiting:
+            storing = self._waiting.popleft()
+            try:
+                encodings, demotions = self._planned(storing)
+            except NoRoomError:
+                self._waiting.appendleft(storing)
+                return
+            except Exception as error:
+                self._refuse(storing.job, cause_of(error))
+                continue
+            try:
+                self._make_room(demotions)
+            except Exception as error:
+                with self._lock:
+                    for demotion in demotions:
+                        self.tiers.drop(demotion.name[0], [demotion.name[1]])
+                for encoding in encodings:
+                    self._fail(encoding, error)
+                continue
+            for encoding in encodings:
+                try:
+                    self._encode(encoding)
+                except Exception as error:  # whatever it is costs these blocks, not the model's thread
+                    self._fail(encoding, error)
+
+    def _give_up(self, cause: str) -> None:
+        """Answer the stores that have not begun."""
+        waiting, self._waiting = self._waiting, deque()
+        for storing in waiting:
+            self._refuse(storing.job, cause)
+
+    def _codec(self, group: int, name: str) -> PagedCodec:
+        """A group's codec of this name, or the configured one; bytes as they are have no other."""
+        codec = self.codecs[group]
+        if name in ("", codec.format.codec) or codec.format.shape.is_raw:
+            return codec
+        if (group, name) not in self._others:
+            assert self._make is not None
+            self._others[group, name] = self._make(group, name)
+        return self._others[group, name]
+
+    def _number(self, codec: PagedCodec) -> int:
+        """The number by which a tier knows a codec."""
+        name = codec.format.codec
+        with self._lock:
+            if name not in self._names:
+                self._names.append(name)
+            return self._names.index(name)
+
+    def _planned(self, storing: Storing) -> tuple[list[Encoding], list[Demotion]]:
+        """Room for a store's blocks, and what must be copied before it is used. Blocks without room are refused.
+
+        Raises NoRoomError if there will be room for all of them.
+        """
+        job, encodings, demotions = storing.job, list[Encoding](), list[Demotion]()
+        codec, refused, start = self._codec(job.group, job.codec), list[int](), 0
+        with self._lock:
+            for exact, some in groupby(job.exacts(codec.layout.tokens)):
+                count, nbytes = len(list(some)), codec.form(exact).nbytes
+                if storing.secondary is not None:
+                    self._evict(nbytes, count)
+                taken, moved = self.tiers.take(nbytes, count)
+                encodings += self._split(storing, start, codec, exact, taken)
+                demotions += moved
+                refused += range(start + len(taken), start + count)
+                start += count
+            if refused and storing.secondary is not None and (self._encodings or self._writing or self._pins):
+                for encoding in encodings:
+                    for place in encoding.places:
+                        encoding.tier.arena.free(place)
+                raise NoRoomError
+        storing.uncopied = len(encodings)
+        if not encodings:
+            self._gathered(job)
+        if refused:
+            self._stored(storing, {}, dict.fromkeys(refused, STORE_FULL))
+        return encodings, demotions
+
+    def _evict(self, nbytes: int, count: int) -> bool:
+        """Drop what was used least recently from the tier on the host, because a secondary tier has it as well.
+
+        Returns:
+            True if there is room for so many blocks of `nbytes` bytes.
+        """
+        host = self.tiers.host
+        assert host is not None
+        host.grow()
+        need = count * room(nbytes)
+        while host.arena.used + need > usable(host.arena.nbytes):
+            name = host.oldest_but(self._pins)
+            if name is None:
+                return False
+            host.drop([name])
+        return True
+
+    def _make_room(self, demotions: Sequence[Demotion]) -> None:
+        """Behind what the model and the other lanes were given: a block that was dropped or demoted may still be
+        read."""
+        stream = self._store_lane.stream
+        stream.wait_event(self._model())
+        for lane in self._lanes:
+            stream.wait_stream(lane.stream)
+        device, host = self.tiers.device, self.tiers.host
+        if not demotions or device is None or host is None:
+            return
+        with torch.cuda.stream(stream):
+            _, sources, targets, nbytes = zip(*demotions, strict=True)
+            _copy(device.codes, sources, host.codes, targets, nbytes)
+            self._demoted = stream.record_event()
+
+    def _split(
+        self, storing: Storing, start: int, codec: PagedCodec, exact: int, taken: Sequence[Taken]
+    ) -> Iterator[Encoding]:
+        """Blocks that go the same way, as many as fit into the staging buffer if they go through it."""
+        nbytes = codec.form(exact).nbytes
+        for (tier, in_place), some in groupby(taken, attrgetter("tier", "in_place")):
+            places = [one.extents for one in some]
+            step = len(places) if in_place else len(self._store_lane.staging.places(nbytes))
+            for first in range(0, len(places), step):
+                part = places[first : first + step]
+                yield Encoding(storing, start, codec, exact, tier, part, in_place, nbytes)
+                start += len(part)
+
+    def _encode(self, encoding: Encoding) -> None:
+        storing, start, codec, exact, tier, places, in_place, nbytes = encoding
+        lane, job = self._store_lane, storing.job.part(start, start + len(places), codec.layout.tokens)
+        codes, ours = (
+            (tier.codes, places) if in_place else (lane.staging.codes, lane.staging.places(nbytes)[: len(places)])
+        )
+        with torch.cuda.stream(lane.stream):
+            offsets, firsts = [place[0].start for place in ours], job.first_tokens(codec.layout.tokens)
+            told = job.block_hashes, job.block_ids.astype(np.int64), firsts, offsets
+            batch = codec.batch(exact, *told, marks=[job.mark] * len(job))
+            codec.encode(batch, codes)
+            copied = lane.stream.record_event()
+            if not in_place:  # how much of its room a block takes is not known yet
+                _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
+            self._encodings.append(Begun(encoding, self._chunk(codec, batch, lane.stream), copied))
+
+    def _end_encodings(self) -> None:
+        """Tell of blocks that the pool may have back, and have what is encoded kept."""
+        for begun in self._encodings:
+            with suppress(Exception):  # it is met again below
+                if not begun.is_copied and begun.copied.query():
+                    begun.is_copied = True
+                    self._copied(begun.encoding.storing)
+        while self._encodings:
+            begun = self._encodings[0]
+            chunk = begun.chunk
+            try:
+                if not chunk.done.query():
+                    return
+                statuses, sizes = chunk.status.tolist(), chunk.nbytes.tolist()
+            except Exception as error:
+                self._encodings.popleft()
+                self._fail(begun.encoding, error, begun.is_copied)
+                continue
+            self._encodings.popleft()
+            if not begun.is_copied:
+                self._copied(begun.encoding.storing)
+            self._keep(begun.encoding, statuses, sizes)
+
+    def _copied(self, storing: Storing) -> None:
+        """The pool's blocks of one more encoding are not read any more."""
+        storing.uncopied -= 1
+        if not storing.uncopied:
+            self._gathered(storing.job)
+
+    def _keep(self, encoding: Encoding, statuses: Sequence[int], sizes: Sequence[int]) -> None:
+        """Enter what was encoded into its tier, once a secondary tier has it."""
+        storing, tier, number = encoding.storing, encoding.tier, self._number(encoding.codec)
+        tokens, job, good = encoding.codec.layout.tokens, storing.job, dict[int, Stored]()
+        failed, made = dict[int, str](), zip(encoding.places, statuses, sizes, strict=True)
+        for at, (place, status, nbytes) in enumerate(made, encoding.start):
+            if status == GOOD:
+                first_token = job.first_token + at * tokens
+                good[at] = Stored(place, nbytes, encoding.exact, first_token, job.mark, number)
+            else:
+                failed[at] = "encode"
+        if storing.secondary is not None:
+            self._writing += 1
+            self._writers.submit(self._write, encoding, good, failed)
+            return
+        with self._lock:
+            self.tiers.put(tier, {(job.group, job.block_hashes[at]): stored for at, stored in good.items()})
+            for at in failed:
+                tier.arena.free(encoding.places[at - encoding.start])
+        self._stored(storing, {at: room(stored.nbytes) for at, stored in good.items()}, failed)
+
+    def _write(self, encoding: Encoding, good: Mapping[int, Stored], failed: dict[int, str]) -> None:
+        """Copy encoded blocks to the secondary tier, on its thread."""
+        job, secondary, sizes = encoding.storing.job, encoding.storing.secondary, dict[int, int]()
+        try:
+            assert secondary is not None
+            bufs = {job.block_hashes[at]: encoding.tier.read(stored) for at, stored in good.items()}
+            causes = secondary.put_all(job.group, bufs, job.tenant)
+            failed |= {at: causes[job.block_hashes[at]] for at in good if job.block_hashes[at] in causes}
+            sizes = {at: secondary.room(stored.nbytes) for at, stored in good.items() if at not in failed}
+        except Exception as error:
+            failed |= dict.fromkeys(good, cause_of(error))
+        with self._lock:
+            self._written.append((encoding, good, sizes, failed))
+
+    def _end_writes(self) -> None:
+        """What the secondary tier has is to be had from the tier on the host as well, until there is no room."""
+        while self._written:
+            encoding, good, sizes, failed = self._written.popleft()
+            self._writing -= 1
+            storing, tier = encoding.storing, encoding.tier
+            with self._lock:
+                kept = {} if storing.age != self._age else {at: good[at] for at in good if at not in failed}
+                job = storing.job
+                self.tiers.put(tier, {(job.group, job.block_hashes[at]): stored for at, stored in kept.items()})
+                for at, place in enumerate(encoding.places, encoding.start):
+                    if at not in kept:
+                        tier.arena.free(place)
+                self._lock.notify_all()
+            self._stored(storing, sizes, failed)
+
+    def _fail(self, encoding: Encoding, error: Exception, is_copied: bool = False) -> None:
+        with self._lock:
+            for place in encoding.places:
+                encoding.tier.arena.free(place)
+        if not is_copied:
+            self._copied(encoding.storing)
+        blocks = range(encoding.start, encoding.start + len(encoding.places))
+        self._stored(encoding.storing, {}, dict.fromkeys(blocks, cause_of(error)))
+
+    def _stored(self, storing: Storing, sizes: Mapping[int, int], failed: Mapping[int, str]) -> None:
+        """Some blocks of a store are in the last tier, or not; the store is answered with the last of them."""
+        for at, nbytes in sizes.items():
+            storing.nbytes[at] = nbytes
+        storing.failed.update(failed)
+        storing.left -= len(sizes) + len(failed)
+        if not storing.left:
+            seconds = time.monotonic() - storing.began
+            self._answer(TransferResult(storing.job.job_id, np.array(storing.nbytes), storing.failed, seconds))
+
+    # -- load -----------------------------------------------------------------------------------------
+
+    def _load(self, job: Transfer) -> None:
+        near = [True] * len(job)
+        names = [(job.group, key) for key in job.block_hashes]
+        if self.store is not None and (host := self.tiers.host) is not None:
+            with self._lock:
+                near = [name in host for name in names]
+                if all(near):
+                    self._pin(host, names)
+        loading = Loading(job, len(job) if all(near) else 0, is_read=all(near))
+        self._loadings.append(loading)  # from here on it is answered once, by those who poll
+        if loading.is_read:
+            self._begin_more(loading)
+        else:
+            readers = self._readers[job.request_id is None]
+            readers.submit(self._fetch, loading, near, self.store, self._age, self._cancelled)
+
+    def _begin_more(self, loading: Loading) -> None:
+        """Begin to decode what has come into the primary tier."""
+        start, end = loading.begun, loading.there
+        if start == end or loading.broken or loading.lost:
+            return
+        try:
+            self._begin_load(loading, start, end)
+        except Exception as error:  # vLLM must get an answer, whatever happened
+            self._break(loading, error)
+
+    def _begin_load(self, loading: Loading, start: int, end: int) -> None:
+        """Copy codes in, check and decode them, a chunk at a time, on two lanes by turns; prefetches have their own.
+
+        Codes on the device are all checked before any is decoded: vLLM can be told sooner.
+        """
+        model, later, job = self._model(), list[Decoding](), loading.job
+        lanes = [self._prefetch_lane] if job.request_id is None else self._load_lanes
+        block_ids = job.block_ids.astype(np.int64)
+        for codec, run in self._runs(job, start, end, lanes[0]):
+            lane, exact, sizes = lanes[len(loading.chunks) % len(lanes)], run.exact, run.nbytes
+            some = slice(loading.begun, loading.begun + len(sizes))
+            codes = run.tier.codes if run.in_place else lane.staging.codes
+            with torch.cuda.stream(lane.stream):
+                if self._demoted is not None:
+                    lane.stream.wait_event(self._demoted)
+                offsets = run.starts
+                if not run.in_place:
+                    offsets = lane.staging.starts(codec.form(exact).nbytes)[: len(sizes)]
+                    _copy_run(run, codes, offsets)
+                told = job.block_hashes[some], block_ids[some], run.first_tokens
+                batch = codec.batch(exact, *told, offsets, sizes, run.marks)
+                codec.verify(batch, codes)
+                chunk = self._chunk(codec, batch, lane.stream, torch.from_numpy(sizes))
+            loading.chunks.append(chunk)
+            loading.begun = chunk.end = some.stop
+            decoding = Decoding(codec, lane.stream, chunk, batch, codes)
+            if run.in_place:
+                later.append(decoding)
+            else:  # the staging buffer is needed for the next but one
+                self._decode(decoding, model)
+        for one in later:
+            self._decode(one, model)
+        if loading.begun < end:
+            with self._lock:
+                loading.failed.setdefault(loading.begun, MISSING)
+                loading.lost = True
+
+    def _runs(self, job: Transfer, start: int, end: int, lane: Lane) -> Iterator[tuple[PagedCodec, Run]]:
+        """Blocks of a load up to the first that is in no tier, in runs that can be worked on together."""
+        while start < end:
+            with self._lock:
+                run = self.tiers.find(job.group, job.block_hashes[start : min(end, start + LOAD_CHUNK)])
+            if run is None:
+                return
+            codec, count = self._codec(job.group, self._names[run.codec]), len(run.starts)
+            step = count if run.in_place else len(_places(codec, lane, run.exact))
+            for first in range(0, count, step):
+                yield codec, run.part(first, first + step)
+            start += count
+
+    def _decode(self, decoding: Decoding, model: torch.cuda.Event) -> None:
+        """Decode what is good of a chunk, once the model is done with the blocks."""
+        codec, stream, chunk, batch, codes = decoding
+        stream.wait_event(model)
+        with torch.cuda.stream(stream):
+            codec.decode(batch, codes)
+            chunk.done = stream.record_event()
+
+    def _pause(self) -> None:
+        """Where the model has nothing to compute, give codes on the device a moment to be checked: vLLM would sleep for
+        longer before it asks again."""
+        if self._may_pause and self._loadings and self.tiers.first is self.tiers.device:
+            until = time.monotonic() + PAUSE_S
+            while not self._is_reached(self._loadings[-1], "checked") and time.monotonic() < until:
+                time.sleep(PAUSE_S / 20)
+
+    def _is_reached(self, loading: Loading, event: Literal["checked", "done"]) -> bool:
+        """True if a load, all of which has begun, has come so far."""
+        if not loading.is_read or not (loading.broken or loading.lost or loading.begun == loading.there):
+            return False
+        try:
+            return loading.broken or all(getattr(chunk, event).query() for chunk in loading.chunks)
+        except Exception as error:
+            self._break(loading, error)
+            return True
+
+    def _break(self, loading: Loading, error: Exception) -> None:
+        logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
+        with self._lock:
+            loading.broken = True
+            self._lock.notify_all()
+        with suppress(Exception):  # a GPU that does not even wait computes nothing either
+            for lane in self._lanes:  # what was begun writes to the blocks before whoever has them next
+                torch.cuda.current_stream(self._device).wait_stream(lane.stream)
+
+    def _answer_load(self, loading: Loading) -> None:
+        """Tell vLLM that the load is finished; what the model computes from now on comes after its decoding."""
+        try:
+            for chunk in loading.chunks:
+                torch.cuda.current_stream(self._device).wait_event(chunk.done)
+        except Exception as error:
+            self._break(loading, error)
+        loading.answered = True
+        self._loaded(loading.job, self._good(loading))
+
+    def _good(self, loading: Loading) -> int:
+        """Number of good blocks before the first that is not."""
+        statuses = [status for chunk in loading.chunks for status in chunk.status.tolist()]
+        bad = next((at for at, status in enumerate(statuses) if status != GOOD), len(statuses))
+        return 0 if loading.broken else bad
+
+    def _end_load(self, loading: Loading) -> None:
+        job, good = loading.job, self._good(loading)
+        failed = {} if loading.broken else dict(loading.failed)
+        if good < len(job):
+            failed.setdefault(good, self._cause(loading, good))
+        sizes = [nbytes for chunk in loading.chunks for nbytes in chunk.nbytes.tolist()][:good]
+        self._unpin(loading, loading.there)
+        self._answer(TransferResult(job.job_id, of_blocks(sizes, len(job)), failed, time.monotonic() - loading.began))
+
+    def _cause(self, loading: Loading, at: int) -> str:
+        """Why block number `at` of a load failed."""
+        statuses = [status for chunk in loading.chunks for status in chunk.status.tolist()]
+        return "internal" if loading.broken or at >= len(statuses) else status_cause(statuses[at]) or "internal"
+
+    # -- secondary tier: its threads ------------------------------------------------------------------
+
+    def _fetch(
+        self, loading: Loading, near: Sequence[bool], secondary: ColdStore, age: int, cancelled: threading.Event
+    ) -> None:
+        """Read blocks into the primary tier, one behind the other. near: those that were there."""
+        job, at, failed = loading.job, 0, dict[int, str]()
+        far = [n for n, is_near in enumerate(near) if not is_near]
+        try:
+            values = secondary.read(job.group, [job.block_hashes[n] for n in far], job.tenant)
+            for at, key in enumerate(job.block_hashes):
+                found = None if near[at] else next(values)
+                if not self._is_pinned(loading, (job.group, key), cancelled):
+                    if near[at]:  # it had to make room meanwhile
+                        found = next(secondary.read(job.group, [key], job.tenant))
+                    if found is None or isinstance(found, str):
+                        behind = [n for n in far if n > at]
+                        failed = {at: found or MISSING, **other_causes(job, behind, found, values, secondary)}
+                        return
+                    cause = self._bring(loading, job.group, key, found, age, cancelled)
+                    if cause is not None:
+                        failed = {at: cause}
+                        return
+                with self._lock:
+                    loading.there += 1
+                    self._lock.notify_all()
+        except Exception as error:  # vLLM must get an answer, whatever happened
+            failed = {at: cause_of(error)}
+        finally:
+            with self._lock:
+                for n, cause in failed.items():
+                    loading.failed.setdefault(n, cause)
+                loading.is_read = True
+                self._lock.notify_all()
+
+    def _is_pinned(self, loading: Loading, name: Name, cancelled: threading.Event) -> bool:
+        """True if a block is in the primary tier. It stays there until it is decoded. Raises CancelledError."""
+        host = self.tiers.host
+        assert host is not None
+        with self._lock:
+            if self._is_closed or cancelled.is_set() or loading.broken or loading.failed:
+                raise CancelledError
+            if name not in host:
+                return False
+            self._pin(host, [name])
+            return True
+
+    def _bring(
+        self, loading: Loading, group: int, key: bytes, buf: Buffer, age: int, cancelled: threading.Event
+    ) -> str | None:
+        """Copy a block into the primary tier once there is room. Returns the cause if it is none."""
+        told = self._look_into(group, buf)
+        if isinstance(told, str):
+            return told
+        host = self.tiers.host
+        assert host is not None
+        with self._lock:
+            while not self._evict(buf.nbytes, 1):
+                if self._is_closed or cancelled.is_set() or loading.broken or loading.failed:
+                    raise CancelledError
+                self._lock.wait(WAIT_S)
+            place = host.arena.allocate(buf.nbytes)
+            if place is None:
+                raise MemoryError("no room in the primary tier")
+        host.write(place, buf)
+        with self._lock:
+            if age != self._age or (group, key) in host:
+                host.arena.free(place)
+            else:
+                host.put({(group, key): Stored(place, buf.nbytes, *told)})
+            if age != self._age:
+                raise CancelledError
+            self._pin(host, [(group, key)])
+        return None
+
+    def _pin(self, host: Tier, names: Sequence[Name]) -> None:
+        """Keep blocks that are in the primary tier there."""
+        self._pins.update(names)
+        for group, key in reversed(names):  # tails make room first
+            host.used(group, [key])
+
+    def _unpin_decoded(self, loading: Loading) -> None:
+        """Let blocks of decoded chunks make room."""
+        try:
+            while not loading.broken and loading.decoded < len(loading.chunks):
+                chunk = loading.chunks[loading.decoded]
+                if not chunk.done.query():
+                    return
+                loading.decoded += 1
+                self._unpin(loading, chunk.end)
+        except Exception as error:
+            self._break(loading, error)
+
+    def _unpin(self, loading: Loading, end: int) -> None:
+        """Let blocks of a load make room, up to the one before `end`."""
+        if self.store is None:
+            return
+        with self._lock:
+            for key in loading.job.block_hashes[loading.unpinned : end]:
+                name = loading.job.group, key
+                self._pins[name] -= 1
+                if not self._pins[name]:
+                    del self._pins[name]
+            loading.unpinned = end
+            self._lock.notify_all()
+
+    def _look_into(self, group: int, buf: Buffer) -> tuple[int, int, int, int] | str:
+        """Exact tokens, first token, mark and codec's number that a block's header tells; or why it is no block.
+
+        They are compared with all of its header when it is decoded.
+        """
+        try:
+            front = wire.peek(buf)
+        except WireError as error:
+            return error.cause
+        try:
+            exact = exact_of(wire.peek_sections(buf, front))
+        except SizeError:  # it is damaged, and the rest of it says how
+            exact = 0
+        codec = self._codec_of(group, front.fingerprint)
+        fits = exact <= codec.layout.tokens and codec.form(exact).fits(len(buf))
+        if not fits or front.first_token > wire.PLACE_MAX:
+            return "size"
+        return exact, front.first_token, front.mark, self._number(codec)
+
+    def _codec_of(self, group: int, fingerprint: bytes) -> PagedCodec:
+        """The codec whose fingerprint a block carries; the first where none fits, which says what is wrong."""
+        codecs = [self._codec(group, name) for name in ("", *self._configured)]
+        return next((codec for codec in codecs if codec.format.fingerprint == fingerprint), codecs[0])
+
+    # -- the rest -------------------------------------------------------------------------------------
+
+    def _model(self) -> torch.cuda.Event:
+        """What the model's stream has been given up to now."""
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    def _chunk(
+        self, codec: PagedCodec, batch: Batch, stream: torch.cuda.Stream, nbytes: torch.Tensor | None = None
+    ) -> Chunk:
+        """nbytes: where it is known."""
+        form, status = codec.form(batch.exact), self._soon(batch.status)
+        if nbytes is None:
+            nbytes = self._soon(batch.nbytes) if form.varies else torch.tensor([form.nbytes] * len(status))
+        reached = stream.record_event()
+        return Chunk(status, nbytes, reached, reached)
+
+    def _soon(self, there: torch.Tensor) -> torch.Tensor:
+        """A copy in pinned memory, made on the current stream."""
+        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=self._device.type == "cuda")
+        return here.copy_(there, non_blocking=True)
+
+    def _warm_up(self, forms: Sequence[int], names: Sequence[str]) -> dict[str, float]:
+        """Do what first jobs would otherwise pay for: load kernels and tables, allocate pinned memory.
+
+        Block 0 is encoded and decoded, which the pool does not use, in each codec and form on each stream.
+
+        Returns:
+            Seconds to decode a token, by codec.
+        """
+        for group in self.codecs:
+            for codec in {self._codec(group, name) for name in ("", *names)}:
+                exacts = (0,) if codec.format.shape.is_raw else {min(each, codec.layout.tokens) for each in forms}
+                for lane, exact in product(self._lanes, exacts):
+                    self._try(codec, lane, exact)
+        chain, lane = self._first, self._prefetch_lane
+        return {name: self._try(self._codec(chain, name), lane, 0, 64) for name in names}
+
+    def _try(self, codec: PagedCodec, lane: Lane, exact: int, most: int = 1) -> float:
+        """Encode and decode block 0, so many times as fit; seconds to decode a token."""
+        with torch.cuda.stream(lane.stream):
+            places = _places(codec, lane, exact)[:most]
+            none, offsets = [0] * len(places), [place[0].start for place in places]
+            made = codec.batch(exact, [b""] * len(none), none, none, offsets)
+            codec.encode(made, lane.staging.codes)
+            chunk = self._chunk(codec, made, lane.stream)
+            chunk.done.synchronize()
+            if bool((chunk.status != GOOD).any()):
+                return 0.0
+            batch = codec.batch(exact, [b""] * len(none), none, none, offsets, made.nbytes.cpu().numpy())
+            codec.verify(batch, lane.staging.codes)
+            lane.stream.synchronize()
+            began = time.perf_counter()
+            codec.decode(batch, lane.staging.codes)
+            lane.stream.synchronize()
+        return (time.perf_counter() - began) / (len(none) * codec.layout.tokens)
+
+
+def _places(codec: PagedCodec, lane: Lane, exact: int) -> Places:
+    """For as many blocks with so many exact tokens as fit into the staging buffer."""
+    return lane.staging.places(codec.form(exact).nbytes)
+
+
+def _copy_run(run: Run, target: torch.Tensor, offsets: Numbers) -> None:
+    """Copy stored blocks one behind the other, each to its offset in another buffer."""
+    if run.pieces:
+        tos = [(Extent(start, len(target)),) for start in offsets.tolist()]
+        _copy(run.tier.codes, run.extents, target, tos, run.nbytes.tolist())
+        return
+    froms, tos_there = run.starts + run.tier.codes.data_ptr(), offsets + target.data_ptr()
+    compat.copy_blocks(*map(torch.from_numpy, (froms, tos_there, np.ascontiguousarray(run.nbytes))))
+
+
+def _copy(source: torch.Tensor, froms: Places, target: torch.Tensor, tos: Places, nbytes: Sequence[int]) -> None:
+    """Copy encoded blocks from one buffer to another, by the copy engines, on the current stream."""
+    starts, ends, sizes = pieces(froms, tos, nbytes)
+    compat.copy_blocks(starts + source.data_ptr(), ends + target.data_ptr(), sizes)
