@@ -87,7 +87,6 @@ class Driver(Generic[B]):
     an anchor behind them is what it needs to go on before them. last_tokens: how many of a prompt's tokens it computes
     although all are found.
     weigh: what a block takes of the budget, from what it takes on each rank; see `manthan.manager.work.on_each`.
-    in_flight: how many blocks may be ordered to be encoded and not be answered for: those who encode hold no more.
     """
 
     def __init__(
@@ -105,9 +104,7 @@ class Driver(Generic[B]):
         again: int = 0,
         last_tokens: int = 1,
         weigh: Weigh = sum,
-        in_flight: int = A_STEP,
     ) -> None:
-        self._in_flight = in_flight
         self._again, self._last_tokens, self._journal, self._weigh = again, last_tokens, journal, weigh
         self.manager, self._pool, self._ranks, self._redis = manager, pool, ranks, redis
         self._guard = guard
@@ -356,7 +353,7 @@ class Driver(Generic[B]):
         if first <= free:
             free -= first  # where the first in line does not fit anyhow, it waits for others' blocks
         window = self.pressure.window - self._holding
-        return max(0, min(window, free, A_STEP, self._in_flight - self.manager.blocks.spilling))
+        return max(0, min(window, free, A_STEP - self.manager.blocks.spilling))
 
     def _begin(self, run: SpillRun) -> list[bytes]:
         """Have these blocks encoded, referenced until they are gathered. Returns those that are in the pool no more."""

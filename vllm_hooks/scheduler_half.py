@@ -14,7 +14,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from manthan.codec.registry import finer_codecs
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.registered import choose_policy
-from manthan.manager.driver import A_STEP, Driver
+from manthan.manager.driver import Driver
 from manthan.manager.guard import Choice, Guard
 from manthan.manager.lives import Lives
 from manthan.manager.redis_link import RedisLink
@@ -56,9 +56,6 @@ from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
 from manthan.vllm_hooks.worker.capacity import (
-    COPIES_BYTES,
-    CPU_ENCODE_THREADS,
-    STAGING_BYTES,
     fast_tiers,
     room_in,
     usable_nbytes,
@@ -202,7 +199,6 @@ class SchedulerHalf:
             guard=self._guard(),
             again=self.groups.again,
             last_tokens=self.groups.last_tokens,
-            in_flight=self._in_flight(),
             weigh=sum if self.config.tiers.is_shared else on_each(self._ranks),
         )
         watch_lookups(pool, self.pool.marks, self)
@@ -229,16 +225,6 @@ class SchedulerHalf:
         """vLLM enters these blocks of the request, loaded or computed, into its prefix cache. True: they are marked."""
         self.driver.computed(request.request_id, block_ids)
         return True
-
-    def _in_flight(self) -> int:
-        """Number of blocks that the workers may have in hand at a time: on the CPU, which copies them first, so many
-        bytes; on a GPU a step's where it stores them itself, and else what its threads have begun."""
-        config, nbytes = self.config, max([self._shape.hot_nbytes, *self._shape.hot_beside.values()])
-        if not is_on_gpu(self._vllm_config):
-            return max(CPU_ENCODE_THREADS, COPIES_BYTES * self._ranks // nbytes)
-        if not config.tiers.is_lasting:
-            return A_STEP
-        return max(1, STAGING_BYTES * self._ranks // nbytes)
 
     def _kv_events(self, kv_cache_config: "KVCacheConfig") -> KvEvents | None:
         """What tells routers of what is cold, if that is wanted."""

@@ -234,8 +234,10 @@ def test_nothing_touches_the_cache_once_it_was_waited_for(
     worker.engine.wait()
 
 
-def test_the_pool_has_its_blocks_back_before_they_are_encoded(start: Callable[..., Worker]) -> None:
-    """Blocks are gathered as far as the staging goes. Others are given back at once when requests need them."""
+def test_blocks_are_gathered_as_far_as_the_staging_goes_and_others_are_given_back_when_needed(
+    start: Callable[..., Worker],
+) -> None:
+    """The store does not answer: of the first job one block is gathered, which is all that there is room for."""
     worker, began, may_go_on = start(staging_nbytes=1), threading.Semaphore(0), threading.Event()
     put_all = worker.store.put_all
 
@@ -247,7 +249,9 @@ def test_the_pool_has_its_blocks_back_before_they_are_encoded(start: Callable[..
     worker.store.put_all = slowly  # type: ignore[method-assign]
     first, second = worker.submit(KEYS[:2]), worker.submit(KEYS[2:])
     assert began.acquire(timeout=20)
+    assert worker.engine.take_report() is None
     worker.engine.submit_loads(ManthanMetadata(revokes=True))
+    worker.engine._gatherers.wait()
     report = worker.engine.take_report()
     assert report is not None
     assert sorted(report.gathered) == [first.job_id, second.job_id]
@@ -256,8 +260,26 @@ def test_the_pool_has_its_blocks_back_before_they_are_encoded(start: Callable[..
     ]
     may_go_on.set()
     left = worker.wait()
-    assert [(result.job_id, result.failed) for result in left.results] == [(first.job_id, {})]
+    assert [(result.job_id, result.failed) for result in left.results] == [(first.job_id, {1: "needed"})]
     assert left.gathered == [], "each is named once"
     third = worker.submit(KEYS[2:])
     assert worker.wait().results[0].job_id == third.job_id, "there is room again"
-    assert worker.load(KEYS[:2]).failed == {}
+    assert worker.load(KEYS[:1]).failed == {}
+
+
+def test_the_pool_has_its_blocks_back_before_they_are_encoded(start: Callable[..., Worker]) -> None:
+    worker, may_go_on = start(), threading.Event()
+    encode = worker.blocks.encode
+
+    def slowly(*args: Any) -> Any:
+        assert may_go_on.wait(20)
+        return encode(*args)
+
+    worker.blocks.encode = slowly  # type: ignore[method-assign]
+    job = worker.submit()
+    worker.engine._gatherers.wait()
+    report = worker.engine.take_report()
+    assert report is not None
+    assert (report.gathered, report.results) == ([job.job_id], [])
+    may_go_on.set()
+    assert worker.wait().results[0].failed == {}

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,7 +24,10 @@ BATCH = 16
 
 @dataclass(eq=False)
 class Storing:
-    """A store whose blocks are gathered. nbytes: of each block; left: number of blocks that are not encoded yet."""
+    """A store. nbytes: of each block; left: number of blocks that are neither kept nor refused yet.
+
+    is_begun, is_given_up: True once its blocks are gathered, and once they are to be read no more.
+    """
 
     job: Transfer
     store: ColdStore
@@ -32,6 +35,8 @@ class Storing:
     nbytes: list[int]
     left: int
     failed: dict[int, str] = field(default_factory=dict)
+    is_begun: bool = False
+    is_given_up: bool = False
     began: float = field(default_factory=time.monotonic)
 
 
@@ -46,7 +51,7 @@ class CpuEngine(Engine):
         store: primary tier, or one with secondary tiers behind it.
         encode_threads: number of threads that encode.
         device: of the paged cache. On a GPU, a job runs on a stream of its own, behind the model's work so far.
-        staging_nbytes: most bytes of gathered blocks, but for a job that is larger alone.
+        staging_nbytes: most bytes of gathered blocks, if one does not take more.
     """
 
     def __init__(
@@ -64,8 +69,8 @@ class CpuEngine(Engine):
         cpus = allowed_cpus() if device.type == "cpu" else set()
         self._cancelled = threading.Event()
         """Of the jobs that were ordered since the last reset."""
-        self._ungathered: dict[int, Transfer] = {}
-        """Stores whose gathering has not begun, by job id."""
+        self._ungathered: list[Storing] = []
+        """Stores whose blocks are not all gathered."""
         self._staging_nbytes, self._staged = staging_nbytes, 0
         self._gatherers = Threads(1, "manthan-gather", cpus)
         self._encoders = Threads(encode_threads, "manthan-encode", cpus)
@@ -91,9 +96,10 @@ class CpuEngine(Engine):
         threads.submit(self._read, job, self.store, model_event(self._device), self._cancelled)
 
     def _store(self, job: Transfer) -> None:
+        storing = Storing(job, self.store, self._cancelled, [0] * len(job), len(job))
         with self._lock:
-            self._ungathered[job.job_id] = job
-        self._gatherers.submit(self._gather, job, self.store, model_event(self._device), self._cancelled)
+            self._ungathered.append(storing)
+        self._gatherers.submit(self._gather, storing, model_event(self._device))
 
     def wait(self) -> None:
         for threads in self._all:
@@ -110,37 +116,53 @@ class CpuEngine(Engine):
     # -- store ----------------------------------------------------------------------------------------
 
     def _give_up(self) -> None:
-        """Answer all stores that are not being gathered yet: requests need their blocks now."""
+        """Give back what is not gathered yet: requests need the blocks now."""
         with self._lock:
-            left, self._ungathered = self._ungathered, {}
+            given_up, self._ungathered = self._ungathered, []
+            for storing in given_up:
+                storing.is_given_up = True
             self._lock.notify_all()
-        for job in left.values():
+            not_begun = [storing.job for storing in given_up if not storing.is_begun]
+        for job in not_begun:
             self._refuse(job, NEEDED)
 
-    def _gather(
-        self, job: Transfer, store: ColdStore, model: torch.cuda.Event | None, cancelled: threading.Event
-    ) -> None:
-        """Copy a store's blocks once there is room for the copies, and have them encoded."""
-        blocks = self.blocks[job.group]
-        nbytes = len(job) * blocks.nbytes
+    def _gather(self, storing: Storing, model: torch.cuda.Event | None) -> None:
+        """Copy a store's blocks, some at a time, once there is room for the copies, and have them encoded."""
+        job, blocks = storing.job, self.blocks[storing.job.group]
+        step = max(1, min(BATCH, self._staging_nbytes // blocks.nbytes))
+        for start in range(0, len(job), step):
+            part = job.part(start, start + step, blocks.format.shape.tokens)
+            nbytes = len(part) * blocks.nbytes
+            with self._lock:
+                while not (storing.is_given_up or self._has_room(nbytes)):
+                    self._lock.wait()
+                if storing.is_given_up and not start:
+                    return
+                storing.is_begun = True
+                self._staged += nbytes
+            copies, cause = self._copied(storing, part, model)
+            if cause:
+                self._leave(nbytes)
+                self._gathered(job)
+                self._settle(storing, start, dict.fromkeys(range(start, len(job)), cause))
+                break
+            if start + step >= len(job):
+                self._gathered(job)
+            self._encoders.submit(self._encode, storing, start, part, copies)
         with self._lock:
-            self._lock.wait_for(lambda: job.job_id not in self._ungathered or self._has_room(nbytes))
-            if self._ungathered.pop(job.job_id, None) is None:
-                return
-            self._staged += nbytes
+            self._ungathered = [other for other in self._ungathered if other is not storing]
+
+    def _copied(self, storing: Storing, part: Transfer, model: torch.cuda.Event | None) -> tuple[Copies, str]:
+        """Copies of some of a store's blocks, or the cause why there are none."""
+        if storing.is_given_up:
+            return [], NEEDED
         try:
-            if cancelled.is_set():
+            if storing.cancelled.is_set():
                 raise CancelledError
             with behind(model, self._device):
-                copies = blocks.gather(job)
+                return self.blocks[part.group].gather(part), ""
         except Exception as error:
-            self._leave(nbytes)
-            self._refuse(job, cause_of(error))
-            return
-        self._gathered(job)
-        storing = Storing(job, store, cancelled, [0] * len(job), len(job))
-        for start in range(0, len(job), BATCH):
-            self._encoders.submit(self._encode, storing, start, copies[start : start + BATCH])
+            return [], cause_of(error)
 
     def _has_room(self, nbytes: int) -> bool:
         return not self._staged or self._staged + nbytes <= self._staging_nbytes
@@ -151,29 +173,34 @@ class CpuEngine(Engine):
             self._staged -= nbytes
             self._lock.notify_all()
 
-    def _encode(self, storing: Storing, start: int, copies: Copies) -> None:
+    def _encode(self, storing: Storing, start: int, part: Transfer, copies: Copies) -> None:
         """Encode some of a job's blocks, from the one at `start` on, and keep them together."""
-        blocks, store = self.blocks[storing.job.group], storing.store
-        job = storing.job.part(start, start + len(copies), blocks.format.shape.tokens)
+        blocks, store, keys = self.blocks[part.group], storing.store, part.block_hashes
+        sizes: list[int] = []
         try:
             if storing.cancelled.is_set():
                 raise CancelledError
-            encoded = dict(zip(job.block_hashes, blocks.encode(job, copies), strict=True))
+            encoded = dict(zip(keys, blocks.encode(part, copies), strict=True))
             bufs = {key: buf for key, buf in encoded.items() if not isinstance(buf, str)}
             causes = {key: buf for key, buf in encoded.items() if isinstance(buf, str)}
-            causes |= store.put_all(job.group, bufs, job.tenant)
+            causes |= store.put_all(part.group, bufs, part.tenant)
             sizes = [0 if key in causes else store.room(len(buf)) for key, buf in encoded.items()]
         except Exception as error:  # whatever it is costs these blocks, not the thread
-            causes, sizes = dict.fromkeys(job.block_hashes, cause_of(error)), [0] * len(job)
-        self._leave(len(job) * blocks.nbytes)
+            causes = dict.fromkeys(keys, cause_of(error))
+        self._leave(len(part) * blocks.nbytes)
+        failed = {at: causes[key] for at, key in enumerate(keys, start) if key in causes}
+        self._settle(storing, start, failed, sizes or [0] * len(part))
+
+    def _settle(self, storing: Storing, start: int, failed: Mapping[int, str], sizes: Sequence[int] = ()) -> None:
+        """Take note of some of a store's blocks, and answer it with the last of them."""
         with self._lock:
-            storing.nbytes[start : start + len(job)] = sizes
-            storing.failed.update((at, causes[key]) for at, key in enumerate(job.block_hashes, start) if key in causes)
-            storing.left -= len(job)
+            storing.nbytes[start : start + len(sizes)] = sizes
+            storing.failed.update(failed)
+            storing.left -= len(sizes) or len(failed)
             if storing.left:
                 return
         seconds = time.monotonic() - storing.began
-        self._answer(TransferResult(job.job_id, np.array(storing.nbytes), storing.failed, seconds))
+        self._answer(TransferResult(storing.job.job_id, np.array(storing.nbytes), storing.failed, seconds))
 
     # -- load -----------------------------------------------------------------------------------------
 
