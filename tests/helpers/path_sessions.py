@@ -1,4 +1,4 @@
-"""A session on an engine whose worker has the GPU's path, and what becomes of it, told on standard output as JSON.
+"""A session on an engine whose worker has the GPU's engine, and what becomes of it, told on standard output as JSON.
 
 Run as a script, in a process of its own. On standard input: model; manthan, its options; vllm, more of its arguments;
 what, which of the jobs below.
@@ -162,7 +162,7 @@ def main(job: Any) -> Any:
     session = PathSession(job["model"], job.get("vllm", {}), job["manthan"])
     said = getattr(session, job["what"])()
     said |= {"block": session.block, "prompt": len(session.prompt), "causes": session.causes}
-    return said | {"path": type(session.path).__name__}
+    return said | {"engine": type(session.path).__name__}
 
 
 if __name__ == "__main__":

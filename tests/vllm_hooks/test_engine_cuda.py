@@ -347,20 +347,28 @@ def test_blocks_go_through_a_small_primary_tier_to_a_secondary_one_and_back(
 def test_stores_wait_for_a_secondary_tier_and_are_given_back_when_their_blocks_are_needed(
     second: Callable[..., World],
 ) -> None:
-    world = second(2)
+    world = second(2.5)
     world.engine.store.goes_on.clear()
-    stores = [order(n, TOKENS) for n in range(4)]
-    world.engine.submit_stores(ManthanMetadata(stores=stores))
+    first, second_one = order(0, 3 * TOKENS, blocks=3), order(3, TOKENS)
+    world.engine.submit_stores(ManthanMetadata(stores=[first, second_one]))
     world.engine.take_ended()
-    report = world.engine.take_report()
-    assert (report.gathered, report.results) == ([stores[0].job_id], []), "1 of 2: holes are to stay large"
+    assert world.engine.take_report() is None, "there is room for two of the first one's blocks"
     world.engine.submit_loads(ManthanMetadata(revokes=True))
     report = world.engine.take_report()
-    assert report.gathered == [job.job_id for job in stores[1:]]
-    assert [result.failed for result in report.results] == [{0: "needed"}] * 3
+    assert report.gathered == [first.job_id, second_one.job_id]
+    assert [(result.job_id, result.failed) for result in report.results] == [(second_one.job_id, {0: "needed"})]
     world.engine.store.goes_on.set()
     [result] = world.reports().results
-    assert (result.job_id, result.failed) == (stores[0].job_id, {})
+    assert (result.job_id, result.failed) == (first.job_id, {2: "needed"})
+    assert world.load(first.block_hashes[:2], [40, 41]).failed == {}
+
+
+def test_a_store_that_is_larger_than_the_primary_tier_goes_through_it(second: Callable[..., World]) -> None:
+    world = second(2.5)
+    job = order(0, 6 * TOKENS, blocks=10)
+    [result] = world.store(job)
+    assert result.failed == {}
+    assert world.load(job.block_hashes, list(range(30, 40))).failed == {}
 
 
 def test_of_a_secondary_tier_that_misses_or_damages_blocks_what_comes_before_is_good(

@@ -57,10 +57,6 @@ WAIT_S = 0.05
 """How often a thread that waits for room looks whether it is still to go on."""
 
 
-class NoRoomError(Exception):
-    """Room will come free by itself."""
-
-
 class Lane:
     """A stream and its staging buffer; jobs on the same one follow each other."""
 
@@ -86,7 +82,8 @@ class Storing:
     """A store. nbytes: of each block, in the last tier. left: number of blocks that are not stored yet.
 
     age: of the tiers when it began; they are older after each reset. secondary: where its blocks go in the end.
-    uncopied: number of its encodings that still read the pool's blocks.
+    planned: number of blocks that have room, or will get none. uncopied: number of its encodings that still read the
+    pool's blocks.
     """
 
     job: Transfer
@@ -95,6 +92,7 @@ class Storing:
     nbytes: list[int]
     left: int
     failed: dict[int, str] = field(default_factory=dict)
+    planned: int = 0
     uncopied: int = 0
     began: float = field(default_factory=time.monotonic)
 
@@ -260,6 +258,7 @@ class CudaEngine(Engine):
         return super().take_ended()
 
     def wait(self) -> None:
+        self._give_up(RESET)
         for lane in self._lanes:
             lane.stream.synchronize()
 
@@ -285,37 +284,49 @@ class CudaEngine(Engine):
         self._begin_stores()
 
     def _begin_stores(self) -> None:
-        """Begin stores as long as there is room for them."""
+        """Begin stores as far as there is room for them."""
         while self._waiting:
-            storing = self._waiting.popleft()
+            storing = self._waiting[0]
             try:
                 encodings, demotions = self._planned(storing)
-            except NoRoomError:
-                self._waiting.appendleft(storing)
+            except Exception as error:
+                self._refuse_rest(storing, cause_of(error))
+                encodings, demotions = [], []
+            self._begin_encodings(encodings, demotions)
+            if storing.planned < len(storing.job):
                 return
-            except Exception as error:
-                self._refuse(storing.job, cause_of(error))
-                continue
-            try:
-                self._make_room(demotions)
-            except Exception as error:
-                with self._lock:
-                    for demotion in demotions:
-                        self.tiers.drop(demotion.name[0], [demotion.name[1]])
-                for encoding in encodings:
-                    self._fail(encoding, error)
-                continue
+            self._waiting.popleft()
+
+    def _begin_encodings(self, encodings: Sequence[Encoding], demotions: Sequence[Demotion]) -> None:
+        if not (encodings or demotions):
+            return
+        try:
+            self._make_room(demotions)
+        except Exception as error:
+            with self._lock:
+                for demotion in demotions:
+                    self.tiers.drop(demotion.name[0], [demotion.name[1]])
             for encoding in encodings:
-                try:
-                    self._encode(encoding)
-                except Exception as error:  # whatever it is costs these blocks, not the model's thread
-                    self._fail(encoding, error)
+                self._fail(encoding, error)
+            return
+        for encoding in encodings:
+            try:
+                self._encode(encoding)
+            except Exception as error:  # whatever it is costs these blocks, not the model's thread
+                self._fail(encoding, error)
+
+    def _refuse_rest(self, storing: Storing, cause: str) -> None:
+        """Answer the blocks of a store that have not begun."""
+        rest, storing.planned = range(storing.planned, len(storing.job)), len(storing.job)
+        if not storing.uncopied:
+            self._gathered(storing.job)
+        self._stored(storing, {}, dict.fromkeys(rest, cause))
 
     def _give_up(self, cause: str) -> None:
-        """Answer the stores that have not begun."""
+        """Answer the stores, and the rest of one, that have not begun."""
         waiting, self._waiting = self._waiting, deque()
         for storing in waiting:
-            self._refuse(storing.job, cause)
+            self._refuse_rest(storing, cause)
 
     def _codec(self, group: int, name: str) -> PagedCodec:
         """A group's codec of this name, or the configured one; bytes as they are have no other."""
@@ -338,29 +349,30 @@ class CudaEngine(Engine):
     def _planned(self, storing: Storing) -> tuple[list[Encoding], list[Demotion]]:
         """Room for a store's blocks, and what must be copied before it is used. Blocks without room are refused.
 
-        Raises NoRoomError if there will be room for all of them.
+        Where a secondary tier will make room, they wait instead.
         """
         job, encodings, demotions = storing.job, list[Encoding](), list[Demotion]()
-        codec, refused, start = self._codec(job.group, job.codec), list[int](), 0
+        codec, refused, start = self._codec(job.group, job.codec), list[int](), storing.planned
         with self._lock:
-            for exact, some in groupby(job.exacts(codec.layout.tokens)):
+            for exact, some in groupby(job.exacts(codec.layout.tokens)[start:]):
                 count, nbytes = len(list(some)), codec.form(exact).nbytes
                 if storing.secondary is not None:
                     self._evict(nbytes, count)
                 taken, moved = self.tiers.take(nbytes, count)
                 encodings += self._split(storing, start, codec, exact, taken)
                 demotions += moved
+                if storing.secondary is not None and len(taken) < count:
+                    start += len(taken)
+                    break
                 refused += range(start + len(taken), start + count)
                 start += count
-            if refused and storing.secondary is not None and (self._encodings or self._writing or self._pins):
-                for encoding in encodings:
-                    for place in encoding.places:
-                        encoding.tier.arena.free(place)
-                raise NoRoomError
-        storing.uncopied = len(encodings)
-        if not encodings:
-            self._gathered(job)
+            waits = encodings or self._encodings or self._writing or self._pins
+        storing.planned, storing.uncopied = start, storing.uncopied + len(encodings)
+        if start < len(job) and not waits:
+            self._refuse_rest(storing, STORE_FULL)
         if refused:
+            if not encodings:
+                self._gathered(job)
             self._stored(storing, {}, dict.fromkeys(refused, STORE_FULL))
         return encodings, demotions
 
@@ -451,7 +463,7 @@ class CudaEngine(Engine):
     def _copied(self, storing: Storing) -> None:
         """The pool's blocks of one more encoding are not read any more."""
         storing.uncopied -= 1
-        if not storing.uncopied:
+        if not storing.uncopied and storing.planned == len(storing.job):
             self._gathered(storing.job)
 
     def _keep(self, encoding: Encoding, statuses: Sequence[int], sizes: Sequence[int]) -> None:
