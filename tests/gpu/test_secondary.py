@@ -119,7 +119,7 @@ def test_blocks_go_and_come_back(
         for count in (SOURCES, 7, SOURCES):
             world.load(range(count), "request")
             world.load(range(SOURCES - count, SOURCES), None)
-        assert not world.engine._pins
+        assert not world.engine._primary.pins
     finally:
         world.engine.shutdown()
 

@@ -341,7 +341,7 @@ def test_blocks_go_through_a_small_primary_tier_to_a_secondary_one_and_back(
         assert (found.failed, world.told[1]) == ({}, set())
         assert all(np.array_equal(world.numbers(30 + n), right[n]) for n in range(24))
     assert (store.reads == reads) == (blocks == 40), "what is in the primary tier is not read"
-    assert not world.engine._pins
+    assert not world.engine._primary.pins
 
 
 def test_stores_wait_for_a_secondary_tier_and_are_given_back_when_their_blocks_are_needed(
@@ -388,7 +388,7 @@ def test_of_a_secondary_tier_that_misses_or_damages_blocks_what_comes_before_is_
     world.tiers.clear()
     assert world.load([key(n) for n in range(6)], list(range(30, 36))).failed == {3: "checksum"}
     assert world.told[1] == {33, 34, 35}
-    assert not world.engine._pins
+    assert not world.engine._primary.pins
 
 
 def test_after_a_reset_nothing_of_before_is_found(second: Callable[..., World]) -> None:

@@ -9,9 +9,8 @@ A secondary tier has threads of its own. They copy bytes from pinned RAM to it, 
 finds them as if they had been there.
 """
 
-import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,29 +22,20 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from manthan.codec import wire
-from manthan.codec.block import exact_of
-from manthan.codec.errors import SizeError, WireError
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
-from manthan.manager.stores.arena import Extent, room, usable
-from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStore
+from manthan.manager.stores.arena import Extent, room
+from manthan.manager.stores.cold_store import STORE_FULL, ColdStore
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.manager.work import NEEDED, RESET
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_STAGINGS, STAGING_BYTES
-from manthan.vllm_hooks.worker.engine import (
-    MISSING,
-    CancelledError,
-    Ended,
-    Engine,
-    cause_of,
-    of_blocks,
-    other_causes,
-)
+from manthan.vllm_hooks.worker.codecs import Codecs
+from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, cause_of, of_blocks
+from manthan.vllm_hooks.worker.promotion import Primary, Reading
 from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
 from manthan.vllm_hooks.worker.threads import Threads
-from manthan.vllm_hooks.worker.tiers import Demotion, Name, Numbers, Run, Stored, Taken, Tier, Tiers
+from manthan.vllm_hooks.worker.tiers import Demotion, Numbers, Run, Stored, Taken, Tier, Tiers
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -53,8 +43,6 @@ LOAD_CHUNK = 4096
 """Blocks of a load that are begun at once, at most: the GPU works on them while more are prepared."""
 PAUSE_S = 1e-3
 """What vLLM's engine core sleeps after a step in which the model computes nothing."""
-WAIT_S = 0.05
-"""How often a thread that waits for room looks whether it is still to go on."""
 
 
 class Lane:
@@ -137,18 +125,14 @@ class Decoding(NamedTuple):
 class Loading:
     """A load. answered: vLLM has been told, and the model's stream waits for the rest; it is not told of prefetches.
 
-    broken: the GPU or we have failed, and nothing of it is good. lost: a block is in no primary tier. there, begun,
-    unpinned: number of blocks that are in a primary tier, whose decoding has begun, and that may leave the tier again.
-    is_read: no more of them will come. failed: what could not be read, by place in the job.
+    broken: the GPU or we have failed, and nothing of it is good. lost: a block is in no primary tier. begun: number of
+    blocks whose decoding has begun. decoded: number of chunks that are decoded.
     """
 
     job: Transfer
-    there: int
-    is_read: bool
+    reading: Reading
     chunks: list[Chunk] = field(default_factory=list)
-    failed: dict[int, str] = field(default_factory=dict)
     begun: int = 0
-    unpinned: int = 0
     decoded: int = 0
     lost: bool = False
     answered: bool = False
@@ -178,45 +162,40 @@ class CudaEngine(Engine):
         secondary: ColdStore | None = None,
     ) -> None:
         super().__init__(fails_whole)
-        self.codecs, self.tiers, self._make, self.store = dict(codecs), tiers, make, secondary
-        self._first = next(iter(self.codecs))
-        self._device = self.codecs[self._first].device
-        self._largest = max(codec.form(codec.layout.tokens).nbytes for codec in self.codecs.values())
-        self._store_lane, self._prefetch_lane = (
-            Lane(max(STAGING_BYTES, self._largest), self._device) for _ in range(2)
-        )
-        nbytes = max(RESTORE_STAGING_BYTES, self._largest)
+        self.tiers, self.store = tiers, secondary
+        self._codecs = Codecs(codecs, make, names)
+        self.codecs = self._codecs.by_group
+        self._device = self.codecs[self._codecs.first].device
+        largest = self._codecs.largest
+        self._store_lane, self._prefetch_lane = (Lane(max(STAGING_BYTES, largest), self._device) for _ in range(2))
+        nbytes = max(RESTORE_STAGING_BYTES, largest)
         self._load_lanes = [Lane(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
         self._lanes = (self._store_lane, self._prefetch_lane, *self._load_lanes)
         self._waiting: deque[Storing] = deque()
         """Stores for which there is no room yet."""
         self._encodings: deque[Begun] = deque()
-        self._uncopied: deque[Begun] = deque()
         self._written: deque[tuple[Encoding, Mapping[int, Stored], Mapping[int, int], Mapping[int, str]]] = deque()
         """What the secondary tier was given, what of it takes how many bytes, and what failed, by place in the job."""
         self._loadings: list[Loading] = []
-        self._pins: Counter[Name] = Counter()
-        """Blocks in the tier on the host that are being loaded."""
+        self._primary: Primary | None = None
+        """The tier on the host, where there is a secondary one."""
+        if secondary is not None:
+            assert tiers.host is not None
+            self._primary = Primary(tiers.host, self._codecs.look_into, self._lock)
         self._age = self._writing = 0
         """Number of resets; number of encodings that are being copied to the secondary tier."""
-        self._is_closed = False
-        self._cancelled = threading.Event()
         self._demoted: torch.cuda.Event | None = None
         self._may_pause = False
-        self._others: dict[tuple[int, str], PagedCodec] = {}
-        self._names: list[str] = []
-        """Of codecs, by the numbers by which tiers know them."""
-        self._configured = names
-        self.decode_s = self._warm_up(forms, names)
-        self._writers = Threads(1, "manthan-write")
-        self._readers = [Threads(1, f"manthan-{name}") for name in ("restore", "prefetch")]
+        self.decode_s = self._warm_up(forms)
+        threads = int(secondary is not None)
+        self._writers = Threads(threads, "manthan-write")
+        self._readers = [Threads(threads, f"manthan-{name}") for name in ("restore", "prefetch")]
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
         self.tiers.start()
         self._may_pause = metadata.model_rests
         if metadata.cancels or metadata.place is not None:
-            self._cancelled.set()
-            self._cancelled = threading.Event()
+            self._stop(self._loadings)
         if metadata.cancels:
             self._give_up(RESET)
         if metadata.revokes:
@@ -263,9 +242,7 @@ class CudaEngine(Engine):
             lane.stream.synchronize()
 
     def shutdown(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            self._lock.notify_all()
+        self._stop(self._loadings)
         for threads in (*self._readers, self._writers):
             threads.shutdown()
         self.wait()
@@ -274,8 +251,15 @@ class CudaEngine(Engine):
             self.store.close()
 
     def _awaits_threads(self) -> bool:
-        news = any(loading.there > loading.begun for loading in self._loadings)
-        return not news and any(not loading.is_read for loading in self._loadings)
+        news = any(loading.reading.there > loading.begun for loading in self._loadings)
+        return not news and any(not loading.reading.is_read for loading in self._loadings)
+
+    def _stop(self, loadings: Sequence[Loading]) -> None:
+        """Read no more for these loads."""
+        with self._lock:
+            for loading in loadings:
+                loading.reading.is_stopped = True
+            self._lock.notify_all()
 
     # -- store ----------------------------------------------------------------------------------------
 
@@ -328,45 +312,27 @@ class CudaEngine(Engine):
         for storing in waiting:
             self._refuse_rest(storing, cause)
 
-    def _codec(self, group: int, name: str) -> PagedCodec:
-        """A group's codec of this name, or the configured one; bytes as they are have no other."""
-        codec = self.codecs[group]
-        if name in ("", codec.format.codec) or codec.format.shape.is_raw:
-            return codec
-        if (group, name) not in self._others:
-            assert self._make is not None
-            self._others[group, name] = self._make(group, name)
-        return self._others[group, name]
-
-    def _number(self, codec: PagedCodec) -> int:
-        """The number by which a tier knows a codec."""
-        name = codec.format.codec
-        with self._lock:
-            if name not in self._names:
-                self._names.append(name)
-            return self._names.index(name)
-
     def _planned(self, storing: Storing) -> tuple[list[Encoding], list[Demotion]]:
         """Room for a store's blocks, and what must be copied before it is used. Blocks without room are refused.
 
         Where a secondary tier will make room, they wait instead.
         """
         job, encodings, demotions = storing.job, list[Encoding](), list[Demotion]()
-        codec, refused, start = self._codec(job.group, job.codec), list[int](), storing.planned
+        codec, refused, start = self._codecs.get(job.group, job.codec), list[int](), storing.planned
         with self._lock:
             for exact, some in groupby(job.exacts(codec.layout.tokens)[start:]):
                 count, nbytes = len(list(some)), codec.form(exact).nbytes
-                if storing.secondary is not None:
-                    self._evict(nbytes, count)
+                if self._primary is not None:
+                    self._primary.evict(nbytes, count)
                 taken, moved = self.tiers.take(nbytes, count)
                 encodings += self._split(storing, start, codec, exact, taken)
                 demotions += moved
-                if storing.secondary is not None and len(taken) < count:
+                if self._primary is not None and len(taken) < count:
                     start += len(taken)
                     break
                 refused += range(start + len(taken), start + count)
                 start += count
-            waits = encodings or self._encodings or self._writing or self._pins
+            waits = encodings or self._encodings or self._writing or (self._primary and self._primary.pins)
         storing.planned, storing.uncopied = start, storing.uncopied + len(encodings)
         if start < len(job) and not waits:
             self._refuse_rest(storing, STORE_FULL)
@@ -375,23 +341,6 @@ class CudaEngine(Engine):
                 self._gathered(job)
             self._stored(storing, {}, dict.fromkeys(refused, STORE_FULL))
         return encodings, demotions
-
-    def _evict(self, nbytes: int, count: int) -> bool:
-        """Drop what was used least recently from the tier on the host, because a secondary tier has it as well.
-
-        Returns:
-            True if there is room for so many blocks of `nbytes` bytes.
-        """
-        host = self.tiers.host
-        assert host is not None
-        host.grow()
-        need = count * room(nbytes)
-        while host.arena.used + need > usable(host.arena.nbytes):
-            name = host.oldest_but(self._pins)
-            if name is None:
-                return False
-            host.drop([name])
-        return True
 
     def _make_room(self, demotions: Sequence[Demotion]) -> None:
         """Behind what the model and the other lanes were given: a block that was dropped or demoted may still be
@@ -468,7 +417,7 @@ class CudaEngine(Engine):
 
     def _keep(self, encoding: Encoding, statuses: Sequence[int], sizes: Sequence[int]) -> None:
         """Enter what was encoded into its tier, once a secondary tier has it."""
-        storing, tier, number = encoding.storing, encoding.tier, self._number(encoding.codec)
+        storing, tier, number = encoding.storing, encoding.tier, self._codecs.number(encoding.codec)
         tokens, job, good = encoding.codec.layout.tokens, storing.job, dict[int, Stored]()
         failed, made = dict[int, str](), zip(encoding.places, statuses, sizes, strict=True)
         for at, (place, status, nbytes) in enumerate(made, encoding.start):
@@ -539,24 +488,19 @@ class CudaEngine(Engine):
     # -- load -----------------------------------------------------------------------------------------
 
     def _load(self, job: Transfer) -> None:
-        near = [True] * len(job)
-        names = [(job.group, key) for key in job.block_hashes]
-        if self.store is not None and (host := self.tiers.host) is not None:
-            with self._lock:
-                near = [name in host for name in names]
-                if all(near):
-                    self._pin(host, names)
-        loading = Loading(job, len(job) if all(near) else 0, is_read=all(near))
+        reading, near = Reading(job, len(job), is_read=True), list[bool]()
+        if self._primary is not None:
+            reading, near = self._primary.begin(job)
+        loading = Loading(job, reading)
         self._loadings.append(loading)  # from here on it is answered once, by those who poll
-        if loading.is_read:
+        if reading.is_read:
             self._begin_more(loading)
-        else:
-            readers = self._readers[job.request_id is None]
-            readers.submit(self._fetch, loading, near, self.store, self._age, self._cancelled)
+        elif self._primary is not None:
+            self._readers[job.request_id is None].submit(self._primary.read, reading, near, self.store)
 
     def _begin_more(self, loading: Loading) -> None:
         """Begin to decode what has come into the primary tier."""
-        start, end = loading.begun, loading.there
+        start, end = loading.begun, loading.reading.there
         if start == end or loading.broken or loading.lost:
             return
         try:
@@ -598,8 +542,9 @@ class CudaEngine(Engine):
             self._decode(one, model)
         if loading.begun < end:
             with self._lock:
-                loading.failed.setdefault(loading.begun, MISSING)
-                loading.lost = True
+                loading.reading.failed.setdefault(loading.begun, MISSING)
+            loading.lost = True
+            self._stop([loading])
 
     def _runs(self, job: Transfer, start: int, end: int, lane: Lane) -> Iterator[tuple[PagedCodec, Run]]:
         """Blocks of a load up to the first that is in no tier, in runs that can be worked on together."""
@@ -608,7 +553,7 @@ class CudaEngine(Engine):
                 run = self.tiers.find(job.group, job.block_hashes[start : min(end, start + LOAD_CHUNK)])
             if run is None:
                 return
-            codec, count = self._codec(job.group, self._names[run.codec]), len(run.starts)
+            codec, count = self._codecs.numbered(job.group, run.codec), len(run.starts)
             step = count if run.in_place else len(_places(codec, lane, run.exact))
             for first in range(0, count, step):
                 yield codec, run.part(first, first + step)
@@ -632,7 +577,8 @@ class CudaEngine(Engine):
 
     def _is_reached(self, loading: Loading, event: Literal["checked", "done"]) -> bool:
         """True if a load, all of which has begun, has come so far."""
-        if not loading.is_read or not (loading.broken or loading.lost or loading.begun == loading.there):
+        reading = loading.reading
+        if not reading.is_read or not (loading.broken or loading.lost or loading.begun == reading.there):
             return False
         try:
             return loading.broken or all(getattr(chunk, event).query() for chunk in loading.chunks)
@@ -640,11 +586,22 @@ class CudaEngine(Engine):
             self._break(loading, error)
             return True
 
+    def _unpin_decoded(self, loading: Loading) -> None:
+        """Let blocks of decoded chunks make room."""
+        try:
+            while self._primary is not None and not loading.broken and loading.decoded < len(loading.chunks):
+                chunk = loading.chunks[loading.decoded]
+                if not chunk.done.query():
+                    return
+                loading.decoded += 1
+                self._primary.unpin(loading.reading, chunk.end)
+        except Exception as error:
+            self._break(loading, error)
+
     def _break(self, loading: Loading, error: Exception) -> None:
         logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
-        with self._lock:
-            loading.broken = True
-            self._lock.notify_all()
+        loading.broken = True
+        self._stop([loading])
         with suppress(Exception):  # a GPU that does not even wait computes nothing either
             for lane in self._lanes:  # what was begun writes to the blocks before whoever has them next
                 torch.cuda.current_stream(self._device).wait_stream(lane.stream)
@@ -667,147 +624,18 @@ class CudaEngine(Engine):
 
     def _end_load(self, loading: Loading) -> None:
         job, good = loading.job, self._good(loading)
-        failed = {} if loading.broken else dict(loading.failed)
+        failed = {} if loading.broken else dict(loading.reading.failed)
         if good < len(job):
             failed.setdefault(good, self._cause(loading, good))
         sizes = [nbytes for chunk in loading.chunks for nbytes in chunk.nbytes.tolist()][:good]
-        self._unpin(loading, loading.there)
+        if self._primary is not None:
+            self._primary.unpin(loading.reading, loading.reading.there)
         self._answer(TransferResult(job.job_id, of_blocks(sizes, len(job)), failed, time.monotonic() - loading.began))
 
     def _cause(self, loading: Loading, at: int) -> str:
         """Why block number `at` of a load failed."""
         statuses = [status for chunk in loading.chunks for status in chunk.status.tolist()]
         return "internal" if loading.broken or at >= len(statuses) else status_cause(statuses[at]) or "internal"
-
-    # -- secondary tier: its threads ------------------------------------------------------------------
-
-    def _fetch(
-        self, loading: Loading, near: Sequence[bool], secondary: ColdStore, age: int, cancelled: threading.Event
-    ) -> None:
-        """Read blocks into the primary tier, one behind the other. near: those that were there."""
-        job, at, failed = loading.job, 0, dict[int, str]()
-        far = [n for n, is_near in enumerate(near) if not is_near]
-        try:
-            values = secondary.read(job.group, [job.block_hashes[n] for n in far], job.tenant)
-            for at, key in enumerate(job.block_hashes):
-                found = None if near[at] else next(values)
-                if not self._is_pinned(loading, (job.group, key), cancelled):
-                    if near[at]:  # it had to make room meanwhile
-                        found = next(secondary.read(job.group, [key], job.tenant))
-                    if found is None or isinstance(found, str):
-                        behind = [n for n in far if n > at]
-                        failed = {at: found or MISSING, **other_causes(job, behind, found, values, secondary)}
-                        return
-                    cause = self._bring(loading, job.group, key, found, age, cancelled)
-                    if cause is not None:
-                        failed = {at: cause}
-                        return
-                with self._lock:
-                    loading.there += 1
-                    self._lock.notify_all()
-        except Exception as error:  # vLLM must get an answer, whatever happened
-            failed = {at: cause_of(error)}
-        finally:
-            with self._lock:
-                for n, cause in failed.items():
-                    loading.failed.setdefault(n, cause)
-                loading.is_read = True
-                self._lock.notify_all()
-
-    def _is_pinned(self, loading: Loading, name: Name, cancelled: threading.Event) -> bool:
-        """True if a block is in the primary tier. It stays there until it is decoded. Raises CancelledError."""
-        host = self.tiers.host
-        assert host is not None
-        with self._lock:
-            if self._is_closed or cancelled.is_set() or loading.broken or loading.failed:
-                raise CancelledError
-            if name not in host:
-                return False
-            self._pin(host, [name])
-            return True
-
-    def _bring(
-        self, loading: Loading, group: int, key: bytes, buf: Buffer, age: int, cancelled: threading.Event
-    ) -> str | None:
-        """Copy a block into the primary tier once there is room. Returns the cause if it is none."""
-        told = self._look_into(group, buf)
-        if isinstance(told, str):
-            return told
-        host = self.tiers.host
-        assert host is not None
-        with self._lock:
-            while not self._evict(buf.nbytes, 1):
-                if self._is_closed or cancelled.is_set() or loading.broken or loading.failed:
-                    raise CancelledError
-                self._lock.wait(WAIT_S)
-            place = host.arena.allocate(buf.nbytes)
-            if place is None:
-                raise MemoryError("no room in the primary tier")
-        host.write(place, buf)
-        with self._lock:
-            if age != self._age or (group, key) in host:
-                host.arena.free(place)
-            else:
-                host.put({(group, key): Stored(place, buf.nbytes, *told)})
-            if age != self._age:
-                raise CancelledError
-            self._pin(host, [(group, key)])
-        return None
-
-    def _pin(self, host: Tier, names: Sequence[Name]) -> None:
-        """Keep blocks that are in the primary tier there."""
-        self._pins.update(names)
-        for group, key in reversed(names):  # tails make room first
-            host.used(group, [key])
-
-    def _unpin_decoded(self, loading: Loading) -> None:
-        """Let blocks of decoded chunks make room."""
-        try:
-            while not loading.broken and loading.decoded < len(loading.chunks):
-                chunk = loading.chunks[loading.decoded]
-                if not chunk.done.query():
-                    return
-                loading.decoded += 1
-                self._unpin(loading, chunk.end)
-        except Exception as error:
-            self._break(loading, error)
-
-    def _unpin(self, loading: Loading, end: int) -> None:
-        """Let blocks of a load make room, up to the one before `end`."""
-        if self.store is None:
-            return
-        with self._lock:
-            for key in loading.job.block_hashes[loading.unpinned : end]:
-                name = loading.job.group, key
-                self._pins[name] -= 1
-                if not self._pins[name]:
-                    del self._pins[name]
-            loading.unpinned = end
-            self._lock.notify_all()
-
-    def _look_into(self, group: int, buf: Buffer) -> tuple[int, int, int, int] | str:
-        """Exact tokens, first token, mark and codec's number that a block's header tells; or why it is no block.
-
-        They are compared with all of its header when it is decoded.
-        """
-        try:
-            front = wire.peek(buf)
-        except WireError as error:
-            return error.cause
-        try:
-            exact = exact_of(wire.peek_sections(buf, front))
-        except SizeError:  # it is damaged, and the rest of it says how
-            exact = 0
-        codec = self._codec_of(group, front.fingerprint)
-        fits = exact <= codec.layout.tokens and codec.form(exact).fits(len(buf))
-        if not fits or front.first_token > wire.PLACE_MAX:
-            return "size"
-        return exact, front.first_token, front.mark, self._number(codec)
-
-    def _codec_of(self, group: int, fingerprint: bytes) -> PagedCodec:
-        """The codec whose fingerprint a block carries; the first where none fits, which says what is wrong."""
-        codecs = [self._codec(group, name) for name in ("", *self._configured)]
-        return next((codec for codec in codecs if codec.format.fingerprint == fingerprint), codecs[0])
 
     # -- the rest -------------------------------------------------------------------------------------
 
@@ -831,7 +659,7 @@ class CudaEngine(Engine):
         here = torch.empty(there.shape, dtype=there.dtype, pin_memory=self._device.type == "cuda")
         return here.copy_(there, non_blocking=True)
 
-    def _warm_up(self, forms: Sequence[int], names: Sequence[str]) -> dict[str, float]:
+    def _warm_up(self, forms: Sequence[int]) -> dict[str, float]:
         """Do what first jobs would otherwise pay for: load kernels and tables, allocate pinned memory.
 
         Block 0 is encoded and decoded, which the pool does not use, in each codec and form on each stream.
@@ -840,12 +668,12 @@ class CudaEngine(Engine):
             Seconds to decode a token, by codec.
         """
         for group in self.codecs:
-            for codec in {self._codec(group, name) for name in ("", *names)}:
+            for codec in {self._codecs.get(group, name) for name in ("", *self._codecs.names)}:
                 exacts = (0,) if codec.format.shape.is_raw else {min(each, codec.layout.tokens) for each in forms}
                 for lane, exact in product(self._lanes, exacts):
                     self._try(codec, lane, exact)
-        chain, lane = self._first, self._prefetch_lane
-        return {name: self._try(self._codec(chain, name), lane, 0, 64) for name in names}
+        first, lane = self._codecs.first, self._prefetch_lane
+        return {name: self._try(self._codecs.get(first, name), lane, 0, 64) for name in self._codecs.names}
 
     def _try(self, codec: PagedCodec, lane: Lane, exact: int, most: int = 1) -> float:
         """Encode and decode block 0, so many times as fit; seconds to decode a token."""
