@@ -71,6 +71,7 @@ class ExactSessions:
             self.half._rung = True
             self.engine.engine.step()
             self.engine._wait_for_threads()
+        assert self.half.pool._pool.reset_prefix_cache()
         memory = self.blocks._memory
         for rows in memory._rows if isinstance(memory, PackedMemory) else [rows for rows, _, _ in memory._layers]:
             rows[:] = 0

@@ -75,6 +75,7 @@ def let_go_cold(llm: LLM) -> None:
         half._rung = True
         llm.llm_engine.step()
         time.sleep(0.002)
+    assert half.pool._pool.reset_prefix_cache()
     others = {"prompt_token_ids": [5] * FIRST, "cache_salt": str(time.time())}
     llm.generate([others], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
 

@@ -71,6 +71,7 @@ class LatentSessions:
             self.engine._wait_for_threads()
             if self.worker._guard is not None and self.worker._guard._threads is not None:
                 time.sleep(0.01)
+        assert self.half.pool._pool.reset_prefix_cache()
         for rows, _, _ in self.blocks._memory._layers:
             rows[:] = 0
 

@@ -91,6 +91,7 @@ class PathSession:
             self.half._rung = True
             self.engine.step()
             time.sleep(0.002)
+        assert self.half.pool._pool.reset_prefix_cache()
         with torch.inference_mode():
             for codec in self.path.codecs.values():
                 for cache in codec.layout.caches:
