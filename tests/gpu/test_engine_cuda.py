@@ -15,7 +15,7 @@ from manthan.manager.stores.arena import room
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
 from manthan.vllm_hooks.worker.half import paged_codec
-from manthan.vllm_hooks.worker.tiers import Tier, Tiers
+from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
 LAYERS, HEADS, TOKENS, DIM = 8, 4, 16, 128
 SOURCES, TARGETS = 64, 512
@@ -36,9 +36,9 @@ class World:
         layout = PagedLayout(caches, HEADS, TOKENS, DIM, *strides, key_at=0, value_at=DIM)
         self.codec = paged_codec(layout, BlockFormat(codec, layout.shape, b"f" * 16, GROUP))
         whole = self.codec.form(TOKENS).nbytes
-        self.tiers = Tiers(
-            Tier.on_device(device_blocks * whole, self.codec.device) if device_blocks else None,
-            Tier.pinned(host_blocks * whole, self.codec.device) if host_blocks else None,
+        self.tiers = Slabs(
+            Slab.on_device(device_blocks * whole, self.codec.device) if device_blocks else None,
+            Slab.pinned(host_blocks * whole, self.codec.device) if host_blocks else None,
         )
         self.engine = CudaEngine({GROUP: self.codec}, self.tiers, forms=FORMS)
         self.right = {(block, exact): self._restored(block, exact) for block in range(SOURCES) for exact in FORMS}

@@ -26,7 +26,7 @@ from manthan.vllm_hooks.worker import pinned
 from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
 from manthan.vllm_hooks.worker.half import paged_codec
 from manthan.vllm_hooks.worker.pinned import PinnedRam
-from manthan.vllm_hooks.worker.tiers import Tier, Tiers
+from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
 LAYERS, HEADS, TOKENS, DIM = 8, 4, 16, 128
 SOURCES, TARGETS = 64, 256
@@ -53,7 +53,7 @@ class World:
 
     def __init__(self, codec: PagedCodec, ram_nbytes: int, secondary: ColdStore) -> None:
         self.codec, self.device = codec, codec.device
-        tiers = Tiers(None, Tier.pinned(ram_nbytes, codec.device))
+        tiers = Slabs(None, Slab.pinned(ram_nbytes, codec.device))
         self.engine = CudaEngine({GROUP: codec}, tiers, forms=(0, EXACT, TOKENS), secondary=secondary)
         self.keys = [bytes([n]) * 32 for n in range(SOURCES)]
         self.tokens = 8 * TOKENS + EXACT

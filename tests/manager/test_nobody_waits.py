@@ -47,10 +47,11 @@ def blocks(work: Work) -> int:
 
 
 class World:
-    def __init__(self, low: float = 0.25, high: float = 0.5) -> None:
+    def __init__(self, low: float = 0.25, high: float = 0.5, ranks: int = 1) -> None:
         self.manager = SessionMemoryManager(get_policy("lru"), SHAPE, 10**6, idle_after_s=SAVED_AFTER_S)
         self.pool, self.seen = Pool(BLOCKS), Counting()
-        self.driver: Driver[int] = Driver(self.manager, self.pool, BLOCKS, low=low, high=high, observer=self.seen)
+        told = {"low": low, "high": high, "observer": self.seen, "ranks": ranks}
+        self.driver: Driver[int] = Driver(self.manager, self.pool, BLOCKS, **told)  # type: ignore[arg-type]
 
     def keys(self, name: str, blocks: int) -> list[bytes]:
         return [f"{name}{n}".ljust(32).encode() for n in range(blocks)]
@@ -114,11 +115,15 @@ def test_vllm_is_not_told_to_wait_for_blocks_that_are_to_be_encoded() -> None:
     assert not world.driver.frees_soon
 
 
-def test_blocks_are_free_again_when_they_are_gathered() -> None:
-    world = World()
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_are_free_again_when_all_ranks_have_gathered_them(ranks: int) -> None:
+    world = World(ranks=ranks)
     world.turn("chat", 60, 0.0)
     work = world.driver.step(0, 1.0)
     assert len(world.pool) == BLOCKS - blocks(work) < BLOCKS
+    for _ in range(ranks - 1):
+        world.gathered(work)
+        assert len(world.pool) < BLOCKS
     world.gathered(work)
     assert len(world.pool) == BLOCKS
     assert world.manager.blocks.spilling == blocks(work)

@@ -24,7 +24,7 @@ from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.worker import engine_cuda
 from manthan.vllm_hooks.worker.blocks import DeviceMemory
 from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
-from manthan.vllm_hooks.worker.tiers import Tier, Tiers
+from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
 GROUP = 5
 FORMS = (0, 3, TOKENS)
@@ -47,8 +47,8 @@ class World:
         monkeypatch.setattr(engine_cuda, "RESTORE_STAGING_BYTES", staging)
         self.codec = codec(group=GROUP)
         self.memory = DeviceMemory(self.codec.layout)
-        tiers = [Tier(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
-        self.tiers = Tiers(*tiers)
+        tiers = [Slab(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
+        self.tiers = Slabs(*tiers)
         self.engine = CudaEngine({GROUP: self.codec}, self.tiers, forms=FORMS, secondary=secondary)
 
     def nbytes(self, exact: int) -> int:

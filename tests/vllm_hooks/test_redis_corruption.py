@@ -24,7 +24,7 @@ from manthan.vllm_hooks.worker.engine import Engine
 from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
 from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
 from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
-from manthan.vllm_hooks.worker.tiers import Tier, Tiers
+from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
 pytestmark = pytest.mark.usefixtures("engine_config")
 
@@ -59,7 +59,7 @@ def as_on_a_gpu(store: RedisStore) -> tuple[Engine, dict]:
         cache[: len(KEYS)] = torch.randn(cache[: len(KEYS)].shape)
     codec, tiers = (
         FormatCodec(layout, block_format(caches, spec)),
-        Tiers(None, Tier(torch.zeros(1 << 20, dtype=torch.uint8))),
+        Slabs(None, Slab(torch.zeros(1 << 20, dtype=torch.uint8))),
     )
     return CudaEngine({GROUP: codec}, tiers, forms=EXACT, secondary=store), caches
 

@@ -33,9 +33,9 @@ from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_ST
 from manthan.vllm_hooks.worker.codecs import Codecs
 from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, cause_of, of_blocks
 from manthan.vllm_hooks.worker.promotion import Primary, Reading
+from manthan.vllm_hooks.worker.slabs import Demotion, Numbers, Run, Slab, Slabs, Stored, Taken
 from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
 from manthan.vllm_hooks.worker.threads import Threads
-from manthan.vllm_hooks.worker.tiers import Demotion, Numbers, Run, Stored, Taken, Tier, Tiers
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -95,7 +95,7 @@ class Encoding(NamedTuple):
     start: int
     codec: PagedCodec
     exact: int
-    tier: Tier
+    tier: Slab
     places: Places
     in_place: bool
     nbytes: int
@@ -154,7 +154,7 @@ class CudaEngine(Engine):
     def __init__(
         self,
         codecs: Mapping[int, PagedCodec],
-        tiers: Tiers,
+        tiers: Slabs,
         fails_whole: bool = False,
         forms: Sequence[int] = (0,),
         make: Callable[[int, str], PagedCodec] | None = None,

@@ -324,18 +324,18 @@ def _cuda_engine(
 ) -> Engine:
     """groups: that of the chains first. finer: codecs whose blocks may be asked for as well."""
     from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
-    from manthan.vllm_hooks.worker.tiers import Tier, Tiers
+    from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
     layouts = {index: each.layout for index, each in groups.items()}
     codecs = {index: paged_codec(layouts[index], each.forms[0]) for index, each in groups.items()}
     chain = next(iter(groups.values()))
     device = chain.layers[0].rows.device
-    on_device = Tier.on_device(tier_bytes.device, device) if tier_bytes.device else None
-    on_host = Tier.pinned(tier_bytes.host, device) if tier_bytes.host else None
+    on_device = Slab.on_device(tier_bytes.device, device) if tier_bytes.device else None
+    on_host = Slab.pinned(tier_bytes.host, device) if tier_bytes.host else None
 
     def make(index: int, name: str) -> PagedCodec:
         [form] = [form for form in groups[index].forms if form.codec == name]
         return paged_codec(layouts[index], form)
 
-    tiers, names = Tiers(on_device, on_host), [chain.forms[0].codec, *finer]
+    tiers, names = Slabs(on_device, on_host), [chain.forms[0].codec, *finer]
     return CudaEngine(codecs, tiers, fails_whole, chain.exacts, make, names, secondary)

@@ -9,7 +9,7 @@ from manthan.manager.stores.arena import room, usable
 from manthan.manager.stores.cold_store import Buffer, ColdStore
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.worker.engine import MISSING, CancelledError, cause_of, other_causes
-from manthan.vllm_hooks.worker.tiers import Name, Stored, Tier
+from manthan.vllm_hooks.worker.slabs import Name, Slab, Stored
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class Primary:
 
     def __init__(
         self,
-        slab: Tier,
+        slab: Slab,
         look_into: Callable[[int, Buffer], tuple[int, int, int, int] | str],
         lock: threading.Condition,
     ) -> None:
