@@ -407,3 +407,18 @@ def test_after_a_reset_nothing_of_before_is_found(second: Callable[..., World]) 
     assert written.failed == {}, "the manager drops it"
     assert world.told[1] == {40, 41}
     assert len(world.tiers.host) == world.tiers.used == 0
+
+
+def test_a_block_that_is_being_copied_at_a_reset_is_not_kept(second: Callable[..., World]) -> None:
+    world = second(40)
+    world.store(order(0))
+    world.tiers.clear()
+    write = world.tiers.host.write
+
+    def resetting(*args: Any) -> None:
+        write(*args)
+        world.engine.submit_loads(ManthanMetadata(place="anew"))
+
+    world.tiers.host.write = resetting
+    assert world.load([key(0)], [40]).failed == {0: "reset"}
+    assert len(world.tiers.host) == world.tiers.used == 0
