@@ -23,7 +23,7 @@ BATCH = 16
 
 
 @dataclass(eq=False)
-class Storing:
+class Gathering:
     """A store. nbytes: of each block; left: number of blocks that are neither kept nor refused yet.
 
     is_begun, is_given_up: True once its blocks are gathered, and once they are to be read no more.
@@ -69,7 +69,7 @@ class CpuEngine(Engine):
         cpus = allowed_cpus() if device.type == "cpu" else set()
         self._cancelled = threading.Event()
         """Of the jobs that were ordered since the last reset."""
-        self._ungathered: list[Storing] = []
+        self._ungathered: list[Gathering] = []
         """Stores whose blocks are not all gathered."""
         self._staging_nbytes, self._staged = staging_nbytes, 0
         self._gatherers = Threads(1, "manthan-gather", cpus)
@@ -96,10 +96,10 @@ class CpuEngine(Engine):
         threads.submit(self._read, job, self.store, model_event(self._device), self._cancelled)
 
     def _store(self, job: Transfer) -> None:
-        storing = Storing(job, self.store, self._cancelled, [0] * len(job), len(job))
+        gathering = Gathering(job, self.store, self._cancelled, [0] * len(job), len(job))
         with self._lock:
-            self._ungathered.append(storing)
-        self._gatherers.submit(self._gather, storing, model_event(self._device))
+            self._ungathered.append(gathering)
+        self._gatherers.submit(self._gather, gathering, model_event(self._device))
 
     def wait(self) -> None:
         for threads in self._all:
@@ -119,45 +119,45 @@ class CpuEngine(Engine):
         """Give back what is not gathered yet: requests need the blocks now."""
         with self._lock:
             given_up, self._ungathered = self._ungathered, []
-            for storing in given_up:
-                storing.is_given_up = True
+            for gathering in given_up:
+                gathering.is_given_up = True
             self._lock.notify_all()
-            not_begun = [storing.job for storing in given_up if not storing.is_begun]
+            not_begun = [gathering.job for gathering in given_up if not gathering.is_begun]
         for job in not_begun:
             self._refuse(job, NEEDED)
 
-    def _gather(self, storing: Storing, model: torch.cuda.Event | None) -> None:
+    def _gather(self, gathering: Gathering, model: torch.cuda.Event | None) -> None:
         """Copy a store's blocks, some at a time, once there is room for the copies, and have them encoded."""
-        job, blocks = storing.job, self.blocks[storing.job.group]
+        job, blocks = gathering.job, self.blocks[gathering.job.group]
         step = max(1, min(BATCH, self._staging_nbytes // blocks.nbytes))
         for start in range(0, len(job), step):
             part = job.part(start, start + step, blocks.format.shape.tokens)
             nbytes = len(part) * blocks.nbytes
             with self._lock:
-                while not (storing.is_given_up or self._has_room(nbytes)):
+                while not (gathering.is_given_up or self._has_room(nbytes)):
                     self._lock.wait()
-                if storing.is_given_up and not start:
+                if gathering.is_given_up and not start:
                     return
-                storing.is_begun = True
+                gathering.is_begun = True
                 self._staged += nbytes
-            copies, cause = self._copied(storing, part, model)
+            copies, cause = self._copied(gathering, part, model)
             if cause:
                 self._leave(nbytes)
                 self._gathered(job)
-                self._settle(storing, start, dict.fromkeys(range(start, len(job)), cause))
+                self._settle(gathering, start, dict.fromkeys(range(start, len(job)), cause))
                 break
             if start + step >= len(job):
                 self._gathered(job)
-            self._encoders.submit(self._encode, storing, start, part, copies)
+            self._encoders.submit(self._encode, gathering, start, part, copies)
         with self._lock:
-            self._ungathered = [other for other in self._ungathered if other is not storing]
+            self._ungathered = [other for other in self._ungathered if other is not gathering]
 
-    def _copied(self, storing: Storing, part: Transfer, model: torch.cuda.Event | None) -> tuple[Copies, str]:
+    def _copied(self, gathering: Gathering, part: Transfer, model: torch.cuda.Event | None) -> tuple[Copies, str]:
         """Copies of some of a store's blocks, or the cause why there are none."""
-        if storing.is_given_up:
+        if gathering.is_given_up:
             return [], NEEDED
         try:
-            if storing.cancelled.is_set():
+            if gathering.cancelled.is_set():
                 raise CancelledError
             with behind(model, self._device):
                 return self.blocks[part.group].gather(part), ""
@@ -173,12 +173,12 @@ class CpuEngine(Engine):
             self._staged -= nbytes
             self._lock.notify_all()
 
-    def _encode(self, storing: Storing, start: int, part: Transfer, copies: Copies) -> None:
+    def _encode(self, gathering: Gathering, start: int, part: Transfer, copies: Copies) -> None:
         """Encode some of a job's blocks, from the one at `start` on, and keep them together."""
-        blocks, store, keys = self.blocks[part.group], storing.store, part.block_hashes
+        blocks, store, keys = self.blocks[part.group], gathering.store, part.block_hashes
         sizes: list[int] = []
         try:
-            if storing.cancelled.is_set():
+            if gathering.cancelled.is_set():
                 raise CancelledError
             encoded = dict(zip(keys, blocks.encode(part, copies), strict=True))
             bufs = {key: buf for key, buf in encoded.items() if not isinstance(buf, str)}
@@ -189,18 +189,18 @@ class CpuEngine(Engine):
             causes = dict.fromkeys(keys, cause_of(error))
         self._leave(len(part) * blocks.nbytes)
         failed = {at: causes[key] for at, key in enumerate(keys, start) if key in causes}
-        self._settle(storing, start, failed, sizes or [0] * len(part))
+        self._settle(gathering, start, failed, sizes or [0] * len(part))
 
-    def _settle(self, storing: Storing, start: int, failed: Mapping[int, str], sizes: Sequence[int] = ()) -> None:
+    def _settle(self, gathering: Gathering, start: int, failed: Mapping[int, str], sizes: Sequence[int] = ()) -> None:
         """Take note of some of a store's blocks, and answer it with the last of them."""
         with self._lock:
-            storing.nbytes[start : start + len(sizes)] = sizes
-            storing.failed.update(failed)
-            storing.left -= len(sizes) or len(failed)
-            if storing.left:
+            gathering.nbytes[start : start + len(sizes)] = sizes
+            gathering.failed.update(failed)
+            gathering.left -= len(sizes) or len(failed)
+            if gathering.left:
                 return
-        seconds = time.monotonic() - storing.began
-        self._answer(TransferResult(storing.job.job_id, np.array(storing.nbytes), storing.failed, seconds))
+        seconds = time.monotonic() - gathering.began
+        self._answer(TransferResult(gathering.job.job_id, np.array(gathering.nbytes), gathering.failed, seconds))
 
     # -- load -----------------------------------------------------------------------------------------
 
