@@ -2,16 +2,18 @@
 
     request comes      started -> wanted (how much can be restored?) -> admitted -> restoring -> ... -> finished
     each step          step: sweep, relieve, drop, release, hold blocks to be encoded, prefetch
-    each answer        answered, once for each rank
+    each report        gathered, then answered: ids of jobs, and results, once for each rank
 
 Like the manager it waits for nobody, and reads no clock.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, filterfalse
+from dataclasses import dataclass
+from itertools import chain, count, filterfalse
 from typing import TYPE_CHECKING, Generic
+
+import numpy as np
 
 from manthan.manager.guard import Guard
 from manthan.manager.observer import Observer, Restored
@@ -22,24 +24,10 @@ from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillRun
 from manthan.manager.sessions.marks import Mark, Owner
 from manthan.manager.sessions.pressure import HIGH_WATERMARK, LOW_WATERMARK, Pressure
-from manthan.manager.sessions.session import Outcome, Place
+from manthan.manager.sessions.session import BlockName, Drop, Outcome, Place
 from manthan.manager.tiers.tier import STORE_FULL
-from manthan.manager.work import (
-    NEEDED,
-    RESET,
-    STORE_DOWN,
-    GroupBlocks,
-    GroupKeys,
-    Load,
-    LoadResult,
-    Name,
-    SpillBlock,
-    SpillBlocks,
-    SpillResult,
-    StoredBlocks,
-    Verdict,
-    Weigh,
-)
+from manthan.manager.transfer import JOB_BLOCKS, Answers, Transfer, TransferResult
+from manthan.manager.work import NEEDED, RESET, STORE_DOWN, Verdict, Weigh
 
 if TYPE_CHECKING:
     from manthan.manager.journal_link import JournalLink
@@ -53,29 +41,36 @@ A_STEP = 512
 
 @dataclass
 class Restore:
-    """A restore under way: which session, which load, and what the ranks have answered."""
+    """A restore under way: which session, and what the ranks have answered."""
 
     session_id: str
-    load: Load
-    answers: list[LoadResult] = field(default_factory=list)
+    loads: Answers
+
+
+@dataclass
+class Store(Generic[B]):
+    """A store under way. blocks: of the pool, the first first, referenced until all ranks have gathered them.
+
+    gathered: number of ranks that have.
+    """
+
+    job: Transfer
+    answers: Answers
+    blocks: list[B]
+    gathered: int = 0
 
 
 @dataclass
 class Work:
     """What is to be done now, in this order."""
 
-    drops: Sequence[GroupKeys]
-    runs: Sequence[SpillBlocks]
-    loads: Sequence[Load]
+    drops: Sequence[Drop]
+    stores: Sequence[Transfer]
+    loads: Sequence[Transfer]
     lost: int = 0
     """Blocks that were to be encoded and were not in the pool any more."""
     revokes: bool = False
-    """True if blocks of earlier `runs` that nobody reads yet are to be given back."""
-
-    @property
-    def spills(self) -> list[SpillBlock]:
-        """The blocks of `runs`, as who encodes them is told."""
-        return [spill for run in self.runs for spill in run.one_by_one()]
+    """True if blocks of earlier `stores` that nobody reads yet are to be given back."""
 
 
 NOTHING = Work((), (), ())
@@ -92,7 +87,6 @@ class Driver(Generic[B]):
     an anchor behind them is what it needs to go on before them. last_tokens: how many of a prompt's tokens it computes
     although all are found.
     weigh: what a block takes of the budget, from what it takes on each rank; see `manthan.manager.work.on_each`.
-    in_flight: how many blocks may be ordered to be encoded and not be answered for: those who encode hold no more.
     """
 
     def __init__(
@@ -110,9 +104,7 @@ class Driver(Generic[B]):
         again: int = 0,
         last_tokens: int = 1,
         weigh: Weigh = sum,
-        in_flight: int = A_STEP,
     ) -> None:
-        self._in_flight = in_flight
         self._again, self._last_tokens, self._journal, self._weigh = again, last_tokens, journal, weigh
         self.manager, self._pool, self._ranks, self._redis = manager, pool, ranks, redis
         self._guard = guard
@@ -122,21 +114,21 @@ class Driver(Generic[B]):
         self._exact = defaultdict[str, set[int]](set)
         """By request id, blocks that were loaded for it and are exact, wherever decoded ones are."""
         self._observer = Observer() if observer is None else observer
+        self._job_ids = count()
         self.pressure = Pressure(manager, pool, blocks, low=low, high=high)
         self.prefetcher: Prefetcher[B] = Prefetcher(
-            manager, pool, self.pressure.runway, ranks, blocks, self.pressure.low, self._observer
+            manager, pool, self.pressure.runway, ranks, blocks, self.pressure.low, self._observer, self._job_ids
         )
         self._group, self._main_group = manager.shape.group, manager.shape.main_group
         self._session_of: dict[str, str] = {}  # by request id
         self._found: dict[str, int] = {}  # by request id, blocks of its prompt that were hot or restored
-        self._held = defaultdict[int, dict[bytes, B]](dict)  # by group and key, referenced until they are copied
-        self._copies: dict[Name, int] = {}  # by how many ranks, of those that some have copied
+        self._stores: dict[int, Store[B]] = {}  # by job id
         self._taken = self._lost = 0  # blocks that the last step's requests took at most; blocks that were gone
-        self._granted: list[SpillBlocks] = []
+        self._granted: list[Transfer] = []
         self._done: list[B] = []  # to be given back, all at once
-        self._answers: dict[Name, list[SpillResult]] = {}
-        self._restores: dict[str, Restore] = {}
-        self._loads: list[Load] = []
+        self._restores: dict[str, Restore] = {}  # by request id
+        self._requests: dict[int, str] = {}  # that a load is for, by job id
+        self._loads: list[Transfer] = []
         self._ordered = NOTHING
         """What the last step ordered, until the workers are told."""
         self._was_answered = False
@@ -221,38 +213,48 @@ class Driver(Generic[B]):
         return self._pool.marks.serves(block_id, self.manager.asker(request_id))
 
     def restoring(
-        self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int], beside: Sequence[GroupBlocks] = ()
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        beside: Sequence[tuple[int, Sequence[bytes], Sequence[int]]] = (),
     ) -> None:
         """Codes of these keys, but for the last ones, which are computed again, are to be decoded into these blocks of
-        the request; beside: those of other groups."""
-        chain = () if self._group is None else (GroupBlocks(self._group, keys[: len(block_ids)], block_ids),)
+        the request; beside: those of other groups, with block hashes and block ids of each."""
+        chain = () if self._group is None else ((self._group, keys[: len(block_ids)], block_ids),)
         tenant = self.manager.restore_started(request_id, keys)
-        load = Load(request_id, (*chain, *beside), tenant=tenant)
-        self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), load)
-        self._loads.append(load)
-        self._mark(load, self.manager.owner(request_id), self._exact[request_id])
-        if lossy := self._lossy_tokens(load):
+        jobs = [
+            Transfer(
+                next(self._job_ids), "load", group, names, np.array(ids, np.int32), tenant=tenant, request_id=request_id
+            )
+            for group, names, ids in (*chain, *beside)
+        ]
+        self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), Answers(jobs, self._ranks))
+        self._requests.update((job.job_id, request_id) for job in jobs)
+        self._loads += jobs
+        for job in jobs:
+            self._mark(job, self.manager.owner(request_id), self._exact[request_id])
+        if lossy := self._lossy_tokens(jobs):
             self._lossy[request_id] = self._lossy.get(request_id, 0) + lossy
 
-    def _mark(self, load: Load, owner: Owner | None, exact: set[int]) -> None:
+    def _mark(self, job: Transfer, owner: Owner | None, exact: set[int]) -> None:
         """Mark the blocks that a load writes. exact: gets those that are exact."""
-        for group, keys, block_ids in load.parts:
-            marks = self.manager.stored_marks(keys, None if group == self._group else group)
-            for mark in set(marks):
-                marked = [block_id for block_id, own in zip(block_ids, marks, strict=True) if own is mark]
-                self._pool.marks.set(marked, mark, owner)
-                if mark is Mark.EXACT:
-                    exact.update(marked)
+        marks = self.manager.stored_marks(job.block_hashes, None if job.group == self._group else job.group)
+        for mark in set(marks):
+            marked = [block_id for block_id, own in zip(job.block_ids.tolist(), marks, strict=True) if own is mark]
+            self._pool.marks.set(marked, mark, owner)
+            if mark is Mark.EXACT:
+                exact.update(marked)
 
-    def _lossy_tokens(self, load: Load) -> int:
+    def _lossy_tokens(self, jobs: Sequence[Transfer]) -> int:
         """Tokens of lossy blocks among those of a load, of the group that has most of them."""
-        lossy = (len(self._pool.marks.lossy(part.block_ids)) for part in load.parts)
+        lossy = (len(self._pool.marks.lossy(job.block_ids.tolist())) for job in jobs)
         return max(lossy, default=0) * self.manager.shape.block_tokens
 
-    def load_of(self, request_id: str) -> Load | None:
-        """What is being restored for a request."""
+    def loads_of(self, request_id: str) -> Sequence[Transfer]:
+        """Jobs of what is being restored for a request."""
         restore = self._restores.get(request_id)
-        return None if restore is None else restore.load
+        return () if restore is None else restore.loads.jobs
 
     def found(self, request_id: str) -> int:
         """How many tokens of a request's prompt were hot or restored."""
@@ -314,8 +316,8 @@ class Driver(Generic[B]):
         if not self.rests:
             self._loads += self.prefetcher.step(now)
         work = Work(
-            drops=[GroupKeys(drop.group, drop.keys) for drop in drops],
-            runs=self._granted,
+            drops=drops,
+            stores=self._granted,
             loads=self._loads,
             lost=self._lost,
             revokes=revokes,
@@ -344,18 +346,18 @@ class Driver(Generic[B]):
 
     @property
     def _room(self) -> int:
-        """How many blocks more can be begun to be encoded: what is referenced until it is copied is out of everybody's
-        reach, and must be of nobody's need."""
+        """Number of further blocks that can be begun to be encoded: what is referenced until it is gathered is out of
+        everybody's reach, and must be of nobody's need."""
         free, first = len(self._pool) - 2 * self._taken, self.prefetcher.first_waiting
         if first <= free:
             free -= first  # where the first in line does not fit anyhow, it waits for others' blocks
         window = self.pressure.window - self._holding
-        return max(0, min(window, free, A_STEP, self._in_flight - self.manager.blocks.spilling))
+        return max(0, min(window, free, A_STEP - self.manager.blocks.spilling))
 
     def _begin(self, run: SpillRun) -> list[bytes]:
-        """Have these blocks encoded, referenced until they are copied. Returns those that are in the pool no more."""
-        keys, group = run.keys, run.group
-        found = [self._pool.hold(key if group is None else (group, key)) for key in keys]
+        """Have these blocks encoded, referenced until they are gathered. Returns those that are in the pool no more."""
+        keys = run.keys
+        found = [self._pool.hold(self._pool_name(run.group, key)) for key in keys]
         gone = [at for at, block in enumerate(found) if block is None or self._is_decoded(block)]
         self._done += [block for at in gone if (block := found[at]) is not None]
         left, lost = run.without(gone), set(gone)
@@ -364,16 +366,57 @@ class Driver(Generic[B]):
             ids = self._pool.block_ids(blocks)
             marks = [self._pool.marks[block_id] for block_id in ids]
             for key, mark in zip(left.keys, marks, strict=True):
-                self.manager.encodes(key, group, mark)
+                self.manager.encodes(key, run.group, mark)
             self._observer.encodes(marks)
-            group = self._main_group if group is None else group
-            self._held[group].update(zip(left.keys, blocks, strict=True))
-            told = left.first_tokens, left.encodings, left.tenant, marks
-            self._granted.append(SpillBlocks(left.keys, group, ids, *told))
+            for job, own in self._jobs(left, ids, marks):
+                self._stores[job.job_id] = Store(job, Answers([job], self._ranks), [blocks[at] for at in own])
+                self._granted.append(job)
         if gone:
             self._lost += len(gone)
             self._observer.overwritten(len(gone))
         return [keys[at] for at in gone]
+
+    def _jobs(
+        self, run: SpillRun, ids: Sequence[int], marks: Sequence[Mark]
+    ) -> Iterator[tuple[Transfer, Sequence[int]]]:
+        """Stores of a run's blocks, the tail's first, and the places in the run of each one's blocks."""
+        tokens, firsts = self.manager.shape.tokens_of(run.group), run.first_tokens
+        places = range(len(firsts))
+        is_tail_first = firsts[-1] < firsts[0]
+        jobs: list[list[int]] = []
+        for at in reversed(places) if is_tail_first else places:
+            before = jobs[-1][-1] if jobs else at
+            own, other = run.encodings[at], run.encodings[before]
+            goes_on = (
+                firsts[at] == firsts[before] + tokens
+                and (own.codec, marks[at]) == (other.codec, marks[before])
+                and (not own.exact or other.exact == tokens)
+                and len(jobs[-1]) < JOB_BLOCKS
+            )
+            if goes_on:
+                jobs[-1].append(at)
+            else:
+                jobs.append([at])
+        for places_of in reversed(jobs) if is_tail_first else jobs:
+            first = places_of[0]
+            exact = sum(run.encodings[at].exact for at in places_of)
+            job = Transfer(
+                next(self._job_ids),
+                "store",
+                self._main_group if run.group is None else run.group,
+                [run.keys[at] for at in places_of],
+                np.array([ids[at] for at in places_of], np.int32),
+                firsts[first],
+                firsts[first] + exact if exact else 0,
+                run.encodings[first].codec,
+                marks[first],
+                run.tenant,
+            )
+            yield job, places_of
+
+    def _pool_name(self, group: int | None, key: bytes) -> BlockName:
+        """A block as the pool calls it. group: as the manager calls it."""
+        return key if group is None else (group, key)
 
     def _is_decoded(self, block: B) -> bool:
         """True if a block may not be encoded, whatever became of its compressed copy."""
@@ -382,12 +425,12 @@ class Driver(Generic[B]):
 
     @property
     def _holding(self) -> int:
-        """How many blocks are referenced until they are copied."""
-        return sum(map(len, self._held.values()))
+        """Number of blocks that are referenced until they are gathered."""
+        return sum(len(store.blocks) for store in self._stores.values())
 
-    def _group_of(self, name: Name) -> int | None:
-        """As the manager calls it."""
-        return None if name[0] == self._group else name[0]
+    def _group_of(self, job: Transfer) -> int | None:
+        """A job's group as the manager calls it."""
+        return None if job.group == self._group else job.group
 
     def hear(self) -> None:
         """Take what was found in Redis."""
@@ -397,132 +440,103 @@ class Driver(Generic[B]):
 
     # -- answers --------------------------------------------------------------------------------------
 
-    def copied(self, names: Iterable[Name]) -> None:
-        """A rank has copied these blocks, each once, before it says anything else of them: nobody reads the pool's any
-        more when all have."""
-        for name in names:
-            group, key = name
-            count = self._copies.pop(name, 0) + 1
-            if count < self._ranks:
-                self._copies[name] = count
-            elif (block := self._held[group].pop(key, None)) is not None:
-                self._done.append(block)
+    def gathered(self, job_ids: Iterable[int]) -> None:
+        """Take note that a rank has gathered the blocks of these stores: nobody reads the pool's once all have."""
+        for job_id in job_ids:
+            if (store := self._stores.get(job_id)) is not None:
+                store.gathered += 1
+                if store.gathered == self._ranks:
+                    self._let_go(store)
         self._give_back()
 
-    def answered(
-        self,
-        spills: Iterable[SpillResult],
-        loads: Iterable[LoadResult],
-        now: float,
-        verdicts: Sequence[Verdict] = (),
-        stored: Sequence[StoredBlocks] = (),
-    ) -> None:
-        """Ranks have encoded blocks and stored them, or have not; have decoded what was asked for, or not all of it;
-        have measured what codecs do. stored: of what every rank has stored, where that is heard of at once.
+    def answered(self, results: Iterable[TransferResult], now: float, verdicts: Sequence[Verdict] = ()) -> None:
+        """Take results of ranks, and what they have measured.
 
         What every rank has answered is settled, and what is not needed any more released.
         """
-        for run in chain(self._stored(spills, now), stored):
-            self._settle_spills(run, now)
-            self._was_answered = self._was_answered or bool(run.keys)
-        for load in loads:
-            self._load_answered(load, now)
+        for result in results:
+            if (store := self._stores.get(result.job_id)) is not None:
+                if store.answers.add(result):
+                    del self._stores[result.job_id]
+                    self._settle_store(store, now)
+            elif (request_id := self._requests.get(result.job_id)) is not None:
+                if self._restores[request_id].loads.add(result):
+                    self._settle(request_id, self._restores.pop(request_id))
+            else:
+                self.prefetcher.answered(result, now)
         if verdicts and self._guard is not None:
             self._guard.answered(verdicts)
         self._give_back()
         self._release()
         self.tell_news()
 
-    def _stored(self, spills: Iterable[SpillResult], now: float) -> Iterator[StoredBlocks]:
-        """What every rank has stored, in the order of the answers, in which others are refused."""
-        group, keys, sizes = self._main_group, list[bytes](), list[int]()
-        for answer in spills:
-            name = answer.group, answer.key
-            answers = (answer,) if self._ranks == 1 else self._all_answers(name, answer)
-            causes = {one.cause for one in answers if one.cause is not None}
-            if causes or answer.group != group:
-                yield StoredBlocks(group, keys, sizes)
-                group, keys, sizes = answer.group, [], []
-            if causes:
-                self._refuse(name, causes, now)
-            elif answers:
-                self._observer.spilled(answers)
-                keys.append(answer.key)
-                sizes.append(self._weigh([one.nbytes for one in answers]))
-        yield StoredBlocks(group, keys, sizes)
+    def _settle_store(self, store: Store[B], now: float) -> None:
+        """Every rank has answered: what all have stored is saved, from the tail on."""
+        job, results = store.job, store.answers.results
+        self._let_go(store)
+        self._was_answered = True
+        causes: dict[int, set[str]] = {}
+        for result in results:
+            for at, cause in result.failed.items():
+                causes.setdefault(at, set()).add(cause)
+        for at in causes:
+            self._refuse(job, at, causes[at], now)
+        good = [at for at in reversed(range(len(job))) if at not in causes]
+        if good:
+            self._observer.stored(len(good), store.answers.seconds / len(job))
+            sizes = [result.nbytes.tolist() for result in results]
+            weights = [self._weigh([of_rank[at] for of_rank in sizes]) for at in good]
+            self.manager.all_spilled([job.block_hashes[at] for at in good], weights, now, self._group_of(job))
 
-    def _settle_spills(self, run: StoredBlocks, now: float) -> None:
-        group, keys, sizes = run
-        if held := self._held[group]:
-            self._done += [held.pop(key) for key in keys if key in held]
-        self.manager.all_spilled(keys, sizes, now, None if group == self._group else group)
-
-    def _all_answers(self, name: Name, answer: SpillResult) -> Sequence[SpillResult]:
-        """What all ranks have said of a block; nothing until the last of them has."""
-        answers = [*self._answers.pop(name, ()), answer]
-        if len(answers) < self._ranks:
-            self._answers[name] = answers
-            return ()
-        return answers
-
-    def _load_answered(self, answer: LoadResult, now: float) -> None:
-        if answer.is_prefetch:
-            self.prefetcher.answered(answer, now)
-            return
-        restore = self._restores[answer.request_id]
-        restore.answers.append(answer)
-        if len(restore.answers) == self._ranks:
-            del self._restores[answer.request_id]
-            self._settle(restore)
-
-    def _settle(self, restore: Restore) -> None:
-        failed = {(block.group, block.key): block.cause for answer in restore.answers for block in answer.failed}
+    def _settle(self, request_id: str, restore: Restore) -> None:
+        jobs, failed = restore.loads.jobs, restore.loads.failed
+        for job in jobs:
+            del self._requests[job.job_id]
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
         if STORE_DOWN in failed.values():
-            self._unserved.add(restore.load.request_id)
+            self._unserved.add(request_id)
         self.manager.restore_finished(
-            restore.load.request_id,
+            request_id,
             [key for group, key in bad if group == self._group],
             [name for name in bad if name[0] != self._group],
         )
-        shape, request_id = self.manager.shape, restore.load.request_id
-        restored = Restored.of(restore.session_id, shape, restore.load, restore.answers, failed)
+        restored = Restored.of(restore.session_id, self.manager.shape, restore.loads, request_id)
         if failed:
-            self._computed_instead(restore.load, restored.good)
+            self._computed_instead(request_id, jobs, restored.good)
         if request_id in self._found:
             self._found[request_id] += restored.good
         self._observer.restored(restored)
 
-    def _computed_instead(self, load: Load, good: int) -> None:
+    def _computed_instead(self, request_id: str, jobs: Sequence[Transfer], good: int) -> None:
         """The model computes what a load did not bring, all but the first `good` blocks of the chain."""
-        before, exact = self._lossy_tokens(load), self._exact.get(load.request_id, set())
-        for group, _, block_ids in load.parts:
-            lost = block_ids[good:] if group == self._main_group else block_ids
+        before, exact = self._lossy_tokens(jobs), self._exact.get(request_id, set())
+        for job in jobs:
+            lost = job.block_ids.tolist()[good if job.group == self._main_group else 0 :]
             self._pool.marks.clear(lost)
             exact.difference_update(lost)
-        left = self._lossy.get(load.request_id, 0) - before + self._lossy_tokens(load)
+        left = self._lossy.get(request_id, 0) - before + self._lossy_tokens(jobs)
         if left > 0:
-            self._lossy[load.request_id] = left
+            self._lossy[request_id] = left
         else:
-            self._lossy.pop(load.request_id, None)
+            self._lossy.pop(request_id, None)
 
-    def _refuse(self, name: Name, causes: set[str], now: float) -> None:
-        self._let_go(name)
+    def _refuse(self, job: Transfer, at: int, causes: set[str], now: float) -> None:
+        """A block of a store is not saved."""
         if causes != {NEEDED}:
-            self._observer.not_spilled(causes - {NEEDED})
-        self.manager.spill_failed(name[1], now, self._group_of(name), STORE_FULL in causes)
+            self._observer.not_stored(causes - {NEEDED})
+        self.manager.spill_failed(job.block_hashes[at], now, self._group_of(job), STORE_FULL in causes)
 
     def _refuse_granted(self, now: float) -> None:
         granted, self._granted = self._granted, []
-        for run in granted:
-            for key in run.keys:
-                self._refuse((run.group, key), {RESET}, now)
+        for job in granted:
+            self._let_go(self._stores.pop(job.job_id))
+            for at in range(len(job)):
+                self._refuse(job, at, {RESET}, now)
 
-    def _let_go(self, name: Name) -> None:
-        self._copies.pop(name, None)
-        group, key = name
-        if (block := self._held[group].pop(key, None)) is not None:
-            self._done.append(block)
+    def _let_go(self, store: Store[B]) -> None:
+        """The pool has a store's blocks back, the tail first."""
+        self._done += reversed(store.blocks)
+        store.blocks = []
 
     def _give_back(self) -> None:
         if self._done:
@@ -571,19 +585,21 @@ class Driver(Generic[B]):
     # -- after an error -------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Give back the blocks of orders that no worker is told of; the books are not to be trusted any more."""
-        for run in chain(self._granted, self._ordered.runs):
-            held = self._held[run.group]
-            self._done += [held.pop(key) for key in run.keys if key in held]
-        if any(load.is_prefetch for load in chain(self._loads, self._ordered.loads)):
+        """Give back the blocks of jobs that no worker is told of; the books are not to be trusted any more."""
+        for job in chain(self._granted, self._ordered.stores):
+            if (store := self._stores.pop(job.job_id, None)) is not None:
+                self._let_go(store)
+        if any(job.request_id is None for job in chain(self._loads, self._ordered.loads)):
             self._done += self.prefetcher.abandon()
         self._give_back()
 
-    def drain(self, loads: Iterable[LoadResult]) -> None:
-        """Give back the blocks of prefetches that have ended since `abandon`."""
-        for answer in loads:
-            if answer.is_prefetch:
-                self._done += self.prefetcher.drain(answer)
+    def drain(self, results: Iterable[TransferResult]) -> None:
+        """Give back the blocks of jobs that have ended since `abandon`."""
+        for result in results:
+            if (store := self._stores.get(result.job_id)) is None:
+                self._done += self.prefetcher.drain(result)
+            elif store.answers.add(result):
+                self._let_go(self._stores.pop(result.job_id))
         self._give_back()
 
     @property

@@ -82,8 +82,7 @@ class Lives(Observer):
         self._add(eviction.session_id, EventKind.EVICTED, text, tokens, eviction.blocks, nbytes, seconds)
 
     def restored(self, restored: Restored) -> None:
-        tokens, nbytes = restored.good * self._block_tokens, sum(answer.nbytes for answer in restored.answers)
-        seconds = max((answer.seconds for answer in restored.answers), default=0.0)
+        tokens, nbytes, seconds = restored.good * self._block_tokens, restored.nbytes, restored.seconds
         kind = EventKind.PREFETCHED if restored.is_prefetch else EventKind.RESTORED
         when, saved = ("before a request, in", None) if restored.is_prefetch else ("in", tokens)
         note = f" ({', '.join(sorted(set(restored.causes)))})" if restored.causes else ""

@@ -1,44 +1,47 @@
 """Who is told what happens: metrics and the log in an engine, a tally in the simulator."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import Drop, Eviction, MemoryShape, News
-from manthan.manager.work import Load, LoadResult, Name, SpillResult, Verdict
+from manthan.manager.transfer import Answers
+from manthan.manager.work import Verdict
 
 
 class Restored(NamedTuple):
     """A restore, or a prefetch, that has ended: so many blocks of its chain are hot again; `causes` of what failed.
 
-    beside: blocks of other KV cache groups that came back with them. request_id: for whom; of a prefetch our own.
+    nbytes: of the compressed blocks that were read. beside: blocks of other KV cache groups that came back with them.
+    request_id: for whom; None of a prefetch.
     """
 
     session_id: str
     blocks: int
     good: int
-    answers: Sequence[LoadResult]
+    nbytes: int
+    seconds: float
     causes: Collection[str]
-    is_prefetch: bool = False
+    request_id: str | None = None
     beside: int = 0
-    request_id: str = ""
 
     @classmethod
-    def of(
-        cls, session_id: str, shape: MemoryShape, load: Load, answers: Sequence[LoadResult], failed: Mapping[Name, str]
-    ) -> "Restored":
-        """failed: causes by block. What is before the first that failed came back, or, with windows or states,
-        nothing."""
-        group = shape.main_group
-        blocks = sum(len(part.keys) for part in load.parts if part.group == group)
-        good, beside = blocks, load.blocks - blocks
+    def of(cls, session_id: str, shape: MemoryShape, loads: Answers, request_id: str | None = None) -> "Restored":
+        """Restored blocks are those before the first that failed or, with windows or states, none if any failed."""
+        group, failed = shape.main_group, loads.failed
+        chain = [(group, key) for job in loads.jobs if job.group == group for key in job.block_hashes]
+        good, beside = len(chain), sum(map(len, loads.jobs)) - len(chain)
         if failed:
-            chain = ((group, key) for part in load.parts if part.group == group for key in part.keys)
-            good = next((at for at, name in enumerate(chain) if name in failed), blocks)
+            good = next((at for at, name in enumerate(chain) if name in failed), good)
         if shape.beside and failed:
             good = beside = 0
         causes = list(failed.values())
-        return cls(session_id, blocks, good, answers, causes, load.is_prefetch, beside, load.request_id)
+        return cls(session_id, len(chain), good, loads.nbytes, loads.seconds, causes, request_id, beside)
+
+    @property
+    def is_prefetch(self) -> bool:
+        """True if no request waited for it."""
+        return self.request_id is None
 
 
 class Judgement(NamedTuple):
@@ -64,8 +67,8 @@ class Observer:
     def judged(self, judgement: Judgement | None) -> None:
         """Every rank has measured what codecs do to the model's KV; None if there is no verdict any more."""
 
-    def spilled(self, answers: Sequence[SpillResult]) -> None:
-        """Every rank has stored a block."""
+    def stored(self, blocks: int, seconds: float) -> None:
+        """Every rank has stored so many blocks; each took the slowest rank so long."""
 
     def encodes(self, marks: Sequence[Mark]) -> None:
         """Blocks of these marks are about to be encoded."""
@@ -73,7 +76,7 @@ class Observer:
     def served_lossy(self, tokens: int) -> None:
         """A request has ended; so many of its cached tokens were decoded, or computed behind decoded ones."""
 
-    def not_spilled(self, causes: Collection[str]) -> None:
+    def not_stored(self, causes: Collection[str]) -> None:
         """A block could not be stored."""
 
     def overwritten(self, blocks: int) -> None:

@@ -1,10 +1,12 @@
 """Sessions that are expected are restored before their request: room, blocks, loads, and the pool's prefix cache."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby, islice, takewhile
 from operator import itemgetter
 from typing import Generic, NamedTuple
+
+import numpy as np
 
 from manthan.manager.observer import Observer, Restored
 from manthan.manager.pool import B, Pool
@@ -12,7 +14,8 @@ from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Owner
 from manthan.manager.sessions.pressure import Runway
 from manthan.manager.sessions.session import BlockName, Prefetch
-from manthan.manager.work import RESET, STORE_DOWN, GroupBlocks, Load, LoadResult, Name
+from manthan.manager.transfer import Answers, Transfer, TransferResult
+from manthan.manager.work import RESET, STORE_DOWN, Name
 
 RETRY_S = 0.1
 """How soon room is looked for again where there was none: every look walks the free queue."""
@@ -30,9 +33,8 @@ class UnderWay(Generic[B]):
     session: Prefetch
     blocks: dict[bytes, B]
     beside: dict[Name, B]
-    load: Load
+    loads: Answers
     loading: frozenset[Name]
-    answers: list[LoadResult] = field(default_factory=list)
     is_stale: bool = False
 
 
@@ -46,7 +48,8 @@ class Ready(NamedTuple):
 class Prefetcher(Generic[B]):
     """One session at a time, so that whoever comes meanwhile waits for no other's.
 
-    ranks: how many answer each load. blocks: of the pool; `spare` of them are left to requests whatever comes.
+    ranks: how many answer each load. blocks: of the pool; `spare` of them are left to requests whatever comes. job_ids:
+    the driver's, each is taken once.
     """
 
     def __init__(
@@ -58,12 +61,13 @@ class Prefetcher(Generic[B]):
         blocks: int,
         spare: int,
         observer: Observer,
+        job_ids: Iterator[int],
     ) -> None:
         self._manager, self._pool, self._runway, self._observer = manager, pool, runway, observer
         self._ranks, self._spare, self._most = ranks, spare, blocks - spare
         self._group = manager.shape.main_group
         self._under_way: UnderWay[B] | None = None
-        self._count = 0
+        self._job_ids = job_ids
         self._waiting: dict[str, int] = {}  # by request id, the blocks that it will take
         self._ready: dict[bytes, Ready] = {}  # by the first key that was loaded
         self._look_after = 0.0
@@ -104,7 +108,7 @@ class Prefetcher(Generic[B]):
 
     # -- a step ---------------------------------------------------------------------------------------
 
-    def step(self, now: float) -> list[Load]:
+    def step(self, now: float) -> Sequence[Transfer]:
         """What the workers are to load, if a session is due and there is room that nobody would miss."""
         if self._under_way is not None:
             return []
@@ -121,17 +125,16 @@ class Prefetcher(Generic[B]):
             self._look_after = now + RETRY_S
             return []
         self._under_way = self._begin(session)
-        if not self._under_way.load.blocks:
+        jobs = self._under_way.loads.jobs
+        if not jobs:
             self._settle(self._under_way, now)
-            return []
-        return [self._under_way.load]
+        return jobs
 
-    def answered(self, answer: LoadResult, now: float) -> None:
-        """A rank is done with its load."""
+    def answered(self, result: TransferResult, now: float) -> None:
+        """A rank is done with a job of the load under way."""
         under_way = self._under_way
         assert under_way is not None
-        under_way.answers.append(answer)
-        if len(under_way.answers) == self._ranks:
+        if under_way.loads.add(result):
             self._settle(under_way, now)
 
     def reset(self) -> None:
@@ -145,14 +148,12 @@ class Prefetcher(Generic[B]):
         ended, self._under_way = self._under_way, None
         return [] if ended is None else [*ended.beside.values(), *ended.blocks.values()]
 
-    def drain(self, answer: LoadResult) -> list[B]:
-        """Forget the load under way once all ranks have answered, and return its blocks. An answer counts once."""
-        if self._under_way is None:
+    def drain(self, result: TransferResult) -> list[B]:
+        """Forget the load under way once all ranks have answered, and return its blocks."""
+        loads = None if self._under_way is None else self._under_way.loads
+        if loads is None or all(job.job_id != result.job_id for job in loads.jobs):
             return []
-        answers = self._under_way.answers
-        if all(answer is not other for other in answers):
-            answers.append(answer)
-        return self.abandon() if len(answers) >= self._ranks else []
+        return self.abandon() if loads.add(result) else []
 
     @property
     def is_busy(self) -> bool:
@@ -193,15 +194,14 @@ class Prefetcher(Generic[B]):
         missing = [name for name in names if name not in blocks]
         blocks |= zip(missing, self._pool.take(len(missing)), strict=True)
         self._runway.taken(len(names))
-        self._count += 1
-        parts = []
+        jobs = []
         for group, some in groupby(missing, itemgetter(0)):
             keys = [key for _, key in some]
-            parts.append(GroupBlocks(group, keys, self._pool.block_ids([blocks[group, key] for key in keys])))
-        load = Load(f"prefetch-{self._count}", parts, is_prefetch=True, tenant=session.tenant)
+            ids = np.array(self._pool.block_ids([blocks[group, key] for key in keys]), np.int32)
+            jobs.append(Transfer(next(self._job_ids), "load", group, keys, ids, tenant=session.tenant))
         chain = {key: blocks[own, key] for key in session.keys}
         beside = {(group, key): blocks[group, key] for group, key, _ in session.beside}
-        return UnderWay(session, chain, beside, load, frozenset(missing))
+        return UnderWay(session, chain, beside, Answers(jobs, self._ranks), frozenset(missing))
 
     def _name(self, name: Name) -> BlockName:
         """Return the pool's name of a block."""
@@ -209,7 +209,7 @@ class Prefetcher(Generic[B]):
 
     def _settle(self, ended: UnderWay[B], now: float) -> None:
         """Every rank has answered: what is good becomes hot, and all blocks are the pool's again."""
-        failed = {(block.group, block.key): block.cause for answer in ended.answers for block in answer.failed}
+        failed = ended.loads.failed
         if not ended.is_stale:
             self._enter(ended, failed)
         held, self._was_settled = self.abandon(), True
@@ -221,11 +221,11 @@ class Prefetcher(Generic[B]):
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
         in_chain, beside = [key for group, key in bad if group == own], [name for name in bad if name[0] != own]
         self._manager.prefetch_finished(session_id, not failed, in_chain, now, beside)
-        names = [(part.group, key) for part in ended.load.parts for key in part.keys]
+        names = [(job.group, key) for job in ended.loads.jobs for key in job.block_hashes]
         if names and not failed:
             first = next((key for group, key in names if group == own), ended.session.keys[-1])
             self._ready = self._still_hot() | {first: Ready(session_id, ended.session.keys)}
-        self._observer.restored(Restored.of(session_id, self._manager.shape, ended.load, ended.answers, failed))
+        self._observer.restored(Restored.of(session_id, self._manager.shape, ended.loads))
 
     def _enter(self, ended: UnderWay[B], failed: Collection[Name]) -> None:
         """Enter what was loaded into the prefix cache, up to the first that failed or that nobody wants any more, and

@@ -1,21 +1,29 @@
 """The two forms of work between scheduler and workers: a transfer, and what became of it on one rank."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from manthan.manager.sessions.marks import Mark
 
+JOB_BLOCKS = 64
+"""Most blocks of a store: they are gathered together, and the pool has them back together."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Transfer:
-    """One job: consecutive blocks of one KV cache group go from the pool to the primary tier, or back.
+    """One job: blocks of one KV cache group go from the pool to the primary tier, or back.
+
+    The blocks of a store follow each other, and are alike in codec, mark and tenant. A request's load is one job for
+    each group, all with its request id and all in one step.
 
     job_id: unique in the engine's life.
     block_hashes: of the blocks, in the order of the tokens.
     block_ids: int32, where in the paged cache each block is read or written.
-    first_token: position in the session of the first block's first token.
+    first_token: of a store, position in the session of the first block's first token.
     exact_tokens: of a store, how many of the session's first tokens keep every bit.
     codec: of a store, the name of the blocks' codec; empty for the configured one.
     mark: of a store, the mark of the blocks, which stands in their headers.
@@ -26,8 +34,8 @@ class Transfer:
     job_id: int
     direction: Literal["store", "load"]
     group: int
-    block_hashes: list[bytes]
-    block_ids: np.ndarray
+    block_hashes: Sequence[bytes]
+    block_ids: NDArray[np.int32]
     first_token: int = 0
     exact_tokens: int = 0
     codec: str = ""
@@ -35,17 +43,78 @@ class Transfer:
     tenant: str = ""
     request_id: str | None = None
 
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return len(self.block_hashes)
 
-@dataclass(frozen=True)
+    def first_tokens(self, block_tokens: int) -> list[int]:
+        """Position of each block's first token."""
+        return [self.first_token + n * block_tokens for n in range(len(self))]
+
+    def exacts(self, block_tokens: int) -> list[int]:
+        """Number of each block's first tokens that keep every bit."""
+        left = self.exact_tokens - self.first_token
+        return [min(max(left - n * block_tokens, 0), block_tokens) for n in range(len(self))]
+
+    def part(self, start: int, stop: int, block_tokens: int) -> "Transfer":
+        """The same of the blocks from `start` to `stop`."""
+        hashes, ids = self.block_hashes[start:stop], self.block_ids[start:stop]
+        return replace(self, block_hashes=hashes, block_ids=ids, first_token=self.first_token + start * block_tokens)
+
+
+@dataclass(frozen=True, eq=False)
 class TransferResult:
     """What became of a transfer on one rank.
 
-    nbytes: int64, of each compressed block; 0 where the block failed.
-    failed: by index in the job, the cause, which is a metric's label.
+    nbytes: int64, what each compressed block takes in its tier (store) or has (load); 0 where the block failed.
+    failed: by index in the job, the cause, which is a metric's label. Of a load, no block behind the first is loaded.
     seconds: that the job took.
     """
 
     job_id: int
-    nbytes: np.ndarray
+    nbytes: NDArray[np.int64]
     failed: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
+
+    @classmethod
+    def refused(cls, job: Transfer, cause: str) -> "TransferResult":
+        """Result of a job that was not begun: every block of a store failed, and the first one of a load."""
+        blocks = range(len(job)) if job.direction == "store" else range(1)
+        return cls(job.job_id, np.zeros(len(job), np.int64), dict.fromkeys(blocks, cause))
+
+
+class Answers:
+    """Jobs that are settled together, and the results of them that the ranks have sent so far.
+
+    ranks: number of results of each job.
+    """
+
+    def __init__(self, jobs: Sequence[Transfer], ranks: int) -> None:
+        self.jobs, self._ranks = jobs, ranks
+        self.results: list[TransferResult] = []
+
+    def add(self, result: TransferResult) -> bool:
+        """True if all results are there now. The same result counts once."""
+        if all(result is not other for other in self.results):
+            self.results.append(result)
+        return len(self.results) >= self._ranks * len(self.jobs)
+
+    @property
+    def failed(self) -> dict[tuple[int, bytes], str]:
+        """Cause by group and hash of each block that failed on some rank."""
+        jobs = {job.job_id: job for job in self.jobs}
+        return {
+            (jobs[result.job_id].group, jobs[result.job_id].block_hashes[at]): cause
+            for result in self.results
+            for at, cause in result.failed.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all ranks."""
+        return sum(int(result.nbytes.sum()) for result in self.results)
+
+    @property
+    def seconds(self) -> float:
+        """Time of the slowest."""
+        return max((result.seconds for result in self.results), default=0.0)

@@ -13,7 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from manthan.manager.work import GroupBlocks, Load
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 from manthan.vllm_hooks.support import check_supported
@@ -49,15 +48,11 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         check_supported(vllm_config)
         self._is_broken = False
         """True once the scheduler half has raised: it is asked nothing any more."""
-        self._promised: dict[str, Load] = {}
-        """Loads that vLLM waits for and that no worker was told of yet, by request id."""
+        self._promised: dict[str, Sequence[int]] = {}
+        """By request id, blocks of loads that vLLM waits for and that no worker was told of yet."""
         self._logged: set[str] = set()
         self._errors: list[str] = []
         """Calls of the worker half that raised since the last report."""
-        self._finished: set[str] = set()
-        self._failed: set[str] = set()
-        self._failed_blocks: set[int] = set()
-        """Of loads that have ended and that vLLM was not told of yet."""
         self._told_blocks: set[int] = set()
         """Of loads that vLLM is told of in this step."""
         if role is KVConnectorRole.SCHEDULER:
@@ -123,8 +118,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             group = self.scheduler.groups.chain.index
             ids = blocks.get_block_ids()[group]
             told = request.request_id, ids, num_external_tokens
-            part = GroupBlocks(group, (), self._try(self.scheduler.loaded_into, *told, otherwise=ids))
-            self._promised[request.request_id] = Load(request.request_id, (part,))
+            self._promised[request.request_id] = self._try(self.scheduler.loaded_into, *told, otherwise=ids)
         self._ask(self.scheduler.allocated, request, blocks, num_external_tokens, otherwise=None)
 
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -135,10 +129,10 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._ask(self.scheduler.step, *scheduled, otherwise=None)
         if metadata is not None:
             self.scheduler.driver.sent()
-            for load in metadata.loads:
-                self._promised.pop(load.request_id, None)
+            for job in metadata.loads:
+                self._promised.pop(job.request_id or "", None)
             return metadata
-        failed, self._promised = list(self._promised.values()), {}
+        failed, self._promised = self._promised, {}
         return ManthanMetadata(model_rests=not scheduled[0], failed=failed)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -204,7 +198,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         """vLLM 0.33 is about to take the cache's memory away (sleep mode), and has reset its prefix cache. The
         addresses stay, and wake up with other memory behind them: there is nothing to restore."""
-        self.worker.path.wait()
+        self.worker.engine.wait()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls this before each step's forward pass. It may call `start_load_kv` after the pass."""
@@ -213,10 +207,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._metadata
-        self.worker.path.fail_loads(metadata.failed)
+        self.worker.engine.fail_requests(metadata.failed)
         if not self._try(self.worker.submit_loads, metadata, otherwise=False):
-            begun = set(map(id, self.worker.path.begun))
-            self.worker.path.fail_loads([load for load in metadata.loads if id(load) not in begun])
+            self.worker.engine.fail(metadata.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Restores are asynchronous: no layer waits for one."""
@@ -231,25 +224,19 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         it: encodings begin here, behind that. Their blocks are referenced until they are done: nothing to wait for.
         """
         metadata = self._metadata
-        if not self._try(self.worker.submit_spills, metadata, otherwise=False):
-            begun = set(map(id, self.worker.path.begun))
-            self.worker.path.fail_spills([spill for spill in metadata.spills if id(spill) not in begun])
+        if not self._try(self.worker.submit_stores, metadata, otherwise=False):
+            self.worker.engine.fail(metadata.stores)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._try(self._transfer_results, otherwise=KVConnectorTransferResults())
 
     def _transfer_results(self) -> KVConnectorTransferResults:
-        path = self.worker.path
+        engine = self.worker.engine
         if self._metadata.model_rests:
-            path.rest()
-        self._finished |= path.take_finished_loads()
-        self._failed |= path.take_failed_loads()
-        self._failed_blocks |= path.take_failed_blocks()
-        # Only now: a load is never told of without what failed of it.
-        ended = KVConnectorTransferResults(finished_recving=self._finished, failed_recving=self._failed)
-        self._told_blocks |= self._failed_blocks
-        self._finished, self._failed, self._failed_blocks = set(), set(), set()
-        return ended
+            engine.rest()
+        ended = engine.take_ended()
+        self._told_blocks |= ended.bad_blocks
+        return KVConnectorTransferResults(finished_recving=ended.requests, failed_recving=ended.failed)
 
     @property
     def _metadata(self) -> ManthanMetadata:

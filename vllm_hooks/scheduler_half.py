@@ -15,7 +15,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from manthan.codec.registry import finer_codecs
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.registered import choose_policy
-from manthan.manager.driver import A_STEP, Driver
+from manthan.manager.driver import Driver
 from manthan.manager.guard import Choice, Guard
 from manthan.manager.lives import Lives
 from manthan.manager.redis_link import RedisLink
@@ -25,7 +25,8 @@ from manthan.manager.sessions.marks import Owner
 from manthan.manager.sessions.session import MemoryShape, Place, SessionState
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.tiers.redis_schema import FALL
-from manthan.manager.work import GroupBlocks, Load, on_each
+from manthan.manager.transfer import Transfer
+from manthan.manager.work import on_each
 from manthan.vllm_hooks.compat import (
     Resets,
     VllmPool,
@@ -58,9 +59,6 @@ from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
 from manthan.vllm_hooks.worker.capacity import (
-    COPIES_BYTES,
-    CPU_ENCODE_THREADS,
-    STAGING_BYTES,
     fast_tiers,
     room_in,
     usable_nbytes,
@@ -210,7 +208,6 @@ class SchedulerHalf:
             guard=self._guard(),
             again=self.groups.again,
             last_tokens=self.groups.last_tokens,
-            in_flight=self._in_flight(),
             weigh=sum if self.config.tiers.is_shared else on_each(self._ranks),
         )
         watch_lookups(pool, self.pool.marks, self)
@@ -237,16 +234,6 @@ class SchedulerHalf:
         """vLLM enters these blocks of the request, loaded or computed, into its prefix cache. True: they are marked."""
         self.driver.computed(request.request_id, block_ids)
         return True
-
-    def _in_flight(self) -> int:
-        """Number of blocks that the workers may have in hand at a time: on the CPU, which copies them first, so many
-        bytes; on a GPU a step's where it stores them itself, and else what its threads have begun."""
-        config, nbytes = self.config, max([self._shape.hot_nbytes, *self._shape.hot_beside.values()])
-        if not is_on_gpu(self._vllm_config):
-            return max(CPU_ENCODE_THREADS, COPIES_BYTES * self._ranks // nbytes)
-        if not config.tiers.is_lasting:
-            return A_STEP
-        return max(1, STAGING_BYTES * self._ranks // nbytes)
 
     def _kv_events(self, kv_cache_config: "KVCacheConfig") -> KvEvents | None:
         """What tells routers of what is cold, if that is wanted."""
@@ -371,7 +358,7 @@ class SchedulerHalf:
             for group, parts in groupby(self.groups.beside(found), attrgetter("group")):
                 cold, ids = [part for part in parts if part.first_token >= hot_tokens], block_ids[group]
                 named = [self._key_of(part, request) for part in cold]
-                beside.append(GroupBlocks(group, named, [ids[part.at] for part in cold]))
+                beside.append((group, named, [ids[part.at] for part in cold]))
             self.driver.restoring(request.request_id, keys[hot:found], block_ids[self._group][hot:end], beside)
             if self.telemetry.traces is not None:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
@@ -387,20 +374,20 @@ class SchedulerHalf:
         return {SOURCES[tier]: count for tier, count in self._tiers(request.request_id, tokens).items()}
 
     def _tiers(self, request_id: str, tokens: int) -> dict[str, int]:
-        load, names = self.driver.load_of(request_id), self.config.tiers.tier_names
-        behind = {} if load is None else self._behind(load, tokens)
+        jobs, names = self.driver.loads_of(request_id), self.config.tiers.tier_names
+        behind = self._behind(jobs, tokens) if jobs else {}
         counts = {0: tokens - sum(behind.values())} | behind
         return {names[tier]: count for tier, count in counts.items() if count}
 
-    def _behind(self, load: Load, tokens: int) -> dict[int, int]:
+    def _behind(self, jobs: Sequence[Transfer], tokens: int) -> dict[int, int]:
         """How many of them are not in the fastest tier, by the number of the one that has them, by the manager's books.
         Where chains have no codes of their own, all are as far as what is farthest."""
         if not any(self.manager.blocks.moved.values()):
             return {}
-        tiers = [self.manager.tier_of(key, group) for group, keys, _ in load.parts for key in keys]
+        tiers = [self.manager.tier_of(key, job.group) for job in jobs for key in job.block_hashes]
         if not self.groups.is_whole:
             return {tier: tokens} if (tier := max(tiers)) else {}
-        chain = next(len(part.keys) for part in load.parts if part.group == self._group)
+        chain = next(len(job) for job in jobs if job.group == self._group)
         counts = Counter(tiers[:chain])
         return {tier: self._block_size * counts[tier] for tier in sorted(counts) if tier}
 
@@ -467,21 +454,21 @@ class SchedulerHalf:
         place, self._place = self._place, None
         self._set_deadline()
         self._step += 1
-        orders = work.drops, work.spills, work.loads, scheduled_tokens
+        orders = work.drops, work.stores, work.loads, scheduled_tokens
         rests = not scheduled_tokens
         return ManthanMetadata(place, *orders, rests, self._step, cancels=self._cancels, revokes=work.revokes)
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
-        """What ended on the workers. A block or a restore is settled when every rank has answered."""
-        self._copied(report)
-        self.driver.answered(report.spills, report.loads, time.monotonic(), report.verdicts)
+        """What ended on the workers. A store or a restore is settled when every rank has answered."""
+        self._gathered(report)
+        self.driver.answered(report.results, time.monotonic(), report.verdicts)
         self._reorder()
         self._set_deadline()
 
-    def _copied(self, report: ManthanWorkerMetadata) -> None:
-        """Count the report's copies, each once, whatever is raised after that."""
-        copied, report.copied = report.copied, []
-        self.driver.copied(copied)
+    def _gathered(self, report: ManthanWorkerMetadata) -> None:
+        """Count what the report says is gathered once, whatever is raised after that."""
+        gathered, report.gathered = report.gathered, []
+        self.driver.gathered(gathered)
 
     @property
     def has_work(self) -> bool:
@@ -591,8 +578,8 @@ class SchedulerHalf:
 
     def drain(self, report: ManthanWorkerMetadata) -> None:
         """Give back blocks of transfers that have ended since."""
-        self._copied(report)
-        self.driver.drain(report.loads)
+        self._gathered(report)
+        self.driver.drain(report.results)
 
     def shutdown(self) -> None:
         self._sweeper.stop()

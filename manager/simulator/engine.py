@@ -13,11 +13,13 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from manthan.manager.driver import Driver
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.simulator.replay import Counting, Served, Setup, Tally, hints_of
 from manthan.manager.simulator.traces import TracedRequest
-from manthan.manager.work import LoadResult, SpillBlocks, StoredBlocks
+from manthan.manager.transfer import Transfer, TransferResult
 
 
 def total_blocks(request: TracedRequest, block_tokens: int) -> int:
@@ -172,7 +174,8 @@ class EngineReplay:
             self._compute(request)
 
     def _restored(self, request: _Request) -> None:
-        self._driver.answered((), [LoadResult(request.name, (), 0, 0.0)], self.now)
+        jobs = self._driver.loads_of(request.name)
+        self._driver.answered([TransferResult(job.job_id, np.zeros(len(job), np.int64)) for job in jobs], self.now)
         self._key(request, len(request.blocks))
         self._compute(request)
 
@@ -247,24 +250,27 @@ class EngineReplay:
     def _step(self) -> None:
         work = self._driver.step(0, self.now)
         self._counting.look_at_store()
-        if work.runs:
-            keys = [key for run in work.runs for key in run.keys]
-            for run in work.runs:
-                self._driver.copied((run.group, key) for key in run.keys)
+        if work.stores:
+            keys = [key for job in work.stores for key in reversed(job.block_hashes)]
+            self._driver.gathered(job.job_id for job in work.stores)
             self.tally.note("spill", "", keys)
             seconds = self.cost.spill_s_per_token * len(keys) * self.setup.block_tokens
             self._encoded_until = max(self.now, self._encoded_until) + seconds
-            self._at(self._encoded_until, self._encoded, work.runs)
+            self._at(self._encoded_until, self._encoded, work.stores)
         if work.lost or work.drops or self._driver.has_orders:
             self._at(self.now, self._look_again, None)
         hot = self.setup.hot_blocks - len(self._pool)
         if hot > self.tally.peak_hot:
             self.tally.peak_hot = hot
 
-    def _encoded(self, runs: Sequence[SpillBlocks]) -> None:
-        self._counting.stored([key for run in runs for key in run.keys])
-        stored = [StoredBlocks(run.group, run.keys, [code.nbytes for code in run.encodings]) for run in runs]
-        self._driver.answered((), (), self.now, stored=stored)
+    def _encoded(self, jobs: Sequence[Transfer]) -> None:
+        self._counting.saved([key for job in jobs for key in reversed(job.block_hashes)])
+        shape = self.manager.shape
+        results = [
+            TransferResult(job.job_id, np.array([shape.bounds[exact] for exact in job.exacts(shape.block_tokens)]))
+            for job in jobs
+        ]
+        self._driver.answered(results, self.now)
 
 
 def replay(requests: Sequence[TracedRequest], setup: Setup, journal: bool = False) -> Tally:

@@ -121,7 +121,7 @@ class Counting(Observer):
         self._tally.moved_in += len(keys) * self._tally.measuring
         self._tally.note("restore", who, keys)
 
-    def stored(self, keys: Sequence[bytes]) -> None:
+    def saved(self, keys: Sequence[bytes]) -> None:
         self._tally.moved_out += len(keys) * self._tally.measuring
         if keys:
             self._tally.note("stored", "", keys)

@@ -33,7 +33,7 @@ def test_a_session_returns_with_a_draft_as_if_it_had_stayed_hot(kind: str, store
     said: dict[str, Any] = run_alone(
         "path_sessions.py", {"model": model, "what": "come_back", "manthan": manthan, "vllm": vllm}
     )
-    assert said["path"] == "GpuPath"
+    assert said["engine"] == "CudaEngine"
     again = not kind.endswith(("ngram", "draft_model"))  # the last block found
     cached = (said["prompt"] // said["block"] - again) * said["block"]
     assert said["hot"]["cached"] == said["cold"]["cached"] == said["again"]["cached"] == cached

@@ -26,7 +26,7 @@ def gpu_memory(worker: Any) -> int:
 
 def test_every_session_returns_with_the_right_answer(way: tuple[str, Engine]) -> None:
     name, engine = way
-    assert engine.on_worker(gpu_worker.path_name) == ("HostPath" if name == "numpy" else "GpuPath")
+    assert engine.on_worker(gpu_worker.engine_name) == ("CpuEngine" if name == "numpy" else "CudaEngine")
     tables = [Table(seed) for seed in range(6)]
     for n, table in enumerate(tables):
         prompt, right = table.question(0)

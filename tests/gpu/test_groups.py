@@ -56,7 +56,7 @@ def run(kind: str, model: str, what: str, **manthan: Any) -> dict[str, Any]:
     vllm = VLLM.get(kind, {})
     job = {"model": model, "what": what, "manthan": manthan, "vllm": vllm}
     report: dict[str, Any] = run_alone("path_sessions.py", job)
-    assert report["path"] == "GpuPath"
+    assert report["engine"] == "CudaEngine"
     return report
 
 

@@ -40,7 +40,7 @@ def test_sessions_return_at_the_same_engine_and_at_the_next(
 ) -> None:
     redis_server.client.flushall()
     for engine in start(kind):
-        assert engine.on_worker(gpu_worker.blocks_name) == "PagedBlocks"
+        assert engine.on_worker(gpu_worker.engine_name) == "CudaEngine"
         ask_all(engine, range(6), 0, 0)
         engine.wait_until_cold(6)
         ask_all(engine, range(6), 0, 0.95)
@@ -60,6 +60,6 @@ def test_codes_of_the_kernels_are_read_by_numpy(
         ask_all(engine, range(3), 0, 0)
         engine.wait_until_cold(3)
     for engine in start("redis", **{"codec.backend": "numpy"}):
-        assert engine.on_worker(gpu_worker.blocks_name) == "CpuBlocks"
+        assert engine.on_worker(gpu_worker.engine_name) == "CpuEngine"
         ask_all(engine, range(3), 0, 0.95)
         assert engine.failures() == 0

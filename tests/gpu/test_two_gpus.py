@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpus(2)
 
 
 def tier(worker: Any) -> tuple[str, int, int]:
-    path = get_kv_transfer_group().worker.path
+    path = get_kv_transfer_group().worker.engine
     return str(path._device), next(iter(path.codecs.values())).layout.heads, path.tiers.used
 
 

@@ -24,7 +24,7 @@ SCHEDULER = (
     *("asker", "found", "computed"),
 )
 WORKER = (
-    *("begin_step", "submit_loads", "submit_spills", "take_finished_loads", "take_failed_loads", "take_failed_blocks"),
+    *("begin_step", "submit_loads", "submit_stores", "take_ended"),
     "take_report",
 )
 OTHERS = ("loaded_into",)
@@ -128,7 +128,7 @@ def disturb(target: Any, name: str, *, after: bool) -> list[int]:
 
 def try_case(engine: Engine, prompt: list[int], on_worker: bool, name: str, state: str) -> dict[str, Any]:
     """What becomes of a request, and of the engine, when a call raises in this state."""
-    target = engine.half if not on_worker else engine.worker if name == "begin_step" else engine.worker.path
+    target = engine.half if not on_worker else engine.worker if name == "begin_step" else engine.worker.engine
     right, _ = engine.ask(prompt)
     if state == "new":
         engine.empty()

@@ -28,7 +28,7 @@ class ExactSessions:
 
     def __init__(self, engine: SteppedEngine) -> None:
         self.engine, self.half = engine, engine.half
-        self.path = get_kv_transfer_group().worker.path
+        self.path = get_kv_transfer_group().worker.engine
         [(self.group, self.blocks)] = self.path.blocks.items()
         self.tokenizer = engine.engine.get_tokenizer()
         self.report: dict[str, Any] = {"right": [], "failures": []}

@@ -5,33 +5,27 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 
-def path() -> Any:
-    return get_kv_transfer_group().worker.path
+def engine() -> Any:
+    return get_kv_transfer_group().worker.engine
 
 
-def path_name(worker: Any) -> str:
-    return type(path()).__name__
-
-
-def blocks_name(worker: Any) -> str:
-    """What encodes, where the path has threads."""
-    [blocks] = path().blocks.values()
-    return type(blocks).__name__
+def engine_name(worker: Any) -> str:
+    return type(engine()).__name__
 
 
 def stored(worker: Any) -> int:
     """Bytes in the rank's tiers, or in RAM."""
-    return path().tiers.used if hasattr(path(), "tiers") else path().store.used
+    return engine().tiers.used if hasattr(engine(), "tiers") else engine().store.used
 
 
 def tiers(worker: Any) -> dict[str, tuple[int, int, int]]:
     """For each tier: blocks in it, bytes that are free, bytes in all."""
-    both = {"device": path().tiers.device, "host": path().tiers.host}
+    both = {"device": engine().tiers.device, "host": engine().tiers.host}
     return {name: (len(t), t.arena.available, t.arena.nbytes) for name, t in both.items() if t is not None}
 
 
 def damage(worker: Any) -> None:
     """One byte changes of one block without exact tokens."""
-    found = [(tier, block) for tier in path().tiers.all for block in tier.blocks().values() if block.exact == 0]
+    found = [(tier, block) for tier in engine().tiers.all for block in tier.blocks().values() if block.exact == 0]
     tier, block = found[len(found) // 3]
     tier.codes[block.extents[0].start + 1000] ^= 1

@@ -12,7 +12,6 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from vllm.lora.request import LoRARequest
 from manthan.codec.base import Numbers
 from manthan.codec.cpu.numbers import as_floats
 from manthan.manager.sessions.session import SessionState
-from manthan.manager.work import SpillBlock
+from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.worker.blocks import Copies
 
 FIRST, TURNS, MORE = 700, 4, 60
@@ -85,7 +84,7 @@ def harm(llm: LLM) -> None:
     """A byte changes of each block that is stored beside the chains."""
     core: Any = llm.llm_engine.engine_core
     chain = core.engine_core.scheduler.connector.scheduler.groups.chain.index
-    store = get_kv_transfer_group().worker.path.store
+    store = get_kv_transfer_group().worker.engine.store
     for group, key in [name for name in store._blocks if name[0] != chain]:
         [buf] = store.read(group, [key])
         buf[len(buf) // 2] ^= 1
@@ -94,7 +93,7 @@ def harm(llm: LLM) -> None:
 
 def ropes() -> dict[int, list[float] | None]:
     """By KV cache group."""
-    found = {group: blocks.format.facts.rope for group, blocks in get_kv_transfer_group().worker.path.blocks.items()}
+    found = {group: blocks.format.facts.rope for group, blocks in get_kv_transfer_group().worker.engine.blocks.items()}
     return {group: None if rope is None else list(rope.frequencies) for group, rope in found.items()}
 
 
@@ -107,27 +106,25 @@ class Losses:
 
     def __init__(self) -> None:
         self.by_group: dict[int, list[float]] = {}
-        for group, blocks in get_kv_transfer_group().worker.path.blocks.items():
+        for group, blocks in get_kv_transfer_group().worker.engine.blocks.items():
             self._watch(group, blocks)
 
     def _watch(self, group: int, blocks: Any) -> None:
-        encode_all, decode_all, gather = blocks.encode_all, blocks.decode_all, blocks._memory.gather
+        encode_blocks, decode_block, gather = blocks.encode, blocks.decode, blocks._memory.gather
         encoded: dict[bytes, tuple[Numbers, Numbers]] = {}
         most = self.by_group[group] = [0.0, 0.0]
 
-        def encode(spills: Sequence[SpillBlock], copies: Copies | None = None) -> Any:
-            copies = blocks.copy(spills) if copies is None else copies
-            encoded.update((spill.key, copied) for spill, copied in zip(spills, copies, strict=True))
-            return encode_all(spills, copies)
+        def encode(job: Transfer, copies: Copies) -> Any:
+            encoded.update(zip(job.block_hashes, copies, strict=True))
+            return encode_blocks(job, copies)
 
-        def decode(keys: Sequence[bytes], ids: Sequence[int], bufs: Sequence[Any]) -> Any:
-            causes = decode_all(keys, ids, bufs)
-            for key, block_id in [pair for pair in zip(keys, ids, strict=True) if pair[0] in encoded]:
-                for n, pair in enumerate(zip(encoded[key], gather(block_id), strict=True)):
-                    most[n] = max(most[n], lost(*pair))
-            return causes
+        def decode(key: bytes, block_id: int, found: Any) -> Any:
+            cause = decode_block(key, block_id, found)
+            for n, pair in enumerate(zip(encoded[key], gather(block_id), strict=True) if key in encoded else ()):
+                most[n] = max(most[n], lost(*pair))
+            return cause
 
-        blocks.encode_all, blocks.decode_all = encode, decode
+        blocks.encode, blocks.decode = encode, decode
 
 
 def lost(before: Numbers, after: Numbers) -> float:

@@ -32,7 +32,7 @@ class LatentSessions:
     def __init__(self, engine: SteppedEngine) -> None:
         self.engine, self.half = engine, engine.half
         self.worker = get_kv_transfer_group().worker
-        [(self.group, self.blocks)] = self.worker.path.blocks.items()
+        [(self.group, self.blocks)] = self.worker.engine.blocks.items()
         rng = random.Random(0)
         self.report: dict[str, Any] = {"causes": []}
         prompt = [rng.randrange(10, VOCAB) for _ in range(PROMPT)]
@@ -86,15 +86,15 @@ class LatentSessions:
         self.report["turned_same"] = all(np.array_equal(x[0], y[0]) for x, y in zip(before, after, strict=True))
         self.report["same_tokens"] = same_tokens(before, after)
         self.report["noise"] = noise(before, after)
-        decode_all = self.blocks.decode_all
-        self.blocks.decode_all = lambda keys, *_: [None] * len(keys)  # type: ignore[method-assign]
+        decode = self.blocks.decode
+        self.blocks.decode = lambda *_: None  # type: ignore[method-assign]
         self.go_cold()
         self.report["zeros"] = self.ask()
-        self.blocks.decode_all = decode_all  # type: ignore[method-assign]
+        self.blocks.decode = decode  # type: ignore[method-assign]
 
     def stored(self) -> list[list[Any]]:
         """Kind, codec and tokens of each section of the first block and of the second."""
-        codes = self.worker.path.store.read(self.group, [block.key for block in self.chain[:2]])
+        codes = self.worker.engine.store.read(self.group, [block.key for block in self.chain[:2]])
         blocks = [wire.parse(buf).header.sections for buf in codes]
         return [[[s.kind.name, s.codec, s.first_token, s.tokens] for s in block] for block in blocks]
 

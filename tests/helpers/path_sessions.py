@@ -1,4 +1,4 @@
-"""A session on an engine whose worker has the GPU's path, and what becomes of it, told on standard output as JSON.
+"""A session on an engine whose worker has the GPU's engine, and what becomes of it, told on standard output as JSON.
 
 Run as a script, in a process of its own. On standard input: model; manthan, its options; vllm, more of its arguments;
 what, which of the jobs below.
@@ -44,7 +44,7 @@ class PathSession:
         args = EngineArgs(model, kv_transfer_config=transfer, **arguments | vllm)
         self.engine = LLMEngine.from_engine_args(args)
         self.half = self.engine.engine_core.engine_core.scheduler.connector.scheduler
-        self.path = get_kv_transfer_group().worker.path
+        self.path = get_kv_transfer_group().worker.engine
         self.block = self.half.groups.chain.spec.block_size
         self.causes: list[str] = []
         self.requests = 0
@@ -163,7 +163,7 @@ def main(job: Any) -> Any:
     session = PathSession(job["model"], job.get("vllm", {}), job["manthan"])
     said = getattr(session, job["what"])()
     said |= {"block": session.block, "prompt": len(session.prompt), "causes": session.causes}
-    return said | {"path": type(session.path).__name__}
+    return said | {"engine": type(session.path).__name__}
 
 
 if __name__ == "__main__":

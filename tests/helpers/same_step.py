@@ -35,8 +35,8 @@ class SameStep(ExactSessions):
         scheduler.schedule = noting_schedule
 
     def _watch_worker(self, runner: Any) -> None:
-        """Note in which order a step's forward passes, the draft's too, loads and spills begin."""
-        forward, loads, spills = runner._model_forward, self.path.submit_loads, self.path.submit_spills
+        """Note in which order a step's forward passes, the draft's too, loads and stores begin."""
+        forward, loads, stores = runner._model_forward, self.path.submit_loads, self.path.submit_stores
 
         def noting_forward(*args: Any, **more: Any) -> Any:
             computed = forward(*args, **more)
@@ -47,9 +47,9 @@ class SameStep(ExactSessions):
             self.steps[-1].append("loads")
             loads(metadata)
 
-        def noting_spills(metadata: Any) -> None:
-            self.steps[-1] += ["spills"] if metadata.spills else []
-            spills(metadata)
+        def noting_stores(metadata: Any) -> None:
+            self.steps[-1] += ["stores"] if metadata.stores else []
+            stores(metadata)
 
         if hasattr(runner, "drafter"):
             propose = runner.drafter.propose
@@ -61,7 +61,7 @@ class SameStep(ExactSessions):
 
             runner.drafter.propose = noting_draft
         runner._model_forward = noting_forward
-        self.path.submit_loads, self.path.submit_spills = noting_loads, noting_spills
+        self.path.submit_loads, self.path.submit_stores = noting_loads, noting_stores
 
     def lose(self, session: str) -> None:
         """vLLM does not have a session's blocks any more, of which the manager has not heard."""
@@ -81,7 +81,7 @@ class SameStep(ExactSessions):
                 half.step = step
             metadata = step(tokens, requests)
             if tokens > 10 * vllm_engine.BLOCK:
-                self.report["named"] = len(metadata.spills)
+                self.report["named"] = sum(map(len, metadata.stores))
             return metadata
 
         half.step = evicting_step

@@ -45,7 +45,7 @@ class SteppedEngine:
         def noting_step(*args: Any) -> Any:
             metadata = step(*args)
             self.actions += [["drop", key.hex()] for drop in metadata.drops for key in drop.keys]
-            self.actions += [["spill", spill.key.hex()] for spill in metadata.spills]
+            self.actions += [["spill", key.hex()] for job in metadata.stores for key in reversed(job.block_hashes)]
             return metadata
 
         def noting_allocated(request: Any, block_ids: Any, tokens: int) -> None:
@@ -92,7 +92,7 @@ class SteppedEngine:
     def _wait_for_threads(self) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        get_kv_transfer_group().worker.path.wait()
+        get_kv_transfer_group().worker.engine.wait()
 
 
 class ClockedEngine(SteppedEngine):

@@ -27,14 +27,14 @@ class Stepped(SteppedEngine):
 
     def slow(self) -> None:
         """Encoding takes a while from now on, and one session is amid it."""
-        for blocks in get_kv_transfer_group().worker.path.blocks.values():
-            encode_all = blocks.encode_all
+        for blocks in get_kv_transfer_group().worker.engine.blocks.values():
+            encode = blocks.encode
 
-            def later(*args: Any, encode_all: Any = encode_all) -> Any:
+            def later(*args: Any, encode: Any = encode) -> Any:
                 time.sleep(0.2)
-                return encode_all(*args)
+                return encode(*args)
 
-            blocks.encode_all = later
+            blocks.encode = later
         self.half.manager.relieve(1, time.monotonic())
         self.engine.step()
 

@@ -15,7 +15,7 @@ def stored_chain(worker: Any) -> list[tuple[int, bytes, Any]]:
     """Group, key and codes of each block, from the session's first one on; the codes are copies."""
     from manthan.codec import wire
 
-    store = get_kv_transfer_group().worker.path.store
+    store = get_kv_transfer_group().worker.engine.store
     found = [(group, key, next(store.read(group, [key]))) for group, key in list(store._blocks)]
     return sorted(found, key=lambda block: wire.parse(block[2]).header.first_token)
 
@@ -24,18 +24,18 @@ def damage(worker: Any, depth: int, at: int = 5000) -> None:
     """One byte of a block's codes changes; depth: its place in the chain, or from the end if negative."""
     group, key, buf = stored_chain(worker)[depth]
     buf[at] ^= 1
-    assert get_kv_transfer_group().worker.path.store.put_all(group, {key: buf}) == {}
+    assert get_kv_transfer_group().worker.engine.store.put_all(group, {key: buf}) == {}
 
 
 def lose(worker: Any, depth: int) -> None:
     """A block's codes are not there any more; depth: as above."""
     group, key, _ = stored_chain(worker)[depth]
-    get_kv_transfer_group().worker.path.store.drop(group, [key])
+    get_kv_transfer_group().worker.engine.store.drop(group, [key])
 
 
 def count(worker: Any) -> int:
     """How many blocks there are."""
-    return len(get_kv_transfer_group().worker.path.store._blocks)
+    return len(get_kv_transfer_group().worker.engine.store._blocks)
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def gate(engine: "Engine") -> Iterator[None]:
 def close_gate(worker: Any) -> None:
     import threading
 
-    store = get_kv_transfer_group().worker.path.store
+    store = get_kv_transfer_group().worker.engine.store
     store.gate, store.at_gate = threading.Event(), 0
 
     def read(group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
@@ -64,8 +64,8 @@ def close_gate(worker: Any) -> None:
 
 def at_gate(worker: Any) -> int:
     """How many have come to read."""
-    return int(get_kv_transfer_group().worker.path.store.at_gate)
+    return int(get_kv_transfer_group().worker.engine.store.at_gate)
 
 
 def open_gate(worker: Any) -> None:
-    get_kv_transfer_group().worker.path.store.gate.set()
+    get_kv_transfer_group().worker.engine.store.gate.set()

@@ -253,11 +253,11 @@ def restore_worker(worker: Any) -> None:
     """Undo what tests have put over the worker's store and codec."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    path = get_kv_transfer_group().worker.path
+    path = get_kv_transfer_group().worker.engine
     if not hasattr(path, "store"):  # codes are made on a GPU
         return
     for part in (path.store, *path.blocks.values()):
-        for name in [name for name in vars(part) if name in ("read", "put_all", "encode_all", "decode_all")]:
+        for name in [name for name in vars(part) if name in ("read", "put_all", "encode", "decode")]:
             delattr(part, name)
 
 

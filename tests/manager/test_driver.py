@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jobs
 import pytest
 from engine import IDLE_AFTER_S, SHAPE, chain
 from integrity import check_integrity
@@ -13,7 +14,6 @@ from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import Place
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.work import FailedBlock, GroupBlocks, LoadResult, SpillResult
 from manthan.policies import get_policy
 
 KEYS = chain("a b c d e f")
@@ -48,10 +48,9 @@ class Served:
         spilled = []
         while len(spilled) < len(KEYS):
             work = self.driver.step(0, 2.0 + IDLE_AFTER_S)
-            assert 0 < len(work.spills) <= self.driver.pressure.window
-            spilled += [spill.key for spill in work.spills]
-            results = [SpillResult(spill.key, spill.group, None, 0.0, 100) for spill in work.spills]
-            self.driver.answered(results, [], 12.0)
+            assert 0 < len(jobs.names(work.stores)) <= self.driver.pressure.window
+            spilled += jobs.names(work.stores)
+            self.driver.answered([jobs.done(job, 100) for job in work.stores], 12.0)
         assert set(spilled) == set(KEYS)
         assert len(self.pool.hit(KEYS)) == len(KEYS), "what is saved stays in the pool"
         self.pool.give_back(self.pool.take(len(self.pool)))  # until others overwrite it
@@ -82,7 +81,7 @@ def test_a_prefetched_session_is_found_although_some_is_computed_again(again: in
     served = Served(again, Hints(expect_return_s=19.0))
     served.go_cold()
     [load] = served.driver.step(0, 19.5).loads
-    served.driver.answered([], [LoadResult(load.request_id, [], 600, 0.0, True)], 19.6)
+    served.driver.answered([jobs.done(load, 100)], 19.6)
     assert len(served.pool.hit(KEYS)) == 6
     assert served.come_back(20.0, hot=6 - again) == 0
     assert served.hits.prefetched == 1
@@ -102,13 +101,14 @@ def test_a_restore_reads_the_anchor_behind_the_block_that_is_computed_again() ->
     driver.started("second", MORE, "A", 20.0, tokens=96, blocks=8)
     assert driver.usable(96) == 6
     assert driver.wanted("second", MORE[:6], 0, 8, 20.0) == 5
-    driver.restoring("second", MORE[:6], [1, 2, 3, 4, 5], [GroupBlocks(window, [KEYS[4]], [6])])
-    [load] = driver.step(0, 20.0).loads
-    assert [list(part.keys) for part in load.parts] == [KEYS[:5], [KEYS[4]]]
+    driver.restoring("second", MORE[:6], [1, 2, 3, 4, 5], [(window, [KEYS[4]], [6])])
+    chains, states = driver.step(0, 20.0).loads
+    assert [chains.block_hashes, states.block_hashes] == [KEYS[:5], [KEYS[4]]]
     [part] = manager.table.by_id["A"].beside
     assert part.pins == 1
-    failed = [FailedBlock(window, KEYS[4], "missing")]
-    driver.answered([], [LoadResult(load.request_id, failed, 0, 0.0)], 21.0)
+    driver.answered([jobs.done(chains, 100)], 20.5)
+    assert part.pins == 1, "one job of two has ended"
+    driver.answered([jobs.done(states, failed={0: "missing"})], 21.0)
     assert manager.match(KEYS) == 0, "nobody looks for it again"
     check_integrity(manager)
 
@@ -116,7 +116,7 @@ def test_a_restore_reads_the_anchor_behind_the_block_that_is_computed_again() ->
 def test_who_rests_begins_nothing_until_it_goes_on() -> None:
     served = Served(0, Hints())
     served.driver.rests = True
-    assert not served.driver.step(0, 2.0 + IDLE_AFTER_S).spills
+    assert not served.driver.step(0, 2.0 + IDLE_AFTER_S).stores
     served.driver.rests = False
     served.go_cold()
 
@@ -127,7 +127,7 @@ def test_what_was_found_of_a_prompt_is_what_was_hot_and_what_was_restored() -> N
     served.come_back(20.0, hot=0)
     served.driver.restoring("second", KEYS, [1, 2, 3, 4, 5, 6])
     [load] = served.driver.step(0, 20.0).loads
-    served.driver.answered([], [LoadResult(load.request_id, [FailedBlock(0, KEYS[4], "missing")], 400, 0.0)], 20.1)
+    served.driver.answered([jobs.done(load, 100, {4: "missing"})], 20.1)
     served.driver.admitted("second", MORE, 0, served.driver.usable(128), 8)
     assert served.driver.found("second") == 4 * 16
     served.driver.finished("second", MORE, 21.0, 129)
@@ -154,9 +154,9 @@ def test_a_long_session_goes_cold_by_so_many_blocks_a_step() -> None:
     spilled, kept = [], []
     while driver.has_work or not spilled:
         work = driver.step(0, 2.0 + IDLE_AFTER_S)
-        assert len(work.spills) <= A_STEP
-        spilled += [spill.key for spill in work.spills]
-        driver.answered([SpillResult(spill.key, spill.group, None, 0.0, 1) for spill in work.spills], [], 12.0)
+        assert len(jobs.names(work.stores)) <= A_STEP
+        spilled += jobs.names(work.stores)
+        driver.answered([jobs.done(job, 1) for job in work.stores], 12.0)
         kept.append(len(pool._kept))
         check_integrity(manager)
     assert spilled == keys[::-1]
@@ -166,7 +166,7 @@ def test_a_long_session_goes_cold_by_so_many_blocks_a_step() -> None:
     turn(20.0)
     kept = [0]
     while driver.has_work or len(kept) < 2:
-        assert not driver.step(0, 22.0 + IDLE_AFTER_S).spills
+        assert not driver.step(0, 22.0 + IDLE_AFTER_S).stores
         kept.append(len(pool._kept))
         assert kept[-1] - kept[-2] <= A_STEP
     assert (len(kept) > 3, kept[-1]) == (True, blocks)

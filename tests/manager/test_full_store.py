@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 
+import jobs
 from engine import IDLE_AFTER_S, SHAPE, Engine, chain
 from integrity import check_integrity
 from told import told
@@ -11,7 +12,7 @@ from manthan.manager.driver import Driver
 from manthan.manager.sessions.evictions import DOUBLINGS
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.work import SpillResult, on_each
+from manthan.manager.work import on_each
 from manthan.policies import get_policy
 
 LONGEST_S = 2**DOUBLINGS * IDLE_AFTER_S
@@ -119,15 +120,16 @@ class Uneven:
             for key in self.stored.intersection(drop.keys):
                 self.stored.remove(key)
                 self.used = [used - size for used, size in zip(self.used, self.SIZES, strict=True)]
-        for spill in work.spills:
-            fits = max(self.used) + self.SIZES[0] <= self.room
-            self.refused += not fits
-            if fits:
-                self.stored.add(spill.key)
+        for job in work.stores:
+            failed = dict[int, str]()
+            for at in reversed(range(len(job))):
+                if max(self.used) + self.SIZES[0] > self.room:
+                    failed[at] = "store_full"
+                    continue
+                self.stored.add(job.block_hashes[at])
                 self.used = [used + size for used, size in zip(self.used, self.SIZES, strict=True)]
-            for rank, size in enumerate(self.SIZES):
-                cause = "store_full" if rank == 0 and not fits else None
-                self.driver.answered([SpillResult(spill.key, spill.group, cause, 0.0, size)], [], now)
+            self.refused += len(failed)
+            self.driver.answered([jobs.done(job, self.SIZES[0], failed), jobs.done(job, self.SIZES[1])], now)
 
 
 def test_a_store_that_others_fill_is_asked_less_and_less_often() -> None:

@@ -6,7 +6,6 @@ from engine import Engine
 from manthan.manager.lives import EVENTS_A_SESSION, EventKind, Lives
 from manthan.manager.observer import Restored
 from manthan.manager.sessions.session import News, NewsKind
-from manthan.manager.work import LoadResult
 
 
 @pytest.fixture
@@ -33,8 +32,8 @@ def test_a_life_is_told_in_order_with_numbers_and_words(engine: Engine) -> None:
     engine.evict()
     told(engine, lives)
     engine.now = 30.0
-    lives.restored(Restored("a", 3, 2, [LoadResult("r", [], 250, 0.125)], ["missing"]))
-    lives.restored(Restored("a", 3, 3, [LoadResult("r", [], 300, 0.5)], [], is_prefetch=True))
+    lives.restored(Restored("a", 3, 2, 250, 0.125, ["missing"], "r"))
+    lives.restored(Restored("a", 3, 3, 300, 0.5, []))
     lives.happened(News("a", NewsKind.DROPPED, blocks=1, nbytes=100, cause="budget"))
     lives.happened(News("a", NewsKind.PINNED))
     life = lives.of("a")

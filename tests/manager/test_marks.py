@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jobs
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
 from integrity import check_integrity
@@ -13,7 +14,6 @@ from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import BlockName, MemoryShape, Place
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.work import FailedBlock, GroupBlocks, LoadResult
 from manthan.policies import get_policy
 
 TEXT = "a b c"
@@ -197,14 +197,14 @@ class Served:
         self.driver.started("second", [*self.keys, b"e"], "A", 20.0, tokens=81, blocks=6)
         self.driver.hits("second", [[]])
         self.blocks = self.pool.take(6)
-        beside = [GroupBlocks(1, [key], [self.blocks[5]]) for _, key, _ in self.parts]
+        beside = [(1, [key], [self.blocks[5]]) for _, key, _ in self.parts]
         self.driver.restoring("second", self.keys, self.blocks[:4], beside)
 
     def marks(self, failed: int | None = None) -> list[Mark]:
         """Of the session's blocks and the one that is computed behind them, when its load has ended."""
-        [load] = self.driver.step(0, 20.0).loads
-        bad = [] if failed is None else [FailedBlock(0, self.keys[failed], "missing")]
-        self.driver.answered([], [LoadResult(load.request_id, bad, 0, 0.0)], 21.0)
+        chains, *others = self.driver.step(0, 20.0).loads
+        bad = {} if failed is None else {failed: "missing"}
+        self.driver.answered([jobs.done(chains, failed=bad), *map(jobs.done, others)], 21.0)
         self.driver.computed("second", self.blocks[:5])
         return [self.pool.marks[block] for block in self.blocks[:5]]
 

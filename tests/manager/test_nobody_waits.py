@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import jobs
 import pytest
 from engine import SHAPE
 from told import all_told
@@ -11,7 +12,7 @@ from manthan.manager.observer import Observer
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import BlockName, DropCause
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.work import NEEDED, SpillResult
+from manthan.manager.work import NEEDED
 from manthan.policies import get_policy
 
 BLOCKS = 64
@@ -27,7 +28,7 @@ class Counting(Observer):
     def overwritten(self, blocks: int) -> None:
         self.lost += blocks
 
-    def not_spilled(self, causes: "set[str]") -> None:  # type: ignore[override]
+    def not_stored(self, causes: "set[str]") -> None:  # type: ignore[override]
         self.failures += causes
 
 
@@ -41,11 +42,16 @@ class Pool(SimulatedPool):
         return super().names()
 
 
+def blocks(work: Work) -> int:
+    return sum(map(len, work.stores))
+
+
 class World:
-    def __init__(self, low: float = 0.25, high: float = 0.5) -> None:
+    def __init__(self, low: float = 0.25, high: float = 0.5, ranks: int = 1) -> None:
         self.manager = SessionMemoryManager(get_policy("lru"), SHAPE, 10**6, idle_after_s=SAVED_AFTER_S)
         self.pool, self.seen = Pool(BLOCKS), Counting()
-        self.driver: Driver[int] = Driver(self.manager, self.pool, BLOCKS, low=low, high=high, observer=self.seen)
+        told = {"low": low, "high": high, "observer": self.seen, "ranks": ranks}
+        self.driver: Driver[int] = Driver(self.manager, self.pool, BLOCKS, **told)  # type: ignore[arg-type]
 
     def keys(self, name: str, blocks: int) -> list[bytes]:
         return [f"{name}{n}".ljust(32).encode() for n in range(blocks)]
@@ -71,12 +77,13 @@ class World:
         assert self.ask(name, blocks, now) == 0
         self.answer(name, blocks, now)
 
-    def copied(self, work: Work) -> None:
-        self.driver.copied([(spill.group, spill.key) for spill in work.spills])
+    def gathered(self, work: Work) -> None:
+        self.driver.gathered([job.job_id for job in work.stores])
 
     def stored(self, work: Work, now: float, cause: str | None = None) -> None:
-        results = [SpillResult(spill.key, spill.group, cause, 0.0, 100) for spill in work.spills]
-        self.driver.answered(results, [], now)
+        for job in work.stores:
+            failed = dict.fromkeys(range(len(job)), cause) if cause else {}
+            self.driver.answered([jobs.done(job, 100, failed)], now)
 
 
 def test_a_request_is_never_held_back_while_all_is_to_be_encoded() -> None:
@@ -84,7 +91,7 @@ def test_a_request_is_never_held_back_while_all_is_to_be_encoded() -> None:
     for n in range(4):
         world.turn(f"chat{n}", 16, n)
     work = world.driver.step(0, 4.0)
-    assert work.spills
+    assert work.stores
     for n in range(4, 8):
         assert world.ask(f"chat{n}", 12, 5.0) == 0
 
@@ -103,19 +110,23 @@ def test_nor_is_the_free_queue_walked_for_it() -> None:
 def test_vllm_is_not_told_to_wait_for_blocks_that_are_to_be_encoded() -> None:
     world = World()
     world.turn("chat", 60, 0.0)
-    assert world.driver.step(0, 1.0).spills
+    assert world.driver.step(0, 1.0).stores
     assert world.driver.holds_blocks
     assert not world.driver.frees_soon
 
 
-def test_blocks_are_free_again_when_they_are_copied() -> None:
-    world = World()
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_are_free_again_when_all_ranks_have_gathered_them(ranks: int) -> None:
+    world = World(ranks=ranks)
     world.turn("chat", 60, 0.0)
     work = world.driver.step(0, 1.0)
-    assert len(world.pool) == BLOCKS - len(work.spills) < BLOCKS
-    world.copied(work)
+    assert len(world.pool) == BLOCKS - blocks(work) < BLOCKS
+    for _ in range(ranks - 1):
+        world.gathered(work)
+        assert len(world.pool) < BLOCKS
+    world.gathered(work)
     assert len(world.pool) == BLOCKS
-    assert world.manager.blocks.spilling == len(work.spills)
+    assert world.manager.blocks.spilling == blocks(work)
 
 
 @pytest.mark.parametrize("needs", ["waiting", "running"])
@@ -123,14 +134,14 @@ def test_blocks_that_nobody_reads_yet_are_given_up_when_requests_need_them(needs
     world = World()
     world.turn("chat", 60, 0.0)
     work = world.driver.step(0, 1.0)
-    assert 0 < len(work.spills) <= WINDOW
+    assert 0 < blocks(work) <= WINDOW
     assert not work.revokes
     assert not world.driver.step(0, 1.1).revokes, "nobody needs more than is free"
     if needs == "waiting":
         world.ask("other", BLOCKS, 1.2)
     taken = 0 if needs == "waiting" else BLOCKS
     assert world.driver.step(taken, 1.3).revokes
-    world.driver.copied([(spill.group, spill.key) for spill in work.spills])
+    world.gathered(work)
     world.stored(work, 1.4, NEEDED)
     assert len(world.pool) == BLOCKS
     assert world.seen.failures == []
@@ -142,7 +153,7 @@ def test_no_more_is_referenced_than_leaves_room_for_the_first_that_waits() -> No
     world.turn("chat", 60, 0.0)
     world.ask("other", BLOCKS - 1, 1.0)
     work = world.driver.step(0, 1.0)
-    assert len(work.spills) == 1
+    assert blocks(work) == 1
     assert len(world.pool) == BLOCKS - 1
 
 
@@ -160,15 +171,15 @@ def test_blocks_of_a_waiting_request_are_at_risk_and_its_own_hits_are_no_room() 
 def test_a_turn_is_saved_two_seconds_after_it_ended_and_stays_in_the_pool() -> None:
     world = World(low=0.0, high=0.0)
     world.turn("chat", 6, 0.0)
-    assert not world.driver.step(0, SAVED_AFTER_S - 0.1).spills
+    assert not world.driver.step(0, SAVED_AFTER_S - 0.1).stores
     assert world.driver.next_deadline == SAVED_AFTER_S
     first = world.driver.step(0, SAVED_AFTER_S)
-    assert len(first.spills) == WINDOW
-    world.copied(first)
+    assert blocks(first) == WINDOW
+    world.gathered(first)
     world.stored(first, 2.3)
     rest = world.driver.step(0, 2.4)
-    assert len(first.spills) + len(rest.spills) == 6
-    world.copied(rest)
+    assert blocks(first) + blocks(rest) == 6
+    world.gathered(rest)
     world.stored(rest, 2.5)
     assert [str(session.state) for session in all_told(world.manager)] == ["cold"]
     assert world.ask("chat", 6, 2.6) == 0, "it is in the pool"
@@ -178,8 +189,8 @@ def test_a_turn_is_saved_two_seconds_after_it_ended_and_stays_in_the_pool() -> N
 
 def save(world: "World", now: float) -> None:
     """All that is idle is saved."""
-    while (work := world.driver.step(0, now)).spills:
-        world.copied(work)
+    while (work := world.driver.step(0, now)).stores:
+        world.gathered(work)
         world.stored(work, now)
     world.driver.step(0, now)
 
@@ -268,5 +279,5 @@ def test_what_is_gone_when_its_encoding_is_to_begin_is_counted_too() -> None:
     world = World(low=0.0, high=0.0)
     world.turn("chat", 4, 0.0)
     world.pool.give_back(world.pool.take(BLOCKS))
-    assert not world.driver.step(0, SAVED_AFTER_S).spills
+    assert not world.driver.step(0, SAVED_AFTER_S).stores
     assert world.seen.lost == 4

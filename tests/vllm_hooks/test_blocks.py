@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jobs
 import numpy as np
 import pytest
 import torch
@@ -19,7 +20,6 @@ from paged_cache import (
 )
 
 from manthan.codec import wire
-from manthan.manager.work import SpillBlock
 from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.worker.blocks import CpuBlocks
 from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.usefixtures("engine_config")
 
 
 def encode(blocks: CpuBlocks, block_id: int, exact: int = 0) -> Any:
-    [buf] = blocks.encode_all([SpillBlock(KEY, 0, block_id, 96, exact)])
+    job = jobs.store([KEY], [block_id], 96, 96 + exact)
+    [buf] = blocks.encode(job, blocks.gather(job))
     return buf
 
 
 def decode(blocks: CpuBlocks, block_id: int, buf: Any, key: bytes = KEY) -> str | None:
-    [cause] = blocks.decode_all([key], [block_id], [buf])
-    return cause
+    return blocks.decode(key, block_id, buf)
 
 
 @pytest.mark.parametrize(("isa", "dtype"), KINDS)
@@ -122,8 +122,8 @@ def test_kv_that_is_not_finite_is_not_encoded() -> None:
     blocks = cpu_blocks(caches, layers, spec)
     write(caches, layers, 3, spec, seed=3)
     caches["layer-1"][3, 0, 0, 0] = float("nan")
-    spills = [SpillBlock(bytes([n]), 0, n, 0) for n in (2, 3, 4)]
-    first, bad, last = blocks.encode_all(spills)
+    job = jobs.store([b"\2", b"\3", b"\4"], [2, 3, 4])
+    first, bad, last = blocks.encode(job, blocks.gather(job))
     assert bad == "encode"
     assert wire.parse(first, key=b"\2")
     assert wire.parse(last, key=b"\4")

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jobs
 import numpy as np
 import pytest
 import torch
@@ -23,7 +24,6 @@ from vllm_engine import MODEL
 
 from manthan.codec.base import Dtype
 from manthan.codec.cpu.fp8 import widened
-from manthan.manager.work import SpillBlock
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.memory import Shards, block_format, block_shape, memory_shape
@@ -76,8 +76,9 @@ def test_a_block_that_vllm_wrote_is_found_whatever_the_scale(cache_dtype: str, d
     blocks = CpuBlocks(memory, block_format("wht-5x", group, PRINT))
     assert blocks.format.shape.dtype is dtype
     before = np.stack(memory.gather(3))
-    [codes] = blocks.encode_all([SpillBlock(KEY, 0, 3, 96, 4)])
-    assert blocks.decode_all([KEY], [5], [codes]) == [None]
+    job = jobs.store([KEY], [3], 96, 96 + 4)
+    [codes] = blocks.encode(job, blocks.gather(job))
+    assert blocks.decode(KEY, 5, codes) is None
     after = np.stack(memory.gather(5))
     assert np.array_equal(before[:, :, :, :4], after[:, :, :, :4])
     assert not np.array_equal(before, after)
@@ -100,8 +101,9 @@ def test_a_gpus_cache_of_fp8_is_read_by_way_of_the_cpu() -> None:
     for cache in caches.values():
         cache.view(torch.uint8)[3] = torch.randint(0, 120, (32, HEADS, 128))
     blocks = CpuBlocks(memory, block_format("exact", Group(0, spec, LAYERS, cache_dtype="fp8"), PRINT))
-    [codes] = blocks.encode_all([SpillBlock(KEY, 0, 3, 96, 0)])
-    assert blocks.decode_all([KEY], [5], [codes]) == [None]
+    job = jobs.store([KEY], [3], 96, 96 + 0)
+    [codes] = blocks.encode(job, blocks.gather(job))
+    assert blocks.decode(KEY, 5, codes) is None
     for cache in caches.values():
         assert torch.equal(cache.view(torch.uint8)[3], cache.view(torch.uint8)[5])
         assert cache.view(torch.uint8)[3].any()
@@ -134,11 +136,12 @@ def test_blocks_of_bytes_come_back_bit_for_bit_from_layers_of_different_sizes() 
     layers = packed_layers(caches, BLOCKS, group.layer_nbytes)
     form = block_format("exact", group, PRINT)
     blocks = CpuBlocks(PackedMemory(layers, form.shape), form)
-    [codes] = blocks.encode_all([SpillBlock(KEY, 0, 3, 96, 4)])
+    job = jobs.store([KEY], [3], 96, 96 + 4)
+    [codes] = blocks.encode(job, blocks.gather(job))
     assert sum(sizes) < len(codes) < sum(sizes) + 256
     before = {name: cache[3].clone() for name, cache in caches.items()}
     others = {name: cache[[0, 1, 2, 4, 6, 7]].clone() for name, cache in caches.items()}
-    assert blocks.decode_all([KEY], [5], [codes]) == [None]
+    assert blocks.decode(KEY, 5, codes) is None
     for name, cache in caches.items():
         assert torch.equal(cache[5], before[name])
         assert torch.equal(cache[[0, 1, 2, 4, 6, 7]], others[name])

@@ -13,7 +13,7 @@ def note_threads(worker: Any) -> None:
     """From now on, the store notes which threads read and write it."""
     import threading
 
-    store = get_kv_transfer_group().worker.path.store
+    store = get_kv_transfer_group().worker.engine.store
     store.threads = set()
 
     def noting(name: str) -> Any:
@@ -29,7 +29,7 @@ def note_threads(worker: Any) -> None:
 
 
 def noted_threads(worker: Any) -> list[str]:
-    return sorted(get_kv_transfer_group().worker.path.store.threads)
+    return sorted(get_kv_transfer_group().worker.engine.store.threads)
 
 
 def test_sessions_go_cold_without_traffic_and_come_back_right(engine, table) -> None:
@@ -196,30 +196,25 @@ def failing_whole(engine: Engine) -> Iterator[Engine]:
 
 def fail_whole(worker: Any, whole: bool) -> None:
     """From now on, loads do; and it is noted what vLLM is told of them."""
-    path = get_kv_transfer_group().worker.path
-    path.fails_whole = whole
+    engine = get_kv_transfer_group().worker.engine
+    engine._fails_whole = whole
     if not whole:
-        for name in ("take_failed_loads", "take_failed_blocks"):
-            delattr(path, name)
+        del engine.take_ended
         return
-    path.told = {"take_failed_loads": [], "take_failed_blocks": []}
+    engine.told = [0, 0]
 
-    def noting(name: str) -> Any:
-        def take() -> Any:
-            taken = getattr(type(path), name)(path)
-            path.told[name] += taken
-            return taken
+    def noting() -> Any:
+        ended = type(engine).take_ended(engine)
+        engine.told = [engine.told[0] + len(ended.failed), engine.told[1] + len(ended.bad_blocks)]
+        return ended
 
-        return take
-
-    for name in path.told:
-        setattr(path, name, noting(name))
+    engine.take_ended = noting
 
 
 def told(worker: Any) -> tuple[int, int]:
     """Of how many loads, and of how many blocks, vLLM was told that they have failed."""
-    noted = get_kv_transfer_group().worker.path.told
-    return len(noted["take_failed_loads"]), len(noted["take_failed_blocks"])
+    requests, blocks = get_kv_transfer_group().worker.engine.told
+    return requests, blocks
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jobs
 import pytest
 import torch
 from latent_model import LATENT, LAYERS, TURNED, make_latent_model
@@ -15,7 +16,6 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.work import SpillBlock
 from manthan.vllm_hooks.memory import block_format, block_shape
 from manthan.vllm_hooks.support import Group, Groups, groups_of
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, HostMemory, LatentMemory
@@ -64,9 +64,10 @@ def test_a_block_goes_through_the_codec(exact: int) -> None:
     memory = HostMemory(probe_layers(caches, modules, BLOCKS, SHAPE), SHAPE)
     assert all(cache[3].any() for cache in caches.values())
     blocks = CpuBlocks(memory, block_format("wht-5x", GROUP))
-    [buf] = blocks.encode_all([SpillBlock(b"k" * 32, 0, 3, 0, exact)])
+    job = jobs.store([b"k" * 32], [3], 0, exact)
+    [buf] = blocks.encode(job, blocks.gather(job))
     assert not isinstance(buf, str)
-    assert blocks.decode_all([b"k" * 32], [5], [buf]) == [None]
+    assert blocks.decode(b"k" * 32, 5, buf) is None
     for cache in caches.values():
         latents, turned = cache[:, 0, :, :LATENT].float(), cache[:, 0, :, LATENT:]
         assert torch.equal(turned[5], turned[3])
@@ -77,7 +78,7 @@ def test_a_block_goes_through_the_codec(exact: int) -> None:
     bad = buf.copy()
     bad[-20] ^= 1
     before = {name: cache.clone() for name, cache in caches.items()}
-    assert blocks.decode_all([b"k" * 32], [6], [bad]) == ["checksum"]
+    assert blocks.decode(b"k" * 32, 6, bad) == "checksum"
     assert all(torch.equal(before[name], cache) for name, cache in caches.items()), "nothing of it is served"
 
 

@@ -38,7 +38,7 @@ def pair(start_engine: Any, model: str) -> Iterator[Any]:
 
 def forget_latents(worker: Any) -> None:
     """Whatever is restored into the pool from now on, it is not what was there."""
-    [blocks] = get_kv_transfer_group().worker.path.blocks.values()
+    [blocks] = get_kv_transfer_group().worker.engine.blocks.values()
     for rows, _, _ in blocks._memory._layers:
         rows[:] = 0
 

@@ -42,7 +42,7 @@ def test_blocks_are_encoded_as_the_step_that_names_them_computes_them(report: di
 
 
 def test_no_encoding_begins_before_the_forward_pass_of_its_step(report: dict[str, Any]) -> None:
-    both = [step for step in report["steps"] if "forward" in step and "spills" in step]
+    both = [step for step in report["steps"] if "forward" in step and "stores" in step]
     assert both
     passes = [[at for at, what in enumerate(step) if what in ("forward", "draft")] for step in both]
-    assert all(max(before) < step.index("spills") for before, step in zip(passes, both, strict=True))
+    assert all(max(before) < step.index("stores") for before, step in zip(passes, both, strict=True))

@@ -1,7 +1,10 @@
 """Prefetched blocks in vLLM's own block pool: they are what vLLM would have made of them, and nobody loses any."""
 
+from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
+import jobs
 import pytest
 import torch
 from spills import spilled, take_spills
@@ -27,7 +30,7 @@ from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.pressure import Runway
 from manthan.manager.sessions.session import MemoryShape, Place
-from manthan.manager.work import FailedBlock, GroupBlocks, Load, LoadResult
+from manthan.manager.transfer import Transfer
 from manthan.policies import get_policy
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.compat import VllmPool
@@ -54,13 +57,6 @@ def request(name: str, blocks: int, head: str = "") -> Request:
 
 def hash_of(text: str, n: int) -> int:
     return int.from_bytes(f"{text}{n}".encode()) % 50_000
-
-
-def part(load: Load) -> GroupBlocks:
-    """What a load is of, in the one group that there is."""
-    [only] = load.parts
-    assert only.group == GROUP
-    return only
 
 
 class Counted(Observer):
@@ -95,7 +91,7 @@ class Engine:
         blocks = VllmPool(self.pool, GROUP, TOKENS, told_of)
         runway = Runway(blocks, self.manager, ahead=9)
         self.blocks = blocks
-        self.prefetcher = Prefetcher(self.manager, blocks, runway, ranks, BLOCKS, SPARE, self.counted)
+        self.prefetcher = Prefetcher(self.manager, blocks, runway, ranks, BLOCKS, SPARE, self.counted, count())
         self.now = 0.0
 
     def compute(self, asked: Request, **hints: Any) -> None:
@@ -132,16 +128,15 @@ class Engine:
             spilled(self.manager, order.key, 100, self.now, order.group)
         self.blocks.release(self.manager.take_releases())  # what returns is restored
 
-    def prefetch(self, *names: str) -> list[Load]:
+    def prefetch(self, *names: str) -> Sequence[Transfer]:
         self.compute(request("who asks", 1), prefetch=names)
         return self.step()
 
-    def step(self) -> list[Load]:
+    def step(self) -> Sequence[Transfer]:
         return self.prefetcher.step(self.now)
 
-    def answer(self, load: Load, *failed: int, cause: str = "missing") -> None:
-        bad = [FailedBlock(GROUP, part(load).keys[n], cause) for n in failed]
-        self.prefetcher.answered(LoadResult(load.request_id, bad, 0, 0.0, is_prefetch=True), self.now)
+    def answer(self, load: Transfer, *failed: int, cause: str = "missing") -> None:
+        self.prefetcher.answered(jobs.done(load, failed=dict.fromkeys(failed, cause)), self.now)
 
     def queue(self) -> list[bytes | None]:
         """What the free blocks hold, the next to be overwritten first."""
@@ -171,12 +166,12 @@ def cold_with_window() -> tuple[Engine, Request]:
 def test_a_window_is_prefetched_with_its_chain() -> None:
     engine, a = cold_with_window()
     engine.pool.take_events()
-    [load] = engine.prefetch("a")
-    chain, window = load.parts
-    assert (chain.group, chain.keys) == (GROUP, a.block_hashes)
-    assert (window.group, window.keys) == (WINDOW, a.block_hashes[3:])
-    assert engine.prefetcher.is_loading(a.block_hashes[0])
-    engine.prefetcher.answered(LoadResult(load.request_id, [], 0, 0.0, is_prefetch=True), engine.now)
+    chain, window = engine.prefetch("a")
+    assert (chain.group, chain.block_hashes) == (GROUP, a.block_hashes)
+    assert (window.group, window.block_hashes) == (WINDOW, a.block_hashes[3:])
+    engine.answer(chain)
+    assert engine.prefetcher.is_loading(a.block_hashes[0]), "one job of two has ended"
+    engine.answer(window)
     assert engine.cached(a) == [True] * 5
     assert in_window(engine, a) == [False] * 3 + [True] * 2
     [last] = engine.pool.get_cached_block(a.block_hashes[4], [WINDOW]) or []
@@ -192,9 +187,8 @@ def test_what_follows_a_failure_is_not_entered() -> None:
     """Workers leave a load at the first block that they cannot read, and name no other."""
     for group, at in ((WINDOW, 3), (GROUP, 2)):
         engine, a = cold_with_window()
-        [load] = engine.prefetch("a")
-        bad = [FailedBlock(group, a.block_hashes[at], "checksum")]
-        engine.prefetcher.answered(LoadResult(load.request_id, bad, 0, 0.0, is_prefetch=True), engine.now)
+        for job in engine.prefetch("a"):
+            engine.answer(job, *[job.block_hashes.index(a.block_hashes[at])] if job.group == group else [])
         assert in_window(engine, a) == [False] * 5
         assert engine.cached(a) == [True] * (5 if group == WINDOW else 2) + [False] * (0 if group == WINDOW else 3)
         assert engine.manager.match(a.block_hashes) == 0
@@ -233,7 +227,7 @@ def test_a_prefetched_chain_lies_in_the_pool_as_vllm_s_own_does(engine: Engine) 
     assert engine.queue() == [None] * BLOCKS
     engine.pool.take_events()
     [load] = engine.prefetch("a")
-    assert part(load).keys == a.block_hashes
+    assert load.block_hashes == a.block_hashes
     assert engine.pool.get_num_free_blocks() == BLOCKS - 5
     assert engine.cached(a) == [False] * 5  # until every code was checked
     engine.answer(load)
@@ -242,7 +236,7 @@ def test_a_prefetched_chain_lies_in_the_pool_as_vllm_s_own_does(engine: Engine) 
     assert engine.queue()[:-6] == [None] * (BLOCKS - 6)
     blocks = [(engine.pool.get_cached_block(key, [0]) or [])[0] for key in a.block_hashes]
     assert [block.block_hash_num_tokens for block in blocks] == own == [16, 32, 48, 64, 80]
-    assert [block.block_id for block in blocks] == part(load).block_ids
+    assert [block.block_id for block in blocks] == load.block_ids.tolist()
     told = [event for event in engine.pool.take_events() if isinstance(event, BlockStored)][1:]  # after who asked
     names = [maybe_convert_block_hash(key) for key in a.block_hashes]
     assert [event.block_hashes for event in told] == [[name] for name in names]
@@ -346,7 +340,7 @@ def test_a_session_that_is_longer_than_what_the_pool_can_spare_is_not_waited_for
     assert engine.step() == []
     engine.evict()
     [load] = engine.step()
-    assert len(part(load).keys) == BLOCKS - SPARE
+    assert len(load.block_hashes) == BLOCKS - SPARE
 
 
 def test_room_that_a_waiting_request_needs_is_left_to_it(engine: Engine) -> None:

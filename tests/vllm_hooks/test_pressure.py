@@ -12,7 +12,7 @@ SESSIONS = 8  # of 18 blocks each, where the pool has 95
 
 def store_figures(worker: Any) -> tuple[int, int, int]:
     """Peak and present bytes of the worker's store, and its budget."""
-    store = get_kv_transfer_group().worker.path.store
+    store = get_kv_transfer_group().worker.engine.store
     return store.peak, store.used, store.max_bytes
 
 
@@ -20,7 +20,7 @@ def slow_store(worker: Any, seconds: float) -> None:
     """From now on every read, and every write, takes so long."""
     import time
 
-    store = get_kv_transfer_group().worker.path.store
+    store = get_kv_transfer_group().worker.engine.store
     read, put_all = type(store).read, type(store).put_all
 
     def slow_read(group: int, keys: Any, *told: Any) -> Any:
@@ -40,7 +40,7 @@ def broken_store(worker: Any) -> None:
     def put_all(group: int, blocks: Any, tenant: str = "") -> None:
         raise OSError("the store is on fire")
 
-    get_kv_transfer_group().worker.path.store.put_all = put_all
+    get_kv_transfer_group().worker.engine.store.put_all = put_all
 
 
 def handed(engine: Any) -> float:

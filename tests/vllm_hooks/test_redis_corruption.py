@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import fake_cuda
+import jobs
 import pytest
 import torch
 import xxhash
@@ -17,13 +18,13 @@ from manthan.manager.config.model import RedisConfig
 from manthan.manager.tiers.redis import RedisTier
 from manthan.manager.tiers.redis_client import Circuit, connect
 from manthan.manager.tiers.redis_schema import Namespace
-from manthan.manager.work import GroupBlocks, Load, LoadResult, SpillBlock, SpillResult
+from manthan.manager.transfer import TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata
-from manthan.vllm_hooks.worker.blocks import Blocks
-from manthan.vllm_hooks.worker.host_path import HostPath
-from manthan.vllm_hooks.worker.intake import Intake
+from manthan.vllm_hooks.worker.engine import Engine
+from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
+from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
 from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
-from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
+from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
 pytestmark = pytest.mark.usefixtures("engine_config")
 
@@ -43,55 +44,57 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     yield from running(tmp_path_factory.mktemp("redis"))
 
 
-def on_the_cpu() -> tuple[Blocks, dict]:
+def on_the_cpu(store: RedisTier) -> tuple[Engine, dict]:
     caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
     blocks = cpu_blocks(caches, layers, spec)
     for block in range(len(KEYS)):
         write(caches, layers, block, spec, seed=block)
-    return blocks, caches
+    return CpuEngine({GROUP: blocks}, store, 1, torch.device("cpu")), caches
 
 
-def as_on_a_gpu() -> tuple[Blocks, dict]:
+def as_on_a_gpu(store: RedisTier) -> tuple[Engine, dict]:
     caches, layers, spec = gpu_like()
     layout = paged_layout(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec))
     for cache in caches.values():
         cache[: len(KEYS)] = torch.randn(cache[: len(KEYS)].shape)
-    return PagedBlocks(FormatCodec(layout, block_format(caches, spec))), caches
+    codec, tiers = (
+        FormatCodec(layout, block_format(caches, spec)),
+        Slabs(None, Slab(torch.zeros(1 << 20, dtype=torch.uint8))),
+    )
+    return CudaEngine({GROUP: codec}, tiers, forms=EXACT, secondary=store), caches
 
 
 class Loader:
-    """The path that serves, with four blocks of a cache in Redis."""
+    """The engine that serves, with four blocks of a cache in Redis."""
 
-    def __init__(self, server: RedisServer, make: Callable[[], tuple[Blocks, dict]]) -> None:
-        blocks, self.caches = make()
+    def __init__(self, server: RedisServer, make: Callable[[RedisTier], tuple[Engine, dict]]) -> None:
         namespace = Namespace("manthan:", make.__name__)
         client = connect(RedisConfig(url=server.url))
-        store = RedisTier(client, Circuit(), namespace, 0, 1000)
-        cpu = torch.device("cpu")
-        intake = Intake(1 << 20, 2, 1 << 18, 4, cpu) if isinstance(blocks, PagedBlocks) else None
-        self.path = HostPath({GROUP: blocks}, store, 1, cpu, intakes=intake and (intake, intake))
+        self.engine, self.caches = make(RedisTier(client, Circuit(), namespace, 0, 1000))
         self.raw = server.binary_client
         self.names = [namespace.block(GROUP, key, 0) for key in KEYS]
-        spills = [SpillBlock(key, GROUP, n, 32 * n, EXACT[n]) for n, key in enumerate(KEYS)]
-        self.path.submit_spills(ManthanMetadata(spills=spills))
-        stored: list[SpillResult] = []
-        while len(stored) < len(KEYS):  # that they were copied is told before
-            stored += self.wait().spills
-        assert [result.cause for result in stored] == [None] * len(KEYS)
+        for n, key in enumerate(KEYS):
+            job = jobs.store([key], [n], 32 * n, 32 * n + EXACT[n])
+            self.engine.submit_stores(ManthanMetadata(stores=[job]))
+            assert self.wait().failed == {}
         self.values = [self.raw.get(name) for name in self.names]
 
-    def wait(self):
+    def wait(self) -> TransferResult:
         deadline = time.monotonic() + 20
-        while (report := self.path.take_report()) is None:
+        while True:
             assert time.monotonic() < deadline
+            self.engine.take_ended()
+            report = self.engine.take_report()
+            if report is not None and report.results:
+                return report.results[0]
             time.sleep(0.0002)
-        return report
 
-    def load(self, which: int) -> LoadResult:
-        part = GroupBlocks(GROUP, [KEYS[which]], [TARGET])
-        self.path.submit_loads(ManthanMetadata(loads=[Load("request", (part,))]))
-        [result] = self.wait().loads
-        return result
+    def load(self, which: int) -> TransferResult:
+        if isinstance(self.engine, CudaEngine):
+            self.engine.tiers.clear()  # or it would not be read again
+        job = jobs.load([KEYS[which]], [TARGET])
+        self.engine.submit_loads(ManthanMetadata(loads=[job]))
+        return self.wait()
 
     def target(self) -> torch.Tensor:
         return torch.stack([cache[TARGET] for cache in self.caches.values()]).clone()
@@ -150,13 +153,13 @@ def test_none_of_ten_thousand_corruptions_is_accepted(
         if bad == loader.values[which]:  # a piece that was zero anyway
             continue
         loader.raw.set(loader.names[which], bad)
-        [(group, key, cause)] = loader.load(which).failed
-        assert (group, key) == (GROUP, KEYS[which])
+        [(at, cause)] = loader.load(which).failed.items()
+        assert at == 0
         causes.add(cause)
         loader.raw.set(loader.names[which], loader.values[which])
     assert torch.equal(loader.target(), untouched)
     assert causes >= {"checksum", "truncated", "trailing", "key", "magic", "fingerprint", "version", "size"}
     for which in range(len(KEYS)):
-        assert loader.load(which).failed == []  # what is right is accepted
+        assert loader.load(which).failed == {}  # what is right is accepted
         assert not torch.equal(loader.target(), untouched)
-    loader.path.shutdown()
+    loader.engine.shutdown()

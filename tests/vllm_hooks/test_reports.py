@@ -2,6 +2,7 @@
 
 import logging
 
+import jobs
 import pytest
 from logged import said
 from spills import spilled, take_spills
@@ -10,7 +11,6 @@ from manthan.manager.driver import Driver
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import MemoryShape, Place
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.work import FailedBlock, GroupBlocks, LoadResult
 from manthan.policies import get_policy
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 
@@ -35,14 +35,16 @@ class Told:
         for order in take_spills(manager, 100):
             spilled(manager, order.key, order.nbytes, 20.5, order.group)
 
-    def restore(self, *failed: FailedBlock) -> str:
-        """The line that says what came back."""
+    def restore(self, cause: str = "") -> str:
+        """The line that says what came back. cause: why a block of the window did not."""
         driver = self.driver
         driver.started("again", KEYS, "s", 30.0, tokens=8 * 96 + 1, blocks=9)
-        parts = GroupBlocks(STATE, [KEYS[7]], [9]), GroupBlocks(WINDOW, KEYS[6:], [10, 11])
+        parts = (STATE, [KEYS[7]], [9]), (WINDOW, KEYS[6:], [10, 11])
         driver.restoring("again", KEYS, list(range(1, 9)), parts)
         with said(logging.INFO) as lines:
-            driver.answered((), [LoadResult("again", failed, 0 if failed else 24200, 0.004)], 30.1)
+            chains, state, window = driver.loads_of("again")
+            bad = {1: cause} if cause else {}
+            driver.answered([jobs.done(chains, 2400), jobs.done(window, 500, bad, 0.004), jobs.done(state, 4000)], 30.1)
         [line] = [line for line in lines if "restored" in line]
         return line
 
@@ -70,7 +72,7 @@ def test_a_restore_tells_tokens_of_the_chain_only(told: Told) -> None:
 
 
 def test_of_a_load_that_failed_nothing_is_restored(told: Told) -> None:
-    line = told.restore(FailedBlock(WINDOW, KEYS[7], "checksum"))
+    line = told.restore("checksum")
     assert "restored 0 of 8 blocks (0 tokens) in 4 ms; the rest could not be read (checksum)" in line
     assert told.count("restored_blocks") == 0
     assert told.telemetry._stats._counters["failures"] == {"checksum": 1}

@@ -242,7 +242,7 @@ def slow_store(worker: Any) -> None:
     """Encoding and reading take a while."""
     import time
 
-    path = get_kv_transfer_group().worker.path
+    path = get_kv_transfer_group().worker.engine
 
     def read(group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
         for found in type(path.store).read(path.store, group, keys):
@@ -252,18 +252,18 @@ def slow_store(worker: Any) -> None:
     path.store.read = read
     for blocks in path.blocks.values():
 
-        def encode_all(spills: Any, copies: Any = None, blocks: Any = blocks) -> Any:
+        def encode(job: Any, copies: Any, blocks: Any = blocks) -> Any:
             time.sleep(0.3)
-            return type(blocks).encode_all(blocks, spills, copies)
+            return type(blocks).encode(blocks, job, copies)
 
-        blocks.encode_all = encode_all
+        blocks.encode = encode
 
 
 def stop_reads(worker: Any) -> None:
     """Reading hangs until `let_reads_go`."""
     import threading
 
-    path, gate = get_kv_transfer_group().worker.path, threading.Event()
+    path, gate = get_kv_transfer_group().worker.engine, threading.Event()
 
     def read(group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
         gate.wait()
@@ -273,7 +273,7 @@ def stop_reads(worker: Any) -> None:
 
 
 def let_reads_go(worker: Any) -> None:
-    get_kv_transfer_group().worker.path.gate.set()
+    get_kv_transfer_group().worker.engine.gate.set()
 
 
 class Traffic:

@@ -23,19 +23,19 @@ def pair(start_engine: Any) -> Iterator[Any]:
 
 def stored(worker: Any) -> tuple[int, int, int]:
     """How many blocks, and bytes of how many."""
-    store = get_kv_transfer_group().worker.path.store
+    store = get_kv_transfer_group().worker.engine.store
     return len(store._blocks), store.used, store.max_bytes
 
 
 def rooms(worker: Any) -> dict[Any, int]:
     """What each block takes."""
-    store = get_kv_transfer_group().worker.path.store
+    store = get_kv_transfer_group().worker.engine.store
     return {name: store.room(kept.nbytes) for name, kept in store._blocks.items()}
 
 
 def flip_a_byte(worker: Any, rank: int) -> None:
     if get_tensor_model_parallel_rank() == rank:
-        store = get_kv_transfer_group().worker.path.store
+        store = get_kv_transfer_group().worker.engine.store
         group, key = list(store._blocks)[3]
         [codes] = store.read(group, [key])
         codes[5000] ^= 1
@@ -47,7 +47,7 @@ def break_store(worker: Any, rank: int) -> None:
         raise OSError("this rank's store is on fire")
 
     if get_tensor_model_parallel_rank() == rank:
-        get_kv_transfer_group().worker.path.store.put_all = put_all
+        get_kv_transfer_group().worker.engine.store.put_all = put_all
 
 
 def test_a_session_goes_cold_on_both_ranks_and_returns(pair, table) -> None:

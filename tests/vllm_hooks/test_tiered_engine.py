@@ -36,7 +36,7 @@ def fronts(worker: Any) -> list[tuple[int, int, list[str]]]:
     """Of each tier in front of another: bytes, how many there may be, and keys of blocks."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    store, found = get_kv_transfer_group().worker.path.store, []
+    store, found = get_kv_transfer_group().worker.engine.store, []
     while hasattr(store, "front"):
         keys = [key.hex() for _, key in store.front.names()]
         found.append((store.front.used, store.front.usable, keys))

@@ -5,14 +5,14 @@ import types
 from collections.abc import Iterator
 
 import fake_cuda
+import jobs
 import logged
 import numpy as np
 import pytest
 import torch
-from fake_cuda import TOKENS
 
 from manthan.codec.block import BlockFormat
-from manthan.manager.work import SpillBlock, Verdict
+from manthan.manager.work import Verdict
 from manthan.vllm_hooks.connector import ManthanConnector
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker import guard
@@ -37,7 +37,7 @@ class World:
         """A step in which so many are."""
         self._step += 1
         ids = [(n + A_STEP * self._step) % self.blocks for n in range(blocks)]
-        self.guard.submit([SpillBlock(b"", 0, block_id, TOKENS * n) for n, block_id in enumerate(ids)])
+        self.guard.submit([jobs.store([b""] * blocks, ids)])
         if self.guard._threads is not None:
             self.guard._threads.wait()
 
@@ -120,7 +120,7 @@ def test_a_step_is_timed_from_where_vllm_binds_its_metadata() -> None:
 def test_blocks_are_copied_before_anybody_overwrites_them(world: World) -> None:
     caches = [cache.clone() for cache in world.layout.caches]
     for _ in range(BATCH * BATCHES // A_STEP):
-        world.guard.submit([SpillBlock(b"", 0, n, TOKENS * n) for n in range(A_STEP)])
+        world.guard.submit([jobs.store([b""] * A_STEP, range(A_STEP))])
         for cache in world.layout.caches:
             cache.fill_(float("nan"))
         if world.guard._threads is not None:

@@ -95,7 +95,7 @@ def tell_eviction(eviction: "Eviction") -> None:
 
 def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
     """What came back of a session; vLLM recomputes the rest."""
-    causes, seconds = ", ".join(sorted(set(restored.causes))), max((one.seconds for one in restored.answers), default=0)
+    causes = ", ".join(sorted(set(restored.causes)))
     logger.info(
         "Manthan: session %s %s %d of %d blocks (%d tokens)%s in %.0f ms%s",
         printable(restored.session_id),
@@ -104,7 +104,7 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
         restored.blocks,
         restored.good * shape.block_tokens,
         _beside(restored.beside),
-        seconds * 1e3,
+        restored.seconds * 1e3,
         f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
     )
 

@@ -10,7 +10,6 @@ from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import Drop, Eviction, News, Outcome
 from manthan.manager.sparing import Sparing
-from manthan.manager.work import SpillResult
 from manthan.vllm_hooks.telemetry.log import logger, tell_eviction, tell_restore, tell_verdict
 from manthan.vllm_hooks.telemetry.metrics import ManthanStats, StatsRecorder
 from manthan.vllm_hooks.telemetry.traces import Traces
@@ -81,9 +80,10 @@ class Telemetry(Observer):
             return "none"
         return "faithful" if not found.place else "slow" if found.is_slow else "unfaithful"
 
-    def spilled(self, answers: Sequence[SpillResult]) -> None:
-        self._stats.count("encoded_blocks")
-        self._stats.observe("encode_seconds", max(answer.seconds for answer in answers))
+    def stored(self, blocks: int, seconds: float) -> None:
+        self._stats.count("encoded_blocks", blocks)
+        for _ in range(blocks):
+            self._stats.observe("encode_seconds", seconds)
 
     def encodes(self, marks: Sequence[Mark]) -> None:
         self._stats.count_all("encodings", [mark.name.lower() for mark in marks])
@@ -92,7 +92,7 @@ class Telemetry(Observer):
         if tokens:
             self._stats.count("lossy_tokens", tokens)
 
-    def not_spilled(self, causes: Collection[str]) -> None:
+    def not_stored(self, causes: Collection[str]) -> None:
         self._stats.count_all("failures", causes)
         self.totals["failures"] += len(causes)
         for cause in causes:
@@ -129,8 +129,8 @@ class Telemetry(Observer):
         else:
             self._stats.count("restores")
             self._stats.count("restored_blocks", restored.good + restored.beside)
-            self._stats.observe("restore_seconds", max(answer.seconds for answer in restored.answers))
-            self._stats.observe("restore_bytes", sum(answer.nbytes for answer in restored.answers))
+            self._stats.observe("restore_seconds", restored.seconds)
+            self._stats.observe("restore_bytes", restored.nbytes)
             self.totals["restored_tokens"] += restored.good * self._manager.shape.block_tokens
         self.totals["prefetches" if restored.is_prefetch else "restores"] += 1
         self._stats.count_all("failures", restored.causes)

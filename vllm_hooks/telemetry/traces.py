@@ -53,23 +53,23 @@ class Traces:
 
     def restored(self, restored: "Restored", shape: "MemoryShape") -> None:
         """Of a restore, or a prefetch, whose times on the ranks are known."""
-        now, longest = time.time_ns(), max((answer.seconds for answer in restored.answers), default=0.0)
-        begun = self._begun.pop(restored.request_id, _Begun(now - int(longest * NANO), self._tiers))
+        now, request_id = time.time_ns(), restored.request_id or ""
+        begun = self._begun.pop(request_id, _Begun(now - int(restored.seconds * NANO), self._tiers))
         attributes = {
             "manthan.session_id": restored.session_id,
             "manthan.blocks": restored.blocks,
             "manthan.blocks_restored": restored.good,
             "manthan.blocks_beside": restored.beside,
             "manthan.tokens": restored.good * shape.block_tokens,
-            "manthan.bytes": sum(answer.nbytes for answer in restored.answers),
+            "manthan.bytes": restored.nbytes,
             "manthan.tier": ",".join(begun.tiers),
-            "manthan.load_seconds": longest,
+            "manthan.load_seconds": restored.seconds,
         }
         if restored.causes:
             attributes["manthan.causes"] = sorted(set(restored.causes))
         if not restored.is_prefetch:
-            attributes[REQUEST_ID] = restored.request_id
-        self._span(PREFETCH if restored.is_prefetch else RESTORE, begun.at, now, attributes, restored.request_id)
+            attributes[REQUEST_ID] = request_id
+        self._span(PREFETCH if restored.is_prefetch else RESTORE, begun.at, now, attributes, request_id)
 
     def evicted(self, eviction: "Eviction") -> None:
         """A session is cold."""

@@ -1,8 +1,9 @@
-"""Blocks of the paged cache to encoded blocks and back: what the ways of doing it have in common, and the CPU's."""
+"""Blocks of the paged cache as the CPU reads and writes them, and their way to compressed blocks and back."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,76 +16,14 @@ from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import CodecError, UnknownCodecError, WireError
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.manager.tiers.tier import Buffer, Found
-from manthan.manager.work import SpillBlock
+from manthan.manager.transfer import Transfer
+from manthan.vllm_hooks.worker.engine import MISSING
 from manthan.vllm_hooks.worker.layout import Layer
-
-if TYPE_CHECKING:
-    from manthan.vllm_hooks.worker.intake import Intake
 
 logger = init_logger("vllm.manthan.worker")
 
-MISSING = "missing"
-"""The cause of a failure: nothing is there."""
 Copies: TypeAlias = list[tuple[Numbers, Numbers]]
 """Keys and values of blocks, as `PagedMemory.gather` returns them."""
-BATCH = 16
-"""Blocks in a call: the first is stored, or decoded, while others wait."""
-
-
-class Blocks(ABC):
-    """Encodes and decodes blocks of this rank's paged cache, of one KV cache group. Safe to call from several threads.
-
-    formats: that it reads and writes; the first is that of blocks whose order names no codec. batch: how many blocks a
-    call takes, at most.
-    """
-
-    formats: Sequence[BlockFormat]
-    batch: int
-
-    @property
-    def format(self) -> BlockFormat:
-        """Of blocks whose order names no codec."""
-        return self.formats[0]
-
-    def format_named(self, codec: str) -> BlockFormat:
-        """Return the format in this codec, or the first where none is named. Raises UnknownCodecError."""
-        for format in self.formats:
-            if codec in ("", format.codec):
-                return format
-        known = ", ".join(format.codec for format in self.formats)
-        raise UnknownCodecError(f"no blocks are in codec {codec!r} here: there are {known}.")
-
-    def format_of(self, buf: Buffer) -> BlockFormat:
-        """Return the format whose fingerprint a block carries; the first where none fits, which says what is wrong."""
-        try:
-            mark = wire.peek(np.frombuffer(buf, np.uint8)).fingerprint
-        except WireError:
-            return self.formats[0]
-        return next((format for format in self.formats if format.fingerprint == mark), self.formats[0])
-
-    def copy(self, spills: Sequence[SpillBlock]) -> "Copies | None":
-        """What `encode_all` takes instead of the paged blocks; None where it takes no longer than that would."""
-        return None
-
-    @abstractmethod
-    def encode_all(self, spills: Sequence[SpillBlock], copies: "Copies | None" = None) -> list[Buffer | str]:
-        """The encoded blocks; for one that cannot be encoded, the cause, a metric label. They stay as they are until
-        this thread's next call."""
-
-    @abstractmethod
-    def decode_all(self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Found]) -> list[str | None]:
-        """Check encoded blocks and write them into the paged blocks; for one that cannot be used, the cause, which may
-        stand in its place already.
-
-        What follows such a block may be left as it is, and without a cause. A paged block is written to only after
-        every check of its codes has passed.
-        """
-
-    def begin(
-        self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Found], intake: "Intake"
-    ) -> Callable[[], list[str | None]]:
-        """The same where a GPU does it: it is begun, and what is returned waits for it."""
-        raise NotImplementedError
 
 
 class PagedMemory(ABC):
@@ -226,10 +165,11 @@ class PackedMemory(PagedMemory):
             torch.cuda.current_stream(device).synchronize()
 
 
-class CpuBlocks(Blocks):
-    """On the CPU's cores, one block after the other; the caller's threads go side by side."""
+class CpuBlocks:
+    """Gathers, encodes and decodes blocks of one KV cache group on the CPU's cores. Safe to call from several threads.
 
-    batch = BATCH
+    formats: that it reads and writes; the first is that of jobs that name no codec.
+    """
 
     def __init__(
         self, memory: PagedMemory, format: BlockFormat, *others: BlockFormat, exacts: Sequence[int] = (0,)
@@ -237,52 +177,76 @@ class CpuBlocks(Blocks):
         """Make it ready: nothing compiles later.
 
         Args:
-            others: formats that can be read as well, and written where an order names their codec.
+            others: formats that can be read as well, and written where a job names their codec.
             exacts: numbers of a block's first tokens that may have to be kept exact.
         """
         self.formats, self._memory = (format, *others), memory
         for each in self.formats:
             each.warm_up(exacts)
 
-    def copy(self, spills: Sequence[SpillBlock]) -> Copies:
-        return [self._memory.gather(spill.block_id) for spill in spills]
+    @property
+    def format(self) -> BlockFormat:
+        """Format of jobs that name no codec."""
+        return self.formats[0]
 
-    def encode_all(self, spills: Sequence[SpillBlock], copies: Copies | None = None) -> list[Buffer | str]:
-        copies = self.copy(spills) if copies is None else copies
-        return [self._encode(spill, *copied) for spill, copied in zip(spills, copies, strict=True)]
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block that is gathered."""
+        shape = self.format.shape
+        return (math.prod(shape.numbers) + math.prod(shape.value_numbers)) * shape.dtype.numpy.itemsize
 
-    def decode_all(self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Found]) -> list[str | None]:
-        causes: list[str | None] = [None] * len(keys)
-        for n, (key, block_id, buf) in enumerate(zip(keys, block_ids, bufs, strict=True)):
-            causes[n] = cause_of(buf) if buf is None or isinstance(buf, str) else self._decode(key, block_id, buf)
-            if causes[n] is not None:
-                break
-        return causes
+    def format_named(self, codec: str) -> BlockFormat:
+        """Return the format in this codec, or the first where none is named. Raises UnknownCodecError."""
+        for format in self.formats:
+            if codec in ("", format.codec):
+                return format
+        known = ", ".join(format.codec for format in self.formats)
+        raise UnknownCodecError(f"no blocks are in codec {codec!r} here: there are {known}.")
 
-    def _encode(self, spill: SpillBlock, keys: Numbers, values: Numbers) -> Buffer | str:
+    def format_of(self, buf: Buffer) -> BlockFormat:
+        """Return the format whose fingerprint a block carries; the first where none fits, which says what is wrong."""
         try:
-            format = self.format_named("" if self.format.shape.is_raw else spill.codec)
-            return format.encode(
-                keys, values, key=spill.key, first_token=spill.first_token, exact=spill.exact, mark=spill.mark
-            )
-        except CodecError as error:
-            logger.warning("Manthan: a block is not kept cold: %s", error)
-            return "encode"
+            mark = wire.peek(np.frombuffer(buf, np.uint8)).fingerprint
+        except WireError:
+            return self.formats[0]
+        return next((format for format in self.formats if format.fingerprint == mark), self.formats[0])
 
-    def _decode(self, key: bytes, block_id: int, buf: Buffer) -> str | None:
+    def gather(self, job: Transfer) -> Copies:
+        """Copy a store's paged blocks."""
+        return [self._memory.gather(block_id) for block_id in job.block_ids.tolist()]
+
+    def encode(self, job: Transfer, copies: Copies) -> list[Buffer | str]:
+        """Compressed blocks of a store, made of copies of its blocks; for one that cannot be encoded, the cause."""
+        tokens, codec = self.format.shape.tokens, "" if self.format.shape.is_raw else job.codec
+        told = zip(job.block_hashes, copies, job.first_tokens(tokens), job.exacts(tokens), strict=True)
+        encoded: list[Buffer | str] = []
+        for key, (keys, values), first_token, exact in told:
+            try:
+                format = self.format_named(codec)
+                buf = format.encode(keys, values, key=key, first_token=first_token, exact=exact, mark=job.mark)
+            except CodecError as error:
+                logger.warning("Manthan: a block is not kept cold: %s", error)
+                encoded.append("encode")
+            else:
+                encoded.append(buf)
+        return encoded
+
+    def decode(self, key: bytes, block_id: int, found: Found) -> str | None:
+        """Check a compressed block and write it into a paged block, which is written to only after every check.
+
+        Returns:
+            The cause, if it cannot be used or was not found; None if all is well.
+        """
+        if found is None or isinstance(found, str):
+            return MISSING if found is None else found
         try:
-            keys, values = self.format_of(buf).decode(buf, key=key)
+            keys, values = self.format_of(found).decode(found, key=key)
         except WireError as error:
             return error.cause
         except CodecError:
             return "decode"
         self._memory.scatter(block_id, keys, values)
         return None
-
-
-def cause_of(found: str | None) -> str:
-    """Why there is no block to decode."""
-    return MISSING if found is None else found
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:

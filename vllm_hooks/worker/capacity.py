@@ -28,6 +28,8 @@ RESTORE_STAGING_BYTES = 128 << 20
 """The same of restores: what is begun at once. Most of a restore's time was the model's thread's, for each chunk."""
 RESTORE_STAGINGS = 2
 """One is decoded while the next is copied."""
+PRIMARY_BYTES = 256 << 20
+"""Least RAM beside a GPU that blocks take on their way to and from a secondary tier."""
 CPU_ENCODE_THREADS = 4
 """Number of threads that encode on the CPU for a GPU, as on a GB10. vLLM's CPU build uses one."""
 STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES

@@ -16,7 +16,8 @@ from manthan.codec.block import BlockFormat
 from manthan.codec.cpu import precompile
 from manthan.codec.fidelity import Fidelity, NothingToMeasureError, Sample, measure
 from manthan.codec.rope import Rope
-from manthan.manager.work import SpillBlock, Verdict
+from manthan.manager.transfer import Transfer
+from manthan.manager.work import Verdict
 from manthan.vllm_hooks.worker.blocks import PagedMemory
 from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
 
@@ -59,7 +60,7 @@ class Guard:
         self._lock = threading.Lock()
         self._verdicts: list[Verdict] = []
         self._found: deque[list[Fidelity]] = deque(maxlen=2 * BATCHES)
-        self._samples: list[tuple[Callable[[], tuple[Numbers, Numbers]], SpillBlock]] = []
+        self._samples: list[tuple[Callable[[], tuple[Numbers, Numbers]], Transfer]] = []
         self._seen = self._age = 0
         self._is_busy = self._was_judged = False
         self._threads: Threads | None = None
@@ -95,23 +96,23 @@ class Guard:
         """The model is about to compute so many tokens."""
         self._prompts.begin(tokens)
 
-    def submit(self, spills: Sequence[SpillBlock]) -> None:
+    def submit(self, jobs: Sequence[Transfer]) -> None:
         """Copy some of these blocks, behind what the model's stream was given, and measure them when there are enough.
 
         Because the copy is on the model's stream, nothing that is computed later can overwrite a block before.
         """
         self._prompts.end()
-        group = self._formats[0].group
-        ours = [spill for spill in spills if spill.group == group]
+        group, tokens = self._formats[0].group, self._formats[0].shape.tokens
+        ours = [(job, at) for job in jobs if job.group == group for at in range(len(job))]
         start, self._seen = self._seen, self._seen + len(ours)
         if self._is_busy:
             return
         if self._was_judged:
-            chosen = [spill for at, spill in enumerate(ours, start) if at % EVERY == 0]
+            chosen = [block for n, block in enumerate(ours, start) if n % EVERY == 0]
         else:
             chosen = ours[:: -(-len(ours) // A_STEP)] if ours else []
-        for spill in chosen[: BATCH - len(self._samples)]:
-            self._samples.append((self._memory.gather_soon(spill.block_id), spill))
+        for job, at in chosen[: BATCH - len(self._samples)]:
+            self._samples.append((self._memory.gather_soon(int(job.block_ids[at])), job.part(at, at + 1, tokens)))
         if len(self._samples) == BATCH:
             samples, self._samples, self._is_busy = self._samples, [], True
             if self._threads is None:
@@ -139,7 +140,7 @@ class Guard:
 
     def _measure(
         self,
-        samples: Sequence[tuple[Callable[[], tuple[Numbers, Numbers]], SpillBlock]],
+        samples: Sequence[tuple[Callable[[], tuple[Numbers, Numbers]], Transfer]],
         copied: torch.cuda.Event | None,
         age: int,
     ) -> None:
@@ -149,7 +150,7 @@ class Guard:
         try:
             if copied is not None:
                 copied.synchronize()
-            blocks = [Sample(*numbers(), s.first_token, s.exact if s.exact < tokens else 0) for numbers, s in samples]
+            blocks = [Sample(*numbers(), job.first_token, job.exacts(tokens)[0] % tokens) for numbers, job in samples]
             found = [measure(format, blocks, self._rope) for format in self._formats]
         except NothingToMeasureError:
             self._is_busy = False

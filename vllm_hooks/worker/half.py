@@ -1,4 +1,4 @@
-"""The worker half of the connector: it chooses how this rank's blocks become codes, once it has seen the KV cache."""
+"""The worker half of the connector: it chooses the engine, once it has seen the KV cache."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,6 @@ from manthan.vllm_hooks.shared_store import make_redis, namespace_of
 from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of, latent_of, page_nbytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
 from manthan.vllm_hooks.worker.blocks import (
-    Blocks,
     CpuBlocks,
     DeviceMemory,
     HostMemory,
@@ -43,14 +42,12 @@ from manthan.vllm_hooks.worker.blocks import (
 )
 from manthan.vllm_hooks.worker.capacity import (
     CPU_ENCODE_THREADS,
-    RESTORE_STAGING_BYTES,
-    RESTORE_STAGINGS,
-    STAGING_BYTES,
+    PRIMARY_BYTES,
     TierBytes,
 )
+from manthan.vllm_hooks.worker.engine import Engine
+from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
 from manthan.vllm_hooks.worker.guard import Guard
-from manthan.vllm_hooks.worker.host_path import HostPath
-from manthan.vllm_hooks.worker.intake import SLOT_BYTES, SLOTS, Intake
 from manthan.vllm_hooks.worker.layout import (
     Layer,
     packed_layers,
@@ -59,9 +56,6 @@ from manthan.vllm_hooks.worker.layout import (
     probe_layers,
     raw_layout,
 )
-from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
-from manthan.vllm_hooks.worker.path import WorkerPath
-from manthan.vllm_hooks.worker.pinned import PinnedRam
 from manthan.vllm_hooks.worker.rope import running_rope
 from manthan.vllm_hooks.worker.weights import loaded_of
 
@@ -104,7 +98,7 @@ class GroupCache:
 
 
 class WorkerHalf:
-    """Chooses the path that fits the device. Until then, as in a profiling run, there is nothing to do."""
+    """Chooses the engine that fits the device. Until then, as in a profiling run, there is nothing to do."""
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
@@ -116,7 +110,7 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = bool(self._groups.windows)
-        self.path = WorkerPath()
+        self.engine = Engine()
         self._guard: Guard | None = None
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
@@ -128,19 +122,19 @@ class WorkerHalf:
 
     def submit_loads(self, metadata: ManthanMetadata) -> Literal[True]:
         """Begin the loads that a step names. vLLM may call this before or after the step's forward pass."""
-        self.path.submit_loads(metadata)
+        self.engine.submit_loads(metadata)
         return True
 
-    def submit_spills(self, metadata: ManthanMetadata) -> Literal[True]:
+    def submit_stores(self, metadata: ManthanMetadata) -> Literal[True]:
         """Begin what comes after what the model computes in this step."""
-        self.path.submit_spills(metadata)
+        self.engine.submit_stores(metadata)
         if self._guard is not None:
-            self._guard.submit(metadata.spills)
+            self._guard.submit(metadata.stores)
         return True
 
     def take_report(self) -> ManthanWorkerMetadata | None:
         """What ended since the last call."""
-        report, verdicts = self.path.take_report(), self._guard.take() if self._guard is not None else []
+        report, verdicts = self.engine.take_report(), self._guard.take() if self._guard is not None else []
         if not verdicts:
             return report
         report = report or ManthanWorkerMetadata()
@@ -150,26 +144,24 @@ class WorkerHalf:
     def shutdown(self) -> None:
         if self._guard is not None:
             self._guard.shutdown()
-        self.path.shutdown()
+        self.engine.shutdown()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        config, parallel = self._config, self._vllm_config.parallel_config
+        config = self._config
         layers = self._layers(self._group, kv_caches)
         group = self._group
         if not group.is_packed:
             group = replace(group, layers=len(layers))  # those that share a cache are one
-        tier_bytes = TierBytes.of_a_rank(config.tiers, parallel.world_size)
         name, store = "", None
         if config.tiers.is_lasting:
             namespace = namespace_of(self._vllm_config, config, self._groups, loaded_of(self._vllm_config).digest())
-            gpu = self._pinning_for(layers[0].rows.device)
-            name, store = namespace.name, _make_store(self._vllm_config, namespace, gpu)
+            name, store = namespace.name, _make_store(self._vllm_config, namespace)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
         chain = GroupCache(layers, forms, self._exacts(group))
         beside = {each.group.index: self._beside(each.group, kv_caches, name) for each in self._groups.others}
-        self.path = self._path(chain, group, tier_bytes, store, beside)
+        self.engine = self._engine(chain, store, beside)
         if config.codec.guard:
             self._guard = self._make_guard(chain, rope)
 
@@ -177,10 +169,6 @@ class WorkerHalf:
         """Wait for what compiles beside vLLM's own warm-up. The server is not ready before that."""
         if self._guard is not None:
             self._guard.wait()
-
-    def _pinning_for(self, device: torch.device) -> torch.device | None:
-        """The GPU that reads RAM itself; None where the CPU does."""
-        return device if codec_backend(self._config.codec.backend, device) == "cuda" else None
 
     def _layers(self, group: Group, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
         """Where the group's blocks lie. Raises UnsupportedError."""
@@ -236,51 +224,38 @@ class WorkerHalf:
 
     def _make_guard(self, chain: GroupCache, rope: Rope | None) -> Guard:
         device, rank = chain.layers[0].rows.device, self._vllm_config.parallel_config.rank
-        decode_s = self.path.decode_s
-        if decode_s is None and codec_backend(self._config.codec.backend, device) == "cuda":
-            decode_s = {}  # the store takes longer than the kernels
-        guard = Guard(chain.memory, chain.forms, rope, device, rank, decode_s)
+        guard = Guard(chain.memory, chain.forms, rope, device, rank, self.engine.decode_s)
         guard.warm_up()
         return guard
 
-    def _path(
-        self,
-        chain: GroupCache,
-        group: Group,
-        tier_bytes: TierBytes,
-        store: Tier | None,
-        beside: Mapping[int, GroupCache],
-    ) -> WorkerPath:
+    def _engine(self, chain: GroupCache, store: Tier | None, beside: Mapping[int, GroupCache]) -> Engine:
         """Where the codec runs, and on what: the only place where that is chosen.
 
-        On a GPU's cores, into tiers that it reaches or a store that only the CPU does; or on the CPU's cores, from a
-        cache in its memory or a GPU's. store: None for one of this engine alone.
+        On a GPU's cores, into tiers that it reaches; or on the CPU's cores, from a cache in its memory or a GPU's.
+        store: a secondary tier; None without one.
         """
+        tiers, ranks = self._config.tiers, self._vllm_config.parallel_config.world_size
+        tier_bytes = TierBytes.of_a_rank(tiers, ranks)
         device = chain.layers[0].rows.device
-        on_gpu = codec_backend(self._config.codec.backend, device) == "cuda"
         groups = {chain.forms[0].group: chain, **beside}
-        if on_gpu and store is None:
-            finer = finer_codecs(self._config.codec.name) if self._config.codec.guard else []
-            return _gpu_path(groups, tier_bytes, self._fails_whole, finer)
+        if codec_backend(self._config.codec.backend, device) == "cuda":
+            may_be_finer = self._config.codec.guard or store is not None  # an engine before may have had a guard
+            finer = finer_codecs(self._config.codec.name) if may_be_finer else []
+            if store is not None:
+                tier_bytes = TierBytes(0, max(tiers.front_bytes // ranks, PRIMARY_BYTES))
+            return _cuda_engine(groups, tier_bytes, self._fails_whole, finer, store)
         if tier_bytes.device:
             raise UnsupportedError(
                 f"tiers.kind is device, but the codec runs on the CPU here "
                 f"(codec.backend {self._config.codec.backend}): use host."
             )
-        blocks: Mapping[int, Blocks]
-        intakes = None
-        if on_gpu:
-            blocks = paged = {index: _paged_blocks(each) for index, each in groups.items()}
-            intakes = _intakes(list(paged.values()), device)
-        else:
-            blocks = {index: CpuBlocks(each.memory, *each.forms, exacts=each.exacts) for index, each in groups.items()}
         if store is None:
             store = RamTier(tier_bytes.host)
-        threads = 1 if on_gpu or device.type == "cpu" else CPU_ENCODE_THREADS
-        path = HostPath(blocks, store, threads, device, self._fails_whole, intakes)
-        if on_gpu:
-            path.warm_up({index: each.exacts for index, each in groups.items()})
-        return path
+        elif tiers.front_bytes:
+            store = StackedTier(RamTier(tiers.front_bytes // ranks), store)
+        blocks = {index: CpuBlocks(each.memory, *each.forms, exacts=each.exacts) for index, each in groups.items()}
+        threads = 1 if device.type == "cpu" else CPU_ENCODE_THREADS
+        return CpuEngine(blocks, store, threads, device, self._fails_whole)
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
@@ -299,8 +274,8 @@ def codec_backend(wanted: str, device: torch.device) -> str:
     return "numpy" if torch.cuda.get_device_properties(device).is_integrated else "cuda"
 
 
-def _make_store(vllm_config: "VllmConfig", namespace: Namespace, gpu: torch.device | None) -> Tier:
-    """A rank's store of codes that outlive the engine. gpu: that reads what is in RAM itself. Raises ConfigError."""
+def _make_store(vllm_config: "VllmConfig", namespace: Namespace) -> Tier:
+    """A rank's tiers of what outlives the engine, behind the one in RAM. Raises ConfigError."""
     config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
     cold, ranks, rank = config.tiers, parallel.world_size, parallel.rank
     store: Tier
@@ -313,9 +288,6 @@ def _make_store(vllm_config: "VllmConfig", namespace: Namespace, gpu: torch.devi
         store = StackedTier(front, store)
     if keys := keys_of(config.sealing):
         store = SealedTier(store, Sealer(keys, namespace.name), rank)
-    if cold.front_bytes:
-        nbytes = cold.front_bytes // ranks
-        store = StackedTier(RamTier(nbytes, PinnedRam(nbytes, gpu) if gpu else None), store)
     return store
 
 
@@ -344,37 +316,27 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
         ) from None
 
 
-def _paged_blocks(cache: GroupCache) -> PagedBlocks:
-    return PagedBlocks(*(paged_codec(cache.layout, form) for form in cache.forms))
-
-
-def _intakes(blocks: Sequence[PagedBlocks], device: torch.device) -> tuple[Intake, Intake]:
-    """Of the threads that restore and that prefetch."""
-    least = max(each.largest for each in blocks)
-    restores = Intake(max(RESTORE_STAGING_BYTES, least), RESTORE_STAGINGS, max(SLOT_BYTES, least), SLOTS, device)
-    return restores, Intake(max(STAGING_BYTES, least), 1, max(SLOT_BYTES, least), SLOTS // 2, device)
-
-
-def _gpu_path(
+def _cuda_engine(
     groups: Mapping[int, GroupCache],
     tier_bytes: TierBytes,
     fails_whole: bool,
     finer: Sequence[str],
-) -> WorkerPath:
-    """groups: that of the chains first. finer: codecs that the guard may choose instead."""
-    from manthan.vllm_hooks.worker.gpu_path import GpuPath
-    from manthan.vllm_hooks.worker.tiers import Tier, Tiers
+    secondary: Tier | None,
+) -> Engine:
+    """groups: that of the chains first. finer: codecs whose blocks may be asked for as well."""
+    from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
+    from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
     layouts = {index: each.layout for index, each in groups.items()}
     codecs = {index: paged_codec(layouts[index], each.forms[0]) for index, each in groups.items()}
     chain = next(iter(groups.values()))
     device = chain.layers[0].rows.device
-    on_device = Tier.on_device(tier_bytes.device, device) if tier_bytes.device else None
-    on_host = Tier.pinned(tier_bytes.host, device) if tier_bytes.host else None
+    on_device = Slab.on_device(tier_bytes.device, device) if tier_bytes.device else None
+    on_host = Slab.pinned(tier_bytes.host, device) if tier_bytes.host else None
 
     def make(index: int, name: str) -> PagedCodec:
         [form] = [form for form in groups[index].forms if form.codec == name]
         return paged_codec(layouts[index], form)
 
-    tiers = Tiers(on_device, on_host)
-    return GpuPath(codecs, tiers, fails_whole, chain.exacts, make, [chain.forms[0].codec, *finer])
+    tiers, names = Slabs(on_device, on_host), [chain.forms[0].codec, *finer]
+    return CudaEngine(codecs, tiers, fails_whole, chain.exacts, make, names, secondary)

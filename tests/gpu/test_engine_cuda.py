@@ -1,20 +1,21 @@
-"""The path beside a GPU on its own, without an engine: evictions, restores, drops and demotions all at once."""
+"""The engine on a GPU on its own, without vLLM: stores, loads, drops and demotions all at once."""
 
 import random
 import time
 from collections.abc import Callable
 
+import jobs
 import pytest
 import torch
 
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedLayout
+from manthan.manager.sessions.session import Drop, DropCause
 from manthan.manager.tiers.arena import room
-from manthan.manager.work import GroupBlocks, GroupKeys, Load, SpillBlock
 from manthan.vllm_hooks.messages import ManthanMetadata
-from manthan.vllm_hooks.worker.gpu_path import GpuPath
+from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
 from manthan.vllm_hooks.worker.half import paged_codec
-from manthan.vllm_hooks.worker.tiers import Tier, Tiers
+from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
 LAYERS, HEADS, TOKENS, DIM = 8, 4, 16, 128
 SOURCES, TARGETS = 64, 512
@@ -35,11 +36,11 @@ class World:
         layout = PagedLayout(caches, HEADS, TOKENS, DIM, *strides, key_at=0, value_at=DIM)
         self.codec = paged_codec(layout, BlockFormat(codec, layout.shape, b"f" * 16, GROUP))
         whole = self.codec.form(TOKENS).nbytes
-        self.tiers = Tiers(
-            Tier.on_device(device_blocks * whole, self.codec.device) if device_blocks else None,
-            Tier.pinned(host_blocks * whole, self.codec.device) if host_blocks else None,
+        self.tiers = Slabs(
+            Slab.on_device(device_blocks * whole, self.codec.device) if device_blocks else None,
+            Slab.pinned(host_blocks * whole, self.codec.device) if host_blocks else None,
         )
-        self.path = GpuPath({GROUP: self.codec}, self.tiers, forms=FORMS)
+        self.engine = CudaEngine({GROUP: self.codec}, self.tiers, forms=FORMS)
         self.right = {(block, exact): self._restored(block, exact) for block in range(SOURCES) for exact in FORMS}
 
     def numbers(self, block: int) -> torch.Tensor:
@@ -63,33 +64,36 @@ class World:
 def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, int], codec: str) -> None:
     """Hundreds of steps without waiting: room is taken over while it is still being read, written or moved."""
     world, rng = World(*tiers, codec), random.Random(3)
-    path = world.path
+    engine = world.engine
     stored: dict[bytes, tuple[int, int]] = {}  # source block and exact tokens
     sizes: dict[bytes, int] = {}
-    spilling: dict[bytes, tuple[int, int]] = {}
+    storing: dict[int, tuple[bytes, int, int]] = {}  # by job id
     loading: dict[str, tuple[list[bytes], list[int], list[tuple[int, int]]]] = {}
     free = list(range(SOURCES + 1, SOURCES + TARGETS))
     counts = dict.fromkeys(("good", "full", "loads", "blocks"), 0)
 
     def poll() -> None:
-        for request in path.take_finished_loads():
+        ended = engine.take_ended()
+        assert ended.bad_blocks == set()
+        for request in ended.requests:
             keys, targets, rights = loading.pop(request)
-            assert path.take_failed_blocks() == set()
             for target, right in zip(targets, rights, strict=True):
                 assert torch.equal(world.numbers(target), world.right[right])
             free.extend(targets)
             counts["loads"] += 1
             counts["blocks"] += len(keys)
-        report = path.take_report()
-        for result in report.spills if report else []:
-            of = spilling.pop(result.key)
-            assert result.cause in (None, "store_full")
-            counts["full" if result.cause else "good"] += 1
-            if result.cause is None:
-                form = world.codec.form(of[1])
-                assert result.nbytes == room(form.nbytes) or (form.varies and result.nbytes < form.nbytes)
-                stored[result.key], sizes[result.key] = of, result.nbytes
-        assert all(load.failed == [] for load in (report.loads if report else []))
+        report = engine.take_report()
+        for result in report.results if report else []:
+            if result.job_id not in storing:
+                assert result.failed == {}
+                continue
+            key, *of = storing.pop(result.job_id)
+            assert result.failed in ({}, {0: "store_full"})
+            counts["full" if result.failed else "good"] += 1
+            if not result.failed:
+                form, [nbytes] = world.codec.form(of[1]), result.nbytes.tolist()
+                assert nbytes == room(form.nbytes) or (form.varies and nbytes < form.nbytes)
+                stored[key], sizes[key] = (of[0], of[1]), nbytes
 
     for step in range(400):
         drops = [key for key in stored if rng.random() < 0.03]
@@ -100,18 +104,18 @@ def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, 
             keys = rng.sample(sorted(stored), min(len(stored), rng.randrange(1, 30)))
             targets = [free.pop(rng.randrange(len(free))) for _ in keys]
             loading[str(step)] = keys, targets, [stored[key] for key in keys]
-            loads.append(Load(str(step), (GroupBlocks(GROUP, keys, targets),)))
-        rests = rng.random() < 0.3
-        path.submit_loads(ManthanMetadata(None, [GroupKeys(GROUP, drops)], loads=loads, model_rests=rests))
-        spills = []
+            loads.append(jobs.load(keys, targets, str(step), group=GROUP))
+        rests, dropped = rng.random() < 0.3, [Drop(GROUP, drops, DropCause.BUDGET)]
+        engine.submit_loads(ManthanMetadata(None, dropped, loads=loads, model_rests=rests))
+        stores = []
         for _ in range(rng.randrange(6)):
-            key = rng.randbytes(32)
-            spilling[key] = rng.randrange(SOURCES), rng.choice(FORMS)
-            spills.append(SpillBlock(key, GROUP, spilling[key][0], 16 * step, spilling[key][1]))
-        path.submit_spills(ManthanMetadata(spills=spills))
+            key, source, exact = rng.randbytes(32), rng.randrange(SOURCES), rng.choice(FORMS)
+            stores.append(jobs.store([key], [source], TOKENS * step, TOKENS * step + exact, group=GROUP))
+            storing[stores[-1].job_id] = key, source, exact
+        engine.submit_stores(ManthanMetadata(stores=stores))
         poll()
-    world.wait(lambda: poll() or not (loading or spilling))  # type: ignore[func-returns-value]
+    world.wait(lambda: poll() or not (loading or storing))  # type: ignore[func-returns-value]
     assert counts["loads"] > 100
     assert counts["good"] > 300
     assert world.tiers.used == sum(sizes[key] for key in stored)
-    path.shutdown()
+    engine.shutdown()

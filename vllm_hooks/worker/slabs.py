@@ -1,7 +1,7 @@
 """Memory that holds codes beside a GPU: pinned RAM, and a region of the GPU's own."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.tiers.arena import GRANULE, Arena, Extent, room
+from manthan.manager.tiers.tier import Buffer
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.worker.pinned import PinnedRam
 
@@ -47,7 +48,7 @@ class Run(NamedTuple):
     in several, by their place in the run.
     """
 
-    tier: "Tier"
+    tier: "Slab"
     in_place: bool
     exact: int
     starts: Numbers
@@ -71,7 +72,7 @@ class Run(NamedTuple):
         return [self.pieces.get(at) or (Extent(start, room(size)),) for at, (start, size) in enumerate(whole)]
 
 
-class Tier:
+class Slab:
     """One tier of one rank: encoded blocks in a buffer, least recently used first.
 
     codes: uint8 [nbytes]. A byte of it is free, taken (a block is being written to it), or a stored block's.
@@ -92,7 +93,7 @@ class Tier:
         self.grow()
 
     @classmethod
-    def on_device(cls, max_bytes: int, device: torch.device) -> "Tier":
+    def on_device(cls, max_bytes: int, device: torch.device) -> "Slab":
         """GPU memory, allocated now; raises ConfigError if there is not so much."""
         try:
             return cls(torch.empty(max_bytes, dtype=torch.uint8, device=device))
@@ -104,7 +105,7 @@ class Tier:
             ) from None
 
     @classmethod
-    def pinned(cls, max_bytes: int, device: torch.device) -> "Tier":
+    def pinned(cls, max_bytes: int, device: torch.device) -> "Slab":
         """RAM that the GPU reads and writes itself, of which a part is there at once. Raises ConfigError."""
         ram = PinnedRam(max_bytes, device)
         return cls(ram.codes, ram)
@@ -181,6 +182,24 @@ class Tier:
         """These blocks, which are here, are used now."""
         for key in keys:
             self._columns.move_to_end((group, key))
+
+    def oldest_but(self, others: Container[Name]) -> Name | None:
+        """The block that was not used for longest, and is not among others."""
+        return next((name for name in self._columns if name not in others), None)
+
+    def write(self, extents: Iterable[Extent], buf: Buffer) -> None:
+        """Copy a block into a tier in RAM."""
+        at = 0
+        for start, nbytes in extents:
+            part = buf[at : at + nbytes]
+            self.codes.numpy()[start : start + len(part)] = part
+            at += nbytes
+
+    def read(self, stored: Stored) -> Buffer:
+        """A block's bytes in a tier in RAM, where they lie if that is in one piece."""
+        parts = [self.codes.numpy()[start : start + nbytes] for start, nbytes in stored.extents]
+        found: Buffer = (parts[0] if len(parts) == 1 else np.concatenate(parts))[: stored.nbytes]
+        return found
 
     def oldest(self) -> tuple[Name, Stored] | None:
         """The block that was not used for longest."""
@@ -277,12 +296,12 @@ class Demotion(NamedTuple):
 class Taken(NamedTuple):
     """Room for a new block. in_place: it can be encoded there, rather than in a staging buffer."""
 
-    tier: Tier
+    tier: Slab
     extents: tuple[Extent, ...]
     in_place: bool
 
 
-class Tiers:
+class Slabs:
     """The tiers of one rank, fastest first: the device, the host, or the device spilling to the host.
 
     New codes go to the first tier. When the device is full, codes in it move to the host: those that were used least
@@ -290,7 +309,7 @@ class Tiers:
     The manager sees to it that both together never have to hold more than `TierBytes.usable`.
     """
 
-    def __init__(self, device: Tier | None, host: Tier | None) -> None:
+    def __init__(self, device: Slab | None, host: Slab | None) -> None:
         self.device, self.host = device, host
         self.all = [tier for tier in (device, host) if tier is not None]
         self.first = self.all[0]
@@ -321,7 +340,7 @@ class Tiers:
                 return run
         return None
 
-    def put(self, tier: Tier, blocks: Mapping[Name, Stored]) -> None:
+    def put(self, tier: Slab, blocks: Mapping[Name, Stored]) -> None:
         """Blocks are in the room that was taken for them, and in no tier where they were before."""
         for other in self.all:
             other.drop([name for name in blocks if name in other])

@@ -16,15 +16,15 @@ from integrity import check_store
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.tiers.arena import GRANULE, Extent, room
 from manthan.vllm_hooks.worker.capacity import TierBytes
+from manthan.vllm_hooks.worker.slabs import Demotion, Slab, Slabs, Stored, Taken
 from manthan.vllm_hooks.worker.staging import pieces
-from manthan.vllm_hooks.worker.tiers import Demotion, Stored, Taken, Tier, Tiers
 
 
-def tier(nbytes: int) -> Tier:
-    return Tier(torch.zeros(nbytes, dtype=torch.uint8))
+def tier(nbytes: int) -> Slab:
+    return Slab(torch.zeros(nbytes, dtype=torch.uint8))
 
 
-def keep(tiers: Tiers, *keys: bytes, nbytes: int = GRANULE) -> list[Demotion]:
+def keep(tiers: Slabs, *keys: bytes, nbytes: int = GRANULE) -> list[Demotion]:
     """Put blocks into what is taken for them."""
     taken, demotions = tiers.take(nbytes, len(keys))
     for key, one in zip(keys, taken, strict=True):
@@ -32,12 +32,12 @@ def keep(tiers: Tiers, *keys: bytes, nbytes: int = GRANULE) -> list[Demotion]:
     return demotions
 
 
-def has(tier: Tier, key: bytes) -> bool:
+def has(tier: Slab, key: bytes) -> bool:
     return (0, key) in tier
 
 
 def test_a_full_device_moves_the_oldest_to_the_host() -> None:
-    tiers = Tiers(tier(2 * GRANULE), tier(2 * GRANULE))
+    tiers = Slabs(tier(2 * GRANULE), tier(2 * GRANULE))
     assert keep(tiers, b"a", b"b") == []
     run = tiers.find(0, [b"a", b"b"])
     assert (run.tier, run.in_place, len(run.extents)) == (tiers.device, True, 2)
@@ -66,7 +66,7 @@ def test_a_full_device_moves_the_oldest_to_the_host() -> None:
 def test_blocks_in_a_row_are_found_wherever_they_were_put() -> None:
     """Put together tail first, as evictions do; then one is gone, comes back elsewhere, or has a key of another
     length."""
-    tiers, keys = Tiers(None, tier(64 * GRANULE)), [n.to_bytes(32, "big") for n in range(40)]
+    tiers, keys = Slabs(None, tier(64 * GRANULE)), [n.to_bytes(32, "big") for n in range(40)]
     keep(tiers, *reversed(keys[:25]))
     keep(tiers, *reversed(keys[25:]))
     places = {name[1]: stored.extents for name, stored in tiers.host.blocks().items()}
@@ -108,7 +108,7 @@ class TierMachine(RuleBasedStateMachine):
     def begin(self, device: int, host: int) -> None:
         host = host if device else max(1, host)
         both = [tier(nbytes * GRANULE) if nbytes else None for nbytes in (device, host)]
-        self.tiers = Tiers(*both)
+        self.tiers = Slabs(*both)
         self.bound = 6 * GRANULE
         self.usable = TierBytes(device * GRANULE, host * GRANULE).usable({self.bound})
 
@@ -182,7 +182,7 @@ class TierMachine(RuleBasedStateMachine):
                 assert b"".join(spans(one, block.extents, block.nbytes)) == self.bytes[group, key]
 
 
-def spans(tier: Tier, extents: Sequence[Extent], nbytes: int) -> Iterator[memoryview]:
+def spans(tier: Slab, extents: Sequence[Extent], nbytes: int) -> Iterator[memoryview]:
     """The first so many bytes of a block, as views."""
     for start, size in extents:
         yield memoryview(tier.codes.numpy())[start : start + min(size, nbytes)]
@@ -196,7 +196,7 @@ def write(taken: Taken, numbers: bytes) -> None:
         at += len(view)
 
 
-def copy(source: Tier, froms: Sequence[Extent], target: Tier, tos: Sequence[Extent], nbytes: int) -> None:
+def copy(source: Slab, froms: Sequence[Extent], target: Slab, tos: Sequence[Extent], nbytes: int) -> None:
     for at, to, size in pieces([froms], [tos], [nbytes]).t().tolist():
         target.codes[to : to + size] = source.codes[at : at + size]
 
@@ -229,4 +229,4 @@ def test_pieces_are_the_blocks_bytes_in_order(data: st.DataObject) -> None:
 
 def test_ram_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"of RAM cannot be pinned .*: lower tiers.max_bytes"):
-        Tier.pinned(1 << 60, torch.device("cpu"))
+        Slab.pinned(1 << 60, torch.device("cpu"))

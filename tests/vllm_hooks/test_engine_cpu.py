@@ -1,0 +1,285 @@
+"""The engine on the CPU: a step's metadata in, blocks in the store and in the cache, and an answer to each job."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from key_files import write_keys
+from paged_cache import cpu_blocks, paged, write
+
+from manthan.manager.config.model import SealingConfig
+from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
+from manthan.manager.tiers.tier import RamTier, TierError
+from manthan.manager.transfer import Transfer, TransferResult
+from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
+
+pytestmark = pytest.mark.usefixtures("engine_config")
+
+GROUP = 2
+KEYS = [bytes([n]) * 32 for n in range(4)]
+TARGETS = [4, 5, 6, 7]
+CPU = torch.device("cpu")
+
+
+class Worker:
+    """An engine over a cache whose first four blocks are written."""
+
+    def __init__(self, fails_whole: bool = False, max_bytes: int = 1 << 20, staging_nbytes: int = 1 << 30) -> None:
+        self.caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+        self.blocks = cpu_blocks(self.caches, layers, spec, group=GROUP)
+        for block in range(len(KEYS)):
+            write(self.caches, layers, block, spec, seed=block)
+        self.store = RamTier(max_bytes)
+        self.engine = CpuEngine({GROUP: self.blocks}, self.store, 2, CPU, fails_whole, staging_nbytes)
+
+    def wait(self, count: int = 1) -> ManthanWorkerMetadata:
+        """What is reported, once there are so many answers."""
+        whole = ManthanWorkerMetadata()
+        deadline = time.monotonic() + 20
+        while len(whole.results) < count:
+            assert time.monotonic() < deadline
+            whole = whole.aggregate(self.engine.take_report() or ManthanWorkerMetadata())
+            time.sleep(0.0005)
+        return whole
+
+    def submit(self, keys: list[bytes] = KEYS, **more: Any) -> Transfer:
+        """Store blocks from the first on."""
+        job = jobs.store(keys, range(len(keys)), group=GROUP, **more)
+        self.engine.submit_stores(ManthanMetadata(stores=[job]))
+        return job
+
+    def store_all(self, exact: int = 0, keys: list[bytes] = KEYS) -> TransferResult:
+        job = self.submit(keys, exact_tokens=exact)
+        report = self.wait()
+        [result] = report.results
+        assert result.job_id == job.job_id
+        return result
+
+    def load(self, keys: list[bytes] = KEYS, request_id: str | None = "request", tenant: str = "") -> TransferResult:
+        job = jobs.load(keys, TARGETS[: len(keys)], request_id, group=GROUP, tenant=tenant)
+        self.engine.submit_loads(ManthanMetadata(loads=[job]))
+        [result] = self.wait().results
+        return result
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Worker]]:
+    workers = []
+
+    def make(**options: Any) -> Worker:
+        workers.append(Worker(**options))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.engine.shutdown()
+
+
+def test_the_model_s_thread_stands_aside_for_a_restore_and_for_nothing_else(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does until the restore has ended: a test that takes forever shows that it is not told."""
+    monkeypatch.setattr("manthan.vllm_hooks.worker.engine.REST_S", 1e6)
+    worker = start()
+    worker.engine.rest()
+    worker.store_all()
+    worker.load(request_id=None)
+    worker.engine.rest()
+    loads = [jobs.load(KEYS, TARGETS, name, group=GROUP) for name in ("one", "two")]
+    worker.engine.submit_loads(ManthanMetadata(loads=loads))
+    ended: set[str] = set()
+    while len(ended) < 2:
+        worker.engine.rest()
+        now = worker.engine.take_ended().requests
+        assert now
+        ended |= now
+    worker.engine.rest()
+
+
+@pytest.mark.parametrize("exact", [0, 4, 32, 36, 128])
+def test_blocks_go_and_come_back(start: Callable[..., Worker], exact: int) -> None:
+    """The first `exact` tokens of the session keep every bit, whichever block they are in."""
+    worker = start()
+    sizes = [worker.blocks.format.max_nbytes(min(max(exact - 32 * n, 0), 32)) for n in range(4)]
+    stored = worker.store_all(exact)
+    assert (stored.failed, stored.nbytes.tolist()) == ({}, [*map(worker.store.room, sizes)])
+    assert worker.store.used == sum(map(worker.store.room, sizes))
+    loaded = worker.load()
+    assert (loaded.failed, loaded.nbytes.tolist()) == ({}, sizes)
+    assert worker.engine.take_ended() == ({"request"}, set(), set())
+    assert worker.engine.take_ended() == (set(), set(), set())
+    for n in range(4):
+        kept, both = min(max(exact - 32 * n, 0), 32), [worker.blocks._memory.gather(at) for at in (n, 4 + n)]
+        same = [(a == b).all(axis=(0, 1, 3)) for a, b in zip(*both, strict=True)]
+        assert all(each[:kept].all() and not each[kept:].any() for each in same)
+
+
+def test_a_request_hears_of_its_load_when_all_of_its_jobs_have_ended(start: Callable[..., Worker]) -> None:
+    """They are answered one by one. A job that fails makes the request's load fail."""
+    worker = start(fails_whole=True)
+    worker.store_all(keys=KEYS[:2])
+    good, bad = (jobs.load(KEYS[n : n + 2], TARGETS[n : n + 2], group=GROUP) for n in (0, 2))
+    go_on, read = threading.Event(), worker.store.read
+
+    def waiting(group: int, keys: Any, tenant: str = "") -> Any:
+        if keys == KEYS[2:]:
+            assert go_on.wait(20)
+        return read(group, keys, tenant)
+
+    worker.store.read = waiting  # type: ignore[method-assign]
+    worker.engine.submit_loads(ManthanMetadata(loads=[good, bad]))
+    assert [result.job_id for result in worker.wait().results] == [good.job_id]
+    assert worker.engine.take_ended() == (set(), set(), set())
+    go_on.set()
+    [result] = worker.wait().results
+    assert (result.job_id, result.failed) == (bad.job_id, {0: "missing", 1: "missing"})
+    assert worker.engine.take_ended() == ({"request"}, {"request"}, set())
+
+
+def test_blocks_that_do_not_open_are_told_all_at_once(start: Callable[..., Worker], tmp_path: Path) -> None:
+    """Or a session of another tenant would fail once for each of its blocks."""
+    keys = keys_of(SealingConfig(key_file=str(write_keys(tmp_path / "keys", "k1"))))
+    worker = start()
+    worker.engine.store = SealedTier(worker.store, Sealer(keys, "place"), 0)
+    by_tenant = {"": [0, 3], "acme": [1, 2]}
+    for tenant, ids in by_tenant.items():
+        for n in ids:
+            job = jobs.store([KEYS[n]], [n], 32 * n, group=GROUP, tenant=tenant)
+            worker.engine.submit_stores(ManthanMetadata(stores=[job]))
+    room = worker.store.room(worker.blocks.format.max_nbytes(0) + OVERHEAD)
+    assert [result.nbytes.tolist() for result in worker.wait(4).results] == [[room]] * 4
+    assert worker.load().failed == {1: "seal", 2: "seal"}
+    assert worker.load(tenant="acme").failed == {0: "seal", 3: "seal"}
+
+
+def test_what_does_not_fit_is_refused_and_takes_nothing(start: Callable[..., Worker]) -> None:
+    nbytes = start().blocks.format.max_nbytes(0)
+    worker = start(max_bytes=RamTier(1 << 20).room(nbytes) * 3)
+    result = worker.store_all()
+    assert (result.failed, result.nbytes.tolist()) == ({3: "store_full"}, [*[worker.store.room(nbytes)] * 3, 0])
+
+
+class Broken(RamTier):
+    """A store on fire."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(1 << 20)
+        self._error = error
+
+    def put_all(self, group: int, blocks: Any, tenant: str = "") -> Any:
+        raise self._error
+
+    def read(self, group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
+        raise self._error
+
+
+class DownError(TierError):
+    cause = "store_down"
+
+
+@pytest.mark.parametrize(("error", "cause"), [(OSError("fire"), "internal"), (DownError("down"), "store_down")])
+def test_whatever_a_store_does_there_is_an_answer(start: Callable[..., Worker], error: Exception, cause: str) -> None:
+    worker = start()
+    worker.engine.store = Broken(error)
+    assert worker.store_all().failed == dict.fromkeys(range(4), cause)
+    assert worker.load().failed == {0: cause}
+    assert worker.engine.take_ended() == ({"request"}, set(), set(TARGETS))
+
+
+def test_stores_are_begun_apart_from_loads(start: Callable[..., Worker]) -> None:
+    """What the step computes is there only when stores are submitted."""
+    worker = start()
+    step = ManthanMetadata(stores=[jobs.store(KEYS[:1], [0], 0, 32, group=GROUP)])
+    worker.engine.submit_loads(step)
+    for cache in worker.caches.values():
+        cache[0] = 1.5  # what the model computes
+    worker.engine.submit_stores(step)
+    worker.wait()
+    worker.load(KEYS[:1])
+    assert all((cache[4] == 1.5).all() for cache in worker.caches.values())
+
+
+def test_nothing_touches_the_cache_once_it_was_waited_for(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before vLLM takes the cache's memory away."""
+    worker = start()
+    encode, began, may_go_on = worker.blocks.encode, threading.Event(), threading.Event()
+
+    def slowly(*args: Any) -> Any:
+        began.set()
+        may_go_on.wait(20)
+        return encode(*args)
+
+    monkeypatch.setattr(worker.blocks, "encode", slowly)
+    job = worker.submit(KEYS[:1])
+    assert began.wait(20)
+    waits = threading.Thread(target=worker.engine.wait)
+    waits.start()
+    assert waits.is_alive()
+    before = worker.engine.take_report()
+    assert before is None or not before.results
+    may_go_on.set()
+    waits.join(20)
+    report = worker.engine.take_report()
+    assert report is not None
+    assert [result.job_id for result in report.results] == [job.job_id]
+    worker.engine.shutdown()
+    worker.engine.wait()
+
+
+def test_blocks_are_gathered_as_far_as_the_staging_goes_and_others_are_given_back_when_needed(
+    start: Callable[..., Worker],
+) -> None:
+    """The store does not answer: of the first job one block is gathered, which is all that there is room for."""
+    worker, began, may_go_on = start(staging_nbytes=1), threading.Semaphore(0), threading.Event()
+    put_all = worker.store.put_all
+
+    def slowly(*args: Any) -> Any:
+        began.release()
+        assert may_go_on.wait(20)
+        return put_all(*args)
+
+    worker.store.put_all = slowly  # type: ignore[method-assign]
+    first, second = worker.submit(KEYS[:2]), worker.submit(KEYS[2:])
+    assert began.acquire(timeout=20)
+    assert worker.engine.take_report() is None
+    worker.engine.submit_loads(ManthanMetadata(revokes=True))
+    worker.engine._gatherers.wait()
+    report = worker.engine.take_report()
+    assert report is not None
+    assert sorted(report.gathered) == [first.job_id, second.job_id]
+    assert [(result.job_id, result.failed) for result in report.results] == [
+        (second.job_id, {0: "needed", 1: "needed"})
+    ]
+    may_go_on.set()
+    left = worker.wait()
+    assert [(result.job_id, result.failed) for result in left.results] == [(first.job_id, {1: "needed"})]
+    assert left.gathered == [], "each is named once"
+    third = worker.submit(KEYS[2:])
+    assert worker.wait().results[0].job_id == third.job_id, "there is room again"
+    assert worker.load(KEYS[:1]).failed == {}
+
+
+def test_the_pool_has_its_blocks_back_before_they_are_encoded(start: Callable[..., Worker]) -> None:
+    worker, may_go_on = start(), threading.Event()
+    encode = worker.blocks.encode
+
+    def slowly(*args: Any) -> Any:
+        assert may_go_on.wait(20)
+        return encode(*args)
+
+    worker.blocks.encode = slowly  # type: ignore[method-assign]
+    job = worker.submit()
+    worker.engine._gatherers.wait()
+    report = worker.engine.take_report()
+    assert report is not None
+    assert (report.gathered, report.results) == ([job.job_id], [])
+    may_go_on.set()
+    assert worker.wait().results[0].failed == {}

@@ -1,0 +1,424 @@
+"""The engine on a GPU, with CUDA's part played on the CPU: what comes back, and that everybody is answered once."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import fake_cuda
+import jobs
+import numpy as np
+import pytest
+import torch
+from fake_cuda import BLOCKS, TOKENS
+
+from manthan.codec.base import Numbers
+from manthan.codec.gpu.paged import PagedCodec
+from manthan.manager.sessions.session import Drop, DropCause
+from manthan.manager.tiers.arena import room
+from manthan.manager.tiers.tier import RamTier, Tier
+from manthan.manager.transfer import Transfer, TransferResult
+from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.worker import engine_cuda
+from manthan.vllm_hooks.worker.blocks import DeviceMemory
+from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
+from manthan.vllm_hooks.worker.slabs import Slab, Slabs
+
+GROUP = 5
+FORMS = (0, 3, TOKENS)
+
+
+class World:
+    """An engine over a cache of random numbers. place: bytes of the tiers on the device and on the host. staging: of
+    the buffers between. codec: makes one for a group."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        place: tuple[int, int],
+        staging: int = 1 << 14,
+        codec: Callable[..., PagedCodec] = fake_cuda.paged_codec,
+        secondary: Tier | None = None,
+    ) -> None:
+        self.gpu = fake_cuda.install(monkeypatch)
+        monkeypatch.setattr(engine_cuda, "STAGING_BYTES", staging)
+        monkeypatch.setattr(engine_cuda, "RESTORE_STAGING_BYTES", staging)
+        self.codec = codec(group=GROUP)
+        self.memory = DeviceMemory(self.codec.layout)
+        tiers = [Slab(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
+        self.tiers = Slabs(*tiers)
+        self.engine = CudaEngine({GROUP: self.codec}, self.tiers, forms=FORMS, secondary=secondary)
+
+    def nbytes(self, exact: int) -> int:
+        return self.codec.form(exact).nbytes
+
+    def store(self, *stores: Transfer) -> list[TransferResult]:
+        """Encode blocks; the answers, in the order of the jobs."""
+        self.engine.submit_stores(ManthanMetadata(stores=list(stores)))
+        found = {result.job_id: result for result in self.reports(len(stores)).results}
+        return [found[job.job_id] for job in stores]
+
+    def reports(self, results: int = 1) -> ManthanWorkerMetadata:
+        """What is reported, until there are so many results."""
+        whole, until = ManthanWorkerMetadata(), time.monotonic() + 20
+        while len(whole.results) < results:
+            assert time.monotonic() < until
+            ended = self.engine.take_ended()
+            self.told = self.told[0] | ended.requests, self.told[1] | ended.bad_blocks
+            whole = whole.aggregate(self.engine.take_report() or ManthanWorkerMetadata())
+        return whole
+
+    told: tuple[set[str], set[int]] = (set(), set())
+    """Requests and bad blocks of which vLLM has heard."""
+
+    def submit(self, keys: list[bytes], block_ids: list[int], request_id: str | None = "request") -> None:
+        job = jobs.load(keys, block_ids, request_id, group=GROUP)
+        self.engine.submit_loads(ManthanMetadata(loads=[job]))
+
+    def load(self, keys: list[bytes], block_ids: list[int], request_id: str | None = "request") -> TransferResult:
+        """Decode blocks; what is reported of it."""
+        self.told = set(), set()
+        self.submit(keys, block_ids, request_id)
+        [result] = self.reports().results
+        assert self.told[0] == ({request_id} if request_id else set())
+        return result
+
+    def drop(self, *keys: bytes) -> None:
+        self.engine.submit_loads(ManthanMetadata(drops=[Drop(GROUP, list(keys), DropCause.BUDGET)]))
+
+    def numbers(self, block_id: int) -> np.ndarray:
+        """Keys and values, [2, layers, heads, tokens, head_dim]."""
+        return np.stack(self.memory.gather(block_id)).copy()
+
+    def encoded(self, numbers: Numbers, job: Transfer) -> np.ndarray:
+        """The block, as numpy makes it."""
+        told = {"key": job.block_hashes[0], "first_token": job.first_token, "exact": job.exacts(TOKENS)[0]}
+        return self.codec.format.encode(*numbers, **told)
+
+    def as_restored(self, numbers: Numbers, job: Transfer) -> np.ndarray:
+        """What a block's numbers become, as numpy says."""
+        return np.stack(self.codec.format.decode(self.encoded(numbers, job), key=job.block_hashes[0]))
+
+
+def key(n: int) -> bytes:
+    return n.to_bytes(32, "big")
+
+
+def order(n: int, exact: int = 0, block_id: int | None = None, blocks: int = 1) -> Transfer:
+    """A store of blocks from number n on, of the first of which so many tokens are exact."""
+    first = n if block_id is None else block_id
+    names = [key(n + at) for at in range(blocks)]
+    return jobs.store(names, range(first, first + blocks), TOKENS * n, TOKENS * n + exact, group=GROUP)
+
+
+@pytest.fixture(params=["device", "host", "device and host"])
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
+    """With room for so many blocks that are all exact, in one tier or in two."""
+
+    def made(blocks: int = 10, **more: Any) -> World:
+        whole = blocks * fake_cuda.paged_codec().form(TOKENS).nbytes
+        place = {"device": (whole, 0), "host": (0, whole), "device and host": (whole // 3, whole)}[request.param]
+        return World(monkeypatch, place, **more)
+
+    return made
+
+
+# -- what comes back ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "staging", "chunk"),
+    [(fake_cuda.varying_codec, 1 << 16, 1024), (fake_cuda.paged_codec, 1, 3)],
+    ids=["varying", "fixed, in pieces"],
+)
+def test_blocks_of_all_forms_come_back_as_numpy_says(
+    make: Callable[..., World],
+    monkeypatch: pytest.MonkeyPatch,
+    staging: int,
+    chunk: int,
+    codec: Callable[..., PagedCodec],
+) -> None:
+    """Stored, dropped, replaced and read in any order, in one piece and in several; exact tokens bit for bit. Room is
+    what blocks take, not what they might.
+
+    staging: 1 is room for one block of any kind.
+    """
+    monkeypatch.setattr(engine_cuda, "LOAD_CHUNK", chunk)
+    world, rng = make(6, staging=staging, codec=codec), random.Random(staging + chunk)
+    stored: dict[bytes, np.ndarray] = {}
+    read = in_pieces = 0
+    for _ in range(100):
+        stores = [
+            order(rng.randrange(40), rng.choice(FORMS), rng.randrange(BLOCKS // 2)) for _ in range(rng.randrange(1, 4))
+        ]
+        stores = list({job.block_hashes[0]: job for job in stores}.values())
+        for job, result in zip(stores, world.store(*stores), strict=True):
+            assert result.failed in ({}, {0: "store_full"})
+            if not result.failed:
+                [block_id] = job.block_ids.tolist()
+                assert result.nbytes.tolist() == [room(len(world.encoded(world.numbers(block_id), job)))]
+                stored[job.block_hashes[0]] = world.as_restored(world.numbers(block_id), job)
+        gone = [key for key in stored if rng.random() < 0.1]
+        world.drop(*gone)
+        stored = {name: kept for name, kept in stored.items() if name not in gone}
+        in_pieces += sum(len(block.extents) > 1 for tier in world.tiers.all for block in tier.blocks().values())
+        keys = rng.sample(sorted(stored), min(len(stored), 6))
+        targets = rng.sample(range(BLOCKS // 2, BLOCKS), len(keys))
+        if keys:
+            before = [cache.clone() for cache in world.codec.layout.caches]
+            result, kept = world.load(keys, targets), [tier.blocks() for tier in world.tiers.all]
+            assert result.failed == {}
+            assert result.nbytes.tolist() == [kept[(GROUP, name) not in kept[0]][GROUP, name].nbytes for name in keys]
+            assert world.told[1] == set()
+            right = [(world.numbers(to) == stored[name]).all() for name, to in zip(keys, targets, strict=True)]
+            assert all(right)
+            others = [block for block in range(BLOCKS) if block not in targets]
+            pairs = zip(before, world.codec.layout.caches, strict=True)
+            assert all(torch.equal(then[others], now[others]) for then, now in pairs)
+            read += len(keys)
+        rooms = [room(block.nbytes) for tier in world.tiers.all for block in tier.blocks().values()]
+        assert world.tiers.used == sum(rooms)
+    assert read > 200
+    assert in_pieces > 0
+
+
+def test_blocks_of_one_job_have_exact_tokens_by_their_place(make: Callable[..., World]) -> None:
+    """It may be more than the staging buffer holds, and the pool has its blocks back together."""
+    world = make(staging=1)
+    job = order(0, TOKENS + 3, blocks=4)
+    assert job.exacts(TOKENS) == [TOKENS, 3, 0, 0]
+    world.engine.submit_stores(ManthanMetadata(stores=[job]))
+    report = world.reports()
+    assert report.gathered == [job.job_id]
+    assert report.results[0].nbytes.tolist() == [room(world.nbytes(exact)) for exact in job.exacts(TOKENS)]
+    assert world.load(job.block_hashes, [40, 41, 42, 43]).failed == {}
+    for n, exact in enumerate(job.exacts(TOKENS)):
+        same = (world.numbers(n) == world.numbers(40 + n)).all(axis=(0, 1, 2, 4))
+        assert same[:exact].all()
+        assert not same[exact:].any()
+
+
+@pytest.mark.parametrize("exact", [0, TOKENS])
+def test_damage_is_found_and_nothing_is_written(make: Callable[..., World], exact: int) -> None:
+    world = make()
+    world.store(*(order(n, exact) for n in range(3)))
+    tier = world.tiers.first
+    [extent] = tier.blocks()[GROUP, key(1)].extents
+    tier.codes[extent.start + world.nbytes(exact) - 9] ^= 1
+    before = world.numbers(41)
+    assert world.load([key(n) for n in range(3)], [40, 41, 42]).failed == {1: "checksum"}
+    assert world.told[1] == {41, 42}
+    assert np.array_equal(world.numbers(41), before)
+
+
+# -- answers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("request_id", ["request", None])
+@pytest.mark.parametrize("reached", [None, 1, 2], ids=["before", "while it is checked", "while it is decoded"])
+def test_a_load_on_a_gpu_that_breaks_is_answered_once(
+    make: Callable[..., World], reached: int | None, request_id: str | None
+) -> None:
+    """Events of a load: what the model was given; checked; decoded."""
+    world = make()
+    world.store(order(0, blocks=2))
+    world.gpu.broken = reached is None
+    world.gpu.events, world.gpu.reached = 0, reached or 0
+    world.submit([key(0), key(1)], [40, 41], request_id)
+    ended = [world.engine.take_ended()]
+    assert bool(ended[0].requests) == (request_id is not None and reached != 1)
+    results = getattr(world.engine.take_report(), "results", [])
+    world.gpu.broken = True
+    for _ in range(5):
+        ended.append(world.engine.take_ended())
+        results += getattr(world.engine.take_report(), "results", [])
+    assert [name for each in ended for name in each.requests] == [name for name in [request_id] if name]
+    assert [result.failed for result in results] == [{0: "internal"}]
+    bad = set().union(*(each.bad_blocks for each in ended))
+    assert bad == ({40, 41} if request_id is not None and reached != 2 else set())
+
+
+@pytest.mark.parametrize("what", ["batch", "encode"])
+def test_stores_that_raise_are_answered_once_and_take_no_room(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    world = make()
+    real, calls = getattr(world.codec, what), count(1)
+
+    def second_time(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.codec, what, second_time)
+        results = world.store(order(1), order(2, 3, blocks=2), order(4))
+    assert [result.failed for result in results] == [{}, {0: "internal"}, {}]
+    assert world.tiers.used == sum(int(result.nbytes.sum()) for result in results)
+    assert world.store(order(5))[0].failed == {}
+
+
+@pytest.mark.parametrize("reached", [None, 0], ids=["before", "while they are encoded"])
+def test_stores_on_a_gpu_that_breaks_are_answered_once_and_take_no_room(
+    make: Callable[..., World], reached: int | None
+) -> None:
+    world = make()
+    world.gpu.broken, world.gpu.reached = reached is None, 0
+    stores = [order(1), order(2, 3)]
+    world.engine.submit_stores(ManthanMetadata(stores=stores))
+    world.engine.take_ended()
+    before = world.engine.take_report()
+    assert (before is None) == (reached == 0)
+    world.gpu.broken = True
+    world.engine.take_ended()
+    report = before or world.engine.take_report()
+    assert [(result.job_id, result.failed) for result in report.results] == [
+        (job.job_id, {0: "internal"}) for job in stores
+    ]
+    assert report.gathered == [job.job_id for job in stores]
+    assert world.tiers.used == 0
+    assert world.engine.take_report() is None
+
+
+# -- a secondary tier ---------------------------------------------------------------------------------
+
+
+class Slow(RamTier):
+    """A secondary tier that can be held up. reads: so many blocks were read."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 24)
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.reads = 0
+
+    def put_all(self, *args: Any) -> dict[bytes, str]:
+        assert self.goes_on.wait(20)
+        return super().put_all(*args)
+
+    def read(self, *args: Any) -> Iterator[Any]:
+        for buf in super().read(*args):
+            assert self.goes_on.wait(20)
+            self.reads += 1
+            yield buf
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+    """An engine whose tier on the host has room for so many blocks that are all exact, with a secondary tier."""
+    made: list[World] = []
+
+    def make(blocks: float, codec: Callable[..., PagedCodec] = fake_cuda.paged_codec) -> World:
+        whole = fake_cuda.paged_codec().form(TOKENS).nbytes
+        made.append(World(monkeypatch, (0, int(blocks * whole)), 1 << 14, codec, Slow()))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.engine.shutdown()
+
+
+@pytest.mark.parametrize("codec", [fake_cuda.paged_codec, fake_cuda.varying_codec])
+@pytest.mark.parametrize("blocks", [1.5, 4, 40])
+def test_blocks_go_through_a_small_primary_tier_to_a_secondary_one_and_back(
+    second: Callable[..., World], blocks: float, codec: Callable[..., PagedCodec]
+) -> None:
+    """Where there is room for one block, for a few, or for all."""
+    world = second(blocks, codec)
+    stores = [order(n, (0, 3, TOKENS)[n % 3]) for n in range(24)]
+    right = [world.as_restored(world.numbers(n), job) for n, job in enumerate(stores)]
+    results = world.store(*stores)
+    store = world.engine.store
+    assert [result.failed for result in results] == [{}] * 24
+    assert sum(int(result.nbytes.sum()) for result in results) == store.used
+    reads = store.reads
+    for request_id in ("request", None):
+        for cache in world.codec.layout.caches:
+            cache[24:] = 0
+        found = world.load([key(n) for n in range(24)], list(range(30, 54)), request_id)
+        assert (found.failed, world.told[1]) == ({}, set())
+        assert all(np.array_equal(world.numbers(30 + n), right[n]) for n in range(24))
+    assert (store.reads == reads) == (blocks == 40), "what is in the primary tier is not read"
+    assert not world.engine._primary.pins
+
+
+def test_stores_wait_for_a_secondary_tier_and_are_given_back_when_their_blocks_are_needed(
+    second: Callable[..., World],
+) -> None:
+    world = second(2.5)
+    world.engine.store.goes_on.clear()
+    first, second_one = order(0, 3 * TOKENS, blocks=3), order(3, TOKENS)
+    world.engine.submit_stores(ManthanMetadata(stores=[first, second_one]))
+    world.engine.take_ended()
+    assert world.engine.take_report() is None, "there is room for two of the first one's blocks"
+    world.engine.submit_loads(ManthanMetadata(revokes=True))
+    report = world.engine.take_report()
+    assert report.gathered == [first.job_id, second_one.job_id]
+    assert [(result.job_id, result.failed) for result in report.results] == [(second_one.job_id, {0: "needed"})]
+    world.engine.store.goes_on.set()
+    [result] = world.reports().results
+    assert (result.job_id, result.failed) == (first.job_id, {2: "needed"})
+    assert world.load(first.block_hashes[:2], [40, 41]).failed == {}
+
+
+def test_a_store_that_is_larger_than_the_primary_tier_goes_through_it(second: Callable[..., World]) -> None:
+    world = second(2.5)
+    job = order(0, 6 * TOKENS, blocks=10)
+    [result] = world.store(job)
+    assert result.failed == {}
+    assert world.load(job.block_hashes, list(range(30, 40))).failed == {}
+
+
+def test_of_a_secondary_tier_that_misses_or_damages_blocks_what_comes_before_is_good(
+    second: Callable[..., World],
+) -> None:
+    world = second(1.5)
+    world.store(*(order(n) for n in range(12)))
+    store = world.engine.store
+    store.drop(GROUP, [key(6), key(8)])
+    world.tiers.clear()
+    assert world.load([key(n) for n in range(12)], list(range(30, 42))).failed == {6: "missing", 8: "missing"}
+    assert world.told[1] == set(range(36, 42))
+    [buf] = store.read(GROUP, [key(3)])
+    bad = buf.copy()
+    bad[-9] ^= 1
+    store.put_all(GROUP, {key(3): bad})
+    world.tiers.clear()
+    assert world.load([key(n) for n in range(6)], list(range(30, 36))).failed == {3: "checksum"}
+    assert world.told[1] == {33, 34, 35}
+    assert not world.engine._primary.pins
+
+
+def test_after_a_reset_nothing_of_before_is_found(second: Callable[..., World]) -> None:
+    """Neither what was being written to the secondary tier, nor what was being read from it."""
+    world = second(40)
+    world.store(order(0, blocks=2))
+    world.tiers.clear()
+    world.engine.store.goes_on.clear()
+    world.engine.submit_stores(ManthanMetadata(stores=[order(2)]))
+    world.submit([key(0), key(1)], [40, 41])
+    world.engine.take_ended()
+    world.engine.submit_loads(ManthanMetadata(place="anew"))
+    world.engine.store.goes_on.set()
+    read, written = sorted(world.reports(2).results, key=lambda result: -len(result.nbytes))
+    assert read.failed == {0: "reset"}
+    assert written.failed == {}, "the manager drops it"
+    assert world.told[1] == {40, 41}
+    assert len(world.tiers.host) == world.tiers.used == 0
+
+
+def test_a_block_that_is_being_copied_at_a_reset_is_not_kept(second: Callable[..., World]) -> None:
+    world = second(40)
+    world.store(order(0))
+    world.tiers.clear()
+    write = world.tiers.host.write
+
+    def resetting(*args: Any) -> None:
+        write(*args)
+        world.engine.submit_loads(ManthanMetadata(place="anew"))
+
+    world.tiers.host.write = resetting
+    assert world.load([key(0)], [40]).failed == {0: "reset"}
+    assert len(world.tiers.host) == world.tiers.used == 0

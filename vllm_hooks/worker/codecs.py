@@ -1,0 +1,76 @@
+"""The codecs of a GPU's paged cache: by KV cache group, name, number, and by what a compressed block says of itself."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from manthan.codec import wire
+from manthan.codec.block import exact_of
+from manthan.codec.errors import SizeError, WireError
+from manthan.codec.gpu.paged import PagedCodec
+from manthan.manager.tiers.tier import Buffer
+
+
+class Codecs:
+    """Args:
+    codecs: by KV cache group, that of the sessions' blocks first; all on one device.
+    make: makes a group's codec by its name. names: of codecs that jobs may name.
+    """
+
+    def __init__(
+        self, codecs: Mapping[int, PagedCodec], make: Callable[[int, str], PagedCodec] | None, names: Sequence[str]
+    ) -> None:
+        self.by_group, self.names, self._make = dict(codecs), names, make
+        self._others: dict[tuple[int, str], PagedCodec] = {}
+        self._numbered: list[str] = []
+        self._lock = threading.Lock()
+
+    @property
+    def first(self) -> int:
+        """Group of the sessions' blocks."""
+        return next(iter(self.by_group))
+
+    @property
+    def largest(self) -> int:
+        """Most bytes of a compressed block."""
+        return max(codec.form(codec.layout.tokens).nbytes for codec in self.by_group.values())
+
+    def get(self, group: int, name: str = "") -> PagedCodec:
+        """Return a group's codec of this name, or the configured one. Bytes as they are have no other."""
+        codec = self.by_group[group]
+        if name in ("", codec.format.codec) or codec.format.shape.is_raw:
+            return codec
+        if (group, name) not in self._others:
+            assert self._make is not None
+            self._others[group, name] = self._make(group, name)
+        return self._others[group, name]
+
+    def number(self, codec: PagedCodec) -> int:
+        """Number by which tiers know a codec."""
+        name = codec.format.codec
+        with self._lock:
+            if name not in self._numbered:
+                self._numbered.append(name)
+            return self._numbered.index(name)
+
+    def numbered(self, group: int, number: int) -> PagedCodec:
+        return self.get(group, self._numbered[number])
+
+    def look_into(self, group: int, buf: Buffer) -> tuple[int, int, int, int] | str:
+        """Exact tokens, first token, mark and codec number that a block's header tells; or why it is no block.
+
+        All of its header is compared with them when it is decoded.
+        """
+        try:
+            front = wire.peek(buf)
+        except WireError as error:
+            return error.cause
+        try:
+            exact = exact_of(wire.peek_sections(buf, front))
+        except SizeError:  # it is damaged, and the rest of it says how
+            exact = 0
+        codecs = [self.get(group, name) for name in ("", *self.names)]
+        codec = next((codec for codec in codecs if codec.format.fingerprint == front.fingerprint), codecs[0])
+        fits = exact <= codec.layout.tokens and codec.form(exact).fits(len(buf))
+        if not fits or front.first_token > wire.PLACE_MAX:
+            return "size"
+        return exact, front.first_token, front.mark, self.number(codec)

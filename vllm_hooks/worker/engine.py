@@ -1,0 +1,206 @@
+"""Interface of the engines, which turn blocks of one rank's paged cache into compressed blocks and back."""
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.logger import init_logger
+
+from manthan.manager.tiers.tier import Found, Tier, TierError
+from manthan.manager.transfer import Transfer, TransferResult
+from manthan.manager.work import RESET
+from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+
+logger = init_logger("vllm.manthan.worker")
+
+MISSING = "missing"
+"""Cause of a failure: nothing is there."""
+REST_S = sys.getswitchinterval()
+"""Most seconds that the model's thread stands aside for a load in a step in which nothing is computed. Any thread of
+Python may keep it waiting for as long. Steps that follow each other at once would take half of the interpreter's time,
+which the thread that loads needs."""
+
+
+class CancelledError(Exception):
+    """The prefix cache is reset, or the engine is shut down."""
+
+
+class Ended(NamedTuple):
+    """Requests whose loads have ended, those of them of which vLLM may use nothing, and blocks that it may not use.
+
+    The blocks of loads that failed as a whole are not among `bad_blocks`.
+    """
+
+    requests: set[str]
+    failed: set[str]
+    bad_blocks: set[int]
+
+
+class Engine:
+    """Takes jobs, works on them in the background, and reports what has ended.
+
+    This class itself does nothing, and serves until there is a KV cache. The driver references the blocks of each store
+    until it is gathered or answered, so that nobody else writes to them. The caller is the model's thread: nothing here
+    raises, and nothing waits but what says so.
+
+    Args:
+        fails_whole: True if a request's load fails as a whole. Otherwise only its blocks from the first bad one on do.
+    """
+
+    def __init__(self, fails_whole: bool = False) -> None:
+        self.decode_s: Mapping[str, float] | None = None
+        """Seconds to decode a token by codec, on a GPU; None where the CPU decodes."""
+        self._fails_whole = fails_whole
+        self._lock = threading.Condition()
+        self._begun = set[int]()
+        """Ids of the last step's jobs that will be answered, should submitting them raise."""
+        self._open: dict[str, set[int]] = {}
+        """By request id, its loads that have not ended."""
+        self._bad: dict[str, set[int]] = {}
+        """By request id, blocks that vLLM may not use."""
+        self._report = ManthanWorkerMetadata()
+        self._ended = Ended(set(), set(), set())
+
+    def submit_loads(self, metadata: ManthanMetadata) -> None:
+        """Carry out what a step's metadata says but for stores: resets and drops first, then loads."""
+        self._begun.clear()
+        self._open_all(metadata.loads)
+        self._prepare(metadata)
+        for job in metadata.loads:
+            self._begun.add(job.job_id)
+            self._load(job)
+
+    def submit_stores(self, metadata: ManthanMetadata) -> None:
+        """Begin the stores, once what the model computes in this step was begun: they come after it."""
+        for job in metadata.stores:
+            self._begun.add(job.job_id)
+            self._store(job)
+
+    def _prepare(self, metadata: ManthanMetadata) -> None:
+        """Carry out resets, drops and revocations. Take note of the step."""
+
+    def _load(self, job: Transfer) -> None:
+        """Begin a load. It is answered in any case."""
+
+    def _store(self, job: Transfer) -> None:
+        """Begin a store. It is answered in any case."""
+
+    def wait(self) -> None:
+        """Wait until nothing that was begun reads or writes the paged cache."""
+
+    def shutdown(self) -> None:
+        """Wait for what is under way and let go of threads and memory."""
+
+    def rest(self) -> None:
+        """Stand aside for a moment, if threads load what a request waits for. The model computes nothing now."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._awaits_threads(), REST_S)
+
+    def _awaits_threads(self) -> bool:
+        """True if threads load, and there is nothing to be told or done yet."""
+        return False
+
+    def take_ended(self) -> Ended:
+        """Return what vLLM is to hear since the last call."""
+        with self._lock:
+            taken, self._ended = self._ended, Ended(set(), set(), set())
+            return taken
+
+    def take_report(self) -> ManthanWorkerMetadata | None:
+        """Return what the scheduler half is to hear since the last call."""
+        with self._lock:
+            taken, self._report = self._report, ManthanWorkerMetadata()
+            return taken if taken.results or taken.gathered else None
+
+    def fail(self, jobs: Sequence[Transfer]) -> None:
+        """Answer the last step's jobs that were not begun."""
+        self._open_all([job for job in jobs if job.direction == "load"])
+        for job in jobs:
+            if job.job_id not in self._begun:
+                self._refuse(job, "internal")
+
+    def fail_requests(self, blocks: Mapping[str, Sequence[int]]) -> None:
+        """End loads that vLLM waits for and that are no jobs. Their blocks are given by request id."""
+        for request_id, block_ids in blocks.items():
+            self._open.setdefault(request_id, set())
+            self._end(request_id, -1, block_ids)
+
+    def _open_all(self, loads: Iterable[Transfer]) -> None:
+        """Register all of a step's loads, so that none ends for its request before the others do."""
+        with self._lock:
+            for job in loads:
+                if job.request_id is not None and job.job_id not in self._begun:
+                    self._open.setdefault(job.request_id, set()).add(job.job_id)
+
+    def _gathered(self, job: Transfer) -> None:
+        """Nobody reads the pool's blocks of a store any more. It is named once, and not after its result."""
+        with self._lock:
+            self._report.gathered.append(job.job_id)
+
+    def _refuse(self, job: Transfer, cause: str) -> None:
+        """Answer a job that was not begun."""
+        if job.direction == "store":
+            self._gathered(job)
+        self._answer(TransferResult.refused(job, cause))
+        self._loaded(job, 0)
+
+    def _answer(self, result: TransferResult) -> None:
+        with self._lock:
+            self._report.results.append(result)
+
+    def _loaded(self, job: Transfer, good: int) -> None:
+        """Note for vLLM that a load has ended, and that its first `good` blocks may be used."""
+        if job.request_id is not None:
+            self._end(job.request_id, job.job_id, job.block_ids[good:].tolist())
+
+    def _end(self, request_id: str, job_id: int, bad_blocks: Sequence[int]) -> None:
+        with self._lock:
+            left, bad = self._open[request_id], self._bad.setdefault(request_id, set())
+            left.discard(job_id)
+            bad.update(bad_blocks)
+            if left:
+                return
+            del self._open[request_id], self._bad[request_id]
+            if bad and self._fails_whole:
+                self._ended.failed.add(request_id)
+            else:
+                self._ended.bad_blocks.update(bad)
+            self._ended.requests.add(request_id)
+            self._lock.notify_all()
+
+
+def of_blocks(sizes: Sequence[int], count: int) -> NDArray[np.int64]:
+    """int64 [count]: these sizes, and 0 for the blocks behind them."""
+    nbytes = np.zeros(count, np.int64)
+    nbytes[: len(sizes)] = sizes
+    return nbytes
+
+
+def other_causes(
+    job: Transfer, behind: Sequence[int], found: Found, values: Iterator[Found], store: Tier
+) -> Mapping[int, str]:
+    """Causes of further blocks that cannot be read, because a session is not to fail once for each of them.
+
+    Args:
+        behind: places in the job of blocks behind the first that cannot be. `values` are what is read of them.
+        found: what was read of the first.
+    """
+    if found is None:
+        absent = set(store.absent(job.group, [job.block_hashes[at] for at in behind]))
+        return {at: MISSING for at in behind if job.block_hashes[at] in absent}
+    if isinstance(found, str):
+        return {at: buf for at, buf in zip(behind, values, strict=False) if isinstance(buf, str)}
+    return {}
+
+
+def cause_of(error: Exception) -> str:
+    """Cause of a job's failure, for metrics; whatever it is costs the job, not the thread."""
+    if isinstance(error, CancelledError):
+        return RESET
+    if isinstance(error, TierError):
+        return error.cause
+    logger.warning("Manthan: a transfer has failed: %s: %s", type(error).__name__, error)
+    return "internal"

@@ -1,0 +1,253 @@
+"""Engine on the CPU's cores: blocks are gathered, encoded, kept, read and decoded on threads beside the model's."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from manthan.manager.tiers.tier import Tier
+from manthan.manager.transfer import Transfer, TransferResult
+from manthan.manager.work import NEEDED
+from manthan.vllm_hooks.messages import ManthanMetadata
+from manthan.vllm_hooks.worker.blocks import Copies, CpuBlocks
+from manthan.vllm_hooks.worker.capacity import COPIES_BYTES
+from manthan.vllm_hooks.worker.engine import CancelledError, Engine, cause_of, of_blocks, other_causes
+from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
+
+BATCH = 16
+"""Blocks that a thread encodes and keeps at once."""
+
+
+@dataclass(eq=False)
+class Gathering:
+    """A store. nbytes: of each block; left: number of blocks that are neither kept nor refused yet.
+
+    is_begun, is_given_up: True once its blocks are gathered, and once they are to be read no more.
+    """
+
+    job: Transfer
+    store: Tier
+    cancelled: threading.Event
+    nbytes: list[int]
+    left: int
+    failed: dict[int, str] = field(default_factory=dict)
+    is_begun: bool = False
+    is_given_up: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+
+class CpuEngine(Engine):
+    """Encodes on the CPU's cores into a store that the CPU reaches.
+
+    Loads and prefetches have threads of their own, so that they never wait behind stores. Blocks are gathered first:
+    then the pool has them back, whatever the store does.
+
+    Args:
+        blocks: codec and paged memory of each KV cache group.
+        store: primary tier, or one with secondary tiers behind it.
+        encode_threads: number of threads that encode.
+        device: of the paged cache. On a GPU, a job runs on a stream of its own, behind the model's work so far.
+        staging_nbytes: most bytes of gathered blocks, if one does not take more.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[int, CpuBlocks],
+        store: Tier,
+        encode_threads: int,
+        device: torch.device,
+        fails_whole: bool = False,
+        staging_nbytes: int = COPIES_BYTES,
+    ) -> None:
+        super().__init__(fails_whole)
+        self.blocks, self.store = blocks, store
+        self._device = device
+        cpus = allowed_cpus() if device.type == "cpu" else set()
+        self._cancelled = threading.Event()
+        """Of the jobs that were ordered since the last reset."""
+        self._ungathered: list[Gathering] = []
+        """Stores whose blocks are not all gathered."""
+        self._staging_nbytes, self._staged = staging_nbytes, 0
+        self._gatherers = Threads(1, "manthan-gather", cpus)
+        self._encoders = Threads(encode_threads, "manthan-encode", cpus)
+        self._loaders = Threads(1, "manthan-restore", cpus)
+        self._prefetchers = Threads(1, "manthan-prefetch", cpus)
+        self._all = (self._gatherers, self._encoders, self._loaders, self._prefetchers)
+
+    def _prepare(self, metadata: ManthanMetadata) -> None:
+        """Only the dictionary work of drops is done on the caller's thread."""
+        if metadata.cancels:
+            self._cancelled.set()
+            self._cancelled = threading.Event()
+        if metadata.revokes:
+            self._give_up()
+        if metadata.place is not None:
+            self.store = self.store.cleared(metadata.place)
+        for drop in metadata.drops:
+            self.store.drop(drop.group, drop.keys)
+
+    def _load(self, job: Transfer) -> None:
+        threads = self._prefetchers if job.request_id is None else self._loaders
+        threads.submit(self._read, job, self.store, model_event(self._device), self._cancelled)
+
+    def _store(self, job: Transfer) -> None:
+        gathering = Gathering(job, self.store, self._cancelled, [0] * len(job), len(job))
+        with self._lock:
+            self._ungathered.append(gathering)
+        self._gatherers.submit(self._gather, gathering, model_event(self._device))
+
+    def wait(self) -> None:
+        for threads in self._all:
+            threads.wait()
+
+    def shutdown(self) -> None:
+        for threads in self._all:
+            threads.shutdown()
+        self.store.close()
+
+    def _awaits_threads(self) -> bool:
+        return bool(self._open) and not self._ended.requests
+
+    # -- store ----------------------------------------------------------------------------------------
+
+    def _give_up(self) -> None:
+        """Give back what is not gathered yet: requests need the blocks now."""
+        with self._lock:
+            given_up, self._ungathered = self._ungathered, []
+            for gathering in given_up:
+                gathering.is_given_up = True
+            self._lock.notify_all()
+            not_begun = [gathering.job for gathering in given_up if not gathering.is_begun]
+        for job in not_begun:
+            self._refuse(job, NEEDED)
+
+    def _gather(self, gathering: Gathering, model: torch.cuda.Event | None) -> None:
+        """Copy a store's blocks, some at a time, once there is room for the copies, and have them encoded."""
+        job, blocks = gathering.job, self.blocks[gathering.job.group]
+        step = max(1, min(BATCH, self._staging_nbytes // blocks.nbytes))
+        for start in range(0, len(job), step):
+            part = job.part(start, start + step, blocks.format.shape.tokens)
+            nbytes = len(part) * blocks.nbytes
+            with self._lock:
+                while not (gathering.is_given_up or self._has_room(nbytes)):
+                    self._lock.wait()
+                if gathering.is_given_up and not start:
+                    return
+                gathering.is_begun = True
+                self._staged += nbytes
+            copies, cause = self._copied(gathering, part, model)
+            if cause:
+                self._leave(nbytes)
+                self._gathered(job)
+                self._settle(gathering, start, dict.fromkeys(range(start, len(job)), cause))
+                break
+            if start + step >= len(job):
+                self._gathered(job)
+            self._encoders.submit(self._encode, gathering, start, part, copies)
+        with self._lock:
+            self._ungathered = [other for other in self._ungathered if other is not gathering]
+
+    def _copied(self, gathering: Gathering, part: Transfer, model: torch.cuda.Event | None) -> tuple[Copies, str]:
+        """Copies of some of a store's blocks, or the cause why there are none."""
+        if gathering.is_given_up:
+            return [], NEEDED
+        try:
+            if gathering.cancelled.is_set():
+                raise CancelledError
+            with behind(model, self._device):
+                return self.blocks[part.group].gather(part), ""
+        except Exception as error:
+            return [], cause_of(error)
+
+    def _has_room(self, nbytes: int) -> bool:
+        return not self._staged or self._staged + nbytes <= self._staging_nbytes
+
+    def _leave(self, nbytes: int) -> None:
+        """So many bytes of copies are not needed any more."""
+        with self._lock:
+            self._staged -= nbytes
+            self._lock.notify_all()
+
+    def _encode(self, gathering: Gathering, start: int, part: Transfer, copies: Copies) -> None:
+        """Encode some of a job's blocks, from the one at `start` on, and keep them together."""
+        blocks, store, keys = self.blocks[part.group], gathering.store, part.block_hashes
+        sizes: list[int] = []
+        try:
+            if gathering.cancelled.is_set():
+                raise CancelledError
+            encoded = dict(zip(keys, blocks.encode(part, copies), strict=True))
+            bufs = {key: buf for key, buf in encoded.items() if not isinstance(buf, str)}
+            causes = {key: buf for key, buf in encoded.items() if isinstance(buf, str)}
+            causes |= store.put_all(part.group, bufs, part.tenant)
+            sizes = [0 if key in causes else store.room(len(buf)) for key, buf in encoded.items()]
+        except Exception as error:  # whatever it is costs these blocks, not the thread
+            causes = dict.fromkeys(keys, cause_of(error))
+        self._leave(len(part) * blocks.nbytes)
+        failed = {at: causes[key] for at, key in enumerate(keys, start) if key in causes}
+        self._settle(gathering, start, failed, sizes or [0] * len(part))
+
+    def _settle(self, gathering: Gathering, start: int, failed: Mapping[int, str], sizes: Sequence[int] = ()) -> None:
+        """Take note of some of a store's blocks, and answer it with the last of them."""
+        with self._lock:
+            gathering.nbytes[start : start + len(sizes)] = sizes
+            gathering.failed.update(failed)
+            gathering.left -= len(sizes) or len(failed)
+            if gathering.left:
+                return
+        seconds = time.monotonic() - gathering.began
+        self._answer(TransferResult(gathering.job.job_id, np.array(gathering.nbytes), gathering.failed, seconds))
+
+    # -- load -----------------------------------------------------------------------------------------
+
+    def _read(self, job: Transfer, store: Tier, model: torch.cuda.Event | None, cancelled: threading.Event) -> None:
+        """Read blocks and decode each, up to the first that cannot be."""
+        began = time.monotonic()
+        sizes: list[int] = []
+        failed: dict[int, str] = {}
+        try:
+            with behind(model, self._device):
+                self._decode(job, store, cancelled, sizes, failed)
+        except Exception as error:  # vLLM must get an answer, whatever happened
+            failed.setdefault(min(len(sizes), len(job) - 1), cause_of(error))
+        good = min(failed, default=len(job))
+        self._answer(TransferResult(job.job_id, of_blocks(sizes[:good], len(job)), failed, time.monotonic() - began))
+        self._loaded(job, good)
+
+    def _decode(
+        self, job: Transfer, store: Tier, cancelled: threading.Event, sizes: list[int], failed: dict[int, str]
+    ) -> None:
+        """The same. sizes: gets those of the good blocks. failed: gets what could not be read or decoded."""
+        blocks, keys = self.blocks[job.group], job.block_hashes
+        values = store.read(job.group, keys, job.tenant)
+        for at, found in enumerate(values):
+            if cancelled.is_set():
+                raise CancelledError
+            cause = blocks.decode(keys[at], int(job.block_ids[at]), found)
+            if cause is not None:
+                failed[at] = cause
+                failed.update(other_causes(job, range(at + 1, len(job)), found, values, store))
+                return
+            sizes.append(0 if found is None else len(found))
+        if len(sizes) < len(keys):
+            raise ValueError(f"the store has answered for {len(sizes)} of {len(keys)} blocks")
+
+
+def model_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event behind the work of the model's stream; None on a CPU. Call it on the model's thread."""
+    return None if device.type == "cpu" else torch.cuda.current_stream(device).record_event()
+
+
+@contextmanager
+def behind(model: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
+    """GPU work in this context runs on a stream of its own, after what the model's stream was given before."""
+    if model is None:
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(model)
+    with torch.cuda.stream(stream):
+        yield

@@ -1,0 +1,714 @@
+"""Engine on the GPU's cores, on streams beside the model's; compressed blocks, not bf16, cross PCIe.
+
+The model's thread never waits: work is queued on side streams behind what the model's stream was given before, each
+chunk of it ends in an event, and the events are polled once a step. Blocks are worked on where they lie in the tier on
+the device; all others, by way of a staging buffer on the device. Room in the tiers is given and taken in the order in
+which the streams use it; where it changes hands between streams, one waits for the other.
+
+A secondary tier has threads of its own. They copy bytes from pinned RAM to it, and from it to pinned RAM, where a load
+finds them as if they had been there.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby, product
+from operator import attrgetter
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
+from manthan.manager.tiers.arena import Extent, room
+from manthan.manager.tiers.tier import STORE_FULL, Tier
+from manthan.manager.transfer import Transfer, TransferResult
+from manthan.manager.work import NEEDED, RESET
+from manthan.vllm_hooks import compat
+from manthan.vllm_hooks.messages import ManthanMetadata
+from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_STAGINGS, STAGING_BYTES
+from manthan.vllm_hooks.worker.codecs import Codecs
+from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, cause_of, of_blocks
+from manthan.vllm_hooks.worker.promotion import Primary, Reading
+from manthan.vllm_hooks.worker.slabs import Demotion, Numbers, Run, Slab, Slabs, Stored, Taken
+from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
+from manthan.vllm_hooks.worker.threads import Threads
+
+logger = init_logger("vllm.manthan.worker")
+
+LOAD_CHUNK = 4096
+"""Blocks of a load that are begun at once, at most: the GPU works on them while more are prepared."""
+PAUSE_S = 1e-3
+"""What vLLM's engine core sleeps after a step in which the model computes nothing."""
+
+
+class Lane:
+    """A stream and its staging buffer; jobs on the same one follow each other."""
+
+    def __init__(self, nbytes: int, device: torch.device, priority: int = 0) -> None:
+        self.staging = Staging(nbytes, device)
+        self.stream = torch.cuda.Stream(device, priority=priority)
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A part of a job. status, nbytes: of each block, int32 and int64 [n], valid once `checked` is reached. done: all
+    work on it has ended. end: number of the job's blocks up to its last one."""
+
+    status: torch.Tensor
+    nbytes: torch.Tensor
+    checked: torch.cuda.Event
+    done: torch.cuda.Event
+    end: int = 0
+
+
+@dataclass(eq=False)
+class Storing:
+    """A store. nbytes: of each block, in the last tier. left: number of blocks that are not stored yet.
+
+    age: of the tiers when it began; they are older after each reset. secondary: where its blocks go in the end.
+    planned: number of blocks that have room, or will get none. uncopied: number of its encodings that still read the
+    pool's blocks.
+    """
+
+    job: Transfer
+    age: int
+    secondary: Tier | None
+    nbytes: list[int]
+    left: int
+    failed: dict[int, str] = field(default_factory=dict)
+    planned: int = 0
+    uncopied: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+
+class Encoding(NamedTuple):
+    """Blocks of a store that are encoded together, from the one at `start` on, and room in a tier for each.
+
+    nbytes: the most that one takes. in_place: they are made there.
+    """
+
+    storing: Storing
+    start: int
+    codec: PagedCodec
+    exact: int
+    tier: Slab
+    places: Places
+    in_place: bool
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Begun:
+    """An encoding on its way. copied: when the pool's blocks are not read any more."""
+
+    encoding: Encoding
+    chunk: Chunk
+    copied: torch.cuda.Event
+    is_copied: bool = False
+
+
+class Decoding(NamedTuple):
+    """A chunk of a load whose codes are checked, and are to be decoded."""
+
+    codec: PagedCodec
+    stream: torch.cuda.Stream
+    chunk: Chunk
+    batch: Batch
+    codes: torch.Tensor
+
+
+@dataclass(eq=False)
+class Loading:
+    """A load. answered: vLLM has been told, and the model's stream waits for the rest; it is not told of prefetches.
+
+    broken: the GPU or we have failed, and nothing of it is good. lost: a block is in no primary tier. begun: number of
+    blocks whose decoding has begun. decoded: number of chunks that are decoded.
+    """
+
+    job: Transfer
+    reading: Reading
+    chunks: list[Chunk] = field(default_factory=list)
+    begun: int = 0
+    decoded: int = 0
+    lost: bool = False
+    answered: bool = False
+    broken: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+
+class CudaEngine(Engine):
+    """One rank's blocks to compressed blocks and back by paged codecs on its GPU.
+
+    Args:
+        codecs: by KV cache group, that of the sessions' blocks first; all on one device.
+        tiers: primary tiers.
+        forms: how many first tokens of a block may have to be kept exact; it can do others, but has not prepared.
+        make: a group's codec by its name, should a job name another one. names: those that may be named.
+        secondary: tier that has every block in the end. The tier on the host has what was used last, then.
+    """
+
+    def __init__(
+        self,
+        codecs: Mapping[int, PagedCodec],
+        tiers: Slabs,
+        fails_whole: bool = False,
+        forms: Sequence[int] = (0,),
+        make: Callable[[int, str], PagedCodec] | None = None,
+        names: Sequence[str] = (),
+        secondary: Tier | None = None,
+    ) -> None:
+        super().__init__(fails_whole)
+        self.tiers, self.store = tiers, secondary
+        self._codecs = Codecs(codecs, make, names)
+        self.codecs = self._codecs.by_group
+        self._device = self.codecs[self._codecs.first].device
+        largest = self._codecs.largest
+        self._store_lane, self._prefetch_lane = (Lane(max(STAGING_BYTES, largest), self._device) for _ in range(2))
+        nbytes = max(RESTORE_STAGING_BYTES, largest)
+        self._load_lanes = [Lane(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
+        self._lanes = (self._store_lane, self._prefetch_lane, *self._load_lanes)
+        self._waiting: deque[Storing] = deque()
+        """Stores for which there is no room yet."""
+        self._encodings: deque[Begun] = deque()
+        self._written: deque[tuple[Encoding, Mapping[int, Stored], Mapping[int, int], Mapping[int, str]]] = deque()
+        """What the secondary tier was given, what of it takes how many bytes, and what failed, by place in the job."""
+        self._loadings: list[Loading] = []
+        self._primary: Primary | None = None
+        """The tier on the host, where there is a secondary one."""
+        if secondary is not None:
+            assert tiers.host is not None
+            self._primary = Primary(tiers.host, self._codecs.look_into, self._lock)
+        self._age = self._writing = 0
+        """Number of resets; number of encodings that are being copied to the secondary tier."""
+        self._demoted: torch.cuda.Event | None = None
+        self._may_pause = False
+        self.decode_s = self._warm_up(forms)
+        threads = int(secondary is not None)
+        self._writers = Threads(threads, "manthan-write")
+        self._readers = [Threads(threads, f"manthan-{name}") for name in ("restore", "prefetch")]
+
+    def _prepare(self, metadata: ManthanMetadata) -> None:
+        self.tiers.start()
+        self._may_pause = metadata.model_rests
+        if metadata.cancels or metadata.place is not None:
+            self._stop(self._loadings)
+        if metadata.cancels:
+            self._give_up(RESET)
+        if metadata.revokes:
+            self._give_up(NEEDED)
+        if metadata.place is not None:
+            self._age += 1
+            with self._lock:
+                self.tiers.clear()
+            if self.store is not None:
+                self.store = self.store.cleared(metadata.place)
+        for drop in metadata.drops:
+            with self._lock:
+                self.tiers.drop(drop.group, drop.keys)
+            if self.store is not None:
+                self.store.drop(drop.group, drop.keys)
+
+    def take_ended(self) -> Ended:
+        """Polls; vLLM asks for this first in every step."""
+        self._end_encodings()
+        self._end_writes()
+        self._begin_stores()
+        for loading in self._loadings:
+            self._begin_more(loading)
+            self._unpin_decoded(loading)
+        self._pause()
+        for loading in self._loadings:
+            if not loading.answered and loading.job.request_id is not None and self._is_reached(loading, "checked"):
+                self._answer_load(loading)
+        left = []
+        for loading in self._loadings:  # decoded: whoever reads a prefetch now comes after
+            is_told = loading.answered or loading.job.request_id is None
+            if is_told and self._is_reached(loading, "done"):
+                self._end_load(loading)
+            else:
+                left.append(loading)
+        self._loadings = left
+        return super().take_ended()
+
+    def wait(self) -> None:
+        self._give_up(RESET)
+        for lane in self._lanes:
+            lane.stream.synchronize()
+
+    def shutdown(self) -> None:
+        self._stop(self._loadings)
+        for threads in (*self._readers, self._writers):
+            threads.shutdown()
+        self.wait()
+        self.tiers.release()
+        if self.store is not None:
+            self.store.close()
+
+    def _awaits_threads(self) -> bool:
+        news = any(loading.reading.there > loading.begun for loading in self._loadings)
+        return not news and any(not loading.reading.is_read for loading in self._loadings)
+
+    def _stop(self, loadings: Sequence[Loading]) -> None:
+        """Read no more for these loads."""
+        with self._lock:
+            for loading in loadings:
+                loading.reading.is_stopped = True
+            self._lock.notify_all()
+
+    # -- store ----------------------------------------------------------------------------------------
+
+    def _store(self, job: Transfer) -> None:
+        self._waiting.append(Storing(job, self._age, self.store, [0] * len(job), len(job)))
+        self._begin_stores()
+
+    def _begin_stores(self) -> None:
+        """Begin stores as far as there is room for them."""
+        while self._waiting:
+            storing = self._waiting[0]
+            try:
+                encodings, demotions = self._planned(storing)
+            except Exception as error:
+                self._refuse_rest(storing, cause_of(error))
+                encodings, demotions = [], []
+            self._begin_encodings(encodings, demotions)
+            if storing.planned < len(storing.job):
+                return
+            self._waiting.popleft()
+
+    def _begin_encodings(self, encodings: Sequence[Encoding], demotions: Sequence[Demotion]) -> None:
+        if not (encodings or demotions):
+            return
+        try:
+            self._make_room(demotions)
+        except Exception as error:
+            with self._lock:
+                for demotion in demotions:
+                    self.tiers.drop(demotion.name[0], [demotion.name[1]])
+            for encoding in encodings:
+                self._fail(encoding, error)
+            return
+        for encoding in encodings:
+            try:
+                self._encode(encoding)
+            except Exception as error:  # whatever it is costs these blocks, not the model's thread
+                self._fail(encoding, error)
+
+    def _refuse_rest(self, storing: Storing, cause: str) -> None:
+        """Answer the blocks of a store that have not begun."""
+        rest, storing.planned = range(storing.planned, len(storing.job)), len(storing.job)
+        if not storing.uncopied:
+            self._gathered(storing.job)
+        self._stored(storing, {}, dict.fromkeys(rest, cause))
+
+    def _give_up(self, cause: str) -> None:
+        """Answer the stores, and the rest of one, that have not begun."""
+        waiting, self._waiting = self._waiting, deque()
+        for storing in waiting:
+            self._refuse_rest(storing, cause)
+
+    def _planned(self, storing: Storing) -> tuple[list[Encoding], list[Demotion]]:
+        """Room for a store's blocks, and what must be copied before it is used. Blocks without room are refused.
+
+        Where a secondary tier will make room, they wait instead.
+        """
+        job, encodings, demotions = storing.job, list[Encoding](), list[Demotion]()
+        codec, refused, start = self._codecs.get(job.group, job.codec), list[int](), storing.planned
+        with self._lock:
+            for exact, some in groupby(job.exacts(codec.layout.tokens)[start:]):
+                count, nbytes = len(list(some)), codec.form(exact).nbytes
+                if self._primary is not None:
+                    self._primary.evict(nbytes, count)
+                taken, moved = self.tiers.take(nbytes, count)
+                encodings += self._split(storing, start, codec, exact, taken)
+                demotions += moved
+                if self._primary is not None and len(taken) < count:
+                    start += len(taken)
+                    break
+                refused += range(start + len(taken), start + count)
+                start += count
+            waits = encodings or self._encodings or self._writing or (self._primary and self._primary.pins)
+        storing.planned, storing.uncopied = start, storing.uncopied + len(encodings)
+        if start < len(job) and not waits:
+            self._refuse_rest(storing, STORE_FULL)
+        if refused:
+            if not encodings:
+                self._gathered(job)
+            self._stored(storing, {}, dict.fromkeys(refused, STORE_FULL))
+        return encodings, demotions
+
+    def _make_room(self, demotions: Sequence[Demotion]) -> None:
+        """Behind what the model and the other lanes were given: a block that was dropped or demoted may still be
+        read."""
+        stream = self._store_lane.stream
+        stream.wait_event(self._model())
+        for lane in self._lanes:
+            stream.wait_stream(lane.stream)
+        device, host = self.tiers.device, self.tiers.host
+        if not demotions or device is None or host is None:
+            return
+        with torch.cuda.stream(stream):
+            _, sources, targets, nbytes = zip(*demotions, strict=True)
+            _copy(device.codes, sources, host.codes, targets, nbytes)
+            self._demoted = stream.record_event()
+
+    def _split(
+        self, storing: Storing, start: int, codec: PagedCodec, exact: int, taken: Sequence[Taken]
+    ) -> Iterator[Encoding]:
+        """Blocks that go the same way, as many as fit into the staging buffer if they go through it."""
+        nbytes = codec.form(exact).nbytes
+        for (tier, in_place), some in groupby(taken, attrgetter("tier", "in_place")):
+            places = [one.extents for one in some]
+            step = len(places) if in_place else len(self._store_lane.staging.places(nbytes))
+            for first in range(0, len(places), step):
+                part = places[first : first + step]
+                yield Encoding(storing, start, codec, exact, tier, part, in_place, nbytes)
+                start += len(part)
+
+    def _encode(self, encoding: Encoding) -> None:
+        storing, start, codec, exact, tier, places, in_place, nbytes = encoding
+        lane, job = self._store_lane, storing.job.part(start, start + len(places), codec.layout.tokens)
+        codes, ours = (
+            (tier.codes, places) if in_place else (lane.staging.codes, lane.staging.places(nbytes)[: len(places)])
+        )
+        with torch.cuda.stream(lane.stream):
+            offsets, firsts = [place[0].start for place in ours], job.first_tokens(codec.layout.tokens)
+            told = job.block_hashes, job.block_ids.astype(np.int64), firsts, offsets
+            batch = codec.batch(exact, *told, marks=[job.mark] * len(job))
+            codec.encode(batch, codes)
+            copied = lane.stream.record_event()
+            if not in_place:  # how much of its room a block takes is not known yet
+                _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
+            self._encodings.append(Begun(encoding, self._chunk(codec, batch, lane.stream), copied))
+
+    def _end_encodings(self) -> None:
+        """Tell of blocks that the pool may have back, and have what is encoded kept."""
+        for begun in self._encodings:
+            with suppress(Exception):  # it is met again below
+                if not begun.is_copied and begun.copied.query():
+                    begun.is_copied = True
+                    self._copied(begun.encoding.storing)
+        while self._encodings:
+            begun = self._encodings[0]
+            chunk = begun.chunk
+            try:
+                if not chunk.done.query():
+                    return
+                statuses, sizes = chunk.status.tolist(), chunk.nbytes.tolist()
+            except Exception as error:
+                self._encodings.popleft()
+                self._fail(begun.encoding, error, begun.is_copied)
+                continue
+            self._encodings.popleft()
+            if not begun.is_copied:
+                self._copied(begun.encoding.storing)
+            self._keep(begun.encoding, statuses, sizes)
+
+    def _copied(self, storing: Storing) -> None:
+        """The pool's blocks of one more encoding are not read any more."""
+        storing.uncopied -= 1
+        if not storing.uncopied and storing.planned == len(storing.job):
+            self._gathered(storing.job)
+
+    def _keep(self, encoding: Encoding, statuses: Sequence[int], sizes: Sequence[int]) -> None:
+        """Enter what was encoded into its tier, once a secondary tier has it."""
+        storing, tier, number = encoding.storing, encoding.tier, self._codecs.number(encoding.codec)
+        tokens, job, good = encoding.codec.layout.tokens, storing.job, dict[int, Stored]()
+        failed, made = dict[int, str](), zip(encoding.places, statuses, sizes, strict=True)
+        for at, (place, status, nbytes) in enumerate(made, encoding.start):
+            if status == GOOD:
+                first_token = job.first_token + at * tokens
+                good[at] = Stored(place, nbytes, encoding.exact, first_token, job.mark, number)
+            else:
+                failed[at] = "encode"
+        if storing.secondary is not None:
+            self._writing += 1
+            self._writers.submit(self._write, encoding, good, failed)
+            return
+        with self._lock:
+            self.tiers.put(tier, {(job.group, job.block_hashes[at]): stored for at, stored in good.items()})
+            for at in failed:
+                tier.arena.free(encoding.places[at - encoding.start])
+        self._stored(storing, {at: room(stored.nbytes) for at, stored in good.items()}, failed)
+
+    def _write(self, encoding: Encoding, good: Mapping[int, Stored], failed: dict[int, str]) -> None:
+        """Copy encoded blocks to the secondary tier, on its thread."""
+        job, secondary, sizes = encoding.storing.job, encoding.storing.secondary, dict[int, int]()
+        try:
+            assert secondary is not None
+            bufs = {job.block_hashes[at]: encoding.tier.read(stored) for at, stored in good.items()}
+            causes = secondary.put_all(job.group, bufs, job.tenant)
+            failed |= {at: causes[job.block_hashes[at]] for at in good if job.block_hashes[at] in causes}
+            sizes = {at: secondary.room(stored.nbytes) for at, stored in good.items() if at not in failed}
+        except Exception as error:
+            failed |= dict.fromkeys(good, cause_of(error))
+        with self._lock:
+            self._written.append((encoding, good, sizes, failed))
+
+    def _end_writes(self) -> None:
+        """What the secondary tier has is to be had from the tier on the host as well, until there is no room."""
+        while self._written:
+            encoding, good, sizes, failed = self._written.popleft()
+            self._writing -= 1
+            storing, tier = encoding.storing, encoding.tier
+            with self._lock:
+                kept = {} if storing.age != self._age else {at: good[at] for at in good if at not in failed}
+                job = storing.job
+                self.tiers.put(tier, {(job.group, job.block_hashes[at]): stored for at, stored in kept.items()})
+                for at, place in enumerate(encoding.places, encoding.start):
+                    if at not in kept:
+                        tier.arena.free(place)
+                self._lock.notify_all()
+            self._stored(storing, sizes, failed)
+
+    def _fail(self, encoding: Encoding, error: Exception, is_copied: bool = False) -> None:
+        with self._lock:
+            for place in encoding.places:
+                encoding.tier.arena.free(place)
+        if not is_copied:
+            self._copied(encoding.storing)
+        blocks = range(encoding.start, encoding.start + len(encoding.places))
+        self._stored(encoding.storing, {}, dict.fromkeys(blocks, cause_of(error)))
+
+    def _stored(self, storing: Storing, sizes: Mapping[int, int], failed: Mapping[int, str]) -> None:
+        """Some blocks of a store are in the last tier, or not; the store is answered with the last of them."""
+        for at, nbytes in sizes.items():
+            storing.nbytes[at] = nbytes
+        storing.failed.update(failed)
+        storing.left -= len(sizes) + len(failed)
+        if not storing.left:
+            seconds = time.monotonic() - storing.began
+            self._answer(TransferResult(storing.job.job_id, np.array(storing.nbytes), storing.failed, seconds))
+
+    # -- load -----------------------------------------------------------------------------------------
+
+    def _load(self, job: Transfer) -> None:
+        reading, near = Reading(job, len(job), is_read=True), list[bool]()
+        if self._primary is not None:
+            reading, near = self._primary.begin(job)
+        loading = Loading(job, reading)
+        self._loadings.append(loading)  # from here on it is answered once, by those who poll
+        if reading.is_read:
+            self._begin_more(loading)
+        elif self._primary is not None:
+            self._readers[job.request_id is None].submit(self._primary.read, reading, near, self.store)
+
+    def _begin_more(self, loading: Loading) -> None:
+        """Begin to decode what has come into the primary tier."""
+        start, end = loading.begun, loading.reading.there
+        if start == end or loading.broken or loading.lost:
+            return
+        try:
+            self._begin_load(loading, start, end)
+        except Exception as error:  # vLLM must get an answer, whatever happened
+            self._break(loading, error)
+
+    def _begin_load(self, loading: Loading, start: int, end: int) -> None:
+        """Copy codes in, check and decode them, a chunk at a time, on two lanes by turns; prefetches have their own.
+
+        Codes on the device are all checked before any is decoded: vLLM can be told sooner.
+        """
+        model, later, job = self._model(), list[Decoding](), loading.job
+        lanes = [self._prefetch_lane] if job.request_id is None else self._load_lanes
+        block_ids = job.block_ids.astype(np.int64)
+        for codec, run in self._runs(job, start, end, lanes[0]):
+            lane, exact, sizes = lanes[len(loading.chunks) % len(lanes)], run.exact, run.nbytes
+            some = slice(loading.begun, loading.begun + len(sizes))
+            codes = run.tier.codes if run.in_place else lane.staging.codes
+            with torch.cuda.stream(lane.stream):
+                if self._demoted is not None:
+                    lane.stream.wait_event(self._demoted)
+                offsets = run.starts
+                if not run.in_place:
+                    offsets = lane.staging.starts(codec.form(exact).nbytes)[: len(sizes)]
+                    _copy_run(run, codes, offsets)
+                told = job.block_hashes[some], block_ids[some], run.first_tokens
+                batch = codec.batch(exact, *told, offsets, sizes, run.marks)
+                codec.verify(batch, codes)
+                chunk = self._chunk(codec, batch, lane.stream, torch.from_numpy(sizes))
+            loading.chunks.append(chunk)
+            loading.begun = chunk.end = some.stop
+            decoding = Decoding(codec, lane.stream, chunk, batch, codes)
+            if run.in_place:
+                later.append(decoding)
+            else:  # the staging buffer is needed for the next but one
+                self._decode(decoding, model)
+        for one in later:
+            self._decode(one, model)
+        if loading.begun < end:
+            with self._lock:
+                loading.reading.failed.setdefault(loading.begun, MISSING)
+            loading.lost = True
+            self._stop([loading])
+
+    def _runs(self, job: Transfer, start: int, end: int, lane: Lane) -> Iterator[tuple[PagedCodec, Run]]:
+        """Blocks of a load up to the first that is in no tier, in runs that can be worked on together."""
+        while start < end:
+            with self._lock:
+                run = self.tiers.find(job.group, job.block_hashes[start : min(end, start + LOAD_CHUNK)])
+            if run is None:
+                return
+            codec, count = self._codecs.numbered(job.group, run.codec), len(run.starts)
+            step = count if run.in_place else len(_places(codec, lane, run.exact))
+            for first in range(0, count, step):
+                yield codec, run.part(first, first + step)
+            start += count
+
+    def _decode(self, decoding: Decoding, model: torch.cuda.Event) -> None:
+        """Decode what is good of a chunk, once the model is done with the blocks."""
+        codec, stream, chunk, batch, codes = decoding
+        stream.wait_event(model)
+        with torch.cuda.stream(stream):
+            codec.decode(batch, codes)
+            chunk.done = stream.record_event()
+
+    def _pause(self) -> None:
+        """Where the model has nothing to compute, give codes on the device a moment to be checked: vLLM would sleep for
+        longer before it asks again."""
+        if self._may_pause and self._loadings and self.tiers.first is self.tiers.device:
+            until = time.monotonic() + PAUSE_S
+            while not self._is_reached(self._loadings[-1], "checked") and time.monotonic() < until:
+                time.sleep(PAUSE_S / 20)
+
+    def _is_reached(self, loading: Loading, event: Literal["checked", "done"]) -> bool:
+        """True if a load, all of which has begun, has come so far."""
+        reading = loading.reading
+        if not reading.is_read or not (loading.broken or loading.lost or loading.begun == reading.there):
+            return False
+        try:
+            return loading.broken or all(getattr(chunk, event).query() for chunk in loading.chunks)
+        except Exception as error:
+            self._break(loading, error)
+            return True
+
+    def _unpin_decoded(self, loading: Loading) -> None:
+        """Let blocks of decoded chunks make room."""
+        try:
+            while self._primary is not None and not loading.broken and loading.decoded < len(loading.chunks):
+                chunk = loading.chunks[loading.decoded]
+                if not chunk.done.query():
+                    return
+                loading.decoded += 1
+                self._primary.unpin(loading.reading, chunk.end)
+        except Exception as error:
+            self._break(loading, error)
+
+    def _break(self, loading: Loading, error: Exception) -> None:
+        logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
+        loading.broken = True
+        self._stop([loading])
+        with suppress(Exception):  # a GPU that does not even wait computes nothing either
+            for lane in self._lanes:  # what was begun writes to the blocks before whoever has them next
+                torch.cuda.current_stream(self._device).wait_stream(lane.stream)
+
+    def _answer_load(self, loading: Loading) -> None:
+        """Tell vLLM that the load is finished; what the model computes from now on comes after its decoding."""
+        try:
+            for chunk in loading.chunks:
+                torch.cuda.current_stream(self._device).wait_event(chunk.done)
+        except Exception as error:
+            self._break(loading, error)
+        loading.answered = True
+        self._loaded(loading.job, self._good(loading))
+
+    def _good(self, loading: Loading) -> int:
+        """Number of good blocks before the first that is not."""
+        statuses = [status for chunk in loading.chunks for status in chunk.status.tolist()]
+        bad = next((at for at, status in enumerate(statuses) if status != GOOD), len(statuses))
+        return 0 if loading.broken else bad
+
+    def _end_load(self, loading: Loading) -> None:
+        job, good = loading.job, self._good(loading)
+        failed = {} if loading.broken else dict(loading.reading.failed)
+        if good < len(job):
+            failed.setdefault(good, self._cause(loading, good))
+        sizes = [nbytes for chunk in loading.chunks for nbytes in chunk.nbytes.tolist()][:good]
+        if self._primary is not None:
+            self._primary.unpin(loading.reading, loading.reading.there)
+        self._answer(TransferResult(job.job_id, of_blocks(sizes, len(job)), failed, time.monotonic() - loading.began))
+
+    def _cause(self, loading: Loading, at: int) -> str:
+        """Why block number `at` of a load failed."""
+        statuses = [status for chunk in loading.chunks for status in chunk.status.tolist()]
+        return "internal" if loading.broken or at >= len(statuses) else status_cause(statuses[at]) or "internal"
+
+    # -- the rest -------------------------------------------------------------------------------------
+
+    def _model(self) -> torch.cuda.Event:
+        """What the model's stream has been given up to now."""
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    def _chunk(
+        self, codec: PagedCodec, batch: Batch, stream: torch.cuda.Stream, nbytes: torch.Tensor | None = None
+    ) -> Chunk:
+        """nbytes: where it is known."""
+        form, status = codec.form(batch.exact), self._soon(batch.status)
+        if nbytes is None:
+            nbytes = self._soon(batch.nbytes) if form.varies else torch.tensor([form.nbytes] * len(status))
+        reached = stream.record_event()
+        return Chunk(status, nbytes, reached, reached)
+
+    def _soon(self, there: torch.Tensor) -> torch.Tensor:
+        """A copy in pinned memory, made on the current stream."""
+        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=self._device.type == "cuda")
+        return here.copy_(there, non_blocking=True)
+
+    def _warm_up(self, forms: Sequence[int]) -> dict[str, float]:
+        """Do what first jobs would otherwise pay for: load kernels and tables, allocate pinned memory.
+
+        Block 0 is encoded and decoded, which the pool does not use, in each codec and form on each stream.
+
+        Returns:
+            Seconds to decode a token, by codec.
+        """
+        for group in self.codecs:
+            for codec in {self._codecs.get(group, name) for name in ("", *self._codecs.names)}:
+                exacts = (0,) if codec.format.shape.is_raw else {min(each, codec.layout.tokens) for each in forms}
+                for lane, exact in product(self._lanes, exacts):
+                    self._try(codec, lane, exact)
+        first, lane = self._codecs.first, self._prefetch_lane
+        return {name: self._try(self._codecs.get(first, name), lane, 0, 64) for name in self._codecs.names}
+
+    def _try(self, codec: PagedCodec, lane: Lane, exact: int, most: int = 1) -> float:
+        """Encode and decode block 0, so many times as fit; seconds to decode a token."""
+        with torch.cuda.stream(lane.stream):
+            places = _places(codec, lane, exact)[:most]
+            none, offsets = [0] * len(places), [place[0].start for place in places]
+            made = codec.batch(exact, [b""] * len(none), none, none, offsets)
+            codec.encode(made, lane.staging.codes)
+            chunk = self._chunk(codec, made, lane.stream)
+            chunk.done.synchronize()
+            if bool((chunk.status != GOOD).any()):
+                return 0.0
+            batch = codec.batch(exact, [b""] * len(none), none, none, offsets, made.nbytes.cpu().numpy())
+            codec.verify(batch, lane.staging.codes)
+            lane.stream.synchronize()
+            began = time.perf_counter()
+            codec.decode(batch, lane.staging.codes)
+            lane.stream.synchronize()
+        return (time.perf_counter() - began) / (len(none) * codec.layout.tokens)
+
+
+def _places(codec: PagedCodec, lane: Lane, exact: int) -> Places:
+    """For as many blocks with so many exact tokens as fit into the staging buffer."""
+    return lane.staging.places(codec.form(exact).nbytes)
+
+
+def _copy_run(run: Run, target: torch.Tensor, offsets: Numbers) -> None:
+    """Copy stored blocks one behind the other, each to its offset in another buffer."""
+    if run.pieces:
+        tos = [(Extent(start, len(target)),) for start in offsets.tolist()]
+        _copy(run.tier.codes, run.extents, target, tos, run.nbytes.tolist())
+        return
+    froms, tos_there = run.starts + run.tier.codes.data_ptr(), offsets + target.data_ptr()
+    compat.copy_blocks(*map(torch.from_numpy, (froms, tos_there, np.ascontiguousarray(run.nbytes))))
+
+
+def _copy(source: torch.Tensor, froms: Places, target: torch.Tensor, tos: Places, nbytes: Sequence[int]) -> None:
+    """Copy encoded blocks from one buffer to another, by the copy engines, on the current stream."""
+    starts, ends, sizes = pieces(froms, tos, nbytes)
+    compat.copy_blocks(starts + source.data_ptr(), ends + target.data_ptr(), sizes)

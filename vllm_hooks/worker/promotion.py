@@ -1,0 +1,148 @@
+"""The tier in pinned RAM in front of a secondary tier: blocks are brought into it to be loaded, and make room again."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from manthan.manager.tiers.arena import room, usable
+from manthan.manager.tiers.tier import Buffer, Tier
+from manthan.manager.transfer import Transfer
+from manthan.vllm_hooks.worker.engine import MISSING, CancelledError, cause_of, other_causes
+from manthan.vllm_hooks.worker.slabs import Name, Slab, Stored
+
+
+@dataclass(eq=False)
+class Reading:
+    """Part of a load that is in the primary tier. there: number of its blocks that are, from the first one on.
+
+    unpinned: number of blocks that may leave the tier again. failed: cause by place in the job of what cannot be read.
+    is_read: no more blocks will come. is_stopped: nobody needs more of them.
+    """
+
+    job: Transfer
+    there: int = 0
+    unpinned: int = 0
+    failed: dict[int, str] = field(default_factory=dict)
+    is_read: bool = False
+    is_stopped: bool = False
+
+
+class Primary:
+    """Keeps in the tier what was used last. Blocks that make room are in the secondary tier as well.
+
+    Args:
+        look_into: tells exact tokens, first token, mark and codec number of a compressed block, or why it is none.
+        lock: of the tier. No bytes are copied while it is held.
+    """
+
+    def __init__(
+        self,
+        slab: Slab,
+        look_into: Callable[[int, Buffer], tuple[int, int, int, int] | str],
+        lock: threading.Condition,
+    ) -> None:
+        self._slab, self._look_into, self._lock = slab, look_into, lock
+        self.pins: Counter[Name] = Counter()
+        """Blocks that are being loaded."""
+
+    def evict(self, nbytes: int, count: int) -> bool:
+        """Drop what was used least recently. Return True if there is room for so many blocks of `nbytes` bytes."""
+        self._slab.grow()
+        arena, need = self._slab.arena, count * room(nbytes)
+        while arena.used + need > usable(arena.nbytes):
+            name = self._slab.oldest_but(self.pins)
+            if name is None:
+                return False
+            self._slab.drop([name])
+        return True
+
+    def begin(self, job: Transfer) -> tuple[Reading, list[bool]]:
+        """Pin a load's blocks, if all are there. Return which ones are."""
+        names = [(job.group, key) for key in job.block_hashes]
+        with self._lock:
+            near = [name in self._slab for name in names]
+            if all(near):
+                self._pin(names)
+        return Reading(job, len(job) if all(near) else 0, is_read=all(near)), near
+
+    def unpin(self, reading: Reading, end: int) -> None:
+        """Let blocks of a load make room, up to the one before `end`."""
+        with self._lock:
+            for key in reading.job.block_hashes[reading.unpinned : end]:
+                name = reading.job.group, key
+                self.pins[name] -= 1
+                if not self.pins[name]:
+                    del self.pins[name]
+            reading.unpinned = end
+            self._lock.notify_all()
+
+    def read(self, reading: Reading, near: Sequence[bool], secondary: Tier) -> None:
+        """Read a load's blocks into the tier, one behind the other. near: those that were there."""
+        job, at, failed = reading.job, 0, dict[int, str]()
+        far = [n for n, is_near in enumerate(near) if not is_near]
+        try:
+            values = secondary.read(job.group, [job.block_hashes[n] for n in far], job.tenant)
+            for at, key in enumerate(job.block_hashes):
+                found = None if near[at] else next(values)
+                if not self._is_there(reading, (job.group, key)):
+                    if near[at]:  # it had to make room meanwhile
+                        found = next(secondary.read(job.group, [key], job.tenant))
+                    if found is None or isinstance(found, str):
+                        behind = [n for n in far if n > at]
+                        failed = {at: found or MISSING, **other_causes(job, behind, found, values, secondary)}
+                        return
+                    cause = self._bring(reading, job.group, key, found)
+                    if cause is not None:
+                        failed = {at: cause}
+                        return
+                with self._lock:
+                    reading.there += 1
+                    self._lock.notify_all()
+        except Exception as error:  # vLLM must get an answer, whatever happened
+            failed = {at: cause_of(error)}
+        finally:
+            with self._lock:
+                for n, cause in failed.items():
+                    reading.failed.setdefault(n, cause)
+                reading.is_read = True
+                self._lock.notify_all()
+
+    def _is_there(self, reading: Reading, name: Name) -> bool:
+        """True if a block is in the tier; it is pinned then. Raises CancelledError."""
+        with self._lock:
+            if reading.is_stopped:
+                raise CancelledError
+            if name in self._slab:
+                self._pin([name])
+                return True
+            return False
+
+    def _bring(self, reading: Reading, group: int, key: bytes, buf: Buffer) -> str | None:
+        """Copy a block into the tier once there is room, and pin it. Return the cause if it is none."""
+        told = self._look_into(group, buf)
+        if isinstance(told, str):
+            return told
+        with self._lock:
+            while not self.evict(buf.nbytes, 1):
+                if reading.is_stopped:
+                    raise CancelledError
+                self._lock.wait()
+            place = self._slab.arena.allocate(buf.nbytes)
+            assert place is not None
+        self._slab.write(place, buf)
+        with self._lock:
+            if reading.is_stopped or (group, key) in self._slab:
+                self._slab.arena.free(place)
+            else:
+                self._slab.put({(group, key): Stored(place, buf.nbytes, *told)})
+            if reading.is_stopped:
+                raise CancelledError
+            self._pin([(group, key)])
+        return None
+
+    def _pin(self, names: Sequence[Name]) -> None:
+        """Keep blocks that are in the tier there."""
+        self.pins.update(names)
+        for group, key in reversed(names):  # tails make room first
+            self._slab.used(group, [key])
