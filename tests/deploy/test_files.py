@@ -13,7 +13,7 @@ from prometheus_server import program
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from manthan.manager.config.resolve import resolve_config
+from manthan.manager.config.resolve import ManthanConfig, resolve_config
 
 COMPOSE = load("compose.yaml")
 STACK = load("kubernetes/production-stack.yaml")
@@ -37,10 +37,14 @@ def test_vllm_takes_the_flags(way: str, parser: FlexibleArgumentParser) -> None:
 
 @pytest.mark.parametrize("way", ["compose", "production-stack"])
 def test_manthan_takes_their_values(way: str) -> None:
+    assert configured(way).tiers.is_shared
+
+
+def configured(way: str) -> ManthanConfig:
+    """Configuration of Manthan in the engine that is started this way."""
     flags = dict(flag.split("=", 1) for flag in served_with()[way] if flag.startswith("--manthan"))
     env = {one["name"]: one.get("value", "secret") for one in engine()["env"]} if way == "production-stack" else {}
-    config = resolve_config(flags=flags, env={name: value for name, value in env.items() if "MANTHAN" in name}).config
-    assert config.tiers.is_shared
+    return resolve_config(flags=flags, env={name: value for name, value in env.items() if "MANTHAN" in name}).config
 
 
 def engine() -> dict[str, Any]:
@@ -122,5 +126,4 @@ def test_what_is_scaled_is_what_the_chart_makes() -> None:
     assert trigger["type"] == "prometheus"
     assert {"serverAddress", "query", "threshold"} == trigger["metadata"].keys()
     settled = scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
-    [idle] = [flag.split("=")[1] for flag in served_with()["production-stack"] if "idle-after" in flag]
-    assert settled["stabilizationWindowSeconds"] > float(idle)
+    assert settled["stabilizationWindowSeconds"] > configured("production-stack").idle.after_s

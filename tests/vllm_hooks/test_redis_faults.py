@@ -64,13 +64,14 @@ class Traffic:
             self.ask(guest)
 
     def flow(self, seconds: float, until: Callable[[], bool] = lambda: True) -> None:
-        """Two at a time, with pauses in which sessions go cold."""
+        """Two at a time, with pauses in which sessions go cold. The pool is emptied, so that they return from Redis."""
         end = time.monotonic() + seconds
         with ThreadPoolExecutor(2) as pool:
             while time.monotonic() < end or not until():
                 assert time.monotonic() < end + 60, "this never ends"
                 list(pool.map(self.ask, self.rng.sample(range(GUESTS), 2)))
                 time.sleep(self.rng.uniform(0, 0.5))
+                self.engine.reset()
 
 
 @pytest.fixture
@@ -110,6 +111,7 @@ def assert_sessions_go_cold_and_return(engine: Engine, traffic: Traffic) -> None
 
     def all_return() -> bool:
         wait_until_cold(engine)
+        engine.empty_pool()
         before = restores(engine)
         traffic.ask_all()
         return restores(engine) - before >= GUESTS * 16

@@ -14,7 +14,7 @@ from manthan.vllm_hooks.http.cores import Cores
 
 GUESTS = 8
 TIERS = ["host", "disk", "redis"]
-RAM, DISK = 1 << 20, 4 << 20
+RAM, DISK = 1 << 20, 2 << 20
 """For two sessions, and for four: on disk a block takes whole pages."""
 
 
@@ -78,7 +78,7 @@ def check_what_is_told(engine: Engine, found: list[int]) -> None:
     for name, blocks in zip(names[:-1], found, strict=True):
         assert all(session["tiers"].keys() >= {name} for session in told[name])
         parts = [session["tiers"][name] for session in everybody if name in session["tiers"]]
-        assert abs(sum(part["blocks"] for part in parts) - blocks) < 10, "of about 36, or 120"
+        assert abs(sum(part["blocks"] for part in parts) - blocks) < 10, "of about 36, or 70"
         assert all(part["tokens"] == 32 * part["blocks"] and part["bytes"] > 0 for part in parts)
     tiers = engine.run(Cores(engine.llm).state(None))["store"]["tiers"]
     assert [tier["name"] for tier in tiers] == names
