@@ -680,10 +680,14 @@ class VllmPool:
         self._pool._reuse_watchers.update(dict.fromkeys(block_ids, self._reused))
 
     def _reused(self, block: "KVCacheBlock") -> None:
-        self.marks.clear([block.block_id])
-        self._saved.discard(block.block_id)
-        self._kept.pop(block.block_id, None)
-        self._bereft.update(self._finds.pop(block.block_id, ()))
+        """Thousands of blocks are handed out at once, while a request waits: each costs half a microsecond here."""
+        block_id = block.block_id
+        self._saved.discard(block_id)
+        self._kept.pop(block_id, None)
+        if self.marks[block_id]:
+            self.marks.clear((block_id,))
+        if block_id in self._finds:
+            self._bereft.update(self._finds.pop(block_id))
         if block is self._last_empty:
             self._last_empty = None
 

@@ -14,7 +14,8 @@ from paged_cache import cpu_blocks, paged, write
 
 from manthan.manager.config.model import SealingConfig
 from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
-from manthan.manager.tiers.tier import RamTier, TierError
+from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.tier import TierError
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.worker.engine_cpu import CpuEngine

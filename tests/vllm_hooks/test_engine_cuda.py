@@ -18,7 +18,8 @@ from manthan.codec.base import Numbers
 from manthan.codec.gpu.paged import PagedCodec
 from manthan.manager.sessions.session import Drop, DropCause
 from manthan.manager.tiers.arena import room
-from manthan.manager.tiers.tier import RamTier, Tier
+from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.worker import engine_cuda

@@ -17,7 +17,7 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     caplog.set_level(logging.INFO, "vllm.manthan")
     name = "alice\n\x1b[2Jroot: all is well\x9b\u202e"
     tell_eviction(Eviction(name, 1, 0, 16, 500, 1, 100, 100, 1.0, 0.1, 0))
-    tell_restore(Restored(name, 1, 1, [], []), SHAPE)
+    tell_restore(Restored(name, 1, 1, 100, 0.1, []), SHAPE)
     return sorted({*caplog.messages})  # each comes twice where other tests have changed handlers
 
 
