@@ -21,14 +21,12 @@ class Placed:
 
     Args:
         nbytes: Size of the block, without what the tier adds.
-        lent: Number of readers that use the block where it lies.
     """
 
     extents: tuple[Extent, ...]
     nbytes: int
     digest: int = 0
     sequence: int = 0
-    lent: int = 0
     is_dropped: bool = False
 
 
@@ -136,8 +134,7 @@ class ArenaTier(Tier):
     def _discard(self, placed: Placed) -> None:
         self._dropped_nbytes += sum(extent.nbytes for extent in placed.extents)
         placed.is_dropped = True
-        if not placed.lent:
-            self._dropped.append(placed)
+        self._dropped.append(placed)
 
     def _take(self, nbytes: int) -> tuple[Extent, ...] | None:
         extents = self._arena.allocate(nbytes)

@@ -44,7 +44,7 @@ from manthan.manager.tiers import arena
 from manthan.manager.tiers.arena import Arena, Extent
 from manthan.manager.tiers.arena_tier import ArenaTier, Name, Placed
 from manthan.manager.tiers.disk_files import erase, lock, make_folder, open_file, sync_folder, write_all
-from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Landing
+from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found
 from manthan.manager.work import STORE_DOWN
 
 logger = logging.getLogger("vllm.manthan.disk")
@@ -137,9 +137,9 @@ class DiskTier(ArenaTier):
             self._complain("blocks are not stored: the disk does not answer")
         return {key: cause for key, cause in causes.items() if cause is not None}
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """See Tier. Some runs of blocks are read ahead."""
-        runs, done, left_s = self._runs(group, keys, into), 0, self._timeout_s
+        runs, done, left_s = self._runs(group, keys), 0, self._timeout_s
         ahead: deque[Future[list[Found]]] = deque()
         try:
             while done < len(keys):
@@ -159,8 +159,8 @@ class DiskTier(ArenaTier):
                 done += len(found)
                 yield from found
         finally:
-            if [job for job in ahead if not job.cancel() and not job.done()] and into is not None:
-                into.lose()
+            for job in ahead:
+                job.cancel()
 
     def cleared(self, place: str) -> "DiskTier":
         """Return this one. Its file loses its name before a block is put again."""
@@ -196,7 +196,7 @@ class DiskTier(ArenaTier):
     def _is_stuck(self) -> bool:
         return self._stuck is not None and not self._stuck.done()
 
-    def _runs(self, group: int, keys: Sequence[bytes], into: Landing | None) -> Iterator[list["_Wanted"]]:
+    def _runs(self, group: int, keys: Sequence[bytes]) -> Iterator[list["_Wanted"]]:
         run, nbytes = list[_Wanted](), 0
         for key in keys:
             placed = self._blocks.get((group, key))
@@ -207,7 +207,7 @@ class DiskTier(ArenaTier):
                 yield run
                 run, nbytes = [], 0
             nbytes += placed.nbytes
-            run.append(_Wanted(placed, into.room(placed.nbytes) if into else np.empty(placed.nbytes, np.uint8)))
+            run.append(_Wanted(placed, np.empty(placed.nbytes, np.uint8)))
         if run:
             yield run
 

@@ -2,13 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import numpy as np
 
 from manthan.manager.tiers.arena import Arena, Extent, room
 from manthan.manager.tiers.arena_tier import ArenaTier, Name, Placed
-from manthan.manager.tiers.tier import Buffer, Landing
+from manthan.manager.tiers.tier import Buffer
 
 CHUNK = 64 << 20
 """Bytes of memory that are taken at once, when they are needed."""
@@ -21,11 +20,6 @@ class Memory(ABC):
     @abstractmethod
     def spans(self) -> Sequence[Extent]:
         """Addresses that may be used, in order. More may come behind them; none goes."""
-
-    @property
-    @abstractmethod
-    def lendable(self) -> Buffer | None:
-        """All of the memory, by address, if readers may read it where it lies; None if they need copies."""
 
     def start(self) -> None:  # noqa: B027 most memory is there at once
         """Take note that the memory is used from now on. Called again and again."""
@@ -74,10 +68,6 @@ class Chunks(Memory):
     def spans(self) -> Sequence[Extent]:
         return (Extent(0, self._nbytes),)
 
-    @property
-    def lendable(self) -> None:
-        return None
-
     def close(self) -> None:
         """Do nothing: memory goes with the last reference to it."""
 
@@ -91,7 +81,7 @@ class Chunks(Memory):
 class RamTier(ArenaTier):
     """Blocks in this process's memory.
 
-    Bytes are copied on the way in. On the way out they are lent where the reader reaches them, or copied.
+    Bytes are copied on the way in and on the way out.
 
     Args:
         memory: Where blocks lie. Memory that it has not got yet is not used.
@@ -103,11 +93,7 @@ class RamTier(ArenaTier):
         self._spans = 0  # number of the memory's spans that are the arena's
         self._grow()
 
-    def read(
-        self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None
-    ) -> Iterator[Buffer | None]:
-        if into is not None and (memory := self._memory.lendable) is not None:
-            return self._lend(group, keys, into, memory)
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Buffer | None]:
         return (self._read((group, key)) for key in keys)
 
     def _read(self, name: Name) -> Buffer | None:
@@ -117,29 +103,6 @@ class RamTier(ArenaTier):
         buf = self._memory.read(placed)
         with self._lock:  # if it was dropped meanwhile, others' bytes may be among these
             return buf if self._blocks.get(name) is placed else None
-
-    def _lend(self, group: int, keys: Sequence[bytes], into: Landing, memory: Buffer) -> Iterator[Buffer | None]:
-        with self._lock:
-            found = [self._blocks.get((group, key)) for key in keys]
-            lent = [placed for placed in found if placed is not None]
-            for placed in lent:
-                placed.lent += 1
-        into.lend(memory, partial(self._take_back, lent))
-        return (None if placed is None else self._view(placed, memory) for placed in found)
-
-    def _view(self, placed: Placed, memory: Buffer) -> Buffer:
-        if len(placed.extents) > 1:
-            return self._memory.read(placed)
-        start = placed.extents[0].start
-        return memory[start : start + placed.nbytes]
-
-    def _take_back(self, lent: Sequence[Placed]) -> None:
-        with self._lock:
-            for placed in lent:
-                placed.lent -= 1
-                if placed.is_dropped and not placed.lent:
-                    self._dropped.append(placed)
-            self._erase_soon()
 
     def close(self) -> None:
         self.cleared("")

@@ -11,7 +11,7 @@ from redis.exceptions import OutOfMemoryError
 
 from manthan.manager.tiers.redis_client import Circuit, Client, pipelined
 from manthan.manager.tiers.redis_schema import FIRST_TTL, Namespace
-from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Landing, Tier, TierError
+from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Tier, TierError
 
 BATCH_BYTES = 4 << 20
 """About what one pipeline moves."""
@@ -52,7 +52,7 @@ class RedisTier(Tier):
             refused |= dict.fromkeys(full, STORE_FULL)
         return refused
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """See Tier. While a batch is used, another thread fetches the next one."""
         ahead: deque[Future[list[bytes | None]]] = deque()
         count, done, left = self._batch(group), 0, keys
@@ -69,7 +69,7 @@ class RedisTier(Tier):
                 values.reverse()
                 while values:  # each is freed when it has been used, so that the next batch gets its memory
                     done += 1
-                    yield _buffer(values.pop(), into)
+                    yield _buffer(values.pop())
         except TierError as error:
             yield from [error.cause] * (len(keys) - done)
         finally:
@@ -125,12 +125,5 @@ class RedisTier(Tier):
         return self._namespace.block(group, key, self._rank)
 
 
-def _buffer(value: bytes | None, into: Landing | None) -> Buffer | None:
-    if value is None:
-        return None
-    buf = np.frombuffer(value, np.uint8)
-    if into is None:
-        return buf
-    room = into.room(buf.nbytes)
-    room[:] = buf
-    return room
+def _buffer(value: bytes | None) -> Buffer | None:
+    return None if value is None else np.frombuffer(value, np.uint8)

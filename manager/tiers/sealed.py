@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from manthan.manager.config.model import ConfigError, SealingConfig
-from manthan.manager.tiers.tier import Buffer, Found, Landing, Tier
+from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 MAGIC, VERSION, KEY_NBYTES = b"MNS", 1, 32
 _HEADER = struct.Struct("<3sB8s16s12s")
@@ -125,8 +125,7 @@ class SealedTier(Tier):
         sealed = {key: self._sealer.seal(buf, tenant, "block", self._rank, group, key) for key, buf in blocks.items()}
         return self.inner.put_all(group, {key: np.frombuffer(buf, np.uint8) for key, buf in sealed.items()}, tenant)
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
-        """An opened block lies in memory of its own, not in `into`."""
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         values = self.inner.read(group, keys, tenant)
         return (self._open(group, key, value, tenant) for key, value in zip(keys, values, strict=True))
 

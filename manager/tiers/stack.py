@@ -8,7 +8,7 @@ from itertools import compress
 import numpy as np
 
 from manthan.manager.tiers.arena_tier import ArenaTier, Name
-from manthan.manager.tiers.tier import Buffer, Found, Landing, Tier
+from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 
 class StackedTier(Tier):
@@ -32,12 +32,12 @@ class StackedTier(Tier):
         self._keep(group, {key: buf for key, buf in blocks.items() if key not in refused}, tenant)
         return refused
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         with self._lock:
             near = [(group, key) in self._order for key in keys]
         self._touch(group, keys)
-        here = self._in_front(group, list(compress(keys, near)), tenant, into)
-        far = self.behind.read(group, list(compress(keys, [not one for one in near])), tenant, into)
+        here = self._in_front(group, list(compress(keys, near)), tenant)
+        far = self.behind.read(group, list(compress(keys, [not one for one in near])), tenant)
         for key, is_near in zip(keys, near, strict=True):
             buf = next(here if is_near else far)
             if not is_near and isinstance(buf, np.ndarray):
@@ -52,10 +52,10 @@ class StackedTier(Tier):
                 if (group, key) in self._order:
                     self._order.move_to_end((group, key))
 
-    def _in_front(self, group: int, keys: Sequence[bytes], tenant: str, into: Landing | None) -> Iterator[Found]:
+    def _in_front(self, group: int, keys: Sequence[bytes], tenant: str) -> Iterator[Found]:
         """Yield blocks. One that made room meanwhile, or cannot be read, comes from behind."""
-        for key, buf in zip(keys, self.front.read(group, keys, tenant, into), strict=True):
-            yield buf if isinstance(buf, np.ndarray) else next(self.behind.read(group, [key], tenant, into))
+        for key, buf in zip(keys, self.front.read(group, keys, tenant), strict=True):
+            yield buf if isinstance(buf, np.ndarray) else next(self.behind.read(group, [key], tenant))
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         return self.behind.absent(group, self.front.absent(group, keys))

@@ -1,7 +1,7 @@
 """A tier: one place for the compressed blocks of one rank. `tests/manager/test_tiers.py` has an example of 30 lines."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -14,22 +14,6 @@ Found: TypeAlias = Buffer | str | None
 
 STORE_FULL = "store_full"
 """Cause of a refusal: the bytes do not fit in the budget, or on the medium."""
-
-
-class Landing(ABC):
-    """Memory of the reader, which blocks may be read into. Only the thread that reads uses it."""
-
-    @abstractmethod
-    def room(self, nbytes: int, blocks: int = 1) -> Buffer:
-        """Return uint8 [nbytes] for `blocks` blocks."""
-
-    @abstractmethod
-    def lend(self, memory: Buffer, give_back: Callable[[], object]) -> None:
-        """Tell that blocks are views of `memory`, which a GPU reads itself. The reader calls `give_back` at its end."""
-
-    @abstractmethod
-    def lose(self) -> None:
-        """Tell that rooms may be written to at any time from now on. The reader does not use them again."""
 
 
 class TierError(Exception):
@@ -60,7 +44,7 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """Yield a result for each block, in order.
 
         The bytes never change, also when the block is dropped. They may be damaged where the medium has no checksum of
@@ -69,7 +53,6 @@ class Tier(ABC):
         Args:
             keys: Block hashes.
             tenant: Who asks.
-            into: Memory that blocks may be read into.
         """
 
     @abstractmethod

@@ -54,7 +54,7 @@ def close_gate(worker: Any) -> None:
     store = get_kv_transfer_group().worker.engine.store
     store.gate, store.at_gate = threading.Event(), 0
 
-    def read(group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
+    def read(group: int, keys: Any, tenant: str = "") -> Any:
         store.at_gate += 1
         assert store.gate.wait(600)  # longer than any test waits
         return type(store).read(store, group, keys)

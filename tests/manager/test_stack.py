@@ -11,7 +11,7 @@ from manthan.manager.tiers.arena import GRANULE
 from manthan.manager.tiers.disk import DiskTier, room
 from manthan.manager.tiers.ram import RamTier
 from manthan.manager.tiers.stack import StackedTier
-from manthan.manager.tiers.tier import Buffer, Found, Landing
+from manthan.manager.tiers.tier import Buffer, Found
 
 MIB = 1 << 20
 
@@ -27,7 +27,7 @@ class Behind(RamTier):
         taken = {key: buf for key, buf in blocks.items() if key not in self.refuses}
         return super().put_all(group, taken) | {key: "store_oom" for key in blocks if key in self.refuses}
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         for key in keys:
             self.asked.append(key)
             yield "store_down" if self.is_down else next(super().read(group, [key]))

@@ -28,7 +28,7 @@ from manthan.manager.tiers.redis_client import Circuit, connect
 from manthan.manager.tiers.redis_schema import Namespace
 from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
 from manthan.manager.tiers.stack import StackedTier
-from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Landing, Tier
+from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Tier
 from manthan.manager.work import STORE_DOWN
 
 BUDGET = 2 << 20
@@ -62,7 +62,7 @@ class DictTier(Tier):
         if name in self.blocks:
             self.blocks.pop(name)[:] = 0
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         for key in keys:
             with self.lock:
                 buf = self.blocks.get((group, key))
@@ -337,31 +337,6 @@ def test_what_is_put_comes_back_in_the_order_asked_and_what_is_not_is_a_miss(wor
     assert world.tier.absent(0, keys) == [KEYS[50]]
     assert world.tier.absent(3, KEYS[:2]) == [KEYS[1]]
     world.check()
-
-
-class Shelf(Landing):
-    """Memory that blocks are read into, from one end on."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory, self.at = np.zeros(nbytes, np.uint8), 0
-
-    def room(self, nbytes: int, blocks: int = 1) -> Buffer:
-        self.at += nbytes
-        return self.memory[self.at - nbytes : self.at]
-
-    def lend(self, memory: Buffer, give_back: Callable[[], object]) -> None:
-        give_back()
-
-    def lose(self) -> None:
-        raise AssertionError("nobody else writes there")
-
-
-def test_blocks_may_be_read_into_memory_of_the_reader(world: World) -> None:
-    blocks = blocks_of(30)
-    world.tier.put_all(0, blocks)
-    found = list(world.tier.read(0, [*blocks, KEYS[50]], "", Shelf(BUDGET)))
-    assert found.pop() is None
-    assert all(np.array_equal(buf, right) for buf, right in zip(found, blocks.values(), strict=True))
 
 
 def test_a_block_that_is_put_again_replaces_the_one_before(world: World) -> None:

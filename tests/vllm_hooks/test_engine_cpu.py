@@ -13,8 +13,8 @@ from key_files import write_keys
 from paged_cache import cpu_blocks, paged, write
 
 from manthan.manager.config.model import SealingConfig
-from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
 from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
 from manthan.manager.tiers.tier import TierError
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
@@ -176,7 +176,7 @@ class Broken(RamTier):
     def put_all(self, group: int, blocks: Any, tenant: str = "") -> Any:
         raise self._error
 
-    def read(self, group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
+    def read(self, group: int, keys: Any, tenant: str = "") -> Any:
         raise self._error
 
 

@@ -244,7 +244,7 @@ def slow_store(worker: Any) -> None:
 
     path = get_kv_transfer_group().worker.engine
 
-    def read(group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
+    def read(group: int, keys: Any, tenant: str = "") -> Any:
         for found in type(path.store).read(path.store, group, keys):
             time.sleep(0.05)
             yield found
@@ -265,7 +265,7 @@ def stop_reads(worker: Any) -> None:
 
     path, gate = get_kv_transfer_group().worker.engine, threading.Event()
 
-    def read(group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
+    def read(group: int, keys: Any, tenant: str = "") -> Any:
         gate.wait()
         yield from type(path.store).read(path.store, group, keys)
 
