@@ -96,10 +96,10 @@ class Waiting(SteppedEngine):
         return self.serve()
 
     def looked_up(self) -> dict[str, Any]:
-        """Redis has answered before the first step begins, which computes what came first."""
+        """Redis has answered all lookups before the first step begins, which computes what came first."""
         self.add_all(100, 1.0)
-        until = time.monotonic() + 60
-        while not self.half._redis.has_answers and time.monotonic() < until:
+        until, redis = time.monotonic() + 60, self.half._redis
+        while len(redis._sessions._answers) < len(redis._lookups) and time.monotonic() < until:
             time.sleep(0.01)
         return self.serve()
 
