@@ -15,7 +15,7 @@ JOB_BLOCKS = 64
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """One job: blocks of one KV cache group go from the pool to the primary tier, or back.
+    """A job that moves blocks of one KV cache group from the pool to the primary tier, or back.
 
     The blocks of a store follow each other, and are alike in codec, mark and tenant. A request's load is one job for
     each group, all with its request id and all in one step.
@@ -57,14 +57,14 @@ class Transfer:
         return [min(max(left - n * block_tokens, 0), block_tokens) for n in range(len(self))]
 
     def part(self, start: int, stop: int, block_tokens: int) -> "Transfer":
-        """The same of the blocks from `start` to `stop`."""
+        """Return the transfer of the blocks from `start` to `stop` alone."""
         hashes, ids = self.block_hashes[start:stop], self.block_ids[start:stop]
         return replace(self, block_hashes=hashes, block_ids=ids, first_token=self.first_token + start * block_tokens)
 
 
 @dataclass(frozen=True, eq=False)
 class TransferResult:
-    """What became of a transfer on one rank.
+    """Result of a transfer on one rank.
 
     nbytes: int64, what each compressed block takes in its tier (store) or has (load); 0 where the block failed.
     failed: by index in the job, the cause, which is a metric's label. Of a load, no block behind the first is loaded.

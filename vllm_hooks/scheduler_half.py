@@ -459,7 +459,7 @@ class SchedulerHalf:
         return ManthanMetadata(place, *orders, rests, self._step, cancels=self._cancels, revokes=work.revokes)
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
-        """What ended on the workers. A store or a restore is settled when every rank has answered."""
+        """Take the workers' results. A store or a load is settled when every rank has answered."""
         self._gathered(report)
         self.driver.answered(report.results, time.monotonic(), report.verdicts)
         self._reorder()

@@ -117,7 +117,7 @@ class PolicyConfig(_Group):
 
 
 class IdleConfig(_Group):
-    """Which sessions are saved, and after how long."""
+    """Conditions on which an idle session is saved."""
 
     shorthand = "after_s"
 

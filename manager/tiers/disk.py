@@ -89,7 +89,7 @@ class FolderInUseError(Exception):
 
 
 class DiskTier(ArenaTier):
-    """One rank's blocks in a folder, which is made if it is not there.
+    """Tier of one rank in a folder on disk, which is made if it is not there.
 
     Args:
         timeout_s: Seconds that a reader waits for the disk in all, and a writer for each block.

@@ -1,6 +1,5 @@
 """A tier in RAM."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,26 +12,15 @@ CHUNK = 64 << 20
 """Bytes of memory that are taken at once, when they are needed."""
 
 
-class Memory(ABC):
-    """Bytes by address."""
+class Chunks:
+    """Bytes of this process by address. The system gives their pages when they are first written."""
 
-    @property
-    @abstractmethod
-    def spans(self) -> Sequence[Extent]:
-        """Addresses that may be used, in order. More may come behind them; none goes."""
-
-    def start(self) -> None:  # noqa: B027 most memory is there at once
-        """Take note that the memory is used from now on. Called again and again."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the memory."""
-
-    @abstractmethod
-    def _piece(self, start: int, nbytes: int) -> Buffer:
-        """Return a view of these addresses, or of the first of them."""
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._chunks: dict[int, Buffer] = {}
 
     def write(self, placed: Placed, buf: Buffer) -> None:
+        """Copy a block to its place."""
         at = 0
         for piece in self._pieces(placed.extents, placed.nbytes):
             piece[:] = buf[at : at + piece.nbytes]
@@ -43,6 +31,7 @@ class Memory(ABC):
         return np.concatenate([np.empty(0, np.uint8), *self._pieces(placed.extents, placed.nbytes)])
 
     def erase(self, extents: Sequence[Extent]) -> None:
+        """Set bytes to zero."""
         for piece in self._pieces(extents, sum(extent.nbytes for extent in extents)):
             piece[:] = 0
 
@@ -56,22 +45,8 @@ class Memory(ABC):
                 yield piece
                 start += piece.nbytes
 
-
-class Chunks(Memory):
-    """Memory of this process. The system gives its pages when they are first written."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._chunks: dict[int, Buffer] = {}
-
-    @property
-    def spans(self) -> Sequence[Extent]:
-        return (Extent(0, self._nbytes),)
-
-    def close(self) -> None:
-        """Do nothing: memory goes with the last reference to it."""
-
     def _piece(self, start: int, nbytes: int) -> Buffer:
+        """Return a view of these addresses, or of the first of them."""
         number, at = divmod(start, CHUNK)
         if number not in self._chunks:
             self._chunks.setdefault(number, np.empty(min(CHUNK, self._nbytes - number * CHUNK), np.uint8))
@@ -79,19 +54,11 @@ class Chunks(Memory):
 
 
 class RamTier(ArenaTier):
-    """Blocks in this process's memory.
+    """Blocks in this process's memory. Bytes are copied on the way in and on the way out."""
 
-    Bytes are copied on the way in and on the way out.
-
-    Args:
-        memory: Where blocks lie. Memory that it has not got yet is not used.
-    """
-
-    def __init__(self, max_bytes: int, memory: Memory | None = None) -> None:
-        super().__init__(max_bytes, Arena(0))
-        self._memory = memory or Chunks(max_bytes)
-        self._spans = 0  # number of the memory's spans that are the arena's
-        self._grow()
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes, Arena(max_bytes))
+        self._memory = Chunks(max_bytes)
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Buffer | None]:
         return (self._read((group, key)) for key in keys)
@@ -108,31 +75,12 @@ class RamTier(ArenaTier):
         self.cleared("")
         while self._erase_one():
             pass
-        self._memory.close()
 
     def room(self, nbytes: int) -> int:
         return room(max(1, nbytes))
 
-    @property
-    def usable(self) -> int:
-        with self._lock:
-            self._grow()
-        return super().usable
-
     def _write(self, name: Name, placed: Placed, buf: Buffer) -> None:
-        self._memory.start()
         self._memory.write(placed, buf)
 
     def _erase(self, extents: tuple[Extent, ...]) -> None:
         self._memory.erase(extents)
-
-    def _take(self, nbytes: int) -> tuple[Extent, ...] | None:
-        self._grow()
-        return super()._take(nbytes)
-
-    def _grow(self) -> None:
-        """Add to the arena what the memory has got meanwhile."""
-        spans = self._memory.spans
-        while self._spans < len(spans):
-            self._arena.join(spans[self._spans])
-            self._spans += 1

@@ -136,7 +136,7 @@ class Engine:
                     self._open.setdefault(job.request_id, set()).add(job.job_id)
 
     def _gathered(self, job: Transfer) -> None:
-        """Nobody reads the pool's blocks of a store any more. It is named once, and not after its result."""
+        """Tell that a store does not read the pool's blocks any more. Each store is named once, before its result."""
         with self._lock:
             self._report.gathered.append(job.job_id)
 

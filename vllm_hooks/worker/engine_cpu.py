@@ -167,7 +167,7 @@ class CpuEngine(Engine):
         return not self._staged or self._staged + nbytes <= self._staging_nbytes
 
     def _leave(self, nbytes: int) -> None:
-        """So many bytes of copies are not needed any more."""
+        """Free `nbytes` of staging."""
         with self._lock:
             self._staged -= nbytes
             self._lock.notify_all()
@@ -220,7 +220,12 @@ class CpuEngine(Engine):
     def _decode(
         self, job: Transfer, store: Tier, cancelled: threading.Event, sizes: list[int], failed: dict[int, str]
     ) -> None:
-        """The same. sizes: gets those of the good blocks. failed: gets what could not be read or decoded."""
+        """Read and decode the blocks of a load.
+
+        Args:
+            sizes: Gets the bytes of each good block.
+            failed: Gets the cause of each block that could not be read or decoded.
+        """
         blocks, keys = self.blocks[job.group], job.block_hashes
         values = store.read(job.group, keys, job.tenant)
         for at, found in enumerate(values):

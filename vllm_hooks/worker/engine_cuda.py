@@ -141,7 +141,7 @@ class Loading:
 
 
 class CudaEngine(Engine):
-    """One rank's blocks to compressed blocks and back by paged codecs on its GPU.
+    """Engine of one rank whose paged codecs run on its GPU.
 
     Args:
         codecs: by KV cache group, that of the sessions' blocks first; all on one device.
@@ -449,7 +449,7 @@ class CudaEngine(Engine):
             self._written.append((encoding, good, sizes, failed))
 
     def _end_writes(self) -> None:
-        """What the secondary tier has is to be had from the tier on the host as well, until there is no room."""
+        """Enter blocks that the secondary tier has now into the primary tier, and answer their stores."""
         while self._written:
             encoding, good, sizes, failed = self._written.popleft()
             self._writing -= 1
@@ -566,8 +566,10 @@ class CudaEngine(Engine):
             chunk.done = stream.record_event()
 
     def _pause(self) -> None:
-        """Where the model has nothing to compute, give codes on the device a moment to be checked: vLLM would sleep for
-        longer before it asks again."""
+        """Wait a moment for checks on the device if the model computes nothing.
+
+        Because vLLM would sleep for longer before it asks again.
+        """
         if self._may_pause and self._loadings and self.tiers.first is self.tiers.device:
             until = time.monotonic() + PAUSE_S
             while not self._is_reached(self._loadings[-1], "checked") and time.monotonic() < until:

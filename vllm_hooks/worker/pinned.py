@@ -19,8 +19,6 @@ from vllm.logger import init_logger
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.tiers.arena import GRANULE, Extent
-from manthan.manager.tiers.ram import Memory
-from manthan.manager.tiers.tier import Buffer
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.telemetry.log import human_bytes
 
@@ -32,7 +30,7 @@ ADVICE = mmap.MADV_HUGEPAGE
 PAGE, HUGE = 4096, 2 << 20
 
 
-class PinnedRam(Memory):
+class PinnedRam:
     """nbytes: how much there will be. device: whose.
 
     Each piece is pinned on its own, and the driver takes no copy that reaches from one to the next: between them lies a
@@ -74,11 +72,6 @@ class PinnedRam(Memory):
     @property
     def is_whole(self) -> bool:
         return self._pinned == len(self._spans)
-
-    @property
-    def lendable(self) -> Buffer:
-        found: Buffer = self.codes.numpy()
-        return found
 
     def close(self) -> None:
         """Unpin; what is being pinned is waited for. It is of no use afterwards."""
@@ -127,9 +120,6 @@ class PinnedRam(Memory):
     def _piece_of(self, number: int) -> torch.Tensor:
         start, nbytes = self._spans[number]
         return self.codes[start : start + nbytes]
-
-    def _piece(self, start: int, nbytes: int) -> Buffer:
-        return self.lendable[start : start + nbytes]
 
 
 def _end(nbytes: int) -> int:
