@@ -152,10 +152,10 @@ class Engine:
         return self.metrics("manthan_sessions", state=state)
 
     async def until_cold(self, sessions: int | None = None) -> None:
-        """Return when no session is hot, idle or being evicted, and `sessions` of them are cold."""
+        """Return when no session is active or idle, and `sessions` of them are cold."""
 
         def done() -> bool:
-            still = sum(map(self.sessions, ("hot", "idle", "evicting")))
+            still = sum(map(self.sessions, ("active", "idle")))
             return not still and (sessions is None or self.sessions("cold") == sessions)
 
         await self.until(done, f"{sessions or 'all'} sessions were not cold")

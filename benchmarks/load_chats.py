@@ -141,21 +141,21 @@ class Replay:
 def replayed(replay: Replay, trace: Trace, longest: int, vocabulary: int) -> list[Chat]:
     """Each request by itself, at its time; those whose prompt and answer have more tokens than `longest` are left out.
 
-    The tokens of a block follow from its key, so that prompts share what the trace says that they share.
+    The tokens of a block follow from its hash, so that prompts share what the trace says that they share.
     """
     chosen = trace.requests[: replay.requests or None]
     block = max(1, round(trace.block_tokens / replay.shrink))
     numbers: dict[bytes, int] = {}
     chats = []
     for index, (request, turn) in enumerate(zip(chosen, _turns(chosen), strict=True)):
-        known_blocks = sum(key in numbers for key in request.keys[: request.prompt_blocks])
-        for key in request.keys:
-            numbers.setdefault(key, len(numbers))
+        known_blocks = sum(name in numbers for name in request.hashes[: request.prompt_blocks])
+        for name in request.hashes:
+            numbers.setdefault(name, len(numbers))
         answer = max(1, round(request.output_tokens / replay.shrink))
         prompt = [
             token
-            for key in request.keys[: request.prompt_blocks]
-            for token in random_tokens(TRACE_SEED, numbers[key], block, vocabulary)
+            for name in request.hashes[: request.prompt_blocks]
+            for token in random_tokens(TRACE_SEED, numbers[name], block, vocabulary)
         ]
         rest = max(1, round(request.input_tokens / replay.shrink) - len(prompt))
         prompt += random_tokens(TRACE_SEED + 1, index, rest, vocabulary)
@@ -173,8 +173,8 @@ def _turns(requests: Sequence[TracedRequest]) -> Iterator[int]:
     """
     ends: dict[bytes, int] = {}
     for request in requests:
-        prompt = request.keys[: request.prompt_blocks]
-        before = next((ends[key] for key in reversed(prompt) if key in ends), 0)
+        prompt = request.hashes[: request.prompt_blocks]
+        before = next((ends[name] for name in reversed(prompt) if name in ends), 0)
         yield before + 1
         if len(prompt) > 1:
             ends[prompt[-1]] = max(before + 1, ends.get(prompt[-1], 0))

@@ -1,103 +1,143 @@
-"""The serving loop: requests and answers in, orders out. It drives the manager over a KV pool, real or simulated.
+"""The serving loop of one engine, over vLLM's block pool or the simulator's.
 
-    request comes      started -> wanted (how much can be restored?) -> admitted -> restoring -> ... -> finished
-    each step          step: sweep, relieve, drop, release, hold blocks to be encoded, prefetch
-    each report        gathered, then answered: ids of jobs, and results, once for each rank
+    a request   started -> matched (how much can be loaded?) -> admitted -> loading -> ... -> finished
+    each step   step: sessions that are due, memory pressure, stores, drops, prefetches
+    results     gathered, then answered: ids of jobs, and results, once for each rank
 
-Like the manager it waits for nobody, and reads no clock.
+It does no I/O, waits for nobody, and reads no clock.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, count, filterfalse
-from typing import TYPE_CHECKING, Generic
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from manthan.manager.events import BlocksDropped, Event, Overwritten, StoreFailed, StoreIsUp, Verdict
+from manthan.manager.fronts import FrontTiers
 from manthan.manager.guard import Guard
-from manthan.manager.observer import Observer, Restored
-from manthan.manager.pool import B, Pool
-from manthan.manager.prefetcher import Prefetcher
-from manthan.manager.sessions.deadlines import earliest
-from manthan.manager.sessions.hints import NO_HINTS, Hints
-from manthan.manager.sessions.manager import SessionMemoryManager, SpillRun
-from manthan.manager.sessions.marks import Mark, Owner
-from manthan.manager.sessions.pressure import HIGH_WATERMARK, LOW_WATERMARK, Pressure
-from manthan.manager.sessions.session import BlockName, Drop, Outcome, Place
+from manthan.manager.pool import Mark, Owner, Pool
+from manthan.manager.session.blocks import FrontTier
+from manthan.manager.session.hints import NO_HINTS, Hints
+from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, StorePlan
+from manthan.manager.session.prefetch import Prefetcher, restored
+from manthan.manager.session.table import Session, earliest
 from manthan.manager.tiers.tier import STORE_FULL
-from manthan.manager.transfer import JOB_BLOCKS, Answers, Transfer, TransferResult
-from manthan.manager.work import NEEDED, RESET, STORE_DOWN, Verdict, Weigh
+from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Answers, Transfer, TransferResult, Weigh
 
 if TYPE_CHECKING:
-    from manthan.manager.journal_link import JournalLink
-    from manthan.manager.redis_link import RedisLink
-
+    from manthan.manager.session.persist import JournalLink, RedisLink
 
 A_STEP = 512
-"""So many blocks are begun to be encoded in a step, at most, and as many released: a session of a million tokens has
-62,500, and others wait for a step's end. It is about what a GPU encodes while a step is computed."""
+"""Most blocks of stores under way: about what a GPU encodes while a step is computed."""
+LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
+"""Shares of the pool that should hold nothing unsaved. Below the low one, blocks are saved until the high one."""
+LED = 256
+"""Most saved blocks that are put into the policy's order after a request."""
+WINDOW_SHARE = 16
+"""At most one in this number of the pool's blocks is referenced until it is gathered."""
 
 
-@dataclass
-class Restore:
-    """A restore under way: which session, and what the ranks have answered."""
+@dataclass(slots=True, eq=False)
+class Serving:
+    """A request and what the pool and the tiers have done for it.
 
-    session_id: str
-    loads: Answers
-
-
-@dataclass
-class Store(Generic[B]):
-    """A store under way. blocks: of the pool, the first first, referenced until all ranks have gathered them.
-
-    gathered: number of ranks that have.
+    lossy: cached tokens of its prompt that are not exact. exact: block ids that were loaded for it and are exact.
+    found: blocks of its prompt that were resident or loaded; None before it was admitted. computed: full blocks that
+    the pool has of it. is_unserved: True if a store did not answer: it does not ask again.
     """
 
-    job: Transfer
+    request: Request
+    lossy: int = 0
+    exact: set[int] = field(default_factory=set)
+    found: int | None = None
+    computed: int = 0
+    is_unserved: bool = False
+
+
+class Load(NamedTuple):
+    """A load under way. It may outlive its request."""
+
+    session_id: str
     answers: Answers
-    blocks: list[B]
+
+
+@dataclass(slots=True, eq=False)
+class Store:
+    """A store under way.
+
+    block_ids: referenced until all ranks have gathered them. gathered: number of ranks that have.
+    """
+
+    plan: StorePlan
+    answers: Answers
+    block_ids: list[int]
     gathered: int = 0
+    is_void: bool = False
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be done now, in this order."""
+    """Orders of one step, in this order. revokes: True if the blocks of earlier stores that nobody has begun to gather
+    are to be given back."""
 
-    drops: Sequence[Drop]
-    stores: Sequence[Transfer]
-    loads: Sequence[Transfer]
-    lost: int = 0
-    """Blocks that were to be encoded and were not in the pool any more."""
+    drops: Sequence[BlocksDropped] = ()
+    stores: Sequence[Transfer] = ()
+    loads: Sequence[Transfer] = ()
     revokes: bool = False
-    """True if blocks of earlier `stores` that nobody reads yet are to be given back."""
 
 
-NOTHING = Work((), (), ())
+class Runway:
+    """Free blocks that the pool takes before one that is unsaved.
+
+    Counting walks the free queue. It is walked again only when too many may have been taken since.
+    """
+
+    def __init__(self, pool: Pool, ahead: int) -> None:
+        self._pool, self._ahead, self._left = pool, ahead, 0
+
+    def taken(self, at_most: int) -> None:
+        """Note that blocks may have been taken from the head of the queue."""
+        self._left -= at_most
+
+    def forget(self) -> None:
+        """Note that saved blocks are saved no more."""
+        self._left = 0
+
+    def length(self, wanted: int) -> int:
+        """Return the number of such blocks. It is exact below `wanted`."""
+        if self._left < wanted:
+            self._left = self._pool.runway(max(wanted, self._ahead))
+        return self._left
 
 
-class Driver(Generic[B]):
+class Driver:
     """One engine's loop.
 
-    ranks: how many answer each spill and each load. low, high: watermarks of the pool, as shares of its `blocks`.
-    redis: finds what other engines have stored, and tells them; None without Redis. journal: of a cold store that
-    outlives the engine, writes down what the next engine is to know.
-    guard: chooses the codec by what ranks measure; None to use the configured one.
-    again: how many blocks at the end of those that are found, hot and cold together, the engine computes nevertheless;
-    an anchor behind them is what it needs to go on before them. last_tokens: how many of a prompt's tokens it computes
-    although all are found.
-    weigh: what a block takes of the budget, from what it takes on each rank; see `manthan.manager.work.on_each`.
+    Args:
+        ranks: number of results of each transfer.
+        low, high: watermarks, as shares of the pool.
+        fronts: tiers in front of the last one, the fastest first.
+        prefetch_lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
+        redis: finds and tells other engines' blocks; None without Redis.
+        journal: writes down what the next engine is to know, for tiers that outlive the engine.
+        guard: chooses the codec; None for the configured one.
+        again: number of found blocks at the end that the engine computes nevertheless.
+        last_tokens: number of prompt tokens that vLLM computes on a full hit.
+        weigh: bytes of the budget that a block takes, from its bytes on each rank.
     """
 
     def __init__(
         self,
-        manager: SessionMemoryManager,
-        pool: Pool[B],
-        blocks: int,
+        manager: SessionManager,
+        pool: Pool,
+        *,
+        ranks: int = 1,
         low: float = LOW_WATERMARK,
         high: float = HIGH_WATERMARK,
-        ranks: int = 1,
-        observer: Observer | None = None,
+        fronts: Sequence[FrontTier] = (),
+        prefetch_lead_s: float | None = None,
         redis: "RedisLink | None" = None,
         journal: "JournalLink | None" = None,
         guard: Guard | None = None,
@@ -105,44 +145,46 @@ class Driver(Generic[B]):
         last_tokens: int = 1,
         weigh: Weigh = sum,
     ) -> None:
-        self._again, self._last_tokens, self._journal, self._weigh = again, last_tokens, journal, weigh
-        self.manager, self._pool, self._ranks, self._redis = manager, pool, ranks, redis
-        self._guard = guard
-        manager.mark = pool.mark
-        self._lossy: dict[str, int] = {}
-        """By request id, cached tokens of its prompt that were decoded, or computed behind such."""
-        self._exact = defaultdict[str, set[int]](set)
-        """By request id, blocks that were loaded for it and are exact, wherever decoded ones are."""
-        self._observer = Observer() if observer is None else observer
-        self._job_ids = count()
-        self.pressure = Pressure(manager, pool, blocks, low=low, high=high)
-        self.prefetcher: Prefetcher[B] = Prefetcher(
-            manager, pool, self.pressure.runway, ranks, blocks, self.pressure.low, self._observer, self._job_ids
-        )
-        self._group, self._main_group = manager.shape.group, manager.shape.main_group
-        self._session_of: dict[str, str] = {}  # by request id
-        self._found: dict[str, int] = {}  # by request id, blocks of its prompt that were hot or restored
-        self._stores: dict[int, Store[B]] = {}  # by job id
-        self._taken = self._lost = 0  # blocks that the last step's requests took at most; blocks that were gone
+        self.manager, self._pool, self._ranks, self._weigh = manager, pool, ranks, weigh
+        self._redis, self._journal, self._guard = redis, journal, guard
+        self._again, self._last_tokens = again, last_tokens
+        self._low, self._high = int(low * pool.size), int(high * pool.size)
+        self._window = max(1, pool.size // WINDOW_SHARE)
+        manager.bind(pool, self._high)
+        self.runway = Runway(pool, self._high)
+        self.fronts = FrontTiers(manager, fronts)
+        self.prefetcher = Prefetcher(manager, pool, self.runway.length, ranks, self._low, prefetch_lead_s)
+        manager.events.subscribe(self._happened)
+        self._main = manager.shape.main
+        self._serving: dict[str, Serving] = {}
+        self._stores: dict[int, Store] = {}  # by job id
+        self._loading: dict[str, Load] = {}  # by request id
+        self._load_of: dict[int, str] = {}  # by job id, the request that a load is for
         self._granted: list[Transfer] = []
-        self._done: list[B] = []  # to be given back, all at once
-        self._restores: dict[str, Restore] = {}  # by request id
-        self._requests: dict[int, str] = {}  # that a load is for, by job id
         self._loads: list[Transfer] = []
-        self._ordered = NOTHING
-        """What the last step ordered, until the workers are told."""
-        self._was_answered = False
-        self._unserved: set[str] = set()  # requests for which a store did not answer: they do not ask again
+        self._drops: list[BlocksDropped] = []
+        self._ordered = Work()
+        """Orders of the last step, until the workers are told."""
+        self._done: list[int] = []  # blocks to be given back, all at once
+        self._taken = 0
+        """Blocks that the last step's requests took at most."""
+        self._was_answered = self._has_finished = False
+        self._was_up: bool | None = None
         self.rests = False
-        """Whether nothing new is begun, neither an encoding nor a prefetch."""
+        """True while no store and no prefetch is begun."""
+
+    def _happened(self, event: Event) -> None:
+        if isinstance(event, BlocksDropped):
+            self._drops.append(event)
+            self.runway.forget()
 
     # -- requests -------------------------------------------------------------------------------------
 
     def started(
         self,
         request_id: str,
-        keys: Sequence[bytes],
-        asked_id: str | None,
+        hashes: Sequence[bytes],
+        name: str | None,
         now: float,
         *,
         tokens: int,
@@ -150,96 +192,132 @@ class Driver(Generic[B]):
         hints: Hints = NO_HINTS,
         tenant: str = "",
         tail: bytes | None = None,
-    ) -> None:
-        """A request came, with a prompt of so many tokens; it will take so many blocks.
-
-        tail: the prompt's tokens behind its full blocks.
-        """
-        self._session_of[request_id] = self.manager.request_started(
-            request_id, keys, asked_id, now, tokens=tokens, hints=hints, tenant=tenant, tail=tail
+    ) -> Request:
+        """Take a new request. blocks: that it will need. The rest is as in `SessionManager.request_started`."""
+        request = self.manager.request_started(
+            request_id, hashes, name, now, tokens=tokens, hints=hints, tenant=tenant, tail=tail
         )
+        self._serving[request_id] = Serving(request)
         self.prefetcher.waits(request_id, blocks)
+        if hints.prefetch:
+            self.prefetcher.expect(hints.prefetch, tenant, now)
         if self._redis is not None:
-            self._redis.look_up(request_id, self._session_of[request_id], keys[: self.usable(tokens)], now)
+            self._redis.look_up(request, self.usable(tokens))
+        return request
 
     def usable(self, tokens: int) -> int:
-        """How many blocks of a prompt may be found, here or elsewhere."""
+        """Return how many blocks of a prompt with this number of tokens may be found."""
         return (tokens - self._last_tokens) // self.manager.shape.block_tokens
 
-    def wanted(self, request_id: str, keys: Sequence[bytes], hot: int, blocks: int, now: float) -> int | None:
-        """How many blocks behind its hot ones can be restored for a request; None for ask again in a moment.
+    def matched(self, request_id: str, resident: int, usable: int, blocks: int, now: float) -> int | None:
+        """Return how many blocks behind its resident ones can be loaded for a request; None for "ask again".
 
-        keys: of those that may come from elsewhere. hot: how many the engine takes from the pool. blocks: what the
-        request needs in all.
+        Args:
+            resident: number of its blocks that the engine takes from the pool.
+            usable: number of its blocks that may be found.
+            blocks: number of blocks that the request needs in all.
         """
         self.hear()
         self.prefetcher.waits(request_id, blocks)
-        if request_id in self._restores:  # an earlier load for it, before it was preempted, is not settled
+        serving = self._serving.get(request_id)
+        if serving is None:
+            return 0
+        if request_id in self._loading:  # an earlier load, before it was preempted, is not settled
             return None
         if self._redis is not None and self._redis.awaits(request_id, now):
             return None
-        if request_id in self._unserved:
+        if serving.is_unserved or resident >= usable:
             return 0
-        cold = keys[hot:]
-        if cold and self.prefetcher.is_loading(cold[0]):
+        rows = serving.request.rows
+        if resident < len(rows) and self.prefetcher.is_loading(int(rows[resident])):
             return None
-        return max(0, self.manager.match(cold, request_id) - self._again)
+        return max(0, self.manager.match(serving.request, resident, usable) - self._again)
 
-    def admitted(self, request_id: str, keys: Sequence[bytes], hot: int, usable: int, taken: int) -> None:
-        """A request got its blocks, `taken` of them at most out of the queue; `hot` of its keys were there."""
-        self.pressure.runway.taken(taken)
-        if request_id not in self._found and (lost := self.manager.unsaved(keys[hot:usable])):
-            self._observer.overwritten(lost)
-        self._found.setdefault(request_id, hot)  # it is admitted again once its restore has ended
-        self.prefetcher.admitted(request_id, keys, hot + self._again if hot else 0, usable)
+    def admitted(self, request_id: str, resident: int, usable: int, taken: int) -> None:
+        """Note that a request got its blocks. taken: the most that came from the head of the free queue."""
+        self.runway.taken(taken)
+        serving = self._serving.get(request_id)
+        if serving is None:
+            return
+        rows = serving.request.rows
+        if serving.found is None:  # it is admitted again once its load has ended
+            serving.found = resident
+            if lost := self.manager.unsaved(rows[resident:usable]):
+                self.manager.events(Overwritten(lost))
+        self.prefetcher.admitted(request_id, rows, resident + self._again if resident else 0, usable)
 
     def hits(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """The pool has these blocks of a request's prompt, by KV cache group, and serves them to it."""
-        self._exact.pop(request_id, None)
-        if lossy := max((len(self._pool.marks.lossy(of_group)) for of_group in block_ids), default=0):
-            self._lossy[request_id] = lossy * self.manager.shape.block_tokens
-        else:
-            self._lossy.pop(request_id, None)
+        """Note the blocks that the pool serves to a request, by KV cache group."""
+        serving = self._serving.get(request_id)
+        if serving is None:
+            return
+        serving.exact = set()
+        lossy = max((len(self._pool.marks.lossy(of_group)) for of_group in block_ids), default=0)
+        serving.lossy = lossy * self.manager.shape.block_tokens
 
     def computed(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Mark blocks of a request that computes behind decoded ones; those that were loaded keep their marks."""
-        if request_id in self._lossy:
+        """Mark blocks that a request computes behind decoded ones. Loaded ones keep their marks."""
+        serving = self._serving.get(request_id)
+        if serving is not None and serving.lossy:
             marks = self._pool.marks
-            derived = set(block_ids) - marks.lossy(block_ids) - self._exact.get(request_id, set())
-            marks.set(derived, Mark.DERIVED, self.manager.owner(request_id))
+            derived = set(block_ids) - marks.lossy(block_ids) - serving.exact
+            marks.set(derived, Mark.DERIVED, serving.request.session.owner)
+
+    def cached(self, request_id: str, blocks: int) -> None:
+        """Note how many full blocks of a running request are in the prefix cache after this step."""
+        if (serving := self._serving.get(request_id)) is not None:
+            serving.computed = max(serving.computed, blocks)
 
     def serves(self, request_id: str, block_id: int) -> bool:
         """True if a block of the pool may be served to a request."""
         return self._pool.marks.serves(block_id, self.manager.asker(request_id))
 
-    def restoring(
+    def loading(
         self,
         request_id: str,
-        keys: Sequence[bytes],
+        resident: int,
+        end: int,
         block_ids: Sequence[int],
         beside: Sequence[tuple[int, Sequence[bytes], Sequence[int]]] = (),
     ) -> None:
-        """Codes of these keys, but for the last ones, which are computed again, are to be decoded into these blocks of
-        the request; beside: those of other groups, with block hashes and block ids of each."""
-        chain = () if self._group is None else ((self._group, keys[: len(block_ids)], block_ids),)
-        tenant = self.manager.restore_started(request_id, keys)
+        """Begin a load for a request.
+
+        Args:
+            resident, end: its blocks between these are to be loaded, but for the last ones, which are computed again.
+            block_ids: where the blocks of the main group are to be written.
+            beside: of other groups, block hashes and block ids of each.
+        """
+        serving = self._serving[request_id]
+        request, manager = serving.request, self.manager
+        rows = request.rows[resident:end]
+        manager.load_started(request_id, rows)
+        main = manager.shape.stores_main and (
+            self._main,
+            request.hashes[resident : resident + len(block_ids)],
+            block_ids,
+        )
         jobs = [
             Transfer(
-                next(self._job_ids), "load", group, names, np.array(ids, np.int32), tenant=tenant, request_id=request_id
+                next(manager.job_ids),
+                "load",
+                group,
+                list(hashes),
+                np.array(ids, np.int32),
+                tenant=request.session.tenant,
+                request_id=request_id,
             )
-            for group, names, ids in (*chain, *beside)
+            for group, hashes, ids in (*((main,) if main else ()), *beside)
         ]
-        self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), Answers(jobs, self._ranks))
-        self._requests.update((job.job_id, request_id) for job in jobs)
+        self._loading[request_id] = Load(request.session.session_id, Answers(jobs, self._ranks))
+        self._load_of.update((job.job_id, request_id) for job in jobs)
         self._loads += jobs
         for job in jobs:
-            self._mark(job, self.manager.owner(request_id), self._exact[request_id])
-        if lossy := self._lossy_tokens(jobs):
-            self._lossy[request_id] = self._lossy.get(request_id, 0) + lossy
+            self._mark(job, request.session.owner, serving.exact)
+        serving.lossy += self._lossy_tokens(jobs)
 
-    def _mark(self, job: Transfer, owner: Owner | None, exact: set[int]) -> None:
+    def _mark(self, job: Transfer, owner: Owner, exact: set[int]) -> None:
         """Mark the blocks that a load writes. exact: gets those that are exact."""
-        marks = self.manager.stored_marks(job.block_hashes, None if job.group == self._group else job.group)
+        marks = self.manager.loaded_marks(self.manager.blocks.find(job.group, job.block_hashes))
         for mark in set(marks):
             marked = [block_id for block_id, own in zip(job.block_ids.tolist(), marks, strict=True) if own is mark]
             self._pool.marks.set(marked, mark, owner)
@@ -247,97 +325,79 @@ class Driver(Generic[B]):
                 exact.update(marked)
 
     def _lossy_tokens(self, jobs: Sequence[Transfer]) -> int:
-        """Tokens of lossy blocks among those of a load, of the group that has most of them."""
+        """Return the tokens of lossy blocks among those of a load, of the group that has most of them."""
         lossy = (len(self._pool.marks.lossy(job.block_ids.tolist())) for job in jobs)
         return max(lossy, default=0) * self.manager.shape.block_tokens
 
     def loads_of(self, request_id: str) -> Sequence[Transfer]:
-        """Jobs of what is being restored for a request."""
-        restore = self._restores.get(request_id)
-        return () if restore is None else restore.loads.jobs
+        """Return the jobs of a request's load under way."""
+        load = self._loading.get(request_id)
+        return () if load is None else load.answers.jobs
 
     def found(self, request_id: str) -> int:
-        """How many tokens of a request's prompt were hot or restored."""
-        return self._found.get(request_id, 0) * self.manager.shape.block_tokens
+        """Return how many tokens of a request's prompt were resident or loaded."""
+        serving = self._serving.get(request_id)
+        return (0 if serving is None else serving.found or 0) * self.manager.shape.block_tokens
 
     def finished(
-        self,
-        request_id: str,
-        keys: Sequence[bytes],
-        now: float,
-        tokens: int,
-        places: Sequence[Place] = (),
+        self, request_id: str, hashes: Sequence[bytes], now: float, tokens: int, points: Sequence[PointParts] = ()
     ) -> Outcome | None:
-        """A request ended, with KV computed for these blocks; tokens: of prompt and answer.
-
-        places: from where it can be gone on, the end of these blocks first, and what other groups need for that: in the
-        pool until the next request takes it, and held at once.
-        """
-        self._session_of.pop(request_id, None)
-        self._unserved.discard(request_id)
+        """Note that a request ended. The arguments are those of `SessionManager.request_finished`."""
+        found, serving = self.found(request_id), self._serving.pop(request_id, None)
         self.prefetcher.forget(request_id)
         if self._redis is not None:
             self._redis.forget(request_id)
-        found, lossy = self.found(request_id), self._lossy.pop(request_id, 0)
-        self._exact.pop(request_id, None)
-        self._found.pop(request_id, None)
-        outcome = self.manager.request_finished(
-            request_id, keys, now, tokens=tokens, places=places, found=found, lossy=lossy
+        if serving is None:
+            return None
+        lossy, self._has_finished = serving.lossy, True
+        outcome, plans = self.manager.request_finished(
+            request_id, hashes, now, tokens=tokens, points=() if self.rests else points, found=found, lossy=lossy
         )
-        self._observer.served_lossy(lossy)
-        if places:
-            self._hold(now)
-        self.tell_news()
+        self._begin(plans)
         return outcome
 
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, taken: int, now: float) -> Work:
-        """What is to be done now. taken: blocks that the step's requests take out of the queue, at most."""
-        self.manager.sweep(now)
+        """Return the orders of this step. taken: the most blocks that its requests take out of the queue."""
+        manager = self.manager
         self._taken, self._was_answered = taken, False
-        self.pressure.runway.taken(taken)
-        self.pressure.relieve(now)
-        drops = self.manager.take_drops()
-        for drop in drops:
-            self._observer.dropped(drop)
-            self.pressure.runway.dropped(drop)
-            if drop.group == self._main_group:
-                self._pool.forget(drop.keys)
-        self._release()
+        self.runway.taken(taken)
+        manager.said.expire(now)
+        revokes = self._holding > 0 and self._is_short
+        if not self.rests:
+            wanted = self.wanted
+            self._begin(manager.plan_stores(now, self._room, wanted))
+            if wanted > 0:
+                self._save_running(now)
+            if self._has_finished and taken + wanted > 0:
+                self._has_finished = False
+                manager.lead_overwritten(LED)
+        self.fronts.settle()
+        drops, self._drops = self._drops, []
         if self._redis is not None:
             self._redis.tell(drops, now)
         if self._journal is not None:
             self._journal.tell(now)
-        revokes = self._holding > 0 and self._is_short
-        self._hold(now)
-        self.manager.settle_tiers()
         self.hear()
         if not self.rests:
             self._loads += self.prefetcher.step(now)
-        work = Work(
-            drops=drops,
-            stores=self._granted,
-            loads=self._loads,
-            lost=self._lost,
-            revokes=revokes,
-        )
-        self._ordered = work
-        self._granted, self._loads, self._lost = [], [], 0
-        self.tell_news()
+        self._give_back()
+        work = self._ordered = Work(drops, self._granted, self._loads, revokes)
+        self._granted, self._loads = [], []
         return work
 
     def sent(self) -> None:
-        """Take note that the workers are told what the last step ordered."""
-        self._ordered = NOTHING
+        """Note that the workers are told what the last step ordered."""
+        self._ordered = Work()
 
-    def _hold(self, now: float) -> None:
-        """Order blocks to be encoded, no more than can be begun now."""
-        if self.rests:
-            return
-        for run in self.manager.take_spill_runs(self._room):
-            for key in self._begin(run):
-                self.manager.lost(key, now, run.group)
+    @property
+    def wanted(self) -> int:
+        """Number of blocks to save because memory is short; 0 if it is not."""
+        storing = self.manager.blocks.storing
+        if self.runway.length(self._low) + storing >= self._low:
+            return 0
+        return max(0, self._high - self.runway.length(self._high) - storing)
 
     @property
     def _is_short(self) -> bool:
@@ -346,102 +406,45 @@ class Driver(Generic[B]):
 
     @property
     def _room(self) -> int:
-        """Number of further blocks that can be begun to be encoded: what is referenced until it is gathered is out of
-        everybody's reach, and must be of nobody's need."""
+        """Number of free blocks that stores may reference: nobody can have them until they are gathered."""
         free, first = len(self._pool) - 2 * self._taken, self.prefetcher.first_waiting
         if first <= free:
             free -= first  # where the first in line does not fit anyhow, it waits for others' blocks
-        window = self.pressure.window - self._holding
-        return max(0, min(window, free, A_STEP - self.manager.blocks.spilling))
+        window = self._window - self._holding
+        return max(0, min(window, free, A_STEP - self.manager.blocks.storing))
 
-    def _begin(self, run: SpillRun) -> list[bytes]:
-        """Have these blocks encoded, referenced until they are gathered. Returns those that are in the pool no more."""
-        keys = run.keys
-        found = [self._pool.hold(self._pool_name(run.group, key)) for key in keys]
-        gone = [at for at, block in enumerate(found) if block is None or self._is_decoded(block)]
-        self._done += [block for at in gone if (block := found[at]) is not None]
-        left, lost = run.without(gone), set(gone)
-        blocks = [block for at, block in enumerate(found) if block is not None and at not in lost]
-        if blocks:
-            ids = self._pool.block_ids(blocks)
-            marks = [self._pool.marks[block_id] for block_id in ids]
-            for key, mark in zip(left.keys, marks, strict=True):
-                self.manager.encodes(key, run.group, mark)
-            self._observer.encodes(marks)
-            for job, own in self._jobs(left, ids, marks):
-                self._stores[job.job_id] = Store(job, Answers([job], self._ranks), [blocks[at] for at in own])
-                self._granted.append(job)
-        if gone:
-            self._lost += len(gone)
-            self._observer.overwritten(len(gone))
-        return [keys[at] for at in gone]
+    def _save_running(self, now: float) -> None:
+        """Save blocks of running requests, which takes no free block from anybody."""
+        for request_id, serving in self._serving.items():
+            room = A_STEP - self.manager.blocks.storing
+            if room <= 0:
+                return
+            if serving.computed:
+                self._begin(self.manager.save_running(request_id, serving.computed, room, now))
 
-    def _jobs(
-        self, run: SpillRun, ids: Sequence[int], marks: Sequence[Mark]
-    ) -> Iterator[tuple[Transfer, Sequence[int]]]:
-        """Stores of a run's blocks, the tail's first, and the places in the run of each one's blocks."""
-        tokens, firsts = self.manager.shape.tokens_of(run.group), run.first_tokens
-        places = range(len(firsts))
-        is_tail_first = firsts[-1] < firsts[0]
-        jobs: list[list[int]] = []
-        for at in reversed(places) if is_tail_first else places:
-            before = jobs[-1][-1] if jobs else at
-            own, other = run.encodings[at], run.encodings[before]
-            goes_on = (
-                firsts[at] == firsts[before] + tokens
-                and (own.codec, marks[at]) == (other.codec, marks[before])
-                and (not own.exact or other.exact == tokens)
-                and len(jobs[-1]) < JOB_BLOCKS
-            )
-            if goes_on:
-                jobs[-1].append(at)
-            else:
-                jobs.append([at])
-        for places_of in reversed(jobs) if is_tail_first else jobs:
-            first = places_of[0]
-            exact = sum(run.encodings[at].exact for at in places_of)
-            job = Transfer(
-                next(self._job_ids),
-                "store",
-                self._main_group if run.group is None else run.group,
-                [run.keys[at] for at in places_of],
-                np.array([ids[at] for at in places_of], np.int32),
-                firsts[first],
-                firsts[first] + exact if exact else 0,
-                run.encodings[first].codec,
-                marks[first],
-                run.tenant,
-            )
-            yield job, places_of
-
-    def _pool_name(self, group: int | None, key: bytes) -> BlockName:
-        """A block as the pool calls it. group: as the manager calls it."""
-        return key if group is None else (group, key)
-
-    def _is_decoded(self, block: B) -> bool:
-        """True if a block may not be encoded, whatever became of its compressed copy."""
-        [block_id] = self._pool.block_ids([block])
-        return self._pool.marks[block_id] is Mark.DECODED
+    def _begin(self, plans: Iterable[StorePlan]) -> None:
+        for plan in plans:
+            job = plan.transfer
+            self._stores[job.job_id] = Store(plan, Answers([job], self._ranks), job.block_ids.tolist())
+            self._granted.append(job)
 
     @property
     def _holding(self) -> int:
         """Number of blocks that are referenced until they are gathered."""
-        return sum(len(store.blocks) for store in self._stores.values())
-
-    def _group_of(self, job: Transfer) -> int | None:
-        """A job's group as the manager calls it."""
-        return None if job.group == self._group else job.group
+        return sum(len(store.block_ids) for store in self._stores.values())
 
     def hear(self) -> None:
         """Take what was found in Redis."""
         if self._redis is not None:
             self._redis.hear()
-            self._observer.store_answers(self._redis.is_up)
+            if self._redis.is_up is not self._was_up:
+                self._was_up = self._redis.is_up
+                self.manager.events(StoreIsUp(self._redis.is_up))
 
-    # -- answers --------------------------------------------------------------------------------------
+    # -- results --------------------------------------------------------------------------------------
 
     def gathered(self, job_ids: Iterable[int]) -> None:
-        """Take note that a rank has gathered the blocks of these stores: nobody reads the pool's once all have."""
+        """Note that a rank has gathered the blocks of these stores: the pool has them back once all ranks have."""
         for job_id in job_ids:
             if (store := self._stores.get(job_id)) is not None:
                 store.gathered += 1
@@ -450,125 +453,122 @@ class Driver(Generic[B]):
         self._give_back()
 
     def answered(self, results: Iterable[TransferResult], now: float, verdicts: Sequence[Verdict] = ()) -> None:
-        """Take results of ranks, and what they have measured.
-
-        What every rank has answered is settled, and what is not needed any more released.
-        """
+        """Take results of ranks, and what they have measured. A transfer is settled when every rank has answered."""
         for result in results:
             if (store := self._stores.get(result.job_id)) is not None:
                 if store.answers.add(result):
                     del self._stores[result.job_id]
                     self._settle_store(store, now)
-            elif (request_id := self._requests.get(result.job_id)) is not None:
-                if self._restores[request_id].loads.add(result):
-                    self._settle(request_id, self._restores.pop(request_id))
+            elif (request_id := self._load_of.get(result.job_id)) is not None:
+                self._answer_load(request_id, result)
             else:
                 self.prefetcher.answered(result, now)
         if verdicts and self._guard is not None:
             self._guard.answered(verdicts)
         self._give_back()
-        self._release()
-        self.tell_news()
 
-    def _settle_store(self, store: Store[B], now: float) -> None:
-        """Every rank has answered: what all have stored is saved, from the tail on."""
-        job, results = store.job, store.answers.results
+    def _settle_store(self, store: Store, now: float) -> None:
+        plan, results = store.plan, store.answers.results
         self._let_go(store)
         self._was_answered = True
         causes: dict[int, set[str]] = {}
         for result in results:
             for at, cause in result.failed.items():
                 causes.setdefault(at, set()).add(cause)
-        for at in causes:
-            self._refuse(job, at, causes[at], now)
-        good = [at for at in reversed(range(len(job))) if at not in causes]
+        if store.is_void:
+            causes = {at: {RESET} for at in range(len(plan.transfer))}
+        self._refuse(store, causes, now)
+        sizes = np.array([result.nbytes for result in results])
+        good = [at for at in range(len(plan.transfer)) if at not in causes]
         if good:
-            self._observer.stored(len(good), store.answers.seconds / len(job))
-            sizes = [result.nbytes.tolist() for result in results]
-            weights = [self._weigh([of_rank[at] for of_rank in sizes]) for at in good]
-            self.manager.all_spilled([job.block_hashes[at] for at in good], weights, now, self._group_of(job))
+            nbytes = {at: self._weigh(sizes[:, at].tolist()) for at in good}
+            self.manager.stored(plan, nbytes, now, store.answers.seconds / len(plan.transfer))
 
-    def _settle(self, request_id: str, restore: Restore) -> None:
-        jobs, failed = restore.loads.jobs, restore.loads.failed
-        for job in jobs:
-            del self._requests[job.job_id]
+    def _refuse(self, store: Store, causes: dict[int, set[str]], now: float) -> None:
+        """Tell the manager of the blocks of a store that were not saved."""
+        for is_void in (False, True):
+            failed = [at for at in causes if (RESET in causes[at] and store.is_void) is is_void]
+            if failed:
+                is_full = any(STORE_FULL in causes[at] for at in failed)
+                self.manager.store_failed(store.plan, failed, now, is_void=is_void, is_full=is_full)
+        for told in (each - {NEEDED, RESET} for each in causes.values()):
+            if told:
+                self.manager.events(StoreFailed(sorted(told)))
+
+    def _answer_load(self, request_id: str, result: TransferResult) -> None:
+        session_id, answers = self._loading[request_id]
+        if not answers.add(result):
+            return
+        del self._loading[request_id]
+        for job in answers.jobs:
+            del self._load_of[job.job_id]
+        failed = answers.failed
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
-        if STORE_DOWN in failed.values():
-            self._unserved.add(request_id)
-        self.manager.restore_finished(
-            request_id,
-            [key for group, key in bad if group == self._group],
-            [name for name in bad if name[0] != self._group],
-        )
-        restored = Restored.of(restore.session_id, self.manager.shape, restore.loads, request_id)
-        if failed:
-            self._computed_instead(request_id, jobs, restored.good)
-        if request_id in self._found:
-            self._found[request_id] += restored.good
-        self._observer.restored(restored)
+        self.fronts.read(self.manager.load_finished(request_id, bad))
+        event = restored(session_id, self._main, self.manager.points.is_needed, answers, request_id)
+        if (serving := self._serving.get(request_id)) is not None:
+            serving.is_unserved |= STORE_DOWN in failed.values()
+            if failed:
+                self._computed_instead(serving, answers.jobs, event.good)
+            if serving.found is not None:
+                serving.found += event.good
+        self.manager.events(event)
 
-    def _computed_instead(self, request_id: str, jobs: Sequence[Transfer], good: int) -> None:
-        """The model computes what a load did not bring, all but the first `good` blocks of the chain."""
-        before, exact = self._lossy_tokens(jobs), self._exact.get(request_id, set())
+    def _computed_instead(self, serving: Serving, jobs: Sequence[Transfer], good: int) -> None:
+        """Note that the model computes what a load did not bring: all but the first `good` blocks."""
+        before = self._lossy_tokens(jobs)
         for job in jobs:
-            lost = job.block_ids.tolist()[good if job.group == self._main_group else 0 :]
+            lost = job.block_ids.tolist()[good if job.group == self._main else 0 :]
             self._pool.marks.clear(lost)
-            exact.difference_update(lost)
-        left = self._lossy.get(request_id, 0) - before + self._lossy_tokens(jobs)
-        if left > 0:
-            self._lossy[request_id] = left
-        else:
-            self._lossy.pop(request_id, None)
+            serving.exact.difference_update(lost)
+        serving.lossy = max(0, serving.lossy - before + self._lossy_tokens(jobs))
 
-    def _refuse(self, job: Transfer, at: int, causes: set[str], now: float) -> None:
-        """A block of a store is not saved."""
-        if causes != {NEEDED}:
-            self._observer.not_stored(causes - {NEEDED})
-        self.manager.spill_failed(job.block_hashes[at], now, self._group_of(job), STORE_FULL in causes)
-
-    def _refuse_granted(self, now: float) -> None:
-        granted, self._granted = self._granted, []
-        for job in granted:
-            self._let_go(self._stores.pop(job.job_id))
-            for at in range(len(job)):
-                self._refuse(job, at, {RESET}, now)
-
-    def _let_go(self, store: Store[B]) -> None:
-        """The pool has a store's blocks back, the tail first."""
-        self._done += reversed(store.blocks)
-        store.blocks = []
+    def _let_go(self, store: Store) -> None:
+        """Give a store's blocks back to the pool, the tail first."""
+        self._done += reversed(store.block_ids)
+        store.block_ids = []
 
     def _give_back(self) -> None:
         if self._done:
             done, self._done = self._done, []
-            self._pool.give_back(done)
+            self._pool.free(done)
 
-    def _release(self) -> None:
-        if keys := self.manager.take_releases(A_STEP):
-            self._pool.keep(list(filter(self.manager.is_saved, keys)))
-            self._pool.release(list(filterfalse(self.manager.is_used, keys)))
-
-    def tell_news(self) -> None:
-        """Of sessions, to the observer."""
-        for eviction in self.manager.take_evictions():
-            self._observer.evicted(eviction)
-        for news in self.manager.take_news():
-            self._observer.happened(news)
+    def _refuse_granted(self, now: float) -> None:
+        """Take back the stores that no worker was told of."""
+        granted, self._granted = self._granted, []
+        for job in granted:
+            store = self._stores.pop(job.job_id)
+            self._let_go(store)
+            self._refuse(store, {at: {RESET} for at in range(len(job))}, now)
 
     # -- the rest -------------------------------------------------------------------------------------
 
+    def steer(self, what: str, session: Session, now: float, seconds: float | None = None, tool: str = "") -> str:
+        """Do what an operator asks of a session; see `SessionManager.steer`. what: also prefetch."""
+        if what != "prefetch":
+            return self.manager.steer(what, session, now, seconds, tool)
+        if not self.prefetcher.is_on:
+            return "sessions of this model cannot be prefetched"
+        self.prefetcher.expect([session.told_id], session.tenant, now)
+        return ""
+
     def reset(self, now: float) -> str:
-        """The KV is void, hot and cold. Returns where codes are kept from now on, as stores understand it."""
+        """Drop all KV, resident and saved.
+
+        Return where compressed blocks are kept from now on, as tiers understand it.
+        """
+        for store in self._stores.values():
+            store.is_void = True
         self.manager.reset()
         self.prefetcher.reset()
         if self._guard is not None:
             self._guard.reset()
         if self._journal is not None:
             self._journal.reset()
-        place = "" if self._redis is None else self._redis.reset()
+        name = "" if self._redis is None else self._redis.reset()
         self._refuse_granted(now)
         self._give_back()
-        return place
+        return name
 
     def halt(self, now: float) -> None:
         """Begin no transfer until `rests` is unset, and give back the blocks of transfers that have not begun."""
@@ -576,16 +576,17 @@ class Driver(Generic[B]):
         self._refuse_granted(now)
         self._give_back()
 
-    def forget_hot(self, now: float) -> None:
-        """The pool has lost all that it had; codes are as good as ever."""
-        self.manager.forget_hot(now)
+    def forget_resident(self, now: float) -> None:
+        """Note that the pool has lost all KV. What is saved is as good as ever."""
+        self.manager.forget_resident(now)
         self.prefetcher.reset()
-        self._found.clear()
+        for serving in self._serving.values():
+            serving.found, serving.computed = None, 0
 
     # -- after an error -------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Give back the blocks of jobs that no worker is told of; the books are not to be trusted any more."""
+        """Give back the blocks of jobs that no worker is told of. The tables are not to be trusted any more."""
         for job in chain(self._granted, self._ordered.stores):
             if (store := self._stores.pop(job.job_id, None)) is not None:
                 self._let_go(store)
@@ -604,20 +605,22 @@ class Driver(Generic[B]):
 
     @property
     def has_work(self) -> bool:
-        """Whether a step is of use although no request asks for one."""
+        """True if a step is of use although no request asks for one."""
         told = self._redis is not None and self._redis.has_answers
-        asks = bool(self._granted) or self._was_answered
-        return self.manager.has_work or asks or self.prefetcher.has_work or told
+        changed = bool(self.manager.table.changed) or bool(self._drops)
+        return (
+            bool(self._stores) or changed or self._was_answered or self.prefetcher.has_work or told or self.has_orders
+        )
 
     @property
     def has_orders(self) -> bool:
-        """Whether another step would have something to order at once."""
-        return (self.manager.blocks.queued > 0 and self._room > 0) or self.manager.has_orders
+        """True if another step would have something to order at once."""
+        return bool(self._drops or self._granted) or (self.manager.saving > 0 and not self._stores and self._room > 0)
 
     @property
     def holds_blocks(self) -> bool:
-        """True while an encoding or a prefetch has not been answered."""
-        return self.holds_any() or self.manager.blocks.spilling > 0
+        """True while a store or a prefetch has not been answered."""
+        return bool(self._stores) or self.prefetcher.is_busy
 
     def holds_any(self) -> bool:
         """True while blocks of the pool are referenced."""
@@ -625,15 +628,15 @@ class Driver(Generic[B]):
 
     @property
     def frees_soon(self) -> bool:
-        """Whether blocks come free by themselves that running requests may wait for: not for what is encoded."""
+        """True if blocks come free by themselves that running requests may wait for."""
         return self.prefetcher.is_busy
 
     @property
     def is_moving(self) -> bool:
         """True while a transfer is under way."""
-        return self.holds_blocks or bool(self._restores)
+        return self.holds_blocks or bool(self._loading)
 
     @property
     def next_deadline(self) -> float | None:
-        """When a step is due at the latest, if anything is."""
+        """Time at which a step is due at the latest; None if none is."""
         return earliest(self.manager.next_deadline, self.prefetcher.deadline)

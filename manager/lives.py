@@ -1,23 +1,24 @@
-"""What happened to each session lately, for those who look at one: a ring of events each, and a bound on all."""
+"""Histories of sessions, for those who look at one: its last events, and a bound on the events of all."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import Any, NamedTuple
 
 from pydantic import ByteSize
 
-from manthan.manager.observer import Observer, Restored
-from manthan.manager.sessions.session import Eviction, News
-from manthan.manager.sessions.table import SessionTable
+from manthan.manager.events import Event, Evicted, Lost, Pinned, Restored, Turn
+from manthan.manager.session.manager import SessionManager
+from manthan.manager.session.table import Session
 
 EVENTS_A_SESSION = 64
 MOST_EVENTS = 65_536
-"""Of all sessions together. Beyond them goes the life of the session to which nothing happened for longest."""
+"""Events of all sessions together. Beyond it, the history goes to which nothing was added for the longest."""
 
 
 class EventKind(StrEnum):
+    """Kind of an event in a session's history."""
+
     TURN = auto()
     EVICTED = auto()
     RESTORED = auto()
@@ -25,13 +26,15 @@ class EventKind(StrEnum):
     DROPPED = auto()
     PINNED = auto()
     UNPINNED = auto()
-    RELEASED = auto()
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """at: seconds on the clock of `Lives`. tokens, blocks: of the conversation, or those that went or came back.
-    bytes: of codes. seconds: how long it took. saved_tokens: that were not computed. text: a short sentence."""
+class LifeEvent:
+    """Event of a session as people read it.
+
+    at: on the clock of `Lives`. text: a short sentence. tokens, blocks: of the session, or those that were evicted,
+    restored or dropped. bytes: of compressed blocks. seconds: that it took. saved_tokens: that were not computed.
+    """
 
     at: float
     kind: EventKind
@@ -43,88 +46,74 @@ class Event:
     saved_tokens: int | None = None
 
 
-class Life(NamedTuple):
-    """born: when its session was created, which tells it from another of the same id."""
+class Lives:
+    """Histories of all sessions of one engine. Subscribes to its stream of events.
 
-    born: float
-    events: deque[Event]
+    Args:
+        clock: returns a time in seconds.
+        most: number of events of all sessions.
+    """
 
-
-class Lives(Observer):
-    """table: has the sessions that there are. clock: in seconds."""
-
-    def __init__(
-        self,
-        table: SessionTable,
-        block_tokens: int,
-        clock: Callable[[], float],
-        most: int = MOST_EVENTS,
-    ) -> None:
-        self._sessions, self._block_tokens, self._clock, self._most = table.by_id, block_tokens, clock, most
-        table.forgotten.append(self.forget)
-        self._lives: OrderedDict[str, Life] = OrderedDict()
-        """By id, the one to which something happened last last."""
+    def __init__(self, manager: SessionManager, clock: Callable[[], float], most: int = MOST_EVENTS) -> None:
+        self._table, self._block_tokens = manager.table, manager.shape.block_tokens
+        self._clock, self._most = clock, most
+        self._lives: OrderedDict[str, deque[LifeEvent]] = OrderedDict()
+        """By session id, the one that was added to last last."""
         self._count = 0
+        manager.table.gone.append(self._gone)
 
     def __len__(self) -> int:
-        """How many events there are in all."""
+        """Number of events of all sessions."""
         return self._count
 
-    def of(self, session_id: str) -> Sequence[Event]:
-        """The oldest first."""
-        session, life = self._sessions.get(session_id), self._lives.get(session_id)
-        return [] if session is None or life is None or life.born != session.created else list(life.events)
+    def of(self, session: Session) -> Sequence[LifeEvent]:
+        """Return a session's last events, the oldest first."""
+        return list(self._lives.get(session.session_id, ()))
 
-    def evicted(self, eviction: Eviction) -> None:
-        tokens, nbytes, seconds = eviction.tokens, eviction.cold_nbytes, eviction.took_s
-        note = f"{eviction.encoded} of {eviction.blocks} blocks encoded"
-        text = f"Went cold in {seconds:.3g} s: {tokens} tokens, {_size(nbytes)} of codes ({note})."
-        self._add(eviction.session_id, EventKind.EVICTED, text, tokens, eviction.blocks, nbytes, seconds)
+    def __call__(self, event: Event) -> None:
+        """Add an event of the stream to the history of its session."""
+        at, tokens_of = self._clock(), self._block_tokens
+        match event:
+            case Turn(session_id, tokens, blocks, seconds, found):
+                text = f"A request ended after {seconds:.3g} s with {tokens} tokens; {found} were not computed."
+                self._add(session_id, LifeEvent(at, EventKind.TURN, text, tokens, blocks, None, seconds, found))
+            case Evicted(session_id, blocks, tokens=tokens, cold_nbytes=nbytes, took_s=seconds):
+                text = (
+                    f"Went cold in {seconds:.3g} s: {tokens} tokens, {_size(nbytes)} compressed "
+                    f"({event.stored} of {blocks} blocks encoded)."
+                )
+                self._add(session_id, LifeEvent(at, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds))
+            case Restored(session_id, _, good, nbytes=nbytes, seconds=seconds):
+                tokens, saved = good * tokens_of, None if event.is_prefetch else good * tokens_of
+                kind = EventKind.PREFETCHED if event.is_prefetch else EventKind.RESTORED
+                when = "before a request, in" if event.is_prefetch else "in"
+                note = f" ({', '.join(sorted(set(event.causes)))})" if event.causes else ""
+                text = f"Came back {when} {seconds:.3g} s: {tokens} tokens out of {_size(nbytes)}{note}."
+                self._add(session_id, LifeEvent(at, kind, text, tokens, good, nbytes, seconds, saved))
+            case Lost(session_id, blocks, nbytes, cause):
+                tokens = blocks * tokens_of
+                text = f"Lost {_size(nbytes)} of compressed blocks, {tokens} tokens ({cause})."
+                self._add(session_id, LifeEvent(at, EventKind.DROPPED, text, tokens, blocks, nbytes))
+            case Pinned(session_id, is_pinned=True):
+                self._add(session_id, LifeEvent(at, EventKind.PINNED, "Was pinned."))
+            case Pinned(session_id):
+                self._add(session_id, LifeEvent(at, EventKind.UNPINNED, "Is not pinned any more."))
 
-    def restored(self, restored: Restored) -> None:
-        tokens, nbytes, seconds = restored.good * self._block_tokens, restored.nbytes, restored.seconds
-        kind = EventKind.PREFETCHED if restored.is_prefetch else EventKind.RESTORED
-        when, saved = ("before a request, in", None) if restored.is_prefetch else ("in", tokens)
-        note = f" ({', '.join(sorted(set(restored.causes)))})" if restored.causes else ""
-        text = f"Came back {when} {seconds:.3g} s: {tokens} tokens out of {_size(nbytes)} of codes{note}."
-        self._add(restored.session_id, kind, text, tokens, restored.good, nbytes, seconds, saved)
-
-    def happened(self, news: News) -> None:
-        name, kind, blocks = news.session_id, EventKind(news.kind), news.blocks
-        match kind:
-            case EventKind.TURN:
-                found, seconds = news.found, news.seconds
-                text = f"A request ended after {seconds:.3g} s with {news.tokens} tokens; {found} were not computed."
-                self._add(name, kind, text, news.tokens, blocks, None, seconds, found)
-            case EventKind.DROPPED:
-                tokens = blocks * self._block_tokens
-                text = f"Lost {_size(news.nbytes)} of codes, of {tokens} tokens ({news.cause})."
-                self._add(name, kind, text, tokens, blocks, news.nbytes)
-            case EventKind.UNPINNED:
-                self._add(name, kind, "Is not pinned any more.")
-            case _:
-                self._add(name, kind, f"Was {kind}.")
-
-    def _add(self, session_id: str, kind: EventKind, text: str, *numbers: Any) -> None:
-        """Add an event. numbers: values for the fields after `text`."""
-        session = self._sessions.get(session_id)
-        if session is None:
-            self.forget(session_id)
+    def _add(self, session_id: str, event: LifeEvent) -> None:
+        if session_id not in self._table.by_id:
             return
-        life = self._lives.get(session_id)
-        if life is None or life.born != session.created:
-            self.forget(session_id)
-            life = self._lives[session_id] = Life(session.created, deque(maxlen=EVENTS_A_SESSION))
-        self._count += len(life.events) < EVENTS_A_SESSION
-        life.events.append(Event(self._clock(), kind, text, *numbers))
+        life = self._lives.setdefault(session_id, deque(maxlen=EVENTS_A_SESSION))
+        self._count += len(life) < EVENTS_A_SESSION
+        life.append(event)
         self._lives.move_to_end(session_id)
         while self._count > self._most:
-            self.forget(next(iter(self._lives)))
+            self._forget(next(iter(self._lives)))
 
-    def forget(self, session_id: str) -> None:
-        """Drop the events of a session that is gone. There may be no news of that: vLLM may overwrite its blocks."""
-        life = self._lives.pop(session_id, None)
-        self._count -= len(life.events) if life is not None else 0
+    def _gone(self, session: Session) -> None:
+        self._forget(session.session_id)
+
+    def _forget(self, session_id: str) -> None:
+        self._count -= len(self._lives.pop(session_id, ()))
 
 
 def _size(nbytes: int) -> str:

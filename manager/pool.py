@@ -1,53 +1,133 @@
-"""A KV pool as it is driven: vLLM's block pool, or the simulator's."""
+"""A KV pool as the driver sees it, vLLM's or the simulator's: block ids, the prefix cache, and the free queue.
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+The free queue has, from the head on, blocks that hold nothing, saved ones, and unsaved ones. The pool takes blocks from
+its head.
+"""
 
-from manthan.manager.sessions.marks import Mark, Marks
-from manthan.manager.sessions.pressure import FreeQueue
-from manthan.manager.sessions.session import BlockName
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol, TypeAlias
 
-B = TypeVar("B")
+BlockName: TypeAlias = tuple[int, bytes]
+"""KV cache group and block hash."""
+Owner: TypeAlias = tuple[str, str]
+"""Tenant and name of the session whose return brought decoded KV back. Branches of one session share it."""
 
 
-class Pool(FreeQueue, Protocol[B]):
-    """Blocks of the KV cache group of chains, and of others where they are named. `B` is the pool's own handle of a
-    block.
+class Mark(IntEnum):
+    """Origin of a resident block's KV.
 
-    A free block still holds what its key says until it is taken, from the head of the queue.
+    EXACT: the model computed it from exact blocks, or the exact codec gave it back bit for bit. DERIVED: the model
+    computed it behind a decoded block. DECODED: a lossy codec wrote it. Decoded KV is never encoded again.
     """
 
+    EXACT = 0
+    DERIVED = 1
+    DECODED = 2
+
+
+class Marks:
+    """Mark and owner of each block of a pool, by block id. A new block is EXACT.
+
+    Args:
+        blocks: number of blocks in the pool.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._marks = [Mark.EXACT] * blocks
+        self._owners: dict[int, Owner | None] = {}
+
+    def __bool__(self) -> bool:
+        """True if any block is not exact."""
+        return bool(self._owners)
+
+    def __getitem__(self, block_id: int) -> Mark:
+        return self._marks[block_id]
+
+    def lossy(self, block_ids: Iterable[int]) -> set[int]:
+        """Return those of these blocks that are not exact."""
+        return self._owners.keys() & block_ids if self._owners else set()
+
+    def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None) -> None:
+        """Mark blocks. An exact block has no owner."""
+        for block_id in block_ids:
+            self._marks[block_id] = mark
+            if mark:
+                self._owners[block_id] = owner
+            else:
+                self._owners.pop(block_id, None)
+
+    def clear(self, block_ids: Iterable[int]) -> None:
+        """Forget the marks of blocks that were allocated anew."""
+        if self._owners:
+            self.set(block_ids, Mark.EXACT, None)
+
+    def copy(self, source: int, target: int) -> None:
+        """Give a copy of a block the mark and the owner of its source."""
+        self.set((target,), self[source], self._owners.get(source))
+
+    def serves(self, block_id: int, owner: Owner | None) -> bool:
+        """True if this block may be served to sessions of `owner`. None stands for a request that wants exact KV."""
+        return block_id not in self._owners or (owner is not None and self._owners[block_id] == owner)
+
+
+class Unsaved(NamedTuple):
+    """A free block whose KV exists nowhere else."""
+
+    group: int
+    block_hash: bytes
+    block_id: int
+
+
+class Pool(Protocol):
+    """KV blocks of all KV cache groups."""
+
     marks: Marks
-    """By block id; cleared when a block is taken."""
+    """By block id. Cleared when the pool hands a block out."""
 
-    def mark(self, name: BlockName) -> Mark | None:
-        """Mark of the block that holds this; None if no block does."""
+    @property
+    def size(self) -> int:
+        """Number of blocks that requests can have."""
 
-    def block_ids(self, blocks: Sequence[B]) -> Sequence[int]:
-        """Their numbers in the paged cache."""
+    def __len__(self) -> int:
+        """Number of free blocks."""
 
-    def hold(self, name: BlockName) -> B | None:
-        """A block that holds this, with one more user: nobody overwrites a block with users."""
+    def lookup(self, group: int, block_hashes: Sequence[bytes]) -> list[int]:
+        """Return the block id of each of these blocks in the prefix cache, -1 for one that is not there."""
 
-    def take(self, count: int) -> list[B]:
-        """The first so many free blocks, for one user; what they held is lost."""
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Reference blocks once more. Nobody overwrites a referenced block."""
 
-    def cache(self, block: B, key: bytes, depth: int, group: int | None = None) -> None:
-        """A block, the one at `depth` of its chain, holds this from now on. group: of which it becomes one; None for
-        that of chains."""
+    def take(self, count: int) -> list[int]:
+        """Return blocks from the head of the free queue, each referenced once. Their KV is lost."""
 
-    def give_back(self, blocks: Sequence[B]) -> None:
-        """One user less for each; the first of those that are free then is overwritten first."""
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference of each. The first of those that come free is overwritten first."""
 
-    def release(self, keys: Sequence[bytes]) -> None:
-        """Blocks with these keys that nobody uses hold nothing any more, and are overwritten next, the last first."""
+    def cache(self, block_id: int, group: int, block_hash: bytes, position: int) -> None:
+        """Enter a block into the prefix cache. `position`: its index among the blocks of its session and group."""
 
-    def keep(self, keys: Sequence[bytes]) -> None:
-        """Blocks with these keys are saved: nobody who uses the pool need spare them.
+    def keep(self, group: int, block_hashes: Sequence[bytes]) -> None:
+        """Note that blocks are saved: the pool overwrites them before unsaved ones, the first first."""
 
-        When such a block is free it stands behind those that hold nothing and the saved ones that were there before,
-        and is overwritten before all others. Those that are free now stand in the order of the keys.
+    def lead(self, group: int, block_hashes: Sequence[bytes]) -> None:
+        """Overwrite these saved blocks before other saved ones, in this order."""
+
+    def forget(self, group: int, block_hashes: Sequence[bytes]) -> None:
+        """Note that blocks are saved no more: the pool overwrites them last, the first at the very end."""
+
+    def release(self, group: int, block_hashes: Sequence[bytes]) -> None:
+        """Take blocks that nobody references out of the prefix cache, and overwrite them next, the last first."""
+
+    def runway(self, most: int) -> int:
+        """Return how many free blocks are taken before the first unsaved one, up to `most`."""
+
+    def unsaved(self, most: int) -> Iterator[Unsaved]:
+        """Yield the unsaved blocks among the first `most` of the free queue, from the head on."""
+
+    def redundant(self, spare: int) -> Iterator[Unsaved]:
+        """Yield saved blocks that the pool need not overwrite soon, the one that it would overwrite last first.
+
+        Args:
+            spare: number of free saved blocks that are left out, those that the pool overwrites first.
         """
-
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """Blocks with these keys are saved no more: free ones are overwritten last, the first at the very end."""

@@ -1,14 +1,20 @@
 """The two forms of work between scheduler and workers: a transfer, and what became of it on one rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manthan.manager.sessions.marks import Mark
+from manthan.manager.pool import BlockName, Mark
 
+STORE_DOWN = "store_down"
+"""Cause of a failure that says nothing about the compressed blocks."""
+RESET = "reset"
+"""Cause of a transfer's end before it was complete: the prefix cache is reset."""
+NEEDED = "needed"
+"""Cause of a transfer's end before it began: requests need its blocks. It is no failure."""
 JOB_BLOCKS = 64
 """Most blocks of a store: they are gathered together, and the pool has them back together."""
 
@@ -100,7 +106,7 @@ class Answers:
         return len(self.results) >= self._ranks * len(self.jobs)
 
     @property
-    def failed(self) -> dict[tuple[int, bytes], str]:
+    def failed(self) -> dict[BlockName, str]:
         """Cause by group and hash of each block that failed on some rank."""
         jobs = {job.job_id: job for job in self.jobs}
         return {
@@ -118,3 +124,12 @@ class Answers:
     def seconds(self) -> float:
         """Time of the slowest."""
         return max((result.seconds for result in self.results), default=0.0)
+
+
+Weigh: TypeAlias = Callable[[Sequence[int]], int]
+"""Bytes of the budget that a block takes, from its bytes on each rank."""
+
+
+def on_each(ranks: int) -> Weigh:
+    """Charge every block `ranks * max(size over ranks)`, so that no rank runs out of space before the budget does."""
+    return lambda sizes: ranks * max(sizes)

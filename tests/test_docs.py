@@ -11,8 +11,8 @@ from documents import REPO, documents, rows
 from loaded import load_config
 
 from manthan.manager.config.model import GROUPS, RedisConfig
-from manthan.manager.sessions.hints import HIGHEST_PRIORITY, LONGEST_NAME, MOST_PREFETCHES, Hints, parse_hints
-from manthan.manager.sessions.session import DropCause
+from manthan.manager.events import DropCause
+from manthan.manager.session.hints import HIGHEST_PRIORITY, LONGEST_NAME, MOST_PREFETCHES, Hints, parse_hints
 from manthan.vllm_hooks.telemetry.metrics import METRICS
 
 PACKAGES = ("codec", "manager", "policies", "vllm_hooks")

@@ -9,8 +9,9 @@ from deployment import DEPLOY, alerts, script
 
 from manthan.manager.config.model import FIELDS, REDIS_PASSWORD
 from manthan.manager.config.resolve import ENV_PREFIX, FLAG_KEYS
-from manthan.manager.sessions.hints import Hints
-from manthan.manager.sessions.session import DropCause, SessionState
+from manthan.manager.events import DropCause
+from manthan.manager.session.hints import Hints
+from manthan.manager.session.table import SessionState
 from manthan.policies.registry import BUILTIN
 from manthan.vllm_hooks.telemetry.metrics import METRICS
 

@@ -10,7 +10,8 @@ import functools
 import queue
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -23,8 +24,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from manthan.manager.sessions.marks import Mark, Marks, Owner
-from manthan.manager.sessions.session import BlockName
+from manthan.manager.pool import BlockName, Mark, Marks, Owner, Unsaved
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_hints import KvHintsEnvelope
     from vllm.v1.request import Request
 
-    from manthan.manager.work import Name
     from manthan.vllm_hooks.ordering import ReturnsFirstQueue
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
@@ -386,6 +385,14 @@ class Resets:
         """True if memory is gone: the KV cache's, or all of it."""
         return self._core is not None and bool(self._core.model_executor.is_sleeping)
 
+    @property
+    def is_ending(self) -> bool:
+        """True once the engine was told to end."""
+        from vllm.v1.engine.core import EngineShutdownState
+
+        state = getattr(self._core, "shutdown_state", EngineShutdownState.RUNNING)
+        return state is not EngineShutdownState.RUNNING
+
     def ask(self, about_weights: Callable[[Any], T]) -> list[T] | None:
         """Return what `about_weights` returns of each worker; None where there is no engine core.
 
@@ -649,20 +656,25 @@ class PoolMarks(Marks):
 
 
 class VllmPool:
-    """vLLM's block pool as the driver sees it: the blocks of one KV cache group; others only where they are named.
+    """vLLM's block pool, as manthan.manager.pool.Pool describes it.
 
-    event: what vLLM's KV events say of a block that is stored, by its name and the medium; None where they are off.
+    Args:
+        main: KV cache group whose blocks are kept in order.
+        block_tokens: tokens of a block, by group.
+        event: returns what vLLM's KV events say of a block that is stored, by its name and the medium; None where they
+            are off.
     """
 
     def __init__(
         self,
         pool: "BlockPool",
-        group: int,
-        block_tokens: int,
-        event: "Callable[[Name, str], BlockStored | None] | None" = None,
+        main: int,
+        block_tokens: Mapping[int, int],
+        event: "Callable[[BlockName, str], BlockStored | None] | None" = None,
     ) -> None:
         self._event = event
-        self._pool, self._group, self._block_tokens = pool, group, block_tokens
+        self._pool, self._main, self._block_tokens = pool, main, block_tokens
+        self.size = pool.num_gpu_blocks - 1  # the null block is never free
         self.marks: Marks = PoolMarks(pool.num_gpu_blocks, self._watch)
         self._free, self._saved = pool.free_block_queue, set[int]()
         self._kept: dict[int, KVCacheBlock] = {}
@@ -676,11 +688,11 @@ class VllmPool:
         wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._saved_first)
 
     def _watch(self, block_ids: Iterable[int]) -> None:
-        """Hear of it when the pool hands out these blocks."""
+        """Have `_reused` called when the pool hands out these blocks."""
         self._pool._reuse_watchers.update(dict.fromkeys(block_ids, self._reused))
 
     def _reused(self, block: "KVCacheBlock") -> None:
-        """Thousands of blocks are handed out at once, while a request waits: each costs half a microsecond here."""
+        """Forget what was known of a block. Thousands are handed out at once, while a request waits."""
         block_id = block.block_id
         self._saved.discard(block_id)
         self._kept.pop(block_id, None)
@@ -694,64 +706,52 @@ class VllmPool:
     def __len__(self) -> int:
         return self._pool.get_num_free_blocks()
 
-    def names(self) -> Iterator[BlockName | None]:
-        for block in self._pool.free_block_queue.iter_blocks_after(None):
-            if block.block_hash is None:
-                yield None
-            else:
-                group, key = get_group_id(block.block_hash), get_block_hash(block.block_hash)
-                yield key if group == self._group else (group, key)
+    def lookup(self, group: int, block_hashes: "Iterable[bytes]") -> list[int]:
+        """See Pool."""
+        find = self._pool.cached_block_hash_to_block._cache.get
+        suffix: Any = make_block_hash_with_group_id(BlockHash(b""), group)
+        found = map(find, [block_hash + suffix for block_hash in block_hashes])
+        return [_first_id(blocks) for blocks in found]
 
-    def mark(self, name: BlockName) -> Mark | None:
-        """Mark of the block that the prefix cache finds under this name; None if it finds none."""
-        found = self.get(name)
-        return None if found is None else self.marks[found.block_id]
-
-    def get(self, name: BlockName) -> "KVCacheBlock | None":
-        group, key = (self._group, name) if isinstance(name, bytes) else name
-        return self._pool.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(BlockHash(key), group))
-
-    def count_on(self, key: bytes, request: "Request") -> None:
-        """Have `take_bereft` return this request once the pool has handed out the block of this key."""
-        if (block := self.get(key)) is not None:
-            self._finds.setdefault(block.block_id, WeakSet()).add(request)
-            self._watch([block.block_id])
+    def count_on(self, block_id: int, request: "Request") -> None:
+        """Have `take_bereft` return this request once the pool has handed out this block."""
+        self._finds.setdefault(block_id, WeakSet()).add(request)
+        self._watch([block_id])
 
     def take_bereft(self) -> "set[Request]":
         """Return the requests that counted on a block which was handed out since the last call."""
         bereft, self._bereft = self._bereft, set()
         return bereft
 
-    def block_ids(self, blocks: "Sequence[KVCacheBlock]") -> list[int]:
-        return [block.block_id for block in blocks]
+    def hold(self, block_ids: "Sequence[int]") -> None:
+        """See Pool."""
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
-    def hold(self, name: BlockName) -> "KVCacheBlock | None":
-        found = self.get(name)
-        if found is not None:
-            self._pool.touch([found])
-        return found
+    def take(self, count: int) -> list[int]:
+        """See Pool."""
+        return [block.block_id for block in self._pool.get_new_blocks(count)]
 
-    def take(self, count: int) -> "list[KVCacheBlock]":
-        return self._pool.get_new_blocks(count)
+    def free(self, block_ids: "Sequence[int]") -> None:
+        """See Pool."""
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
-    def cache(self, block: "KVCacheBlock", key: bytes, depth: int, group: int | None = None) -> None:
-        """Enter a block into the prefix cache, as vLLM does with one that it has computed."""
-        group = self._group if group is None else group
-        of_group = make_block_hash_with_group_id(BlockHash(key), group)
-        block.set_block_hash(of_group, num_tokens=(depth + 1) * self._block_tokens)
-        self._pool.cached_block_hash_to_block.insert(of_group, block)
-        if self._event is not None and (told := self._event((group, key), self._pool.medium)) is not None:
+    def cache(self, block_id: int, group: int, block_hash: bytes, position: int) -> None:
+        """See Pool. vLLM does the same with a block that it has computed."""
+        block, name = self._pool.blocks[block_id], make_block_hash_with_group_id(BlockHash(block_hash), group)
+        block.set_block_hash(name, num_tokens=(position + 1) * self._block_tokens[group])
+        self._pool.cached_block_hash_to_block.insert(name, block)
+        if self._event is not None and (told := self._event((group, block_hash), self._pool.medium)) is not None:
             self._pool.kv_event_queue.append(told)
 
-    def give_back(self, blocks: "Sequence[KVCacheBlock]") -> None:
-        self._pool.free_blocks(blocks)
+    def release(self, group: int, block_hashes: "Sequence[bytes]") -> None:
+        """See Pool."""
+        overwrite_next(self._pool, [block for block in self._copies(group, block_hashes) if block.ref_cnt == 0][::-1])
 
-    def release(self, keys: "Sequence[bytes]") -> None:
-        """Take blocks that no request uses out of the prefix cache, and put them at the head of the free queue."""
-        overwrite_next(self._pool, [block for block in self._copies(keys) if block.ref_cnt == 0][::-1])
-
-    def keep(self, keys: "Sequence[bytes]") -> None:
-        blocks = self._copies(keys)
+    def keep(self, group: int, block_hashes: "Sequence[bytes]") -> None:
+        """See Pool."""
+        if group != self._main:  # vLLM overwrites blocks of windows and states as it likes
+            return
+        blocks = self._copies(group, block_hashes)
         self._saved.update(block.block_id for block in blocks)
         self._watch(block.block_id for block in blocks)
         free = [block for block in blocks if block.ref_cnt == 0]
@@ -759,8 +759,21 @@ class VllmPool:
             self._free.remove(block)
         self._insert(free)
 
-    def forget(self, keys: "Sequence[bytes]") -> None:
-        blocks = self._copies(keys)
+    def lead(self, group: int, block_hashes: "Sequence[bytes]") -> None:
+        """See Pool."""
+        found = self._copies(group, block_hashes)
+        blocks = [block for block in found if block.ref_cnt == 0 and block.block_id in self._saved]
+        for block in blocks:
+            self._free.remove(block)
+            self._kept.pop(block.block_id, None)
+        if blocks:
+            behind, self._kept = self._kept, {}
+            self._insert(blocks)
+            self._kept |= behind
+
+    def forget(self, group: int, block_hashes: "Sequence[bytes]") -> None:
+        """See Pool."""
+        blocks = [block for block in self._copies(group, block_hashes) if block.block_id in self._saved]
         for block in blocks:
             self._saved.discard(block.block_id)
             self._kept.pop(block.block_id, None)
@@ -768,13 +781,34 @@ class VllmPool:
         self._pool.touch(free)
         self._pool.free_blocks(free)
 
-    def _copies(self, keys: "Sequence[bytes]") -> "list[KVCacheBlock]":
-        """All cached blocks of these keys."""
-        names = [make_block_hash_with_group_id(BlockHash(key), self._group) for key in dict.fromkeys(keys)]
+    def runway(self, most: int) -> int:
+        """See Pool."""
+        count = 0
+        for count, block in enumerate(islice(self._free.iter_blocks_after(None), most), 1):
+            if block.block_hash is not None and block.block_id not in self._saved:
+                return count - 1
+        return count
+
+    def unsaved(self, most: int) -> Iterator[Unsaved]:
+        """See Pool."""
+        for block in list(islice(self._free.iter_blocks_after(None), most)):
+            if block.block_hash is not None and block.block_id not in self._saved:
+                yield _named(block)
+
+    def redundant(self, spare: int) -> Iterator[Unsaved]:
+        """See Pool."""
+        later = len(self._kept) - spare
+        used = [block for block_id in self._saved if (block := self._pool.blocks[block_id]).ref_cnt > 0]
+        kept = [block for block in islice(reversed(self._kept.values()), max(0, later)) if block.ref_cnt == 0]
+        return (_named(block) for block in (*used, *kept) if block.block_hash is not None)
+
+    def _copies(self, group: int, block_hashes: "Sequence[bytes]") -> "list[KVCacheBlock]":
+        """Return all cached blocks of these names."""
+        names = [make_block_hash_with_group_id(BlockHash(name), group) for name in dict.fromkeys(block_hashes)]
         return [copy for name in names for copy in cached_blocks(self._pool, name)]
 
     def _saved_first(self, append: "Callable[[list[KVCacheBlock]], None]") -> Callable[..., None]:
-        """Have blocks that come free stand where they belong: vLLM appends to the queue what its prefix cache has."""
+        """Have saved blocks that come free stand where they belong. vLLM appends all cached blocks to the queue."""
 
         def append_n(blocks: "list[KVCacheBlock]") -> None:
             saved = [block for block in blocks if block.block_id in self._saved]
@@ -799,8 +833,10 @@ class VllmPool:
         self._free.num_free_blocks += len(blocks)
 
     def _last_kept(self) -> "KVCacheBlock":
-        """The last saved block of the free queue; if there is none, the last at its head that holds nothing, or its
-        own head."""
+        """Return the last saved block of the free queue.
+
+        If there is none, it is the last block at the head that holds nothing, or the queue's own head.
+        """
         while self._kept:
             last = next(reversed(self._kept.values()))
             if last.ref_cnt == 0 and last.block_hash is not None:
@@ -817,9 +853,18 @@ class VllmPool:
             self._watch([before.block_id])
         return self._last_empty
 
-    @property
-    def usable_blocks(self) -> int:
-        return self._pool.num_gpu_blocks - 1  # the null block is never free
+
+def _first_id(found: "KVCacheBlock | dict[int, KVCacheBlock] | None") -> int:
+    """Return the id of the block that vLLM would take for a hash, -1 if there is none."""
+    if found is None:
+        return -1
+    block = next(iter(found.values())) if isinstance(found, dict) else found
+    return block.block_id
+
+
+def _named(block: "KVCacheBlock") -> Unsaved:
+    assert block.block_hash is not None
+    return Unsaved(get_group_id(block.block_hash), get_block_hash(block.block_hash), block.block_id)
 
 
 # -- the model and the device, on workers -------------------------------------------------------------

@@ -1,24 +1,25 @@
-"""A cold store on disk as this engine uses it: its folder, its journal, and each rank's blocks."""
+"""A disk as this engine uses it: its folder, its journal, and each rank's blocks."""
 
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from manthan.manager.config.model import ConfigError, ManthanConfig
-from manthan.manager.journal_link import JournalLink
-from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.pool import BlockName
+from manthan.manager.session.blocks import FrontTier
+from manthan.manager.session.manager import SessionManager
+from manthan.manager.session.persist import JournalLink
 from manthan.manager.tiers.arena_tier import ArenaTier
 from manthan.manager.tiers.disk_folder import check_folder, found_in, open_rank, open_root, remove_others
 from manthan.manager.tiers.journal import Journal
 from manthan.manager.tiers.sealed import Sealer, keys_of
-from manthan.manager.work import Name
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
@@ -29,7 +30,7 @@ logger = init_logger("vllm.manthan")
 
 
 PATIENCE_S = 10.0
-"""How long an engine whose server was killed may need to end, and to let go of its folder."""
+"""Seconds that an engine whose server was killed may need to end, and to unlock its folder."""
 
 
 def check_disk(vllm_config: "VllmConfig") -> None:
@@ -46,14 +47,19 @@ def check_disk(vllm_config: "VllmConfig") -> None:
 
 
 def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int, rank: int) -> ArenaTier:
-    """A rank's part, of so many bytes. name: of what the codes mean. Raises ConfigError if another server has it."""
+    """Return a rank's part, of `nbytes`. name: of the namespace. Raises ConfigError if another server has it."""
     return open_rank(_root(config, parallel), name, rank, nbytes)
 
 
 class DiskBooks:
     """The scheduler half's part: the folder's lock, and the journal. Ranks have opened theirs before.
 
-    shards: of a block, each in a folder. Raises ConfigError for a folder that another server has.
+    Args:
+        name: of the namespace.
+        shards: number of parts of a block, each in a folder.
+
+    Raises:
+        ConfigError: Another server has the folder.
     """
 
     def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str, shards: int) -> None:
@@ -70,14 +76,18 @@ class DiskBooks:
                 human_bytes(nbytes),
             )
 
-    def link(self, manager: SessionMemoryManager, notes: MutableMapping[Name, bytes] | None) -> JournalLink:
-        """Sessions that an earlier server left are the manager's, and what becomes of its own is written down; notes:
-        with what else is known of blocks."""
+    def link(
+        self, manager: SessionManager, fronts: Sequence[FrontTier], notes: MutableMapping[BlockName, bytes] | None
+    ) -> JournalLink:
+        """Return what writes the manager's sessions down. The arguments are those of `JournalLink`."""
         sealer = Sealer(self._keys, self._folder.name) if self._keys else None
-        link = JournalLink(Journal(self._folder, sealer), manager, notes)
+        return JournalLink(Journal(self._folder, sealer), manager, fronts, notes)
+
+    def adopt(self, link: JournalLink) -> None:
+        """Enter the sessions that an earlier server left. The driver must listen by then: it drops all other blocks."""
         began = time.monotonic()
         sizes = [found_in(self._folder / f"rank-{rank}") for rank in range(self._shards)]
-        found = link.adopt(sizes, time.monotonic())
+        found = link.adopt(sizes, began)
         if found.written or found.dropped:
             logger.info(
                 "Manthan: %d of %d sessions of an earlier server are cold again: %d blocks (%s) in %s, in %.1f s; "
@@ -90,16 +100,18 @@ class DiskBooks:
                 time.monotonic() - began,
                 found.dropped,
             )
-        return link
 
     def close(self) -> None:
+        """Unlock the folder."""
         if self._lock is not None:
             self._lock.close()
 
 
 def _end_with_parent() -> None:
-    """End this process in order when the server that started it has ended: vLLM leaves engines of a killed server
-    behind, and nobody else can have their folder."""
+    """End this process in order when the server that started it has ended.
+
+    vLLM leaves engines of a killed server behind, and nobody else can have their folder.
+    """
     parent = multiprocessing.parent_process()
     if parent is None:
         return

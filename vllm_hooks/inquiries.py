@@ -1,49 +1,56 @@
-"""What the HTTP API asks of an engine core, answered on the scheduler's thread: between two steps, or while there are
-none.
+"""Questions of the HTTP API to an engine core, answered on the scheduler's thread between two steps.
 
-Answers leave as JSON: vLLM's output thread, which every request needs, ends with what it cannot encode. Times are Unix
-seconds.
+Answers leave as JSON, because vLLM's output thread, which every request needs, ends if it cannot encode one. Times are
+Unix seconds.
 """
 
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
 from manthan.manager.config.registered import choose_policy
-from manthan.manager.sessions.listing import Listing, Query
-from manthan.manager.sessions.session import Session
+from manthan.manager.listing import Listing, Query
+from manthan.manager.session.table import Session
 from manthan.vllm_hooks.http.models import CoreState, Policy, Pool, SessionWithLife, Store, Tier
 
 if TYPE_CHECKING:
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 METHOD = "manthan_inquiry"
-"""What the engine core offers it as."""
+"""Name under which the engine core offers it."""
 ORDER = 50
-"""How many of those that go first are named."""
+"""Number of sessions of the policy's order that are named."""
 UNKNOWN, NOT_NOW, ASLEEP = 404, 409, 503
 
 Answer = dict[str, Any]
-"""`refused`: status and a sentence; or what was asked for, see `manthan.vllm_hooks.http.models`."""
+"""An object of `manthan.vllm_hooks.http.models`, or `refused`: status and a sentence."""
 
 
 class Inquiries:
-    """half: of the engine core that these are about."""
+    """Answers about one engine core."""
 
     def __init__(self, half: "SchedulerHalf") -> None:
         self._half, self._manager, self._store = half, half.manager, half.config.tiers
-        self._listing = Listing(half.manager.table, self._store.tier_names)
+
+    @cached_property
+    def _listing(self) -> Listing:
+        return Listing(self._manager, self._half.driver.fronts, self._store.tier_names)
 
     def reply(self, what: str, asked: dict[str, Any]) -> bytes:
-        """The answer in JSON; what that does not know, as an option of a policy may be, as text."""
+        """Return the answer in JSON. Objects that JSON does not know, such as options of a policy, become text."""
         return to_json(self.answer(what, asked), inf_nan_mode="constants", fallback=str)
 
     def answer(self, what: str, asked: dict[str, Any]) -> Any:
-        """what: sessions, session, state, or what is to be done with a session. asked: its arguments; `bound` is the
-        tenant that asks, None for somebody who may see all."""
+        """Return the answer to a question, or obey an order.
+
+        Args:
+            what: sessions, session, state, or what is to be done with a session.
+            asked: arguments. `bound` is the tenant that asks, None for somebody who may see all.
+        """
         self._offset, bound = time.time() - time.monotonic(), asked["bound"]
         if what == "sessions":
             page = self._listing.page(Query(**asked), self._offset)
@@ -56,7 +63,7 @@ class Inquiries:
         shown = self._listing.info(session, bound, self._offset)
         if what == "session":
             lives = self._half.telemetry.lives
-            events = lives.of(session.session_id) if lives is not None else ()
+            events = lives.of(session) if lives is not None else ()
             return SessionWithLife(**vars(shown), life=tuple(events))
         refused = self._steer(what, session, asked)
         if refused is not None or what == "release":
@@ -65,8 +72,8 @@ class Inquiries:
 
     def _state(self, bound: str | None) -> CoreState:
         half, manager = self._half, self._manager
-        usage, shape, config = manager.usage, manager.shape, half.config
-        blocks = half.pool.usable_blocks
+        usage, shape, config = manager.usage(), manager.shape, half.config
+        main, blocks = shape.groups[shape.main], half.pool.size
         return CoreState(
             now=time.time(),
             policy=Policy(
@@ -77,26 +84,26 @@ class Inquiries:
             store=Store(
                 kind=self._store.kind,
                 up=half.telemetry.store_is_up,
-                codec=shape.codec or config.codec.name,
+                codec=main.codec or config.codec.name,
                 verdict=half.telemetry.verdict,
-                tiers=self._tiers(usage.cold_nbytes, usage.budget_nbytes),
+                tiers=self._tiers(usage.saved_nbytes, usage.budget_nbytes),
             ),
             pool=Pool(
                 block_tokens=shape.block_tokens,
                 blocks=blocks,
                 free_blocks=len(half.pool),
-                bytes=blocks * (shape.hot_nbytes or shape.pool_nbytes(shape.main_group)),
-                session_bytes=usage.hot_blocks * shape.hot_nbytes,
+                bytes=blocks * main.pool_nbytes,
+                session_bytes=usage.unsaved_blocks * shape.pool_nbytes,
             ),
             sessions=self._listing.states(bound),
             totals=half.telemetry.totals,
         )
 
-    def _tiers(self, cold: int, budget: int) -> list[Tier]:
-        """What each tier has of so many bytes of codes, and its part of the budget."""
-        fronts, moved = self._manager.table.fronts, self._manager.blocks.moved
-        used = [cold - moved[tier] for tier in range(len(fronts))]
-        used.append(cold if fronts.keeps_behind else cold - used[0])
+    def _tiers(self, saved: int, budget: int) -> list[Tier]:
+        """Return each tier's part of these bytes of saved blocks, and of the budget."""
+        fronts, moved = self._half.driver.fronts, self._manager.blocks.moved_nbytes
+        used = [saved - moved[tier] for tier in range(len(fronts))]
+        used.append(saved if fronts.keeps_behind else saved - used[0])
         budgets = [*fronts.budgets, budget if fronts.keeps_behind else budget - fronts.budgets[0]]
         parts = zip(self._store.tier_names, used, budgets, strict=True)
         return [Tier(name=name, used_bytes=nbytes, budget_bytes=most) for name, nbytes, most in parts]
@@ -104,11 +111,11 @@ class Inquiries:
     # -- steering -------------------------------------------------------------------------------------
 
     def _steer(self, what: str, session: Session, asked: Mapping[str, Any]) -> Answer | None:
-        """Do it, or say why not."""
+        """Obey an order. Return the answer if it is refused."""
         if self._half.is_out_of_use:
             return _refused(ASLEEP, "The engine sleeps.")
         said = {name: value for name, value in asked.items() if name not in ("id", "bound")}
-        refused = self._manager.steer(what, session, time.monotonic(), **said)
+        refused = self._half.driver.steer(what, session, time.monotonic(), **said)
         self._half.steered()
         return _refused(NOT_NOW, f"Not now: {refused}.") if refused else None
 

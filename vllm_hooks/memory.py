@@ -1,7 +1,7 @@
 """What a block of this model weighs: in vLLM's pool, and as codes."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ from manthan.codec.state import STATE_CODECS, StateLayout, StatePart
 from manthan.codec.wht import NAME as WHT
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig, ConfigError
-from manthan.manager.sessions.session import MemoryShape
+from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.tiers.arena import room
 from manthan.vllm_hooks.kv_dtype import FP8
 
@@ -59,8 +59,26 @@ def block_format(
     return BlockFormat(codec, block_shape(group), fingerprint, group.index, facts)
 
 
-def memory_shape(codec: CodecConfig, group: "Group", shards: Shards, profile: Profile | None = None) -> MemoryShape:
-    """A block's worth, all ranks together. profile: that of the codec, if it takes one. Raises ConfigError."""
+def memory_shapes(
+    codec: CodecConfig, groups: "Groups", shards: Shards, profile: Profile | None = None
+) -> list[MemoryShape]:
+    """Return the sizes of blocks in the configured codec, then in those that the guard may choose instead.
+
+    These are the finer ones and, last, the one in which every token is exact. Raises ConfigError.
+    """
+    chain, finer = groups.chain, finer_codecs(codec.name)
+    mains = [group_shape(codec, chain, shards, profile)]
+    mains += [replace(group_shape(_renamed(codec, name), chain, shards), codec=name) for name in finer]
+    mains.append(_all_exact(codec, chain, shards, profile))
+    shapes = []
+    for main, name in zip(mains, [codec.name, *finer, None], strict=True):
+        others = {each.group.index: _other(codec, name, main.codec, each.group, shards) for each in groups.others}
+        shapes.append(MemoryShape({chain.index: main} | others, chain.index, groups.is_whole))
+    return shapes
+
+
+def group_shape(codec: CodecConfig, group: "Group", shards: Shards, profile: Profile | None = None) -> GroupShape:
+    """Return the sizes of one group's blocks in this codec. Raises ConfigError."""
     tokens, count, room = group.spec.block_size, shards.ranks, shards.room
     facts = [with_states(codec.name, group, rank_facts(profile, group, rank, count)) for rank in range(count)]
     made = [block_format(codec.name, group, facts=of_rank) for of_rank in facts]
@@ -68,39 +86,37 @@ def memory_shape(codec: CodecConfig, group: "Group", shards: Shards, profile: Pr
         exact: count * max(room(form.max_nbytes(exact)) for form in made) for exact in exact_counts(codec, tokens)
     }
     typical = sum(room(form.expected_nbytes(0)) for form in made)
-    return MemoryShape(tokens, group.page_nbytes * shards.ranks, bounds, group.index, typical=typical)
+    return GroupShape(tokens, group.page_nbytes * count, bounds, typical, is_lossless=codec.name == EXACT)
 
 
-def with_windows(
-    shapes: Sequence[MemoryShape], codec: CodecConfig, groups: "Groups", shards: Shards
-) -> list[MemoryShape]:
-    """The same with what blocks of other groups take, of which each rank has its own. shapes: of the configured codec,
-    and of those that may follow."""
-    names = [codec.name, *finer_codecs(codec.name)]
-    tokens = {window.group.index: window.group.spec.block_size for window in groups.windows}
-    hot = {window.group.index: window.group.page_nbytes * shards.ranks for window in groups.windows}
-    settled = frozenset(window.group.index for window in groups.windows if window.group.is_packed)
-    lossless = frozenset(
-        window.group.index for window in groups.windows if codec_beside(codec.name, window.group, codec.state) == EXACT
-    )
-    made = []
-    for at, shape in enumerate(shapes):
-        beside = {w.group.index: _bounds(codec, names[at : at + 1], w.group, shards) for w in groups.others}
-        if not groups.is_whole:
-            beside[groups.chain.index] = shape.bounds
-            shape = replace(shape, group=None, bounds=dict.fromkeys(shape.bounds, 0), hot_nbytes=0)
-        shape = replace(shape, settled=settled, lossless=lossless)
-        made.append(replace(shape, beside=beside, hot_beside=hot, tokens_beside=tokens))
-    return made
+def _renamed(codec: CodecConfig, name: str) -> CodecConfig:
+    return codec.model_copy(update={"name": name})
 
 
-def _bounds(codec: CodecConfig, names: Sequence[str], group: "Group", shards: Shards) -> Mapping[int, int]:
-    """Of blocks of another group in this codec, or, without one, with all tokens exact."""
-    if not names and not group.is_packed:
-        return fallback_shapes(codec.model_copy(update={"name": FALLBACK}), group, shards)[-1].bounds
-    name = codec_beside(names[0] if names else EXACT, group, codec.state)
-    found = memory_shape(codec.model_copy(update={"name": name}), group, shards).bounds
-    return {0: found[0]} if group.is_packed else found
+def _all_exact(codec: CodecConfig, group: "Group", shards: Shards, profile: Profile | None = None) -> GroupShape:
+    """Return the sizes of blocks in which every token is exact."""
+    shape = group_shape(codec, group, shards, profile)
+    whole = shards.ranks * shards.room(block_format(EXACT, group).max_nbytes(shape.tokens))
+    return replace(shape, typical=0, bounds=dict.fromkeys({*shape.bounds, shape.tokens}, whole))
+
+
+def _other(codec: CodecConfig, name: str | None, chosen: str, group: "Group", shards: Shards) -> GroupShape:
+    """Return the sizes of blocks of another group than that of sessions.
+
+    Args:
+        name: of the main group's codec; None if every token is exact.
+        chosen: the codec that transfers name; empty for the configured one.
+    """
+    used = codec_beside(EXACT if name is None else name, group, codec.state)
+    if group.is_packed:
+        shape = group_shape(_renamed(codec, used), group, shards)
+        return replace(shape, bounds={0: shape.bounds[0]})
+    if name is None:
+        shape = _all_exact(_renamed(codec, FALLBACK), group, shards)
+    else:
+        shape = group_shape(_renamed(codec, used), group, shards)
+    is_lossless = codec_beside(codec.name, group, codec.state) == EXACT
+    return replace(shape, codec=chosen, is_lossless=is_lossless)
 
 
 def codec_beside(name: str, group: "Group", state: str) -> str:
@@ -138,20 +154,6 @@ def rank_facts(profile: Profile | None, group: "Group", rank: int, ranks: int) -
             "cache of their own: use a codec without a profile."
         )
     return ModelFacts(profile.info.rope, profile.for_rank(rank, ranks))
-
-
-def fallback_shapes(
-    codec: CodecConfig, group: "Group", shards: Shards, profile: Profile | None = None
-) -> list[MemoryShape]:
-    """The same in the codecs that the guard may choose instead, and with all tokens exact."""
-    finer = [
-        replace(memory_shape(codec.model_copy(update={"name": name}), group, shards), codec=name)
-        for name in finer_codecs(codec.name)
-    ]
-    tokens = group.spec.block_size
-    whole = shards.ranks * shards.room(block_format(EXACT, group).max_nbytes(tokens))
-    exact = memory_shape(codec, group, shards, profile)
-    return [*finer, replace(exact, typical=0, bounds=dict.fromkeys({*exact.bounds, tokens}, whole))]
 
 
 def exact_counts(codec: CodecConfig, block_tokens: int) -> set[int]:

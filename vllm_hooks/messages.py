@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from manthan.manager.sessions.session import Drop
+from manthan.manager.events import BlocksDropped, Verdict
 from manthan.manager.transfer import Transfer, TransferResult
-from manthan.manager.work import Verdict
 
 
 @dataclass
@@ -16,7 +15,7 @@ class ManthanMetadata(KVConnectorMetadata):
 
     place: str | None = None
     """Not None: the KV of old is void. An emptied store is used from now on; the directory's name for it."""
-    drops: Sequence[Drop] = ()
+    drops: Sequence[BlocksDropped] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()
     tokens: int = 0

@@ -23,6 +23,7 @@ from manthan.vllm_hooks.transfer_config import (
     complete,
     from_vllm_config,
     is_on,
+    leave_time_to_drain,
     to_transfer_config,
     together,
 )
@@ -82,6 +83,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         check_redis(vllm_config)
         share_memory(vllm_config)
         set_gpu_memory_aside(vllm_config)
+        leave_time_to_drain(vllm_config)
     check_requests()
 
 

@@ -16,17 +16,17 @@ from manthan.codec.registry import finer_codecs
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.driver import Driver
+from manthan.manager.events import Events
 from manthan.manager.guard import Choice, Guard
 from manthan.manager.lives import Lives
-from manthan.manager.redis_link import RedisLink
-from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.marks import Owner
-from manthan.manager.sessions.session import MemoryShape, Place, SessionState
+from manthan.manager.pool import Owner
+from manthan.manager.session.blocks import SAVED, MemoryShape
+from manthan.manager.session.manager import PointParts, SessionManager, Shares
+from manthan.manager.session.persist import JournalLink, RedisLink
+from manthan.manager.session.table import SessionState
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.tiers.redis_schema import FALL
-from manthan.manager.transfer import Transfer
-from manthan.manager.work import on_each
+from manthan.manager.transfer import Transfer, on_each
 from manthan.vllm_hooks.compat import (
     Resets,
     VllmPool,
@@ -42,7 +42,7 @@ from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
-from manthan.vllm_hooks.memory import Shards, fallback_shapes, memory_shape, with_windows
+from manthan.vllm_hooks.memory import Shards, memory_shapes
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.ordering import ReturnsFirstQueue
 from manthan.vllm_hooks.settled import settled_profile
@@ -57,7 +57,7 @@ from manthan.vllm_hooks.support import (
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
-from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
+from manthan.vllm_hooks.transfer_config import abort_at_shutdown, from_vllm_config, is_on_gpu, keeps_bytes
 from manthan.vllm_hooks.worker.capacity import (
     fast_tiers,
     room_in,
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -108,6 +108,7 @@ class SchedulerHalf:
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", ask: Callable[..., Any]) -> None:
         self._vllm_config, self.ask = vllm_config, ask
+        abort_at_shutdown(vllm_config)
         self.config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
         groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config))
@@ -117,8 +118,8 @@ class SchedulerHalf:
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
         self._profile = settled_profile(vllm_config)
         self._shards = Shards(self._ranks, room_in(config))
-        self._shape = memory_shape(config.codec, group, self._shards, self._profile)
-        [self._shape] = with_windows([self._shape], config.codec, self.groups, self._shards)
+        self._shapes = memory_shapes(config.codec, self.groups, self._shards, self._profile)
+        self._shape = self._shapes[0]
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
         shared = config.tiers.is_shared
@@ -134,23 +135,25 @@ class SchedulerHalf:
         prepare_requests(self._salts.of, PARAMS, lasting)
         chosen = choose_policy(config.policy)
         shares = Shares(config.tiers.pinned_share, config.tenants.shares)
-        self.manager = SessionMemoryManager(
+        self.manager = SessionManager(
             chosen.policy,
             self._shape,
-            capacity_nbytes=capacity,
-            idle_after_s=config.idle.after_s,
+            capacity,
+            config.idle.after_s,
+            Events(),
             min_tokens=config.idle.min_tokens,
             label=owner if shared else "",
             options=chosen.options,
-            fast=fast_tiers(config.tiers, self._ranks),
             shares=shares._replace(heads=0.0) if shared else shares,
-            prefetch_lead_s=min(LEAD_S, config.idle.after_s / 2) if self.groups.is_expected else None,
             sink_tokens=config.codec.sink_tokens,
-            shared_ttl_s=config.tiers.redis.ttl_s * (1 - FALL) if shared else None,
             quality=config.codec.quality,
+            is_shared=shared,
+            ttl_s=config.tiers.redis.ttl_s * (1 - FALL) if shared else None,
+            is_exclusive=not config.tiers.is_lasting,
         )
+        self._fronts = fast_tiers(config.tiers, self._ranks)
         has_api = config.api.enabled
-        lives = Lives(self.manager.table, self._block_size, time.time) if has_api else None
+        lives = Lives(self.manager, time.time) if has_api else None
         self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.tiers.places), lives)
         if has_api:
             offer(METHOD, Inquiries(self).reply)
@@ -161,15 +164,18 @@ class SchedulerHalf:
             self._books = DiskBooks(vllm_config, config, namespace.name, self._ranks)
         if namespace is not None and shared:
             sessions = make_sessions(vllm_config, config, namespace, owner, self._ring)
-            beside = self._places if self.groups.windows else None
-            self._redis = RedisLink(sessions, self.manager, self.telemetry, beside)
-        self.driver: Driver[KVCacheBlock]
+            parts = self._parts if self.groups.windows else None
+            self._redis = RedisLink(sessions, self.manager, self._fronts, parts)
+        self.driver: Driver
+        self._requests: dict[str, Request] = {}
         self._waiting: ReturnsFirstQueue | None = None
         """The scheduler's waiting requests; None if they stand in vLLM's own queue."""
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None
         self._step = 0
         self._deadline: float | None = None
+        self._drained_at: float | None = None
+        """Time at which the engine ends, saved or not; None before it was told to."""
         self._rung = False
         self._wake = engine_waker()
         self._resets = Resets(self)
@@ -187,7 +193,9 @@ class SchedulerHalf:
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         notes = None if self._events is None else self._events.notes
-        self._journal = self._books.link(self.manager, notes) if self._books is not None and not shared else None
+        self._journal: JournalLink | None = None
+        if self._books is not None and not shared:
+            self._journal = self._books.link(self.manager, self._fronts, notes)
 
     def bind(self, pool: "BlockPool") -> None:
         """The pool exists: from now on there is something to watch."""
@@ -196,13 +204,14 @@ class SchedulerHalf:
             waiting = ReturnsFirstQueue(scheduling.max_num_batched_tokens, scheduling.policy == "priority")
             self._waiting = waiting if replace_waiting(waiting) else None
         event = None if self._events is None else self._events.event
-        self.pool = VllmPool(pool, self._group, self._block_size, event)
+        block_tokens = {window.group.index: window.group.spec.block_size for window in self.groups.windows}
+        self.pool = VllmPool(pool, self._group, block_tokens | {self._group: self._block_size}, event)
         self.driver = Driver(
             self.manager,
             self.pool,
-            self.pool.usable_blocks,
             ranks=self._ranks,
-            observer=self.telemetry,
+            fronts=self._fronts,
+            prefetch_lead_s=min(LEAD_S, self.config.idle.after_s / 2) if self.groups.is_expected else None,
             redis=self._redis,
             journal=self._journal,
             guard=self._guard(),
@@ -210,6 +219,8 @@ class SchedulerHalf:
             last_tokens=self.groups.last_tokens,
             weigh=sum if self.config.tiers.is_shared else on_each(self._ranks),
         )
+        if self._books is not None and self._journal is not None:
+            self._books.adopt(self._journal)
         watch_lookups(pool, self.pool.marks, self)
         try:
             self._weights = self._resets.ask(weights_state)
@@ -247,11 +258,9 @@ class SchedulerHalf:
         if not self.config.codec.guard:
             return None
         codec = self.config.codec
-        shapes = [self._shape, *fallback_shapes(codec, self._kv_group, self._shards, self._profile)]
-        shapes = with_windows(shapes, codec, self.groups, self._shards)
-        choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
+        choices = [Choice(shape, self._capacity(shape)) for shape in self._shapes]
         tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
-        return Guard(self.manager, choices, self._ranks, self.telemetry)
+        return Guard(self.manager, choices, self._ranks)
 
     def _capacity(self, shape: MemoryShape) -> int:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
@@ -264,6 +273,7 @@ class SchedulerHalf:
 
     def new_request(self, request: "Request") -> None:
         hints = hints_of(request)
+        self._requests[request.request_id] = request
         self.telemetry.began(request)
         self.telemetry.hinted(hints)
         self.driver.started(
@@ -281,20 +291,23 @@ class SchedulerHalf:
             self._waiting.update(request, self._to_compute(request))
 
     def _to_compute(self, request: "Request") -> int:
-        """Number of a request's tokens that are neither resident nor saved. O(log n).
+        """Return the number of a request's tokens that are neither resident nor saved. O(log n).
 
         Sessions lose their last blocks first. Where that does not hold, the number is an estimate.
         """
-        manager, keys = self.manager, self._keys(request)
-        has_copy = manager.is_used if manager.shape.group is None else manager.is_saved
+        hashes, blocks, group = self._keys(request), self.manager.blocks, self._shape.session_group
 
         def is_gone(at: int) -> bool:
-            return self.pool.get(keys[at]) is None and not has_copy(keys[at])
+            row = blocks.row(group, hashes[at])
+            is_saved = row >= 0 and bool(blocks.status[row] & SAVED)
+            return not is_saved and self.pool.lookup(self._group, [hashes[at]]) == [-1]
 
         usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
         found = bisect_left(range(usable), True, key=is_gone)
         if found:
-            self.pool.count_on(keys[found - 1], request)
+            [block_id] = self.pool.lookup(self._group, [hashes[found - 1]])
+            if block_id >= 0:
+                self.pool.count_on(block_id, request)
         return request.num_tokens - found * self._block_size
 
     def _reorder(self) -> None:
@@ -327,8 +340,7 @@ class SchedulerHalf:
         self._begin_again()
         hot = computed // self._block_size
         usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
-        keys = self._keys(request)[:usable]
-        blocks = self.driver.wanted(request.request_id, keys, hot, self._blocks(request), time.monotonic())
+        blocks = self.driver.matched(request.request_id, hot, usable, self._blocks(request), time.monotonic())
         if blocks is None:
             return None, False
         self._hot[request.request_id] = hot
@@ -343,10 +355,9 @@ class SchedulerHalf:
         restored."""
         hot = self._hot.pop(request.request_id, 0)
         usable = self.driver.usable(request.num_tokens)
-        keys = self._keys(request)
         if self._events is not None and self._redis is not None:  # others may have stored what it asks for
             self._events.remember(request, usable)
-        self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, blocks.blocks)))
+        self.driver.admitted(request.request_id, hot, usable, sum(map(len, blocks.blocks)))
         was_found = request.request_id in self._found  # not if a connector loads: vLLM caches the blocks later
         self._found.discard(request.request_id)
         if not was_found:
@@ -359,7 +370,7 @@ class SchedulerHalf:
                 cold, ids = [part for part in parts if part.first_token >= hot_tokens], block_ids[group]
                 named = [self._key_of(part, request) for part in cold]
                 beside.append((group, named, [ids[part.at] for part in cold]))
-            self.driver.restoring(request.request_id, keys[hot:found], block_ids[self._group][hot:end], beside)
+            self.driver.loading(request.request_id, hot, found, block_ids[self._group][hot:end], beside)
             if self.telemetry.traces is not None:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
 
@@ -382,9 +393,11 @@ class SchedulerHalf:
     def _behind(self, jobs: Sequence[Transfer], tokens: int) -> dict[int, int]:
         """How many of them are not in the fastest tier, by the number of the one that has them, by the manager's books.
         Where chains have no codes of their own, all are as far as what is farthest."""
-        if not any(self.manager.blocks.moved.values()):
+        blocks, fronts = self.manager.blocks, self.driver.fronts
+        if not any(blocks.moved_nbytes):
             return {}
-        tiers = [self.manager.tier_of(key, job.group) for job in jobs for key in job.block_hashes]
+        found = (row for job in jobs for row in blocks.find(job.group, job.block_hashes).tolist())
+        tiers = [fronts.tier_of(row) if row >= 0 else 0 for row in found]
         if not self.groups.is_whole:
             return {tier: tokens} if (tier := max(tiers)) else {}
         chain = next(len(job) for job in jobs if job.group == self._group)
@@ -394,14 +407,17 @@ class SchedulerHalf:
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
+        self._requests.pop(request.request_id, None)
         prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
         self.telemetry.computed(max(0, prompt - self.driver.found(request.request_id)))
         computed = min(blocks, request.num_computed_tokens // self._block_size)
         computed = self.groups.deepest(self._entered(self._keys(request)[:computed]))
         keys = self._keys(request)[:computed]
         depths = dict.fromkeys((computed, min(computed, self._prompt_depth(request))))
-        places = [Place(depth, list(self._beside(depth, request))) for depth in depths if depth and self.groups.windows]
-        outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, places)
+        points = [
+            PointParts(depth, list(self._beside(depth, request))) for depth in depths if depth and self.groups.windows
+        ]
+        outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, points)
         if self._events is not None:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.beside(depth)))
         self._set_deadline()
@@ -422,7 +438,7 @@ class SchedulerHalf:
         entered, config = len(keys), self._vllm_config
         late = config.num_speculative_tokens + config.num_prefill_lookahead_tokens
         for _ in range(-(-late // self._block_size)):
-            if entered and self.pool.get(keys[entered - 1]) is None:
+            if entered and self.pool.lookup(self._group, [keys[entered - 1]]) == [-1]:
                 entered -= 1
         return entered
 
@@ -431,8 +447,8 @@ class SchedulerHalf:
         step = self._hashes_a_block
         return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
 
-    def _places(self, depth: int) -> Iterator[tuple[int, int]]:
-        """Group and place of each block that is needed behind so many of a chain, where all have as many tokens."""
+    def _parts(self, depth: int) -> Iterator[tuple[int, int]]:
+        """Yield group and position of each block of other groups that is needed behind the first `depth` blocks."""
         return ((part.group, part.at) for part in self.groups.beside(depth))
 
     def _key_of(self, part: Part, request: "Request") -> bytes:
@@ -449,6 +465,9 @@ class SchedulerHalf:
         if self._is_unsure and scheduled_tokens:
             self._begin_again()
         taken = self.groups.taken(scheduled_tokens, scheduled_requests)
+        if self.driver.wanted:
+            for request in self._requests.values():
+                self.driver.cached(request.request_id, request.num_computed_tokens // self._block_size)
         work = self.driver.step(taken, time.monotonic())
         self._reorder()
         place, self._place = self._place, None
@@ -475,12 +494,31 @@ class SchedulerHalf:
         """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
         if self._resets.is_halting:
             return self._resets.is_moving
+        if self._resets.is_ending:
+            return self._drains()
         if self.is_out_of_use:
             return False
         if self.driver.rests:
             return self._rung or self._place is not None or self.driver.holds_blocks
         has_news = self._events is not None and self._events.has_news
         return self._rung or self._place is not None or self.driver.has_work or has_news
+
+    def _drains(self) -> bool:
+        """True while sessions are being saved before the engine ends. Only lasting tiers keep them."""
+        tiers, now = self.config.tiers, time.monotonic()
+        if not tiers.is_lasting or self.is_out_of_use or self._is_unsure:
+            return False
+        if self._drained_at is None:
+            self._drained_at = now + tiers.drain_s
+            if saving := self.manager.save_all(now):
+                logger.info("Manthan: %d sessions are saved before the engine ends.", saving)
+        if now < self._drained_at:
+            return self.driver.has_work
+        if self.manager.saving:
+            logger.warning(
+                "Manthan: %d sessions were not saved within tiers.drain_s, %g s.", self.manager.saving, tiers.drain_s
+            )
+        return False
 
     def take_events(self) -> "Sequence[KVCacheEvent]":
         """What is to be told of blocks that can be restored, or cannot any more, since the last call."""
@@ -512,11 +550,11 @@ class SchedulerHalf:
         self._cancels, self._is_unsure = False, True
         if was_reset:
             self.telemetry.changed.update(self.manager.table.by_id)
-            self.driver.forget_hot(time.monotonic())
+            self.driver.forget_resident(time.monotonic())
             self._rung = True  # a step tells vLLM's KV events and metrics of the reset
             if self._events is not None:
                 self._events.repeat()
-            cold = self.manager.usage.sessions[SessionState.COLD]
+            cold = self.manager.table.states[SessionState.COLD]
             if cold:
                 logger.info("Manthan: the prefix cache is reset; %d cold sessions stay, if the weights do.", cold)
         self.driver.rests = self._is_unsure
@@ -594,7 +632,6 @@ class SchedulerHalf:
 
     def steered(self) -> None:
         """Somebody has asked something of a session: a step looks what there is to do."""
-        self.driver.tell_news()
         self._set_deadline()
         self._rung = True
 

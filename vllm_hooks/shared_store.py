@@ -31,7 +31,7 @@ LOAD_THREADS = 2
 
 
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups", weights: str) -> Namespace:
-    """The same in every process of every engine whose codes mean the same, whatever else they are told to do.
+    """Return a namespace that all engines share which can read each other's blocks, whatever else they are told to do.
 
     Codec and profile are not in it: each block names its own. weights: digest of all that was loaded.
     """
@@ -40,7 +40,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     if any(window.tokens is None for window in groups.windows):
         beside.append(config.codec.state)
     if groups.again and beside:
-        beside.append(groups.again)  # anchors are at other places of chains
+        beside.append(groups.again)  # resume points are at other depths
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     keys = keys_of(config.sealing)
     return Namespace.of(
@@ -61,12 +61,12 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
 
 
 def _identity(group: "Group") -> list[object]:
-    """What tells a group of windows or states from others."""
+    """Return all that tells a group of windows or states from others."""
     return [group.index, group.dtype_name, group.spec.block_size, group.shape]
 
 
 def engine_name() -> str:
-    """Host, process and a number that tells this start from others."""
+    """Return host, process and a number that tells this start from others."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
 
 

@@ -1,6 +1,7 @@
 """Manthan's configuration as vLLM carries it to its processes: a KVTransferConfig and back."""
 
 import dataclasses
+import math
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 CONNECTOR = "ManthanConnector"
 CONNECTOR_MODULE = "manthan.vllm_hooks.connector"
 EXTRA_KEY = "manthan"
+ABORTS_KEY = "manthan_aborts_at_shutdown"
+"""True if nobody asked vLLM to let requests end after SIGTERM."""
+END_S = 5
+"""Seconds that vLLM's engine takes to end, besides those to save sessions."""
 SOURCES_KEY = "manthan_sources"
 """Where each value is from, for those who ask."""
 SEVERAL = "MultiConnector"
@@ -142,6 +147,22 @@ def settings_of(config: "VllmConfig | Namespace") -> dict[str, dict[str, Any]]:
         default = DEFAULT if key in FIELDS and value == FIELDS[key].get_default(call_default_factory=True) else ARGUMENT
         found[key] = {"value": value, "from": kind_of_source(sources.get(key, default))}
     return found
+
+
+def leave_time_to_drain(vllm_config: "VllmConfig") -> None:
+    """Have vLLM's server wait for its engines after SIGTERM, so that they can save sessions to a lasting tier."""
+    tiers = from_vllm_config(vllm_config).tiers
+    if tiers.is_lasting and tiers.drain_s and not vllm_config.shutdown_timeout:
+        extra = settings(vllm_config)
+        assert extra is not None
+        extra[ABORTS_KEY] = True
+        vllm_config.shutdown_timeout = math.ceil(tiers.drain_s) + END_S
+
+
+def abort_at_shutdown(vllm_config: "VllmConfig") -> None:
+    """Have this engine abort its requests at once after SIGTERM, as vLLM does where no timeout was asked for."""
+    if (settings(vllm_config) or {}).get(ABORTS_KEY):
+        vllm_config.shutdown_timeout = 0
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:

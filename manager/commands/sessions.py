@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manthan.manager.commands.console import make_console
-from manthan.manager.sessions.listing import Sort
+from manthan.manager.listing import Sort
 
 KEY_ENV = "VLLM_API_KEY"
 TIMEOUT_S = 30.0
@@ -38,12 +38,12 @@ app = typer.Typer(no_args_is_help=True, help=f"Sessions of a running server; its
 @app.command("list")
 def list_(
     url: Url = LOCAL,
-    state: Annotated[str, typer.Option(help="Only these, with commas: hot, idle, evicting, cold.")] = "",
+    state: Annotated[str, typer.Option(help="Only these, with commas: active, idle, cold.")] = "",
     tenant: Annotated[str, typer.Option(metavar="NAME", help="Only this tenant's.")] = "",
     sort: Annotated[Sort, typer.Option(help="By what.")] = Sort.LAST_USED,
     limit: Annotated[int, typer.Option(min=1, max=500, help="At most this many.")] = 100,
 ) -> None:
-    """List the sessions that a server has, hot and cold."""
+    """List the sessions that a server has."""
     query = {"state": state, "tenant": tenant, "sort": str(sort), "limit": limit}
     answer = _ask(url, f"/sessions?{urlencode({name: value for name, value in query.items() if value})}")
     table = Table(*COLUMNS, box=None)
@@ -82,7 +82,7 @@ def pin(
 
 @app.command()
 def release(session: Id, url: Url = LOCAL, tenant: Tenant = "") -> None:
-    """Forget a session, hot and cold."""
+    """Forget a session, resident and saved."""
     typer.echo(f"{_ask(url, f'{_path(session, tenant)}/release', {})['id']} is forgotten.")
 
 

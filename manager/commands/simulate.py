@@ -114,15 +114,15 @@ def _run(run: Run, requests: Sequence[TracedRequest]) -> Result:
     seconds = np.array([one.first_token_s for one in served])
     return Result(
         run.label,
-        setup.hot_blocks * setup.block_tokens,
+        setup.pool_blocks * setup.block_tokens,
         setup.cold_blocks * setup.block_tokens,
-        sum(one.hot for one in served) / asked,
+        sum(one.resident for one in served) / asked,
         sum(one.restored for one in served) / asked,
         float(seconds.mean()),
         float(np.percentile(seconds, 99)),
         tally.evictions,
-        tally.moved_out,
-        tally.moved_in,
+        tally.stored,
+        tally.restored,
         tally.dropped,
     )
 

@@ -12,7 +12,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Confi
 from pydantic.fields import FieldInfo
 
 from manthan.manager.config.removed import KINDS
-from manthan.manager.sessions.hints import QUALITY, Quality
 
 
 class ConfigError(ValueError):
@@ -29,6 +28,9 @@ Count = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
 AnyBytes = Annotated[ByteSize, BeforeValidator(_no_bool), Field(ge=0)]
 Bytes = Annotated[ByteSize, BeforeValidator(_no_bool), Field(gt=0)]
+
+Quality = Literal["exact", "any"]
+QUALITY = "exact or any"
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 
@@ -196,6 +198,9 @@ class TiersConfig(_Group):
     disk: DiskConfig = DiskConfig()
     redis: RedisConfig = RedisConfig()
     pinned_share: Share = Field(default=0.25, description="a share of the cold store between 0 and 1")
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        default=10.0, description="a number of seconds from 0 to 3600"
+    )
 
     @property
     def places(self) -> Sequence[str]:

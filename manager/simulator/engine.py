@@ -1,6 +1,6 @@
 """A replay on a KV pool and a cold store: what vLLM and the scheduler half do, event by event.
 
-    tally = replay(trace.requests, Setup(get_policy("lru"), hot_blocks=4000, cold_blocks=20000))
+    tally = replay(trace.requests, Setup(get_policy("lru"), pool_blocks=4000, cold_blocks=20000))
 
 docs/simulate.md says what is taken from reality and what is simplified.
 """
@@ -23,7 +23,7 @@ from manthan.manager.transfer import Transfer, TransferResult
 
 
 def total_blocks(request: TracedRequest, block_tokens: int) -> int:
-    """Blocks that a request has in the end; the KV of its last token is never computed."""
+    """Return the blocks that a request has in the end. The KV of its last token is never computed."""
     return -(-(request.input_tokens + max(0, request.output_tokens - 1)) // block_tokens)
 
 
@@ -31,17 +31,17 @@ def total_blocks(request: TracedRequest, block_tokens: int) -> int:
 class _Request:
     """A request that has come, and its blocks of the pool.
 
-    hot, restored: how many of its blocks were found. keyed: how many of them can be found by others. began: when its
-    first token was there.
+    resident, restored: number of its blocks that were found. entered: number of them in the prefix cache. began: time of
+    its first token.
     """
 
     number: int
     name: str
     traced: TracedRequest
     blocks: list[int] = field(default_factory=list)
-    hot: int = 0
+    resident: int = 0
     restored: int = 0
-    keyed: int = 0
+    entered: int = 0
     began: float = 0.0
 
 
@@ -57,19 +57,14 @@ class EngineReplay:
         self.manager = setup.manager()
         self.tally = Tally([None] * len(requests), journal=[] if journal else None)
         largest = max(map(self._size, requests), default=0)
-        if largest > setup.hot_blocks:
-            raise ValueError(f"hot_blocks must be {largest} or more, as the largest request, not {setup.hot_blocks}")
+        if largest > setup.pool_blocks:
+            raise ValueError(f"pool_blocks must be {largest} or more, as the largest request, not {setup.pool_blocks}")
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = count()
-        self._pool = SimulatedPool(setup.hot_blocks)
+        self._pool = SimulatedPool(setup.pool_blocks)
         self._counting = Counting(self.tally, self.manager)
-        self._driver: Driver[int] = Driver(
-            self.manager,
-            self._pool,
-            setup.hot_blocks,
-            observer=self._counting,
-        )
+        self._driver = Driver(self.manager, self._pool)
         self._waiting: deque[_Request] = deque()
         self._starved: list[tuple[Callable[[_Request], None], _Request]] = []
         self._promised = 0  # blocks that those let in will yet take
@@ -89,8 +84,6 @@ class EngineReplay:
             else:
                 self.now, _, happen, what = heapq.heappop(self._events)
                 happen(what)
-                if happen == self._answer and not (self._starved or self._waiting):
-                    continue  # a step would find all as the last one has left it
             if self._starved:
                 self._feed()
             if self._waiting:
@@ -118,7 +111,7 @@ class EngineReplay:
         traced = request.traced
         self._driver.started(
             request.name,
-            traced.keys[: traced.prompt_blocks],
+            traced.hashes[: traced.prompt_blocks],
             traced.session,
             self.now,
             tokens=traced.input_tokens,
@@ -132,21 +125,20 @@ class EngineReplay:
         passed = []
         while self._waiting:
             request = self._waiting[0]
-            keys = request.traced.keys[: self.usable(request.traced)]
-            hits = self._pool.hit(keys, partial(self._driver.serves, request.name))
-            blocks = self.asked(request.traced)
-            cold = self._driver.wanted(request.name, keys, len(hits), blocks, self.now)
+            usable, blocks = self.usable(request.traced), self.asked(request.traced)
+            hits = self._pool.hit(request.traced.hashes[:usable], partial(self._driver.serves, request.name))
+            cold = self._driver.matched(request.name, len(hits), usable, blocks, self.now)
             if cold is None:
                 passed.append(self._waiting.popleft())
             elif self._fits(request, hits, blocks - len(hits)):
                 self._waiting.popleft()
-                self._start(request, hits, keys[len(hits) : len(hits) + cold])
+                self._start(request, hits, cold)
             else:
                 break
         self._waiting.extendleft(reversed(passed))
 
     def _fits(self, request: _Request, hits: Sequence[int], needed: int) -> bool:
-        """Whether there is room for its prompt now, and for its answer when that is computed."""
+        """True if there is room for its prompt now, and for its answer when that is computed."""
         free, users = len(self._pool), self._pool.users
         in_the_end = self._size(request.traced) + self._promised
         if in_the_end <= free:  # even if nobody else uses what it has found
@@ -156,19 +148,19 @@ class EngineReplay:
         revived = sum(not users(block) for block in hits)
         return in_the_end - len(hits) + revived <= free
 
-    def _start(self, request: _Request, hits: list[int], cold: Sequence[bytes]) -> None:
-        hot, keys = len(hits), request.traced.keys
-        self._pool.touch(hits)
-        self._driver.hits(request.name, [hits])
-        self._driver.admitted(request.name, keys, hot, self.usable(request.traced), taken=hot)
-        request.blocks, request.hot, request.restored, request.keyed = hits, hot, len(cold), hot
-        self._promised += self._size(request.traced) - hot
+    def _start(self, request: _Request, hits: list[int], cold: int) -> None:
+        resident, name = len(hits), request.name
+        self._pool.hold(hits)
+        self._driver.hits(name, [hits])
+        self._driver.admitted(name, resident, self.usable(request.traced), taken=resident)
+        request.blocks, request.resident, request.restored, request.entered = hits, resident, cold, resident
+        self._promised += self._size(request.traced) - resident
         self.tally.order.append(request.number)
         if cold:
-            self._grow(request, hot + len(cold))
-            self._driver.restoring(request.name, cold, request.blocks[hot:])
-            self._counting.restoring(request.name, cold)
-            seconds = self.cost.restore_s_per_token * len(cold) * self.setup.block_tokens
+            self._grow(request, resident + cold)
+            self._driver.loading(name, resident, resident + cold, request.blocks[resident:])
+            self._counting.restoring(name, request.traced.hashes[resident : resident + cold])
+            seconds = self.cost.restore_s_per_token * cold * self.setup.block_tokens
             self._at(self.now + seconds, self._restored, request)
         else:
             self._compute(request)
@@ -176,28 +168,29 @@ class EngineReplay:
     def _restored(self, request: _Request) -> None:
         jobs = self._driver.loads_of(request.name)
         self._driver.answered([TransferResult(job.job_id, np.zeros(len(job), np.int64)) for job in jobs], self.now)
-        self._key(request, len(request.blocks))
+        self._enter(request, len(request.blocks))
         self._compute(request)
 
     def _compute(self, request: _Request) -> None:
-        """The rest of the prompt; what it takes can be found by others at once, as in vLLM."""
-        traced, cached = request.traced, request.hot + request.restored
+        """Compute the rest of the prompt. Others find its blocks at once, as in vLLM."""
+        traced, cached = request.traced, request.resident + request.restored
         if not self._grow(request, self.asked(traced)):
             self._starved.append((self._compute, request))
             return
-        self._key(request, traced.prompt_blocks)
+        self._enter(request, traced.prompt_blocks)
         seconds = self.cost.first_token_s + self.cost.prefill_s(cached * self.setup.block_tokens, traced.input_tokens)
         self._at(self.now + seconds, self._answer, request)
 
     def _answer(self, request: _Request) -> None:
         traced, request.began = request.traced, self.now
         self.tally.served[request.number] = Served(
-            self.asked(traced), request.hot, request.restored, self.now - traced.at
+            self.asked(traced), request.resident, request.restored, self.now - traced.at
         )
+        self._driver.cached(request.name, request.entered)
         self._go_on(request)
 
     def _go_on(self, request: _Request) -> None:
-        """The answer until the next block is needed, or to its end."""
+        """Compute the answer until the next block is needed, or to its end."""
         traced, block_tokens = request.traced, self.setup.block_tokens
         more = len(request.blocks) < self._size(traced)
         tokens = len(request.blocks) * block_tokens - traced.input_tokens if more else traced.output_tokens - 1
@@ -209,33 +202,34 @@ class EngineReplay:
         if not self._grow(request, full + 1):
             self._starved.append((self._next_block, request))
             return
-        self._key(request, full)
+        self._enter(request, full)
         self._go_on(request)
 
     def _finish(self, request: _Request) -> None:
-        self._key(request, len(request.blocks))
+        self._enter(request, len(request.blocks))
         traced = request.traced
-        self._driver.finished(request.name, traced.keys, self.now, traced.input_tokens + traced.output_tokens)
-        self._pool.give_back(reversed(request.blocks))
+        self._driver.finished(request.name, traced.hashes, self.now, traced.input_tokens + traced.output_tokens)
+        self._pool.free(request.blocks[::-1])
 
     # -- blocks ---------------------------------------------------------------------------------------
 
     def _grow(self, request: _Request, length: int) -> bool:
-        """Take blocks until the request has `length`; False where too many are held for being encoded."""
+        """Take blocks until the request has `length`. Return False if too many are being gathered."""
         more = length - len(request.blocks)
         if more > len(self._pool):
             return False
         request.blocks += self._pool.take(more)
         self._promised -= more
-        self._driver.pressure.runway.taken(more)
+        self._driver.runway.taken(more)
         return True
 
-    def _key(self, request: _Request, length: int) -> None:
-        """The first `length` blocks are full; those whose key is known can be found from now on."""
-        keys = request.traced.keys[request.keyed : length]
-        self._driver.computed(request.name, request.blocks[request.keyed : length])
-        self._pool.cache_all(request.blocks[request.keyed : request.keyed + len(keys)], keys)
-        request.keyed += len(keys)
+    def _enter(self, request: _Request, length: int) -> None:
+        """Enter the first `length` blocks, which are full, into the prefix cache, as far as their hashes are known."""
+        hashes = request.traced.hashes[request.entered : length]
+        blocks = request.blocks[request.entered : length]
+        self._driver.computed(request.name, blocks)
+        self._pool.cache_all(blocks[: len(hashes)], hashes)
+        request.entered += len(hashes)
 
     def _feed(self) -> None:
         starved, self._starved = self._starved, []
@@ -243,7 +237,7 @@ class EngineReplay:
             go_on(request)
 
     def _look_again(self, _: None) -> None:
-        """Nothing happens, but for the step that follows."""
+        """Do nothing but take the step that follows."""
 
     # -- a step ---------------------------------------------------------------------------------------
 
@@ -251,23 +245,21 @@ class EngineReplay:
         work = self._driver.step(0, self.now)
         self._counting.look_at_store()
         if work.stores:
-            keys = [key for job in work.stores for key in reversed(job.block_hashes)]
+            hashes = [block_hash for job in work.stores for block_hash in job.block_hashes]
             self._driver.gathered(job.job_id for job in work.stores)
-            self.tally.note("spill", "", keys)
-            seconds = self.cost.spill_s_per_token * len(keys) * self.setup.block_tokens
+            self.tally.note("store", "", hashes)
+            seconds = self.cost.store_s_per_token * len(hashes) * self.setup.block_tokens
             self._encoded_until = max(self.now, self._encoded_until) + seconds
             self._at(self._encoded_until, self._encoded, work.stores)
-        if work.lost or work.drops or self._driver.has_orders:
+        if work.drops or self._driver.has_orders:
             self._at(self.now, self._look_again, None)
-        hot = self.setup.hot_blocks - len(self._pool)
-        if hot > self.tally.peak_hot:
-            self.tally.peak_hot = hot
+        self.tally.peak_used = max(self.tally.peak_used, self.setup.pool_blocks - len(self._pool))
 
     def _encoded(self, jobs: Sequence[Transfer]) -> None:
-        self._counting.saved([key for job in jobs for key in reversed(job.block_hashes)])
         shape = self.manager.shape
+        bounds = shape.groups[shape.main].bounds
         results = [
-            TransferResult(job.job_id, np.array([shape.bounds[exact] for exact in job.exacts(shape.block_tokens)]))
+            TransferResult(job.job_id, np.array([bounds[exact] for exact in job.exacts(shape.block_tokens)]))
             for job in jobs
         ]
         self._driver.answered(results, self.now)
@@ -276,7 +268,11 @@ class EngineReplay:
 def replay(requests: Sequence[TracedRequest], setup: Setup, journal: bool = False) -> Tally:
     """Replay requests, which are in the order of their arrival.
 
-    journal: note every action. Raises ValueError if a request does not fit into the pool.
+    Args:
+        journal: True if every action is to be noted.
+
+    Raises:
+        ValueError: A request does not fit into the pool.
     """
     world = EngineReplay(requests, setup, journal)
     world.run()

@@ -1,86 +1,76 @@
-"""vLLM's KV pool without the KV: which block holds what, who uses it, and which is overwritten next."""
+"""vLLM's block pool without the KV: which block holds what, who uses it, and which is overwritten next."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, repeat
+from itertools import chain, islice
 
-from manthan.manager.sessions.marks import Mark, Marks
-from manthan.manager.sessions.session import BlockName
+from manthan.manager.pool import BlockName, Marks, Unsaved
 
 
 class SimulatedPool:
-    """Blocks by number, in the order in which vLLM's BlockPool would take them.
+    """Blocks by id, in the order in which vLLM's BlockPool would take them.
 
-    A free block still holds what its key says until it is taken, from the head of the queue. Freed blocks go to the
-    tail if they have a key, otherwise to the head.
+    A free block keeps its KV until it is taken, from the head of the queue: blocks that hold nothing, then saved ones,
+    then unsaved ones, each in the order in which they came free.
     """
 
     def __init__(self, blocks: int) -> None:
-        self._empty = list(range(blocks))[::-1]
-        """The head of the queue: free blocks that hold nothing, and are found by nobody. The last is taken first."""
-        self._kept: OrderedDict[int, None] = OrderedDict()
-        """Behind them: those that are saved, the first to be taken first."""
-        self._saved = set[int]()
-        """Saved ones, free or not."""
-        self._queue: OrderedDict[int, None] = OrderedDict()
-        """The rest of it: the others that have keys."""
+        self.size = blocks
         self.marks = Marks(blocks)
+        self._empty = list(range(blocks))[::-1]
+        """Free blocks that hold nothing. The last is taken first."""
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        """Free blocks that are saved."""
+        self._rest: OrderedDict[int, None] = OrderedDict()
+        """The other free blocks that hold something."""
+        self._saved: set[int] = set()
+        """Saved blocks, free or not."""
         self._users = [0] * blocks
-        self._key: list[bytes | None] = [None] * blocks
+        self._name: list[BlockName | None] = [None] * blocks
         self._cached: dict[BlockName, int] = {}
-        self._copies: dict[bytes, list[int]] = {}  # further blocks of the same key, which nobody finds meanwhile
+        self._copies: dict[BlockName, list[int]] = {}  # further blocks of the same name, which nobody finds meanwhile
 
     def __len__(self) -> int:
-        """How many blocks are free."""
-        return len(self._empty) + len(self._kept) + len(self._queue)
-
-    def names(self) -> Iterator[BlockName | None]:
-        """What the free blocks hold, from the head on."""
-        return chain(repeat(None, len(self._empty)), map(self._key.__getitem__, chain(self._kept, self._queue)))
+        return len(self._empty) + len(self._kept) + len(self._rest)
 
     def users(self, block: int) -> int:
+        """Return how many references a block has."""
         return self._users[block]
 
-    def mark(self, name: BlockName) -> Mark | None:
-        """Mark of the block that holds this; None if no block does."""
-        block = self._cached.get(name)
-        return None if block is None else self.marks[block]
-
-    def hit(self, keys: Iterable[bytes], serves: Callable[[int], bool] = lambda block: True) -> list[int]:
-        """The blocks of these keys up to the first that is not here, or that may not be served to who asks."""
-        blocks = []
+    def lookup(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
+        """See Pool."""
         find = self._cached.get
-        for key in keys:
-            block = find(key)
+        return [find((group, block_hash), -1) for block_hash in block_hashes]
+
+    def hit(
+        self, block_hashes: Iterable[bytes], serves: Callable[[int], bool] = lambda block: True, group: int = 0
+    ) -> list[int]:
+        """Return the blocks up to the first that is not here, or that may not be served to who asks."""
+        blocks = []
+        for block_hash in block_hashes:
+            block = self._cached.get((group, block_hash))
             if block is None or not serves(block):
                 break
             blocks.append(block)
         return blocks
 
-    def hold(self, name: BlockName) -> int | None:
-        """The block with that key, with one more user; there is one group."""
-        block = self._cached.get(name)
-        self.touch(() if block is None else (block,))
-        return block
-
-    def touch(self, blocks: Iterable[int]) -> None:
-        """One more user for each, which have keys."""
-        users = self._users
-        for block in blocks:
-            if not users[block]:
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """See Pool."""
+        for block in block_ids:
+            if not self._users[block]:
                 self._unqueue(block)
-            users[block] += 1
+            self._users[block] += 1
 
     def _unqueue(self, block: int) -> None:
-        del (self._kept if block in self._kept else self._queue)[block]
+        del (self._kept if block in self._kept else self._rest)[block]
 
     def take(self, count: int) -> list[int]:
-        """The first so many free blocks, for one user; what they held is lost."""
+        """See Pool."""
         at = max(0, len(self._empty) - count)
         blocks = self._empty[at:][::-1]
         del self._empty[at:]
         while len(blocks) < count:
-            block, _ = (self._kept or self._queue).popitem(last=False)
+            block, _ = (self._kept or self._rest).popitem(last=False)
             self._lose(block)
             blocks.append(block)
         for block in blocks:
@@ -88,81 +78,118 @@ class SimulatedPool:
         self.marks.clear(blocks)
         return blocks
 
-    def cache(self, block: int, key: bytes, depth: int = 0, group: int | None = None) -> None:
-        """A block, which had no key, has one from now on."""
-        self.cache_all((block,), (key,))
+    def cache(self, block_id: int, group: int, block_hash: bytes, position: int = 0) -> None:
+        """See Pool."""
+        self.cache_all((block_id,), (block_hash,), group)
 
-    def cache_all(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        """The same of several."""
-        key_of, enter = self._key, self._cached.setdefault
-        for block, key in zip(blocks, keys, strict=True):
-            key_of[block] = key
-            if (first := enter(key, block)) == block:
+    def cache_all(self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group: int = 0) -> None:
+        """Enter several blocks, which held nothing, into the prefix cache."""
+        for block, block_hash in zip(block_ids, block_hashes, strict=True):
+            name = group, block_hash
+            self._name[block] = name
+            if (first := self._cached.setdefault(name, block)) == block:
                 continue
-            copies = self._copies.setdefault(key, [])
+            copies = self._copies.setdefault(name, [])
             if self.marks[first] > self.marks[block]:  # the exact copy is the one that is found
-                self._cached[key] = block
+                self._cached[name] = block
                 copies.append(first)
             else:
                 copies.append(block)
+            if first in self._saved:
+                self._saved.add(block)
 
-    def block_ids(self, blocks: Sequence[int]) -> Sequence[int]:
-        """Their numbers: here these are the blocks themselves."""
-        return blocks
-
-    def give_back(self, blocks: Iterable[int]) -> None:
-        """One user less for each; the first of those that are free then is overwritten first."""
-        users, keys, empty = self._users, self._key, list[int]()
-        for block in blocks:
-            users[block] = left = users[block] - 1
+    def free(self, block_ids: Iterable[int]) -> None:
+        """See Pool."""
+        empty = list[int]()
+        for block in block_ids:
+            self._users[block] = left = self._users[block] - 1
             if not left:
-                if keys[block] is None:
+                if self._name[block] is None:
                     empty.append(block)
                 else:
-                    (self._kept if block in self._saved else self._queue)[block] = None
+                    (self._kept if block in self._saved else self._rest)[block] = None
         self._empty += reversed(empty)
 
-    def release(self, keys: Iterable[bytes]) -> None:
-        """Blocks of these keys which nobody uses hold nothing any more, and are overwritten next, the last first."""
-        for block in self._blocks_of(keys):
+    def clear(self) -> None:
+        """Empty the prefix cache, as vLLM's reset does. No block is referenced, or only by transfers."""
+        for block in (*self._kept, *self._rest):
+            self._empty.append(block)
+        self._kept.clear()
+        self._rest.clear()
+        self._saved.clear()
+        self._name = [None] * self.size
+        self._cached.clear()
+        self._copies.clear()
+        self.marks.clear(range(self.size))
+
+    def release(self, group: int, block_hashes: Iterable[bytes]) -> None:
+        """See Pool."""
+        for block in self._blocks_of(group, block_hashes):
             if not self._users[block]:
                 self._unqueue(block)
                 self._lose(block)
                 self._empty.append(block)
 
-    def keep(self, keys: Iterable[bytes]) -> None:
-        """Blocks of these keys are saved, and stand before unsaved ones, the first first."""
-        for block in self._blocks_of(keys):
+    def keep(self, group: int, block_hashes: Iterable[bytes]) -> None:
+        """See Pool."""
+        for block in self._blocks_of(group, block_hashes):
             if not self._users[block]:
                 self._unqueue(block)
                 self._kept[block] = None
             self._saved.add(block)
 
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """Blocks of these keys are saved no more, and stand last, the first at the very end."""
-        for block in reversed(self._blocks_of(keys)):
-            if not self._users[block]:
+    def lead(self, group: int, block_hashes: Iterable[bytes]) -> None:
+        """See Pool."""
+        for block in reversed(self._blocks_of(group, block_hashes)):
+            if block in self._kept:
+                self._kept.move_to_end(block, last=False)
+
+    def forget(self, group: int, block_hashes: Iterable[bytes]) -> None:
+        """See Pool."""
+        for block in reversed(self._blocks_of(group, block_hashes)):
+            if block in self._kept:
                 self._unqueue(block)
-                self._queue[block] = None
+                self._rest[block] = None
             self._saved.discard(block)
 
-    def _blocks_of(self, keys: Iterable[bytes]) -> list[int]:
-        """All blocks of these keys."""
-        first = ((key, self._cached.get(key)) for key in dict.fromkeys(keys))
-        return [block for key, one in first if one is not None for block in (one, *self._copies.get(key, ()))]
+    def runway(self, most: int) -> int:
+        """See Pool."""
+        return min(most, len(self._empty) + len(self._kept))
+
+    def unsaved(self, most: int) -> Iterator[Unsaved]:
+        """See Pool."""
+        before = len(self._empty) + len(self._kept)
+        return (self._named(block) for block in list(islice(self._rest, max(0, most - before))))
+
+    def redundant(self, spare: int) -> Iterator[Unsaved]:
+        """See Pool."""
+        used = [block for block in self._saved if self._users[block]]
+        later = list(islice(reversed(self._kept), max(0, len(self._kept) - spare)))
+        return (self._named(block) for block in chain(used, later))
+
+    def _named(self, block: int) -> Unsaved:
+        name = self._name[block]
+        assert name is not None
+        return Unsaved(*name, block)
+
+    def _blocks_of(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
+        """Return all blocks of these names."""
+        names = [(group, block_hash) for block_hash in dict.fromkeys(block_hashes)]
+        first = ((name, self._cached.get(name)) for name in names)
+        return [block for name, one in first if one is not None for block in (one, *self._copies.get(name, ()))]
 
     def _lose(self, block: int) -> None:
-        """A block holds nothing any more."""
+        """Forget what a block holds."""
         self._saved.discard(block)
-        key, self._key[block] = self._key[block], None
-        assert key is not None
-        copies = self._copies.get(key)
+        name, self._name[block] = self._name[block], None
+        assert name is not None
+        copies = self._copies.get(name)
         if copies is None:
-            del self._cached[key]
+            del self._cached[name]
             return
-        if self._cached[key] != block:
+        if self._cached[name] != block:
             copies.remove(block)
         else:
-            self._cached[key] = copies.pop(0)
+            self._cached[name] = copies.pop(0)
         if not copies:
-            del self._copies[key]
+            del self._copies[name]

@@ -7,9 +7,11 @@ from typing import Annotated, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manthan.manager.config.sentences import first_mistake, must_be
-from manthan.manager.sessions.hints import LONGEST_S, SECONDS, TOOL_NAME, ToolName
+from manthan.manager.session.hints import LONGEST_S, SECONDS, TOOL_NAME, ToolName
 
 MOONCAKE_BLOCK_TOKENS = 512
+HASH_NBYTES = 8
+"""Bytes of a block hash."""
 
 _COUNT = "a whole number of tokens, {} or more"
 _TIME = "a number of {}, 0 or more"
@@ -22,14 +24,14 @@ class TraceError(ValueError):
 class TracedRequest(NamedTuple):
     """One request of a trace.
 
-    at: seconds. session: what the client called it, if it did. prompt_blocks: how many of the keys are the prompt's.
-    keys: of all full blocks: the prompt's, and then the answer's as far as the trace tells. expect_return_s, tool:
-    the hints of these names, if the client gave them.
+    at: seconds. session: as the client called it; None if it did not. hashes: block hashes of all full blocks, first the
+    prompt's, then the answer's as far as the trace tells. prompt_blocks: number of the prompt's among them.
+    expect_return_s, tool: the hints of these names, if the client gave them.
     """
 
     at: float
     session: str | None
-    keys: list[bytes]
+    hashes: list[bytes]
     prompt_blocks: int
     input_tokens: int
     output_tokens: int
@@ -68,7 +70,7 @@ class MooncakeLine(BaseModel):
 
 def read_trace(path: str | Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Trace:
     """Read a trace of JSON lines in the format of Mooncake's. Raises TraceError."""
-    path, keys, requests = Path(path), _Prefixes(Path(path).name), []
+    path, prefixes, requests = Path(path), _Prefixes(Path(path).name), []
     name = path.name
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -87,13 +89,13 @@ def read_trace(path: str | Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> T
                 f"input_length {line.input_length}, not {len(line.hash_ids)}"
             )
         full = line.input_length // block_tokens
-        prompt = keys.of(line.hash_ids, number)[:full]
+        prompt = prefixes.of(line.hash_ids, number)[:full]
         said = line.expect_return_s, line.tool
         at = line.timestamp / 1000
         requests.append(TracedRequest(at, None, prompt, full, line.input_length, line.output_length, *said))
     if not requests:
         raise TraceError(f"{name}: there are no requests in it")
-    return Trace(name, block_tokens, sorted(requests, key=lambda request: request.at), len(keys))
+    return Trace(name, block_tokens, sorted(requests, key=lambda request: request.at), len(prefixes))
 
 
 def _checked(text: str, name: str, number: int) -> MooncakeLine:
@@ -114,30 +116,30 @@ def _checked(text: str, name: str, number: int) -> MooncakeLine:
 
 
 class _Prefixes:
-    """Block keys by id, and what stood before each: the same id means the same prefix."""
+    """Block hashes by id, and the id before each: the same id means the same prefix."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._keys: dict[int, tuple[bytes, int | None, int]] = {}  # key, the id before, the line
+        self._known: dict[int, tuple[bytes, int | None, int]] = {}  # block hash, the id before, the line
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._known)
 
     def of(self, ids: list[int], line: int) -> list[bytes]:
-        keys: list[bytes] = []
+        hashes: list[bytes] = []
         before: int | None = None
         for one in ids:
-            known = self._keys.get(one)
+            known = self._known.get(one)
             if known is None:
-                known = self._keys[one] = (b"%d" % one, before, line)
+                known = self._known[one] = (len(self._known).to_bytes(HASH_NBYTES, "big"), before, line)
             elif known[1] != before:
                 raise TraceError(
                     f"{self._name}, line {line}: hash_ids has {one} {_behind(before)}, but line {known[2]} has it "
                     f"{_behind(known[1])}: an id stands for all of the prompt up to its block"
                 )
-            keys.append(known[0])
+            hashes.append(known[0])
             before = one
-        return keys
+        return hashes
 
 
 def _behind(before: int | None) -> str:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from manthan.manager.tiers.arena import Arena, Extent, usable
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Tier
-from manthan.manager.work import RESET
+from manthan.manager.transfer import RESET
 
 Name: TypeAlias = tuple[int, bytes]
 """KV cache group and hash of a block."""

@@ -45,7 +45,7 @@ from manthan.manager.tiers.arena import Arena, Extent
 from manthan.manager.tiers.arena_tier import ArenaTier, Name, Placed
 from manthan.manager.tiers.disk_files import erase, lock, make_folder, open_file, sync_folder, write_all
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found
-from manthan.manager.work import STORE_DOWN
+from manthan.manager.transfer import STORE_DOWN
 
 logger = logging.getLogger("vllm.manthan.disk")
 

@@ -1,7 +1,7 @@
-"""The sessions of this engine, on disk, in SQLite: what the next process is to know of them.
+"""Sessions of this engine on disk, in SQLite, for the next process.
 
-The scheduler's thread only leaves news here. A thread writes them, the last of each session. A process that is killed
-loses what was not written yet: blocks that no session names are dropped by the next one.
+The scheduler's thread only leaves records here. A thread writes them, the last of each session. A killed process loses
+records that were not written yet. The next one drops blocks that no session names.
 """
 
 import json
@@ -10,20 +10,20 @@ import os
 import shutil
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain as chained
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from manthan.manager.pool import BlockName
 from manthan.manager.tiers.disk_files import is_damage, make_folder, set_aside
 from manthan.manager.tiers.sealed import Sealer, SealError
 
 logger = logging.getLogger("vllm.manthan.disk")
 
 JOURNAL = "sessions.sqlite"
-SCHEMA = 5
+SCHEMA = 6
 """Version. A journal of another one is begun anew."""
 CLOSE_S = 5.0
 REST_S = 1.0
@@ -32,76 +32,75 @@ TABLE = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
     facts BLOB NOT NULL,  -- JSON
-    chain BLOB NOT NULL   -- JSON: blocks, resume points, and notes of both
+    saved BLOB NOT NULL   -- JSON: blocks and resume points
 ) WITHOUT ROWID"""
 ID = "id"
-"""Field of sealed facts: the session's id. Its row is called otherwise."""
+"""Field of sealed facts: the session's id. Its row has another name."""
 ABOUT = ("journal",)
 """What sealed rows are bound to, besides their ids."""
+MOST = (1 << 7, 1 << 31, 1 << 16, 2)
+"""Bounds of a block's group, position, exact tokens and mark. A damaged row may have others."""
 FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
 """Exceptions of SQLite and the disk. The last one is of names in a damaged schema."""
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, SealError)
 
 
 class JournalBlock(NamedTuple):
-    """A block of a session, or of a resume point.
+    """A saved block of a session, or of a resume point.
 
-    Args:
-        key: Block hash.
-        group: KV cache group.
-        at: Place among the blocks of its group.
-        exact: Number of its first tokens that are exact.
-        mark: See `manthan.manager.sessions.marks`.
+    position: among the blocks of its session and group. exact: number of its first tokens that are exact. mark: see
+    `manthan.manager.pool.Mark`. note: bytes that are kept with it for others.
     """
 
-    key: bytes
+    block_hash: bytes
     group: int
-    at: int
+    position: int
     exact: int
     mark: int = 0
+    note: bytes = b""
+
+    @property
+    def name(self) -> BlockName:
+        """Group and block hash."""
+        return self.group, self.block_hash
 
 
-class JournalAnchor(NamedTuple):
+class JournalPoint(NamedTuple):
     """Blocks that other KV cache groups have at a resume point, `depth` blocks into the session."""
 
     depth: int
     parts: tuple[JournalBlock, ...]
 
 
-class JournalChain(NamedTuple):
-    """Saved blocks of a session."""
+class SavedBlocks(NamedTuple):
+    """Saved blocks of a session, and its resume points."""
 
     blocks: tuple[JournalBlock, ...]
-    anchors: tuple[JournalAnchor, ...] = ()
-
-    def all(self) -> Iterator[JournalBlock]:
-        """Yield the session's blocks, and then those of each resume point."""
-        return chained(self.blocks, *(anchor.parts for anchor in self.anchors))
+    points: tuple[JournalPoint, ...] = ()
 
 
-GONE = JournalChain(())
+GONE = SavedBlocks(())
 
 
 @dataclass(frozen=True)
 class JournalSession:
     """A session as the next process finds it.
 
-    Args:
-        facts: What JSON can hold.
-        chain: None if it is as it was; without blocks if the session is gone.
-        notes: What others want to keep of each block of the chain. They stay as they were if the chain does.
+    facts: of JSON's types. saved: None to leave what was written before; without blocks if the session is gone.
     """
 
     session_id: str
     facts: Mapping[str, Any] = field(default_factory=dict)
-    chain: JournalChain | None = GONE
-    notes: tuple[bytes, ...] = ()
+    saved: SavedBlocks | None = GONE
 
 
 class Journal:
-    """folder: where it lies. sealer: of what it says; None to write that down as it is.
+    """The journal in a folder.
 
-    A damaged one is set aside, and a new one is begun. Where none can be, sessions are known to this process only.
+    A damaged one is set aside, and a new one is begun. If that is impossible, only this process knows its sessions.
+
+    Args:
+        sealer: seals rows; None to write them as they are.
     """
 
     def __init__(self, folder: Path, sealer: Sealer | None = None) -> None:
@@ -130,13 +129,13 @@ class Journal:
             return _opened_whole(None)
 
     def sessions(self) -> Iterator[JournalSession]:
-        """Yield all that were written. What cannot be read is left out, and removed."""
+        """Yield all sessions that were written. Unreadable ones are left out, and removed."""
         bad = []
-        for row_id, facts, chain in self._rows():
+        for row_id, facts, saved in self._rows():
             try:
                 found: dict[str, Any] = json.loads(self._opened(facts, row_id, "facts"))
                 session_id = row_id if self._sealer is None else found.pop(ID)
-                yield JournalSession(session_id, found, *_unpacked(self._opened(chain, row_id, "chain")))
+                yield JournalSession(session_id, found, _unpacked(self._opened(saved, row_id, "saved")))
             except UNREADABLE:
                 bad.append((row_id,))
         if bad:
@@ -145,14 +144,14 @@ class Journal:
                 self._db.executemany("DELETE FROM sessions WHERE id = ?", bad)
 
     def _rows(self) -> Iterator[tuple[Any, ...]]:
-        """Rows up to the first that SQLite cannot find."""
+        """Yield rows up to the first that SQLite cannot find."""
         try:
-            yield from self._db.execute("SELECT id, facts, chain FROM sessions")
+            yield from self._db.execute("SELECT id, facts, saved FROM sessions")
         except FAULTS as error:
             logger.warning("Manthan: %s: sessions cannot be read: %s", self.path, error)
 
     def tell(self, sessions: Iterable[JournalSession]) -> None:
-        """These are not what they were."""
+        """Have these sessions written."""
         with self._wake:
             for session in sessions:
                 self._add(session)
@@ -160,21 +159,21 @@ class Journal:
                 self._wake.notify()
 
     def _add(self, session: JournalSession) -> None:
-        """Over what was told before and is not written yet."""
+        """Replace a record that is not written yet."""
         before = self._news.get(session.session_id)
-        if session.chain is None and before is not None:
-            session = replace(session, chain=before.chain, notes=before.notes)
+        if session.saved is None and before is not None:
+            session = replace(session, saved=before.saved)
         self._news[session.session_id] = session
 
     def clear(self) -> None:
-        """No session is known any more."""
+        """Forget all sessions."""
         with self._wake:
             self._news.clear()
             self._is_cleared = True
             self._wake.notify()
 
     def close(self) -> None:
-        """All that was told is written, if that is possible within a bounded time."""
+        """Write what is left, if that is possible within CLOSE_S."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -207,18 +206,22 @@ class Journal:
         return text.encode() if self._sealer is None else self._sealer.seal(text.encode(), "", *ABOUT, row_id, part)
 
     def _opened(self, value: bytes, row_id: str, part: str) -> bytes:
-        """Raises UNREADABLE."""
+        """Return what was sealed, or raise one of UNREADABLE."""
         return value if self._sealer is None else self._sealer.open(value, "", *ABOUT, row_id, part)
 
     def _take_back(self, news: dict[str, JournalSession], was_cleared: bool) -> None:
-        """What could not be written is still to be, but for what was told since."""
+        """Keep records that could not be written, but for sessions of which newer ones have come."""
         since, self._news = self._news, {} if self._is_cleared else news
         self._is_cleared |= was_cleared
         for session in since.values():
             self._add(session)
 
     def _write(self, news: Iterable[JournalSession], is_cleared: bool) -> None:
-        """All or nothing. Raises sqlite3.Error."""
+        """Write all of these or none.
+
+        Raises:
+            sqlite3.Error: None was written.
+        """
         self._db.execute("BEGIN IMMEDIATE")
         try:
             if is_cleared:
@@ -233,20 +236,20 @@ class Journal:
 
     def _write_session(self, session: JournalSession) -> None:
         row_id = session.session_id if self._sealer is None else self._sealer.name(session.session_id)
-        if session.chain is not None and not session.chain.blocks:
+        if session.saved is not None and not session.saved.blocks:
             self._db.execute("DELETE FROM sessions WHERE id = ?", (row_id,))
             return
         said = {} if self._sealer is None else {ID: session.session_id}
         facts = self._sealed(json.dumps({**session.facts, **said}), row_id, "facts")
-        if session.chain is None:
+        if session.saved is None:
             self._db.execute("UPDATE sessions SET facts = ? WHERE id = ?", (facts, row_id))
             return
-        chain = self._sealed(_packed(session.chain, session.notes), row_id, "chain")
-        self._db.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", (row_id, facts, chain))
+        saved = self._sealed(_packed(session.saved), row_id, "saved")
+        self._db.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", (row_id, facts, saved))
 
 
 def _opened_whole(path: Path | None) -> sqlite3.Connection:
-    """The database, for its owner only, with its table; in memory where there is no path. Raises FAULTS."""
+    """Return the database, for its owner only; in memory without a path. Raise one of FAULTS if that fails."""
     if path is not None:  # SQLite's other files get the same mode
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     db = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
@@ -259,7 +262,7 @@ def _opened_whole(path: Path | None) -> sqlite3.Connection:
             db.execute("DROP TABLE IF EXISTS sessions")
             db.execute(f"PRAGMA user_version={SCHEMA}")
         db.execute(TABLE)
-        db.execute("SELECT id, facts, chain FROM sessions LIMIT 1").fetchone()
+        db.execute("SELECT id, facts, saved FROM sessions LIMIT 1").fetchone()
     except BaseException:
         db.close()
         raise
@@ -275,7 +278,7 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _set_aside(path: Path, error: Exception) -> bool:
-    """Rename a damaged journal and what SQLite keeps beside it. False if that is not possible."""
+    """Rename a damaged journal and SQLite's other files. Return False if that is not possible."""
     if not set_aside(path, error):
         return False
     for end in ("-wal", "-shm"):
@@ -288,21 +291,26 @@ def _set_aside(path: Path, error: Exception) -> bool:
     return True
 
 
-def _packed(chain: JournalChain, notes: Iterable[bytes]) -> str:
-    anchors = [(depth, _hexed(parts)) for depth, parts in chain.anchors]
-    return json.dumps((_hexed(chain.blocks), anchors, [note.hex() for note in notes]))
+def _packed(saved: SavedBlocks) -> str:
+    return json.dumps((_hexed(saved.blocks), [(depth, _hexed(parts)) for depth, parts in saved.points]))
 
 
 def _hexed(blocks: Iterable[JournalBlock]) -> list[tuple[str | int, ...]]:
-    return [(block.key.hex(), *block[1:]) for block in blocks]
+    return [(block.block_hash.hex(), *block[1:-1], block.note.hex()) for block in blocks]
 
 
-def _unpacked(data: bytes) -> tuple[JournalChain, tuple[bytes, ...]]:
-    """Return what `_packed` was given. Raises UNREADABLE."""
-    blocks, anchors, notes = json.loads(data)
-    found = tuple(JournalAnchor(int(depth), _unhexed(parts)) for depth, parts in anchors)
-    return JournalChain(_unhexed(blocks), found), tuple(map(bytes.fromhex, notes))
+def _unpacked(data: bytes) -> SavedBlocks:
+    """Return the argument of `_packed`, or raise one of UNREADABLE."""
+    blocks, points = json.loads(data)
+    return SavedBlocks(_unhexed(blocks), tuple(JournalPoint(int(depth), _unhexed(parts)) for depth, parts in points))
 
 
-def _unhexed(blocks: Iterable[tuple[str, int, int, int, int]]) -> tuple[JournalBlock, ...]:
-    return tuple(JournalBlock(bytes.fromhex(key), *map(int, numbers)) for key, *numbers in blocks)
+def _unhexed(blocks: Iterable[Sequence[Any]]) -> tuple[JournalBlock, ...]:
+    return tuple(map(_block, blocks))
+
+
+def _block(values: Sequence[Any]) -> JournalBlock:
+    block_hash, group, position, exact, mark, note = values
+    if any(not 0 <= number < most for number, most in zip(values[1:5], MOST, strict=True)):
+        raise ValueError(f"a block is {values}")
+    return JournalBlock(bytes.fromhex(block_hash), group, position, exact, mark, bytes.fromhex(note))

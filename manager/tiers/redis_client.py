@@ -16,7 +16,7 @@ from redis.retry import Retry
 
 from manthan.manager.config.model import REDIS_PASSWORD, ConfigError, RedisConfig
 from manthan.manager.tiers.tier import STORE_FULL, TierError
-from manthan.manager.work import STORE_DOWN
+from manthan.manager.transfer import STORE_DOWN
 
 Client: TypeAlias = Any  # redis.Redis: its annotations leave open what is bytes and what is str
 

@@ -1,9 +1,9 @@
 """Names of Manthan's data in Redis. docs/redis.md shows it with redis-cli.
 
-    manthan:{NAME}:session:ID           hash: a session, for people
-    manthan:NAME:block:KEY:GROUP:RANK   string: one rank's compressed block, see manthan.codec.wire
+    manthan:{NAME}:session:ID            hash: a session, for people
+    manthan:NAME:block:HASH:GROUP:RANK   string: one rank's compressed block, see manthan.codec.wire
 
-KEY is vLLM's block hash, GROUP the KV cache group. With `volatile-ttl` the server evicts what has the shortest time to
+HASH is vLLM's block hash, GROUP the KV cache group. With `volatile-ttl` the server evicts what has the shortest time to
 live. Times to live fall along a session, so that its tail goes first.
 """
 
@@ -16,10 +16,9 @@ from datetime import UTC, datetime
 from urllib.parse import quote
 
 FALL, HALF = 0.25, 512
-"""Share of the time to live that the last block of an endless session has less than the first; at depth HALF, half of
-that."""
+"""Share of the time to live by which the last block of an endless session lives shorter; at depth HALF, half of it."""
 SAMPLES = 64
-"""A session's hash names at most so many of its block hashes, by their first bytes."""
+"""Most block hashes that a session's hash names, by their first bytes."""
 FIRST_TTL = 0.5
 """Share of the time to live that a block is stored with, until its session is told."""
 
@@ -28,8 +27,8 @@ FIRST_TTL = 0.5
 class Namespace:
     """One model's part of a Redis, or of a disk.
 
-    prefix: of all names in Redis. name: the model's last name and a digest of all that decides what its compressed
-    blocks mean.
+    prefix: of all names in Redis. name: last name of the model, and a digest of everything that its compressed blocks
+    depend on.
     """
 
     prefix: str
@@ -37,7 +36,7 @@ class Namespace:
 
     @classmethod
     def of(cls, prefix: str, model: str, identity: Mapping[str, object]) -> "Namespace":
-        """Return the namespace of a model. identity: all that tells its blocks from others'."""
+        """Return the namespace of a model. identity: everything that its blocks depend on."""
         text = json.dumps(identity, sort_keys=True, default=str)
         slug = re.sub(r"[^a-z0-9.]+", "-", model.rstrip("/").rpartition("/")[2].lower()).strip("-")[:40]
         return cls(prefix, f"{slug or 'model'}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
@@ -46,8 +45,9 @@ class Namespace:
         """Key of a session's hash. Characters that a shell might stumble over are percent-encoded."""
         return f"{self.prefix}{{{self.name}}}:session:{quote(session_id, safe='@~+,=/', errors='surrogatepass')}"
 
-    def block(self, group: int, key: bytes, rank: int) -> str:
-        return f"{self.prefix}{self.name}:block:{key.hex()}:{group}:{rank}"
+    def block(self, group: int, block_hash: bytes, rank: int) -> str:
+        """Key of one rank's compressed block."""
+        return f"{self.prefix}{self.name}:block:{block_hash.hex()}:{group}:{rank}"
 
 
 def lives_s(ttl_s: float, depth: int) -> float:
@@ -55,20 +55,21 @@ def lives_s(ttl_s: float, depth: int) -> float:
     return ttl_s * (1 - FALL * depth / (depth + HALF))
 
 
-def sample(keys: Sequence[bytes]) -> str:
+def sample(block_hashes: Sequence[bytes]) -> str:
     """Return the first bytes of some of a session's block hashes, the last one among them: "7:9f3a01bc 15:e07b33d2"."""
-    count = len(keys)
+    count = len(block_hashes)
     some = {(n + 1) * count // SAMPLES - 1 for n in range(SAMPLES)} if count > SAMPLES else range(count)
-    return " ".join(f"{at}:{keys[at].hex()[:8]}" for at in sorted(some))
+    return " ".join(f"{at}:{block_hashes[at].hex()[:8]}" for at in sorted(some))
 
 
-def shared_blocks(sampled: str, keys: Sequence[bytes]) -> int:
-    """Return how many blocks a prompt begins with that are also a session's, as far as its `sample` tells.
+def shared_blocks(sampled: str, block_hashes: Sequence[bytes]) -> int:
+    """Return how many first blocks of a prompt a session has, as far as its `sample` tells.
 
-    A block hash covers all tokens before it, so that the last one in common settles those before it.
+    A block hash covers all tokens before it. So the last common one settles those before it.
     """
     pairs = (word.split(":") for word in sampled.split())
-    depths = (int(at) for at, start in pairs if int(at) < len(keys) and keys[int(at)].hex()[:8] == start)
+    some = ((int(at), start) for at, start in pairs)
+    depths = (at for at, start in some if at < len(block_hashes) and block_hashes[at].hex()[:8] == start)
     return max(depths, default=-1) + 1
 
 

@@ -1,7 +1,7 @@
-"""Sessions in Redis: which blocks are there, one hash a session, and times to live. All on a thread of its own.
+"""Sessions in Redis: lookups of blocks, one hash a session, and times to live. All on a thread of its own.
 
-The engine's thread leaves questions and news here and fetches answers. News that cannot be told while Redis is down are
-told when it is back: news of a session replace what was to be told of it before.
+The engine's thread leaves lookups and records here and fetches answers. Records that cannot be written while Redis is
+down are written when it is back, the last one of each session.
 """
 
 import logging
@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
-from manthan.manager.sessions.session import Drop, DropCause
+from manthan.manager.events import BlocksDropped, DropCause
+from manthan.manager.pool import BlockName
 from manthan.manager.tiers.redis_client import BATCH, Circuit, Client, pipelined
 from manthan.manager.tiers.redis_schema import Namespace, lives_s
 from manthan.manager.tiers.sealed import Sealer
@@ -20,45 +21,45 @@ from manthan.manager.tiers.tier import TierError
 
 logger = logging.getLogger("vllm.manthan.redis")
 
-Needed: TypeAlias = Callable[[int], Sequence[tuple[int, bytes]]]
-"""Blocks of other KV cache groups, by group and key, that a request needs to go on behind so many blocks."""
+Needed: TypeAlias = Callable[[int], Sequence[BlockName]]
+"""Returns the blocks of other KV cache groups that a request needs to go on behind a number of blocks."""
 CLOSE_S = 5.0
 REST_S = 0.5
 RENEW = 1 / 16
-"""A session that is used is renewed when this share of its time to live has passed."""
+"""The blocks of a session that is used are renewed when this share of their time to live has passed."""
 FIRST, MOST = 32, 1024
-"""Blocks that are asked for at first, so that a prompt that nobody knows costs one short question, and at most."""
+"""Blocks of the first question of a lookup, so that an unknown prompt costs a short one only, and of the longest."""
 SIZED = 16
-"""Blocks of a prompt whose sizes are asked for. The others take about as much as the one before."""
+"""Number of blocks of a prompt whose sizes are asked for. The others take about as much as the one before."""
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
-"""Causes of drops that delete blocks, though other engines may use them. What only makes room stays."""
+"""Causes of drops that delete blocks, though other engines may use them. Drops that only make room delete none."""
 LASTING = (DropCause.EXPIRED, DropCause.RELEASED)
 """Those that are carried out later if Redis is down."""
 
 
-class Anchored(NamedTuple):
-    """Number of the prompt's blocks behind which all other groups' blocks are stored, and the sizes of these."""
+class StoredPoint(NamedTuple):
+    """Number of looked up blocks behind which all that other groups need is stored, and the sizes of that."""
 
     blocks: int
     sizes: Sequence[int]
 
 
 class LookupResult(NamedTuple):
-    """Sizes of a prompt's blocks that are stored, up to the first that is not; and where the request can go on.
+    """Sizes of a prompt's blocks that are stored, up to the first that is not, and the deepest resume point there.
 
-    sampled: the `schema.sample` of the session's blocks, as the last engine that served it told.
+    sampled: the `redis_schema.sample` of the session's blocks, as the last engine that served it told.
     """
 
     sizes: Sequence[int] = ()
-    anchored: Anchored | None = None
+    point: StoredPoint | None = None
     sampled: str = ""
 
 
 class SessionRecord(NamedTuple):
     """A session as it is now.
 
-    fields: of its hash; None for one that is forgotten. used: Unix time of its last use. blocks: group, key and depth
-    of each stored block.
+    fields: of its hash; None for one that is forgotten. used: Unix time of its last use. blocks: group, block hash and
+    position of each stored block.
     """
 
     session_id: str
@@ -71,7 +72,7 @@ class _Lookup(NamedTuple):
     request_id: str
     session_id: str
     group: int
-    keys: Sequence[bytes]
+    hashes: Sequence[bytes]
     needed: Needed | None
 
 
@@ -79,10 +80,10 @@ class RedisSessions:
     """Never makes the engine's thread wait.
 
     Args:
-        ranks: Number of ranks that each store a part of a block.
-        facts: Fields that all hashes have. `engine` tells whose a hash is.
-        ring: Called on this thread when there is an answer to take.
-        sealer: Names sessions where blocks are sealed.
+        ranks: number of ranks that each store a part of a block.
+        facts: fields that all hashes have. `engine` names the engine that wrote it.
+        answered: called on this thread when there is an answer to take.
+        sealer: names sessions where blocks are sealed.
     """
 
     def __init__(
@@ -93,17 +94,17 @@ class RedisSessions:
         ranks: int,
         ttl_s: float,
         facts: Mapping[str, object],
-        ring: Callable[[], None],
+        answered: Callable[[], None],
         sealer: Sealer | None = None,
     ) -> None:
         self._client, self._circuit, self._ranks, self._ttl_s = client, circuit, ranks, ttl_s
         self._base = self._namespace = namespace
-        self._facts, self._ring, self._sealer = facts, ring, sealer
+        self._facts, self._answered, self._sealer = facts, answered, sealer
         self._wake = threading.Condition()
         self._lookups: list[_Lookup] = []
         self._answers: dict[str, LookupResult] = {}
         self._records: dict[str, SessionRecord] = {}
-        self._deletes: dict[tuple[int, bytes], None] = {}  # by group and block hash
+        self._deletes: dict[BlockName, None] = {}
         self._renewed: dict[str, tuple[int, float]] = {}  # by session, how many blocks, and when
         self._was_up, self._closing = True, False
         self._thread = threading.Thread(target=self._run, name="manthan-redis", daemon=True)
@@ -111,36 +112,37 @@ class RedisSessions:
     # -- the engine's thread --------------------------------------------------------------------------
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def look_up(
-        self, request_id: str, session_id: str, group: int, keys: Sequence[bytes], needed: Needed | None = None
+        self, request_id: str, session_id: str, group: int, hashes: Sequence[bytes], needed: Needed | None = None
     ) -> bool:
-        """Ask which of these blocks are stored. Returns False if no answer will come.
+        """Ask which of these blocks are stored. Return False if no answer will come.
 
         Args:
-            session_id: Session that the request belongs to.
-            needed: Called on another thread.
+            session_id: session that the request belongs to.
+            needed: called on another thread; None for a model without other groups.
         """
         if not self._circuit.is_up:
             return False
         with self._wake:
-            self._lookups.append(_Lookup(request_id, session_id, group, tuple(keys), needed))
+            self._lookups.append(_Lookup(request_id, session_id, group, tuple(hashes), needed))
             self._wake.notify()
         return True
 
-    def tell(self, records: Iterable[SessionRecord], drops: Iterable[Drop]) -> None:
-        """Leave news: sessions that have changed, and blocks that this engine has dropped."""
+    def tell(self, records: Iterable[SessionRecord], drops: Iterable[BlocksDropped]) -> None:
+        """Leave records of sessions that have changed, and blocks that this engine has dropped."""
         with self._wake:
             causes = DELETED if self._circuit.is_up else LASTING
             for drop in drops:
                 if drop.cause in causes:
-                    self._deletes.update(((drop.group, key), None) for key in drop.keys)
+                    self._deletes.update(((drop.group, block_hash), None) for block_hash in drop.block_hashes)
             for record in records:
                 self._records[record.session_id] = record
-                for group, key, _ in record.blocks if self._deletes else ():
-                    self._deletes.pop((group, key), None)  # it is stored again
-            if self._has_news:
+                for group, block_hash, _ in record.blocks if self._deletes else ():
+                    self._deletes.pop((group, block_hash), None)  # it is stored again
+            if self._is_behind:
                 self._wake.notify()
 
     def reset(self) -> str:
@@ -160,6 +162,7 @@ class RedisSessions:
 
     @property
     def has_answers(self) -> bool:
+        """True if there are answers to take."""
         return bool(self._answers)
 
     @property
@@ -168,6 +171,7 @@ class RedisSessions:
         return self._circuit.is_up
 
     def close(self) -> None:
+        """Write what is left, if Redis answers within CLOSE_S."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -179,11 +183,12 @@ class RedisSessions:
     # -- this thread ----------------------------------------------------------------------------------
 
     @property
-    def _has_news(self) -> bool:
+    def _is_behind(self) -> bool:
+        """True if Redis is to be told something."""
         return bool(self._records or self._deletes)
 
     def _run(self) -> None:
-        while not (self._closing and not (self._has_news and self._circuit.is_up)):
+        while not (self._closing and not (self._is_behind and self._circuit.is_up)):
             with self._wake:
                 self._wake.wait_for(self._is_due, None if self._circuit.is_up else max(0.01, self._circuit.wait_s))
                 lookups, self._lookups = self._lookups, []
@@ -193,42 +198,44 @@ class RedisSessions:
                 with self._wake:
                     self._answers[lookup.request_id] = found if namespace is self._namespace else LookupResult()
             if lookups:
-                self._ring()
+                self._answered()
             self._try(namespace)
             self._log_state()
 
     def _is_due(self) -> bool:
-        return bool(self._lookups or self._closing or (self._has_news and not self._circuit.wait_s))
+        return bool(self._lookups or self._closing or (self._is_behind and not self._circuit.wait_s))
 
     def _look_up(self, namespace: Namespace, lookup: _Lookup) -> LookupResult:
         try:
-            sizes = self._found(namespace, lookup.group, lookup.keys)
-            anchored = self._anchored(namespace, len(sizes), lookup.needed) if lookup.needed is not None else None
+            sizes = self._found(namespace, lookup.group, lookup.hashes)
+            point = self._point(namespace, len(sizes), lookup.needed) if lookup.needed is not None else None
             [sampled] = self._ask([("HGET", self._name(namespace, lookup.session_id), "hashes")]) if sizes else [None]
-            return LookupResult(sizes, anchored, (sampled or b"").decode())
+            return LookupResult(sizes, point, (sampled or b"").decode())
         except TierError:
             pass
         except Exception:  # the request must get an answer, and this thread must live
             logger.exception("Manthan: a lookup in Redis failed")
         return LookupResult()
 
-    def _found(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> list[int]:
+    def _found(self, namespace: Namespace, group: int, hashes: Sequence[bytes]) -> list[int]:
         """Return sizes of the blocks up to the first that is not there, each on all ranks."""
         count, size = 0, FIRST
-        while count < len(keys):
-            some = keys[count : count + size]
+        while count < len(hashes):
+            some = hashes[count : count + size]
             found = self._head(namespace, group, some)
             count, size = count + found, min(4 * size, MOST)
             if found < len(some):
                 break
         step = max(1, count // SIZED)
-        sizes = self._sizes(namespace, [(group, key) for key in keys[:count:step]])
+        sizes = self._sizes(namespace, [(group, block_hash) for block_hash in hashes[:count:step]])
         return [sizes[at // step] for at in range(count)] if all(sizes) else []
 
-    def _head(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> int:
-        """Return how many of these blocks are there up to the first that is not. The number of those that are is a
-        bound, and mostly the answer."""
-        names = [namespace.block(group, key, rank) for key in keys for rank in range(self._ranks)]
+    def _head(self, namespace: Namespace, group: int, hashes: Sequence[bytes]) -> int:
+        """Return how many of these blocks are there up to the first that is not.
+
+        The number of all that are there is a bound, and mostly the answer.
+        """
+        names = [namespace.block(group, block_hash, rank) for block_hash in hashes for rank in range(self._ranks)]
         least, most = 0, self._count(names) // self._ranks
         at = most
         while least < most:
@@ -244,32 +251,32 @@ class RedisSessions:
         [count] = self._ask([("EXISTS", *names)])
         return int(count)
 
-    def _anchored(self, namespace: Namespace, count: int, needed: Needed) -> Anchored | None:
-        """Deepest place, up to `count` blocks, where all that is needed is stored. It is mostly the first one."""
-        places = 1
+    def _point(self, namespace: Namespace, count: int, needed: Needed) -> StoredPoint | None:
+        """Return the deepest point, up to `count` blocks, at which all is stored. It is mostly the first one."""
+        tried = 1
         while count > 0:
-            some = {at: needed(at) for at in range(count, max(0, count - places), -1)}
+            some = {at: needed(at) for at in range(count, max(0, count - tried), -1)}
             names = list(dict.fromkeys(chain.from_iterable(some.values())))
             sizes = dict(zip(names, self._sizes(namespace, names), strict=True))
             for at, blocks in some.items():
                 if blocks and all(sizes[block] for block in blocks):
-                    return Anchored(at, [sizes[block] for block in blocks])
-            count, places = count - places, min(4 * places, 64)
+                    return StoredPoint(at, [sizes[block] for block in blocks])
+            count, tried = count - tried, min(4 * tried, 64)
         return None
 
-    def _sizes(self, namespace: Namespace, blocks: Sequence[tuple[int, bytes]]) -> list[int]:
-        """Bytes of each block on all ranks; 0 if a rank does not have it."""
+    def _sizes(self, namespace: Namespace, blocks: Sequence[BlockName]) -> list[int]:
+        """Return the bytes of each block on all ranks; 0 if a rank does not have it."""
         ranks = range(self._ranks)
         found = self._ask([("STRLEN", namespace.block(*block, rank)) for block in blocks for rank in ranks])
         each = [found[at : at + self._ranks] for at in range(0, len(found), self._ranks)]
         return [sum(sizes) if all(sizes) else 0 for sizes in each]
 
     def _try(self, namespace: Namespace) -> None:
-        """Tell the news, or see whether Redis is back."""
+        """Write what is left to write, or see whether Redis is back."""
         if self._circuit.wait_s:
             return
         try:
-            if not (self._has_news or self._circuit.is_up):
+            if not (self._is_behind or self._circuit.is_up):
                 self._ask([("PING",)])
             while (record := next(iter(list(self._records.values())), None)) is not None:
                 self._save(namespace, record)
@@ -312,9 +319,9 @@ class RedisSessions:
         count, when = self._renewed.get(session_id, (-1, 0.0))
         if count != len(record.blocks) or record.used - when > RENEW * self._ttl_s:
             self._renewed[session_id] = len(record.blocks), record.used
-            for group, key, depth in record.blocks:
+            for group, block_hash, depth in record.blocks:
                 until = round(1000 * (record.used + lives_s(self._ttl_s, depth)))
-                shards = (namespace.block(group, key, rank) for rank in range(self._ranks))
+                shards = (namespace.block(group, block_hash, rank) for rank in range(self._ranks))
                 commands += [("PEXPIREAT", shard, until, "GT") for shard in shards]
         self._ask(commands)
 

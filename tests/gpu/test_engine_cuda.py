@@ -10,7 +10,7 @@ import torch
 
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedLayout
-from manthan.manager.sessions.session import Drop, DropCause
+from manthan.manager.events import BlocksDropped, DropCause
 from manthan.manager.tiers.arena import room
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
@@ -105,7 +105,7 @@ def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, 
             targets = [free.pop(rng.randrange(len(free))) for _ in keys]
             loading[str(step)] = keys, targets, [stored[key] for key in keys]
             loads.append(jobs.load(keys, targets, str(step), group=GROUP))
-        rests, dropped = rng.random() < 0.3, [Drop(GROUP, drops, DropCause.BUDGET)]
+        rests, dropped = rng.random() < 0.3, [BlocksDropped(GROUP, drops, DropCause.BUDGET)]
         engine.submit_loads(ManthanMetadata(None, dropped, loads=loads, model_rests=rests))
         stores = []
         for _ in range(rng.randrange(6)):

@@ -60,7 +60,7 @@ def test_requests_that_come_at_once_read_what_was_decoded(engine: Engine) -> Non
             futures.append((engine.start(engine.generate(prompt, f"load {n}")), right))
         wrong += [answer.text for future, right in futures if (answer := future.result(60)).text != right]
         if rng.random() < 0.4:
-            engine.wait(lambda: not any(map(engine.sessions, ("hot", "idle", "evicting"))), "cold sessions")
+            engine.wait(lambda: not any(map(engine.sessions, ("active", "idle"))), "cold sessions")
     assert wrong == []
     assert total(engine, "prefetches") > prefetches + 10
     assert engine.failures() == failures

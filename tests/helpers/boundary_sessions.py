@@ -73,13 +73,13 @@ class Engine:
         return list(done.outputs[0].token_ids), done.num_cached_tokens or 0
 
     def go_cold(self) -> None:
-        self.wait(lambda: not any(self.half.manager.usage.sessions[state] for state in ("hot", "idle", "evicting")))
+        self.wait(lambda: not any(self.half.manager.table.states[state] for state in ("active", "idle")))
 
     def wait(self, is_so: Callable[[], bool]) -> None:
         """Let the engine take steps until it is so."""
         end = time.monotonic() + 120
         while not is_so():
-            assert time.monotonic() < end, self.half.manager.usage
+            assert time.monotonic() < end, self.half.manager.usage()
             time.sleep(0.06)
             if self.connector._is_broken or not self.connector.has_pending_push_work():
                 self.ask([7] * 20)
@@ -87,13 +87,13 @@ class Engine:
                 self.llm.llm_engine.step()
 
     def go_cold_and_empty(self) -> None:
-        """No KV is hot."""
+        """Nothing is resident."""
         self.go_cold()
         self.core.scheduler.kv_cache_manager.reset_prefix_cache()
-        self.half.driver.forget_hot(time.monotonic())
+        self.half.driver.forget_resident(time.monotonic())
 
     def empty(self) -> None:
-        """No KV is left, hot or cold."""
+        """No KV is left, resident or saved."""
         assert self.llm.reset_prefix_cache(reset_connector=True)
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
 """Random conversations on an engine in this process, and a subscriber to its KV events. Whenever all is quiet, what is
-stored by its events is what is stored by the manager's books, and what it would promise is kept.
+stored by its events is what is saved by the manager's books, and what it would promise is kept.
 
 On standard input: model, blocks, manthan (its options), seed, folder (for sockets), actions and seconds (of both at
 least so many), resets (whether there are any). On standard output: what came to pass, and what was stored when
@@ -16,6 +16,7 @@ from typing import Any
 
 import vllm_engine  # sets the environment
 from event_subscriber import Name, Subscriber, chain_hashes
+from evicted import evict
 from integrity import check_integrity, stored
 from vllm import EngineArgs, SamplingParams
 from vllm.config import KVEventsConfig
@@ -27,8 +28,9 @@ from manthan.vllm_hooks import kv_transfer_config
 
 PATIENCE_S = 60.0
 LONGEST = 500
-# A time to live ends with a sweep here, never between two lives: the next would not find what it has ended.
-HINTS: list[dict[str, Any]] = [{}, {}, {}, {"pin": True}, {"pin": False}, {"release": True}, {"ttl_s": 3600}]
+LIVES_S = 3600
+# A time to live ends when sessions go cold, never between two engines: the next would not find what it has ended.
+HINTS: list[dict[str, Any]] = [{}, {}, {}, {"pin": True}, {"pin": False}, {"release": True}, {"ttl_s": LIVES_S}]
 
 
 class Talk:
@@ -170,13 +172,15 @@ class Router:
         self.settle()
 
     def let_go_cold(self) -> None:
-        """Some of those that are idle, or all."""
-        manager = self.half.manager
+        """Have two sessions go cold, or all, and end times to live."""
+        sessions = list(self.half.manager.table.by_id.values())
         if self.chance.random() < 0.5:
-            manager.relieve(self.chance.randrange(1, 20), time.monotonic())
+            evict(self.half, self.chance.sample(sessions, min(2, len(sessions))))
         else:
-            manager.sweep(time.monotonic() + manager.idle_after_s)
-        self.half._rung = True
+            evict(self.half)
+            self.settle()
+            self.half.manager.said.expire(time.monotonic() + LIVES_S)
+            self.half.steered()
         self.settle()
 
     def reset(self) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import vllm_engine
+from evicted import evict
 from numpy.typing import NDArray
 from scripts import answer
 from stepped_engine import SteppedEngine
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from manthan.codec import wire
-from manthan.manager.observer import Restored
-from manthan.manager.sessions.session import Session, SessionState
+from manthan.manager.events import Event, Restored
+from manthan.manager.session.blocks import Rows
+from manthan.manager.session.table import SessionState
 from manthan.vllm_hooks.worker.blocks import PackedMemory
 
 Blocks = dict[bytes, NDArray[Any]]
@@ -32,13 +34,11 @@ class ExactSessions:
         [(self.group, self.blocks)] = self.path.blocks.items()
         self.tokenizer = engine.engine.get_tokenizer()
         self.report: dict[str, Any] = {"right": [], "failures": []}
-        restored = self.half.telemetry.restored
+        self.half.manager.events.subscribe(self._note)
 
-        def noting(what: Restored) -> None:
-            self.report["failures"] += what.causes
-            restored(what)
-
-        self.half.telemetry.restored = noting
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Restored):
+            self.report["failures"] += event.causes
 
     # -- what can be done -----------------------------------------------------------------------------
 
@@ -51,21 +51,24 @@ class ExactSessions:
         self.report["right"].append(self.tokenizer.decode(answer) == right)
         return tokens + answer
 
-    def session(self, name: str) -> Session:
-        found: Session = self.half.manager.table.by_id[name]
-        return found
+    def rows(self, session: str) -> Rows:
+        rows: Rows = self.half.manager.table.by_id[session].rows
+        return rows
+
+    def hashes(self, session: str) -> list[bytes]:
+        hashes: list[bytes] = self.half.manager.blocks.hashes(self.rows(session))
+        return hashes
 
     def pool(self, session: str) -> Blocks:
-        """The numbers of a hot session's blocks, in order."""
-        found = {block.key: self.half.pool.get(block.key) for block in self.session(session).chain}
-        memory = self.blocks._memory
-        return {key: np.concatenate(memory.gather(at.block_id), axis=3) for key, at in found.items() if at}
+        """Return the numbers of a session's resident blocks, in order."""
+        hashes, memory = self.hashes(session), self.blocks._memory
+        found = zip(hashes, self.half.pool.lookup(self.group, hashes), strict=True)
+        return {name: np.concatenate(memory.gather(at), axis=3) for name, at in found if at >= 0}
 
     def go_cold(self) -> None:
-        """Everything is evicted, and nothing of it is left in the pool."""
-        manager = self.half.manager
-        manager.sweep(time.monotonic() + manager.idle_after_s)
-        until = time.monotonic() + PATIENCE_S
+        """Evict everything, and leave nothing of it in the pool."""
+        manager, until = self.half.manager, time.monotonic() + PATIENCE_S
+        evict(self.half)
         while {s.state for s in manager.table.by_id.values()} != {SessionState.COLD} or self.half.has_work:
             assert time.monotonic() < until, "sessions do not go cold"
             self.half._rung = True
@@ -77,17 +80,16 @@ class ExactSessions:
             rows[:] = 0
 
     def stored(self, session: str) -> dict[str, Any]:
-        """How many tokens of each block of a cold session are exact, and how many bytes its codes have."""
-        chain = self.session(session).chain
-        codes = list(self.path.store.read(self.group, [block.key for block in chain]))
-        sizes = [None if buf is None else len(buf) for buf in codes]
-        return {"exact": [block.encoding.exact for block in chain], "sizes": sizes}
+        """Return the number of exact tokens and of bytes of each compressed block of a cold session."""
+        bufs = list(self.path.store.read(self.group, self.hashes(session)))
+        sizes = [None if buf is None else len(buf) for buf in bufs]
+        return {"exact": self.half.manager.blocks.exact[self.rows(session)].tolist(), "sizes": sizes}
 
     def usage(self) -> dict[str, Any]:
-        """What is cold as the manager counts it, and as the store does if it counts at all."""
-        usage, store = self.half.manager.usage, self.path.store
+        """Return what is saved as the manager counts it, and as the store does if it counts at all."""
+        usage, store = self.half.manager.usage(), self.path.store
         counted = {name: getattr(store, name, None) for name in ("used", "peak")}
-        return {"cold_bytes": usage.cold_nbytes, "exact_blocks": usage.exact_blocks} | counted
+        return {"cold_bytes": usage.saved_nbytes, "exact_blocks": usage.exact_blocks} | counted
 
     # -- jobs -----------------------------------------------------------------------------------------
 
@@ -108,7 +110,7 @@ class ExactSessions:
     def codecs(self) -> None:
         """In which codecs the blocks of a cold session are, as their headers say, and what the metrics say."""
         self.go_cold()
-        bufs = list(self.path.store.read(self.group, [block.key for block in self.session("user").chain]))
+        bufs = list(self.path.store.read(self.group, self.hashes("user")))
         found = {section.codec for buf in bufs if buf is not None for section in wire.parse(buf).header.sections}
         stats = self.half.telemetry._stats._gauges()
         self.report["codecs"] = sorted(found)

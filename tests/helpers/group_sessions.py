@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch._dynamo
+from evicted import evict
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
 from manthan.codec.base import Numbers
 from manthan.codec.cpu.numbers import as_floats
-from manthan.manager.sessions.session import SessionState
+from manthan.manager.session.table import SessionState
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.worker.blocks import Copies
 
@@ -69,7 +70,7 @@ def let_go_cold(llm: LLM) -> None:
     core: Any = llm.llm_engine.engine_core
     half = core.engine_core.scheduler.connector.scheduler
     manager, until = half.manager, time.monotonic() + PATIENCE_S
-    manager.sweep(time.monotonic() + manager.idle_after_s)
+    evict(half)
     while half.has_work or any(s.state is not SessionState.COLD for s in manager.table.by_id.values()):
         assert time.monotonic() < until, f"sessions do not go cold: {manager.table.by_id}"
         half._rung = True

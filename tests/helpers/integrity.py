@@ -1,17 +1,21 @@
-"""Whether books agree with each other: every total counted again, every link followed both ways.
+"""Checks of the manager's books: every total is counted again, and every link is followed both ways.
 
-It takes time linear in blocks and sessions.
+They take time linear in blocks and sessions.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import HOT_STATES, Block, CodeState, Session, SessionState
+import numpy as np
+
+from manthan.manager.driver import Driver
+from manthan.manager.pool import BlockName
+from manthan.manager.session.blocks import NO_GROUP, SAVED, STORING
+from manthan.manager.session.manager import SessionManager
+from manthan.manager.session.table import Deadlines, Order, ResumePoint, Session, SessionTable
 from manthan.manager.tiers.arena import GRANULE, Arena
 from manthan.manager.tiers.arena_tier import ArenaTier
-from manthan.manager.work import Name
 
 
 class IntegrityError(AssertionError):
@@ -21,14 +25,19 @@ class IntegrityError(AssertionError):
 Findings = Iterator[tuple[bool, str]]
 
 
-def check_integrity(manager: SessionMemoryManager) -> None:
-    """Raise IntegrityError for the first thing that is not as it must be."""
-    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _tips, _chains, _order):
+def check_integrity(manager: SessionManager, driver: Driver | None = None) -> None:
+    """Raise IntegrityError for the first thing that is not as it must be.
+
+    driver: its books are checked as well. No call of it may be under way.
+    """
+    for checks in (_rows, _totals, _sessions, _links, _points, _orders, _budget, _deadlines):
         _raise_for(checks(manager))
+    if driver is not None:
+        _raise_for(_under_way(manager, driver))
 
 
 def check_store(store: Arena | ArenaTier) -> None:
-    """The same of a store's own books. Nothing may be under way there."""
+    """Raise IntegrityError if a tier's books do not agree. Nothing may be under way there."""
     if isinstance(store, Arena):
         _raise_for(_holes(store))
         return
@@ -36,10 +45,304 @@ def check_store(store: Arena | ArenaTier) -> None:
         _raise_for(_placed(store))
 
 
+def stored(manager: SessionManager) -> Iterator[BlockName]:
+    """Yield the names of the blocks that the tiers have."""
+    blocks = manager.blocks
+    for row in blocks.rows().tolist():
+        if blocks.status[row] & SAVED and blocks.group[row] != NO_GROUP:
+            yield blocks.name(row)
+
+
 def _raise_for(findings: Findings) -> None:
     for right, sentence in findings:
         if not right:
             raise IntegrityError(sentence)
+
+
+# -- blocks -----------------------------------------------------------------------------------------------
+
+
+def _rows(manager: SessionManager) -> Findings:
+    """Users, holds, pins and status of every row, and the index."""
+    blocks, sessions = manager.blocks, manager.table.by_id.values()
+    rows = blocks.rows()
+    free = blocks._free[: blocks._free_count].tolist()
+    yield len(set(free)) == len(free), "a row is free twice"
+    users, holds, pins = Counter[int](), Counter[int](), Counter[int]()
+    for session in sessions:
+        users.update(session.rows.tolist())
+    for point in manager.points._at.values():
+        users.update(point.rows.tolist())
+    for request in manager.requests.values():
+        holds.update(request.rows.tolist())
+    for loaded in manager._loading.values():
+        pins.update(loaded.tolist())
+    for name, found in (("users", users), ("holds", holds), ("pins", pins)):
+        kept = Counter(dict(zip(rows.tolist(), getattr(blocks, name)[rows].tolist(), strict=True)))
+        yield +kept == found and min(kept.values(), default=0) >= 0, f"{name} are {+kept}, but there are {found}"
+    status, group = blocks.status[rows], blocks.group[rows]
+    saved, storing = (status & SAVED) > 0, (status & STORING) > 0
+    needed = (blocks.users[rows] > 0) | (blocks.holds[rows] > 0) | (blocks.pins[rows] > 0) | (status > 0)
+    yield bool(needed.all()), f"rows {rows[~needed].tolist()} are needed by nobody"
+    beside = group >= 0 if manager.shape.stores_main else group == NO_GROUP
+    yield bool(((blocks.nbytes[rows] > 0) == (saved & (group != NO_GROUP))).all()), "bytes are not those of saved blocks"
+    yield bool(((blocks.reserved[rows] > 0) == storing).all()), "bytes are reserved for what is not being stored"
+    yield bool((saved | (blocks.moved[rows] == 0)).all()), "a block has moved that is not saved"
+    yield bool((saved | (blocks.pins[rows] == 0)).all()), "a block is read that is not saved"
+    yield bool((saved | beside | (group != NO_GROUP)).all()), "a block that is never stored does not count as saved"
+    for number in np.unique(group).tolist():
+        of_group = rows[group == number]
+        same = (blocks.find(number, blocks.hashes(of_group)) == of_group).all()
+        yield bool(same), f"rows of group {number} are not found by their hashes"
+    by_number = manager.table.by_number
+    for row, origin in zip(rows.tolist(), blocks.origin[rows].tolist(), strict=True):
+        session = by_number.get(origin)
+        known = not origin or (session is not None and session.has(row, int(blocks.depth[row])))
+        yield known, f"row {row} says that session {origin} has it"
+
+
+def _totals(manager: SessionManager) -> Findings:
+    """Sums over rows, by tenant and altogether."""
+    blocks = manager.blocks
+    rows = blocks.rows()
+    saved = rows[(blocks.status[rows] & SAVED) > 0]
+    storing = rows[(blocks.status[rows] & STORING) > 0]
+    nbytes, reserved = blocks.nbytes[rows].astype(int), blocks.reserved[rows].astype(int)
+    taken = Counter[int]()
+    for tenant, size in zip(blocks.tenant[rows].tolist(), (nbytes + reserved).tolist(), strict=True):
+        taken[tenant] += size
+    moved = [int(nbytes[(blocks.moved[rows] >> tier & 1) > 0].sum()) for tier in range(8)]
+    counted = {
+        "rows": (len(blocks), len(rows)),
+        "bytes saved": (blocks.saved_nbytes, int(nbytes.sum())),
+        "bytes reserved": (blocks.reserved_nbytes, int(reserved.sum())),
+        "saved by group": (+Counter(blocks.saved_blocks), Counter(blocks.group[saved].tolist())),
+        "being stored": (blocks.storing, len(storing)),
+        "exact": (blocks.exact_blocks, int((blocks.exact[saved] > 0).sum())),
+        "moved": (blocks.moved_nbytes, moved),
+        "of tenants": (+Counter(dict(enumerate(blocks._tenant_nbytes.tolist()))), +taken),
+        "index": (int((blocks._index >= 0).sum()), len(rows)),
+        "states": (+manager.table.states, Counter(session.state for session in manager.table.by_id.values())),
+    }
+    for name, (kept, found) in counted.items():
+        yield kept == found, f"{name} is kept as {kept}, but there are {found}"
+    numbers = list(blocks._tenants.values())
+    yield len(set(numbers)) == len(numbers), f"tenants have the same number: {blocks._tenants}"
+    yield set(+taken) <= set(numbers), f"bytes are taken by tenants {+taken} of {blocks._tenants}"
+
+
+# -- sessions ---------------------------------------------------------------------------------------------
+
+
+def _sessions(manager: SessionManager) -> Findings:
+    blocks, table, group = manager.blocks, manager.table, manager.shape.session_group
+    for session_id, session in table.by_id.items():
+        rows = session.rows
+        same = session.session_id == session_id and table.by_number.get(session.number) is session
+        yield same, f"{session_id} is {session.session_id}, and its number is another's"
+        in_place = (blocks.depth[rows] == np.arange(len(rows))).all() and (blocks.group[rows] == group).all()
+        yield bool(in_place), f"blocks of {session_id} are of depths {blocks.depth[rows].tolist()}"
+        yield len(rows) > 0 or bool(session.requests), f"{session_id} has neither blocks nor requests"
+        if session.is_cold:
+            yield not session.requests, f"{session_id} is cold, and requests run: {session.requests}"
+            yield bool(blocks.is_saved(rows).all()), f"{session_id} is cold, and not all of it is saved"
+        is_saving = session in manager._saving
+        yield is_saving == (session.saving_since is not None), f"{session_id} is being saved: {is_saving}"
+    yield len(table.by_number) == len(table.by_id), f"{len(table.by_number)} numbers of {len(table.by_id)} sessions"
+    for session in manager._saving:
+        yield table.by_id.get(session.session_id) is session, f"{session.session_id} is being saved and is gone"
+        yield not session.requests and not session.is_cold, f"{session.session_id} is being saved, {session.state}"
+    asked = {(request_id, session.session_id) for session in table.by_id.values() for request_id in session.requests}
+    running = {(request_id, request.session.session_id) for request_id, request in manager.requests.items()}
+    yield running == asked, f"requests run for {running}, and sessions say {asked}"
+
+
+def _links(manager: SessionManager) -> Findings:
+    """Ends, names, prompts and tips by which sessions are found."""
+    table = manager.table
+    sessions = list(table.by_id.values())
+    ends = {(int(session.rows[-1]), session) for session in sessions if len(session.rows)}
+    kept = {(row, session) for row, some in table._ending.items() for session in some or [None]}
+    yield ends == kept, f"{len(ends)} sessions have an end, and {len(kept)} ends are kept"
+    names = {((session.tenant, name), session) for session in sessions for name in {session.name, None}}
+    named = {(name, session) for name, some in table._named.items() for session in some or [None]}
+    yield names == named, f"{len(names)} names are in use, and {len(named)} are kept"
+    counts = Counter(session.tenant for session in sessions)
+    yield table._sessions_of == counts, f"tenants have sessions {table._sessions_of}, but there are {counts}"
+    for name, by_tenant in (("orders", table.order_of), ("numbers", table._anonymous), ("branches", table._forks)):
+        yield set(by_tenant) <= set(counts), f"{name} are kept of tenants {set(by_tenant)}, and there are {set(counts)}"
+    yield set(table._prompt_of) <= set(sessions), "a prompt is of a session that is gone"
+    last = {key: session for session, key in table._prompt_of.items() if table._prompts.get(key) is session}
+    yield table._prompts == last, "prompts by name are not those by session"
+    for (tenant, tip), session in table._remembered.items():
+        yield (session.tenant, session.tip) == (tenant, tip), f"{session.session_id} is remembered by another's tip"
+    for session in sessions:
+        if len(session.rows):
+            longest = table._longest(session.rows, session.name, session.tenant)
+            same = longest is not None and np.array_equal(longest.rows, session.rows)
+            yield same, f"{session.session_id} is not found by its blocks"
+
+
+def _points(manager: SessionManager) -> Findings:
+    points, blocks = manager.points, manager.blocks
+    found: dict[int, ResumePoint] = {}
+    for session in manager.table.by_id.values():
+        depths = [point.depth for point in session.points]
+        yield depths == sorted(set(depths)), f"{session.session_id} has resume points at {depths}"
+        for point in session.points:
+            found[point.row] = point
+            yield session.has(point.row, point.depth - 1), f"{session.session_id} does not reach its resume point"
+            mutual = session in point.sessions and points.at(point.row) is point
+            yield mutual, f"the resume point of {session.session_id} at {point.depth} does not know it"
+        if points.is_needed and session.is_cold:
+            last = depths[-1] if depths else 0
+            yield last == len(session.rows), f"{session.session_id} is cold behind its last resume point, at {last}"
+        stand = [point.depth for point in session.points if points.stands(point)]
+        stand = [depth for depth in stand if depth != session.prompt_depth]
+        yield len(stand) <= 2, f"{session.session_id} keeps resume points that a deeper one makes worthless, at {stand}"
+    yield found == points._at, f"{len(points._at)} resume points are kept, and {len(found)} needed"
+    parts: dict[int, dict[int, ResumePoint]] = {}
+    for row, point in found.items():
+        yield set(point.sessions) <= set(manager.table.by_id.values()), "a resume point is of a session that is gone"
+        for part in point.rows.tolist():
+            parts.setdefault(part, {})[row] = point
+    yield points._of == parts, "blocks of resume points do not know them"
+    read = {row for loaded in manager._loading.values() for row in loaded.tolist()}
+    for row in blocks.rows().tolist():
+        if blocks.group[row] not in (manager.shape.session_group, NO_GROUP):
+            needed = row in parts or row in read or blocks.status[row] & STORING
+            yield bool(needed), f"row {row} of another group belongs to no resume point"
+
+
+# -- orders, pins and deadlines ---------------------------------------------------------------------------
+
+
+def _orders(manager: SessionManager) -> Findings:
+    table, blocks = manager.table, manager.blocks
+    listed = _listed(table.order)
+    yield listed <= table.by_id.keys(), f"{listed - table.by_id.keys()} are in the order, and gone"
+    yield set(table.order._level_of) == listed, "an order's levels are not those of its policies"
+    for session_id in listed:
+        session, level = table.by_id[session_id], table.order._level_of[session_id]
+        yield not session.is_pinned, f"{session_id} is pinned and may be dropped"
+        yield level == session.priority or bool(session.requests), f"{session_id} has priority {session.priority}"
+    for tenant, order in table.order_of.items():
+        own = {session_id for session_id in listed if table.by_id[session_id].tenant == tenant}
+        yield _listed(order) == own, f"the order of {tenant!r} has {_listed(order)}, and that of all {own}"
+    for session in table.by_id.values():
+        rows = session.rows
+        gives = (blocks.users[rows] == 1) & blocks.is_droppable(rows) & (blocks.nbytes[rows] > 0)
+        if not session.is_cold:  # others may have stored what it had in common with them
+            gives &= blocks.origin[rows] == session.number
+        is_free = not gives.any() or session.is_pinned or session.session_id in listed
+        yield is_free, f"{session.session_id} has compressed blocks that nobody would drop"
+
+
+def _listed(order: Order) -> set[str]:
+    listed = list(order.victims())
+    assert len(set(listed)) == len(listed), f"a session is twice in an order: {listed}"
+    return set(listed)
+
+
+def _budget(manager: SessionManager) -> Findings:
+    blocks, shares, budget = manager.blocks, manager.shares, manager.budget_nbytes
+    yield blocks.taken_nbytes <= max(budget, 0), f"{blocks.taken_nbytes} bytes are taken of {budget}"
+    for tenant in blocks._tenants:
+        share, taken = shares.of_tenant(tenant), blocks.taken_by(tenant)
+        yield share >= 1 or taken <= share * budget, f"tenant {tenant!r} takes {taken} bytes, of {share:g} of {budget}"
+    pinned = {session for session in manager.table.by_id.values() if session.is_pinned}
+    yield set(manager._pins) == pinned, f"{len(pinned)} sessions are pinned, and {len(manager._pins)} are counted"
+    total, own = sum(manager._pins.values()), Counter[str]()
+    for session, nbytes in manager._pins.items():
+        own[session.tenant] += nbytes
+    yield total <= shares.pinned * budget, f"pinned sessions take {total}, of {shares.pinned:g} of {budget}"
+    for tenant, nbytes in own.items():
+        most = shares.pinned * min(1.0, shares.of_tenant(tenant)) * budget
+        yield nbytes <= most, f"pinned sessions of {tenant!r} take {nbytes}, of {most}"
+    heads = [row for row in manager._heads if blocks.status[row] and blocks.exact[row] >= manager.shape.block_tokens]
+    taken = sum(int(blocks.nbytes[row]) for row in heads)
+    yield taken <= shares.heads * budget, f"shared heads take {taken} bytes, of {shares.heads:g} of {budget}"
+
+
+def _deadlines(manager: SessionManager) -> Findings:
+    table, said = manager.table, manager.said
+    for name, deadlines in (("saving", manager._due), ("end of life", said._ttls), ("end of a pin", said._pins)):
+        whens = _whens(deadlines)
+        yield whens.keys() <= table.by_id.keys(), f"{name}: {whens.keys() - table.by_id.keys()} are gone"
+        first = min(whens.values(), default=None)
+        yield deadlines.first == first, f"{name}: the first is kept as {deadlines.first}, and is {first}"
+    for session in table.by_id.values():
+        until = session.pinned_until if session.is_pinned else None
+        yield said._pins._when.get(session.session_id) == until, f"the pin of {session.session_id} ends at {until}"
+    for session_id in _whens(manager._due):
+        state = table.by_id[session_id].state
+        yield not table.by_id[session_id].requests, f"{session_id} is {state} and is to be saved"
+
+
+def _whens(deadlines: Deadlines) -> dict[str, float]:
+    ids = list(deadlines._when.in_order())
+    return {session_id: deadlines._when.get(session_id) for session_id in ids}  # type: ignore[misc]
+
+
+# -- transfers --------------------------------------------------------------------------------------------
+
+
+def _under_way(manager: SessionManager, driver: Driver) -> Findings:
+    """The driver's requests, stores and loads."""
+    blocks, pool = manager.blocks, driver._pool
+    yield driver._serving.keys() == manager.requests.keys(), "the driver serves other requests than run"
+    storing = [row for store in driver._stores.values() for row in store.plan.rows.tolist()]
+    kept = [row for row in blocks.rows().tolist() if blocks.status[row] & STORING]
+    yield sorted(storing) == kept, f"rows {sorted(storing)} are being stored, and {kept} are marked"
+    jobs = {job.job_id: request_id for request_id, load in driver._loading.items() for job in load.answers.jobs}
+    yield driver._load_of == jobs, "loads by job are not those by request"
+    waiting = set(driver.prefetcher._waiting)
+    yield waiting <= driver._serving.keys(), f"{waiting - driver._serving.keys()} wait for blocks and are gone"
+    table = manager.table
+    for name, ids in (
+        ("to be prefetched", driver.prefetcher._to_load.keys()),
+        ("expected", _whens(driver.prefetcher._expected).keys()),
+        *(("in a front tier", used.keys()) for used in driver.fronts._used),
+    ):
+        yield ids <= table.by_id.keys(), f"{name}: {ids - table.by_id.keys()} are gone"
+    loads = set(driver._loading) | ({_prefetch_id(driver)} if driver.prefetcher._load else set())
+    yield set(manager._loading) <= loads, f"rows are read by {set(manager._loading)}, and loads are {loads}"
+    held = Counter(block for store in driver._stores.values() for block in store.block_ids)
+    if hasattr(pool, "users"):
+        for block, times in held.items():
+            yield pool.users(block) >= times, f"block {block} is to be read and is not referenced"
+
+
+def _prefetch_id(driver: Driver) -> str:
+    load = driver.prefetcher._load
+    assert load is not None
+    return f"prefetch of {load.session_id}"
+
+
+def check_empty(manager: SessionManager) -> None:
+    """Raise IntegrityError if anything is left of sessions that are all forgotten. Nothing may be under way."""
+    _raise_for(_left(manager))
+
+
+def _left(manager: SessionManager) -> Findings:
+    table, blocks = manager.table, manager.blocks
+    kept: dict[str, object] = {name: getattr(table, name) for name in _BY_SESSION}
+    kept |= {"points": manager.points._at, "parts": manager.points._of, "saving": manager._saving}
+    kept |= {"pins": manager._pins, "loads": manager._loading, "requests": manager.requests}
+    for name, books in kept.items():
+        yield not books, f"{name} are left: {books}"
+    for deadlines in (manager._due, manager.said._ttls, manager.said._pins):
+        yield not len(deadlines) and deadlines.first is None, "a deadline is left"
+    yield not len(blocks), f"{len(blocks)} rows are left"
+    totals = [blocks.saved_nbytes, blocks.reserved_nbytes, blocks.storing, blocks.exact_blocks, *blocks.moved_nbytes]
+    yield not any(totals) and not blocks._tenant_nbytes.any(), f"totals are left: {totals}"
+    yield not table.order._level_of, f"{table.order._level_of} are left in the order"
+
+
+_BY_SESSION = ("by_id", "by_number", "order_of", "_sessions_of", "_ending", "_named", "_prompts", "_prompt_of")
+
+
+# -- tiers ------------------------------------------------------------------------------------------------
 
 
 def _holes(arena: Arena) -> Findings:
@@ -67,207 +370,8 @@ def _placed(store: ArenaTier) -> Findings:
     for (start, size), (following, _) in pairwise(sorted([*extents, *holes])):
         yield start + size <= following, f"what is at {start} reaches what is at {following}"
     taken = sum(extent.nbytes for extent in extents) + store._dropped_nbytes
-    yield store._writing or taken == arena.used, f"{arena.used} bytes are taken, but blocks take {taken}"
+    yield bool(store._writing) or taken == arena.used, f"{arena.used} bytes are taken, but blocks take {taken}"
     yield store.peak <= store.max_bytes, f"{store.peak} of {store.max_bytes} bytes were taken"
 
 
-def _tips(manager: SessionMemoryManager) -> Findings:
-    tips, sessions = manager.table.tips, set(manager.table.by_id.values())
-    for session in sessions:
-        for block in session.chain:
-            origin = block.origin
-            is_holder = origin is None or (origin in sessions and block in origin.chain[block.depth : block.depth + 1])
-            yield is_holder, f"block {block.key.hex()} has an origin without it"
-    yield set(tips._prompt_of) <= sessions, "a prompt is of a session that is gone"
-    same = {name: session for session, name in tips._prompt_of.items() if tips._prompts.get(name) is session}
-    yield tips._prompts == same, "prompts by name are not those by session"
-
-
-def _budget(manager: SessionMemoryManager) -> Findings:
-    blocks, budget = manager.blocks, manager.budget
-    yield blocks.reserved <= max(budget.nbytes, 0), f"{blocks.reserved} bytes are reserved of {budget.nbytes}"
-    for tenant, nbytes in blocks.reserved_of.items():
-        share = budget.shares.of_tenant(tenant)
-        within = share >= 1 or nbytes <= share * budget.nbytes
-        yield within, f"tenant {tenant!r} has reserved {nbytes} bytes, of {share:g} of {budget.nbytes}"
-    pinned, share = manager._pruning.pinned, budget.shares.pinned
-    within = pinned.total <= share * budget.nbytes
-    yield within, f"pinned sessions take {pinned.nbytes}, of {share:g} of {budget.nbytes}"
-    sessions = manager.table.by_id
-    named = {name for name, session in sessions.items() if session.pinned}
-    yield set(pinned.nbytes) == named, f"pinned are {named}, and {set(pinned.nbytes)} are counted"
-    own: Counter[str] = Counter()
-    for name in named:
-        own[sessions[name].tenant] += pinned.nbytes[name]
-    agree = pinned.total == own.total() and pinned.of_tenant == +own
-    yield agree, f"pinned sessions take {own}, and {pinned.of_tenant} are counted"
-
-
-def _totals(manager: SessionMemoryManager) -> Findings:
-    table, all_blocks = manager.blocks, list(manager.blocks)
-    code = Counter(block.code for block in all_blocks)
-    room = {block: block.encoding.nbytes + (block.old.nbytes if block.old else 0) for block in all_blocks}
-    tenants: Counter[str] = Counter()
-    moved: Counter[int] = Counter()
-    for block in all_blocks:
-        tenants[block.tenant] += room[block] * block.reserves
-        for tier in range(len(manager.table.fronts)):
-            moved[tier] += block.encoding.nbytes * (block.moved >> tier & 1)
-    counted = {
-        "hot": (table.hot, sum(block.hot > 0 for block in all_blocks)),
-        "exposed": (table.exposed, sum(block.exposed for block in all_blocks)),
-        "queued": (table.queued, code[CodeState.QUEUED]),
-        "spilling": (table.spilling, code[CodeState.SPILLING]),
-        "cold": (table.cold, code[CodeState.COLD]),
-        "exact": (table.exact, sum(b.encoding.exact > 0 for b in all_blocks if b.code is CodeState.COLD)),
-        "cold by group": (+table.cold_of, Counter(b.group for b in all_blocks if b.code is CodeState.COLD)),
-        "reserved": (table.reserved, sum(room[block] for block in all_blocks if block.reserves)),
-        "stored": (
-            table.stored,
-            sum(room[b] - (b.encoding.nbytes if b.code is CodeState.QUEUED else 0) for b in all_blocks),
-        ),
-        "moved": (+table.moved, +moved),
-        "of tenants": (+table.reserved_of, +tenants),
-        "states": (
-            +manager.table.states,
-            Counter(session.state for session in manager.table.by_id.values()),
-        ),
-    }
-    for name, (kept, found) in counted.items():
-        yield kept == found, f"{name} is kept as {kept}, but there are {found}"
-
-
-def _blocks(manager: SessionMemoryManager) -> Findings:
-    users: dict[bytes, list[Session]] = {}
-    for session in manager.table.by_id.values():
-        for depth, block in enumerate(session.chain):
-            same = manager.blocks.get(block.key) is block and block.depth == depth
-            yield same, f"{block.key!r} is not the block that {session.session_id} has at {depth}"
-            users.setdefault(block.key, []).append(session)
-    pins = Counter(block for blocks in manager._restores.under_way.values() for block in blocks)
-    for block in manager.blocks:
-        if block.group is not None:
-            continue
-        states = [session.state for session in users.get(block.key, [])]
-        running = states.count(SessionState.HOT)
-        counts = (block.users, block.running, block.hot, block.pins)
-        found = (
-            len(states),
-            running,
-            sum(state in HOT_STATES for state in states),
-            pins[block],
-        )
-        yield counts == found, f"{block.key!r} counts {counts}, but there are {found}"
-        yield from _leaks(manager, block)
-    queued = {block for block in manager.blocks if block.code is CodeState.QUEUED}
-    yield manager._orders.queued() == queued, f"{len(queued)} blocks are queued, and the queue disagrees"
-
-
-def _anchors(manager: SessionMemoryManager) -> Findings:
-    anchors, used = {}, Counter[Block]()
-    for session in manager.table.by_id.values():
-        depths = [anchor.depth for anchor in session.anchors]
-        yield depths == sorted(set(depths)), f"{session.session_id} has anchors at {depths}"
-        for anchor in session.anchors:
-            anchors[anchor.key] = anchor
-            inside = anchor.depth <= len(session.chain) and session.chain[anchor.depth - 1].key == anchor.key
-            yield inside, f"{session.session_id} has an anchor at {anchor.depth} that is none of its chain's places"
-            mutual = session in anchor.sessions and manager._anchors.at(anchor.key) is anchor
-            yield mutual, f"the anchor of {session.session_id} at {anchor.depth} does not know it"
-        if manager._anchors.is_needed and session.state is SessionState.COLD:
-            last = session.anchors[-1].depth if session.anchors else 0
-            yield last == len(session.chain), f"{session.session_id} is cold behind its last anchor, at {last}"
-        stand = [anchor.depth for anchor in session.anchors if anchor.stands and anchor.depth != session.prompt_depth]
-        yield len(stand) <= 2, f"{session.session_id} keeps anchors that a deeper one makes worthless, at {stand}"
-    for anchor in anchors.values():
-        used.update(anchor.parts)
-    standing = {key for key, anchor in anchors.items() if anchor.stands}
-    yield manager._anchors._standing == standing, f"{len(standing)} anchors stand, not {manager._anchors.standing}"
-    yield len(anchors) == len(manager._anchors), f"{len(manager._anchors)} anchors are kept, and {len(anchors)} needed"
-    pins = Counter(block for blocks in manager._restores.under_way.values() for block in blocks)
-    for block in manager.blocks:
-        if block.group is not None:
-            name, found = f"{block.key!r} of group {block.group}", (used[block], pins[block])
-            counts = block.users, block.pins
-            yield counts == found, f"{name} has users and pins {counts}, not {found}"
-            needed = block.users or block.pins or block.code is CodeState.SPILLING
-            yield bool(needed), f"{name} is a record that nobody needs"
-
-
-def _leaks(manager: SessionMemoryManager, block: Block) -> Findings:
-    name, queued = f"{block.key!r}", block.code is CodeState.QUEUED
-    needed = block.users or block.pins or block.code is CodeState.SPILLING
-    yield bool(needed), f"{name} is a record that nobody needs"
-    yield block.code is CodeState.COLD or not block.pins, f"{name} is read, but has no codes"
-    yield block.code is CodeState.COLD or not block.moved, f"{name} has moved, but has no codes"
-    yield bool(block.waiters) or not queued, f"{name} is queued, and nobody waits for it"
-    yield block.in_flight or not block.waiters, f"{name} is waited for, but is {block.code}"
-    yield block.in_flight or block.old is None, f"{name} has codes to be replaced, but is {block.code}"
-    reserves = block.reserves and manager.shape.group is not None
-    yield reserves == (block.encoding.nbytes > 0), f"{name} is {block.code}, with {block.encoding}"
-    evicting = all(s.state is SessionState.EVICTING and s.chain[block.depth] is block for s in block.waiters)
-    yield evicting, f"{name} is waited for by a session that is not being evicted"
-
-
-def _sessions(manager: SessionMemoryManager) -> Findings:
-    for session in manager.table.by_id.values():
-        name = session.session_id
-        hot = session.state is SessionState.HOT
-        yield hot == bool(session.requests), f"{name} is {session.state} with requests {session.requests}"
-        yield bool(session.chain or session.requests), f"{name} has neither blocks nor requests"
-        waits = sum(session in block.waiters for block in session.chain)
-        yield session.pending == waits, f"{name} waits for {waits} blocks, and {session.pending} are counted"
-        evicting = session.state is SessionState.EVICTING
-        yield evicting == bool(waits), f"{name} is {session.state} and waits for {waits} blocks"
-        headless = session.state is SessionState.COLD and any(
-            block.users and not block.reserves and not block.hot for block in session.chain
-        )
-        yield not headless, f"{name} keeps a tail without its head"
-    asked = {session.session_id for session in manager.table.by_id.values() if session.requests}
-    running = {session.session_id for session in manager._running.values()}
-    yield running == asked, f"requests run for {running}, and sessions say {asked}"
-
-
-def _chains(manager: SessionMemoryManager) -> Findings:
-    table, tips = manager.table, manager.table.tips
-    sessions = list(table.by_id.values())
-    ends = {((s.tenant, s.chain[-1].key), s) for s in sessions if s.chain}
-    found = {(place, session) for place, some in tips._ending.items() for session in some or [None]}
-    yield ends == found, f"{len(ends)} chains end, and {len(found)} tips are kept"
-    names = {((s.tenant, name), s) for s in sessions for name in {s.asked_id, None}}
-    named = {(place, session) for place, some in tips._named.items() for session in some or [None]}
-    yield names == named, f"{len(names)} names are in use, and {len(named)} are kept"
-    for session in sessions:
-        if session.chain:
-            longest = tips.longest([block.key for block in session.chain], session.asked_id, session.tenant)
-            same = longest is not None and longest.chain == session.chain
-            yield same, f"{session.session_id} is not found by its keys"
-
-
-def _order(manager: SessionMemoryManager) -> Findings:
-    table = manager.table
-    since = [session.idle_since for session in table.idle.values()]
-    yield since == sorted(since), "idle sessions are not in the order in which they became so"
-    idle = {s.session_id for s in table.by_id.values() if s.state is SessionState.IDLE}
-    victims = {session.session_id for session in table.hot_victims()}
-    off = {name for name in idle if name in table.put_off}
-    kept = set(table.idle) | off
-    yield kept == idle == victims, f"idle are {idle}; kept as idle {kept}, as victims {victims}"
-    apart = len(off) == len(table.put_off) and off.isdisjoint(table.idle)
-    yield apart, f"{len(table.put_off)} sessions are put off, and {off} of the idle ones"
-    cold = {s.session_id for s in table.by_id.values() if s.state in (SessionState.COLD, SessionState.EVICTING)}
-    free = {name for name in cold if not table.by_id[name].pinned}
-    listed = {session.session_id for session in table.cold_victims()}
-    yield free <= listed, f"{free - listed} have codes that nobody would drop"
-    due = manager.next_deadline
-    ends = [table.put_off.first] if table.put_off.first is not None else []
-    soonest = min((*(when + manager.idle_after_s for when in since), *ends), default=None)
-    yield soonest is None or (due is not None and due <= soonest), f"a session is due at {soonest}, the next at {due}"
-
-
-def stored(manager: SessionMemoryManager) -> Iterator[Name]:
-    """By group and key, the blocks that the cold store has."""
-    group = manager.shape.group
-    for block in manager.blocks:
-        if block.has_codes and (named := group if block.group is None else block.group) is not None:
-            yield named, block.key
+__all__ = ["IntegrityError", "Session", "SessionTable", "check_empty", "check_integrity", "check_store", "stored"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import vllm_engine
+from evicted import evict
 from latent_model import VOCAB, allow_prefix_caching
 from numpy.typing import NDArray
 from scripts import answer
@@ -18,7 +19,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from manthan.codec import wire
 from manthan.codec.cpu.numbers import as_floats
-from manthan.manager.sessions.session import SessionState
+from manthan.manager.events import Event, Restored
+from manthan.manager.session.table import SessionState
 
 BLOCK = 16
 PROMPT, ANSWER, FILLED = 20 * BLOCK, BLOCK + 1, 21
@@ -37,33 +39,30 @@ class LatentSessions:
         self.report: dict[str, Any] = {"causes": []}
         prompt = [rng.randrange(10, VOCAB) for _ in range(PROMPT)]
         self.tokens = prompt + engine.ask(prompt, NAME, ANSWER)
-        restored = self.half.telemetry.restored
+        self.half.manager.events.subscribe(self._note)
 
-        def noting(what: Any) -> None:
-            self.report["causes"] += what.causes
-            restored(what)
-
-        self.half.telemetry.restored = noting
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Restored):
+            self.report["causes"] += event.causes
 
     def ask(self) -> dict[str, Any]:
-        """The session's next answer, and how many blocks were hot and restored."""
+        """The session's next answer, and how many blocks were resident and restored."""
         answer = self.engine.ask(self.tokens, NAME, 24)
         return {"answer": answer, "found": self.engine.requests[-1]["found"]}
 
     @property
-    def chain(self) -> list[Any]:
-        found = self.half.manager.table.by_id[NAME].chain
-        return list(found)[:FILLED]
+    def hashes(self) -> list[bytes]:
+        manager = self.half.manager
+        hashes: list[bytes] = manager.blocks.hashes(manager.table.by_id[NAME].rows[:FILLED])
+        return hashes
 
     def pool(self) -> Pool:
-        ids = [self.half.pool.get(block.key).block_id for block in self.chain]
-        return [self.blocks._memory.gather(block_id) for block_id in ids]
+        return [self.blocks._memory.gather(block_id) for block_id in self.half.pool.lookup(self.group, self.hashes)]
 
     def go_cold(self) -> None:
         """The session is evicted, and nothing of it is left in the pool."""
-        manager = self.half.manager
-        manager.sweep(time.monotonic() + manager.idle_after_s)
-        until = time.monotonic() + 60
+        manager, until = self.half.manager, time.monotonic() + 60
+        evict(self.half)
         while {s.state for s in manager.table.by_id.values()} != {SessionState.COLD} or self.half.has_work:
             assert time.monotonic() < until, "the session does not go cold"
             self.half._rung = True
@@ -76,7 +75,7 @@ class LatentSessions:
             rows[:] = 0
 
     def come_back(self) -> None:
-        """The same question while the session is hot, after it was cold, and with a cache of zeros."""
+        """The same question while the session is resident, after it was cold, and with a cache of zeros."""
         self.report["hot"] = self.ask()
         before = self.pool()
         self.go_cold()
@@ -94,8 +93,8 @@ class LatentSessions:
 
     def stored(self) -> list[list[Any]]:
         """Kind, codec and tokens of each section of the first block and of the second."""
-        codes = self.worker.engine.store.read(self.group, [block.key for block in self.chain[:2]])
-        blocks = [wire.parse(buf).header.sections for buf in codes]
+        bufs = self.worker.engine.store.read(self.group, self.hashes[:2])
+        blocks = [wire.parse(buf).header.sections for buf in bufs]
         return [[[s.kind.name, s.codec, s.first_token, s.tokens] for s in block] for block in blocks]
 
 

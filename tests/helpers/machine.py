@@ -1,30 +1,28 @@
-"""A state machine: random requests, evictions, failures, restores and resets, and what must always hold."""
+"""A state machine: random requests, stores, loads, failures and resets, and what must always hold."""
 
-import operator
-from collections.abc import Mapping
-from typing import ClassVar
+import sys
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 from examples import examples
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from integrity import check_integrity, check_store
-from world import BESIDE_BOUNDS, IDLE_AFTER_S, SINK_TOKENS, World
+from integrity import check_empty, check_integrity, check_store
+from world import FAULTS, IDLE_AFTER_S, SINK_TOKENS, TOKENS, Asked, Setup, World
 
-from manthan.manager.sessions.evictions import DOUBLINGS
-from manthan.manager.sessions.session import BlockName, CodeState, SessionState
+from manthan.manager.session.manager import DOUBLINGS
+from manthan.manager.session.table import SessionState
 
-POOL_BLOCKS = 12
-COLD_BLOCKS = 6
-
+LONGEST = 10
+"""Blocks of a request at most."""
 LETTERS = st.text("ab", max_size=4)
 INDEX = st.integers(0, 1000)
-MOSTLY = st.sampled_from([True, True, True, True, False])
+FEW = st.sampled_from([1, 1, 2, 3, 9])
+FAULT = st.sampled_from([0, 0, 0, 0, 0, 0, 1, 2, 3, 4])
 HINTS: list[dict[str, object]] = [
-    {},
-    {},
-    {},
+    *[{}] * 6,
     {"pin": True},
+    {"pin": True, "ttl_s": 20},
     {"pin": False},
     {"release": True},
     {"ttl_s": 5},
@@ -33,112 +31,159 @@ HINTS: list[dict[str, object]] = [
     {"expect_return_s": 5},
     {"tool": "search"},
     {"prefetch": ["A"]},
+    {"prefetch": ["anonymous-1", "B"]},
     {"quality": "exact"},
     {"quality": "exact"},
+    {"store": False},
+    {"store": False, "quality": "exact"},
+    {"store": True},
 ]
 
 
 class Sessions(RuleBasedStateMachine):
-    """Chats over a pool and a store that are both too small for them."""
+    """Chats over a pool and tiers that are both too small for them."""
 
-    ranks = 1
-    policy = "lru"
-    exact = False
-    cold_blocks = COLD_BLOCKS
-    beside: ClassVar[Mapping[int, int]] = {}
+    setup: ClassVar[Setup] = Setup()
+    steps: ClassVar[int] = 0
+    """Steps of all machines of this process."""
 
     def __init__(self) -> None:
         super().__init__()
-        size = self.ranks, POOL_BLOCKS, self.cold_blocks
-        self.world = World(*size, self.policy, 3, self.exact, self.beside)
-        self.manager = self.world.manager
-        self.manager.blocks.changed = {}
-        self.told: set[BlockName] = set()
-        """Blocks with codes, as far as news say."""
-        self.noted: set[BlockName] = set()
-        """Blocks of which news do not say that they are forgotten."""
-        self.happened = 0
+        self.world = World(self.setup)
+        self.driver, self.manager = self.world.driver, self.world.manager
+        self.manager.table.changed = {}
         self.texts = ["S"]  # of earlier conversations; the first is a system prompt
 
-    # -- what happens -----------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------
 
     @rule(
         base=INDEX,
         keep=st.integers(0, 8),
         more=LETTERS,
         answer=LETTERS,
+        rest=st.sampled_from([0, 0, 5]),
         name=st.sampled_from([None, None, "A", "B"]),
         tenant=st.sampled_from(["", "", "small"]),
         hints=st.sampled_from(HINTS),
     )
     def ask(
-        self, base: int, keep: int, more: str, answer: str, name: str | None, tenant: str, hints: dict[str, object]
+        self,
+        base: int,
+        keep: int,
+        more: str,
+        answer: str,
+        rest: int,
+        name: str | None,
+        tenant: str,
+        hints: dict[str, object],
     ) -> None:
         """A new chat, a continuation, a fork or the same question again, by how much of an earlier one is kept."""
-        prompt = (self.texts[base % len(self.texts)][:keep] + more)[: POOL_BLOCKS - 2] or "S"
-        text = (prompt + answer)[: POOL_BLOCKS - 1]
-        self.world.start(text, len(prompt), name, tenant, **hints)
-        self.world.admit(self.world.requests[-1])
+        prompt = (self.texts[base % len(self.texts)][:keep] + more)[: LONGEST - 1] or "S"
+        text = (prompt + answer)[:LONGEST]
+        self.world.start(text, len(prompt), rest, name, tenant, hints)
+        self.world.admit(self.world.asked[-1], 9)
         self.texts.append(text)
 
-    @precondition(lambda self: self.world.requests)
-    @rule(which=INDEX)
-    def admit(self, which: int) -> None:
-        request = self.world.requests[which % len(self.world.requests)]
-        if request.waiting:
-            self.world.admit(request)
+    def _some(self, which: int, **states: bool) -> Asked | None:
+        """Return one of the requests that are in these states."""
+        some = [each for each in self.world.asked if all(getattr(each, state) is is_so for state, is_so in states.items())]
+        return some[which % len(some)] if some else None
 
-    @precondition(lambda self: self.world.requests)
-    @rule(which=INDEX, missing=st.sampled_from([0, 0, 0, 1, 3, 99]), limit=st.sampled_from([99, 99, 2, 1, 0]))
-    def finish(self, which: int, missing: int, limit: int) -> None:
-        request = self.world.requests[which % len(self.world.requests)]
-        self.world.finish(request, max(0, len(request.keys) - missing), limit)
+    @precondition(lambda self: self.world.asked)
+    @rule(which=INDEX, count=FEW)
+    def go_on(self, which: int, count: int) -> None:
+        """A request is admitted, or computes more."""
+        asked = self._some(which, is_loading=False)
+        if asked is not None and asked.waits:
+            self.world.admit(asked, count)
+        elif asked is not None:
+            self.world.compute(asked, count)
 
-    @precondition(lambda self: self.world.requests)
+    @precondition(lambda self: self.world.asked)
+    @rule(which=INDEX, missing=st.sampled_from([0, 0, 0, 1, 3, 99]), is_claimed=st.booleans())
+    def finish(self, which: int, missing: int, is_claimed: bool) -> None:
+        """A request ends, or is aborted."""
+        asked = self.world.asked[which % len(self.world.asked)]
+        if asked.is_running:
+            self.world.compute(asked, 99)
+        self.world.finish(asked, missing, is_claimed)
+
+    @precondition(lambda self: self.world.asked)
     @rule(which=INDEX)
     def preempt(self, which: int) -> None:
-        request = self.world.requests[which % len(self.world.requests)]
-        if request.restore is None:
-            self.world.preempt(request)
+        """A running request gives its blocks to others."""
+        asked = self._some(which, is_running=True)
+        if asked is not None:
+            self.world.preempt(asked)
 
-    @rule(relieve=st.sampled_from([0, 0, 0, 1, 3, 99]), limit=st.sampled_from([0, 1, 2, 5, 99]))
-    def step(self, relieve: int, limit: int) -> None:
-        self.world.step(relieve, limit)
+    @rule(base=INDEX, more=LETTERS, answer=LETTERS, fault=FAULT)
+    def converse(self, base: int, more: str, answer: str, fault: int) -> None:
+        """A conversation goes on, from its question to the end of its answer."""
+        self.ask(base, LONGEST, more, answer, 0, None, "", {})
+        asked = self.world.asked[-1]
+        for fails in (fault, 0):
+            if asked.is_loading:
+                self.world.step()
+                self._all_work(fails)
+            if asked.waits:
+                self.world.admit(asked, 9)
+        if not asked.is_loading:
+            self.finish(len(self.world.asked) - 1, 0, False)
 
-    @precondition(lambda self: self.world.spills)
-    @rule(which=INDEX, rank=INDEX, ok=MOSTLY)
-    def answer_spill(self, which: int, rank: int, ok: bool) -> None:
-        spill = self.world.spills[which % len(self.world.spills)]
-        ranks = sorted(spill.waiting)
-        self.world.answer(spill, ranks[rank % len(ranks)], ok)
+    # -- transfers ------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.world.spills)
     @rule()
-    def answer_all_spills(self) -> None:
-        for spill in list(self.world.spills):
-            for rank in sorted(spill.waiting):
-                self.world.answer(spill, rank, True)
+    def step(self) -> None:
+        """The engine takes a step."""
+        self.world.step()
 
-    @precondition(lambda self: self.world.restores)
-    @rule(
-        which=INDEX,
-        unreadable=st.sets(st.integers(0, 8), max_size=2),
-    )
-    def end_restore(self, which: int, unreadable: set[int]) -> None:
-        self.world.end_restore(self.world.restores[which % len(self.world.restores)], unreadable)
+    @precondition(lambda self: self.world.jobs)
+    @rule(which=INDEX, fault=FAULT, at=INDEX)
+    def work(self, which: int, fault: int, at: int) -> None:
+        """A rank does the next thing for some job."""
+        self._work(self.world.jobs[which % len(self.world.jobs)], fault, at)
 
-    @rule(base=INDEX, more=LETTERS, answer=LETTERS, unreadable=st.sampled_from([(), (), (), (0,), (4,), (8,), (-1,)]))
-    def converse(self, base: int, more: str, answer: str, unreadable: tuple[int, ...]) -> None:
-        """A conversation goes on, from its question to the end of its answer; what is restored may be unreadable."""
-        self.ask(base, POOL_BLOCKS, more, answer, None, "", {})
-        request = self.world.requests[-1]
-        for bad in (set(unreadable), set()):
-            if request.restore is not None:
-                self.world.end_restore(request.restore, bad)
-            if request.waiting:
-                self.world.admit(request)
-        if request.restore is None:
-            self.world.finish(request, len(request.keys))
+    def _work(self, job: Any, fault: int, at: int) -> None:
+        causes = FAULTS[job.transfer.direction]
+        self.world.work(job, causes[fault % len(causes)] if fault else "", at)
+
+    @precondition(lambda self: any(self.world.reports))
+    @rule(rank=INDEX, most=FEW)
+    def report(self, rank: int, most: int) -> None:
+        """The driver hears of some results."""
+        ranks = [at for at, reports in enumerate(self.world.reports) if reports]
+        self.world.report(ranks[rank % len(ranks)], most)
+
+    @rule(fault=FAULT)
+    def all_work(self, fault: int) -> None:
+        """All transfers end, and the driver hears of it."""
+        self._all_work(fault)
+
+    def _all_work(self, fault: int = 0) -> None:
+        while self.world.jobs:
+            self._work(self.world.jobs[0], fault, 0)
+        for rank in range(len(self.world.tiers)):
+            self.world.report(rank, 1 << 30)
+
+    @rule(rank=INDEX, which=INDEX, is_lost=st.booleans())
+    def spoil(self, rank: int, which: int, is_lost: bool) -> None:
+        """A compressed block is damaged, or lost."""
+        self.world.spoil(rank % len(self.world.tiers), which, is_lost)
+
+    # -- time, operators and resets -------------------------------------------------------------------
+
+    @rule()
+    def sleep(self) -> None:
+        """All that is idle is saved, as far as there is room."""
+        self.world.now += IDLE_AFTER_S
+        for _ in range(3):
+            self.world.step()
+            self._all_work()
+
+    @rule(seconds=st.sampled_from([1.0, IDLE_AFTER_S]))
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self.world.now += seconds
 
     @precondition(lambda self: self.manager.table.by_id)
     @rule(
@@ -149,160 +194,127 @@ class Sessions(RuleBasedStateMachine):
         """An operator asks something of a session, in whatever state it is."""
         sessions = list(self.manager.table.by_id.values())
         session, now = sessions[which % len(sessions)], self.world.now
-        before = session.state
+        was_active = bool(session.requests)
         if what.startswith("pin"):
-            refused = self.manager.steer("pin", session, now, None if what == "pin" else 5.0)
-            assert session.pinned is not bool(refused)
-        elif what == "expect":
-            refused = self.manager.steer(what, session, now, tool="search")
-            assert bool(refused) == (before is SessionState.HOT)
+            refused = self.driver.steer("pin", session, now, None if what == "pin" else 5.0)
+            assert session.is_pinned is not bool(refused)
         else:
-            refused = self.manager.steer(what, session, now)
-        if what == "evict":
-            assert bool(refused) == (before is SessionState.HOT)
-            assert refused or session.state in (SessionState.EVICTING, SessionState.COLD) or not session.chain
+            refused = self.driver.steer(what, session, now, tool="search")
+        if what in ("evict", "expect", "release"):
+            assert bool(refused) == was_active
+        if what == "evict" and not refused and not session.stays_out:
+            assert session.is_cold or session in self.manager._saving or not len(session.rows)
         if what == "release" and not refused:
             assert session.session_id not in self.manager.table.by_id
-        self.manager.take_news()
 
+    @rule(kind=st.sampled_from([0, 0, 0, 0, 0, 1, 2]))
+    def reset(self, kind: int) -> None:
+        """All KV is dropped: vLLM's as well, or that in tiers only."""
+        if kind:
+            self.world.reset(clears_pool=kind == 1)
+
+    @rule(kind=st.sampled_from([0, 0, 1, 2, 3]))
+    def halt(self, kind: int) -> None:
+        """Transfers are ended; then vLLM's KV is dropped, or nothing is."""
+        if not kind:
+            return
+        self.world.halt()
+        if kind == 1:
+            return
+        self.world.step()
+        self._all_work()
+        if kind == 2:
+            self._forget_resident()
+        self.world.go_on()
+
+    def _forget_resident(self) -> None:
+        assert not self.driver.is_moving
+        sessions = [s for s in self.manager.table.by_id.values() if not s.requests]
+        before = [self.world.offered(session) for session in sessions]
+        self.world.forget_resident()
+        for session, offered in zip(sessions, before, strict=True):
+            assert self.world.offered(session) >= offered, "saved blocks are lost with resident ones"
+            assert not len(session.rows) or session.is_cold or session.stays_out, "a session has lost unsaved blocks"
+
+    @precondition(lambda self: self.driver.rests)
     @rule()
-    def sleep(self) -> None:
-        """All that is idle goes cold."""
-        self.world.now += IDLE_AFTER_S
-        self.step(0, 99)
-        self.answer_all_spills()
+    def resume(self) -> None:
+        """Transfers may begin again."""
+        self.world.go_on()
 
-    @rule(seconds=st.sampled_from([1.0, IDLE_AFTER_S]))
-    def wait(self, seconds: float) -> None:
-        self.world.now += seconds
-
-    @rule(sure=st.sampled_from([False, False, False, True]))
-    def reset(self, sure: bool) -> None:
-        if sure:
-            self.world.reset()
-
-    @precondition(lambda self: not (self.world.spills or self.world.held or self.world.restores))
-    @rule(sure=st.sampled_from([False, True]))
-    def lose_what_is_hot(self, sure: bool) -> None:
-        if sure:
-            chains = [[block.key for block in session.chain] for session in self.manager.table.by_id.values()]
-            offered = [self.manager.match(keys) for keys in chains]
-            self.world.forget_hot()
-            left = [self.manager.match(keys) for keys in chains]
-            assert all(map(operator.ge, left, offered))  # what was being replaced is as it was
-            states = {session.state for session in self.manager.table.by_id.values() if not session.requests}
-            assert SessionState.IDLE not in states
-
-    # -- what holds -------------------------------------------------------------------------------------
+    # -- what holds -----------------------------------------------------------------------------------
 
     @invariant()
-    def marks_say_what_is_lossy(self) -> None:
-        for pool in (self.world.pool, self.world.beside_pool):
-            for block in pool.cached.values():
-                assert bool(pool.marks[block]) == (block in pool.lossy)
-
-    @invariant()
-    def stores_keep_their_budget(self) -> None:
-        for store in self.world.stores:
-            assert store.peak <= store.max_bytes
-            check_store(store)
-        assert sum(store.used for store in self.world.stores) <= self.manager.budget.nbytes
-
-    @invariant()
-    def books_agree_with_themselves(self) -> None:
-        check_integrity(self.manager)
-
-    @invariant()
-    def stores_hold_what_the_manager_says(self) -> None:
-        """All that is cold, from this epoch, on all ranks; and nothing that nobody will remove."""
-        blocks = self.manager.blocks
-        assert all(self.world.stored_everywhere(b.key, b.group or 0) for b in blocks if b.code is CodeState.COLD)
-        doomed = {(drop.group, key) for drop in self.manager._orders.drops for key in drop.keys}
-        stored = (CodeState.COLD, CodeState.SPILLING)
-        known = {(b.group or 0, b.key) for b in blocks if b.code in stored or b.old is not None}
-        for store in self.world.stores:
-            if not self.world.clear:
-                assert set(store._blocks) - doomed <= known
-        if not (self.world.clear or self.world.spills or doomed):
-            assert self.world.stored_nbytes == blocks.cold_nbytes
-
-    @invariant()
-    def news_are_of_what_is_stored(self) -> None:
-        """Now and then: what happens between two looks comes together."""
-        self.happened += 1
-        if self.happened % 3 == 0:
-            self.hear_news()
-
-    def hear_news(self) -> None:
-        blocks = self.manager.blocks
-        changed, blocks.changed = blocks.changed or {}, {}
-        for group, key in changed:
-            block, name = blocks.get(key, group), key if group is None else (group, key)
-            (self.told.add if block is not None and block.has_codes else self.told.discard)(name)
-            if block is None:
-                self.noted.discard(name)
-        names = {block.name for block in blocks}
-        assert self.told == {block.name for block in blocks if block.has_codes}
-        assert self.noted <= names
-        self.noted |= names
+    def all_is_right(self) -> None:
+        """Pool, tiers and books agree."""
+        type(self).steps += 1
+        self.world.check()
+        check_integrity(self.manager, self.driver)
 
     @invariant()
     def first_tokens_are_exact(self) -> None:
-        for block in self.manager.blocks:
-            kept = block.encoding.exact
-            sink = min(max(SINK_TOKENS - 16 * block.depth, 0), 16)
-            assert kept in ((0, sink, 16) if self.exact else (0, 16))
-            has_sink = block.group is None or len(BESIDE_BOUNDS[block.group]) > 1
-            assert kept >= sink or not (self.exact and block.reserves and has_sink)
-
-    @invariant()
-    def nothing_beside_is_without_an_anchor(self) -> None:
-        anchors = {anchor for s in self.manager.table.by_id.values() for anchor in s.anchors}
-        parts = {part for anchor in anchors for part in anchor.parts}
-        for block in self.manager.blocks:
-            if block.group is not None and block not in parts:
-                assert block.pins or block.code is CodeState.SPILLING
+        """Blocks keep as many exact tokens as is configured, or all."""
+        blocks, setup = self.manager.blocks, self.setup
+        for row in blocks.rows().tolist():
+            if not blocks.nbytes[row] or blocks.group[row] in setup.states:
+                continue
+            kept = int(blocks.exact[row])
+            sink = min(max(setup.sink_tokens - TOKENS * int(blocks.depth[row]), 0), TOKENS)
+            assert kept in (sink, TOKENS), f"a block keeps {kept} tokens exact, not {sink}"
 
     def teardown(self) -> None:
-        """When all is answered and nobody asks for more, everything is cold and nothing is left to do."""
-        while self.world.restores:
-            self.world.end_restore(self.world.restores[0], set())
-        while self.world.requests:
-            self.world.finish(self.world.requests[0], 99)
-        for _ in range(5):  # what failed before the end is tried again
-            self.world.now += 2**DOUBLINGS * IDLE_AFTER_S
-            self.step(0, 99)
-            self.answer_all_spills()
-        self.step(0, 99)
-        assert not self.manager.has_work
-        assert {s.state for s in self.manager.table.by_id.values()} <= {SessionState.COLD}
-        assert all(block.code is CodeState.COLD and block.users for block in self.manager.blocks)
-        assert self.world.stored_nbytes == self.manager.blocks.reserved
-        assert not +self.world.pool.refs
-        assert not +self.world.beside_pool.refs
-        self.every_chain_is_offered()
-        self.hear_news()
-        self.world.reset()
-        self.step(0, 99)
-        assert self.manager.blocks.reserved == len(self.manager.blocks) == len(self.manager._anchors) == 0
-        assert not any(store.used for store in self.world.stores)
-        self.hear_news()
-        assert not self.told
+        """When all is answered and nobody asks for more, nothing is left to do. When all is forgotten, nothing is left."""
+        if sys.exc_info()[0] is None:
+            self.settle()
+            self.forget_all()
 
-    def every_chain_is_offered(self) -> None:
-        """What is cold can be restored to its end, and with other groups no further than there is an anchor."""
+    def settle(self) -> None:
+        """End all requests and transfers, and save what may be saved."""
+        world = self.world
+        world.go_on()
+        for _ in range(20):
+            world.step()
+            self._all_work()
+            for asked in list(world.asked):
+                world.finish(asked, 0)
+        for _ in range(5):  # what failed before is tried again
+            world.now += 2**DOUBLINGS * IDLE_AFTER_S
+            for _ in range(10):
+                world.step()
+                self._all_work()
+        self.all_is_right()
+        assert not self.driver.is_moving
+        assert not any(map(self.world.pool.users, range(self.world.pool.size))), "blocks are referenced for nothing"
+        assert not any(world.pool.busy)
+        assert not self.manager._saving, "sessions are being saved for ever"
         for session in self.manager.table.by_id.values():
-            keys = [block.key for block in session.chain]
-            assert self.manager.match(keys) == len(keys)
-            if self.beside:
-                ends = {
-                    anchor.depth
-                    for other in self.manager.table.by_id.values()
-                    for anchor in other.anchors
-                    if anchor.key in keys
-                }
-                for length in range(len(keys)):
-                    assert self.manager.match(keys[:length]) == max((end for end in ends if end <= length), default=0)
+            if session.is_cold:
+                self.is_offered(session)
+        for tier in world.rams:
+            check_store(tier)
+
+    def is_offered(self, session: Any) -> None:
+        """A cold session can be loaded to its end, and where resume points are needed, nowhere but to one."""
+        assert self.world.offered(session) == len(session.rows), f"{session.session_id} is not offered whole"
+
+    def forget_all(self) -> None:
+        """Forget all sessions."""
+        world = self.world
+        for asked in list(world.asked):
+            world.finish(asked, 0)
+        world.step()
+        self._all_work()
+        for session in list(self.manager.table.by_id.values()):
+            if session.session_id in self.manager.table.by_id:
+                assert not self.driver.steer("release", session, world.now)
+        world.step()
+        self._all_work()
+        world.step()
+        assert not self.manager.table.by_id
+        assert {state for state, count in self.manager.table.states.items() if count} == set[SessionState]()
+        check_empty(self.manager)
+        assert not any(world.stored)
+        assert not any(tier.used for tier in world.rams)
 
 
 PROFILE = settings(
@@ -313,4 +325,24 @@ PROFILE = settings(
     report_multiple_bugs=False,
     phases=[Phase.generate, Phase.shrink],  # explanations take minutes
     suppress_health_check=list(HealthCheck),
+    database=None,
+)
+
+CONFIGURATIONS: dict[str, type[Sessions]] = {"Sessions": Sessions}
+
+
+def configuration(setup: Setup, name: str) -> type[Sessions]:
+    """Return a machine with another setup."""
+    made = type(name, (Sessions,), {"setup": setup, "__doc__": f"Chats of {setup}."})
+    CONFIGURATIONS[name] = made
+    return made
+
+
+Two = configuration(Setup(ranks=2, policy="returns", front_blocks=3), "Two")
+Exact = configuration(Setup(sink_tokens=SINK_TOKENS, cold_blocks=12), "Exact")
+Points = configuration(
+    Setup(windows={0: None, 1: 2, 2: 1}, states=frozenset([2]), pool_blocks=56, cold_blocks=24), "Points"
+)
+Alone = configuration(
+    Setup(windows={0: 2, 1: 1}, states=frozenset([1]), lossless=frozenset([1]), cold_blocks=16), "Alone"
 )

@@ -6,6 +6,7 @@ Run as a script: a job as JSON on standard input, a report as JSON on standard o
 import time
 from typing import Any
 
+from evicted import evict
 from scripts import answer
 from stepped_engine import SteppedEngine
 from vllm import SamplingParams
@@ -72,7 +73,7 @@ class Waiting(SteppedEngine):
 
     def save(self) -> list[int]:
         """Save all blocks; the session's tokens."""
-        self.half.manager.relieve(1000, time.monotonic())
+        evict(self.half)
         while self.half.has_work:
             self.step()
         return self.talk

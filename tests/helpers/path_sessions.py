@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 import vllm_engine  # sets the environment
+from evicted import evict
 from scripts import answer
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.reader import Counter
 
-from manthan.manager.sessions.session import SessionState
+from manthan.manager.events import Event, Restored
+from manthan.manager.session.table import SessionState
 from manthan.vllm_hooks import kv_transfer_config
 
 TOKENS, REST, ANSWER, TOP = 600, 9, 6, 20
@@ -48,16 +50,14 @@ class PathSession:
         self.block = self.half.groups.chain.spec.block_size
         self.causes: list[str] = []
         self.requests = 0
-        told = self.half.telemetry.restored
-
-        def noting(restored: Any) -> None:
-            self.causes += restored.causes
-            told(restored)
-
-        self.half.telemetry.restored = noting
+        self.half.manager.events.subscribe(self._note)
         blocks = max(2, -(-TOKENS // self.block))
         rng = random.Random(0)
         self.prompt = [rng.randrange(10, VOCABULARY) for _ in range(blocks * self.block + REST)]
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Restored):
+            self.causes += event.causes
 
     def ask(self) -> dict[str, Any]:
         """The answer, log-probabilities of the first token by id and of the others, what was not computed, and how many
@@ -87,8 +87,7 @@ class PathSession:
         manager, until = self.half.manager, time.monotonic() + WAIT_S
         while {s.state for s in manager.table.by_id.values()} != {SessionState.COLD} or self.half.has_work:
             assert time.monotonic() < until, f"the session does not go cold: {manager.table.by_id}"
-            manager.sweep(time.monotonic() + manager.idle_after_s)
-            self.half._rung = True
+            evict(self.half)
             self.engine.step()
             time.sleep(0.002)
         assert self.half.pool._pool.reset_prefix_cache()
@@ -116,7 +115,8 @@ class PathSession:
         stored = [(name, tier, kept) for tier in self.path.tiers.all for name, kept in tier.blocks().items()]
         found = {key: (tier, kept) for (of, key), tier, kept in stored if of == group}
         [session] = self.half.manager.table.by_id.values()
-        tier, kept = found.get(session.chain[0].key) or list(found.values())[len(found) // 2]
+        [first] = self.half.manager.blocks.hashes(session.rows[:1])
+        tier, kept = found.get(first) or list(found.values())[len(found) // 2]
         tier.codes[kept.extents[0].start + 300] ^= 1
 
     def chain_rows(self) -> torch.Tensor:

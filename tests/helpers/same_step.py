@@ -3,11 +3,11 @@
 Run as a script: a job as JSON on standard input, a report as JSON on standard output. See SteppedEngine.
 """
 
-import time
 from typing import Any
 
 import numpy as np
 import vllm_engine
+from evicted import evict
 from exact_sessions import ExactSessions
 from scripts import answer
 from stepped_engine import SteppedEngine
@@ -66,18 +66,17 @@ class SameStep(ExactSessions):
     def lose(self, session: str) -> None:
         """vLLM does not have a session's blocks any more, of which the manager has not heard."""
         pool = self.half.pool
-        ids = {pool.get(block.key).block_id for block in self.session(session).chain}
-        pool._pool.evict_blocks(ids)
+        pool._pool.evict_blocks(set(pool.lookup(self.group, self.hashes(session))))
         for rows, _, _ in self.blocks._memory._layers:
             rows[:] = 0
 
     def evict_when_computed(self) -> None:
         """Whoever is idle is evicted in the next step that computes a prompt."""
-        half, step, manager = self.half, self.half.step, self.half.manager
+        half, step = self.half, self.half.step
 
         def evicting_step(tokens: int, requests: int) -> Any:
             if tokens > 10 * vllm_engine.BLOCK:
-                manager.sweep(time.monotonic() + manager.idle_after_s)
+                evict(half)
                 half.step = step
             metadata = step(tokens, requests)
             if tokens > 10 * vllm_engine.BLOCK:
@@ -103,7 +102,7 @@ class SameStep(ExactSessions):
         self.lose("first")
         self.evict_when_computed()
         self.ask(table, 0, "second", [])
-        self.report["state"] = self.session("first").state
+        self.report["state"] = self.half.manager.table.by_id["first"].state
         self.report["codes"] = self.codes_are_right("first")
         self.go_cold()
         self.ask(table, 3, "second", [])

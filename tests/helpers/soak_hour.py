@@ -49,7 +49,7 @@ ENOUGH = 20
 """A kill is judged by its own server's sessions if that many returned."""
 JUDGED_S = 900.0
 """Memory of a life is judged if it is that long: before, it says too little."""
-BUSY = ("num_requests_running", "num_requests_waiting", "sessions{hot}", "sessions{evicting}")
+BUSY = ("num_requests_running", "num_requests_waiting", "sessions{active}")
 READ_FROM = tuple(f"prompt_tokens_cached_by_source_total{{{source}}}" for source in ("disk", "external_unspecified"))
 
 
@@ -172,7 +172,7 @@ def soak(
     for server in servers:
         wait_for([server], lambda told: is_quiet(told[0]), QUIET_S)
         now = server.look()
-        left.append({"pool": now["kv_cache_usage_perc"], "hot": now["sessions{hot}"] + now["sessions{evicting}"]})
+        left.append({"pool": now["kv_cache_usage_perc"], "active": now["sessions{active}"]})
     for server in (*servers, plain):
         server.end(kill=False)
     return {
@@ -209,7 +209,7 @@ def failed(report: dict[str, Any]) -> list[str]:
     }
     for number, left in enumerate(report["left"]):
         wrong[f"server {number}: {left['pool']:.1%} of the pool is still in use"] = left["pool"]
-        wrong[f"server {number}: {left['hot']:.0f} sessions are hot"] = left["hot"]
+        wrong[f"server {number}: {left['active']:.0f} sessions are active"] = left["active"]
     for number, life in enumerate(lives, 1):
         risen = rise(life["memory"], report["arguments"]["warm_up"])
         is_judged = life["server"] >= 0 and life["end_s"] - life["ready_s"] >= JUDGED_S and risen is not None

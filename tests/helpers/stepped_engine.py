@@ -44,7 +44,7 @@ class SteppedEngine:
 
         def noting_step(*args: Any) -> Any:
             metadata = step(*args)
-            self.actions += [["drop", key.hex()] for drop in metadata.drops for key in drop.keys]
+            self.actions += [["drop", key.hex()] for drop in metadata.drops for key in drop.block_hashes]
             self.actions += [["spill", key.hex()] for job in metadata.stores for key in reversed(job.block_hashes)]
             return metadata
 

@@ -6,6 +6,7 @@ Run as a script: on standard input, a job: "nap" or "reset"; on standard output,
 import time
 from typing import Any
 
+from evicted import evict
 from scripts import answer
 from stepped_engine import SteppedEngine
 from vllm import SamplingParams
@@ -35,7 +36,7 @@ class Stepped(SteppedEngine):
                 return encode(*args)
 
             blocks.encode = later
-        self.half.manager.relieve(1, time.monotonic())
+        evict(self.half, list(self.half.manager.table.by_id.values())[:1])
         self.engine.step()
 
     def begin(self) -> None:
@@ -77,7 +78,7 @@ def resets(stepped: Stepped) -> dict[str, Any]:
     stepped.take(10)
     was_reset.append(stepped.reset())
     answers.append(stepped.take(-1))
-    stepped.half.manager.relieve(100, time.monotonic())
+    evict(stepped.half)
     while stepped.half.has_work:
         stepped.engine.step()
     stepped.begin()  # is restored

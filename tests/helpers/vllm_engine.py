@@ -207,26 +207,39 @@ class Engine:
     def wait_until_cold(self, count: int, resident: bool = False) -> None:
         """Wait until all is saved. What returns is restored then, unless it is left `resident`."""
         self.wait(
-            lambda: self.sessions("cold") == count and not any(map(self.sessions, ("hot", "idle", "evicting"))),
+            lambda: self.sessions("cold") == count and not any(map(self.sessions, ("active", "idle"))),
             f"{count} cold sessions",
         )
         if not resident:
             self.empty_pool()
 
     def empty_pool(self) -> None:
-        """Nothing is hot, and what is cold stays."""
+        """Empty the prefix cache. What is saved stays."""
         self.wait(self.reset, "an empty pool")
 
+    @property
+    def handed(self) -> float:
+        """Blocks that the encoder was given since the start: the pool may not overwrite them before they are copied."""
+        return sum(self.metric("manthan_encodings_total", mark=mark) for mark in ("exact", "derived"))
+
     def wait_until_quiet(self) -> None:
-        """No request runs and nothing is being encoded."""
-        self.wait(lambda: not (self.sessions("hot") or self.sessions("evicting")), "quiet")
+        """Wait until no request runs and nothing is being encoded."""
+        before = -1.0
+
+        def is_quiet() -> bool:
+            nonlocal before
+            earlier, before = before, self.handed
+            self.on_workers(wait_for_transfers)
+            return before == earlier and not self.sessions("active")
+
+        self.wait(is_quiet, "quiet")
 
     def kill(self) -> None:
         """The core and its worker end at once; stop it nevertheless."""
         os.kill(self.on_worker(process_of), signal.SIGKILL)
 
     def start_afresh(self) -> None:
-        """Nothing hot, nothing cold, nothing patched."""
+        """Have nothing resident, nothing saved, and nothing patched."""
         self.on_worker(restore_worker)
         self.wait_until_quiet()
         self.wait(lambda: self.reset(cold=True), "a reset")
@@ -247,6 +260,13 @@ class Engine:
 
 def process_of(worker: Any) -> int:
     return os.getpid()
+
+
+def wait_for_transfers(worker: Any) -> None:
+    """Wait until the worker has nothing under way."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    get_kv_transfer_group().worker.engine.wait()
 
 
 def restore_worker(worker: Any) -> None:

@@ -1,566 +1,962 @@
-"""A small vLLM around the manager: a pool of bf16 blocks, ranks with cold stores, requests. No tensors, no threads.
+"""A small vLLM around the driver: requests, a pool of blocks, and ranks with tiers whose results come late. No tensors.
 
-A block's content is its key and the epoch in which it was computed; a reset begins a new epoch. So a wrong KV shows.
-Behind decoded blocks it is marked as lossy, in the pool and in the stores, apart from what the manager knows.
+The KV of each block is known apart from what Manthan notes of it, so that a wrong one shows at the action that uses it.
 """
 
-from collections import Counter, OrderedDict
+import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
-from spills import SpillOrder, spilled, take_spills
 
-from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.fast_tier import Fast
-from manthan.manager.sessions.hints import parse_hints
-from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.marks import Mark, Marks, Owner
-from manthan.manager.sessions.session import Block, BlockName, DropCause, MemoryShape, Place
-from manthan.manager.tiers.arena import room
+from manthan.manager.driver import Driver, Work
+from manthan.manager.events import BlocksDropped, BlocksSaved, DropCause, Event, Events
+from manthan.manager.pool import BlockName, Mark, Owner
+from manthan.manager.session.blocks import SAVED, FrontTier, GroupShape, MemoryShape
+from manthan.manager.session.hints import NO_HINTS, Hints, parse_hints
+from manthan.manager.session.manager import PointParts, Request, SessionManager, Shares
+from manthan.manager.session.table import Session, qualified
+from manthan.manager.simulator.pool import SimulatedPool
+from manthan.manager.tiers.arena_tier import ArenaTier
 from manthan.manager.tiers.ram import RamTier
-from manthan.manager.tiers.tier import Buffer
-from manthan.manager.work import on_each
+from manthan.manager.tiers.stack import StackedTier
+from manthan.manager.tiers.tier import STORE_FULL, Buffer
+from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Transfer, TransferResult, on_each
 from manthan.policies import get_policy
 
-BOUNDS = {0: 1024, 10: 1536, 16: 2048}
-"""Of one rank's block, by how many of its tokens are kept exact: none, the first ten, all."""
-SINK_TOKENS = 26  # a block, and ten of the next
+TOKENS = 16
+SINK_TOKENS = 26  # a block, and ten tokens of the next
+BOUNDS = {0: 1024, 10: 1536, TOKENS: 2048}
+"""Most bytes of one rank's block, by the number of its first tokens that are kept exact."""
+STATE_BOUNDS = {0: 1536}
 IDLE_AFTER_S = 10.0
-BESIDE = {1: 2, 2: 1}
-"""Groups beside the chains', a window and a state: how many of the last blocks whoever goes on needs of each."""
-BESIDE_BOUNDS = {1: BOUNDS, 2: {0: 1536}}
-LOSSY = b"~"
-BESIDE_POOL_BLOCKS = 14
-"""Few, and they are overwritten in the order in which they were computed: they are lost before the chains' are."""
+STORE_BLOCKS = 4
+"""Most blocks of stores that nobody has gathered. The driver's own limit would be 2 for so small a pool."""
 OPTIONS: dict[str, dict[str, object]] = {"returns": {"window": 64, "refit_every": 4}}
-"""Of policies that would not get to learn anything in a short test."""
+"""Of policies that learn nothing in a short test otherwise."""
 
 
-def chain(text: str) -> list[bytes]:
-    """The block keys of a text of one letter a block; each covers all letters up to its own."""
-    return [text[: i + 1].encode() for i in range(len(text))]
+@dataclass(frozen=True)
+class Setup:
+    """A model, its memory and its configuration.
 
+    windows: by KV cache group, the number of last blocks that a request needs to go on; None for all.
+    lossless: groups whose codec gives back every bit. states: groups whose blocks have no first tokens.
+    """
 
-def encoded(content: bytes, rank: int, exact: int, group: int = 0) -> Buffer:
-    """Codes of some size up to the bound, which is another for each content and rank."""
-    size = (BESIDE_BOUNDS[group] if group else BOUNDS)[exact] - crc32(content + bytes([rank])) % 900
-    return np.frombuffer(content.ljust(size), np.uint8)
-
-
-def decoded(buf: Buffer) -> bytes:
-    return buf.tobytes().rstrip().removesuffix(LOSSY)
-
-
-def is_lossy(buf: Buffer) -> bool:
-    """True if what was encoded had been decoded, or computed behind decoded blocks."""
-    return buf.tobytes().rstrip().endswith(LOSSY)
-
-
-def get(store: RamTier, key: bytes, group: int = 0) -> Buffer | None:
-    return next(store.read(group, [key]))
-
-
-def name_of(group: int, key: bytes) -> bytes:
-    """What a block is called in the pool of those beside the chains'."""
-    return b"%d/%s" % (group, key)
-
-
-class Pool:
-    """Blocks by key, reference counts, and a queue of the unreferenced, which are overwritten from its head on."""
-
-    def __init__(self, blocks: int) -> None:
-        self.content: dict[int, bytes] = {}
-        self.generation: Counter[int] = Counter()
-        """By block, how often a lossy codec has been over its KV: kept apart from `marks`, to check them by."""
-        self.lossy: dict[int, Owner | None] = {}
-        """By block, who brought KV back that was decoded, or computed behind such: kept apart from `marks` too."""
-        self.marks = Marks(blocks)
-        self.refs: Counter[int] = Counter()
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
-        self.cached: dict[bytes, int] = {}
-        self.kept: OrderedDict[int, None] = OrderedDict()
-        """Free blocks that are overwritten before others of `free` that hold something."""
-        self.saved: set[int] = set()
-        """Blocks that stand among those whenever they are free."""
-
-    def touch(self, block: int) -> int:
-        self.kept.pop(block, None)
-        self.free.pop(block, None)
-        self.refs[block] += 1
-        return block
-
-    def give_back(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):  # so that tails are overwritten before heads
-            self.refs[block] -= 1
-            if not self.refs[block]:
-                self.free[block] = None
-                if block in self.saved and block in self.cached.values():
-                    self.kept[block] = None
-
-    def allocate(self) -> int:
-        block = self.next
-        self.uncache(block)
-        self.marks.clear([block])
-        self.generation[block] = 0
-        self.saved.discard(block)
-        self.lossy.pop(block, None)
-        return self.touch(block)
+    ranks: int = 1
+    policy: str = "lru"
+    sink_tokens: int = 0
+    windows: Mapping[int, int | None] = field(default_factory=lambda: {0: None})
+    lossless: frozenset[int] = frozenset()
+    states: frozenset[int] = frozenset()
+    pool_blocks: int = 28
+    cold_blocks: int = 8
+    front_blocks: int = 0
+    is_exclusive: bool = False
+    prefetch_lead_s: float | None = 1.0
 
     @property
-    def next(self) -> int:
-        """The free block that is overwritten next: one that holds nothing, else a kept one, else another."""
-        full = set(self.cached.values())
-        return next((block for block in self.free if block not in full), next(iter(self.kept or self.free)))
-
-    def serves(self, key: bytes, owner: Owner | None) -> bool:
-        block = self.cached.get(key)
-        return block is not None and self.marks.serves(block, owner)
-
-    def uncache(self, block: int) -> None:
-        self.cached = {key: other for key, other in self.cached.items() if other != block}
-
-    def release(self, keys: Iterable[bytes]) -> None:
-        """To the head of the queue, unless a request uses it."""
-        for key in keys:
-            block = self.cached.get(key)
-            if block is not None and not self.refs[block]:
-                self.uncache(block)
-                self.kept.pop(block, None)
-                self.free.move_to_end(block, last=False)
-
-    def keep(self, keys: Iterable[bytes]) -> None:
-        """Behind those that were kept before, the first first."""
-        for key in keys:
-            block = self.cached.get(key)
-            if block is not None:
-                self.saved.add(block)
-                self.kept.pop(block, None)
-                if not self.refs[block]:
-                    self.kept[block] = None
-
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """Free blocks go to the end of the queue, the first last."""
-        for key in reversed(keys):
-            block = self.cached.get(key)
-            if block is not None:
-                self.saved.discard(block)
-                self.kept.pop(block, None)
-                if not self.refs[block]:
-                    self.free.move_to_end(block)
-
-
-@dataclass
-class Request:
-    request_id: str
-    keys: list[bytes]
-    prompt: int
-    """How many of the keys are asked; the rest is the answer."""
-    blocks: list[int] = field(default_factory=list)
-    restore: "Restore | None" = None
-    owner: Owner | None = None
-    is_lossy: bool = False
-    """True if what it computes is behind decoded blocks."""
-    wants_exact: bool = False
-    had: int = 0
-    """How many of its blocks were hot when it was admitted, or were restored."""
+    def stores_main(self) -> bool:
+        """True if group 0 has full attention."""
+        return self.windows[0] is None
 
     @property
-    def waiting(self) -> bool:
-        return not self.blocks
+    def needs_points(self) -> bool:
+        """True if requests go on from resume points only."""
+        return len(self.windows) > 1 or not self.stores_main
+
+    def bounds(self, group: int) -> Mapping[int, int]:
+        """Return the most bytes of one rank's block of a group."""
+        return STATE_BOUNDS if group in self.states else BOUNDS
+
+    def shape(self) -> MemoryShape:
+        """Return the sizes of all ranks together."""
+        groups = {
+            group: GroupShape(
+                TOKENS,
+                3000 * self.ranks,
+                {exact: nbytes * self.ranks for exact, nbytes in self.bounds(group).items()},
+                is_lossless=group in self.lossless,
+            )
+            for group in self.windows
+        }
+        return MemoryShape(groups, stores_main=self.stores_main)
+
+    def needed(self, depth: int, others: bool = False) -> Iterator[tuple[int, int]]:
+        """Yield group and position of the blocks that a request needs to go on behind `depth` blocks.
+
+        others: leave out a group that is needed as a whole.
+        """
+        for group, last in self.windows.items():
+            if last is not None:
+                yield from ((group, at) for at in range(max(0, depth - last), depth))
+            elif not others:
+                yield from ((group, at) for at in range(depth))
 
 
-@dataclass
-class Restore:
+def hashes_of(text: str) -> list[bytes]:
+    """Return the block hashes of a text with one letter for each block. A hash covers all letters up to its own."""
+    return [text[: at + 1].encode().ljust(TOKENS, b"_") for at in range(len(text))]
+
+
+class KV(NamedTuple):
+    """Content of a block of the pool, or of a compressed block.
+
+    epoch: number of resets before the model computed it. generation: number of times that a lossy codec had it.
+    is_exact: True if it is what the model computes without Manthan.
+    """
+
+    epoch: int
+    group: int
+    block_hash: bytes
+    generation: int = 0
+    is_exact: bool = True
+
+    @property
+    def name(self) -> BlockName:
+        """Group and block hash."""
+        return self.group, self.block_hash
+
+    @property
+    def mark(self) -> Mark:
+        """The mark that it must have."""
+        return Mark.DECODED if self.generation else Mark.EXACT if self.is_exact else Mark.DERIVED
+
+
+_HEAD = struct.Struct("<IhHH?16s")
+
+
+def encoded(kv: KV, is_lossy: bool, rank: int, bound: int) -> Buffer:
+    """Return a compressed block with a checksum, of a size up to the bound that depends on content and rank."""
+    head = _HEAD.pack(kv.epoch, kv.group, rank, kv.generation + is_lossy, kv.is_exact and not is_lossy, kv.block_hash)
+    body = head.ljust(bound - crc32(head) % 900 - 4, b".")
+    return np.frombuffer(body + struct.pack("<I", crc32(body)), np.uint8).copy()
+
+
+def decoded(buf: Buffer, rank: int) -> KV | None:
+    """Return the KV of a compressed block; None if it is damaged."""
+    whole = buf.tobytes()
+    if struct.pack("<I", crc32(whole[:-4])) != whole[-4:]:
+        return None
+    epoch, group, of_rank, generation, is_exact, block_hash = _HEAD.unpack_from(whole)
+    assert of_rank == rank
+    return KV(epoch, group, block_hash, generation, is_exact)
+
+
+class Ram(RamTier):
+    """A tier in RAM that starts no thread. Bytes of dropped blocks are erased when their room is needed."""
+
+    def _erase_soon(self) -> None:
+        pass
+
+
+class Uid(NamedTuple):
+    """A client that may be served what it has brought itself. number: of a session without a name."""
+
+    owner: Owner
+    number: int
+
+
+class WatchedPool(SimulatedPool):
+    """The simulator's pool, with the KV of each block on each rank.
+
+    busy: number of transfers that have yet to read or write a block. fresh: blocks that the model computes in the next
+    step. uids: of blocks whose KV is not exact, who brought it. lost: names of blocks that requests have overwritten.
+    """
+
+    def __init__(self, blocks: int, ranks: int) -> None:
+        super().__init__(blocks)
+        self.epoch = 0
+        self.kv: list[list[KV | None]] = [[None] * blocks for _ in range(ranks)]
+        self.busy = [0] * blocks
+        self.fresh: set[int] = set()
+        self.uids: dict[int, Uid] = {}
+        self.lost: set[BlockName] = set()
+        self._is_taking = False
+
+    def write(self, block: int, kv: KV | None) -> None:
+        """Set the content of a block on all ranks."""
+        for of_rank in self.kv:
+            of_rank[block] = kv
+
+    def content(self, block: int) -> KV:
+        """Return the content of a block, which must be the same on all ranks."""
+        first, *others = {of_rank[block] for of_rank in self.kv}
+        assert first is not None, f"block {block} holds nothing"
+        assert not others, f"ranks have {[first, *others]} in block {block}"
+        return first
+
+    def take(self, count: int) -> list[int]:
+        self._is_taking = True
+        blocks = super().take(count)
+        self._is_taking = False
+        for block in blocks:
+            assert not self.busy[block], f"block {block} is overwritten while a transfer uses it"
+            self.write(block, None)
+            self.uids.pop(block, None)
+            self.fresh.discard(block)
+        return blocks
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        block_ids = list(block_ids)
+        for block, times in Counter(block_ids).items():
+            assert self.users(block) >= times, f"block {block} is given back by somebody who does not have it"
+        super().free(block_ids)
+
+    def cache_all(self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group: int = 0) -> None:
+        for block, block_hash in zip(block_ids, block_hashes, strict=True):
+            kv = self.content(block)
+            assert kv.name == (group, block_hash), f"{kv} is entered as {block_hash!r} of group {group}"
+            assert kv.epoch == self.epoch, f"{kv} is of an epoch before {self.epoch}"
+            self.lost.discard(kv.name)
+        super().cache_all(block_ids, block_hashes, group)
+
+    def named(self) -> Iterator[tuple[int, BlockName]]:
+        """Yield the blocks that hold something, and their names."""
+        return ((block, name) for block, name in enumerate(self._name) if name is not None)
+
+    def is_kept(self, block: int) -> bool:
+        """True if the pool knows that a block is saved."""
+        return block in self._saved
+
+    def _lose(self, block: int) -> None:
+        name = self._name[block]
+        super()._lose(block)
+        if self._is_taking and name is not None and name not in self._cached:
+            self.lost.add(name)
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request as vLLM has it.
+
+    hashes: of prompt and answer. known: number of blocks whose tokens are known. blocks: that it references, by group and
+    position. had: number of first blocks with KV. is_private: True if nothing of it may reach a tier.
+    """
+
     request: Request
-    keys: list[bytes]
-    blocks: list[int]
-    beside: list[tuple[int, bytes]]
-    """Blocks of other groups, by group and key."""
-    orphan: bool = False
-    """Whether the request has ended, or the cache was reset, meanwhile."""
-
-
-@dataclass
-class Spill:
-    order: SpillOrder
-    block: int
-    waiting: set[int]
-    """Ranks that have not answered."""
-    failed: bool = False
-    sizes: list[int] = field(default_factory=list)
+    hashes: list[bytes]
+    prompt: int
+    rest: int
+    uid: Uid
+    is_private: bool
+    known: int
+    blocks: dict[tuple[int, int], int] = field(default_factory=dict)
+    had: int = 0
+    resident: int = 0
+    is_running: bool = False
+    is_loading: bool = False
+    was_loaded: bool = False
+    is_gone: bool = False
+    is_lossy: bool = False
 
     @property
-    def key(self) -> bytes:
-        return self.order.key
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self.request.request_id
 
     @property
-    def group(self) -> int:
-        return self.order.group or 0
+    def wants_exact(self) -> bool:
+        """True if it asked for exact KV."""
+        return self.request.hints.quality == "exact"
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens known."""
+        return self.known * TOKENS + self.rest
+
+    @property
+    def waits(self) -> bool:
+        """True if it may be admitted."""
+        return not self.is_running and not self.is_loading
+
+
+@dataclass(eq=False)
+class Job:
+    """A transfer on one rank. copies: what a store has gathered. epoch: in which it began."""
+
+    transfer: Transfer
+    rank: int
+    epoch: int
+    copies: list[KV] | None = None
+    is_cancelled: bool = False
+
+
+class Stored(NamedTuple):
+    """A compressed block that one rank has, and its bytes of the budget. is_bad: True if it was lost or damaged."""
+
+    kv: KV
+    nbytes: int
+    is_bad: bool = False
+
+
+class Report(NamedTuple):
+    """A rank's word on a job: a result, or None for "gathered"."""
+
+    job: Job
+    result: TransferResult | None
 
 
 class World:
-    """Carries out what the manager says, as the connector does, and asserts what must hold at each action."""
+    """Does what the driver orders, as vLLM and the workers do, and asserts what must hold at each action."""
 
-    def __init__(
-        self,
-        ranks: int,
-        pool_blocks: int,
-        cold_blocks: int,
-        policy: str = "lru",
-        fast_blocks: int = 0,
-        exact: bool = False,
-        beside: Mapping[int, int] | None = None,
-    ) -> None:
-        """beside: of each group beside the chains', how many of the last blocks are needed; see BESIDE."""
-        self.beside = beside or {}
-
-        def of_all_ranks(bounds: Mapping[int, int]) -> dict[int, int]:
-            return {tokens: nbytes * ranks for tokens, nbytes in bounds.items()}
-
-        bounds_beside = {group: of_all_ranks(BESIDE_BOUNDS[group]) for group in self.beside}
-        self.shape = MemoryShape(16, 500, of_all_ranks(BOUNDS), beside=bounds_beside)
-        chosen = get_policy(policy)
-        self.manager = SessionMemoryManager(
-            chosen,
-            self.shape,
-            cold_blocks * self.shape.cold_nbytes,
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        policy, shape, front = get_policy(setup.policy), setup.shape(), setup.front_blocks
+        self.events = Events()
+        self.manager = SessionManager(
+            policy,
+            shape,
+            setup.cold_blocks * shape.groups[0].cold_nbytes,
             IDLE_AFTER_S,
-            options=chosen.Options(**OPTIONS.get(policy, {})),
+            self.events,
+            options=policy.Options(**OPTIONS.get(setup.policy, {})),
             shares=Shares(pinned=0.5, tenants={"small": 0.5}),
-            fast=[Fast(tier * self.shape.cold_nbytes, True) for tier in (fast_blocks, 2 * fast_blocks) if tier],
-            prefetch_lead_s=None if self.beside else 1.0,
-            sink_tokens=SINK_TOKENS if exact else 0,
-            mark=self.mark,
+            sink_tokens=setup.sink_tokens,
+            is_exclusive=setup.is_exclusive,
         )
-        orders = self.manager._orders
-        self._forget_codes, orders.forget_codes = orders.forget_codes, self.forget_codes
-        self.weigh = on_each(ranks)
-        self.stores = [RamTier(cold_blocks * BOUNDS[0]) for _ in range(ranks)]
-        self.pool, self.beside_pool = Pool(pool_blocks), Pool(BESIDE_POOL_BLOCKS)
+        self.pool = WatchedPool(setup.pool_blocks, setup.ranks)
+        self.driver = Driver(
+            self.manager,
+            self.pool,
+            ranks=setup.ranks,
+            low=0.25,
+            high=0.5,
+            fronts=[FrontTier(front * shape.groups[0].cold_nbytes, True)] if front else [],
+            prefetch_lead_s=setup.prefetch_lead_s,
+            weigh=on_each(setup.ranks),
+        )
+        self.driver._window = STORE_BLOCKS
+        self.events.subscribe(self._happened)
+        self.tiers = [self._tier() for _ in range(setup.ranks)]
+        self.stored: list[dict[BlockName, Stored]] = [{} for _ in range(setup.ranks)]
+        """What each rank's tier must have."""
+        self.jobs: list[Job] = []
+        """Transfers that ranks work on."""
+        self.reports: list[list[Report]] = [[] for _ in range(setup.ranks)]
+        """What each rank has to say, the first first."""
+        self.unanswered: Counter[int] = Counter()
+        """By job id, the number of ranks from which the driver has no result."""
+        self.reading: dict[int, Transfer] = {}
+        """Loads under way whose blocks nobody may drop."""
+        self.asked: list[Asked] = []
+        self.loading: dict[str, tuple[Asked, list[Transfer], dict[BlockName, str]]] = {}
+        """By request id, requests whose load has not ended, its jobs, and what has failed. Some requests are gone."""
         self.seen: Counter[str] = Counter()
-        """What has come to pass, for tests that it did."""
-        self.now = 0.0
-        self.epoch = 0
-        self.clear = False
-        self.count = 0
-        self.requests: list[Request] = []
-        self.restores: list[Restore] = []
-        self.held: list[Spill] = []
-        """To be begun with the next step."""
-        self.spills: list[Spill] = []
-        self.unreadable: set[bytes] = set()
-        """Codes that were stored and then could not be read."""
+        """What came to pass, for tests that it did."""
+        self.allowed: set[bytes] = set()
+        """Block hashes of requests whose KV may be stored."""
+        self.brought: dict[bytes, set[Uid]] = {}
+        """By block hash, clients that had it in a prompt or an answer."""
+        self._private: dict[Session, bool] = {}
+        self._numbers: dict[Owner, int] = {}
+        self.now, self.count, self.taken, self.clears = 0.0, 0, 0, False
 
-    def content(self, key: bytes, group: int = 0) -> bytes:
-        return b"%d:%d:%s" % (self.epoch, group, key)
-
-    def needed(self, keys: Sequence[bytes]) -> Iterator[tuple[int, bytes, int]]:
-        """Group, key and depth of each block of other groups that is needed to go on behind these."""
-        for group, last in self.beside.items():
-            yield from ((group, keys[at], at) for at in range(max(0, len(keys) - last), len(keys)))
-
-    # -- requests ---------------------------------------------------------------------------------------
-
-    def start(self, text: str, prompt: int, name: str | None, tenant: str = "", **hints: object) -> None:
-        self.count += 1
-        request = Request(f"r{self.count}", chain(text), prompt, wants_exact=hints.get("quality") == "exact")
-        self.manager.request_started(
-            request.request_id, request.keys[:prompt], name, self.now, hints=parse_hints(hints), tenant=tenant
-        )
-        self.requests.append(request)
-
-    def admit(self, request: Request) -> None:
-        """Give a waiting request its blocks: those still hot, those to be restored, and empty ones."""
-        hot = self.hot(request.keys[: request.prompt], self.manager.asker(request.request_id))
-        held = [self.pool.cached[key] for key in request.keys[:hot]]
-        if len(request.keys) - hot > len(self.pool.free.keys() - held):
-            return
-        for block in held:
-            self.pool.touch(block)
-        cold = self.manager.match(request.keys[hot : request.prompt], request.request_id)
-        request.blocks = held + [self.allocate() for _ in request.keys[hot:]]
-        request.had = hot + cold
-        request.owner = self.manager.owner(request.request_id)
-        for block in held:
-            if block in self.pool.lossy:
-                assert not request.wants_exact, "exact KV was asked for"
-                assert self.pool.lossy[block] == request.owner, "another session brought this back"
-        request.is_lossy = any(block in self.pool.lossy for block in held)
-        if cold:
-            end = hot + cold
-            keys = request.keys[hot:end]
-            beside = [(group, key) for group, key, at in self.needed(request.keys[:end]) if at >= hot]
-            assert all(self.stored_everywhere(key) for key in keys), "what is offered is not cold"
-            assert all(self.stored_everywhere(key, group) for group, key in beside), "no anchor stands there"
-            request.restore = Restore(request, keys, request.blocks[hot:end], beside)
-            self.manager.restore_started(request.request_id, keys)
-            for key, block in zip(keys, request.blocks[hot:end], strict=True):
-                self.pool.marks.set([block], self.manager.stored_marks([key])[0], request.owner)
-                stored = self.manager.blocks.get(key)
-                self.pool.generation[block] = stored is None or stored.encoding.exact < 16
-                if self.pool.generation[block] or self.is_stored_lossy(key):
-                    self.pool.lossy[block] = request.owner
-            request.is_lossy |= any(block in self.pool.lossy for block in request.blocks[hot:end])
-            request.is_lossy |= any(self.is_beside_lossy(group, key) for group, key in beside)
-            assert not (request.wants_exact and request.is_lossy), "exact KV was asked for"
-            self.restores.append(request.restore)
-        else:
-            self.compute(request, request.prompt)
-
-    def allocate(self) -> int:
-        """Take the next block. It is not an unsaved one while one that holds nothing, or is saved, is free."""
-        pool = self.pool
-        held = {block: key for key, block in pool.cached.items()}
-        key = held.get(pool.next)
-        if key is not None and self.manager.is_missed(key) and not self.manager.is_saved(key):
-            self.seen["overwritten unsaved"] += 1
-            assert held.keys() >= pool.free.keys(), "a block that holds nothing is free"
-            if not self.manager._orders.releases:
-                assert not any(self.manager.is_saved(held[block]) for block in pool.free), "a saved block is free"
-        return pool.allocate()
-
-    def hot(self, keys: Sequence[bytes], owner: Owner | None) -> int:
-        """How many of these are in the pool for this owner, with all that other groups need behind them."""
-        hot = next((at for at, key in enumerate(keys) if not self.pool.serves(key, owner)), len(keys))
-        while not all(self.beside_pool.serves(name_of(g, key), owner) for g, key, _ in self.needed(keys[:hot])):
-            hot -= 1
-        return hot
-
-    def mark(self, name: BlockName) -> Mark | None:
-        """Mark of the block that the pool finds under a name."""
-        if isinstance(name, bytes):
-            pool, block = self.pool, self.pool.cached.get(name)
-        else:
-            pool, block = self.beside_pool, self.beside_pool.cached.get(name_of(*name))
-        return None if block is None else pool.marks[block]
-
-    def compute(self, request: Request, end: int) -> None:
-        """The first `end` blocks hold their KV now: hot ones have, the others are computed."""
-        marks = self.pool.marks
-        for at, (key, block) in enumerate(zip(request.keys[:end], request.blocks[:end], strict=True)):
-            if at >= request.had and request.is_lossy:
-                marks.set([block], Mark.DERIVED, request.owner)
-                self.pool.lossy[block] = request.owner
-            first = self.pool.cached.setdefault(key, block)
-            if first != block and marks[first] and not marks[block]:  # the exact copy takes the hash
-                self.pool.cached[key] = first = block
-            if first == block:
-                self.pool.content[block] = self.content(key)
-        for key in request.keys[request.had : end]:
-            for group in self.beside:
-                self.cache_beside(group, key, Mark.DERIVED if request.is_lossy else Mark.EXACT, request.owner)
-        request.had = max(request.had, end)
-
-    def cache_beside(self, group: int, key: bytes, mark: Mark, owner: Owner | None) -> None:
-        """A block of another group is in the pool from now on, until others take it: nobody holds it."""
-        pool, name = self.beside_pool, name_of(group, key)
-        if name not in pool.cached and pool.free:
-            block = pool.allocate()
-            pool.cached[name], pool.content[block] = block, self.content(key, group)
-            pool.marks.set([block], mark, owner)
-            pool.generation[block] = mark is Mark.DECODED
-            if mark:
-                pool.lossy[block] = owner
-            pool.give_back([block])
-
-    def end_restore(self, restore: Restore, unreadable: set[int]) -> None:
-        """The ranks have read and decoded the codes, but for those that were unreadable; -1 is the last."""
-        failed, names = [], [*((0, key) for key in restore.keys), *restore.beside]
-        for i, (group, key) in enumerate(names):
-            codes = [get(store, key, group) for store in self.stores]
-            if not restore.orphan:
-                assert all(buf is not None for buf in codes), f"{key!r} was dropped while it was read"
-                assert {decoded(buf) for buf in codes if buf is not None} == {self.content(key, group)}
-            if {i, i - len(names)} & unreadable or any(buf is None for buf in codes):
-                failed.append((group, key))
-        self.restores.remove(restore)
-        bad, beside = [key for group, key in failed if not group], [name for name in failed if name[0]]
-        self.unreadable.update(bad)
-        self.manager.restore_finished(restore.request.request_id, bad, beside)
-        self.seen["anchors unreadable" if beside else "chains unreadable" if bad else "restored"] += 1
-        if restore.orphan:
-            self.pool.give_back(restore.blocks)
-        elif failed and self.beside:  # the load has failed as a whole: it is asked anew
-            self.preempt(restore.request)
-        else:
-            for group, key in restore.beside:
-                self.cache_beside(group, key, self.manager.stored_marks([key], group)[0], restore.request.owner)
-            restore.request.restore = None
-            self.compute(restore.request, restore.request.prompt)
-
-    def preempt(self, request: Request) -> None:
-        """A request gives its blocks back and waits to be admitted anew; the manager is not told."""
-        self.pool.give_back(request.blocks)
-        request.blocks, request.restore, request.had = [], None, 0
-
-    def finish(self, request: Request, computed: int, limit: int = 99) -> None:
-        """A request ends, or is aborted after `computed` of its blocks. limit: how many blocks are held at once."""
-        self.requests.remove(request)
-        blocks = request.blocks
-        if request.restore is not None:  # its blocks are written to: they stay referenced until that ends
-            computed, request.restore.orphan = 0, True
-            blocks = [block for block in blocks if block not in request.restore.blocks]
-        elif request.waiting:
-            computed = 0
-        else:
-            self.compute(request, max(computed, request.prompt))
-        self.pool.give_back(blocks)
-        keys = request.keys[:computed]
-        depths = dict.fromkeys((len(keys), min(len(keys), request.prompt - 1))) if self.beside else ()
-        places = [Place(depth, list(self.needed(keys[:depth]))) for depth in depths if depth > 0]
-        self.manager.request_finished(request.request_id, keys, self.now, places=places)
-        if places:
-            self.hold(limit)
-
-    def reset(self) -> None:
-        """New weights: requests start over, what is being restored is given up, nothing computed is valid."""
-        for request in list(self.requests):
-            if request.restore is not None:
-                self.finish(request, 0)
-            else:
-                self.pool.give_back(request.blocks)
-                request.blocks = []
-        self.pool.cached.clear()
-        self.beside_pool.cached.clear()
-        self.epoch += 1
-        self.clear = True
-        for restore in self.restores:
-            restore.orphan = True
-        self.manager.reset()
-        for spill in self.held:
-            self.pool_of(spill.group).give_back([spill.block])
-            self.manager.spill_failed(spill.key, self.now, spill.order.group)
-        self.held.clear()
-
-    def forget_hot(self) -> None:
-        """The pool's memory is gone for a while, which vLLM sees to when nothing is read or written: requests start
-        over, and what is cold stays."""
-        for request in self.requests:
-            self.preempt(request)
-        self.pool.cached.clear()
-        self.beside_pool.cached.clear()
-        self.manager.forget_hot(self.now)
-
-    # -- a step -----------------------------------------------------------------------------------------
-
-    def step(self, relieve: int, limit: int) -> None:
-        self.manager.sweep(self.now)
-        if relieve:
-            self.manager.relieve(relieve, self.now)
-        self.drop()
-        self.release()
-        self.hold(limit)
-        self.spills += self.held
-        self.held.clear()
-        self.manager.settle_tiers()
-
-    def hold(self, limit: int) -> None:
-        """Take references on blocks to be encoded; some are not there any more."""
-        for order in take_spills(self.manager, limit):
-            assert order.first_token == 16 * (len(order.key) - 1)
-            pool, name = self.pool_of(order.group), name_of(order.group, order.key) if order.group else order.key
-            block = pool.cached.get(name)
-            if block is None:
-                self.manager.lost(order.key, self.now, order.group)
-                self.seen["lost beside" if order.group else "lost"] += 1
-            else:
-                assert not pool.generation[block], f"decoded KV of {order.key!r} is to be encoded again"
-                assert pool.marks[block] is (Mark.DERIVED if block in pool.lossy else Mark.EXACT)
-                self.manager.encodes(order.key, order.group, pool.marks[block])
-                self.seen[f"encoded {pool.marks[block].name.lower()}"] += 1
-                self.held.append(Spill(order, pool.touch(block), set(range(len(self.stores)))))
-
-    def pool_of(self, group: int | None) -> Pool:
-        return self.beside_pool if group else self.pool
-
-    def drop(self) -> None:
-        if self.clear:
-            for store in self.stores:
-                store.cleared("")
-            self.clear = False
-        for drop in self.manager.take_drops():
-            for store in self.stores:
-                store.drop(drop.group, drop.keys)
-            self.seen[f"dropped beside: {drop.cause}" if drop.group else f"dropped: {drop.cause}"] += 1
-            if not drop.group:
-                self.pool.forget(drop.keys)
-            if drop.group:
-                assert all(
-                    self.manager.blocks.get(key, drop.group) is None or self.is_made_again(drop.group, key)
-                    for key in drop.keys
-                )
-            elif drop.cause is DropCause.BUDGET:
-                self.assert_given_up(drop.keys)
-
-    def release(self) -> None:
-        for key in self.manager.take_releases():
-            block = self.manager.blocks.get(key)
-            if block is not None:  # otherwise it is nobody's: the policy gave it up, or it was lost
-                assert self.stored_everywhere(key) or key in self.unreadable, f"{key!r} is released without codes"
-            if self.manager.is_saved(key):
-                self.pool.keep([key])
-            if not self.manager.is_used(key):
-                self.pool.release([key])
-
-    def answer(self, spill: Spill, rank: int, ok: bool) -> None:
-        """One rank has encoded and stored a block, or has failed to."""
-        spill.waiting.remove(rank)
-        if ok:
-            pool = self.pool_of(spill.group)
-            content = pool.content[spill.block] + LOSSY * (spill.block in pool.lossy)
-            buf = encoded(content, rank, spill.order.exact, spill.group)
-            failed = self.stores[rank].put_all(spill.group, {spill.key: buf})
-            assert failed == {}, "the manager asks for what fits"
-            spill.sizes.append(self.stores[rank].room(buf.nbytes))
-        spill.failed |= not ok
-        if not spill.waiting:
-            self.spills.remove(spill)
-            self.pool_of(spill.group).give_back([spill.block])
-            if not spill.group:
-                self.unreadable.discard(spill.key)
-            if spill.failed:
-                is_full = len(spill.key) % 2 == 0
-                self.manager.spill_failed(spill.key, self.now, spill.order.group, is_full)
-            else:
-                spilled(self.manager, spill.key, self.weigh(spill.sizes), self.now, spill.order.group)
-            self.release()
+    def _tier(self) -> Ram | StackedTier:
+        behind = Ram(self.setup.cold_blocks * BOUNDS[0])
+        front = self.setup.front_blocks * BOUNDS[0]
+        return StackedTier(Ram(front), behind) if front else behind
 
     @property
-    def stored_nbytes(self) -> int:
-        """What the blocks in the stores take of the budget."""
-        names = {name for store in self.stores for name in store.names()}
-        bufs = {(group, key): [get(store, key, group) for store in self.stores] for group, key in names}
-        return sum(self.weigh([room(buf.nbytes) for buf in each if buf is not None]) for each in bufs.values())
+    def rams(self) -> list[ArenaTier]:
+        """The tier of each rank that has all blocks."""
+        return [tier.behind if isinstance(tier, StackedTier) else tier for tier in self.tiers]  # type: ignore[misc]
 
-    def stored_everywhere(self, key: bytes, group: int = 0) -> bool:
-        bufs = [get(store, key, group) for store in self.stores]
-        return all(buf is not None and decoded(buf) == self.content(key, group) for buf in bufs)
+    def _uid(self, owner: Owner) -> Uid:
+        return Uid(owner, self._numbers.get(owner, 0))
 
-    def is_stored_lossy(self, key: bytes, group: int = 0) -> bool:
-        """True if the compressed block was made of a lossy one, whatever its codec."""
-        return any(is_lossy(buf) for store in self.stores if (buf := get(store, key, group)) is not None)
+    # -- requests -------------------------------------------------------------------------------------
 
-    def is_beside_lossy(self, group: int, key: bytes) -> bool:
-        """True if a block of another group comes back lossy."""
-        stored = self.manager.blocks.get(key, group)
-        return stored is None or stored.encoding.exact < 16 or self.is_stored_lossy(key, group)
+    def start(self, text: str, prompt: int, rest: int, name: str | None, tenant: str, hints: dict[str, object]) -> None:
+        """A request comes. rest: tokens of its prompt behind the full blocks."""
+        self.count += 1
+        hashes, parsed = hashes_of(text), parse_hints(hints) if hints else NO_HINTS
+        request = self.driver.started(
+            f"r{self.count}",
+            hashes[:prompt],
+            name,
+            self.now,
+            tokens=prompt * TOKENS + rest,
+            blocks=(prompt + 1) * len(self.setup.windows),
+            hints=parsed,
+            tenant=tenant,
+            tail=bytes(rest),
+        )
+        session = request.session
+        assert session.tenant == tenant, "the session is another tenant's"
+        assert name in (None, session.name), "the session has another name"
+        if session.name is None and session.kin is None:
+            self._numbers[session.owner] = session.number
+        if parsed.store is not None:
+            self._private[session] = not parsed.store
+        is_private = self._private.get(session, False)
+        uid = self._uid(session.owner)
+        self.asked.append(Asked(request, hashes, prompt, rest, uid, is_private, prompt))
 
-    def is_made_again(self, group: int, key: bytes) -> bool:
-        """Whether a dropped block of another group has been ordered anew since."""
-        block = self.manager.blocks.get(key, group)
-        return block is not None and block.in_flight
+    def _hits(self, asked: Asked, usable: int) -> int:
+        """Return how many blocks the pool may serve, where all that is needed behind them is there."""
+        hashes, found = asked.hashes[:usable], {}
+        for group in self.setup.windows:
+            ids = self.pool.lookup(group, hashes)
+            found[group] = [at for at, block in enumerate(ids) if block >= 0 and self._serves(asked, block)]
+        whole = next((at for at in range(usable) if at not in found[0]), usable) if self.setup.stores_main else usable
+        return next(
+            depth for depth in range(whole, -1, -1) if all(at in found[g] for g, at in self.setup.needed(depth, True))
+        )
 
-    def assert_given_up(self, keys: Sequence[bytes]) -> None:
-        """Codes that the policy gave up were nobody's tail, or the bf16 is there, or is on its way to the store."""
-        for key in keys:
-            block = self.manager.blocks.get(key)
-            assert block is None or block.hot or block.in_flight or not block.users, f"{key!r} is missed"
+    def _serves(self, asked: Asked, block: int) -> bool:
+        return self.driver.serves(asked.request_id, block)
 
-    def forget_codes(self, blocks: Sequence[Block], cause: DropCause) -> None:
-        """Assert that no codes of a pinned session make room. It may be pinned before the drop is carried out."""
-        if cause is DropCause.BUDGET:
-            pinned = {block for s in self.manager.table.by_id.values() if s.pinned for block in s.chain}
-            assert pinned.isdisjoint(blocks), f"{blocks} are of a pinned session"
-        self._forget_codes(blocks, cause)
+    def admit(self, asked: Asked, chunk: int) -> None:
+        """Give a waiting request its blocks, and load what is saved, or compute its first `chunk` blocks."""
+        if asked.was_loaded:
+            self._admit_loaded(asked, chunk)
+            return
+        usable = self.driver.usable(asked.tokens)
+        resident = self._hits(asked, usable)
+        count = self.driver.matched(asked.request_id, resident, usable, len(asked.hashes), self.now)
+        if count is None:
+            self.seen["asked to wait"] += 1
+            return
+        end = resident + count
+        held = {
+            (group, at): block
+            for group, at in self.setup.needed(resident)
+            for block in self.pool.lookup(group, [asked.hashes[at]])
+        }
+        more = [part for part in self.setup.needed(end) if part[1] >= resident] if count else []
+        free = len(self.pool) - sum(not self.pool.users(block) for block in held.values())
+        if len(more) > free or (not count and free < 2 * len(self.setup.windows)):
+            return
+        self.pool.hold(held.values())
+        asked.blocks, asked.had, asked.resident = held, resident, resident
+        asked.is_lossy = False
+        for block in held.values():
+            self._check_served(asked, block, self.pool.content(block))
+        if not count:
+            self._tell_hits(asked)
+            asked.is_running = True
+            self._compute(asked, max(1, chunk))
+            self.driver.admitted(asked.request_id, resident, usable, len(asked.blocks))
+            return
+        self._allow(asked, end)
+        asked.blocks |= zip(more, self.pool.take(len(more)), strict=True)
+        self.driver.admitted(asked.request_id, resident, usable, len(asked.blocks))
+        self._tell_hits(asked)
+        self._load(asked, end, more)
+
+    def _tell_hits(self, asked: Asked) -> None:
+        ids = [[block for (of, _), block in asked.blocks.items() if of == group] for group in self.setup.windows]
+        self.driver.hits(asked.request_id, ids)
+
+    def _check_served(self, asked: Asked, block: int, kv: KV) -> None:
+        """Assert that a request may have this KV."""
+        assert kv.epoch == self.pool.epoch, f"{kv} is of an epoch before {self.pool.epoch}"
+        if not kv.is_exact:
+            asked.is_lossy = True
+            assert not asked.wants_exact, "exact KV was asked for"
+            assert self.pool.uids[block] == asked.uid, f"{self.pool.uids[block]} brought what {asked.uid} is served"
+
+    def _admit_loaded(self, asked: Asked, chunk: int) -> None:
+        """Go on behind what was loaded. vLLM tells connectors of such a request's blocks again."""
+        if len(self.pool) < 2 * len(self.setup.windows):
+            return
+        self._tell_hits(asked)
+        self.driver.admitted(asked.request_id, 0, self.driver.usable(asked.tokens), len(asked.blocks))
+        asked.was_loaded, asked.is_running = False, True
+        self._compute(asked, max(1, chunk))
+
+    def _load(self, asked: Asked, end: int, parts: Sequence[tuple[int, int]]) -> None:
+        saved = [part for part in parts if part[0] or self.setup.stores_main]
+        if not self.setup.stores_main:
+            saved = list(parts)
+        for group, at in saved:
+            name = group, asked.hashes[at]
+            assert all(name in stored for stored in self.stored), f"{name} is offered and not in a tier"
+        main, beside = [], []
+        for group, last in self.setup.windows.items():
+            of_group = [at for of, at in parts if of == group]
+            ids = [asked.blocks[group, at] for at in of_group]
+            if last is None:
+                main = ids
+            elif of_group:
+                beside.append((group, [asked.hashes[at] for at in of_group], ids))
+        self.driver.loading(asked.request_id, asked.resident, end, main, beside)
+        jobs = list(self.driver.loads_of(asked.request_id))
+        assert sum(map(len, jobs)) == len(parts), "a load does not write all of its blocks"
+        asked.is_loading, asked.known = True, max(asked.known, end)
+        self.loading[asked.request_id] = asked, jobs, {}
+        self._begin(jobs)
+
+    def _begin(self, jobs: Iterable[Transfer]) -> None:
+        """Note that nobody may drop what these loads read, nor touch the blocks that they write."""
+        for job in jobs:
+            self.reading[job.job_id] = job
+            self._occupy(job)
+
+    def _occupy(self, job: Transfer) -> None:
+        for block in job.block_ids.tolist():
+            assert self.pool.users(block), f"a transfer uses block {block}, which nobody references"
+            self.pool.busy[block] += self.setup.ranks
+        self.unanswered[job.job_id] = self.setup.ranks
+
+    def _compute(self, asked: Asked, count: int) -> None:
+        """Schedule the next `count` blocks of a running request, as far as there is room."""
+        pool, windows = self.pool, self.setup.windows
+        end = min(len(asked.hashes), asked.had + count, asked.had + len(pool) // len(windows))
+        self._allow(asked, end)
+        new = range(asked.had, end)
+        for group in windows:
+            missing = [at for at in new if (group, at) not in asked.blocks]
+            asked.blocks |= zip([(group, at) for at in missing], pool.take(len(missing)), strict=True)
+            self.taken += len(missing)
+            ids, hashes = [asked.blocks[group, at] for at in new], asked.hashes[new.start : new.stop]
+            for block, block_hash in zip(ids, hashes, strict=True):
+                pool.write(block, KV(pool.epoch, group, block_hash, is_exact=not asked.is_lossy))
+                pool.fresh.add(block)
+                if asked.is_lossy:
+                    pool.uids[block] = asked.uid
+            self.driver.computed(asked.request_id, ids)
+            pool.cache_all(ids, hashes, group)
+        assert not (asked.is_lossy and asked.wants_exact), "exact KV was asked for"
+        asked.had, asked.known = end, max(asked.known, end)
+        needed = set(self.setup.needed(end))
+        passed = [part for part in asked.blocks if part not in needed]
+        pool.free([asked.blocks.pop(part) for part in sorted(passed, reverse=True)])
+
+    def compute(self, asked: Asked, count: int) -> None:
+        """A running request goes on."""
+        self._compute(asked, count)
+
+    def _allow(self, asked: Asked, end: int) -> None:
+        """Note the blocks that a request has now."""
+        if not asked.is_private:
+            self.allowed.update(asked.hashes[:end])
+
+    def preempt(self, asked: Asked) -> None:
+        """Take a running request's blocks, or those of one that was loaded. The driver is not told."""
+        self._free(asked)
+        asked.had, asked.is_running, asked.is_loading, asked.was_loaded = 0, False, False, False
+
+    def _free(self, asked: Asked) -> None:
+        self.pool.free([asked.blocks[part] for part in sorted(asked.blocks, reverse=True)])
+        asked.blocks = {}
+
+    def finish(self, asked: Asked, missing: int, is_claimed: bool = False) -> None:
+        """A request ends, without its last `missing` blocks.
+
+        is_claimed: count the blocks of a load that has not ended, as vLLM does.
+        """
+        self.asked.remove(asked)
+        asked.is_gone = True
+        had = asked.known if asked.is_loading and is_claimed else 0 if asked.is_loading else asked.had
+        had = max(0, had - missing)
+        hashes, session = asked.hashes[:had], asked.request.session
+        depths = dict.fromkeys((had, min(had, self.driver.usable(asked.prompt * TOKENS + asked.rest))))
+        points = [
+            PointParts(depth, [(group, hashes[at], at) for group, at in self.setup.needed(depth, True)])
+            for depth in depths
+            if depth and self.setup.needs_points
+        ]
+        self._allow(asked, had)
+        for block_hash in hashes:
+            self.brought.setdefault(block_hash, set()).add(asked.uid)
+        was_out = self._private.get(session, False)
+        outcome = self.driver.finished(asked.request_id, hashes, self.now, asked.tokens, points)
+        assert outcome is not None
+        home = self.manager.table.by_id.get(qualified(outcome.session_id, session.tenant))
+        if home is not None and home is not session:
+            self._private[home] = was_out
+        if not asked.is_loading:
+            self._free(asked)
+
+    # -- a step ---------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """The driver orders; the model computes what was scheduled; the ranks begin."""
+        driver = self.driver
+        if driver.wanted:
+            for asked in self.asked:
+                if asked.is_running:
+                    driver.cached(asked.request_id, asked.had)
+        before = driver.prefetcher._load
+        work = driver.step(self.taken, self.now)
+        assert driver.runway._left <= self.pool.runway(self.pool.size), "fewer free blocks are saved than it counts"
+        self.taken = 0
+        load = driver.prefetcher._load
+        if load is not before and load is not None:
+            session = self.manager.table.by_number[load.number]
+            assert {job.tenant for job in load.answers.jobs} <= {session.tenant}
+            self._begin(load.answers.jobs)
+        self.pool.fresh.clear()
+        for job in work.stores:
+            self._occupy(job)
+        for rank in range(self.setup.ranks):
+            self._take_orders(rank, work)
+        self.clears = False
+        driver.sent()
+        self.seen["revoked"] += work.revokes
+
+    def _take_orders(self, rank: int, work: Work) -> None:
+        tier, stored = self.tiers[rank], self.stored[rank]
+        if work.revokes:
+            for job in [job for job in self.jobs if job.rank == rank and job.transfer.direction == "store"]:
+                if job.copies is None:
+                    self._refuse(job, NEEDED)
+        if self.clears:
+            self.tiers[rank] = tier = tier.cleared("")
+            stored.clear()
+        for drop in work.drops:
+            tier.drop(drop.group, drop.block_hashes)
+            for block_hash in drop.block_hashes:
+                stored.pop((drop.group, block_hash), None)
+        self.jobs += [Job(job, rank, self.pool.epoch) for job in (*work.loads, *work.stores)]
+
+    # -- ranks ----------------------------------------------------------------------------------------
+
+    def work(self, job: Job, cause: str = "", at: int = 0) -> None:
+        """A rank does the next thing for a job. cause: of its failure, at one of its blocks."""
+        if job.transfer.direction == "load":
+            self._read(job, cause, at % len(job.transfer))
+        elif job.copies is None:
+            self._gather(job, cause)
+        else:
+            self._put(job, cause, at % len(job.transfer))
+
+    def _release(self, job: Job) -> None:
+        for block in job.transfer.block_ids.tolist():
+            self.pool.busy[block] -= 1
+
+    def _refuse(self, job: Job, cause: str) -> None:
+        self._release(job)
+        if job.transfer.direction == "store":
+            self.reports[job.rank].append(Report(job, None))
+        self._end(job, TransferResult.refused(job.transfer, cause))
+
+    def _end(self, job: Job, result: TransferResult) -> None:
+        self.jobs.remove(job)
+        self.reports[job.rank].append(Report(job, result))
+
+    def _gather(self, job: Job, cause: str) -> None:
+        transfer, rank = job.transfer, job.rank
+        if job.is_cancelled or cause == "internal":
+            self._refuse(job, RESET if job.is_cancelled else cause)
+            return
+        job.copies = []
+        for block, block_hash in zip(transfer.block_ids.tolist(), transfer.block_hashes, strict=True):
+            kv = self.pool.kv[rank][block]
+            assert kv is not None, f"block {block} is stored and holds nothing"
+            assert block not in self.pool.fresh, f"{kv} is stored before it is computed"
+            assert kv.name == (transfer.group, block_hash), f"{kv} is stored as {block_hash!r}"
+            assert kv.epoch == job.epoch, f"{kv} is of an epoch before {job.epoch}"
+            assert not kv.generation, f"decoded KV of {block_hash!r} is encoded again"
+            assert kv.mark is transfer.mark, f"{kv} is stored as {transfer.mark!r}"
+            job.copies.append(kv)
+        self._release(job)
+        self.reports[rank].append(Report(job, None))
+        self.seen[f"encoded {transfer.mark.name.lower()}"] += 1
+
+    def _put(self, job: Job, cause: str, bad: int) -> None:
+        transfer, rank = job.transfer, job.rank
+        assert job.copies is not None
+        group, tier, stored = transfer.group, self.tiers[rank], self.stored[rank]
+        bounds, nbytes, failed = self.setup.bounds(group), [0] * len(transfer), {}
+        if group not in self.setup.states:
+            assert transfer.first_token == TOKENS * (len(transfer.block_hashes[0].rstrip(b"_")) - 1)
+        for at, (kv, exact) in enumerate(zip(job.copies, transfer.exacts(TOKENS), strict=True)):
+            name = group, kv.block_hash
+            if job.is_cancelled or (cause and at >= bad):
+                failed[at] = RESET if job.is_cancelled else cause
+                if cause == "disk":  # a put that fails midway leaves nothing
+                    tier.drop(group, [kv.block_hash])
+                    stored.pop(name, None)
+                continue
+            is_lossy = exact < TOKENS and group not in self.setup.lossless
+            buf = encoded(kv, is_lossy, rank, bounds[exact])
+            assert kv.block_hash in self.allowed, f"{name} is stored, and only requests that may not be had it"
+            refused = tier.put_all(group, {kv.block_hash: buf}, transfer.tenant)
+            assert not refused, f"a tier has no room for what was reserved: {refused}"
+            nbytes[at] = tier.room(buf.nbytes)
+            now = kv._replace(generation=kv.generation + is_lossy, is_exact=kv.is_exact and not is_lossy)
+            stored[name] = Stored(now, nbytes[at])
+        used, most = self.rams[rank].used, self.rams[rank].max_bytes
+        assert used <= most, f"{used} bytes are used of {most}"
+        self._end(job, TransferResult(transfer.job_id, np.array(nbytes, np.int64), failed, 0.1))
+
+    def _read(self, job: Job, cause: str, bad: int) -> None:
+        transfer, rank = job.transfer, job.rank
+        stored, nbytes, failed = self.stored[rank], [0] * len(transfer), dict[int, str]()
+        is_void = transfer.job_id not in self.reading
+        if cause == STORE_DOWN:
+            bad = 0
+        found = self.tiers[rank].read(transfer.group, transfer.block_hashes, transfer.tenant)
+        for at, buf in enumerate(found):
+            name, block = (transfer.group, transfer.block_hashes[at]), int(transfer.block_ids[at])
+            assert self.pool.users(block), f"{name} is loaded into block {block}, which nobody references"
+            known = stored.get(name)
+            if job.is_cancelled or (cause and at == bad):
+                failed[at] = RESET if job.is_cancelled else cause
+            elif not isinstance(buf, np.ndarray):
+                assert is_void or (known is not None and known.is_bad), f"{name} was dropped while it was read"
+                failed[at] = "missing"
+            elif (kv := decoded(buf, rank)) is None:
+                assert known is not None and known.is_bad, f"{name} is damaged"
+                failed[at] = "corrupt"
+            else:
+                assert kv.name == name, f"{kv} is loaded as {name}"
+                assert is_void or kv.epoch == self.pool.epoch, f"{kv} is of an epoch before {self.pool.epoch}"
+                if not failed:
+                    self.pool.kv[rank][block] = kv
+                    nbytes[at] = self.tiers[rank].room(buf.nbytes)
+        self._release(job)
+        self._end(job, TransferResult(transfer.job_id, np.array(nbytes, np.int64), failed, 0.1))
+
+    def spoil(self, rank: int, which: int, is_lost: bool) -> None:
+        """A rank's tier loses a compressed block, or damages it."""
+        stored, tier = self.stored[rank], self.tiers[rank]
+        names = [name for name, each in stored.items() if not each.is_bad and not self._is_storing(name)]
+        if not names:
+            return
+        group, block_hash = name = names[which % len(names)]
+        stored[name] = stored[name]._replace(is_bad=True)
+        [buf] = tier.read(group, [block_hash])
+        assert isinstance(buf, np.ndarray)
+        if is_lost:
+            tier.drop(group, [block_hash])
+        else:
+            damaged = buf.copy()
+            damaged[len(damaged) // 2] ^= 1
+            assert not tier.put_all(group, {block_hash: damaged})
+
+    def _is_storing(self, name: BlockName) -> bool:
+        return any(name == (job.transfer.group, each) for job in self.jobs for each in job.transfer.block_hashes)
+
+    # -- results --------------------------------------------------------------------------------------
+
+    def report(self, rank: int, most: int) -> None:
+        """The driver hears the first of what a rank has to say."""
+        reports = self.reports[rank]
+        said, reports[:] = reports[:most], reports[most:]
+        for job, result in said:
+            if result is None:
+                self.driver.gathered([job.transfer.job_id])
+            else:
+                self._answer(job, result)
+
+    def _answer(self, job: Job, result: TransferResult) -> None:
+        job_id, request_id = result.job_id, job.transfer.request_id
+        self.unanswered[job_id] -= 1
+        prefetch = self.driver.prefetcher._load
+        if not self.unanswered[job_id]:
+            del self.unanswered[job_id]
+        is_load = job.transfer.direction == "load"
+        if is_load and request_id is None and prefetch is not None:
+            is_last = all(not self.unanswered[each.job_id] for each in prefetch.answers.jobs)
+            self.unanswered = +self.unanswered
+            if is_last:
+                self._owns(prefetch.number, prefetch.answers.jobs)
+        if is_load and request_id is not None:
+            asked, jobs, failed = self.loading[request_id]
+            failed |= {(job.transfer.group, job.transfer.block_hashes[at]): why for at, why in result.failed.items()}
+            is_last = not any(each.job_id in self.unanswered for each in jobs)
+            if is_last:
+                del self.loading[request_id]
+                for each in jobs:
+                    self.reading.pop(each.job_id, None)
+            self.driver.answered([result], self.now)
+            if is_last:
+                self._end_load(asked, jobs, failed)
+            return
+        self.driver.answered([result], self.now)
+
+    def _owns(self, number: int, jobs: Sequence[Transfer]) -> None:
+        """Note who brought what a prefetch has loaded."""
+        session = self.manager.table.by_number.get(number)
+        for job in jobs:
+            self.reading.pop(job.job_id, None)
+            for block in job.block_ids.tolist():
+                if session is not None:
+                    self.pool.uids[block] = self._uid(session.owner)
+
+    def _end_load(self, asked: Asked, jobs: Sequence[Transfer], failed: Mapping[BlockName, str]) -> None:
+        """vLLM hears that a load has ended, and what it may not use."""
+        self.seen["load failed" if failed else "loaded"] += 1
+        asked.is_loading = False
+        if asked.is_gone:
+            self._free(asked)
+            return
+        if failed and self.setup.needs_points:  # nothing of it is used
+            self.preempt(asked)
+            return
+        good = 0
+        for job in jobs:
+            names = [(job.group, block_hash) for block_hash in job.block_hashes]
+            count = next((at for at, name in enumerate(names) if name in failed), len(names))
+            ids = job.block_ids.tolist()[:count]
+            for block, name in zip(ids, names, strict=False):
+                kv = self.pool.content(block)
+                if not kv.is_exact:
+                    assert asked.uid in self.brought.get(name[1], ()), f"{asked.uid} did not bring {name}"
+                    self.pool.uids[block] = asked.uid
+                self._check_served(asked, block, kv)
+            good = max(good, count)
+            self.driver.computed(asked.request_id, ids)
+            self.pool.cache_all(ids, job.block_hashes[:count], job.group)
+        asked.had = asked.known if self.setup.needs_points else asked.resident + good
+        if self.setup.needs_points:
+            asked.had = max(len(each.rstrip(b"_")) for job in jobs for each in job.block_hashes)
+        asked.was_loaded = True
+
+    # -- what the driver says -------------------------------------------------------------------------
+
+    def _happened(self, event: Event) -> None:
+        if isinstance(event, BlocksDropped):
+            self.seen[f"dropped of {min(event.group, 1)}: {event.cause}"] += 1
+            self._check_drop(event)
+        elif isinstance(event, BlocksSaved):
+            for block_hash in event.block_hashes:
+                assert all((event.group, block_hash) in stored for stored in self.stored), "a rank did not store it"
+        else:
+            self.seen[type(event).__name__] += 1
+
+    def _check_drop(self, event: BlocksDropped) -> None:
+        """Assert that nobody needs what is dropped."""
+        cause, group = event.cause, event.group
+        if cause is DropCause.RESET:
+            return
+        names = {(group, block_hash) for block_hash in event.block_hashes}
+        read = {(job.group, block_hash) for job in self.reading.values() for block_hash in job.block_hashes}
+        assert not names & read, f"{names & read} are dropped while they are read"
+        if cause is DropCause.FAILED:
+            return
+        blocks = self.manager.blocks
+        for block_hash in event.block_hashes:
+            row = blocks.row(group, block_hash)
+            if row < 0:
+                continue
+            depth = int(blocks.depth[row])
+            users = [s for s in self.manager.table.by_id.values() if s.has(row, depth)]
+            users += [s for s in self.manager.table.by_id.values() for point in s.points if row in point.rows]
+            if not users:
+                continue
+            assert cause is DropCause.BUDGET, f"{block_hash!r} is dropped, {cause}, and {len(users)} sessions use it"
+            assert len(users) == 1, f"{block_hash!r} makes room, and {len(users)} sessions use it"
+            assert not users[0].is_pinned, f"{block_hash!r} of a pinned session makes room"
+            [block] = self.pool.lookup(group, [block_hash])
+            assert block >= 0, f"{block_hash!r} makes room, and the session that keeps it has it nowhere"
+            assert not self.pool.content(block).generation, f"{block_hash!r} makes room, and the pool has it decoded"
+
+    # -- resets ---------------------------------------------------------------------------------------
+
+    def reset(self, clears_pool: bool) -> None:
+        """All KV is dropped, while transfers are under way. clears_pool: vLLM drops its own, too."""
+        if clears_pool:
+            for asked in list(self.asked):
+                if asked.is_loading:
+                    self.finish(asked, 0)
+                else:
+                    self.preempt(asked)
+            self.pool.clear()
+            self.pool.epoch += 1
+        self.reading.clear()
+        self.driver.reset(self.now)
+        self.clears = True
+        if clears_pool:
+            self.driver.forget_resident(self.now)
+
+    def halt(self) -> None:
+        """Transfers are about to end, one way or the other."""
+        self.driver.halt(self.now)
+        for job in self.jobs:
+            job.is_cancelled = True
+
+    def go_on(self) -> None:
+        """Transfers may begin again."""
+        self.driver.rests = False
+
+    def forget_resident(self) -> None:
+        """vLLM drops what the pool has, once no transfer is under way."""
+        for asked in self.asked:
+            self.preempt(asked)
+        self.pool.clear()
+        self.driver.forget_resident(self.now)
+
+    # -- questions ------------------------------------------------------------------------------------
+
+    def offered(self, session: Session) -> int:
+        """Return how many blocks a session could load, had it nothing resident."""
+        hashes = self.manager.blocks.hashes(session.rows)
+        length = len(hashes)
+        probe = Request("probe", session, hashes, session.rows, length * TOKENS, self.now, Hints(), length)
+        return self.manager.match(probe, 0, length)
+
+    def check(self) -> None:
+        """Assert that pool and tiers are as the manager believes."""
+        self._check_marks()
+        self._check_stored()
+        self._check_holes()
+
+    def _check_marks(self) -> None:
+        for block, name in self.pool.named():
+            kv, mark = self.pool.content(block), self.pool.marks[block]
+            assert mark is kv.mark, f"{kv} is marked {mark.name}"
+            assert kv.name == name
+            assert kv.is_exact or block in self.pool.uids
+
+    def _check_stored(self) -> None:
+        blocks, shape = self.manager.blocks, self.manager.shape
+        rows = blocks.rows()
+        rows = rows[blocks.group[rows] >= 0]
+        names = list(zip(blocks.group[rows].tolist(), blocks.hashes(rows), strict=True))
+        status = dict(zip(names, blocks.status[rows].tolist(), strict=True))
+        dropped = {(each.group, block_hash) for each in self.driver._drops for block_hash in each.block_hashes}
+        for rank, stored in enumerate(self.stored):
+            there = {name for name, each in stored.items() if not each.is_bad}
+            has = set(self.rams[rank]._blocks)
+            assert there <= has <= stored.keys(), "a tier has other blocks than it was given"
+            if not self.clears:
+                left = {name for name in stored if not status.get(name)} - dropped
+                assert not left, f"{left} stay in a tier, and nobody removes them"
+        if self.clears:
+            return
+        saved = rows[blocks.is_saved(rows)]
+        columns = (blocks.nbytes, blocks.exact, blocks.mark, blocks.status)
+        for name, nbytes, exact, mark, state in zip(
+            zip(blocks.group[saved].tolist(), blocks.hashes(saved), strict=True),
+            *(column[saved].tolist() for column in columns),
+            strict=True,
+        ):
+            if state != SAVED:  # it is being replaced
+                continue
+            each = [stored.get(name) for stored in self.stored]
+            assert None not in each, f"{name} counts as saved, and a tier does not have it"
+            kvs = {one.kv for one in each if one is not None}
+            assert len(kvs) == 1, f"ranks have {kvs}"
+            [kv] = kvs
+            assert kv.epoch == self.pool.epoch, f"{kv} is of an epoch before {self.pool.epoch}"
+            assert nbytes == self.setup.ranks * max(one.nbytes for one in each if one is not None)
+            is_exact = shape.groups[name[0]].is_exact(exact) and mark == Mark.EXACT
+            assert kv.is_exact == is_exact, f"{kv} counts as exact: {is_exact}"
+
+    def _check_holes(self) -> None:
+        """Assert that no session keeps a block which neither a tier nor the pool has, but for those just overwritten."""
+        if not self.setup.stores_main:
+            return
+        blocks = self.manager.blocks
+        for session in self.manager.table.by_id.values():
+            if session.requests:
+                continue
+            rows = session.rows[blocks.status[session.rows] == 0]
+            hashes = blocks.hashes(rows)
+            for block_hash, block in zip(hashes, self.pool.lookup(0, hashes), strict=True):
+                assert block >= 0 or (0, block_hash) in self.pool.lost, f"{session.session_id} has {block_hash!r} nowhere"
+
+
+FAULTS = {"store": ("disk", STORE_FULL, STORE_DOWN, "internal"), "load": ("disk", STORE_DOWN)}
+"""Causes of failures, by the direction of a transfer."""
+
+__all__ = ["FAULTS", "IDLE_AFTER_S", "SINK_TOKENS", "TOKENS", "Asked", "Job", "Setup", "World", "replace"]

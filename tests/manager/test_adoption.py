@@ -1,45 +1,47 @@
-"""Processes that are killed, and what the next one takes over: sessions whose codes are there, as if they had gone cold
-in it."""
+"""Processes that are killed, and their sessions, which the next one takes over as cold ones."""
 
-import shutil
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from random import Random
+from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 from examples import examples
-from hypothesis import Phase, settings
-from hypothesis.stateful import rule, run_state_machine_as_test
-from integrity import check_integrity
-from machine import POOL_BLOCKS, PROFILE, Sessions
-from told import all_told, told
-from world import BESIDE, IDLE_AFTER_S, World, chain
+from talks import GROUP, SHAPE, Talks, names
 
-from manthan.manager.journal_link import JournalLink
-from manthan.manager.sessions.adoption import HISTORY, LeftAnchor, LeftSession
-from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import CodeState, Drop, DropCause, Encoding, MemoryShape, Session, SessionState
-from manthan.manager.tiers.journal import Journal, JournalSession
-from manthan.manager.work import Name
-from manthan.policies import get_policy
+from manthan.manager.events import BlocksDropped, BlocksSaved, DropCause
+from manthan.manager.pool import BlockName, Mark
+from manthan.manager.session.blocks import NO_GROUP, FrontTier, GroupShape, MemoryShape
+from manthan.manager.session.manager import Shares
+from manthan.manager.session.persist import FACTS, HISTORY, TIMES, JournalLink
+from manthan.manager.session.table import Session, SessionState
+from manthan.manager.tiers.journal import Journal, JournalBlock, JournalPoint, JournalSession, SavedBlocks
+from manthan.manager.transfer import on_each
+
+WINDOW, STATE = 1, 2
+OTHERS = {WINDOW: 2, STATE: 1}
+"""Number of last blocks that a request needs of each other group."""
+POINTED = MemoryShape({0: GROUP, WINDOW: GROUP, STATE: GroupShape(16, 500, {0: 150})})
+FRONTS = [FrontTier(300, True), FrontTier(600, True)]
+HINTS: list[dict[str, object]] = [
+    *({}, {}, {}, {"pin": True}, {"pin": False}, {"release": True}, {"ttl_s": 5}, {"priority": -1}, {"priority": 1}),
+    *({"expect_return_s": 5}, {"quality": "exact"}, {"store": False}, {"store": True}),
+]
 
 
-def note_of(name: Name) -> bytes:
+def note_of(name: BlockName) -> bytes:
     return b"%d of " % name[0] + name[1]
 
 
-class Notes(dict[Name, bytes]):
-    """Something is known of every block; what is put in here comes from the journal."""
+class Notes(dict[BlockName, bytes]):
+    """Every block has a note; those that are put in here come from the journal."""
 
-    def get(self, name: Name, default: object = None) -> bytes:  # type: ignore[override]
+    def get(self, name: BlockName, default: object = None) -> bytes:  # type: ignore[override]
         return note_of(name)
 
 
 class PatientJournal(Journal):
-    """Writes what it was told last when it is told more, and in the caller's thread: what a kill loses is always the
-    same."""
+    """Writes the last records when it gets more, in the caller's thread. So a kill always loses the same."""
 
     last: list[JournalSession]
 
@@ -56,227 +58,335 @@ class PatientJournal(Journal):
         self._write((), True)
 
 
-class Restarts(Sessions):
-    """Now and then the process is killed, and another one finds its stores and its journal."""
+class Lives:
+    """Chats over tiers that are too small for them. Now and then another process takes over.
 
-    steer = None  # type: ignore[assignment]  # an operator's pin for a while does not outlast its process
+    others: by other KV cache group, the number of last blocks that a request needs of it.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="manthan-journal-"))
+    def __init__(
+        self,
+        folder: Path,
+        rng: Random,
+        shape: MemoryShape = SHAPE,
+        others: Mapping[int, int] = {},
+        capacity: int = 12,
+        ranks: int = 1,
+        sink_tokens: int = 0,
+    ) -> None:
+        self.folder, self.rng, self.shape, self.others, self.ranks = folder, rng, shape, others, ranks
+        self.capacity, self.sink_tokens = capacity, sink_tokens
+        self.texts = ["s"]
         self.came = 0
-        self.begin()
+        self.begin({}, 0.0)
 
-    def begin(self) -> None:
-        self.journal = PatientJournal(self.folder)
-        self.notes = Notes()
-        self.link = JournalLink(self.journal, self.manager, self.notes, lambda: self.world.now)
+    def begin(self, tier: dict[BlockName, int], now: float) -> None:
+        self.talks = Talks(
+            self.capacity,
+            blocks=64,
+            shape=self.shape,
+            ranks=self.ranks,
+            low=0.2,
+            high=0.4,
+            shares=Shares(pinned=0.5, tenants={"small": 0.5}),
+            sink_tokens=self.sink_tokens,
+            driver={"fronts": FRONTS, "weigh": on_each(self.ranks)},
+        )
+        self.talks.tier, self.talks.now = tier, now
+        self.manager = self.talks.manager
+        self.journal, self.notes = PatientJournal(self.folder), Notes()
+        self.link = JournalLink(self.journal, self.manager, FRONTS, self.notes, lambda: self.talks.now)
         self.is_void = False
-        step, reset = self.world.step, self.world.reset
 
-        def step_and_tell(relieve: int, limit: int) -> None:
-            step(relieve, limit)
-            self.link.tell(self.world.now)
+    def live(self, steps: int) -> None:
+        """Do things at random. Each life ends with a kill."""
+        happens = [*[self.ask] * 6, self.abort, *[self.rest] * 2, self.overwrite, self.damage, self.reset, self.kill]
+        for _ in range(steps):
+            self.rng.choice(happens)()
+        self.kill()
+        self.journal.close()
 
-        def reset_and_forget() -> None:
-            reset()
+    def ask(self) -> None:
+        """A new chat, a continuation, a fork or the same question again, by how much of an earlier one is kept."""
+        rng = self.rng
+        self.abort(most=2)
+        prompt = (rng.choice(self.texts)[: rng.randrange(9)] + letters(rng, 4))[:8] or "s"
+        text = prompt + letters(rng, 3)
+        self.texts.append(text)
+        who, tenant = rng.choice([None, None, "A", "B"]), rng.choice(["", "", "small"])
+        request_id = self.talks.ask(" ".join(prompt), who, tenant, **rng.choice(HINTS))
+        if self.talks.serve(request_id) and rng.random() < 0.75:
+            ends = dict.fromkeys((" ".join(text), " ".join(prompt))) if self.others else ()
+            self.talks.finish(request_id, " ".join(text), [self.talks.point(end, self.others) for end in ends])
+        self.step()
+
+    def abort(self, most: int = 0) -> None:
+        if len(self.talks.running) > most:
+            self.talks.finish(self.rng.choice(list(self.talks.running)))
+            self.step()
+
+    def rest(self) -> None:
+        self.talks.now += self.rng.choice([1.0, 10.0, 10.0])
+        for _ in range(3):
+            self.step()
+
+    def overwrite(self) -> None:
+        self.talks.overwrite()
+
+    def damage(self) -> None:
+        """A compressed block cannot be read any more. Nobody knows before it is loaded."""
+        if self.talks.tier:
+            del self.talks.tier[self.rng.choice(list(self.talks.tier))]
+
+    def reset(self) -> None:
+        if self.rng.random() < 0.25 and not self.talks.running:
+            self.talks.driver.reset(self.talks.now)
+            self.talks.pool.clear()
+            self.talks.tier.clear()
             self.link.reset()
             self.is_void = True
 
-        self.world.step, self.world.reset = step_and_tell, reset_and_forget  # type: ignore[method-assign]
+    def step(self) -> None:
+        self.talks.step()
+        self.link.tell(self.talks.now)
 
-    @rule(is_told=st.booleans())
-    def kill(self, is_told: bool) -> None:
-        """is_told: what was told last is written."""
-        before = self.manager.table.by_id
-        if is_told:
-            self.link.tell(self.world.now)
+    def kill(self) -> None:
+        if is_told := self.rng.random() < 0.5:
+            self.step()
             self.journal.flush()
         self.journal.close()
-        dead, was_void = self.world, self.is_void
-        if was_void:  # nobody finds what was stored since a reset, nor before it
-            for store in dead.stores:
-                store.cleared("")
-        size = self.ranks, POOL_BLOCKS, self.cold_blocks
-        self.world = World(*size, self.policy, 3, self.exact, self.beside)
-        self.manager = self.world.manager
-        self.world.stores, self.world.seen = dead.stores, dead.seen
-        self.world.now, self.world.epoch, self.world.count = dead.now, dead.epoch, dead.count
-        self.manager.blocks.changed = {}
-        self.told.clear()
-        self.noted.clear()
-        self.begin()
-        ranks = [{name: store.room(kept.nbytes) for name, kept in store._blocks.items()} for store in dead.stores]
-        found = self.link.adopt(ranks, self.world.now)
-        known = {(block.group or 0, block.key) for block in self.manager.blocks}
-        assert dict(self.notes) == {name: note_of(name) for name in known}
-        assert found.sessions == len(self.manager.table.by_id)
-        assert {session.state for session in self.manager.table.by_id.values()} <= {SessionState.COLD}
-        assert not (was_void and found.written)
+        dead = self.talks
+        cold = [session for session in dead.manager.table.by_id.values() if session.is_cold]
+        before = [self.facts(dead, session) for session in cold if dead.tier.keys() >= set(self.names(dead, session))]
+        if self.is_void:  # nobody finds blocks of before a reset, or of after it
+            dead.tier.clear()
+            before = []
+        self.begin(dead.tier, dead.now)
+        ranks = [{name: -(-size // self.ranks) for name, size in dead.tier.items()} for _ in range(self.ranks)]
+        found = self.link.adopt(ranks, self.talks.now)
+        table = self.manager.table
+        assert found.sessions == len(table.by_id) == table.states[SessionState.COLD]
         self.came += found.sessions
-        if is_told and not was_void:
-            self.all_that_were_cold_are(list(before.values()))
+        for each in before if is_told else ():
+            if not each["tenant"]:  # one with a quota may have to pay for blocks that others paid for
+                assert self.facts(self.talks, table.by_id[str(each["session_id"])]) == each
+        self.only_saved_blocks_stay()
 
-    def all_that_were_cold_are(self, before: list[Session]) -> None:
-        """But for what is beyond the budget of those that came later, and for those of which another has a block hot
-        without codes."""
-        for session in before:
-            if session.state is SessionState.COLD and all(block.has_codes for block in session.chain):
-                found = self.manager.table.by_id[session.session_id]
-                assert [block.key for block in found.chain] == [block.key for block in session.chain]
-                assert [anchor.depth for anchor in found.anchors] == [anchor.depth for anchor in session.anchors]
-                assert (found.asked_id, found.tenant, found.uses) == (session.asked_id, session.tenant, session.uses)
-                assert (found.pinned, found.priority, found.ttl_s) == (session.pinned, session.priority, session.ttl_s)
-                assert (found.last_used, found.created) == (session.last_used, session.created)
+    def names(self, talks: Talks, session: Session) -> list[BlockName]:
+        """Return the blocks that the tiers should have of a session."""
+        blocks = talks.manager.blocks
+        rows = [*session.rows.tolist(), *session.point_rows.tolist()]
+        return [blocks.name(row) for row in rows if blocks.group[row] != NO_GROUP]
 
-    def teardown(self) -> None:
-        try:
-            self.kill(is_told=True)  # each life ends so
-            super().teardown()
-        finally:
-            self.journal.close()
-            shutil.rmtree(self.folder)
+    def facts(self, talks: Talks, session: Session) -> dict[str, object]:
+        """Return what the next process is to know of a session."""
+        blocks = talks.manager.blocks
+        return {
+            "session_id": session.session_id,
+            "blocks": sorted(self.names(talks, session)),
+            "exact": blocks.exact[session.rows].tolist(),
+            "marks": blocks.mark[session.rows].tolist(),
+            "points": [point.depth for point in session.points],
+            "is_pinned": session.is_pinned,
+            **{name: getattr(session, name) for name in (*HISTORY, *TIMES)},
+        }
+
+    def only_saved_blocks_stay(self) -> None:
+        """Events and notes name every block that was adopted. All others are dropped with the next step."""
+        blocks = self.manager.blocks
+        rows = blocks.rows().tolist()
+        saved = {blocks.name(row) for row in rows if blocks.group[row] != NO_GROUP}
+        told = [(event.group, name) for event in self.talks.told(BlocksSaved) for name in event.block_hashes]
+        assert sorted(told) == sorted(saved)
+        kept = {(self.manager.pool_group(group), name) for group, name in map(blocks.name, rows)}
+        assert dict(self.notes) == {name: note_of(name) for name in kept}
+        assert all(blocks.moved[rows] == 3)
+        self.step()
+        assert set(self.talks.tier) >= saved
+        assert blocks.saved_nbytes <= self.manager.budget_nbytes
 
 
-class RestartsWithAnchors(Restarts):
-    beside = BESIDE
-    cold_blocks = 24
+def letters(rng: Random, most: int) -> str:
+    return "".join(rng.choices("ab", k=rng.randrange(most + 1)))
 
 
-class RestartsWithExactTokensOnTwoRanks(Restarts):
-    ranks = 2
-    exact = True
-    cold_blocks = 12
-
-
-@pytest.mark.parametrize("machine", [Restarts, RestartsWithAnchors, RestartsWithExactTokensOnTwoRanks])
-def test_what_the_next_process_takes_over(machine: type[Restarts]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shape": POINTED, "others": OTHERS, "capacity": 24},
+        {"shape": MemoryShape(POINTED.groups, stores_main=False), "others": OTHERS, "capacity": 24},
+        {"ranks": 2, "sink_tokens": 20, "capacity": 20},
+    ],
+    ids=["plain", "points", "points only", "exact tokens on two ranks"],
+)
+def test_sessions_that_the_next_process_takes_over(options: dict[str, Any], tmp_path: Path) -> None:
     came = 0
-
-    class Watched(machine):  # type: ignore[valid-type,misc]
-        def teardown(self) -> None:
-            nonlocal came
-            super().teardown()
-            came += self.came
-
-    run_state_machine_as_test(Watched, settings=settings(PROFILE, max_examples=examples(300), phases=[Phase.generate]))
-    assert came > 10
+    for seed in range(examples(100)):
+        lives = Lives(tmp_path / str(seed), Random(seed), **options)
+        lives.live(60)
+        came += lives.came
+    assert came > 20
 
 
 # -- by example -----------------------------------------------------------------------------------------
 
 
-def manager(capacity: int = 1000, beside: bool = False) -> SessionMemoryManager:
-    shape = MemoryShape(16, 1000, {0: 100}, beside={1: {0: 50}} if beside else {})
-    shares = Shares(pinned=0.5, tenants={"small": 0.3})
-    return SessionMemoryManager(get_policy("lru"), shape, capacity, idle_after_s=10, shares=shares)
+class ListJournal:
+    """A journal in memory."""
+
+    def __init__(self, sessions: Iterable[JournalSession]) -> None:
+        self.written = {session.session_id: session for session in sessions}
+        self.close = self.written.clear
+
+    def sessions(self) -> list[JournalSession]:
+        return list(self.written.values())
+
+    def tell(self, sessions: Iterable[JournalSession]) -> None:
+        self.written |= {session.session_id: session for session in sessions}
 
 
-def left(name: str, text: str, last_used: float, nbytes: int = 100, **facts: object) -> LeftSession:
-    codes = {(None, key): Encoding(nbytes) for key in chain(text)}
-    history = dict.fromkeys(HISTORY, 0) | {"ttl_s": None, "gap": None, "expected": None}
-    known = (
-        history
-        | {"asked_id": name.rpartition("/")[2], "tenant": "", "pinned": False, "created": 0.0, "prompt_end": ""}
-        | facts
+def block(group: int, hashes: list[bytes], at: int, **more: int) -> JournalBlock:
+    return JournalBlock(hashes[at], group, at, 0, **more)
+
+
+def left(session_id: str, text: str, last_used: float, depths: Iterable[int] = (), **facts: object) -> JournalSession:
+    """A session as an earlier process has written it. depths: of its resume points, each of one state."""
+    known = dict.fromkeys(FACTS, 0) | {"ttl_s": None, "gap": None, "expected": None, "prompt_end": "", "tenant": ""}
+    known |= {"name": session_id.rpartition("/")[2], "last_used": last_used, **facts}
+    hashes = names(text)
+    points = tuple(JournalPoint(depth, (block(STATE, hashes, depth - 1),)) for depth in depths)
+    return JournalSession(
+        session_id, known, SavedBlocks(tuple(block(0, hashes, at) for at in range(len(hashes))), points)
     )
-    anchors = known.pop("anchors", ())
-    codes |= {(group, key): Encoding(50) for a in anchors for group, key, _ in a.parts}
-    return LeftSession(name, known | {"last_used": last_used}, chain(text), anchors, codes)
 
 
-def test_a_tenant_s_share_holds_and_a_pin_that_still_fits() -> None:
-    mine = manager(1000)
-    sessions = [left("small/a", "aaaaa", 1.0, tenant="small"), left("b", "bbb", 2.0, pinned=True)]
-    sessions.append(left("c", "ccc", 3.0, pinned=True))
-    assert mine.adopt(sessions, 5.0) == {"small/a": 3, "b": 3, "c": 3}
-    assert [told(mine, name).pinned for name in ("small/a", "b", "c")] == [False, True, False]
-    check_integrity(mine)
-    assert mine.request_started("r", chain("aaaaaa"), "a", 6.0, tenant="small") == "small/a"
+def adopt(talks: Talks, *sessions: JournalSession) -> tuple[dict[str, int], JournalLink]:
+    """Return the length of each session that was adopted."""
+    link = JournalLink(ListJournal(sessions), talks.manager, (), clock=lambda: talks.now)  # type: ignore[arg-type]
+    saved = [each.saved for each in sessions if each.saved is not None]
+    parts = [part for each in saved for point in each.points for part in point.parts]
+    names = [one.name for each in saved for one in each.blocks] + [part.name for part in parts]
+    talks.tier = {name: 50 if name[0] else 100 for name in names}
+    link.adopt([talks.tier], talks.now)
+    return {session.session_id: len(session.rows) for session in talks.manager.table.by_id.values()}, link
+
+
+def test_the_newest_come_first_within_shares_and_pins_that_still_fit() -> None:
+    talks = Talks(10, shares=Shares(pinned=0.5, tenants={"small": 0.3}))
+    sessions = [left("small/a", "a a a a a", 1.0, tenant="small"), left("b", "b b b", 2.0, is_pinned=True)]
+    sessions.append(left("c", "c c c", 3.0, is_pinned=True))
+    assert adopt(talks, *sessions)[0] == {"small/a": 3, "b": 3, "c": 3}
+    assert [talks.session(name).is_pinned for name in ("small/a", "b", "c")] == [False, True, False]
+    assert [session.session_id for session in talks.manager.table.victims()] == ["small/a", "c"]
+    request = talks.start("a a a a a a", "a", tenant="small")
+    assert talks.running[request].loaded == 3
+    assert talks.manager.requests[request].session is talks.session("small/a")
 
 
 def test_a_time_to_live_that_ended_meanwhile() -> None:
-    mine = manager()
-    mine.adopt([left("a", "aa", 1.0, ttl_s=3.0), left("b", "bb", 1.0, ttl_s=30.0)], 5.0)
-    mine.sweep(5.0)
-    assert [info.id for info in all_told(mine)] == ["b"]
-    assert mine.take_drops() == [Drop(0, chain("aa"), DropCause.EXPIRED)]
+    talks = Talks()
+    talks.now = 5.0
+    adopt(talks, left("a", "a a", 1.0, ttl_s=3.0), left("b", "b b", 1.0, ttl_s=30.0))
+    talks.step()
+    assert talks.states() == {"b": "cold"}
+    assert talks.told(BlocksDropped) == [BlocksDropped(0, names("a a"), DropCause.EXPIRED)]
 
 
-def test_what_stands_where_the_prompt_ends_comes_too() -> None:
-    keys = chain("aaaa")
-    anchors = [LeftAnchor(depth, [(1, keys[depth - 1], depth - 1)]) for depth in (1, 2, 4)]
-    mine = manager(beside=True)
-    assert mine.adopt([left("a", "aaaa", 1.0, anchors=anchors, prompt_depth=2)], 5.0) == {"a": 4}
-    assert [anchor.depth for anchor in mine.table.by_id["a"].anchors] == [2, 4]
-    assert mine.match(keys[:3]) == 2
-    check_integrity(mine)
+def test_the_resume_point_at_the_end_of_the_prompt_comes_too() -> None:
+    talks = Talks(shape=MemoryShape({0: GROUP, STATE: GROUP}))
+    adopt(talks, left("a", "a b c d", 1.0, depths=(1, 2, 4), prompt_depth=2))
+    assert [point.depth for point in talks.session("a").points] == [2, 4]
+    talks.step()
+    assert set(talks.tier) == {
+        *((0, name) for name in names("a b c d")),
+        *((STATE, names("a b c d")[at]) for at in (1, 3)),
+    }
+    request = talks.ask("a b c", "a")
+    assert talks.manager.match(talks.manager.requests[request], 0, 3) == 2
 
 
-def test_what_some_rank_does_not_have_is_dropped_and_so_is_what_nobody_names(tmp_path: Path) -> None:
-    first = manager()
+def test_blocks_that_some_rank_lacks_are_dropped_and_those_that_nobody_names(tmp_path: Path) -> None:
+    talks = Talks()
+    hashes, stray = names("a b c d"), (0, names("stray")[0])
     journal = Journal(tmp_path)
-    first.adopt([left("a", "aaaa", 1.0)], 1.0)
-    JournalLink(journal, first)
-    link = JournalLink(journal, first)
-    first.table.touch(first.table.by_id["a"])
-    link.tell(2.0)
-    link.close()
-    keys, stray = chain("aaaa"), (0, b"stray")
-    both = {(0, key): 50 for key in keys} | {stray: 50}
-    one = {name: nbytes for name, nbytes in both.items() if name[1] != keys[2]}
-    next_one = manager()
-    link = JournalLink(Journal(tmp_path), next_one)
-    found = link.adopt([both, one], 9.0)
-    assert (found.sessions, found.written, found.blocks, found.nbytes, found.dropped) == (1, 1, 2, 200, 3)
-    [drop] = next_one.take_drops()
-    assert sorted(drop.keys) == sorted([keys[2], keys[3], b"stray"])
-    link.close()
-    assert [len(session.chain.blocks) for session in Journal(tmp_path).sessions()] == [2]
-
-
-def test_what_another_session_stores_for_a_cold_one_is_written(tmp_path: Path) -> None:
-    world = World(ranks=1, pool_blocks=12, cold_blocks=20)
-    link = JournalLink(Journal(tmp_path), world.manager)
-
-    def go_cold() -> None:
-        world.now += IDLE_AFTER_S
-        world.step(0, 99)
-        link.tell(world.now)
-        for spill in list(world.spills):
-            world.answer(spill, 0, True)
-        link.tell(world.now)
-
-    def ask(text: str, *unreadable: int) -> None:
-        world.start(text, len(text), None)
-        request = world.requests[-1]
-        world.admit(request)
-        if request.restore is not None:
-            world.end_restore(request.restore, set(unreadable))
-        world.finish(request, len(text))
-
-    ask("sab")
-    ask("sb")
-    go_cold()
-    for key in chain("sb"):
-        world.pool.uncache(world.pool.cached.get(key, -1))
-    ask("sba", 0)  # the first block's codes cannot be read: it is computed, and encoded once more
-    assert world.manager.blocks.get(b"s").code is CodeState.NONE
-    world.manager.table.touch(world.manager.table.by_id["anonymous-1"])
-    link.tell(world.now)
-    go_cold()
-    link.close()
-    written = {each.session_id: len(each.chain.blocks) for each in Journal(tmp_path).sessions()}
-    assert written == {"anonymous-1": 3, "anonymous-2": 3}
-
-
-def test_a_pin_for_a_while_ends_with_its_process(tmp_path: Path) -> None:
-    mine, journal = manager(), Journal(tmp_path)
-    link = JournalLink(journal, mine, clock=lambda: 5.0)
-    mine.adopt([left("a", "aa", 1.0), left("b", "bb", 2.0), left("c", "cc", 3.0)], 5.0)
-    mine.steer("pin", mine.table.by_id["a"], 5.0, seconds=60.0)
-    mine.steer("pin", mine.table.by_id["b"], 5.0)
-    link.tell(5.0)
+    journal.tell([left("a", "a b c d", 1.0)])
     journal.close()
-    facts = {session.session_id: session.facts["pinned"] for session in Journal(tmp_path).sessions()}
-    assert facts == {"a": False, "b": True, "c": False}
+    both = {(0, block_hash): 50 for block_hash in hashes} | {stray: 50}
+    one = {name: nbytes for name, nbytes in both.items() if name[1] != hashes[2]}
+    link = JournalLink(Journal(tmp_path), talks.manager, ())
+    found = link.adopt([both, one], 9.0)
+    assert found == (1, 1, 2, 200, 3)
+    [drop] = talks.told(BlocksDropped)
+    assert sorted(drop.block_hashes) == sorted([hashes[2], hashes[3], stray[1]])
+    link.close()
+    assert [session.saved.blocks for session in Journal(tmp_path).sessions() if session.saved] == [
+        (block(0, hashes, 0), block(0, hashes, 1))
+    ]
+
+
+@pytest.mark.parametrize("facts", [{"expected": "?"}, {"created": "?"}])
+def test_a_session_with_damaged_facts_is_left_out(facts: dict[str, object]) -> None:
+    talks = Talks()
+    lengths, link = adopt(talks, left("a", "a b", 1.0, **facts), left("b", "b b", 1.0))
+    assert lengths == {"b": 2}
+    assert set(link._told) == {"b"}
+
+
+def test_marks_are_kept() -> None:
+    talks = Talks()
+    hashes = names("a b")
+    saved = SavedBlocks((block(0, hashes, 0), block(0, hashes, 1, mark=1)))
+    adopt(talks, JournalSession("a", left("a", "a", 1.0).facts, saved))
+    assert talks.manager.blocks.mark[talks.session("a").rows].tolist() == [Mark.EXACT, Mark.DERIVED]
+
+
+def test_sessions_that_share_a_block_which_was_unreadable_are_written_whole(tmp_path: Path) -> None:
+    talks = Talks()
+    link = JournalLink(Journal(tmp_path), talks.manager, ())
+    talks.talk("s a b", "one")
+    talks.talk("s b", "two")
+    talks.rest()
+    link.tell(talks.now)
+    talks.overwrite()
+    del talks.tier[0, names("s")[0]]
+    talks.talk("s b a", "two")  # the first block is computed, and stored once more
+    link.tell(talks.now)
+    talks.rest()
+    link.tell(talks.now)
+    link.close()
+    written = {each.session_id: len(each.saved.blocks) for each in Journal(tmp_path).sessions() if each.saved}
+    assert written == {session.session_id: len(session.rows) for session in talks.manager.table.by_id.values()}
+    assert written["two"] == 3
+
+
+def test_sessions_that_share_a_head_are_all_written_when_it_is_stored_anew(tmp_path: Path) -> None:
+    """The next process must not take a lossy copy for an exact one."""
+    talks = Talks()
+    link = JournalLink(Journal(tmp_path), talks.manager, ())
+    talks.talk("sys a", "one")
+    talks.rest()
+    link.tell(talks.now)
+    talks.talk("sys b", "two")
+    talks.rest()  # the head is stored again, exact
+    link.tell(talks.now)
+    link.close()
+    exact = {each.session_id: each.saved.blocks[0].exact for each in Journal(tmp_path).sessions() if each.saved}
+    assert exact == {"one": 16, "two": 16}
+
+
+def test_a_pin_for_a_while_ends_with_its_process() -> None:
+    talks = Talks()
+    journal = ListJournal([])
+    link = JournalLink(journal, talks.manager, (), clock=lambda: talks.now)  # type: ignore[arg-type]
+    for who in "abc":
+        talks.talk(f"{who} b", who)
+    talks.rest()
+    talks.manager.steer("pin", talks.session("a"), talks.now, seconds=60.0)
+    talks.manager.steer("pin", talks.session("b"), talks.now)
+    link.tell(talks.now)
+    assert {name: each.facts["is_pinned"] for name, each in journal.written.items()} == {
+        "a": False,
+        "b": True,
+        "c": False,
+    }

@@ -17,9 +17,9 @@ from permissions import modes_count
 from manthan.manager.config.model import ConfigError
 from manthan.manager.tiers.disk import DiskTier, FolderInUseError
 from manthan.manager.tiers.disk_folder import LOCK, check_folder, found_in, open_rank, open_root
-from manthan.manager.tiers.journal import JOURNAL, Journal, JournalBlock, JournalChain, JournalSession
+from manthan.manager.tiers.journal import JOURNAL, Journal, JournalBlock, JournalSession, SavedBlocks
 
-KEYS = [bytes([n]) * 32 for n in range(20)]
+HASHES = [bytes([n]) * 32 for n in range(20)]
 BLOCK = np.arange(9000, dtype=np.uint8)
 MODEL = Path("model-0123456789ab")
 SEGMENT = MODEL / "rank-0" / "blocks"
@@ -68,11 +68,11 @@ class Server:
         self.sessions = list(self.journal.sessions())
 
     def use(self) -> int:
-        """How many blocks can be stored and read."""
-        self.store.put_all(0, dict.fromkeys(KEYS, BLOCK))
-        chain = JournalChain(tuple(JournalBlock(key, 0, at, 0) for at, key in enumerate(KEYS)))
-        self.journal.tell(JournalSession(f"s{n}", {}, chain) for n in range(50))
-        found = list(self.store.read(0, KEYS))
+        """Return how many blocks can be stored and read."""
+        self.store.put_all(0, dict.fromkeys(HASHES, BLOCK))
+        saved = SavedBlocks(tuple(JournalBlock(block_hash, 0, at, 0) for at, block_hash in enumerate(HASHES)))
+        self.journal.tell(JournalSession(f"s{n}", {}, saved) for n in range(50))
+        found = list(self.store.read(0, HASHES))
         assert all(buf is None or np.array_equal(buf, BLOCK) for buf in found)
         return sum(buf is not None for buf in found)
 
@@ -87,7 +87,7 @@ class Server:
 def used(tmp_path: Path) -> Path:
     """A folder that a killed server has left: SQLite's other files are there, too."""
     server = Server(tmp_path)
-    assert server.use() == len(KEYS)
+    assert server.use() == len(HASHES)
     server.journal._thread.join(0.2)
     left = tmp_path / "left"
     shutil.copytree(tmp_path, left, ignore=shutil.ignore_patterns("left"))
@@ -107,11 +107,11 @@ def test_a_damaged_file_costs_what_it_had(
     assert len(caplog.messages) <= 1
     assert all(str(used / file).removesuffix("-wal").removesuffix("-shm") in line for line in caplog.messages)
     assert all("\n" not in line for line in caplog.messages)
-    assert server.use() == len(KEYS)
+    assert server.use() == len(HASHES)
     server.close()
     again = Server(used)
     assert len(again.sessions) == 50
-    assert len(again.found) == len(KEYS)
+    assert len(again.found) == len(HASHES)
     again.close()
 
 
@@ -126,7 +126,7 @@ def test_a_damaged_folder_is_set_aside(used: Path, folder: Path, damage: Damage)
         server = Server(used)
     assert bad.exists()
     assert not (bad / "of before").exists()
-    assert server.use() == len(KEYS)
+    assert server.use() == len(HASHES)
     server.close()
 
 

@@ -1,4 +1,4 @@
-"""The journal of sessions on disk: what the next process finds."""
+"""The journal of sessions on disk, as the next process finds it."""
 
 import contextlib
 import os
@@ -6,20 +6,19 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from disk_faults import small_disk
 
-from manthan.manager.tiers.journal import Journal, JournalAnchor, JournalBlock, JournalChain, JournalSession
+from manthan.manager.tiers.journal import Journal, JournalBlock, JournalPoint, JournalSession, SavedBlocks
 
 
-def session(name: str, blocks: int = 3, **facts: object) -> JournalSession:
-    chain = tuple(JournalBlock(bytes([at]) * 32, 1, at, 4 * (at == 0)) for at in range(blocks))
-    parts = tuple(JournalBlock(bytes([at]) * 32, group, at, 0) for group in (0, 2) for at in range(blocks))
-    anchors = (JournalAnchor(blocks, parts), JournalAnchor(1, ())) if blocks else ()
-    return JournalSession(name, {"tenant": "", **facts}, JournalChain(chain, anchors))
+def session(name: str, blocks: int = 3, note: bytes = b"", **facts: object) -> JournalSession:
+    own = tuple(JournalBlock(bytes([at]) * 32, 1, at, 4 * (at == 0), 0, note) for at in range(blocks))
+    parts = tuple(JournalBlock(bytes([at]) * 32, group, at, 0, 1, note) for group in (0, 2) for at in range(blocks))
+    points = (JournalPoint(blocks, parts), JournalPoint(1, ())) if blocks else ()
+    return JournalSession(name, {"tenant": "", **facts}, SavedBlocks(own, points))
 
 
 def found(folder: Path) -> dict[str, JournalSession]:
@@ -37,28 +36,16 @@ def test_the_next_process_finds_what_was_told_last(tmp_path: Path) -> None:
     assert found(tmp_path) == {"a": session("a", 5), "ä b/c": session("ä b/c")}
 
 
-def test_facts_alone_change_while_the_chain_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("note", [b"", bytes(300)])
+def test_facts_alone_change_while_the_blocks_and_their_notes_stay(tmp_path: Path, note: bytes) -> None:
     journal = Journal(tmp_path)
-    journal.tell([session("a"), session("b")])
+    journal.tell([session("a", note=note), session("b", note=note)])
     journal.tell([JournalSession("a", {"tenant": "x"}, None)])
     journal.close()
     journal = Journal(tmp_path)
     journal.tell([JournalSession("b", {"tenant": "y"}, None), JournalSession("c", {}, None)])
     journal.close()
-    assert found(tmp_path) == {"a": session("a", tenant="x"), "b": session("b", tenant="y")}
-
-
-def test_notes_of_blocks_stay_as_long_as_the_chain_does(tmp_path: Path) -> None:
-    journal, notes = Journal(tmp_path), (b"first", b"", bytes(300))
-    noted = {name: replace(session(name), notes=notes) for name in ("a", "b", "c")}
-    journal.tell(noted.values())
-    journal.tell([JournalSession("a", {"tenant": "x"}, None)])
-    journal.close()
-    journal = Journal(tmp_path)
-    journal.tell([JournalSession("b", {"tenant": "y"}, None), session("c", 5)])
-    journal.close()
-    there = found(tmp_path)
-    assert [there[name].notes for name in "abc"] == [notes, notes, ()]
+    assert found(tmp_path) == {name: session(name, note=note, tenant=tenant) for name, tenant in ("ax", "by")}
 
 
 def test_what_was_cleared_is_gone_and_what_was_told_afterwards_is_there(tmp_path: Path) -> None:
@@ -91,12 +78,13 @@ def test_one_of_another_version_is_begun_anew(tmp_path: Path) -> None:
     assert found(tmp_path) == {}
 
 
-def test_a_chain_that_was_damaged_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("damaged", ["substr(saved, 1, 60)", "replace(saved, ', 1, 2, 0, ', ', 1, -2, 0, ')"])
+def test_a_session_that_was_damaged_is_left_out(tmp_path: Path, damaged: str, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal(tmp_path)
     journal.tell([session("a"), session("b")])
     journal.close()
     with sqlite3.connect(journal.path) as db:
-        db.execute("UPDATE sessions SET chain = substr(chain, 1, 60) WHERE id = 'a'")
+        db.execute(f"UPDATE sessions SET saved = {damaged} WHERE id = 'a'")
     assert set(found(tmp_path)) == {"b"}
     assert "1 sessions cannot be read, and are forgotten" in caplog.text
 

@@ -10,7 +10,7 @@ import pytest
 from key_files import write_keys
 
 from manthan.manager.config.model import ConfigError, SealingConfig
-from manthan.manager.tiers.journal import Journal, JournalBlock, JournalChain, JournalSession
+from manthan.manager.tiers.journal import Journal, JournalBlock, JournalSession, SavedBlocks
 from manthan.manager.tiers.ram import RamTier
 from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
 from manthan.manager.tiers.tier import Buffer, Tier
@@ -124,15 +124,15 @@ def test_no_two_values_have_a_key_and_a_nonce_in_common(tmp_path: Path) -> None:
 
 
 def test_a_journal_is_sealed(tmp_path: Path) -> None:
-    chain = JournalChain(tuple(JournalBlock(key, 0, at, 0) for at, key in enumerate(KEYS)))
+    saved = SavedBlocks(tuple(JournalBlock(key, 0, at, 0) for at, key in enumerate(KEYS)))
     folder = tmp_path / "journal"
     journal = Journal(folder, sealer(tmp_path, "k1"))
-    journal.tell([JournalSession("alice-doe", {"tenant": "acme-corp"}, chain)])
+    journal.tell([JournalSession("alice-doe", {"tenant": "acme-corp"}, saved)])
     journal.close()
     kept = b"".join(file.read_bytes() for file in folder.iterdir())
     assert not any(word in kept for word in (b"alice-doe", b"acme-corp", KEYS[3]))
     again = Journal(folder, sealer(tmp_path, "k2", "k1"))
-    assert list(again.sessions()) == [JournalSession("alice-doe", {"tenant": "acme-corp"}, chain)]
+    assert list(again.sessions()) == [JournalSession("alice-doe", {"tenant": "acme-corp"}, saved)]
     again.close()
     without = Journal(folder, sealer(tmp_path, "k2"))
     assert list(without.sessions()) == []

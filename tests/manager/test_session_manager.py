@@ -1,220 +1,292 @@
-"""The manager by example: eviction, memory pressure, reset."""
+"""The manager by example: saving, memory pressure, reset."""
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
-from engine import IDLE_AFTER_S, Engine, chain
-from integrity import check_integrity
-from spills import spilled
+from integrity import check_empty, check_integrity
+from talks import IDLE_AFTER_S, Talks, last_words, names
 
-from manthan.manager.sessions.session import Drop, DropCause
+from manthan.manager.events import BlocksDropped, DropCause, Evicted, Overwritten, StoreFailed
+
+SHORT: dict[str, Any] = {"blocks": 64, "low": 0.04, "high": 0.0626}
+"""Blocks are saved until 4 can be overwritten, once fewer than 2 can."""
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine()
+def talks() -> Talks:
+    return Talks()
 
 
-# -- sweep and eviction -------------------------------------------------------------------------------
+@pytest.fixture
+def slow() -> Talks:
+    """Have stores end only when the test says so, and gather one block at a time."""
+    return Talks(blocks=16, holds=True)
 
 
-def test_a_sweep_takes_what_is_due_and_nothing_else(engine: Engine) -> None:
-    engine.talk("a b")
-    engine.now = 3.0
-    engine.talk("x y")
-    engine.manager.sweep(IDLE_AFTER_S - 0.1)
-    assert not engine.manager.has_work
-    engine.manager.sweep(IDLE_AFTER_S)
-    assert engine.states() == {"anonymous-1": "evicting", "anonymous-2": "idle"}
-    assert engine.manager.has_work
+def stored(talks: Talks) -> str:
+    """Take a step, and return the last words of the blocks that it begins to store."""
+    return last_words(name for job in talks.step().stores for name in job.block_hashes)
 
 
-def test_blocks_are_released_only_when_their_codes_are_stored(engine: Engine) -> None:
-    engine.talk("a b")
-    engine.sweep()
-    assert engine.manager.take_releases() == []
-    head, tail = chain("a b")
-    assert engine.spill(limit=1) == [tail]  # vLLM overwrites tails first
-    assert engine.spill() == [head]
-    assert engine.manager.take_releases() == []
-    engine.stored([tail])
-    assert engine.manager.take_releases() == [tail]
-    assert engine.states() == {"anonymous-1": "evicting"}
-    engine.stored([head])
-    assert engine.manager.take_releases() == [tail, head]  # all of it is in order now
-    assert engine.states() == {"anonymous-1": "cold"}
-    assert not engine.manager.has_work
-    assert engine.manager.match(chain("a b c")) == 2
+def dropped(talks: Talks) -> list[tuple[str, DropCause]]:
+    return [(last_words(event.block_hashes), event.cause) for event in talks.told(BlocksDropped)]
 
 
-def test_an_eviction_is_accounted_for(engine: Engine) -> None:
-    engine.talk("a b c")
-    engine.sweep()
-    keys = engine.spill()
-    engine.now += 2
-    engine.stored(keys)
-    (eviction,) = engine.manager.take_evictions()
-    assert eviction == ("anonymous-1", 3, 0, 48, 1500, 3, 300, 300, IDLE_AFTER_S, 2.0, 0, False)
-    assert engine.manager.take_evictions() == []
+# -- saving -------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_or_repeated_answer_is_ignored(engine: Engine) -> None:
-    engine.talk("a b")
-    engine.evict()
-    for key in (b"a", b"unknown"):
-        spilled(engine.manager, key, 50, engine.now)
-        engine.manager.spill_failed(key, engine.now)
-        engine.manager.lost(key, engine.now)
-    assert engine.states() == {"anonymous-1": "cold"}
-    assert engine.cold() == {"a", "b"}
+def test_sessions_are_saved_when_their_idle_time_is_over(talks: Talks) -> None:
+    talks.talk("a b", "old")
+    talks.now = 3.0
+    talks.talk("x y", "new")
+    talks.now = IDLE_AFTER_S - 0.1
+    assert talks.save() == []
+    talks.now = talks.driver.next_deadline or 0.0
+    assert talks.save() == names("a b")
+    assert talks.states() == {"old": "cold", "new": "idle"}
 
 
-def test_a_second_eviction_after_a_return_encodes_nothing(engine: Engine) -> None:
-    engine.talk("a b c")
-    assert len(engine.evict()) == 3
-    engine.manager.take_evictions()
-    for _ in range(5):
-        engine.finish(engine.start("a b c"), "a b c")
-        assert engine.evict() == []
-        assert engine.states() == {"anonymous-1": "cold"}
-        assert engine.manager.take_evictions()[0].encoded == 0
-    engine.talk("a b c d e")
-    assert engine.evict() == chain("a b c d e")[:2:-1]
+def test_blocks_are_stored_head_first_and_a_few_at_a_time(slow: Talks) -> None:
+    slow.talk("a b")
+    slow.now = IDLE_AFTER_S
+    assert stored(slow) == "a"
+    assert stored(slow) == "", "the pool does not have its block back"
+    slow.gathered()
+    assert stored(slow) == "b"
 
 
-def test_a_return_in_the_middle_of_an_eviction_takes_back_what_only_waits(engine: Engine) -> None:
-    engine.talk("a b c")
-    engine.sweep()
-    first, second, third = engine.spill(limit=1)[0], *chain("a b c")[1::-1]
-    request = engine.start("a b c d")
-    engine.stored([first])
-    assert engine.manager.take_releases() == [first]  # it is saved
-    assert engine.spill() == []
-    assert engine.manager.blocks.queued == 0
-    assert not engine.manager.has_work
-    engine.finish(request, "a b c d")
-    engine.sweep()
-    assert engine.spill() == [chain("a b c d")[3], second, third]  # the stored one is kept
+def test_a_session_is_cold_when_all_its_blocks_are_stored_and_stays_resident(slow: Talks) -> None:
+    slow.talk("a b", "s")
+    slow.now = IDLE_AFTER_S
+    slow.step()
+    slow.gathered()
+    slow.step()
+    head, tail = slow.jobs.values()
+    slow.answer([tail])
+    assert (slow.states(), slow.driver.has_work) == ({"s": "idle"}, True)
+    slow.answer([head])
+    slow.step()
+    assert (slow.states(), slow.driver.has_work) == ({"s": "cold"}, False)
+    assert slow.resident("a b") == 2
 
 
-def test_lost_blocks_cut_their_session(engine: Engine) -> None:
-    engine.talk("a b c d")
-    engine.sweep()
-    d, c, b, a = engine.spill()
-    engine.stored([d, c])
-    engine.manager.lost(b, engine.now)
-    assert engine.chains() == {"anonymous-1": "a"}
-    assert engine.manager.take_drops() == [Drop(0, [c, d], DropCause.ABANDONED)]
-    engine.stored([a])
-    assert engine.states() == {"anonymous-1": "cold"}
+def test_an_eviction_is_accounted_for() -> None:
+    talks = Talks(holds=True)
+    talks.talk("a b c", "s")
+    talks.now = IDLE_AFTER_S
+    talks.step()
+    talks.now += 2.0
+    talks.answer()
+    assert talks.told(Evicted) == [Evicted("s", 3, 0, 48, 1500, 3, 300, 300, 0, IDLE_AFTER_S, 2.0, False)]
 
 
-def test_a_failed_spill_leaves_the_session_hot_and_is_tried_again(engine: Engine) -> None:
-    engine.talk("a b")
-    engine.sweep()
-    tail, head = engine.spill()
-    engine.stored([tail])
-    engine.manager.spill_failed(head, engine.now)
-    assert engine.states() == {"anonymous-1": "idle"}
-    assert engine.manager.take_releases() == [tail]  # it is saved
-    assert engine.manager.take_drops() == [Drop(0, [head], DropCause.FAILED)]  # a rank may have stored it
-    assert not engine.manager.relieve(10, engine.now + 1)
-    assert engine.manager.next_deadline == engine.now + IDLE_AFTER_S
-    assert engine.manager.relieve(10, engine.now + IDLE_AFTER_S)
-    assert engine.evict() == [head]
-    assert engine.states() == {"anonymous-1": "cold"}
+def test_what_is_saved_is_not_stored_again(talks: Talks) -> None:
+    talks.talk("a b c", "s")
+    talks.rest()
+    for _ in range(3):
+        talks.finish(talks.start("a b c", "s"), "a b c")
+        assert talks.states() == {"s": "idle"}
+        assert talks.rest() == []
+        assert talks.states() == {"s": "cold"}
+    assert [event.stored for event in talks.told(Evicted)] == [3, 0, 0, 0]
+    talks.talk("a b c d e", "s")
+    assert talks.rest() == names("a b c d e")[3:]
+
+
+def test_a_request_ends_the_saving_of_its_session(slow: Talks) -> None:
+    slow.talk("a b c", "s")
+    slow.now = IDLE_AFTER_S
+    assert stored(slow) == "a"
+    request = slow.start("a b c", "s")
+    slow.gathered()
+    slow.answer()
+    assert (stored(slow), slow.driver.has_orders) == ("", False)
+    slow.finish(request, "a b c d")
+    slow.holds = False
+    assert last_words(slow.rest()) == "b c d"
+
+
+def test_a_session_ends_before_a_block_that_was_overwritten_before_it_was_stored(slow: Talks) -> None:
+    slow.talk("a b c d", "s")
+    slow.now = IDLE_AFTER_S
+    assert stored(slow) == "a"
+    slow.pool.release(0, names("a b c")[2:])
+    slow.holds = False
+    slow.answer()
+    assert last_words(slow.save()) == "b"
+    assert (slow.texts(), slow.states()) == ({"s": "a b"}, {"s": "cold"})
+    assert slow.told(Overwritten) == [Overwritten(1)]
+
+
+def test_a_failed_store_leaves_the_session_idle_and_is_tried_again() -> None:
+    talks = Talks(holds=True)
+    talks.talk("a b", "s")
+    talks.now = IDLE_AFTER_S
+    talks.step()
+    talks.answer(failed={1: "no space"})
+    assert talks.states() == {"s": "idle"}
+    assert dropped(talks) == [("b", DropCause.FAILED)], "a rank may have stored it"
+    assert talks.told(StoreFailed) == [StoreFailed(["no space"])]
+    assert talks.driver.next_deadline == talks.now + IDLE_AFTER_S
+    talks.holds = False
+    assert last_words(talks.rest()) == "b"
+    assert talks.states() == {"s": "cold"}
+
+
+def test_all_idle_sessions_are_saved_on_demand(talks: Talks) -> None:
+    talks.talk("a b", "cold")
+    talks.rest()
+    for who in ("one", "two"):
+        talks.talk(f"{who} x", who)
+    talks.start("r s", "runs")
+    assert talks.manager.save_all(talks.now) == 2
+    assert last_words(talks.save()) == "one x two x"
+    assert talks.states() == {"cold": "cold", "one": "cold", "two": "cold", "runs": "active"}
 
 
 # -- memory pressure ----------------------------------------------------------------------------------
 
 
-def test_relief_goes_in_policy_order_and_no_further_than_wanted(engine: Engine) -> None:
-    for text in ("a b", "c d", "e f"):
-        engine.talk(text)
-    engine.talk("a b a")
-    assert engine.manager.blocks.exposed == 7
-    assert engine.manager.relieve(3, engine.now)
-    assert engine.states() == {
-        "anonymous-1": "idle",
-        "anonymous-2": "evicting",
-        "anonymous-3": "evicting",
-    }
-    assert engine.manager.blocks.exposed == 3
+def fill(talks: Talks, left: int, who: str = "s") -> None:
+    """Have sessions of two blocks each, until the pool has few empty ones."""
+    for at in range((talks.pool.runway(len(talks.pool)) - left) // 2):
+        talks.talk(f"{who}{at} x", f"{who}{at}")
 
 
-def test_relief_passes_over_sessions_that_vllm_may_overwrite_without_loss(engine: Engine) -> None:
-    engine.talk("a b")
-    engine.evict()
-    engine.finish(engine.start("a b"), "a b")  # idle again, with codes
-    engine.talk("c d")
-    assert engine.manager.relieve(100, engine.now)
-    assert engine.states() == {"anonymous-1": "idle", "anonymous-2": "evicting"}
-    assert not engine.manager.relieve(100, engine.now)
+def test_nothing_is_saved_early_above_the_low_watermark() -> None:
+    talks = Talks(**SHORT)
+    fill(talks, 2)
+    assert talks.save() == []
+
+
+def test_pressure_saves_what_is_overwritten_next_until_the_high_watermark() -> None:
+    talks = Talks(**SHORT)
+    fill(talks, 2)
+    talks.finish(talks.start("s0 x", "s0"), "s0 x")  # is overwritten last now
+    talks.overwrite(2)
+    talks.talk("y z", "last")
+    assert last_words(talks.save()) == "s1 x s2 x"
+    assert talks.pool.runway(64) == 4
+    assert [event.session_id for event in talks.told(Evicted) if event.is_pressed] == ["s1", "s2"]
+
+
+def test_saved_blocks_are_room() -> None:
+    talks = Talks(**SHORT)
+    fill(talks, 0)
+    talks.rest()
+    talks.talk("y z", "last")
+    assert talks.save() == []
+
+
+def test_pressure_saves_running_requests_too() -> None:
+    """Their blocks would be overwritten as soon as they end."""
+    talks = Talks(blocks=16, low=0.2, high=0.3)
+    talks.start("a b c d e f g h i j k l m n", "s")
+    assert last_words(talks.save()) == "a b c d e f g h i j k l m n"
+
+
+# -- the order in which the pool overwrites -----------------------------------------------------------
+
+
+def overwritten(talks: Talks, text: str) -> str:
+    """Take the pool's blocks one by one, and return those of the words in the order in which they go."""
+    hashes, order = [block_hash for words in text.split(",") for block_hash in names(words)], list[bytes]()
+    while len(talks.pool):
+        talks.pool.take(1)
+        there = talks.pool.lookup(0, hashes)
+        gone = [name for name, at in zip(hashes, there, strict=True) if at < 0]
+        order += [name for name in dict.fromkeys(gone) if name not in order]
+    return last_words(order)
+
+
+@pytest.mark.parametrize(("priority", "order"), [(0, "b a d c sys"), (1, "d c b a sys")])
+def test_saved_blocks_are_overwritten_in_the_policy_s_order(priority: int, order: str) -> None:
+    """The tails go first, and heads that sessions share last."""
+    talks = Talks(blocks=5)
+    talks.talk("sys a b", "first", priority=priority)
+    talks.talk("sys c d", "second")
+    talks.rest()
+    talks.step(taken=1)
+    assert overwritten(talks, "sys a b,sys c d") == order
+
+
+def test_the_pool_puts_a_few_saved_blocks_into_order_at_a_time() -> None:
+    talks = Talks(blocks=6)
+    for text in ("a b c", "x y z"):
+        talks.talk(text, text)
+        talks.rest()
+    talks.pool.lead(0, names("x y z"))
+    talks.manager.lead_overwritten(2)
+    assert overwritten(talks, "a b c,x y z") == "c b x y z a"
+
+
+def test_blocks_of_sessions_that_are_in_use_keep_their_turn() -> None:
+    talks = Talks(blocks=6)
+    talks.talk("a b", "used")
+    talks.talk("c d", "cold")
+    talks.rest()
+    talks.start("a b", "used")
+    talks.step(taken=1)
+    talks.pool.take(2)
+    assert overwritten(talks, "c d") == "d c"
+    assert talks.resident("a b") == 2
 
 
 # -- reset --------------------------------------------------------------------------------------------
 
 
-def test_codes_from_before_a_reset_never_match_again(engine: Engine) -> None:
-    engine.talk("a b")
-    engine.evict()
-    engine.manager.reset()
-    assert engine.manager.match(chain("a b")) == 0
-    assert engine.chains() == {}
-    drops = engine.manager.take_drops()
-    assert {(key, d.cause) for d in drops for key in d.keys} == {(k, DropCause.RESET) for k in chain("a b")}
-    assert not engine.manager.has_work
+def reset(talks: Talks) -> None:
+    talks.driver.reset(talks.now)
+    talks.pool.clear()
 
 
-@pytest.mark.parametrize("answer", ["all_spilled", "spill_failed", "lost"])
-def test_a_spill_under_way_at_a_reset_is_dropped_when_it_ends(engine: Engine, answer: str) -> None:
-    settle: Callable[..., None] = getattr(engine.manager, answer)
-    engine.talk("a b")
-    engine.sweep()
-    (tail,) = engine.spill(limit=1)
-    engine.manager.reset()
-    engine.talk("a b")  # computed anew, under the same keys
-    engine.sweep()
-    settle(*([[tail], [100]] if answer == "all_spilled" else [tail]), engine.now)
-    assert engine.manager.match(chain("a b")) == 0
-    engine.manager.take_drops()
-    engine.talk("a b")
-    engine.evict()
-    assert engine.manager.match(chain("a b")) == 2
+def test_nothing_of_before_a_reset_is_found_afterwards(talks: Talks) -> None:
+    talks.talk("a b", "s")
+    talks.rest()
+    reset(talks)
+    check_empty(talks.manager)
+    talks.step()
+    assert (dropped(talks), talks.tier) == ([("a b", DropCause.RESET)], {})
+    assert talks.running[talks.start("a b", "s")].loaded == 0
 
 
-def test_a_restore_under_way_at_a_reset_pins_nothing_computed_later(engine: Engine) -> None:
-    engine.talk("a b")
-    engine.evict()
-    request = engine.start("a b c")
-    engine.manager.restore_started(request, chain("a b"))
-    engine.manager.reset()
-    assert engine.manager.match(chain("a b")) == 0
-    assert len(engine.manager.blocks) == 0
-    engine.finish(request, "a b c")
-    engine.evict()
-    engine.manager.restore_finished(request, chain("a b"))
-    assert engine.manager.match(chain("a b c")) == 3
+@pytest.mark.parametrize("failed", [{}, {0: "no space"}])
+def test_a_store_under_way_at_a_reset_is_void(failed: dict[int, str]) -> None:
+    talks = Talks(holds=True)
+    talks.talk("a b", "s")
+    talks.now = IDLE_AFTER_S
+    talks.step()
+    reset(talks)
+    talks.talk("a b", "s")  # computed anew, under the same block hashes
+    talks.answer(failed=failed)
+    assert (talks.saved(), dropped(talks)) == (set(), [("a b", DropCause.RESET)])
+    check_integrity(talks.manager, talks.driver)
+    talks.holds = False
+    assert last_words(talks.rest()) == "a b"
 
 
-def test_a_running_session_survives_a_reset_without_its_past(engine: Engine) -> None:
-    engine.talk("a b", "alice")
-    request = engine.start("a b c", "alice")
-    engine.manager.reset()
-    assert engine.chains() == {"alice": ""}
-    engine.finish(request, "a b c")
-    assert engine.chains() == {"alice": "a b c"}
-    assert engine.states() == {"alice": "idle"}
+def test_a_load_under_way_at_a_reset_pins_nothing_that_is_computed_later(talks: Talks) -> None:
+    talks.talk("a b", "s")
+    talks.rest()
+    talks.overwrite()
+    talks.holds = True
+    request = talks.start("a b c", "s")
+    talks.driver.reset(talks.now)
+    talks.answer()
+    talks.holds = False
+    talks.finish(request, "a b c")
+    assert last_words(talks.rest()) == "a b c"
+    check_integrity(talks.manager, talks.driver)
+    assert not talks.manager.blocks.pins[talks.manager.blocks.rows()].any()
 
 
-def test_a_reset_takes_a_session_along_that_was_cold_only_as_far_as_another_is_hot(engine: Engine) -> None:
-    for name in ("running", "cold"):
-        engine.talk("a b c", name)
-    engine.evict()
-    request = engine.start("a b c", "running")
-    engine.manager.restore_started(request, chain("a b c"))
-    engine.manager.restore_finished(request, chain("a"))
-    assert engine.states() == {"running": "hot", "cold": "cold"}
-    engine.manager.reset()
-    assert engine.chains() == {"running": ""}
-    check_integrity(engine.manager)
+def test_a_running_session_survives_a_reset_without_its_past(talks: Talks) -> None:
+    for who in ("runs", "idle"):
+        talks.talk("a b", who)
+    talks.rest()
+    request = talks.start("a b c", "runs")
+    talks.driver.reset(talks.now)
+    assert talks.texts() == {"runs": ""}
+    check_integrity(talks.manager, talks.driver)
+    talks.finish(request, "a b c")
+    assert talks.texts() == {"runs": "a b c"}

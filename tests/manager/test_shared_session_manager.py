@@ -1,116 +1,158 @@
-"""The manager by example, where other engines share its store. The store's room is in bytes: a block takes 100."""
+"""Sessions of an engine whose tier others share. A compressed block takes 100 bytes."""
 
-from typing import Any
+import time
 
 import pytest
-from engine import SHAPE, Engine, chain
-from integrity import check_integrity
+from shared_talks import TTL_S, SharedTalks
+from talks import SHAPE, names
 
-from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.marks import Mark
-from manthan.manager.sessions.session import Session
+from manthan.manager.events import BlocksDropped, BlocksSaved, DropCause, LookedUp
+from manthan.manager.pool import Mark
+from manthan.manager.session.manager import Shares
+from manthan.manager.session.persist import WAIT_S
+from manthan.manager.tiers.redis_schema import iso, sample
 
-TTL_S = 1e4
-
-
-class Shared(Engine):
-    """An engine of which `other` is another."""
-
-    def __init__(self, **more: Any) -> None:
-        super().__init__(shared_ttl_s=TTL_S, **more)
-
-    def find(self, request: str, text: str, first: int = 0) -> None:
-        sizes = [SHAPE.cold_nbytes] * (len(chain(text)) - first)
-        self.manager.remote.found(request, chain(text), sizes)
-
-    def changes(self) -> dict[str, Session | None]:
-        return dict(self.manager.table.take_changes())
+WHOLE = sample(names("a b c d"))
 
 
 @pytest.fixture
-def engine() -> Shared:
-    return Shared()
+def talks() -> SharedTalks:
+    return SharedTalks()
 
 
-# -- what another engine has stored -------------------------------------------------------------------
+# -- blocks that another engine has stored ------------------------------------------------------------
 
 
-def test_what_is_found_can_be_restored(engine: Shared) -> None:
-    request = engine.start("a b c d", "alice")
-    assert engine.manager.match(chain("a b c d")) == 0
-    engine.find(request, "a b c")
-    assert engine.manager.match(chain("a b c d")) == 3
-    engine.manager.restore_started(request, chain("a b c"))
-    engine.manager.restore_finished(request)
-    engine.finish(request, "a b c d e")
-    assert engine.evict() == chain("a b c d e")[:2:-1]  # the rest has its codes
-    assert engine.chains() == {"alice": "a b c d e"}
+def test_found_blocks_can_be_loaded(talks: SharedTalks) -> None:
+    request = talks.ask("a b c d", "alice")
+    assert talks.match(request) == 0
+    talks.find(request, 3, sample(names("a b c")))
+    assert talks.match(request) == 3
+    assert talks.told(BlocksSaved) == [BlocksSaved(0, names("a b c"), 0, None)]
+    assert talks.told(LookedUp) == [LookedUp("alice", "found")]
+    talks.serve(request)
+    assert talks.running[request].loaded == 3
+    talks.finish(request, "a b c d e")
+    assert talks.rest() == names("a b c d e")[3:], "the first ones are saved"
+    assert talks.texts() == {"alice": "a b c d e"}
 
 
-def test_of_what_is_found_a_session_is_served_its_own(engine: Shared) -> None:
-    request = engine.start("a b c d", "alice")
-    engine.find(request, "a b c d")
-    assert engine.manager.match(chain("a b c d"), request) == 0
-    engine.manager.served_elsewhere(request, 3)
-    assert engine.manager.match(chain("a b c d"), request) == 3
-    engine.manager.served_elsewhere("gone", 3)
+@pytest.mark.parametrize(("own", "count"), [("", 0), (sample(names("a b c")), 3), (WHOLE, 4)])
+def test_a_session_is_served_its_own_blocks_among_those_found(talks: SharedTalks, own: str, count: int) -> None:
+    request = talks.ask("a b c d", "alice")
+    talks.find(request, 4, own)
+    assert talks.match(request) == count
 
 
-@pytest.mark.parametrize(("name", "hints"), [(None, {}), ("alice", {"quality": "exact"})])
-def test_without_a_name_or_to_who_wants_exact_kv_nothing_is_served(
-    engine: Shared, name: str | None, hints: dict[str, str]
+@pytest.mark.parametrize(("who", "hints"), [(None, {}), ("alice", {"quality": "exact"})])
+def test_found_blocks_are_not_served_without_a_name_or_to_requests_for_exact_kv(
+    talks: SharedTalks, who: str | None, hints: dict[str, str]
 ) -> None:
-    request = engine.start("a b c d", name, **hints)
-    engine.find(request, "a b c d")
-    engine.manager.served_elsewhere(request, 3)
-    assert engine.manager.match(chain("a b c d"), request) == 0
+    request = talks.ask("a b c d", who, **hints)
+    talks.find(request, 4, WHOLE)
+    assert talks.match(request) == 0
 
 
-def test_what_is_found_extends_what_is_known(engine: Shared) -> None:
-    engine.talk("a b", "alice")
-    engine.evict()
-    request = engine.start("a b c d", "alice")
-    assert engine.manager.remote.known(chain("a b c d")) == 2
-    engine.find(request, "a b c", first=2)
-    assert engine.manager.match(chain("a b c d")) == 3
+def test_only_blocks_that_are_not_here_are_asked_for(talks: SharedTalks) -> None:
+    talks.talk("a b", "alice")
+    talks.rest()
+    talks.overwrite()
+    talks.talk("a b c", "alice")  # b is saved, and c is resident
+    request = talks.ask("a b c d e", "alice")
+    assert talks.redis.asked[request][:2] == ("alice", names("a b c d e")[3:])
+    talks.find(request, 1, WHOLE)
+    talks.serve(request)
+    assert (talks.running[request].resident, talks.running[request].loaded) == (3, 1)
+    known = talks.ask("a b c", "alice")
+    assert known not in talks.redis.asked
 
 
-def test_what_is_found_counts_towards_nobody_s_share() -> None:
-    engine = Shared(capacity=4, shares=Shares(tenants={"*": 0.5}))
-    request = engine.start("a b c d", "alice")
-    engine.find(request, "a b c")
-    assert engine.manager.blocks.reserved == 3 * SHAPE.cold_nbytes
-    assert engine.manager.budget.left("acme") == engine.manager.budget.nbytes // 2
-    check_integrity(engine.manager)
+def test_found_blocks_count_towards_nobody_s_share_and_are_in_no_front_tier() -> None:
+    talks = SharedTalks(capacity=4, shares=Shares(tenants={"*": 0.5}))
+    request = talks.ask("a b c d", "alice", tenant="acme")
+    talks.find(request, 3)
+    blocks = talks.manager.blocks
+    assert blocks.saved_nbytes == blocks.moved_nbytes[0] == 3 * SHAPE.cold_nbytes
+    assert talks.manager.left_to("acme") == talks.manager.budget_nbytes // 2
 
 
-def test_a_block_that_others_may_replace_counts_as_decoded(engine: Shared) -> None:
-    engine.talk("a b", "alice")
-    engine.evict()
-    assert set(engine.manager.stored_marks(chain("a b"))) == {Mark.DECODED}
+def test_a_block_that_others_may_replace_counts_as_decoded(talks: SharedTalks) -> None:
+    talks.talk("a b", "alice")
+    talks.rest()
+    rows = talks.session("alice").rows
+    assert talks.manager.blocks.mark[rows].tolist() == [Mark.DERIVED] * 2
+    assert set(talks.manager.loaded_marks(rows)) == {Mark.DECODED}
 
 
-# -- what the directory is told -----------------------------------------------------------------------
+def test_found_blocks_of_a_session_that_goes_on_otherwise_are_left_alone(talks: SharedTalks) -> None:
+    talks.talk("a b c", "alice")
+    request = talks.ask("a x y z", "alice")
+    first = talks.manager.requests[request].session
+    talks.find(request, 3)
+    assert talks.text(first) == "a x y z"
+    talks.finish(request)
+    assert talks.texts() == {"alice": "a b c", first.session_id: "a x y z"}
 
 
-def test_every_change_of_a_session_is_told_once(engine: Shared) -> None:
-    request = engine.start("a b", "alice")
-    assert engine.changes().keys() == {"alice"}
-    assert engine.changes() == {}
-    engine.finish(request, "a b c")
-    assert engine.changes().keys() == {"alice"}
-    engine.sweep()
-    assert engine.changes().keys() == {"alice"}
-    keys = engine.spill()
-    engine.stored(keys[:1])
-    assert engine.changes().keys() == {"alice"}  # progress
-    engine.stored(keys[1:])
-    engine.changes()
-    engine.manager.sweep(engine.now + 2 * TTL_S)
-    assert engine.changes() == {"alice": None}
+def test_a_lookup_that_takes_too_long_is_forgotten(talks: SharedTalks) -> None:
+    request = talks.ask("a b", "alice")
+    assert not talks.serve(request), "it waits"
+    talks.now += WAIT_S
+    assert talks.serve(request)
+    assert talks.told(LookedUp) == [LookedUp("alice", "unanswered")]
+    talks.find(request, 2, WHOLE)
+    assert talks.told(BlocksSaved) == []
 
 
-def test_sessions_without_a_name_carry_the_engines() -> None:
-    engine = Shared(label="gpu-7")
-    engine.talk("a b")
-    assert list(engine.chains()) == ["anonymous-gpu-7-1"]
+# -- what Redis is told -------------------------------------------------------------------------------
+
+
+def told(talks: SharedTalks) -> dict[str, object]:
+    """Return the state of each session that is told with a step; None for one that is forgotten."""
+    talks.step()
+    return {record.session_id: record.fields and record.fields["state"] for record in talks.redis.records}
+
+
+def test_every_change_of_a_session_is_told_once() -> None:
+    talks = SharedTalks(holds=True)
+    request = talks.start("a b", "alice")
+    assert told(talks) == {"alice": "active"}
+    assert told(talks) == {}
+    talks.finish(request, "a b c")
+    assert told(talks) == {"alice": "idle"}
+    talks.now += 10
+    talks.step()
+    talks.gathered()
+    talks.answer(failed={2: "error"})
+    assert told(talks) == {"alice": "idle"}
+    assert talks.redis.records[0].blocks == [(0, name, at) for at, name in enumerate(names("a b"))]
+    talks.now += 100
+    talks.step()
+    talks.answer()
+    assert told(talks) == {"alice": "cold"}
+    talks.now += 2 * TTL_S
+    assert told(talks) == {"alice": None}
+    assert [drop.cause for drop in talks.redis.drops] == [DropCause.FAILED, DropCause.EXPIRED]
+    assert talks.redis.drops == talks.told(BlocksDropped)
+
+
+def test_a_record_tells_all_of_a_session(talks: SharedTalks) -> None:
+    talks.now = 100.0
+    talks.talk("a b", "alice", tenant="acme")
+    talks.now += 10
+    talks.step()
+    began = time.time()
+    talks.step()
+    [record] = talks.redis.records
+    assert began - 11 < record.used < time.time() - 9
+    assert record.fields == {
+        **{"tenant": "acme", "state": "cold", "tokens": 32, "blocks": 2, "bytes": 200, "requests": 1},
+        "hashes": sample(names("a b")),
+        **dict.fromkeys(("created", "last_used"), iso(record.used)),
+    }
+
+
+def test_sessions_without_a_name_carry_the_engine_s() -> None:
+    talks = SharedTalks(label="gpu-7")
+    talks.ask("a b")
+    assert list(talks.states()) == ["anonymous-gpu-7-1"]

@@ -29,7 +29,7 @@ from manthan.manager.tiers.redis_schema import Namespace
 from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
 from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Tier
-from manthan.manager.work import STORE_DOWN
+from manthan.manager.transfer import STORE_DOWN
 
 BUDGET = 2 << 20
 KEYS = [bytes([n]) * 32 for n in range(100)]

@@ -54,7 +54,7 @@ def state(free: int, up: bool, *order: str) -> dict[str, Any]:
             "tiers": [{"name": "host", "used_bytes": free, "budget_bytes": 9}],
         },
         "pool": {"block_tokens": 32, "blocks": 10, "free_blocks": free, "bytes": 100, "session_bytes": 5},
-        "sessions": {"hot": 1, "idle": 2, "evicting": 0, "cold": free},
+        "sessions": {"active": 1, "idle": 2, "cold": free},
         "totals": {"evictions": 3},
     }
 
@@ -71,7 +71,7 @@ def test_states_of_several_engines_add_up() -> None:
         "tiers": [{"name": "host", "used_bytes": 9, "budget_bytes": 18}],
     }
     assert both["pool"] == {"block_tokens": 32, "blocks": 20, "free_blocks": 9, "bytes": 200, "session_bytes": 10}
-    assert both["sessions"] == {"hot": 2, "idle": 4, "evicting": 0, "cold": 9}
+    assert both["sessions"] == {"active": 2, "idle": 4, "cold": 9}
     assert both["totals"] == {"evictions": 6}
 
 

@@ -94,7 +94,7 @@ def test_sessions_of_both_engines_are_seen_and_steered(api: Api) -> None:
     api.wait(lambda: len(api.engines(state="cold")) == 3, "evict erin of both engines")
     cold = api.get("/sessions", state="cold")["sessions"]
     state = api.get("/state")
-    assert state["sessions"] == {"hot": 0, "idle": 3, "evicting": 0, "cold": 3}
+    assert state["sessions"] == {"active": 0, "idle": 3, "cold": 3}
     assert state["totals"]["evictions"] == 3
     (tier,) = state["store"]["tiers"]
     assert tier == {

@@ -36,7 +36,7 @@ def ask_all(engine: Engine, seed: int = 0) -> tuple[int, int]:
         assert answer.text == right
         full += (answer.prompt_tokens - 1) // 32
         cached += answer.cached_tokens // 32
-    engine.wait(lambda: not any(map(engine.sessions, ("hot", "idle", "evicting"))), "only cold sessions")
+    engine.wait(lambda: not any(map(engine.sessions, ("active", "idle"))), "only cold sessions")
     return full, cached
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from manthan.benchmarks.server import VllmServer
-from manthan.manager.sessions.hints import LONGEST_NAME
+from manthan.manager.session.hints import LONGEST_NAME
 
 KEY = "Authorization: Bearer sesame"
 PIN = "/manthan/sessions/nobody/pin"

@@ -16,7 +16,7 @@ from fake_cuda import BLOCKS, TOKENS
 
 from manthan.codec.base import Numbers
 from manthan.codec.gpu.paged import PagedCodec
-from manthan.manager.sessions.session import Drop, DropCause
+from manthan.manager.events import BlocksDropped, DropCause
 from manthan.manager.tiers.arena import room
 from manthan.manager.tiers.ram import RamTier
 from manthan.manager.tiers.tier import Tier
@@ -87,7 +87,7 @@ class World:
         return result
 
     def drop(self, *keys: bytes) -> None:
-        self.engine.submit_loads(ManthanMetadata(drops=[Drop(GROUP, list(keys), DropCause.BUDGET)]))
+        self.engine.submit_loads(ManthanMetadata(drops=[BlocksDropped(GROUP, list(keys), DropCause.BUDGET)]))
 
     def numbers(self, block_id: int) -> np.ndarray:
         """Keys and values, [2, layers, heads, tokens, head_dim]."""

@@ -1,10 +1,9 @@
-"""What an event says of a cold block is what vLLM's own said of the block when it was in the pool."""
+"""An event of a saved block says what vLLM's own said of the block when it was in the pool."""
 
 from typing import Any
 
 import pytest
 import torch
-from spills import spilled, take_spills
 from vllm import SamplingParams
 from vllm.config import CacheConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
@@ -16,8 +15,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import MemoryShape, Place
+from manthan.manager.events import Events
+from manthan.manager.session.blocks import GroupShape, MemoryShape
+from manthan.manager.session.manager import PointParts, SessionManager, StorePlan
+from manthan.manager.simulator.pool import SimulatedPool
 from manthan.policies import get_policy
 from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.support import groups_of
@@ -47,8 +48,9 @@ class Engine:
         specs = [FULL, WINDOW][: 1 + windows]
         config = KVCacheConfig(99, [], [KVCacheGroupSpec([f"layer-{n}"], spec) for n, spec in enumerate(specs)])
         self.pool = BlockPool(99, True, TOKENS, enable_kv_cache_events=True)
-        shape = MemoryShape(TOKENS, 500, {0: 100}, beside={1: {0: 100}} if windows else {})
-        self.manager = SessionMemoryManager(get_policy("lru"), shape, 10_000, idle_after_s=10.0)
+        shape = MemoryShape({n: GroupShape(spec.block_size, 500, {0: 100}) for n, spec in enumerate(specs)})
+        self.manager = SessionManager(get_policy("lru"), shape, 10_000, 10.0, Events())
+        self.manager.bind(SimulatedPool(99), 0)
         self.groups = groups_of(config, CacheConfig())
         self.events = KvEvents(self.manager, self.groups, config, place)
         self.now = 0.0
@@ -62,18 +64,27 @@ class Engine:
 
     def ours(self, request: Request, is_known: bool = True) -> list[KVCacheEvent]:
         """It is answered, its session is named for the request, and goes cold."""
-        keys = request.block_hashes
+        hashes, manager = request.block_hashes, self.manager
         parts = list(self.groups.beside(BLOCKS))
-        beside = [(part.group, keys[part.end // TOKENS - 1], part.at) for part in parts]
-        self.manager.request_started("r", keys, request.session_id, self.now)
-        self.manager.request_finished("r", keys, self.now, places=[Place(BLOCKS, beside)] if beside else [])
+        beside = [(part.group, hashes[part.end // TOKENS - 1], part.at) for part in parts]
+        for group, block_hash, at in [*((0, block_hash, at) for at, block_hash in enumerate(hashes)), *beside]:
+            [block_id] = manager.pool.take(1)
+            manager.pool.cache(block_id, group, block_hash, at)
+            manager.pool.free([block_id])
+        manager.request_started("r", hashes, request.session_id, self.now)
+        points = [PointParts(BLOCKS, beside)] if beside else []
+        _, plans = manager.request_finished("r", hashes, self.now, points=points)
+        self.store(plans)
         if is_known:
             self.events.remember(request, BLOCKS, parts)
         self.now += 20.0
-        self.manager.sweep(self.now)
-        for order in take_spills(self.manager, 99):
-            spilled(self.manager, order.key, 100, self.now, order.group)
+        self.store(manager.plan_stores(self.now, 99, 0))
         return list(self.events.take())
+
+    def store(self, plans: list[StorePlan]) -> None:
+        for plan in plans:
+            self.manager.stored(plan, dict.fromkeys(range(len(plan.rows)), 100), self.now, 0.0)
+            self.manager.pool.free(plan.transfer.block_ids.tolist())
 
     def forget(self) -> list[KVCacheEvent]:
         self.manager.reset()
@@ -125,9 +136,9 @@ def test_where_blocks_are(place: str, where: tuple[str, str]) -> None:
 def test_blocks_of_a_window_that_are_larger_have_their_own_tokens() -> None:
     engine, request = Engine(windows=True), asked(session_id="alice")
     theirs = engine.theirs(request, 1)
-    chain, window = engine.ours(request)
+    full, window = engine.ours(request)
     assert isinstance(window, BlockStored)
-    assert len(chain.block_hashes) == BLOCKS
+    assert len(full.block_hashes) == BLOCKS
     assert (window.group_idx, window.block_size, window.kv_cache_spec_sliding_window) == (1, 2 * TOKENS, TOKENS)
     assert window.block_hashes == theirs.block_hashes[-1:]
     assert window.parent_block_hash == theirs.block_hashes[-2]
@@ -136,7 +147,7 @@ def test_blocks_of_a_window_that_are_larger_have_their_own_tokens() -> None:
     assert engine.events.notes == {}
 
 
-def test_of_what_nobody_knows_the_tokens_is_told_when_somebody_does() -> None:
+def test_a_block_that_is_saved_before_its_tokens_are_known_is_told_once_they_are() -> None:
     engine, request = Engine(), asked()
     assert engine.ours(request, is_known=False) == []
     engine.events.remember(request, BLOCKS)
@@ -150,11 +161,36 @@ def test_of_what_nobody_knows_the_tokens_is_told_when_somebody_does() -> None:
 def test_a_damaged_note_says_nothing() -> None:
     engine, request = Engine(), asked()
     engine.ours(request, is_known=False)
-    key = request.block_hashes[0]
-    engine.events.notes[0, key] = b"\x93\x00"
-    assert engine.events.event((0, key), "GPU") is None
+    block_hash = request.block_hashes[0]
+    engine.events.notes[0, block_hash] = b"\x93\x00"
+    assert engine.events.event((0, block_hash), "GPU") is None
     engine.events.notes.clear()
     engine.events.remember(request, 1)
-    told = engine.events.event((0, key), "GPU")
+    told = engine.events.event((0, block_hash), "GPU")
     assert told is not None
     assert (told.medium, told.locality, told.ownership, told.token_ids) == ("GPU", None, None, list(range(100, 116)))
+
+
+def test_a_reset_of_vllm_s_cache_has_all_that_is_stored_told_again() -> None:
+    engine = Engine()
+    [stored] = engine.ours(asked())
+    engine.events.repeat()
+    removed, again = engine.events.take()
+    assert removed == BlockRemoved(stored.block_hashes, "CPU", 0, "LOCAL", "manthan")
+    assert again == stored
+    assert engine.events.take() == []
+
+
+def test_notes_go_with_their_blocks() -> None:
+    """Sessions whose blocks are overwritten before they are saved make no event."""
+    engine, most = Engine(), 0
+    for number in range(20):
+        request = asked(cache_salt=str(number))
+        engine.manager.request_started("r", request.block_hashes, None, engine.now)
+        engine.manager.request_finished("r", request.block_hashes, engine.now)
+        engine.events.remember(request, BLOCKS)
+        engine.now += 20.0
+        assert engine.manager.plan_stores(engine.now, 99, 0) == []  # the pool has nothing
+        assert engine.events.take() == []
+        most = max(most, len(engine.events.notes))
+    assert most <= 2 * BLOCKS

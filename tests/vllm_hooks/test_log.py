@@ -4,11 +4,11 @@ import logging
 
 import pytest
 
-from manthan.manager.observer import Restored
-from manthan.manager.sessions.session import Eviction, MemoryShape
+from manthan.manager.events import Evicted, Restored
+from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.vllm_hooks.telemetry.log import tell_eviction, tell_restore
 
-SHAPE = MemoryShape(block_tokens=16, hot_nbytes=500, bounds={0: 100})
+SHAPE = MemoryShape({0: GroupShape(16, 500, {0: 100})})
 
 
 @pytest.fixture
@@ -16,8 +16,8 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, "vllm.manthan")
     name = "alice\n\x1b[2Jroot: all is well\x9b\u202e"
-    tell_eviction(Eviction(name, 1, 0, 16, 500, 1, 100, 100, 1.0, 0.1, 0))
-    tell_restore(Restored(name, 1, 1, 100, 0.1, []), SHAPE)
+    tell_eviction(Evicted(name, 1, 0, 16, 500, 1, 100, 100, 0, 1.0, 0.1, False))
+    tell_restore(Restored(name, 1, 1, 0, 100, 0.1, [], "r"), SHAPE)
     return sorted({*caplog.messages})  # each comes twice where other tests have changed handlers
 
 

@@ -146,7 +146,7 @@ def test_a_session_goes_cold_and_comes_back(server, table, tabs) -> None:
     expect(tab.locator("#cold-holders")).to_contain_text("there-and-back")
     assert httpx.post(f"{server.url}/reset_prefix_cache", headers=AUTHORIZED).json()["success"]
     with running(server, prompt, "there-and-back"):
-        expect(state_of(tab, "there-and-back")).to_contain_text("hot")
+        expect(state_of(tab, "there-and-back")).to_contain_text("active")
     expect(state_of(tab, "there-and-back")).to_contain_text("idle")
     expect(tab.locator("[data-tile=saved] .figure")).not_to_have_text("0")
     tab.get_by_role("button", name="there-and-back", exact=True).first.click()
@@ -173,7 +173,7 @@ def test_filters_sorting_and_pages(server, table, tabs) -> None:
     tab.get_by_role("button", name="Session", exact=True).click()
     expect(names).to_have_text(["sorted-0", "sorted-1", "sorted-2"])
     expect(tab.get_by_role("columnheader", name="Session")).to_have_attribute("aria-sort", "ascending")
-    tab.get_by_label("hot").check()
+    tab.get_by_label("active").check()
     expect(tab.locator("#empty")).to_have_text("No session is as the filter wants it.")
     tab.get_by_label("idle").check()
     expect(names).to_have_count(3)
@@ -217,8 +217,12 @@ def test_one_that_is_prefetched_comes_back_without_a_request(server, table, tabs
     tab = tabs()
     row_of(tab, "fetched").get_by_role("button", name="Evict").click()
     expect(state_of(tab, "fetched")).to_contain_text("cold")
+    assert httpx.post(f"{server.url}/reset_prefix_cache", headers=AUTHORIZED).json()["success"]
+    ask(server, table(3).question(1)[0], "another")  # before that, the weights may be others
+    in_pool = row_of(tab, "fetched").locator("td").nth(3)
+    expect(in_pool).to_have_text("–")
     row_of(tab, "fetched").get_by_role("button", name="Prefetch").click()
-    expect(state_of(tab, "fetched")).to_contain_text("idle")
+    expect(in_pool).not_to_have_text("–")
 
 
 def test_release_asks_first(server, table, tabs) -> None:
@@ -240,7 +244,7 @@ def test_an_error_is_the_sentence_of_the_api(server, table, tabs) -> None:
     prompt = table(8).question(1)[0]
     tab = tabs()
     with running(server, prompt, "busy"):
-        expect(state_of(tab, "busy")).to_contain_text("hot")
+        expect(state_of(tab, "busy")).to_contain_text("active")
         row_of(tab, "busy").get_by_role("button", name="Evict").click()
         expect(tab.locator("#said.error")).to_contain_text("a request of it runs; it can go cold when that has ended.")
 
@@ -316,7 +320,7 @@ def test_texts_stand_out(server, table, tabs, scheme: str) -> None:
     tab.get_by_role("button", name=re.compile("^read-cold: cold")).click()
     expect(tab.locator("#life-events .kind").first).to_be_visible()
     texts += tab.evaluate(CONTRAST)
-    assert {"Cold store", "up", "Pool", "Evict", "read-idle", "evicted", "H"} <= {text for text, _ in texts}
+    assert {"Cold store", "up", "Pool", "Evict", "read-idle", "evicted", "A"} <= {text for text, _ in texts}
     assert [(text, ratio) for text, ratio in texts if ratio < READABLE] == []
 
 

@@ -43,11 +43,6 @@ def broken_store(worker: Any) -> None:
     get_kv_transfer_group().worker.engine.store.put_all = put_all
 
 
-def handed(engine: Any) -> float:
-    """Blocks that the encoder was given since the engine was started: the pool may not overwrite them before a copy."""
-    return sum(engine.metric("manthan_encodings_total", mark=mark) for mark in ("exact", "derived"))
-
-
 def encoded(engine: Any) -> float:
     """Blocks that were put into the store since the engine was started."""
     return engine.metric("manthan_encoded_blocks_total")
@@ -98,7 +93,7 @@ def test_sessions_are_saved_before_they_are_overwritten(crowded, table) -> None:
 def test_a_slow_store_costs_no_block_that_was_copied_in_time(crowded, table) -> None:
     crowded.on_worker(slow_store, 0.02)  # a session takes longer to save than the next one to answer
     tables = [table(seed) for seed in range(10, 10 + SESSIONS)]
-    ask_each(crowded, tables, handed)
+    ask_each(crowded, tables, lambda engine: engine.handed)
     crowded.wait_until_quiet()
     for number, t in enumerate(tables):
         prompt, right = t.question(2)

@@ -87,7 +87,7 @@ def traffic(engine: Engine, request: pytest.FixtureRequest) -> Iterator[Traffic]
 def wait_until_cold(engine: Engine) -> None:
     """All sessions are: each guest's, and its forks, for other questions end in other blocks."""
     engine.wait(
-        lambda: engine.sessions("cold") >= GUESTS and not any(map(engine.sessions, ("hot", "idle", "evicting"))),
+        lambda: engine.sessions("cold") >= GUESTS and not any(map(engine.sessions, ("active", "idle"))),
         "only cold sessions",
     )
 

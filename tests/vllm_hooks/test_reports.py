@@ -1,50 +1,61 @@
-"""What the log and the metrics say of sessions with windows and states beside full attention."""
+"""The log and the metrics of sessions with windows and states besides full attention."""
 
 import logging
 
 import jobs
+import logged
 import pytest
 from logged import said
-from spills import spilled, take_spills
+from talks import Talks
 
-from manthan.manager.driver import Driver
-from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import MemoryShape, Place
-from manthan.manager.simulator.pool import SimulatedPool
-from manthan.policies import get_policy
+from manthan.manager.events import (
+    BlocksDropped,
+    BlocksSaved,
+    DropCause,
+    LookedUp,
+    Overwritten,
+    PrefetchHit,
+    Restored,
+    StoreFailed,
+    StoreIsUp,
+    Turn,
+)
+from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 
-CHAIN, STATE, WINDOW = 0, 1, 2
+MAIN, STATE, WINDOW = 0, 1, 2
 SHAPE = MemoryShape(
-    96, 9600, {0: 2400}, CHAIN, beside={STATE: {0: 4000}, WINDOW: {0: 500}}, hot_beside={STATE: 4000, WINDOW: 2000}
+    {
+        MAIN: GroupShape(96, 9600, {0: 2400}),
+        STATE: GroupShape(96, 4000, {0: 4000}),
+        WINDOW: GroupShape(96, 2000, {0: 500}),
+    }
 )
-KEYS = [bytes([n]) * 32 for n in range(8)]
-BESIDE = [(STATE, KEYS[7], 7), (WINDOW, KEYS[6], 6), (WINDOW, KEYS[7], 7)]
+TEXT = "a b c d e f g h"
+RESIDENT, SAVED = 8 * 9600 + 4000 + 2 * 2000, 8 * 2400 + 4000 + 2 * 500
 
 
-class Told:
-    """A session of eight blocks and three beside them that goes cold, and what is told of it."""
+class Told(Talks):
+    """A session of eight blocks and three of other groups that goes cold, and what is told of it."""
 
     def __init__(self) -> None:
-        self.manager = manager = SessionMemoryManager(get_policy("lru"), SHAPE, 1 << 20, idle_after_s=10)
-        self.telemetry = Telemetry(manager)
-        self.driver = Driver(manager, SimulatedPool(64), 64, 0.1, 0.2, observer=self.telemetry)
-        manager.request_started("first", KEYS, "s", 0.0)
-        manager.request_finished("first", KEYS, 0.0, places=[Place(len(KEYS), BESIDE)])
-        manager.sweep(20.0)
-        for order in take_spills(manager, 100):
-            spilled(manager, order.key, order.nbytes, 20.5, order.group)
+        super().__init__(shape=SHAPE)
+        self.telemetry = Telemetry(self.manager)
+        self.finish(self.start(TEXT, "s"), TEXT, [self.point(TEXT, {STATE: 1, WINDOW: 2})])
+        self.rest()
 
     def restore(self, cause: str = "") -> str:
-        """The line that says what came back. cause: why a block of the window did not."""
-        driver = self.driver
-        driver.started("again", KEYS, "s", 30.0, tokens=8 * 96 + 1, blocks=9)
-        parts = (STATE, [KEYS[7]], [9]), (WINDOW, KEYS[6:], [10, 11])
-        driver.restoring("again", KEYS, list(range(1, 9)), parts)
+        """Return the line that says what came back. cause: why a block of the window did not."""
+        self.overwrite()
+        self.holds = True
+        request = self.start(TEXT, "s")
+        loads = self.driver.loads_of(request)
+        bad = [job for job in loads if job.group == WINDOW][-1]
         with said(logging.INFO) as lines:
-            chains, state, window = driver.loads_of("again")
-            bad = {1: cause} if cause else {}
-            driver.answered([jobs.done(chains, 2400), jobs.done(window, 500, bad, 0.004), jobs.done(state, 4000)], 30.1)
+            for job in loads:
+                failed = {0: cause} if cause and job is bad else {}
+                nbytes = SHAPE.groups[job.group].bounds[0]
+                self.driver.answered([jobs.done(job, nbytes, failed, 0.004)], self.now)
         [line] = [line for line in lines if "restored" in line]
         return line
 
@@ -57,21 +68,23 @@ def told() -> Told:
     return Told()
 
 
-def test_an_eviction_tells_bytes_of_all_groups(told: Told) -> None:
+def test_an_eviction_tells_bytes_of_all_groups() -> None:
     with said(logging.INFO) as lines:
-        told.driver.tell_news()
-    hot, cold = 8 * 9600 + 4000 + 2 * 2000, 8 * 2400 + 4000 + 2 * 500
-    what = f"8 blocks (768 tokens) and 3 of windows or states, 82.8KiB to 23.6KiB ({hot / cold:.2f}x), 8 encoded"
+        told = Told()
+    what = f"8 blocks (768 tokens) and 3 of windows or states, 82.8KiB to 23.6KiB ({RESIDENT / SAVED:.2f}x), 8 encoded"
     assert [line for line in lines if what in line]
+    assert (told.count("evictions"), told.telemetry.totals["evictions"]) == (1, 1)
+    assert (told.count("encoded_blocks"), told.count("encodings")) == (11, 11)
 
 
-def test_a_restore_tells_tokens_of_the_chain_only(told: Told) -> None:
+def test_a_restore_tells_tokens_of_full_attention_only(told: Told) -> None:
     line = told.restore()
     assert line == ("Manthan: session s restored 8 of 8 blocks (768 tokens) and 3 of windows or states in 4 ms")
     assert told.count("restored_blocks") == 11
+    assert told.telemetry.totals["restored_tokens"] == 8 * 96
 
 
-def test_of_a_load_that_failed_nothing_is_restored(told: Told) -> None:
+def test_a_load_that_failed_restores_nothing(told: Told) -> None:
     line = told.restore("checksum")
     assert "restored 0 of 8 blocks (0 tokens) in 4 ms; the rest could not be read (checksum)" in line
     assert told.count("restored_blocks") == 0
@@ -81,7 +94,54 @@ def test_of_a_load_that_failed_nothing_is_restored(told: Told) -> None:
 def test_gauges_are_of_all_groups(told: Told) -> None:
     gauges = told.telemetry._stats._gauges()
     assert gauges["anchors"] == {"": 1}
-    assert gauges["cold_bytes"] == {"": 8 * 2400 + 4000 + 2 * 500}
-    assert gauges["compression_ratio"] == {"": round((8 * 9600 + 4000 + 2 * 2000) / (8 * 2400 + 4000 + 2 * 500), 4)}
-    told.manager.reset()
+    assert gauges["cold_bytes"] == {"": SAVED}
+    assert gauges["hot_bytes"] == {"": 0}
+    assert gauges["sessions"] == {"active": 0, "idle": 0, "cold": 1}
+    assert gauges["compression_ratio"] == {"": round(RESIDENT / SAVED, 4)}
+    told.driver.reset(told.now)
     assert told.telemetry._stats._gauges()["anchors"] == {"": 0}
+
+
+def test_events_are_counted() -> None:
+    talks = Talks()
+    telemetry = Telemetry(talks.manager)
+    tell = talks.manager.events
+    with logged.warnings() as lines:
+        for _ in range(2):
+            tell(StoreFailed(["disk"]))
+    assert lines == ["Manthan: blocks could not be stored (disk): 1"], "a cause is logged once a minute"
+    for event in (
+        *(Overwritten(3), PrefetchHit("a"), LookedUp("b", "found"), LookedUp("c", "nothing"), StoreIsUp(False)),
+        Turn("d", tokens=32, blocks=2, seconds=1.0, found=16, lossy=16),
+        BlocksSaved(0, [b"1", b"2"], 0, seconds=0.5),
+        BlocksSaved(0, [b"3"], 0),  # another engine has stored it
+        BlocksDropped(0, [b"1"], DropCause.BUDGET),
+        Restored("e", blocks=4, good=3, beside=1, nbytes=9, seconds=0.1, causes=["missing"], request_id=None),
+    ):
+        tell(event)
+    stats = telemetry.take()
+    assert stats is not None
+    assert stats.data["counters"] == {
+        "failures": {"disk": 2, "missing": 1},
+        "overwritten_blocks": {"": 3},
+        "prefetch_hits": {"": 1},
+        "lookups": {"found": 1, "nothing": 1},
+        "lossy_tokens": {"": 16},
+        "encoded_blocks": {"": 2},
+        "dropped_blocks": {"budget": 1},
+        "prefetches": {"": 1},
+        "prefetched_blocks": {"": 4},
+    }
+    assert stats.data["observations"] == {"encode_seconds": [0.5, 0.5]}
+    assert stats.data["gauges"]["cold_store_up"] == {"": 0.0}
+    assert (telemetry.totals["prefetches"], telemetry.totals["failures"]) == (1, 3)
+    assert telemetry.changed == {"b", "d", "e"}
+
+
+def test_what_is_not_saved_yet_is_hot() -> None:
+    talks = Talks()
+    telemetry = Telemetry(talks.manager)
+    talks.talk("a b c", "s")
+    assert telemetry._stats._gauges()["hot_bytes"] == {"": 3 * 500}
+    talks.rest()
+    assert telemetry._stats._gauges()["hot_bytes"] == {"": 0}

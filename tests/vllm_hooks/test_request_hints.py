@@ -13,8 +13,8 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
 
 from manthan.manager.config.removed import REMOVED
-from manthan.manager.sessions.hints import NO_HINTS, Hints
-from manthan.manager.sessions.session import Outcome
+from manthan.manager.session.hints import NO_HINTS, Hints
+from manthan.manager.session.manager import Outcome
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.http.hints import (
     RequestHintError,

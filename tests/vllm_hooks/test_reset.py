@@ -1,5 +1,5 @@
-"""A reset of the prefix cache: nothing hot of before is served, nothing cold of other weights, and it never fails for
-Manthan's sake."""
+"""A reset of the prefix cache: nothing resident of before is served, nothing saved of other weights, and it never fails
+because of Manthan."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ def engine(one: Engine) -> Engine:
 
 
 def is_cold(states: dict[str, int]) -> bool:
-    return not any(states[state] for state in ("hot", "idle", "evicting"))
+    return not any(states[state] for state in ("active", "idle"))
 
 
 class Loop:
@@ -209,7 +209,7 @@ def test_nothing_is_served_once_weights_were_loaded(loop: Loop, change: Callable
 def test_a_session_that_goes_cold_as_weights_change_is_not_served(loop: Loop) -> None:
     loop.on_worker(slow_store)
     try:
-        asked = loop.ask_new(lambda states: states["evicting"] > 0)
+        asked = loop.ask_new(lambda states: loop.on_worker(encodes))
         loop.change(OTHER)
         assert loop.llm.reset_prefix_cache()
         assert loop.ask(asked)[0] == 0
@@ -243,6 +243,7 @@ def slow_store(worker: Any) -> None:
     import time
 
     path = get_kv_transfer_group().worker.engine
+    path.encodes = False
 
     def read(group: int, keys: Any, tenant: str = "") -> Any:
         for found in type(path.store).read(path.store, group, keys):
@@ -253,10 +254,16 @@ def slow_store(worker: Any) -> None:
     for blocks in path.blocks.values():
 
         def encode(job: Any, copies: Any, blocks: Any = blocks) -> Any:
+            path.encodes = True
             time.sleep(0.3)
             return type(blocks).encode(blocks, job, copies)
 
         blocks.encode = encode
+
+
+def encodes(worker: Any) -> bool:
+    """True if something was encoded since `slow_store`."""
+    return bool(get_kv_transfer_group().worker.engine.encodes)
 
 
 def stop_reads(worker: Any) -> None:
@@ -317,7 +324,7 @@ def test_while_sessions_are_encoded(engine: Engine, traffic: Traffic, cold: bool
     go_cold(engine, 1)
     for seed in (2, 3, 4):
         traffic.ask(seed).result(60)
-    engine.wait(lambda: engine.sessions("evicting") > 0, "an eviction")
+    engine.wait(lambda: engine.on_worker(encodes), "an eviction")
     assert engine.reset(cold=cold)
     assert engine.ask(Table(1).question(0)[0], "user-1").cached_tokens == (0 if cold else 544)
     assert engine.ask(Table(4).question(0)[0], "user-4").cached_tokens == 0
@@ -373,7 +380,7 @@ def test_all_at_once(engine: Engine, traffic: Traffic, cold: bool) -> None:
     running = traffic.ask(3, max_tokens=800)
     for seed in (4, 5):
         traffic.ask(seed).result(60)
-    engine.wait(lambda: engine.sessions("evicting") > 0, "an eviction")
+    engine.wait(lambda: engine.on_worker(encodes), "an eviction")
     loading = traffic.ask(1)
     engine.wait(lambda: engine.metric("num_requests_waiting") == 1, "a load")
     assert engine.reset(running=True, cold=cold)

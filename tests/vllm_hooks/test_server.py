@@ -26,7 +26,7 @@ def server(manthan_server: VllmServer) -> VllmServer:
         httpx.post(f"{manthan_server.url}/reset_prefix_cache?reset_external=true")
         ask(manthan_server, "x", "short")  # the reset reaches the metrics with the next step
         text = httpx.get(f"{manthan_server.url}/metrics").text
-        return all(f'state="{state}"}} 0.0' in text for state in ("hot", "idle", "evicting", "cold"))
+        return all(f'state="{state}"}} 0.0' in text for state in ("active", "idle", "cold"))
 
     manthan_server.wait_for(is_empty, 60, "forget its sessions")
     manthan_server.new_log_lines()

@@ -68,7 +68,7 @@ def test_an_answer_that_is_cut_off_by_a_sleep_goes_on_after_it(engine: Engine) -
 
     async def interrupted() -> Answer:
         running = asyncio.ensure_future(engine.generate(prompt, "cut", 200))
-        while not engine.sessions("hot"):
+        while not engine.sessions("active"):
             await asyncio.sleep(0.01)
         await engine.llm.sleep(1, "keep")
         assert not running.done()

@@ -84,7 +84,7 @@ def test_what_is_wrong_is_said() -> None:
         "counts": {"requests": 9, "checked": 9, "errors": 2, "misled": 1, "stale": 3},
         "returns": {"4 same": {"came_back": 5}},
         "events": [*events, lost],
-        "left": [{"pool": 0, "hot": 0}, {"pool": 0.25, "hot": 3}],
+        "left": [{"pool": 0, "active": 0}, {"pool": 0.25, "active": 3}],
         "lives": lives,
     }
     assert failed(report) == [
@@ -93,7 +93,7 @@ def test_what_is_wrong_is_said() -> None:
         "3 sessions came back from before a reset of all",
         "no session came back on the other server",
         "server 1: 25.0% of the pool is still in use",
-        "server 1: 3 sessions are hot",
+        "server 1: 3 sessions are active",
         "memory rose by 16.9 MiB in life 1",
         "the store was not in use again after hang",
         "nobody felt the fault hang",

@@ -12,7 +12,7 @@ from manthan.manager.tiers.disk import DISK
 from manthan.manager.tiers.redis_client import RedisFullError
 from manthan.manager.tiers.sealed import SealError
 from manthan.manager.tiers.tier import TierError
-from manthan.manager.work import RESET, STORE_DOWN
+from manthan.manager.transfer import RESET, STORE_DOWN
 from manthan.vllm_hooks.connector import ManthanConnector
 from manthan.vllm_hooks.telemetry.metrics import FAILURE_CAUSES, ManthanPromMetrics, ManthanStats
 

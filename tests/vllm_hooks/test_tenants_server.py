@@ -49,8 +49,8 @@ def count(server: VllmServer, name: str, **labels: str) -> float:
 
 
 def wait_until_cold(server: VllmServer) -> None:
-    """All that has room; then nothing of it is hot any more."""
-    states = ("hot", "idle", "evicting")
+    """All that has room; then all of it is saved."""
+    states = ("active", "idle")
     server.wait_for(lambda: not sum(count(server, "sessions", state=s) for s in states), 120, "rest")
     assert httpx.post(f"{server.url}/reset_prefix_cache").json()["success"]
 

@@ -49,7 +49,7 @@ def ask(engine: Engine, guest: int, **hints: Any) -> bool:
     prompt, right = Table(guest).question(2)
     answer = engine.ask(prompt, f"guest-{guest}", **hints)
     assert answer.text == right
-    engine.wait(lambda: not any(map(engine.sessions, ("hot", "idle", "evicting"))), "only cold sessions")
+    engine.wait(lambda: not any(map(engine.sessions, ("active", "idle"))), "only cold sessions")
     if not hints:  # after a reset nothing is prefetched until somebody asks
         engine.empty_pool()
     return answer.cached_tokens >= (answer.prompt_tokens - 1) // 32 * 32

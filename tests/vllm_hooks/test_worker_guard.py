@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manthan.codec.block import BlockFormat
-from manthan.manager.work import Verdict
+from manthan.manager.events import Verdict
 from manthan.vllm_hooks.connector import ManthanConnector
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker import guard

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
 from fastapi.security import HTTPBearer
 
-from manthan.manager.sessions.hints import HintError
-from manthan.manager.sessions.session import SessionInfo
+from manthan.manager.listing import SessionInfo
+from manthan.manager.session.hints import HintError
 from manthan.vllm_hooks.compat import key_check
 from manthan.vllm_hooks.http.cores import Cores
 from manthan.vllm_hooks.http.errors import ApiError, route_with
@@ -133,7 +133,7 @@ def _add_actions(router: APIRouter, Bound: Any, Id: Any) -> None:  # noqa: N803
     add("evict", "Have a session go cold now, as if it were idle for long enough", 202, Nothing)
     add("prefetch", "Have a session come back when there is room", 202, Nothing)
     add("expect", "Say when a session's client will be back, or what tool it waits for", 200, Expect, ...)
-    add("pin", "Keep a session's codes whatever comes", 200, Pin)
+    add("pin", "Keep a session's compressed blocks whatever comes", 200, Pin)
     add("unpin", "Keep them no longer", 200, Nothing)
     add("release", "Forget a session", 200, Nothing)
 

@@ -19,7 +19,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
 
 from manthan.manager.config.sentences import must_be
-from manthan.manager.sessions.hints import NO_HINTS, WHERE, HintError, Hints, check_session_id, parse_hints
+from manthan.manager.session.hints import NO_HINTS, WHERE, HintError, Hints, check_session_id, parse_hints
 from manthan.vllm_hooks.compat import before_engine
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, is_on
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_hints import KvHintsEnvelope
     from vllm.v1.request import Request
 
-    from manthan.manager.sessions.session import Outcome
+    from manthan.manager.session.manager import Outcome
 
 logger = init_logger("vllm.manthan")
 
@@ -238,7 +238,7 @@ def answer_to(hints: Hints, outcome: "Outcome | None") -> dict[str, Any] | None:
         return None
     told = {
         "session_id": outcome.session_id,
-        "pinned": outcome.pinned,
+        "pinned": outcome.is_pinned,
         "refused": outcome.refused or None,
         "lossy_tokens": outcome.lossy_tokens,
     }

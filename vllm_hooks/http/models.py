@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from manthan.manager.lives import Event
-from manthan.manager.sessions.hints import LONGEST_S, TOOL_NAME, ToolName
-from manthan.manager.sessions.listing import Sort
-from manthan.manager.sessions.session import SessionInfo, SessionState
+from manthan.manager.listing import SessionInfo, Sort
+from manthan.manager.lives import LifeEvent
+from manthan.manager.session.hints import LONGEST_S, TOOL_NAME, ToolName
+from manthan.manager.session.table import SessionState
 
 MOST_ROWS = 500
 FARTHEST = 1_000_000
@@ -54,7 +54,7 @@ class Asked(BaseModel):
 class SessionWithLife(SessionInfo):
     """life: the newest event last; no more than 64."""
 
-    life: tuple[Event, ...] = ()
+    life: tuple[LifeEvent, ...] = ()
 
 
 class Sessions(BaseModel):
@@ -66,7 +66,7 @@ class Sessions(BaseModel):
 
 
 class Policy(BaseModel):
-    """order: ids of idle sessions, the one that leaves the KV pool first first; no more than 50."""
+    """order: ids of the first 50 sessions whose saved blocks are dropped, if the store needs room."""
 
     name: str
     options: dict[str, Any]
@@ -91,7 +91,7 @@ class Store(BaseModel):
 
 
 class Pool(BaseModel):
-    """vLLM's KV pool. session_bytes: what sessions that are hot or idle have of it."""
+    """vLLM's KV pool. session_bytes: KV bytes of sessions and requests that are not saved."""
 
     block_tokens: int
     blocks: int
@@ -101,8 +101,8 @@ class Pool(BaseModel):
 
 
 class CoreState(BaseModel):
-    """sessions: how many by state. totals: since the start; computed_tokens are those of prompts that were neither hot
-    nor restored."""
+    """sessions: how many by state. totals: since the start; computed_tokens are those of prompts that were neither
+    resident nor restored."""
 
     now: float
     policy: Policy

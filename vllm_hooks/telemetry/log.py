@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from manthan.codec.fidelity import Fidelity
-    from manthan.manager.observer import Judgement, Restored
-    from manthan.manager.sessions.session import Eviction, MemoryShape
+    from manthan.manager.events import Evicted, Judged, Restored
+    from manthan.manager.session.blocks import MemoryShape
 
 logger = init_logger("vllm.manthan")
 
@@ -52,13 +52,13 @@ def announce(
         f" with the profile {codec.profile}" if codec.profile else "",
         shape.ratio,
         vllm_config.model_config.model,
-        shape.coded_nbytes // shape.block_tokens,
+        shape.groups[shape.main].cold_nbytes // shape.block_tokens,
         f" with the first {codec.sink_tokens} tokens of each session kept exact" if codec.sink_tokens else "",
         store.kind,
         human_bytes(store.max_bytes),
         f" and host of {human_bytes(host_bytes)}" if host_bytes else "",
         f" at {config.tiers.redis.url if store.is_shared else config.tiers.disk.path} as {place}" if place else "",
-        capacity // shape.coded_nbytes * shape.block_tokens,
+        capacity // shape.groups[shape.main].cold_nbytes * shape.block_tokens,
         config.idle.after_s,
     )
     if needs_profile(codec.name) and not codec.sink_tokens:
@@ -75,7 +75,7 @@ def printable(name: str) -> str:
     return name if name.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
 
 
-def tell_eviction(eviction: "Eviction") -> None:
+def tell_eviction(eviction: "Evicted") -> None:
     logger.info(
         "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens)%s, %s to %s (%.2fx), "
         "%d encoded in %.0f ms%s",
@@ -84,10 +84,10 @@ def tell_eviction(eviction: "Eviction") -> None:
         eviction.blocks,
         eviction.tokens,
         _beside(eviction.beside),
-        human_bytes(eviction.hot_nbytes),
+        human_bytes(eviction.pool_nbytes),
         human_bytes(eviction.cold_nbytes),
-        eviction.hot_nbytes / max(1, eviction.cold_nbytes),
-        eviction.encoded,
+        eviction.pool_nbytes / max(1, eviction.cold_nbytes),
+        eviction.stored,
         eviction.took_s * 1e3,
         f", {eviction.exact} with tokens kept exact" if eviction.exact else "",
     )
@@ -114,13 +114,13 @@ def tell_guard(configured: str, finest: str) -> None:
     logger.info("Manthan: codec %s is used until it is measured what %s does to this model's KV", finest, configured)
 
 
-def tell_verdict(found: "Judgement") -> None:
+def tell_verdict(found: "Judged") -> None:
     """Log what the configured codec does to this model's KV, which codec is used, and all that was measured for it."""
     verdict = found.verdict
-    said = ", then ".join(map(_fidelity, verdict.measured[: found.place + 1]))
+    said = ", then ".join(map(_fidelity, verdict.measured[: found.choice + 1]))
     if verdict.compute_s:
         said += f"; the model computes one in {verdict.compute_s * 1e6:.3g} us"
-    if found.place == 0:
+    if found.choice == 0:
         logger.info("Manthan: codec %s is faithful on this model: %s", found.codec, said)
         return
     logger.warning(

@@ -11,10 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from manthan.manager.observer import Judgement
-from manthan.manager.sessions.hints import Hints
-from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import DropCause
+from manthan.manager.events import DropCause, Judged
+from manthan.manager.session.hints import Hints
+from manthan.manager.session.manager import SessionManager
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BYTES = tuple(float(4**power) for power in range(5, 18))  # 1 KiB to 16 GiB
@@ -43,8 +42,8 @@ class _Metric(NamedTuple):
 
 
 METRICS: dict[str, _Metric] = {
-    "sessions": _Metric(Gauge, "Sessions by state: hot, idle, evicting, cold.", "state"),
-    "hot_bytes": _Metric(Gauge, "KV bytes of sessions that are hot or idle, in full attention."),
+    "sessions": _Metric(Gauge, "Sessions by state: active, idle, cold.", "state"),
+    "hot_bytes": _Metric(Gauge, "KV bytes of sessions and requests that are not saved, in full attention."),
     "anchors": _Metric(
         Gauge,
         "Places from which sessions can be gone on, in models with sliding windows or states: with all they need cold.",
@@ -145,12 +144,12 @@ class ManthanStats(KVConnectorStats):
 class StatsRecorder:
     """Counts what happens in the scheduler half until vLLM fetches it."""
 
-    def __init__(self, manager: SessionMemoryManager) -> None:
+    def __init__(self, manager: SessionManager) -> None:
         self._manager = manager
         self._counters: defaultdict[str, collections.Counter[str]] = defaultdict(collections.Counter)
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
         self.store_is_up = True
-        self.judgement: Judgement | None = None
+        self.judged: Judged | None = None
         """What the guard has decided last."""
         self._sent_gauges: dict[str, dict[str, float]] = {}
 
@@ -181,27 +180,27 @@ class StatsRecorder:
         return ManthanStats(data=data)
 
     def _gauges(self) -> dict[str, dict[str, float]]:
-        usage, shape = self._manager.usage, self._manager.shape
-        ratio = usage.pool_nbytes / usage.cold_nbytes if usage.cold_nbytes else shape.ratio
+        usage, shape = self._manager.usage(), self._manager.shape
+        ratio = usage.pool_nbytes / usage.saved_nbytes if usage.saved_nbytes else shape.ratio
         return {
             "sessions": {str(state): count for state, count in usage.sessions.items()},
-            "anchors": {"": usage.anchors},
-            "hot_bytes": {"": usage.hot_blocks * shape.hot_nbytes},
-            "cold_bytes": {"": usage.cold_nbytes},
+            "anchors": {"": usage.points},
+            "hot_bytes": {"": usage.unsaved_blocks * shape.pool_nbytes},
+            "cold_bytes": {"": usage.saved_nbytes},
             "exact_blocks": {"": usage.exact_blocks},
             "cold_budget_bytes": {"": usage.budget_nbytes},
             "cold_store_up": {"": float(self.store_is_up)},
             "compression_ratio": {"": round(ratio, 4)},
-            "codec_noise": _noise(self.judgement),
-            "codec_fallback": {"": float(self.judgement is not None and self.judgement.place > 0)},
+            "codec_noise": _noise(self.judged),
+            "codec_fallback": {"": float(self.judged is not None and self.judged.choice > 0)},
         }
 
 
-def _noise(judgement: Judgement | None) -> dict[str, float]:
+def _noise(judged: Judged | None) -> dict[str, float]:
     """Of the configured codec; none before anything was measured."""
-    if judgement is None:
+    if judged is None:
         return {}
-    of = judgement.verdict.measured[0]
+    of = judged.verdict.measured[0]
     noise = {
         "logits": of.logit_noise.mean(),
         "worst_layer": of.logit_noise.max(),

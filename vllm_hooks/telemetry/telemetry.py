@@ -1,14 +1,27 @@
-"""What happens, told to metrics, to the log, to sessions' lives, and to traces where these are on."""
+"""Events of an engine, told to metrics, to the log, to histories of sessions, and to traces if these are on."""
 
-from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from manthan.manager.events import (
+    BlocksDropped,
+    BlocksSaved,
+    Event,
+    Evicted,
+    Judged,
+    LookedUp,
+    Lost,
+    Overwritten,
+    PrefetchHit,
+    Restored,
+    StoreFailed,
+    StoreIsUp,
+    Storing,
+    Turn,
+    Unjudged,
+)
 from manthan.manager.lives import Lives
-from manthan.manager.observer import Judgement, Observer, Restored
-from manthan.manager.sessions.hints import Hints
-from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.marks import Mark
-from manthan.manager.sessions.session import Drop, Eviction, News, Outcome
+from manthan.manager.session.hints import Hints
+from manthan.manager.session.manager import Outcome, SessionManager
 from manthan.manager.sparing import Sparing
 from manthan.vllm_hooks.telemetry.log import logger, tell_eviction, tell_restore, tell_verdict
 from manthan.vllm_hooks.telemetry.metrics import ManthanStats, StatsRecorder
@@ -18,137 +31,144 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 QUIET_S = 60.0
-"""Seconds for which nothing is said of a cause after it was."""
+"""Seconds after a cause of failures was logged in which it is not logged again."""
 TOTALS = ("evictions", "restores", "prefetches", "failures", "restored_tokens", "computed_tokens")
 
 
-class Telemetry(Observer):
-    """One engine's. traces: None where tracing is off. lives: of its sessions, if somebody may ask."""
+class Telemetry:
+    """Metrics, log, traces and histories of one engine. Subscribes to its stream of events.
 
-    def __init__(self, manager: SessionMemoryManager, traces: Traces | None = None, lives: Lives | None = None) -> None:
+    Args:
+        traces: None if tracing is off.
+        lives: histories of sessions; None if nobody may ask for them.
+    """
+
+    def __init__(self, manager: SessionManager, traces: Traces | None = None, lives: Lives | None = None) -> None:
         self._manager, self.traces, self.lives = manager, traces, lives
         self.totals = dict.fromkeys(TOTALS, 0)
-        """Since the start."""
+        """Numbers since the start."""
         self._stats = StatsRecorder(manager)
         self._failures = Sparing(QUIET_S)
         self.changed: set[str] = set()
         """Ids of sessions whose blocks came or went since the scheduler half looked."""
+        manager.events.subscribe(self)
+        if lives is not None:
+            manager.events.subscribe(lives)
 
     def take(self) -> ManthanStats | None:
-        """Metrics since the last call, for vLLM to carry to where they are shown."""
+        """Return metrics since the last call, for vLLM to carry to where they are shown."""
         return self._stats.take()
 
+    # -- calls of the scheduler half ------------------------------------------------------------------
+
     def began(self, request: "Request") -> None:
-        """A request came."""
+        """Note that a request came."""
         if self.traces is not None:
             self.traces.began(request.request_id, request.trace_headers)
 
     def failed(self, call: str) -> None:
-        """An exception was caught in this call of vLLM's."""
+        """Note that an exception was caught in this call of vLLM's."""
         self._stats.count("errors", label=call)
 
     def hinted(self, hints: Hints) -> None:
-        """A request came with these hints."""
+        """Note that a request came with these hints."""
         if hints.given:
             self._stats.count_all("hints", hints.given)
 
     def ended(self, request: "Request", outcome: Outcome | None) -> None:
-        """A request ended, and this came of its hints."""
+        """Note that a request ended. outcome: answer to its hints."""
         if self.traces is not None:
             self.traces.ended(request.request_id)
         if outcome is not None and outcome.refused:
             self._stats.count("pins_refused")
 
     def computed(self, tokens: int) -> None:
-        """So many tokens of a prompt were neither hot nor restored."""
+        """Note a number of prompt tokens that were neither resident nor loaded."""
         self.totals["computed_tokens"] += tokens
+
+    # -- events ---------------------------------------------------------------------------------------
+
+    def __call__(self, event: Event) -> None:
+        """Take an event of the stream."""
+        stats = self._stats
+        if isinstance(event, Turn | Evicted | Restored | Lost):
+            self.changed.add(event.session_id)
+        match event:
+            case Turn(lossy=lossy) if lossy:
+                stats.count("lossy_tokens", lossy)
+            case Evicted():
+                self._evicted(event)
+            case Restored():
+                self._restored(event)
+            case Storing(marks):
+                stats.count_all("encodings", [mark.name.lower() for mark in marks])
+            case BlocksSaved(block_hashes=hashes, seconds=seconds) if seconds is not None:
+                stats.count("encoded_blocks", len(hashes))
+                for _ in hashes:
+                    stats.observe("encode_seconds", seconds)
+            case BlocksDropped(block_hashes=hashes, cause=cause):
+                stats.count("dropped_blocks", len(hashes), str(cause))
+            case StoreFailed(causes):
+                stats.count_all("failures", causes)
+                self.totals["failures"] += len(causes)
+                for why in causes:
+                    if count := self._failures.due(why):
+                        logger.warning("Manthan: blocks could not be stored (%s): %d", why, count)
+            case Overwritten(blocks):
+                stats.count("overwritten_blocks", blocks)
+            case PrefetchHit():
+                stats.count("prefetch_hits")
+            case LookedUp(session_id, outcome):
+                stats.count("lookups", label=outcome)
+                if outcome == "found":
+                    self.changed.add(session_id)
+            case StoreIsUp(is_up):
+                stats.store_is_up = is_up
+            case Judged():
+                stats.judged = event
+                if event.is_new:
+                    tell_verdict(event)
+            case Unjudged():
+                stats.judged = None
+
+    def _evicted(self, event: Evicted) -> None:
+        self._stats.count("evictions")
+        self._stats.observe("encode_bytes", event.stored_nbytes)
+        self.totals["evictions"] += 1
+        tell_eviction(event)
+        if self.traces is not None:
+            self.traces.evicted(event)
+
+    def _restored(self, event: Restored) -> None:
+        stats, shape = self._stats, self._manager.shape
+        if event.is_prefetch:
+            stats.count("prefetches")
+            stats.count("prefetched_blocks", event.good + event.beside)
+            self.totals["prefetches"] += 1
+        else:
+            stats.count("restores")
+            stats.count("restored_blocks", event.good + event.beside)
+            stats.observe("restore_seconds", event.seconds)
+            stats.observe("restore_bytes", event.nbytes)
+            self.totals["restores"] += 1
+            self.totals["restored_tokens"] += event.good * shape.block_tokens
+        stats.count_all("failures", event.causes)
+        self.totals["failures"] += len(event.causes)
+        tell_restore(event, shape)
+        if self.traces is not None:
+            self.traces.restored(event, shape)
+
+    # -- what the HTTP API asks -----------------------------------------------------------------------
 
     @property
     def store_is_up(self) -> bool:
+        """True if the cold store answers."""
         return self._stats.store_is_up
-
-    def judged(self, judgement: Judgement | None) -> None:
-        self._stats.judgement = judgement
-        if judgement is not None and judgement.is_new:
-            tell_verdict(judgement)
 
     @property
     def verdict(self) -> str:
         """Verdict of the guard on the configured codec: none (yet), faithful, slow or unfaithful."""
-        found = self._stats.judgement
+        found = self._stats.judged
         if found is None:
             return "none"
-        return "faithful" if not found.place else "slow" if found.is_slow else "unfaithful"
-
-    def stored(self, blocks: int, seconds: float) -> None:
-        self._stats.count("encoded_blocks", blocks)
-        for _ in range(blocks):
-            self._stats.observe("encode_seconds", seconds)
-
-    def encodes(self, marks: Sequence[Mark]) -> None:
-        self._stats.count_all("encodings", [mark.name.lower() for mark in marks])
-
-    def served_lossy(self, tokens: int) -> None:
-        if tokens:
-            self._stats.count("lossy_tokens", tokens)
-
-    def not_stored(self, causes: Collection[str]) -> None:
-        self._stats.count_all("failures", causes)
-        self.totals["failures"] += len(causes)
-        for cause in causes:
-            if count := self._failures.due(cause):
-                logger.warning("Manthan: blocks could not be stored (%s): %d", cause, count)
-
-    def overwritten(self, blocks: int) -> None:
-        self._stats.count("overwritten_blocks", blocks)
-
-    def evicted(self, eviction: Eviction) -> None:
-        self.changed.add(eviction.session_id)
-        self._stats.count("evictions")
-        self._stats.observe("encode_bytes", eviction.encoded_nbytes)
-        self.totals["evictions"] += 1
-        tell_eviction(eviction)
-        if self.traces is not None:
-            self.traces.evicted(eviction)
-        if self.lives is not None:
-            self.lives.evicted(eviction)
-
-    def happened(self, news: News) -> None:
-        self.changed.add(news.session_id)
-        if self.lives is not None:
-            self.lives.happened(news)
-
-    def dropped(self, drop: Drop) -> None:
-        self._stats.count("dropped_blocks", len(drop.keys), str(drop.cause))
-
-    def restored(self, restored: Restored) -> None:
-        self.changed.add(restored.session_id)
-        if restored.is_prefetch:
-            self._stats.count("prefetches")
-            self._stats.count("prefetched_blocks", restored.good + restored.beside)
-        else:
-            self._stats.count("restores")
-            self._stats.count("restored_blocks", restored.good + restored.beside)
-            self._stats.observe("restore_seconds", restored.seconds)
-            self._stats.observe("restore_bytes", restored.nbytes)
-            self.totals["restored_tokens"] += restored.good * self._manager.shape.block_tokens
-        self.totals["prefetches" if restored.is_prefetch else "restores"] += 1
-        self._stats.count_all("failures", restored.causes)
-        self.totals["failures"] += len(restored.causes)
-        tell_restore(restored, self._manager.shape)
-        if self.traces is not None:
-            self.traces.restored(restored, self._manager.shape)
-        if self.lives is not None:
-            self.lives.restored(restored)
-
-    def prefetch_hit(self) -> None:
-        self._stats.count("prefetch_hits")
-
-    def looked_up(self, outcome: str) -> None:
-        self._stats.count("lookups", label=outcome)
-
-    def arrived(self, session_id: str) -> None:
-        self.changed.add(session_id)
-
-    def store_answers(self, is_up: bool) -> None:
-        self._stats.store_is_up = is_up
+        return "faithful" if not found.choice else "slow" if found.is_slow else "unfaithful"

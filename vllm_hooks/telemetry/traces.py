@@ -13,8 +13,8 @@ from vllm.tracing import extract_trace_context, instrument_manual, is_tracing_av
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from manthan.manager.observer import Restored
-    from manthan.manager.sessions.session import Eviction, MemoryShape
+    from manthan.manager.events import Evicted, Restored
+    from manthan.manager.session.blocks import MemoryShape
 
 NANO = 1_000_000_000
 EVICT, RESTORE, PREFETCH = "manthan.evict", "manthan.restore", "manthan.prefetch"
@@ -71,17 +71,17 @@ class Traces:
             attributes[REQUEST_ID] = request_id
         self._span(PREFETCH if restored.is_prefetch else RESTORE, begun.at, now, attributes, request_id)
 
-    def evicted(self, eviction: "Eviction") -> None:
+    def evicted(self, eviction: "Evicted") -> None:
         """A session is cold."""
         now = time.time_ns()
         attributes = {
             "manthan.session_id": eviction.session_id,
             "manthan.blocks": eviction.blocks,
-            "manthan.blocks_encoded": eviction.encoded,
+            "manthan.blocks_encoded": eviction.stored,
             "manthan.blocks_beside": eviction.beside,
             "manthan.tokens": eviction.tokens,
             "manthan.bytes": eviction.cold_nbytes,
-            "manthan.bytes_hot": eviction.hot_nbytes,
+            "manthan.bytes_hot": eviction.pool_nbytes,
             "manthan.tier": ",".join(self._tiers),
             "manthan.idle_seconds": eviction.idle_s,
             "manthan.reason": "pressure" if eviction.is_pressed else "idle",

@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 
 from manthan.manager.config.model import ManthanConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.sessions.fast_tier import Fast
+from manthan.manager.session.blocks import FrontTier
 from manthan.manager.tiers import arena, disk
 from manthan.manager.tiers.arena import GRANULE
 from manthan.manager.tiers.sealed import OVERHEAD
@@ -75,14 +75,14 @@ def room_in(config: ManthanConfig) -> Callable[[int], int]:
     return (lambda nbytes: room(nbytes + OVERHEAD)) if config.sealing.key_file else room
 
 
-def fast_tiers(store: TiersConfig, ranks: int) -> list[Fast]:
+def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
     """The tiers in front of the last one, the fastest first, on all of so many ranks together."""
     if store.kind == "device" and store.host_bytes:
-        return [Fast(int(store.max_bytes), fills_on_read=False)]
+        return [FrontTier(int(store.max_bytes), fills_on_read=False)]
     budgets = [store.front_bytes] if store.front_bytes else []
     if store.front_disk_bytes:
         budgets.append(disk.usable(store.front_disk_bytes // ranks) * ranks)
-    return [Fast(int(nbytes), fills_on_read=True) for nbytes in budgets]
+    return [FrontTier(int(nbytes), fills_on_read=True) for nbytes in budgets]
 
 
 def share_memory(vllm_config: "VllmConfig") -> None:

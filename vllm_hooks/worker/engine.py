@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from manthan.manager.tiers.tier import Found, Tier, TierError
-from manthan.manager.transfer import Transfer, TransferResult
-from manthan.manager.work import RESET
+from manthan.manager.transfer import RESET, Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 
 logger = init_logger("vllm.manthan.worker")

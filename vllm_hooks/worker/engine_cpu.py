@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from manthan.manager.tiers.tier import Tier
-from manthan.manager.transfer import Transfer, TransferResult
-from manthan.manager.work import NEEDED
+from manthan.manager.transfer import NEEDED, Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import Copies, CpuBlocks
 from manthan.vllm_hooks.worker.capacity import COPIES_BYTES
@@ -88,7 +87,7 @@ class CpuEngine(Engine):
         if metadata.place is not None:
             self.store = self.store.cleared(metadata.place)
         for drop in metadata.drops:
-            self.store.drop(drop.group, drop.keys)
+            self.store.drop(drop.group, drop.block_hashes)
 
     def _load(self, job: Transfer) -> None:
         threads = self._prefetchers if job.request_id is None else self._loaders

@@ -25,8 +25,7 @@ from vllm.logger import init_logger
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
 from manthan.manager.tiers.arena import Extent, room
 from manthan.manager.tiers.tier import STORE_FULL, Tier
-from manthan.manager.transfer import Transfer, TransferResult
-from manthan.manager.work import NEEDED, RESET
+from manthan.manager.transfer import NEEDED, RESET, Transfer, TransferResult
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_STAGINGS, STAGING_BYTES
@@ -208,9 +207,9 @@ class CudaEngine(Engine):
                 self.store = self.store.cleared(metadata.place)
         for drop in metadata.drops:
             with self._lock:
-                self.tiers.drop(drop.group, drop.keys)
+                self.tiers.drop(drop.group, drop.block_hashes)
             if self.store is not None:
-                self.store.drop(drop.group, drop.keys)
+                self.store.drop(drop.group, drop.block_hashes)
 
     def take_ended(self) -> Ended:
         """Polls; vLLM asks for this first in every step."""

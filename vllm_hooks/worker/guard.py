@@ -16,8 +16,8 @@ from manthan.codec.block import BlockFormat
 from manthan.codec.cpu import precompile
 from manthan.codec.fidelity import Fidelity, NothingToMeasureError, Sample, measure
 from manthan.codec.rope import Rope
+from manthan.manager.events import Verdict
 from manthan.manager.transfer import Transfer
-from manthan.manager.work import Verdict
 from manthan.vllm_hooks.worker.blocks import PagedMemory
 from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
 

@@ -6,7 +6,7 @@ import { ago, byId, bytes, clock, count, make, plural, share, write } from "./te
 
 const WRONG = 12; // lines kept of what went wrong
 const FIRST = 20; // shown of the policy's order
-const FULL = 0.97; // codes are dropped before the last byte is taken
+const FULL = 0.97; // blocks are dropped before the last byte is taken
 
 export class Glance {
   // look(session): show its life; of a session in the policy's order only the id is known.
@@ -34,12 +34,12 @@ export class Glance {
       : "since the start; none seen here", this.wrong.length ? "warn" : "");
     tile("saved", count(totals.restored_tokens),
       `${count(totals.computed_tokens)} computed; ${plural(totals.restores, "restore")}, ${plural(totals.evictions, "eviction")}`);
-    this.chart("pool", "Pool", ["sessions", "others"]).add(now.now, [pool.session_bytes, used - pool.session_bytes], pool.bytes);
+    this.chart("pool", "Pool", ["not saved", "others"]).add(now.now, [pool.session_bytes, used - pool.session_bytes], pool.bytes);
     for (const tier of store.tiers) {
       this.chart(tier.name, `Cold store: ${tier.name}`, ["used"]).add(now.now, [tier.used_bytes], tier.budget_bytes);
     }
     write(byId("order-title"), `Goes first (${policy.name})`);
-    replaceList(byId("order"), policy.order.slice(0, FIRST).map((id) => this.entry({ id })), "Nobody: no session is idle in the pool.");
+    replaceList(byId("order"), policy.order.slice(0, FIRST).map((id) => this.entry({ id })), "Nobody: no session has anything to drop.");
   }
 
   chart(key, title, parts) {
@@ -92,12 +92,12 @@ function tile(name, figure, note, mood = "") {
   found.className = mood;
 }
 
-// The last tier is where codes stay; one in front of it is full most of the time, and loses nothing by that.
+// The last tier is where blocks stay; one in front of it is full most of the time, and loses nothing by that.
 function tileOfTiers(tiers) {
   if (!tiers.length) return tile("used", "–", "no tier");
   const { name, used_bytes: used, budget_bytes: budget } = tiers.at(-1);
   const isFull = used >= FULL * budget;
-  const note = `${name}: ${bytes(used)} of ${bytes(budget)}${isFull ? ". ▲ Full: codes are dropped" : ""}`;
+  const note = `${name}: ${bytes(used)} of ${bytes(budget)}${isFull ? ". ▲ Full: blocks are dropped" : ""}`;
   tile("used", share(used, budget), note, isFull ? "warn" : "");
 }
 

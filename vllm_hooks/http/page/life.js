@@ -111,7 +111,7 @@ function strip(events) {
     make("svg:rect", { class: "turn", x: Math.min(STRIP.width - 3, x(event.at)), y: 0, width: 3, height: STRIP.height }));
   const box = { viewBox: `0 0 ${STRIP.width} ${STRIP.height}`, preserveAspectRatio: "none", "aria-hidden": "true" };
   const picture = make("svg:svg", box, ...shapes, ...turns);
-  const keys = [["turn", "a turn"], ["hot", "in the pool"], ["cold low", "cold"]].map(([key, text]) =>
+  const keys = [["turn", "a turn"], ["pool", "in the pool"], ["cold low", "cold"]].map(([key, text]) =>
     make("li", {}, make("i", { class: `key ${key}` }), ` ${text}`));
   const legend = make("ul", { class: "legend", "aria-hidden": "true" }, ...keys);
   const times = [clock(from), span(Math.round(to - from)), "now"].map((text) => make("span", {}, text));
@@ -119,14 +119,14 @@ function strip(events) {
   return [picture, axis, legend];
 }
 
-// Codes that are lost are no loss of what is in the pool.
+// Compressed blocks that are lost are no loss of what is in the pool.
 function stateAfter(events) {
   let state = null;
-  let coded = 0;
+  let saved = 0;
   for (const { kind, blocks } of events) {
-    if (IN_POOL.has(kind)) state = "hot";
-    if (kind === "evicted") [state, coded] = ["cold", blocks];
-    if (kind === "dropped" && state === "cold" && blocks >= coded) state = null;
+    if (IN_POOL.has(kind)) state = "pool";
+    if (kind === "evicted") [state, saved] = ["cold", blocks];
+    if (kind === "dropped" && state === "cold" && blocks >= saved) state = null;
   }
   return state;
 }

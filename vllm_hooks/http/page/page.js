@@ -57,11 +57,11 @@ async function draw() {
   const most = (what) => get("sessions", { sort: what, order: "desc", limit: HOLDERS });
   const isFull = round++ % RARELY === 0;
   const asked = query();
-  const [state, page, hot, cold] = await Promise.all([
+  const [state, page, resident, cold] = await Promise.all([
     get("state"), isFull || view === table ? get("sessions", asked) : null, ...(isFull ? [most("hot_bytes"), most("cold_bytes")] : []),
   ]);
   glance.update(state);
-  if (hot) glance.holders(byId("pool-holders"), hot.sessions, "hot_bytes");
+  if (resident) glance.holders(byId("pool-holders"), resident.sessions, "hot_bytes");
   if (cold) glance.holders(byId("cold-holders"), cold.sessions, "cold_bytes");
   if (page && JSON.stringify(asked) === JSON.stringify(query())) showSessions(page);
   if (byId("life").open) await life.refresh();

@@ -3,7 +3,7 @@
 import { serverNow } from "./api.js";
 import { ago, arrange, bytes, count, make, span, write } from "./text.js";
 
-export const STATES = ["hot", "idle", "evicting", "cold"];
+export const STATES = ["active", "idle", "cold"];
 export const keyOf = (session) => JSON.stringify([session.engine, session.id]); // engines may have one each of a name
 export const mark = (state) => make("i", { class: `mark ${state}`, "aria-hidden": "true" }, state[0].toUpperCase());
 
@@ -21,8 +21,7 @@ const COLUMNS = [ // title, what the API sorts by, class
 
 // What can be done with a session, and the sentence that says why not.
 export const ACTIONS = [
-  { name: "evict", label: () => "Evict",
-    refused: (s) => ({ cold: "is cold already", evicting: "is being evicted already" })[s.state] ?? null },
+  { name: "evict", label: () => "Evict", refused: (s) => (s.state === "cold" ? "is cold already" : null) },
   { name: "prefetch", label: () => "Prefetch", refused: (s) => (s.state === "cold" ? null : "is not cold") },
   { name: "pin", label: (s) => (s.pinned ? "Unpin" : "Pin"), refused: () => null },
   { name: "release", label: () => "Release…", refused: () => null },
@@ -45,7 +44,7 @@ export class Buttons {
   }
 }
 
-// The tiers that have its codes, and how much of them those that have not all.
+// The tiers that have its compressed blocks, and the share of those that do not have all.
 export function whereCold(session) {
   return Object.entries(session.tiers).map(([name, { bytes: size }]) =>
     (size < session.cold_bytes ? `${name} ${Math.max(1, Math.floor((100 * size) / session.cold_bytes))}%` : name)).join(", ");

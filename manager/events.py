@@ -1,0 +1,245 @@
+"""Events of one engine, in one stream: what happened to sessions, blocks and stores.
+
+Histories of sessions, KV events, metrics, the log and traces subscribe to it. Subscribers change nothing in the heart.
+Times are seconds. Bytes are those of all ranks together.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from typing import TypeAlias
+
+from manthan.codec.fidelity import Fidelity
+from manthan.manager.pool import Mark
+
+
+class DropCause(StrEnum):
+    """Reason for dropping compressed blocks: no room, unreadable, used by nobody, a reset, too old, or released."""
+
+    BUDGET = auto()
+    FAILED = auto()
+    ABANDONED = auto()
+    RESET = auto()
+    EXPIRED = auto()
+    RELEASED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request of a session ended.
+
+    tokens, blocks: of the session. seconds: since the request came. found: tokens of its prompt that were resident or
+    loaded. lossy: those of them that were decoded, or computed behind decoded ones.
+    """
+
+    session_id: str
+    tokens: int
+    blocks: int
+    seconds: float
+    found: int
+    lossy: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A session went cold.
+
+    blocks, tokens: of the session. beside: blocks of other KV cache groups at its resume points. pool_nbytes: what all
+    of these take in the pool. stored, stored_nbytes: blocks that were saved for it now. cold_nbytes: of all its
+    compressed blocks. exact: blocks that keep tokens exact. idle_s: since its last request. took_s: from the first
+    store's begin. is_pressed: True if memory was short, False if the session was idle for long enough.
+    """
+
+    session_id: str
+    blocks: int
+    beside: int
+    tokens: int
+    pool_nbytes: int
+    stored: int
+    stored_nbytes: int
+    cold_nbytes: int
+    exact: int
+    idle_s: float
+    took_s: float
+    is_pressed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A load ended.
+
+    blocks: that were to be loaded. good: those before the first that failed. beside: of other KV cache groups. nbytes:
+    of the compressed blocks. causes: of failures. request_id: the request that waited; None for a prefetch.
+    """
+
+    session_id: str
+    blocks: int
+    good: int
+    beside: int
+    nbytes: int
+    seconds: float
+    causes: Collection[str]
+    request_id: str | None
+
+    @property
+    def is_prefetch(self) -> bool:
+        """True if no request waited."""
+        return self.request_id is None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A session lost compressed blocks."""
+
+    session_id: str
+    blocks: int
+    nbytes: int
+    cause: DropCause
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A session was pinned, or is pinned no more."""
+
+    session_id: str
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Storing:
+    """Blocks of these marks are about to be encoded."""
+
+    marks: Sequence[Mark]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksSaved:
+    """Every rank has stored these blocks. first: position of the first one in its session; they are consecutive.
+
+    seconds: that one block took on the slowest rank; None if another engine stored them.
+    """
+
+    group: int
+    block_hashes: Sequence[bytes]
+    first: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksDropped:
+    """These blocks leave the tiers."""
+
+    group: int
+    block_hashes: Sequence[bytes]
+    cause: DropCause
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """A block could not be stored, for these causes."""
+
+    causes: Collection[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Overwritten:
+    """The pool overwrote blocks that sessions need before they were saved."""
+
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchHit:
+    """A request found its session resident because it was prefetched."""
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """A prompt was looked up in a shared store. outcome: found, nothing or unanswered."""
+
+    session_id: str
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreIsUp:
+    """A shared store answers, or does so no more."""
+
+    is_up: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Measurement by a rank of the error that codecs add to KV of the model.
+
+    measured: of each lossy codec, the configured one first; none where it failed. compute_s: seconds in which the model
+    computes a token of a prompt; 0 if that is not known.
+    """
+
+    rank: int
+    measured: Sequence[Fidelity] = ()
+    compute_s: float = 0.0
+
+    def is_slow(self, choice: int) -> bool:
+        """True if to load a token in this codec takes longer than to compute it."""
+        return 0 < self.compute_s < self.measured[choice].decode_s
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Decision of the guard: the worst rank's verdict, the index among its codecs and the name of the codec in use.
+
+    is_new: True if another codec was in use before, or none was judged.
+    """
+
+    verdict: Verdict
+    choice: int
+    codec: str
+    is_new: bool
+
+    @property
+    def is_slow(self) -> bool:
+        """True if the configured codec is faithful, and not used because the model computes faster than it decodes."""
+        return self.choice > 0 and self.verdict.measured[0].is_faithful and self.verdict.is_slow(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Unjudged:
+    """The guard has no verdict any more."""
+
+
+Event: TypeAlias = (
+    Turn
+    | Evicted
+    | Restored
+    | Lost
+    | Pinned
+    | Storing
+    | BlocksSaved
+    | BlocksDropped
+    | StoreFailed
+    | Overwritten
+    | PrefetchHit
+    | LookedUp
+    | StoreIsUp
+    | Judged
+    | Unjudged
+)
+
+
+class Events:
+    """The stream. Subscribers are called in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[Callable[[Event], None]] = []
+
+    def subscribe(self, take: Callable[[Event], None]) -> None:
+        """Have `take` called with each event from now on."""
+        self._subscribers.append(take)
+
+    def __call__(self, event: Event) -> None:
+        """Pass an event on."""
+        for take in self._subscribers:
+            take(event)

@@ -1,0 +1,94 @@
+"""Estimate of the compressed blocks in each front tier: GPU memory before RAM, RAM before a disk, a disk before Redis.
+
+The workers keep these tiers by LRU. The estimate is for those who ask where a session's blocks are.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from manthan.manager.events import Event, Evicted
+from manthan.manager.session.blocks import FrontTier, Rows
+from manthan.manager.session.manager import SessionManager
+from manthan.manager.session.table import Session
+
+
+class FrontTiers:
+    """The tiers in front of the last one, the fastest first.
+
+    A tier has a number, the fastest 0. The last one's is the number of front tiers.
+    """
+
+    def __init__(self, manager: SessionManager, tiers: Sequence[FrontTier]) -> None:
+        self._table, self._blocks = manager.table, manager.blocks
+        self._used: list[OrderedDict[str, None]] = [OrderedDict() for _ in tiers]
+        """By tier, ids of sessions with blocks there, the one that went cold last last."""
+        self.budgets = tuple(each.nbytes for each in tiers)
+        """In bytes."""
+        self.all_moved = (1 << len(tiers)) - 1
+        """`moved` of a block that is in the last tier only."""
+        self._fills_on_read = any(each.fills_on_read for each in tiers)
+        self.keeps_behind = self._fills_on_read or not tiers
+        """True if the last tier has all blocks, also those that are in others."""
+        if tiers:
+            manager.table.gone.append(self._forget)
+            manager.events.subscribe(self._happened)
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def _happened(self, event: Event) -> None:
+        if isinstance(event, Evicted):
+            for order in self._used:
+                order[event.session_id] = None
+                order.move_to_end(event.session_id)
+
+    def _forget(self, session: Session) -> None:
+        for order in self._used:
+            order.pop(session.session_id, None)
+
+    def settle(self) -> None:
+        """Mark the tails of the least recently used sessions as moved, until the rest fits each tier's budget.
+
+        Sessions in use are passed over where reads fill the tier: their blocks were just read.
+        """
+        blocks = self._blocks
+        for tier, (order, budget) in enumerate(zip(self._used, self.budgets, strict=True)):
+            short = blocks.taken_nbytes - blocks.moved_nbytes[tier] - budget
+            emptied = []
+            for session_id in order if short > 0 else ():
+                session = self._table.by_id[session_id]
+                if self._fills_on_read and not session.is_cold:
+                    continue
+                rows = session.rows[::-1]
+                rows = rows[blocks.is_saved(rows) & ((blocks.moved[rows] >> tier & 1) == 0)]
+                freed = np.cumsum(blocks.nbytes[rows].astype(np.int64))
+                rows = rows[: int(np.searchsorted(freed, short)) + 1]
+                blocks.move(rows, blocks.moved[rows] | np.uint8(1 << tier))
+                short -= int(freed[len(rows) - 1]) if len(rows) else 0
+                if short <= 0:
+                    break
+                emptied.append(session_id)
+            for session_id in emptied:
+                del order[session_id]
+
+    def read(self, rows: Rows) -> None:
+        """Note that blocks were read: the tiers in front of the one that had them have them now."""
+        if self._fills_on_read:
+            rows = rows[(self._blocks.moved[rows] & 1) > 0]
+            moved = self._blocks.moved[rows]
+            self._blocks.move(rows, moved & (moved + 1))
+
+    def tier_of(self, row: int) -> int:
+        """Return the number of the fastest tier that has a saved block."""
+        moved = int(self._blocks.moved[row])
+        return (~moved & (moved + 1)).bit_length() - 1
+
+    def has(self, tier: int, moved: int) -> bool:
+        """True if a tier has a block that has left these front tiers."""
+        return not moved >> tier & 1 if tier < len(self) else self.keeps_behind or moved == self.all_moved
+
+    def has_all(self, tier: int) -> bool:
+        """True if a tier has all saved blocks."""
+        return tier == len(self) and self.keeps_behind

@@ -1,0 +1,264 @@
+"""Sessions for those who look on: filtered, sorted, and a page at a time."""
+
+import heapq
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from itertools import islice
+from operator import attrgetter
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from manthan.manager.fronts import FrontTiers
+from manthan.manager.session.blocks import NO_ROWS, SAVED, Rows
+from manthan.manager.session.manager import SessionManager
+from manthan.manager.session.table import Session, SessionState, qualified
+
+MOST = 1000
+"""Sessions that are looked through for those of one tenant."""
+STATES = list(SessionState)
+
+
+class Sort(StrEnum):
+    """Key of a list of sessions.
+
+    Bytes are estimates. A session's saved blocks are its first ones. The pool has all blocks of the sessions that were
+    used last, as far as it has room, and of other sessions those that are not saved.
+    """
+
+    LAST_USED = auto()
+    TOKENS = auto()
+    COLD_BYTES = auto()
+    HOT_BYTES = auto()
+    ID = auto()
+    STATE = auto()
+    EXPECTED = auto()
+
+
+class Query(NamedTuple):
+    """Filter and order of a list of sessions. A filter that is None passes all.
+
+    bound: tenant that asks; it sees its own sessions only, under the names that it gave them. tenant: of the sessions.
+    tier: name of a tier that has some of the session's blocks. prefix: of ids. offset: sessions before the page.
+    """
+
+    states: Collection[SessionState] | None = None
+    bound: str | None = None
+    tenant: str | None = None
+    tier: str | None = None
+    pinned: bool | None = None
+    prefix: str = ""
+    sort: Sort = Sort.LAST_USED
+    descending: bool = True
+    limit: int = 100
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Held:
+    """Saved blocks of a session in one tier. bytes: with those of its resume points."""
+
+    tokens: int
+    blocks: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session as it is shown. Times are seconds, bytes are those of all ranks together.
+
+    id: for a tenant, as it named the session. hot_blocks: blocks that are resident, and take hot_bytes. cold_blocks:
+    saved blocks. cold_bytes: of these and of its resume points in the tiers. tiers: that have some of these, by name,
+    the fastest first. expected_return: as its client said, or as long as its tool takes. tool: that its client waits
+    for. lossy_tokens: cached tokens of its last request that were decoded, or computed behind decoded ones. engine:
+    number of the data-parallel engine that has it.
+    """
+
+    id: str
+    tenant: str
+    state: SessionState
+    tokens: int
+    blocks: int
+    hot_blocks: int
+    cold_blocks: int
+    hot_bytes: int
+    cold_bytes: int
+    tiers: Mapping[str, Held]
+    created: float
+    last_used: float
+    requests: int
+    pinned: bool
+    priority: int
+    expected_return: float | None
+    tool: str
+    lossy_tokens: int
+    engine: int = 0
+
+
+Key: TypeAlias = tuple[float | str, str]
+"""A session's value of the sort key, and its id, so that pages do not overlap."""
+
+
+class Page(NamedTuple):
+    """One page of a list. total: number of sessions on all pages. keys: sort keys of the sessions on this page."""
+
+    total: int
+    keys: list[Key]
+    sessions: list[SessionInfo]
+
+
+class Listing:
+    """Sessions of one engine. A page costs O(n log page) of n sessions.
+
+    Args:
+        fronts: the tiers in front of the last one.
+        tiers: names of all tiers, the fastest first.
+    """
+
+    def __init__(self, manager: SessionManager, fronts: FrontTiers, tiers: Sequence[str]) -> None:
+        self._manager, self._table, self._blocks = manager, manager.table, manager.blocks
+        self._fronts, self._tiers = fronts, tiers
+
+    def page(self, query: Query, offset: float = 0.0) -> Page:
+        """Return a page of the sessions that have KV or a request. offset: seconds to add to the manager's clock."""
+        chosen = [session for session in self._table.by_id.values() if self._is_wanted(session, query)]
+        value = self._value(query.sort)
+        keys = ((value(session), session.session_id) for session in chosen)
+        end = query.offset + query.limit
+        best = heapq.nlargest(end, keys) if query.descending else heapq.nsmallest(end, keys)
+        page = best[query.offset :]
+        sessions = [self._table.by_id[session_id] for _, session_id in page]
+        return Page(len(chosen), page, [self.info(session, query.bound, offset) for session in sessions])
+
+    def find(self, told_id: str, bound: str | None) -> Session | None:
+        """Return the session of that id: for a tenant one of its own, by the name that it gave it."""
+        session = self._table.by_id.get(told_id if bound is None else qualified(told_id, bound))
+        return session if session is not None and bound in (None, session.tenant) else None
+
+    def order(self, bound: str | None) -> Iterator[str]:
+        """Yield ids of sessions, the one whose saved blocks are dropped first first.
+
+        Those of one tenant are among the first MOST.
+        """
+        for session in islice(self._table.victims(), None if bound is None else MOST):
+            if bound in (None, session.tenant):
+                yield session.session_id if bound is None else session.told_id
+
+    def states(self, bound: str | None) -> dict[SessionState, int]:
+        """Return the number of sessions in each state."""
+        if bound is None:
+            return {state: self._table.states[state] for state in SessionState}
+        found = Counter(session.state for session in self._table.by_id.values() if session.tenant == bound)
+        return {state: found[state] for state in SessionState}
+
+    def info(self, session: Session, bound: str | None = None, offset: float = 0.0) -> SessionInfo:
+        """Return the facts of a session, counted block by block. See `page`."""
+        blocks, shape, rows = self._blocks, self._table.shape, session.rows
+        saved = rows[blocks.is_saved(rows)]
+        beside = self._beside(session)
+        beside = beside[blocks.is_saved(beside)]
+        resident = self._manager.pool.lookup(shape.main, blocks.hashes(rows))
+        hot = sum(block_id >= 0 for block_id in resident)
+        return SessionInfo(
+            id=session.session_id if bound is None else session.told_id,
+            tenant=session.tenant,
+            state=session.state,
+            tokens=len(rows) * shape.block_tokens,
+            blocks=len(rows),
+            hot_blocks=hot,
+            cold_blocks=len(saved),
+            hot_bytes=hot * shape.pool_nbytes,
+            cold_bytes=self._nbytes(saved) + self._nbytes(beside),
+            tiers={
+                name: held for tier, name in enumerate(self._tiers) if (held := self._held(tier, saved, beside)).bytes
+            },
+            created=round(session.created + offset, 3),
+            last_used=round(session.last_used + offset, 3),
+            requests=session.uses,
+            pinned=session.is_pinned,
+            priority=session.priority,
+            expected_return=None if session.expected is None else round(session.expected + offset, 3),
+            tool=session.tool,
+            lossy_tokens=session.lossy_tokens,
+        )
+
+    def _held(self, tier: int, saved: Rows, beside: Rows) -> Held:
+        has = np.array([self._fronts.has(tier, moved) for moved in range(self._fronts.all_moved + 1)])
+        saved, beside = saved[has[self._blocks.moved[saved]]], beside[has[self._blocks.moved[beside]]]
+        nbytes = self._nbytes(saved) + self._nbytes(beside)
+        return Held(len(saved) * self._table.shape.block_tokens, len(saved), nbytes)
+
+    def _beside(self, session: Session) -> Rows:
+        """Return the blocks of other groups that its resume points need."""
+        return np.unique(np.concatenate([point.rows for point in session.points])) if session.points else NO_ROWS
+
+    def _nbytes(self, rows: Rows) -> int:
+        return int(self._blocks.nbytes[rows].sum(dtype=np.int64))
+
+    # -- filter and order -----------------------------------------------------------------------------
+
+    def _is_wanted(self, session: Session, query: Query) -> bool:
+        if query.bound is not None and session.tenant != query.bound:
+            return False
+        if query.tenant is not None and session.tenant != query.tenant:
+            return False
+        if query.states is not None and session.state not in query.states:
+            return False
+        if query.pinned is not None and session.is_pinned != query.pinned:
+            return False
+        name = session.session_id if query.bound is None else session.told_id
+        if not name.startswith(query.prefix):
+            return False
+        if query.tier is None:
+            return True
+        return query.tier in self._tiers and self._is_in(self._tiers.index(query.tier), session)
+
+    def _is_in(self, tier: int, session: Session) -> bool:
+        """True if a tier has some of the session's blocks. Tails leave a fast tier first."""
+        saved, fronts = self._saved(session), self._fronts
+        if fronts.has_all(tier):
+            return saved > 0 or bool(session.points)
+        at = 0 if tier < len(fronts) else saved - 1
+        return saved > 0 and fronts.has(tier, int(self._blocks.moved[session.rows[at]]))
+
+    def _value(self, sort: Sort) -> Callable[[Session], float | str]:
+        """Return a function that gives a session's value of a sort key."""
+        match sort:
+            case Sort.LAST_USED:
+                return attrgetter("last_used")
+            case Sort.EXPECTED:
+                return lambda session: math.inf if session.expected is None else session.expected
+            case Sort.STATE:
+                return lambda session: STATES.index(session.state)
+            case Sort.ID:
+                return attrgetter("session_id")
+            case Sort.COLD_BYTES:
+                return self._cold_nbytes
+            case Sort.HOT_BYTES:
+                return self._resident().__getitem__
+            case Sort.TOKENS:
+                return lambda session: len(session.rows)
+
+    def _cold_nbytes(self, session: Session) -> int:
+        return self._saved(session) * self._table.shape.cold_nbytes + self._nbytes(self._beside(session))
+
+    def _saved(self, session: Session) -> int:
+        """Return the number of first blocks that are saved. O(log n): nearly always, no others are."""
+        rows, status = session.rows, self._blocks.status
+        if session.is_cold:
+            return len(rows)
+        return bisect_left(rows, True, key=lambda row: not status[row] & SAVED)
+
+    def _resident(self) -> dict[Session, int]:
+        """Return about how many blocks of each session are resident. See `Sort`."""
+        room, resident = self._manager.pool.size, dict[Session, int]()
+        for session in sorted(self._table.by_id.values(), key=attrgetter("last_used"), reverse=True):
+            length = len(session.rows)
+            fits = length <= room or bool(session.requests)
+            resident[session] = length if fits else length - self._saved(session)
+            room -= resident[session]
+        return resident

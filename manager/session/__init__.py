@@ -1,0 +1,1 @@
+"""Sessions and their blocks: what is stored, loaded and dropped, and when."""

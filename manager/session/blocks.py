@@ -1,0 +1,514 @@
+"""Blocks that sessions, requests and resume points use, as rows of a table, and what they take of the tiers' budget.
+
+A block is a row number. Its facts are columns of arrays: about 100 bytes a block, and no Python object of its own. All
+bytes are those of all ranks together. Only this module changes the columns.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from manthan.manager.pool import BlockName
+
+Rows: TypeAlias = NDArray[np.int32]
+Mask: TypeAlias = NDArray[np.bool_]
+
+NO_ROWS: Rows = np.zeros(0, np.int32)
+NO_GROUP = -1
+"""Group of the blocks of sessions that have no compressed blocks of their own."""
+NOBODY = "\0"
+"""Tenant of blocks that another engine has stored. They count towards no share, and no tenant can have this name."""
+
+SAVED, STORING = 1, 2
+_EMPTY, _GONE = -1, -2  # in the index
+_FIRST_ROWS = 256
+_SPREAD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
+_COLUMNS = {
+    "group": np.int8,
+    "depth": np.int32,
+    "users": np.int32,
+    "holds": np.int32,
+    "pins": np.int16,
+    "status": np.uint8,
+    "nbytes": np.uint32,
+    "reserved": np.uint32,
+    "exact": np.uint16,
+    "mark": np.uint8,
+    "moved": np.uint8,
+    "tenant": np.int32,
+    "origin": np.int32,
+    "_slot": np.int32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """Sizes of a block of one KV cache group, all ranks together.
+
+    tokens: of a block. pool_nbytes: what it takes in the pool. bounds: the most bytes that a compressed block takes, by
+    the number of its first tokens that are kept exact; 0 is always there. typical: bytes to expect without exact
+    tokens; 0 for the bound. codec: name of the codec; empty for the configured one. is_lossless: True if it gives back
+    every bit.
+    """
+
+    tokens: int
+    pool_nbytes: int
+    bounds: Mapping[int, int]
+    typical: int = 0
+    codec: str = ""
+    is_lossless: bool = False
+
+    @property
+    def cold_nbytes(self) -> int:
+        """Bytes that a compressed block without exact tokens takes about."""
+        return self.typical or self.bounds[0]
+
+    def is_exact(self, exact_tokens: int) -> bool:
+        """True if a compressed block with this number of exact tokens gives back every bit."""
+        return self.is_lossless or exact_tokens >= self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShape:
+    """Sizes of the blocks of all KV cache groups that are stored.
+
+    main: the group whose block hashes make up sessions. stores_main: False if no layer looks back over a whole session,
+    so that blocks are stored for resume points only.
+    """
+
+    groups: Mapping[int, GroupShape]
+    main: int = 0
+    stores_main: bool = True
+
+    @property
+    def session_group(self) -> int:
+        """Group of the rows that make up sessions."""
+        return self.main if self.stores_main else NO_GROUP
+
+    @property
+    def needs_points(self) -> bool:
+        """True if a request can go on from resume points only."""
+        return len(self.groups) > 1 or not self.stores_main
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a session's block."""
+        return self.groups[self.main].tokens
+
+    @property
+    def cold_nbytes(self) -> int:
+        """Bytes that a session's compressed block takes about."""
+        return self.groups[self.main].cold_nbytes if self.stores_main else 0
+
+    @property
+    def pool_nbytes(self) -> int:
+        """Bytes that a session's block takes in the pool."""
+        return self.groups[self.main].pool_nbytes if self.stores_main else 0
+
+    @property
+    def ratio(self) -> float:
+        """Compression ratio of the main group."""
+        main = self.groups[self.main]
+        return main.pool_nbytes / main.cold_nbytes
+
+    @property
+    def sizes(self) -> set[int]:
+        """Bytes that compressed blocks may take, of all groups."""
+        bounds = {nbytes for group in self.groups.values() for nbytes in group.bounds.values()}
+        return {self.groups[self.main].cold_nbytes, *bounds}
+
+
+class FrontTier(NamedTuple):
+    """A tier in front of a slower one.
+
+    nbytes: its budget. fills_on_read: True if blocks that are read from a slower tier come back to it.
+    """
+
+    nbytes: int
+    fills_on_read: bool
+
+
+class BlockTable:
+    """All blocks that are used, held, pinned, saved or being stored.
+
+    A row is freed when none of this holds. Columns are read by everybody:
+
+    group, depth: KV cache group, and position among the blocks of its session and group.
+    users: sessions whose blocks it is among, or resume points.
+    holds: requests whose prompt has it.
+    pins: loads that read it now. A pinned block is never dropped.
+    status: SAVED if every rank has it in a tier, STORING while a store of it is under way.
+    nbytes, exact, mark: of its compressed block: size, number of exact tokens, and mark of the KV it was made from.
+    reserved: bytes that the store under way may take.
+    tenant: number of the tenant whose share it counts towards, see `tenant_number`.
+    origin: number of a session that has it; 0 if that is not known.
+    moved: bit n is set if it has left front tier n, as is estimated. The fastest tier is 0.
+    """
+
+    group: NDArray[np.int8]
+    depth: NDArray[np.int32]
+    users: NDArray[np.int32]
+    holds: NDArray[np.int32]
+    pins: NDArray[np.int16]
+    status: NDArray[np.uint8]
+    nbytes: NDArray[np.uint32]
+    reserved: NDArray[np.uint32]
+    exact: NDArray[np.uint16]
+    mark: NDArray[np.uint8]
+    moved: NDArray[np.uint8]
+    tenant: NDArray[np.int32]
+    origin: NDArray[np.int32]
+    _slot: NDArray[np.int32]
+
+    def __init__(self) -> None:
+        self._hash_nbytes = 0
+        self._hashes = np.zeros((_FIRST_ROWS, 0), np.uint64)
+        for name, dtype in _COLUMNS.items():
+            setattr(self, name, np.zeros(_FIRST_ROWS, dtype))
+        self._free = np.arange(_FIRST_ROWS, dtype=np.int32)[::-1].copy()
+        self._free_count = _FIRST_ROWS
+        self._index = np.full(2 * _FIRST_ROWS, _EMPTY, np.int32)
+        self._index_used = 0
+        self._tenants: dict[str, int] = {}
+        self._tenant_nbytes = np.zeros(8, np.int64)
+        self.saved_nbytes = 0
+        """Bytes of compressed blocks in the tiers."""
+        self.reserved_nbytes = 0
+        """Bytes that stores under way may take."""
+        self.saved_blocks: dict[int, int] = {}
+        """Number of saved blocks by group."""
+        self.storing = 0
+        """Number of blocks of stores under way."""
+        self.exact_blocks = 0
+        """Number of saved blocks with exact tokens."""
+        self.moved_nbytes = [0] * 8
+        """Bytes of saved blocks that have left each front tier."""
+
+    def __len__(self) -> int:
+        return len(self._free) - self._free_count
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the table takes."""
+        columns = sum(getattr(self, name).nbytes for name in _COLUMNS)
+        return int(columns + self._hashes.nbytes + self._index.nbytes + self._free.nbytes)
+
+    def rows(self) -> Rows:
+        """Return all rows in use."""
+        used = np.ones(len(self._free), np.bool_)
+        used[self._free[: self._free_count]] = False
+        return np.nonzero(used)[0].astype(np.int32)
+
+    # -- names ----------------------------------------------------------------------------------------
+
+    def find(self, group: int, block_hashes: Sequence[bytes]) -> Rows:
+        """Return the row of each of these blocks of a group, -1 for one that has none."""
+        if not block_hashes or not self._hash_nbytes:
+            return np.full(len(block_hashes), -1, np.int32)
+        return self._probe(group, self._words(block_hashes))
+
+    def row(self, group: int, block_hash: bytes) -> int:
+        """Return a block's row, or -1."""
+        return int(self.find(group, [block_hash])[0])
+
+    def enter(self, group: int, block_hashes: Sequence[bytes], depths: ArrayLike) -> Rows:
+        """Return the rows of these different blocks of a group, with a new row for each that has none.
+
+        Args:
+            depths: of each block, or of the first one if the others follow it.
+
+        Raises:
+            ValueError: Block hashes have different lengths.
+        """
+        if not block_hashes:
+            return NO_ROWS
+        if not self._hash_nbytes:
+            self._hash_nbytes = len(block_hashes[0])
+            self._hashes = np.zeros((len(self._free), -(-self._hash_nbytes // 8)), np.uint64)
+        words = self._words(block_hashes)
+        rows = self._probe(group, words)
+        if (rows < 0).any():
+            places = np.asarray(depths, np.int32)
+            if places.ndim == 0:
+                places = places + np.arange(len(rows), dtype=np.int32)
+            new = np.nonzero(rows < 0)[0]
+            rows[new] = self._add(group, words[new], places[new])
+        return rows
+
+    def hashes(self, rows: Rows) -> list[bytes]:
+        """Return the block hashes of rows."""
+        if not len(rows):
+            return []
+        joined, length = self._hashes[rows].tobytes(), self._hash_nbytes
+        step = 8 * self._hashes.shape[1]
+        return [joined[at : at + length] for at in range(0, len(joined), step)]
+
+    def name(self, row: int) -> BlockName:
+        """Return the group and the block hash of a row."""
+        return int(self.group[row]), self.hashes(np.array([row]))[0]
+
+    def _words(self, block_hashes: Sequence[bytes]) -> NDArray[np.uint64]:
+        length, width = self._hash_nbytes, self._hashes.shape[1]
+        joined = b"".join(block_hashes)
+        if len(joined) != length * len(block_hashes) or len(block_hashes[0]) != length:
+            raise ValueError(f"a block hash must have {length} bytes, as the first one had")
+        if length % 8:
+            padded = np.zeros((len(block_hashes), 8 * width), np.uint8)
+            padded[:, :length] = np.frombuffer(joined, np.uint8).reshape(-1, length)
+            return padded.view(np.uint64)
+        return np.frombuffer(joined, np.uint64).reshape(-1, width)
+
+    def _slots(self, groups: ArrayLike, words: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return the index's first slot for each block."""
+        spread = _SPREAD[np.arange(words.shape[1]) % len(_SPREAD)]
+        mixed = (words * spread).sum(axis=1, dtype=np.uint64) + np.asarray(groups, np.int64).astype(np.uint64)
+        mixed = (mixed ^ (mixed >> np.uint64(32))) * _SPREAD[0]
+        slots: NDArray[np.int64] = (mixed >> np.uint64(65 - len(self._index).bit_length())).astype(np.int64)
+        return slots
+
+    def _probe(self, group: int, words: NDArray[np.uint64]) -> Rows:
+        found = np.full(len(words), -1, np.int32)
+        left, slots, last = np.arange(len(words)), self._slots(group, words), len(self._index) - 1
+        while len(left):
+            rows = self._index[slots]
+            taken = rows >= 0
+            same = taken & (self.group[rows] == group) & (self._hashes[rows] == words[left]).all(axis=1)
+            found[left[same]] = rows[same]
+            more = ~same & (rows != _EMPTY)
+            left, slots = left[more], (slots[more] + 1) & last
+        return found
+
+    def _add(self, group: int, words: NDArray[np.uint64], depths: NDArray[np.int32]) -> Rows:
+        count = len(words)
+        while self._free_count < count:
+            self._grow()
+        if 2 * (self._index_used + count) > len(self._index):
+            self._rebuild(count)
+        rows = self._free[self._free_count - count : self._free_count][::-1].copy()
+        self._free_count -= count
+        self._hashes[rows] = words
+        for name in _COLUMNS:
+            getattr(self, name)[rows] = 0
+        self.group[rows], self.depth[rows] = group, depths
+        self._place(rows, self._slots(group, words))
+        return rows
+
+    def _place(self, rows: Rows, slots: NDArray[np.int64]) -> None:
+        """Enter rows into the index."""
+        last = len(self._index) - 1
+        while len(rows):
+            before = self._index[slots]
+            free = before < 0
+            self._index[slots[free]] = rows[free]
+            placed = free & (self._index[slots] == rows)  # of two rows for one slot, one has it
+            self._index_used += int((placed & (before == _EMPTY)).sum())
+            self._slot[rows[placed]] = slots[placed]
+            rows, slots = rows[~placed], (slots[~placed] + 1) & last
+
+    def _rebuild(self, more: int) -> None:
+        rows = self.rows()
+        size = len(self._index)
+        while 3 * (len(rows) + more) > size:
+            size *= 2
+        self._index, self._index_used = np.full(size, _EMPTY, np.int32), 0
+        self._place(rows, self._slots(self.group[rows], self._hashes[rows]))
+
+    def _grow(self) -> None:
+        old = len(self._free)
+        new = old + max(_FIRST_ROWS, old // 2)
+        for name in (*_COLUMNS, "_hashes"):
+            column = getattr(self, name)
+            grown = np.zeros((new, *column.shape[1:]), column.dtype)
+            grown[:old] = column
+            setattr(self, name, grown)
+        free = np.zeros(new, np.int32)
+        free[: self._free_count] = self._free[: self._free_count]
+        free[self._free_count : self._free_count + new - old] = np.arange(new - 1, old - 1, -1)
+        self._free, self._free_count = free, self._free_count + new - old
+
+    # -- who needs a block ----------------------------------------------------------------------------
+
+    def use(self, rows: Rows, by: int) -> None:
+        """Add `by` to the users of different rows; free those that nobody needs any more."""
+        self.users[rows] += by
+        if by < 0:
+            self.free_unneeded(rows)
+
+    def hold(self, rows: Rows, by: int) -> None:
+        """Add `by` to the holds of different rows; free those that nobody needs any more."""
+        self.holds[rows] += by
+        if by < 0:
+            self.free_unneeded(rows)
+
+    def pin(self, rows: Rows, by: int) -> None:
+        """Add `by` to the pins of different rows; free those that nobody needs any more."""
+        self.pins[rows] += by
+        if by < 0:
+            self.free_unneeded(rows)
+
+    def belong(self, rows: Rows, session: int) -> None:
+        """Note a session that has these rows, for those of which none is known."""
+        unknown = rows[self.origin[rows] == 0]
+        self.origin[unknown] = session
+
+    def leave(self, rows: Rows, session: int) -> None:
+        """Forget that a session has these rows."""
+        own = rows[self.origin[rows] == session]
+        self.origin[own] = 0
+
+    def free_unneeded(self, rows: Rows) -> None:
+        """Free those of the rows that nobody needs."""
+        needed = (self.users[rows] > 0) | (self.holds[rows] > 0) | (self.pins[rows] > 0) | (self.status[rows] > 0)
+        gone = rows[~needed]
+        if not len(gone):
+            return
+        self._index[self._slot[gone]] = _GONE
+        self.group[gone] = -128  # no group's: a probe passes over it
+        self._free[self._free_count : self._free_count + len(gone)] = gone
+        self._free_count += len(gone)
+
+    # -- compressed blocks ----------------------------------------------------------------------------
+
+    def is_saved(self, rows: Rows) -> Mask:
+        """Return a mask of the rows that are saved."""
+        saved: Mask = (self.status[rows] & SAVED) > 0
+        return saved
+
+    def saved_prefix(self, rows: Rows) -> int:
+        """Return how many of the rows, from the first on, are saved."""
+        return first_false(self.is_saved(rows))
+
+    def are_saved(self, names: Sequence[BlockName]) -> Mask:
+        """Return a mask of the blocks, of several groups, that are saved."""
+        saved, groups = np.zeros(len(names), np.bool_), np.array([group for group, _ in names], np.int64)
+        for group in np.unique(groups).tolist():
+            of_group = np.nonzero(groups == group)[0]
+            rows = self.find(group, [names[at][1] for at in of_group.tolist()])
+            saved[of_group] = (rows >= 0) & self.is_saved(rows)
+        return saved
+
+    def is_droppable(self, rows: Rows) -> Mask:
+        """Return a mask of the rows whose compressed block may be dropped: saved, and not pinned."""
+        return self.is_saved(rows) & (self.pins[rows] == 0)
+
+    def reserve(self, rows: Rows, bounds: ArrayLike, tenant: str) -> None:
+        """Begin to store rows, each of which takes at most these bytes. A saved one is to be replaced."""
+        new = rows[(self.status[rows] & SAVED) == 0]
+        self.tenant[new] = self.tenant_number(tenant)
+        self.status[rows] |= STORING
+        self.reserved[rows] = bounds
+        self.storing += len(rows)
+        self._charge(rows, self.reserved[rows], +1)
+        self.reserved_nbytes += int(self.reserved[rows].sum(dtype=np.int64))
+
+    def unreserve(self, rows: Rows) -> None:
+        """End a store that failed: what was saved before stays."""
+        self._end_store(rows)
+        self.free_unneeded(rows)
+
+    def save(self, rows: Rows, nbytes: ArrayLike, exact: ArrayLike, mark: ArrayLike, tenant: str | None = None) -> None:
+        """Note that every rank has rows in a tier.
+
+        Args:
+            nbytes: of each compressed block.
+            exact: number of exact tokens of each.
+            mark: of the KV that each was made from.
+            tenant: who pays; None for who began the store.
+        """
+        if tenant is not None:
+            self.tenant[rows] = self.tenant_number(tenant)
+        self._end_store(rows[(self.status[rows] & STORING) > 0])
+        self._uncount(rows[self.is_saved(rows)])
+        self.status[rows] |= SAVED
+        self.nbytes[rows], self.exact[rows], self.mark[rows] = nbytes, exact, mark
+        self._count(rows, +1)
+
+    def drop(self, rows: Rows) -> None:
+        """Forget the compressed blocks of saved rows."""
+        self._uncount(rows)
+        self.nbytes[rows] = 0
+        self.free_unneeded(rows)
+
+    def move(self, rows: Rows, moved: ArrayLike) -> None:
+        """Set which front tiers saved rows have left."""
+        for tier, sign in ((tier, sign) for tier in range(8) for sign in (-1, +1)):
+            bits = self.moved[rows] if sign < 0 else np.broadcast_to(np.asarray(moved, np.uint8), rows.shape)
+            nbytes = self.nbytes[rows][(bits >> tier & 1) > 0]
+            self.moved_nbytes[tier] += sign * int(nbytes.sum(dtype=np.int64))
+        self.moved[rows] = moved
+
+    def _end_store(self, rows: Rows) -> None:
+        self._charge(rows, self.reserved[rows], -1)
+        self.reserved_nbytes -= int(self.reserved[rows].sum(dtype=np.int64))
+        self.status[rows] &= ~np.uint8(STORING)
+        self.reserved[rows] = 0
+        self.storing -= len(rows)
+
+    def _uncount(self, rows: Rows) -> None:
+        if len(rows) and self.moved[rows].any():
+            self.move(rows, 0)
+        self._count(rows, -1)
+        self.status[rows] &= ~np.uint8(SAVED)
+
+    def _count(self, rows: Rows, sign: int) -> None:
+        self._charge(rows, self.nbytes[rows], sign)
+        self.saved_nbytes += sign * int(self.nbytes[rows].sum(dtype=np.int64))
+        self.exact_blocks += sign * int((self.exact[rows] > 0).sum())
+        groups, counts = np.unique(self.group[rows], return_counts=True)
+        for group, count in zip(groups.tolist(), counts.tolist(), strict=True):
+            self.saved_blocks[group] = self.saved_blocks.get(group, 0) + sign * count
+
+    # -- tenants --------------------------------------------------------------------------------------
+
+    def tenant_number(self, tenant: str) -> int:
+        """Return the number that stands for a tenant. It may change while the tenant has no bytes."""
+        number = self._tenants.get(tenant)
+        if number is None:  # clients may make up any number of tenants
+            self._tenants = {name: taken for name, taken in self._tenants.items() if self._tenant_nbytes[taken]}
+            number = next(at for at in range(len(self._tenants) + 1) if at not in self._tenants.values())
+            self._tenants[tenant] = number
+            if number >= len(self._tenant_nbytes):
+                self._tenant_nbytes = np.append(self._tenant_nbytes, np.zeros(len(self._tenant_nbytes), np.int64))
+        return number
+
+    def taken_by(self, tenant: str) -> int:
+        """Return the bytes that a tenant's blocks take or reserve."""
+        number = self._tenants.get(tenant)
+        return 0 if number is None else int(self._tenant_nbytes[number])
+
+    @property
+    def taken_nbytes(self) -> int:
+        """Bytes that compressed blocks take or reserve."""
+        return self.saved_nbytes + self.reserved_nbytes
+
+    def _charge(self, rows: Rows, nbytes: NDArray[np.uint32], sign: int) -> None:
+        if len(rows):
+            counts = np.bincount(self.tenant[rows], weights=nbytes, minlength=len(self._tenant_nbytes))
+            self._tenant_nbytes += sign * counts.astype(np.int64)
+
+
+def first_false(mask: Mask) -> int:
+    """Return the index of the first false value; the length if there is none."""
+    at = int(mask.argmin()) if len(mask) else 0
+    return at if len(mask) and not mask[at] else len(mask)
+
+
+def common_prefix(rows: Rows, others: Rows) -> int:
+    """Return the length of the leading run that two arrays of rows share."""
+    both = min(len(rows), len(others))
+    return first_false(rows[:both] == others[:both])
+
+
+def runs(rows: Rows, keys: Collection[NDArray[np.generic]], depths: NDArray[np.int32], most: int) -> list[slice]:
+    """Return slices of rows whose depths are consecutive and whose keys are equal, of `most` rows at most."""
+    breaks = np.zeros(len(rows) + 1, np.bool_)
+    breaks[0] = breaks[-1] = True
+    breaks[1:-1] = np.diff(depths) != 1
+    for key in keys:
+        breaks[1:-1] |= key[1:] != key[:-1]
+    edges = np.nonzero(breaks)[0].tolist()
+    return [slice(at, min(at + most, end)) for start, end in pairwise(edges) for at in range(start, end, most)]

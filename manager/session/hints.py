@@ -1,0 +1,287 @@
+"""Hints: what a client says of its session with a request, and the one sentence for each mistake in them.
+
+A field's description completes the sentence "HINT must be …".
+"""
+
+import reprlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Annotated, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from manthan.manager.config.model import QUALITY, Quality
+from manthan.manager.config.sentences import first_mistake, must_be, nearest
+from manthan.manager.events import DropCause
+from manthan.manager.session.table import Deadlines, Session, SessionTable, earliest
+
+WHERE = "kv_transfer_params.manthan"
+"""Where a request carries its hints."""
+LONGEST_NAME = 256
+"""Characters of a session's id or a tenant's name."""
+MOST_PREFETCHES = 64
+HIGHEST_PRIORITY = 10
+
+
+class HintError(ValueError):
+    """Hints that cannot be used, in one sentence for the client who gave them."""
+
+
+def _printable(name: str) -> str:
+    if not name.isprintable():  # it is shown in logs and metrics
+        raise ValueError("not printable")
+    return name
+
+
+def check_session_id(session_id: str | None) -> None:
+    """Raise HintError for a session's id that is too long or not printable: it is shown in logs and on a page."""
+    if session_id and (len(session_id) > LONGEST_NAME or not session_id.isprintable()):
+        shown = reprlib.repr(session_id)
+        raise HintError(f"session_id must have at most {LONGEST_NAME} printable characters, not {shown}")
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+LONGEST_S = 30 * 86_400
+"""Seconds that a client may speak of: 30 days."""
+Seconds = Annotated[float, Strict(), Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
+SessionId = Annotated[
+    str, Strict(), StringConstraints(min_length=1, max_length=LONGEST_NAME), AfterValidator(_printable)
+]
+SessionIds = Annotated[tuple[SessionId, ...], BeforeValidator(_listed), Field(max_length=MOST_PREFETCHES)]
+ToolName = Annotated[str, Strict(), StringConstraints(max_length=LONGEST_NAME), AfterValidator(_printable)]
+SECONDS = f"a number of seconds above 0, and at most {LONGEST_S} (30 days)"
+TOOL_NAME = f"a tool's name, of at most {LONGEST_NAME} printable characters"
+
+
+class Hints(BaseModel):
+    """What a request says of its session. None, false or empty: nothing is said, and what was said before holds.
+
+    pin: keep its codes in the cold store whatever comes, or no longer. ttl_s: forget it so long after its last use.
+    priority: sessions of lower priority go before any of higher priority, under every policy; 0 where nobody said.
+    release: drop it when this request ends. expect_return_s: the client will be back in about so many seconds. tool:
+    when the tool of that name is done, of which is known how long it takes when sessions have waited for it.
+    prefetch: ids of sessions that are about to be used. tenant: who pays for the session. quality: "exact" if this
+    request takes only KV that was computed exactly, "any" if decoded KV will do. store: false if nothing of this
+    request and of later ones of the session may reach a tier, true if it may again.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pin: bool | None = Field(default=None, strict=True, description="true or false")
+    ttl_s: Seconds | None = Field(default=None, description=SECONDS)
+    priority: int | None = Field(
+        default=None,
+        strict=True,
+        ge=-HIGHEST_PRIORITY,
+        le=HIGHEST_PRIORITY,
+        description=f"a whole number from -{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}",
+    )
+    release: bool = Field(default=False, strict=True, description="true or false")
+    expect_return_s: Seconds | None = Field(default=None, description=SECONDS)
+    tool: ToolName = Field(default="", description=TOOL_NAME)
+    prefetch: SessionIds = Field(
+        default=(),
+        description=f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable "
+        "characters",
+    )
+    tenant: Annotated[str, AfterValidator(_printable)] = Field(
+        default="",
+        strict=True,
+        max_length=LONGEST_NAME,
+        description=f"a name of at most {LONGEST_NAME} printable characters",
+    )
+
+    quality: Quality | None = Field(default=None, description=QUALITY)
+    store: bool | None = Field(default=None, strict=True, description="true or false")
+
+    @model_validator(mode="after")
+    def _check_release(self) -> Self:
+        for hint, given in (
+            ("pin", self.pin),
+            ("expect_return_s", self.expect_return_s),
+            ("tool", self.tool),
+        ):
+            if self.release and given:
+                raise ValueError(
+                    f"{WHERE}: release drops the session when this request ends, but {hint} keeps it: give one of them"
+                )
+        return self
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The names of the hints that say something."""
+        return tuple(name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default)
+
+
+NO_HINTS = Hints()
+
+
+def parse_hints(value: object) -> Hints:
+    """The hints that a request carries under `WHERE`; a hint that is null is one that was not given.
+
+    Raises HintError for unknown hints, with the nearest valid name, for values that do not fit, and for hints that
+    contradict each other.
+    """
+    if value is None:
+        return NO_HINTS
+    if not isinstance(value, Mapping):
+        raise HintError(f"{WHERE} must be a mapping of hints to values, not {reprlib.repr(value)}")
+    for name in value:
+        if name not in Hints.model_fields:
+            hint = nearest(str(name)[:LONGEST_NAME], Hints.model_fields)
+            raise HintError(f"{WHERE}: unknown hint {reprlib.repr(str(name))}{hint}")
+    try:
+        return Hints.model_validate({name: given for name, given in value.items() if given is not None})
+    except ValidationError as error:
+        raise HintError(_sentence(error, value)) from None
+
+
+def _sentence(error: ValidationError, value: Mapping[str, object]) -> str:
+    first = first_mistake(error)
+    if not first.key:
+        return first.said
+    hint = first.field
+    return must_be(f"{WHERE}.{hint}", Hints.model_fields[hint].description, value[hint], show=reprlib.repr)
+
+
+LAST_PAUSES = 32
+"""Number of a tool's last pauses that count."""
+ENOUGH_PAUSES = 3
+"""Number of pauses before a tool's duration is told."""
+MOST_TOOLS = 4096
+"""Tools of all tenants that are remembered. Those that nobody has waited for the longest are forgotten."""
+
+
+class ToolTimes:
+    """Pauses of sessions whose client said which tool they waited for, from a request's end to the next one's begin.
+
+    No tenant learns of another's.
+    """
+
+    def __init__(self) -> None:
+        self._pauses: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()  # by tenant and tool
+
+    def __len__(self) -> int:
+        return len(self._pauses)
+
+    def took(self, tenant: str, tool: str, seconds: float) -> None:
+        """Note that a session of the tenant came back from a tool."""
+        pauses = self._pauses.setdefault((tenant, tool), deque(maxlen=LAST_PAUSES))
+        self._pauses.move_to_end((tenant, tool))
+        pauses.append(seconds)
+        if len(self._pauses) > MOST_TOOLS:
+            self._pauses.popitem(last=False)
+
+    def expected(self, tenant: str, tool: str) -> float | None:
+        """Return the median of a tool's pauses in seconds; None while there are too few."""
+        pauses = self._pauses.get((tenant, tool), ())
+        return median(pauses) if len(pauses) >= ENOUGH_PAUSES else None
+
+
+class SaidBySession:
+    """Obeys hints, or refuses to: pins, times to live, expected returns.
+
+    Args:
+        pin: pins a session and returns why not, if so. unpin: takes that back.
+        forget: keeps nothing of a session.
+        ttl_s: seconds after its last use at which a session is forgotten of which no hint says it; None for never.
+    """
+
+    def __init__(
+        self,
+        table: SessionTable,
+        pin: Callable[[Session], str],
+        unpin: Callable[[Session], None],
+        forget: Callable[[Session, DropCause], None],
+        ttl_s: float | None,
+    ) -> None:
+        self._table, self._pin, self._unpin, self._forget, self._ttl_s = table, pin, unpin, forget, ttl_s
+        self._ttls, self._pins, self._tools = Deadlines(), Deadlines(), ToolTimes()
+        self.expected: Callable[[Session, float], None] = lambda session, now: None
+        """Called when a session's expected return changes. A prefetcher sets it."""
+
+    @property
+    def next_deadline(self) -> float | None:
+        """Time at which a pin or a time to live ends; None if none does."""
+        return earliest(self._ttls.first, self._pins.first)
+
+    def take(self, session: Session, hints: Hints, now: float) -> str:
+        """Do what a request's hints say. Return what is refused, in a sentence."""
+        refused = ""
+        if hints.pin or (session.is_pinned and hints.pin is None):
+            refused = self.pin(session, session.pinned_until if hints.pin is None else None)
+        elif hints.pin is False:
+            self.unpin(session)
+        session.ttl_s = hints.ttl_s or session.ttl_s
+        if hints.priority is not None:
+            session.priority = hints.priority
+        if hints.tool or hints.expect_return_s is not None:
+            self.await_return(session, hints.expect_return_s, hints.tool, now)
+        if (ttl_s := session.ttl_s or self._ttl_s) is not None:
+            self._ttls.set(session.session_id, now + ttl_s)
+        return refused
+
+    def await_return(self, session: Session, seconds: float | None, tool: str, since: float) -> None:
+        """Note when a client will be back: in about these seconds, or when the tool is done, if that is known."""
+        session.tool = tool
+        if seconds is None:
+            seconds = self._tools.expected(session.tenant, tool)
+        session.expected = None if seconds is None else since + seconds
+        self.expected(session, since)
+
+    def returned(self, session: Session, now: float) -> None:
+        """Note that a request of a session begins while it has no other."""
+        if session.tool:
+            self._tools.took(session.tenant, session.tool, max(0.0, now - session.last_used))
+            session.tool = ""
+
+    def pin(self, session: Session, until: float | None) -> str:
+        """Pin a session until then, None for good, or keep it pinned as it grows. Return why not, if so."""
+        refused = self._pin(session)
+        session.pinned_until = None if refused else until
+        self._pins.set(session.session_id, session.pinned_until)
+        return refused
+
+    def unpin(self, session: Session) -> None:
+        """Take a pin back."""
+        session.pinned_until = None
+        self._pins.set(session.session_id, None)
+        self._unpin(session)
+
+    def adopted(self, session: Session, was_pinned: bool, now: float) -> None:
+        """Take over what was said of a session of an earlier engine."""
+        if was_pinned:
+            self._pin(session)
+        self.expected(session, now)
+        if session.ttl_s is not None:
+            self._ttls.set(session.session_id, session.last_used + session.ttl_s)
+
+    def expire(self, now: float) -> None:
+        """Forget sessions whose time to live is over, and end pins."""
+        for session_id in list(self._pins.pop_due(now)):
+            session = self._table.by_id.get(session_id)
+            if session is not None and session.pinned_until is not None and session.pinned_until <= now:
+                self.unpin(session)
+        for session_id in list(self._ttls.pop_due(now)):
+            session = self._table.by_id.get(session_id)
+            if session is not None and not session.requests:  # the end of a request sets it anew
+                self._forget(session, DropCause.EXPIRED)
+
+    def forget(self, session_id: str) -> None:
+        """Forget what was said of a session that is gone."""
+        self._ttls.set(session_id, None)
+        self._pins.set(session_id, None)

@@ -1,0 +1,1214 @@
+"""The session memory manager: decides which blocks are stored, loaded and dropped.
+
+It does no I/O, starts no thread, reads no clock and knows neither torch nor vLLM. A driver calls it from one thread and
+carries out the transfers that it returns.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manthan.manager.config.model import Quality
+from manthan.manager.events import (
+    BlocksDropped,
+    BlocksSaved,
+    DropCause,
+    Events,
+    Evicted,
+    Lost,
+    Overwritten,
+    Pinned,
+    Storing,
+    Turn,
+)
+from manthan.manager.pool import BlockName, Mark, Owner, Pool
+from manthan.manager.session.blocks import (
+    NO_GROUP,
+    NO_ROWS,
+    NOBODY,
+    STORING,
+    BlockTable,
+    Mask,
+    MemoryShape,
+    Rows,
+    common_prefix,
+    first_false,
+    runs,
+)
+from manthan.manager.session.hints import NO_HINTS, Hints, SaidBySession
+from manthan.manager.session.resume_points import ResumePoints
+from manthan.manager.session.table import Deadlines, Order, Session, SessionState, SessionTable, earliest
+from manthan.manager.transfer import JOB_BLOCKS, Transfer
+from manthan.policies import EvictionPolicy, PolicyOptions
+
+DOUBLINGS = 5
+"""A session that the tiers have no room for waits twice as long each time, up to this number of times."""
+AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
+"""What an operator may ask of a session only while no request of it runs."""
+
+
+class Shares(NamedTuple):
+    """Shares of the tiers' budget for all pinned sessions together and for each tenant.
+
+    "*" stands for each tenant without a share of its own. 1 is the whole budget. A tenant's pinned sessions may take
+    the same part of the tenant's share.
+    """
+
+    pinned: float = 0.25
+    tenants: Mapping[str, float] = {}
+    heads: float = 0.25
+    """Of heads that sessions share, which are kept exact."""
+
+    def of_tenant(self, tenant: str) -> float:
+        """Return the share of one tenant. Sessions without a tenant have no quota."""
+        others = 1.0 if tenant in ("", NOBODY) else self.tenants.get("*", 1.0)
+        return self.tenants.get(tenant, others)
+
+
+class PointParts(NamedTuple):
+    """A resume point as a driver names it: its depth, and group, block hash and position of each block it needs."""
+
+    depth: int
+    parts: Sequence[tuple[int, bytes, int]]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request and its match: the rows of its prompt's full blocks, looked up once.
+
+    tokens: of the prompt. own: number of first blocks that its session, or another of the same name, has brought.
+    Behind these it takes exact blocks only. is_exact: True if it wants exact KV only.
+    """
+
+    request_id: str
+    session: Session
+    hashes: Sequence[bytes]
+    rows: Rows
+    tokens: int
+    began: float
+    hints: Hints
+    own: int = 0
+    is_exact: bool = False
+
+    @property
+    def asker(self) -> Owner | None:
+        """Owner of its session; None if it wants exact KV only."""
+        return None if self.is_exact else self.session.owner
+
+    def has_brought(self, blocks: int) -> None:
+        """Note that another engine has served its session, by name, the first `blocks` of its prompt."""
+        if self.session.name is not None and not self.is_exact:
+            self.own = max(self.own, blocks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StorePlan:
+    """A store to begin. The pool's blocks are referenced already. exact: number of exact tokens of each block."""
+
+    transfer: Transfer
+    rows: Rows
+    exact: NDArray[np.uint16]
+
+
+class Outcome(NamedTuple):
+    """Answer to a request's hints: its session's id as its tenant is told it, whether that is pinned, and what was
+    refused, in a sentence or empty. lossy_tokens: cached tokens of its prompt that were not exact."""
+
+    session_id: str
+    is_pinned: bool
+    refused: str
+    lossy_tokens: int = 0
+
+
+class Begun(NamedTuple):
+    """Stores that were begun, of the first `taken` of some rows. is_gone: True if the pool does not have the next one,
+    or has it decoded only. lost: number of rows that the pool does not have."""
+
+    plans: list[StorePlan]
+    taken: int
+    is_gone: bool = False
+    lost: int = 0
+
+
+class Usage(NamedTuple):
+    """Sessions by state, and what is in the tiers. pool_nbytes: what the saved blocks take in the pool.
+
+    unsaved_blocks: blocks that sessions and requests use and that are not saved.
+    """
+
+    sessions: dict[SessionState, int]
+    points: int
+    unsaved_blocks: int
+    saved_blocks: int
+    exact_blocks: int
+    pool_nbytes: int
+    saved_nbytes: int
+    budget_nbytes: int
+
+
+class SessionManager:
+    """Decides for one engine.
+
+    Args:
+        policy: orders the sessions that have compressed blocks.
+        capacity_nbytes: hard budget of the tiers, all ranks together.
+        idle_after_s: seconds after its last request at which a session is saved.
+        events: the engine's stream of events.
+        min_tokens: shorter sessions are not tracked.
+        label: stands in the ids of sessions without a name.
+        options: of the policy; None for its defaults.
+        sink_tokens: number of each session's first tokens that are kept exact.
+        quality: of requests that do not say it.
+        is_shared: True if other engines use the same tier.
+        ttl_s: seconds after its last use at which a session is forgotten; None for never.
+        is_exclusive: True if a full tier need not hold what the pool holds.
+    """
+
+    pool: Pool
+    """Set by `bind`."""
+
+    def __init__(
+        self,
+        policy: type[EvictionPolicy],
+        shape: MemoryShape,
+        capacity_nbytes: int,
+        idle_after_s: float,
+        events: Events,
+        *,
+        min_tokens: int = 0,
+        label: str = "",
+        options: PolicyOptions | None = None,
+        shares: Shares = Shares(),  # noqa: B008
+        sink_tokens: int = 0,
+        quality: Quality = "any",
+        is_shared: bool = False,
+        ttl_s: float | None = None,
+        is_exclusive: bool = False,
+    ) -> None:
+        self._make_policy = policy.family(options)
+        self.shape, self.budget_nbytes, self.shares = shape, capacity_nbytes, shares
+        self.idle_after_s, self.events, self.quality = idle_after_s, events, quality
+        self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
+        self.blocks = BlockTable()
+        self.table = SessionTable(self._make_policy, shape, self.blocks, label)
+        self.points = ResumePoints(self.blocks, shape.needs_points, self._drop, self.table.touch)
+        self.said = SaidBySession(self.table, self._pin, self._unpin, self.forget_session, ttl_s)
+        self.requests: dict[str, Request] = {}
+        self.job_ids = count()
+        self._is_shared, self._is_exclusive = is_shared, is_exclusive
+        self._sink, self._wanted_sink = sink_tokens, sink_tokens
+        self._due = Deadlines()
+        """When idle sessions are to be saved."""
+        self._saving: dict[Session, None] = {}
+        """Idle sessions that are being saved."""
+        self._loading: dict[str, Rows] = {}
+        """By id of a load, the rows that it has pinned."""
+        self._pins: dict[Session, int] = {}
+        """Bytes that pinned sessions count."""
+        self._heads: set[int] = set()
+        """Rows of heads that sessions share, which are stored exact."""
+        self._spare = 0
+        self._led: list[int] = []
+        """Numbers of the sessions whose blocks the pool overwrites first."""
+        self.table.gone.append(self._forgotten)
+
+    def bind(self, pool: Pool, spare: int) -> None:
+        """Use this pool. spare: number of saved blocks at the head of its free queue that are kept saved."""
+        self.pool, self._spare = pool, spare
+
+    def recode(self, shape: MemoryShape, capacity_nbytes: int, all_exact: bool = False) -> None:
+        """Encode in another codec from now on. Blocks that are saved stay. all_exact: keep every token exact."""
+        self.shape = self.table.shape = shape
+        self.budget_nbytes = capacity_nbytes
+        self._sink = 1 << 62 if all_exact else self._wanted_sink
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    def request_started(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        name: str | None,
+        now: float,
+        *,
+        tokens: int | None = None,
+        hints: Hints = NO_HINTS,
+        tenant: str = "",
+        tail: bytes | None = None,
+    ) -> Request:
+        """Find the session of a new request.
+
+        Args:
+            hashes: of the prompt's full blocks.
+            name: of the session, as the client calls it; None if it has none.
+            tokens: of the prompt; those of its blocks if it is None.
+            tail: the prompt's tokens behind its full blocks, as bytes; None if they are not known.
+        """
+        rows = self.blocks.enter(self.shape.session_group, hashes, 0)
+        self.blocks.hold(rows, +1)
+        known = first_false(self.blocks.users[rows] > 0) * self.shape.block_tokens
+        self.enter_tenant(tenant)
+        session = self.table.attribute(hashes, rows, name, tenant, now)
+        prompt = len(hashes) * self.shape.block_tokens if tokens is None else tokens
+        length = self.table.kept(session, rows, name, prompt)
+        if left := (len(session.rows) - length) * self.shape.block_tokens:
+            session.left_tokens = left
+        self._begin_use(session, request_id, now, prompt, known)
+        if left:  # nobody asks for the old answer any more
+            self.cut(session, length, DropCause.ABANDONED)
+        request = Request(request_id, session, hashes, rows, prompt, now, hints)
+        request.is_exact = (hints.quality or self.quality) == "exact"
+        if not request.is_exact:
+            request.own = self.table.own_blocks(session, hashes, rows, tail)
+        self.requests[request_id] = request
+        self.table.asks(session, hashes, tail)
+        if hints.store is not None:
+            session.stays_out = not hints.store
+        return request
+
+    def request_finished(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        now: float,
+        *,
+        tokens: int | None = None,
+        points: Sequence[PointParts] = (),
+        found: int = 0,
+        lossy: int = 0,
+    ) -> tuple[Outcome | None, list[StorePlan]]:
+        """Note that a request ended. Return what came of its hints, and stores of its resume points.
+
+        Args:
+            hashes: of all blocks whose KV was computed, prompt and answer.
+            tokens: of prompt and answer.
+            points: resume points that the pool has now.
+            found: tokens of its prompt that were resident or loaded.
+            lossy: those of them that were not exact.
+        """
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None, []
+        session, held = request.session, request.rows
+        more = self.blocks.enter(self.shape.session_group, hashes[len(held) :], len(held))
+        self.blocks.hold(more, +1)
+        rows = np.concatenate([held[: len(hashes)], more])
+        total = len(hashes) * self.shape.block_tokens if tokens is None else tokens
+        if common_prefix(session.rows, rows) < len(rows):
+            home = self._home(session, rows, now)
+            if home is not session:
+                self._begin_use(home, request_id, now, session.tokens, len(home.rows) * self.shape.block_tokens)
+                self._end_use(session, request_id, now)
+                session, home.stays_out = home, session.stays_out
+            self._extend(session, rows[len(session.rows) :])
+        session.answer_tokens = max(0, total - session.tokens)
+        session.tokens = max(session.tokens, total)
+        session.lossy_tokens = lossy
+        plans = self._place(session, points) if len(session.rows) == len(rows) else []
+        seconds = now - request.began
+        self.events(Turn(session.session_id, session.tokens, len(session.rows), seconds, found, lossy))
+        refused = self.said.take(session, request.hints, now)
+        if request.hints.release and len(session.rows) and session.requests == {request_id}:
+            self.table.end(session, request_id)
+            self.forget_session(session, DropCause.RELEASED)
+        else:
+            self._end_use(session, request_id, now)
+        self.blocks.hold(np.concatenate([held, more]), -1)
+        return Outcome(session.told_id, session.is_pinned, refused, lossy), plans
+
+    def enter_tenant(self, tenant: str) -> None:
+        """Keep an order of its own for the sessions of a tenant with a quota."""
+        if tenant not in self.table.order_of and self.shares.of_tenant(tenant) < 1:
+            self.table.order_of[tenant] = Order(self._make_policy)
+
+    def _home(self, session: Session, rows: Rows, now: float) -> Session:
+        """Return the session that these rows extend, now that others may have grown or that the answer is known."""
+        found = self.table.find(rows, session.name, session.tenant)
+        if found is None:
+            if not len(session.rows):
+                return session
+            found = self.table.create(session.name, session.tenant, now)
+        return found
+
+    def _extend(self, session: Session, rows: Rows) -> None:
+        """Add blocks to a session. Blocks that are never stored count as saved."""
+        self.table.extend(session, rows)
+        if not self.shape.stores_main:
+            self.blocks.save(rows[~self.blocks.is_saved(rows)], 0, 0, 0, session.tenant)
+
+    def _begin_use(self, session: Session, request_id: str, now: float, tokens: int, known_tokens: int) -> None:
+        self._stop_saving(session)
+        self._due.set(session.session_id, None)
+        if not session.requests:
+            self.said.returned(session, now)
+            session.stored = session.stored_nbytes = 0
+            if session.uses:
+                session.gap = max(0.0, now - session.last_used)
+        before = session.tokens if session.tokens and not session.left_tokens else known_tokens
+        session.added_tokens = max(0, tokens - before)
+        session.tokens = session.prompt_tokens = tokens
+        session.uses += 1
+        session.expected = None
+        self.table.begin(session, request_id)
+        self.table.used(session, now)
+
+    def _end_use(self, session: Session, request_id: str, now: float) -> None:
+        self.table.end(session, request_id)
+        self.table.used(session, now)
+        if session.requests:
+            return
+        if len(session.rows) < self.min_blocks:
+            self.cut(session, 0, DropCause.ABANDONED)
+        else:
+            self.table.remember(session)
+            session.left_tokens = 0
+            self._due.set(session.session_id, now + self.idle_after_s)
+
+    def asker(self, request_id: str) -> Owner | None:
+        """Return the owner of a running request's session; None if the request wants exact KV only."""
+        request = self.requests.get(request_id)
+        return None if request is None else request.asker
+
+    def _place(self, session: Session, points: Sequence[PointParts]) -> list[StorePlan]:
+        """Enter resume points of a session, and begin to store what they need."""
+        wanted = [point for point in points if point.parts and point.depth >= self.min_blocks]
+        if not wanted or session.stays_out:
+            return []
+        session.prompt_depth = wanted[1].depth if wanted[1:] else 0
+        self.points.tidy(session)
+        plans: list[StorePlan] = []
+        for depth, parts in wanted:
+            rows = self.enter_parts(parts)
+            point = self.points.place(session, depth, rows)
+            plans_of, is_whole = self._store_parts(rows, session)
+            plans += plans_of
+            if not is_whole:
+                self.points.leave(session, point, DropCause.ABANDONED)
+        self.points.tidy(session)
+        return plans
+
+    def enter_parts(self, parts: Sequence[tuple[int, bytes, int]]) -> Rows:
+        """Return the row of each of these blocks of other groups, by group, block hash and position."""
+        rows, groups = np.zeros(len(parts), np.int32), np.array([part[0] for part in parts], np.int8)
+        for group in np.unique(groups).tolist():
+            of_group = np.nonzero(groups == group)[0]
+            names = [parts[at][1:] for at in of_group.tolist()]
+            rows[of_group] = self.blocks.enter(group, [name for name, _ in names], [at for _, at in names])
+        return rows
+
+    def _store_parts(self, rows: Rows, session: Session) -> tuple[list[StorePlan], bool]:
+        """Begin to store blocks of other groups. Return the stores, and whether all that is needed is stored."""
+        plans: list[StorePlan] = []
+        for group in np.unique(self.blocks.group[rows]).tolist():
+            needed = rows[(self.blocks.group[rows] == group) & (self.blocks.status[rows] == 0)]
+            begun = self._begin(needed, session, is_pressed=True)
+            plans += begun.plans
+            if begun.taken < len(needed):
+                return plans, False
+        return plans, True
+
+    # -- loads ----------------------------------------------------------------------------------------
+
+    def match(self, request: Request, resident: int, usable: int) -> int:
+        """Return how many of the request's blocks behind its resident ones can be loaded.
+
+        They are saved, without a gap. Behind the blocks that its own session has brought, they are exact. Where resume
+        points are needed, they end at one.
+        """
+        blocks, rows = self.blocks, request.rows[resident:usable]
+        length = blocks.saved_prefix(rows)
+        own = max(0, request.own - resident)
+        if self.shape.stores_main and length > own:
+            length = own + first_false(self._is_exact(rows[own:length]))
+        if not self.points.is_needed:
+            return length
+        for end in range(length, 0, -1):
+            point = self.points.at(int(rows[end - 1]))
+            if point is not None and self.points.stands(point) and (end <= own or self._is_exact(point.rows).all()):
+                return end
+        return 0
+
+    def _is_exact(self, rows: Rows) -> Mask:
+        """Return a mask of the saved rows that give back, bit for bit, what was computed from exact blocks."""
+        is_exact: Mask = self._is_whole(rows) & (self.blocks.mark[rows] == Mark.EXACT)
+        return is_exact
+
+    def _is_whole(self, rows: Rows) -> Mask:
+        """Return a mask of the saved rows that give back every bit of what was encoded."""
+        is_whole = np.zeros(len(rows), np.bool_)
+        for number, group in self.shape.groups.items():
+            of_group = self.blocks.group[rows] == number
+            is_whole |= of_group & (group.is_lossless | (self.blocks.exact[rows] >= group.tokens))
+        return is_whole
+
+    def load_started(self, load_id: str, rows: Rows) -> Rows:
+        """Pin the rows of a load, and of the resume point behind the last one. Return the latter's."""
+        point = self.points.at(int(rows[-1])) if len(rows) else None
+        beside = NO_ROWS if point is None else point.rows
+        pinned = rows if self.shape.stores_main else NO_ROWS
+        self._loading[load_id] = np.concatenate([pinned, beside])
+        self.blocks.pin(self._loading[load_id], +1)
+        return beside
+
+    def load_finished(self, load_id: str, failed: Iterable[BlockName] = ()) -> Rows:
+        """Unpin the rows of a load, and return them. failed: blocks that could not be read; they are dropped."""
+        rows = self._loading.pop(load_id, NO_ROWS)
+        blocks = self.blocks
+        bad = [row for group, block_hash in failed if (row := blocks.row(group, block_hash)) >= 0]
+        blocks.hold(rows, +1)  # they are freed at the end only
+        blocks.pin(rows, -1)
+        unreadable = rows[np.isin(rows, bad)]
+        unused = rows[(blocks.users[rows] == 0) & ~np.isin(rows, bad)]
+        hurt = [row for row in unreadable.tolist() if blocks.users[row]]
+        self._drop(unreadable[blocks.is_droppable(unreadable)], DropCause.FAILED)
+        self._drop(unused[blocks.is_droppable(unused)], DropCause.ABANDONED)
+        for row in hurt:
+            for session in self.points.lose(row, DropCause.FAILED):
+                self._end_at_point(session)
+            self._end_sessions_before(row)
+        blocks.hold(rows, -1)
+        return rows
+
+    def loaded_marks(self, rows: Rows) -> list[Mark]:
+        """Return the marks that resident blocks get when these rows are loaded into them.
+
+        Another engine may have replaced a shared block by one of another codec.
+        """
+        if self._is_shared:
+            return [Mark.DECODED] * len(rows)
+        marks = np.where(self._is_whole(rows), self.blocks.mark[rows], np.uint8(Mark.DECODED))
+        return [Mark(mark) for mark in marks.tolist()]
+
+    # -- stores ---------------------------------------------------------------------------------------
+
+    def plan_stores(self, now: float, room: int, wanted: int) -> list[StorePlan]:
+        """Return the stores to begin now. Their blocks are referenced until the driver gives them back.
+
+        Args:
+            room: number of free blocks that may be referenced.
+            wanted: number of blocks to save because memory is short; 0 if it is not.
+        """
+        for session_id in list(self._due.pop_due(now)):
+            session = self.table.by_id.get(session_id)
+            if session is not None and not session.requests:
+                self._save_soon(session, now, is_pressed=False)
+        plans = self._save_next_overwritten(min(room, wanted), now) if wanted > 0 else []
+        room -= sum(len(plan.rows) for plan in plans)
+        for session in list(self._saving):
+            if room <= 0:
+                break
+            plans += (more := self._save(session, room, now))
+            room -= sum(len(plan.rows) for plan in more)
+        return plans
+
+    def save_all(self, now: float) -> int:
+        """Begin to save all idle sessions that are not cold. Return how many are being saved."""
+        for session in list(self.table.by_id.values()):
+            if not session.requests and not session.is_cold:
+                self._save_soon(session, now, is_pressed=False)
+        return len(self._saving)
+
+    def _save_soon(self, session: Session, now: float, *, is_pressed: bool) -> None:
+        """Save an idle session, as far as there is room each step."""
+        if session.stays_out or session in self._saving:
+            return
+        self._due.set(session.session_id, None)
+        if self.points.is_needed and not self._end_at_point(session, is_leaving=True):
+            return
+        self._saving[session] = None
+        session.saving_since, session.is_pressed = now, is_pressed
+
+    def _stop_saving(self, session: Session) -> None:
+        if session in self._saving:
+            del self._saving[session]
+            session.saving_since = None
+            self.table.touch(session)
+
+    def _save(self, session: Session, room: int, now: float) -> list[StorePlan]:
+        """Begin to store a session's blocks, the first ones first; a tail is worth nothing without its head."""
+        blocks, rows = self.blocks, session.rows
+        needed = rows[blocks.status[rows] == 0][:room]
+        plans: list[StorePlan] = []
+        if len(needed):
+            makes_room = session.is_pinned or session.is_pressed and not self._is_exclusive
+            begun = self._begin(needed, session, is_pressed=makes_room)
+            plans = begun.plans
+            if begun.is_gone:  # what follows a lost block is of no use
+                if begun.lost:
+                    self.events(Overwritten(begun.lost))
+                self.cut(session, int(blocks.depth[needed[begun.taken]]), DropCause.ABANDONED)
+            elif begun.taken < len(needed):
+                self._put_off(session, now)
+                return plans
+        if session in self._saving and self.table.by_id.get(session.session_id) is session:
+            plans += self._replace_heads(session)
+            self._check_cold(session, now)
+        return plans
+
+    def _put_off(self, session: Session, now: float, is_full: bool = True) -> None:
+        """Save a session later: the tiers have no room for it, or a store failed."""
+        self._stop_saving(session)
+        session.refusals = min(session.refusals + is_full, DOUBLINGS)
+        if not session.requests:
+            self._due.set(session.session_id, now + self.idle_after_s * 2**session.refusals)
+
+    def _save_next_overwritten(self, most: int, now: float) -> list[StorePlan]:
+        """Begin to store the unsaved blocks that the pool overwrites first, and save their idle sessions soon.
+
+        A session for which no room can be made is worth less than all that the tiers have. It is given up.
+        """
+        if most <= 0 or not self.shape.stores_main:
+            return []
+        main = self.shape.main
+        unsaved = self.pool.unsaved(most + self._spare)  # a block may have copies
+        rows = self.blocks.find(main, list(dict.fromkeys(each.block_hash for each in unsaved if each.group == main)))
+        rows = rows[rows >= 0]
+        rows = rows[(self.blocks.status[rows] == 0) & (self.blocks.users[rows] > 0)]
+        plans: list[StorePlan] = []
+        for number in dict.fromkeys(self._origins(rows).tolist()):
+            session = self.table.by_number.get(number)
+            if session is None or session.stays_out or session.refused_until > now:
+                continue
+            own = np.sort(self.blocks.depth[rows[self.blocks.origin[rows] == number]])[: max(0, most)]
+            own = session.rows[own[own < len(session.rows)]]
+            if not session.requests:
+                session.is_pressed = True
+                if not self._is_exclusive and not self.points.is_needed:
+                    self._save_soon(session, now, is_pressed=True)
+            if len(own):
+                begun = self._begin(own, session, is_pressed=True)
+                plans += begun.plans
+                most -= begun.taken
+                if begun.taken < len(own) and not begun.is_gone and not session.requests:
+                    self._give_up(session, int(self.blocks.depth[own[begun.taken]]))
+            if most <= 0:
+                break
+        return plans
+
+    def _origins(self, rows: Rows) -> NDArray[np.int32]:
+        """Return the number of a session that has each of these rows, 0 for none."""
+        for row in rows[self.blocks.origin[rows] == 0].tolist():
+            if not self.blocks.origin[row]:
+                for session in islice(self.table.holders(row, int(self.blocks.depth[row])), 1):
+                    self.blocks.belong(session.rows, session.number)
+        return self.blocks.origin[rows]
+
+    def save_running(self, request_id: str, computed: int, most: int, now: float) -> list[StorePlan]:
+        """Begin to store up to `most` of the first `computed` blocks of a running request's prompt.
+
+        Memory is short, and its blocks would be overwritten as soon as it ends.
+        """
+        request = self.requests.get(request_id)
+        if request is None or not self.shape.stores_main or self.points.is_needed:
+            return []
+        if request.session.stays_out or request.session.refused_until > now:
+            return []
+        rows = request.rows[:computed]
+        needed = rows[self.blocks.status[rows] == 0][:most]
+        return self._begin(needed, request.session, is_pressed=not self._is_exclusive).plans if len(needed) else []
+
+    def _begin(self, rows: Rows, session: Session, *, is_pressed: bool, exact: int | None = None) -> Begun:
+        """Begin to store rows of one group, in the order of their depths, as far as the pool has them and they fit.
+
+        Args:
+            exact: number of exact tokens of each; None for what is configured.
+        """
+        if not len(rows):
+            return Begun([], 0)
+        group = int(self.blocks.group[rows[0]])
+        hashes = self.blocks.hashes(rows)
+        ids = self.pool.lookup(group, hashes)
+        marks = np.array([self.pool.marks[at] if at >= 0 else Mark.DECODED for at in ids], np.uint8)
+        length = first_false(marks != Mark.DECODED)
+        is_gone = length < len(rows)
+        lost = sum(at < 0 for at in ids) if is_gone else 0
+        rows, marks = rows[:length], marks[:length]
+        counts = self._exact_tokens(rows, marks, group, session.tenant) if exact is None else np.full(length, exact)
+        shape = self.shape.groups[group]
+        bounds = np.array([shape.bounds[tokens] for tokens in counts.tolist()], np.int64)
+        fits = self._make_room(bounds, session, is_pressed) if length else 0
+        is_gone = is_gone and fits == length
+        rows, marks, counts = rows[:fits], marks[:fits], counts[:fits].astype(np.uint16)
+        if not fits:
+            return Begun([], 0, is_gone, lost)
+        self.blocks.reserve(rows, bounds[:fits], session.tenant)
+        self.pool.hold(ids[:fits])
+        self.events(Storing([Mark(mark) for mark in marks.tolist()]))
+        whole = counts == shape.tokens
+        breaks = np.zeros(fits, np.int32)
+        breaks[1:] = (counts[1:] > 0) & ~whole[:-1]
+        plans = []
+        for part in runs(rows, (marks, np.cumsum(breaks)), self.blocks.depth[rows], JOB_BLOCKS):
+            first = int(self.blocks.depth[rows[part.start]]) * shape.tokens
+            kept = int(counts[part].sum())
+            transfer = Transfer(
+                next(self.job_ids),
+                "store",
+                group,
+                hashes[part],
+                np.array(ids[part], np.int32),
+                first,
+                first + kept if kept else 0,
+                shape.codec,
+                Mark(int(marks[part.start])),
+                session.tenant,
+            )
+            plans.append(StorePlan(transfer, rows[part], counts[part]))
+        return Begun(plans, fits, is_gone, lost)
+
+    def _exact_tokens(self, rows: Rows, marks: NDArray[np.uint8], group: int, tenant: str) -> NDArray[np.int64]:
+        """Return how many of each block's first tokens are to be kept exact."""
+        shape = self.shape.groups[group]
+        left = self._sink - self.blocks.depth[rows].astype(np.int64) * shape.tokens
+        counts = np.clip(left, 0, shape.tokens)
+        counts[~np.isin(counts, list(shape.bounds))] = 0  # a state has no first tokens
+        if group == self.shape.session_group and shape.tokens in shape.bounds and self.shares.heads:
+            shared = first_false((self.blocks.users[rows] > 1) & (marks == Mark.EXACT))
+            if shared:
+                room = self._heads_left(tenant) // shape.bounds[shape.tokens]
+                head = rows[: min(shared, int(max(0, room)))]
+                counts[: len(head)] = shape.tokens
+                self._heads.update(head.tolist())
+        return counts
+
+    def stored(self, plan: StorePlan, nbytes: Mapping[int, int], now: float, seconds: float) -> None:
+        """Note that every rank has stored these blocks of a plan, by index, and what they take of the budget."""
+        blocks, transfer = self.blocks, plan.transfer
+        good = np.array(sorted(nbytes), np.int64)
+        rows = plan.rows[good]
+        for row in rows[blocks.is_saved(rows)][:1].tolist():  # who shares the others of a head shares the first
+            for session in self.table.holders(row, int(blocks.depth[row])):
+                self.table.touch(session)
+        blocks.save(rows, [nbytes[at] for at in good.tolist()], plan.exact[good], self._saved_mark(transfer.mark))
+        self.announce(rows, seconds)
+        self.points.stored(rows.tolist())
+        self._note_stored(rows, now)
+        unused = rows[blocks.users[rows] == 0]
+        self._drop(unused[blocks.is_droppable(unused)], DropCause.ABANDONED)
+        for session in list(self._saving):
+            self._check_cold(session, now)
+
+    def announce(self, rows: Rows, seconds: float | None = None) -> None:
+        """Tell subscribers and the pool that rows are saved. seconds: that a store took on the slowest rank, by block."""
+        blocks = self.blocks
+        groups = blocks.group[rows]
+        for part in runs(rows, (groups,), blocks.depth[rows], len(rows)):
+            group, hashes = int(groups[part.start]), blocks.hashes(rows[part])
+            self.events(BlocksSaved(group, hashes, int(blocks.depth[rows[part.start]]), seconds))
+            self.pool.keep(group, hashes[::-1])
+
+    def store_failed(self, plan: StorePlan, failed: Sequence[int], now: float, *, is_void: bool, is_full: bool) -> None:
+        """Note that a rank could not store these blocks of a plan, by index.
+
+        Args:
+            is_void: True if the KV is void since a reset.
+            is_full: True if there was no room.
+        """
+        blocks, rows = self.blocks, plan.rows[list(failed)]
+        is_first = (blocks.status[rows] & STORING) == blocks.status[rows]  # without an older compressed block
+        gone = rows[is_first | is_void]
+        if len(gone):  # some rank may have stored its part
+            cause = DropCause.RESET if is_void else DropCause.FAILED
+            self.events(BlocksDropped(plan.transfer.group, blocks.hashes(gone), cause))
+        users = {session: None for session in self._saving if np.isin(session.rows, rows).any()}
+        for number in np.unique(blocks.origin[rows]).tolist():
+            if (session := self.table.by_number.get(number)) is not None:
+                users[session] = None
+        points = [session for row in rows.tolist() for session in self.points.lose(row, DropCause.FAILED)]
+        blocks.unreserve(rows)
+        for session in points:
+            self._end_at_point(session)
+        for session in users:
+            self._put_off(session, now, is_full)
+            session.refused_until = now + self.idle_after_s * 2**session.refusals
+
+    def _saved_mark(self, mark: Mark) -> Mark:
+        """Return the mark of a compressed block. Another engine may replace a shared one by a lossy one."""
+        return Mark.DERIVED if self._is_shared else mark
+
+    def _note_stored(self, rows: Rows, now: float) -> None:
+        for number in np.unique(self.blocks.origin[rows]).tolist():
+            session = self.table.by_number.get(number)
+            if session is not None:
+                self.table.touch(session)
+                self.table.enter_order_again(session)
+                own = rows[self.blocks.origin[rows] == number]
+                session.stored += len(own)
+                session.stored_nbytes += int(self.blocks.nbytes[own].sum(dtype=np.int64))
+                if not session.requests and not session.is_cold and session not in self._saving:
+                    self._check_cold(session, now)
+
+    def _check_cold(self, session: Session, now: float) -> None:
+        """Note that a session that was being saved is cold, if all its blocks are saved."""
+        blocks, rows = self.blocks, session.rows
+        if not len(rows) or not blocks.is_saved(rows).all():
+            return
+        began = now if session.saving_since is None else session.saving_since
+        self._stop_saving(session)
+        self.table.set_cold(session, True)
+        self.table.enter_order_again(session)
+        session.refusals = 0
+        if not self._end_at_point(session):
+            return
+        self.points.tidy(session)
+        rows, tokens = session.rows, self.shape.block_tokens
+        beside = session.point_rows
+        pool_nbytes = sum(self.shape.groups[group].pool_nbytes for group in blocks.group[beside].tolist())
+        self.events(
+            Evicted(
+                session.session_id,
+                blocks=len(rows),
+                beside=len(beside),
+                tokens=len(rows) * tokens,
+                pool_nbytes=len(rows) * self.shape.pool_nbytes + pool_nbytes,
+                stored=session.stored,
+                stored_nbytes=session.stored_nbytes,
+                cold_nbytes=int(blocks.nbytes[rows].sum(dtype=np.int64) + blocks.nbytes[beside].sum(dtype=np.int64)),
+                exact=int((blocks.exact[rows] > 0).sum()),
+                idle_s=began - session.last_used,
+                took_s=now - began,
+                is_pressed=session.is_pressed,
+            )
+        )
+        session.stored = session.stored_nbytes = 0
+
+    def lead_overwritten(self, most: int) -> None:
+        """Have the pool overwrite saved blocks in the policy's order: tails first, heads that sessions share last.
+
+        Args:
+            most: number of blocks to put in order.
+        """
+        if not self.shape.stores_main:
+            return
+        chosen, rows, count = [], list[Rows](), 0
+        for session in self.table.victims():
+            if count >= most:
+                break
+            if session.is_cold:
+                chosen.append(session.number)
+                rows.append(session.rows[::-1])
+                count += len(session.rows)
+        if chosen != self._led:
+            self._led = chosen
+            own = np.concatenate([NO_ROWS, *rows])[:most]
+            is_shared = self.blocks.users[own] > 1
+            ordered = np.concatenate([own[~is_shared], np.unique(own[is_shared])])
+            self.pool.lead(self.shape.main, self.blocks.hashes(ordered))
+
+    # -- heads that sessions share --------------------------------------------------------------------
+
+    def _replace_heads(self, session: Session) -> list[StorePlan]:
+        """Store the shared head of a session again, exact, if the pool has an exact copy of it.
+
+        The most shared blocks are kept exact, within their share of the budget. A block makes way for one that more
+        sessions share: it is stored again, lossy.
+        """
+        blocks, rows, shape = self.blocks, session.rows, self.shape.groups[self.shape.main]
+        if not self.shape.stores_main or shape.tokens not in shape.bounds or not self.shares.heads:
+            return []
+        shared = rows[: first_false(blocks.users[rows] > 1)]
+        lossy = shared[blocks.is_droppable(shared) & (blocks.status[shared] & STORING == 0)]
+        lossy = lossy[(blocks.exact[lossy] < shape.tokens) & (blocks.tenant[lossy] == self._payer(session))]
+        if not len(lossy):
+            return []
+        lossy = lossy[: first_false(self._pool_marks(lossy) == Mark.EXACT)]
+        bound = shape.bounds[shape.tokens]
+        fits = min(self.free_nbytes, self.left_to(session.tenant)) // bound
+        room = int(self._heads_left(session.tenant) // bound)
+        chosen = lossy[: max(0, min(fits, room))]
+        plans = self._begin(chosen, session, is_pressed=False, exact=shape.tokens).plans if len(chosen) else []
+        self._heads.update(row for plan in plans for row in plan.rows.tolist())
+        if len(chosen) < len(lossy) and room < fits:
+            plans += self._demote(int(blocks.users[lossy[len(chosen)]]), bound, session)
+        return plans
+
+    def _demote(self, users: int, needed: int, session: Session) -> list[StorePlan]:
+        """Store blocks that fewer sessions share again, lossy, until their exact copies free these bytes."""
+        blocks, plans = self.blocks, list[StorePlan]()
+        for row in sorted(self._heads, key=lambda row: (blocks.users[row], -blocks.depth[row])):
+            rows = np.array([row], np.int32)
+            if needed <= 0 or blocks.users[row] >= users:
+                break
+            is_own = blocks.tenant[row] == self._payer(session)
+            if is_own and blocks.is_droppable(rows)[0] and self._pool_marks(rows)[0] == Mark.EXACT:
+                left = self._sink - int(blocks.depth[row]) * self.shape.block_tokens
+                plans += self._begin(rows, session, is_pressed=False, exact=max(0, left)).plans
+                needed -= int(blocks.nbytes[row])
+                self._heads.discard(row)
+        return plans
+
+    def _payer(self, session: Session) -> int:
+        """Return the number of a session's tenant, whose share a block that is stored again must fit into."""
+        return self.blocks.tenant_number(session.tenant)
+
+    def _heads_left(self, tenant: str) -> float:
+        """Return the bytes left of the heads' share. A tenant with a quota has a part of its own."""
+        blocks, tokens = self.blocks, self.shape.block_tokens
+        self._heads = {
+            row
+            for row in self._heads
+            if blocks.status[row] & STORING or (blocks.status[row] and blocks.exact[row] >= tokens)
+        }
+        part = min(1.0, self.shares.of_tenant(tenant))
+        number = blocks.tenant_number(tenant)
+        taken = sum(
+            int(blocks.nbytes[row]) + int(blocks.reserved[row])
+            for row in self._heads
+            if part == 1 or blocks.tenant[row] == number
+        )
+        return self.shares.heads * part * self.budget_nbytes - taken
+
+    def _pool_marks(self, rows: Rows) -> NDArray[np.uint8]:
+        """Return the marks of the pool's copies of rows of one group; DECODED where there is none."""
+        ids = self.pool.lookup(self.pool_group(int(self.blocks.group[rows[0]])), self.blocks.hashes(rows))
+        return np.array([self.pool.marks[at] if at >= 0 else Mark.DECODED for at in ids], np.uint8)
+
+    def pool_group(self, group: int) -> int:
+        """Return the group in which the pool has the blocks of a row's group."""
+        return self.shape.main if group == NO_GROUP else group
+
+    # -- the budget -----------------------------------------------------------------------------------
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of the budget that nothing takes or reserves."""
+        return self.budget_nbytes - self.blocks.taken_nbytes
+
+    def left_to(self, tenant: str) -> int:
+        """Return the bytes that a tenant's share leaves it; those of the whole budget without a quota."""
+        share = self.shares.of_tenant(tenant)
+        used = self.blocks.taken_by(tenant) if share < 1 else 0
+        return int(share * self.budget_nbytes) - used
+
+    def _make_room(self, bounds: NDArray[np.int64], session: Session, is_pressed: bool) -> int:
+        """Drop compressed blocks until these sizes fit, or all that is worth less than the session is gone.
+
+        Return how many of the sizes, from the first on, fit together. A tenant that has used up its share makes room
+        among its own.
+        """
+        total = np.cumsum(bounds)
+        wanted, tenant = int(total[-1]), session.tenant
+        if self.shares.of_tenant(tenant) < 1:
+            self._drop_until(lambda: wanted - self.left_to(tenant), session, tenant)
+            wanted = max(0, min(wanted, self.left_to(tenant)))
+        if self._is_exclusive and wanted > self.free_nbytes and is_pressed:
+            self._drop_redundant(wanted - self.free_nbytes)
+        if is_pressed or not self._is_exclusive:
+            self._drop_until(lambda: wanted - self.free_nbytes, session, is_pressed=is_pressed)
+        return int(np.searchsorted(total, min(wanted, self.free_nbytes), side="right"))
+
+    def _drop_until(
+        self, short: Callable[[], int], session: Session, tenant: str | None = None, *, is_pressed: bool = False
+    ) -> None:
+        """Drop in the policy's order, of one tenant or of all, until nothing is short or it is the session's turn."""
+        if short() <= 0:
+            return
+        for victim in self.table.victims(tenant):
+            if victim is session or short() <= 0:
+                break
+            if not victim.requests:
+                self._drop_tail(victim, short(), is_pressed)
+
+    def _drop_tail(self, victim: Session, short: int, is_pressed: bool) -> None:
+        """Drop compressed blocks from a session's tail until these bytes are free, or it has no more to give.
+
+        It keeps blocks in the pool that the model computed: they can be stored again. Decoded ones go. If memory is
+        short, all go: blocks that are worth less than others would be stored again and again as they are overwritten.
+        """
+        blocks, rows, was_cold = self.blocks, victim.rows, victim.is_cold
+        pinned = np.nonzero(blocks.pins[rows] > 0)[0]
+        floor = int(pinned[-1]) + 1 if len(pinned) else 0
+        own = (blocks.users[rows] == 1) & blocks.is_droppable(rows) & (blocks.nbytes[rows] > 0)
+        freed = np.cumsum(np.where(own, blocks.nbytes[rows], 0)[floor:][::-1].astype(np.int64))
+        length = len(rows) - min(int(np.searchsorted(freed, short)) + 1, len(freed))
+        gone, end = rows[length:][own[length:]], len(rows)
+        if not was_cold and (not len(freed) or freed[-1] < short):
+            self.points.cut(victim, 0, DropCause.BUDGET)
+        if was_cold and (is_pressed or not self._is_exclusive or not len(gone)):
+            end = length
+        elif is_pressed and len(gone):
+            end = int(blocks.depth[gone[0]])
+        elif len(gone):
+            resident = gone[: first_false(self._pool_marks(gone) != Mark.DECODED)]
+            gone = gone[len(resident) :]
+            end = int(blocks.depth[gone[0]]) if len(gone) else end
+            self._tell_lost(victim, resident, DropCause.BUDGET)
+            self._drop(resident, DropCause.BUDGET)
+            self._save_later(victim)
+        if end == 0 or not blocks.status[rows[:end]].any():
+            self.table.leave_order(victim, evicted=was_cold and end == 0)
+        if end < len(rows) and is_pressed:
+            self._give_up(victim, end)
+        elif end < len(rows):
+            self.cut(victim, end, DropCause.BUDGET)
+
+    def _give_up(self, session: Session, length: int) -> None:
+        """Cut a session. The pool overwrites next what nobody else needs of the rest."""
+        cut = session.rows[length:]
+        hashes = self.blocks.hashes(cut[self.blocks.users[cut] == 1])
+        self.cut(session, length, DropCause.BUDGET)
+        self.pool.release(self.shape.main, hashes)
+
+    def _save_later(self, session: Session) -> None:
+        """Note that a session lost compressed blocks whose KV the pool has still."""
+        self.table.set_cold(session, False)
+        if not session.requests:
+            self._due.set(session.session_id, session.last_used + self.idle_after_s)
+
+    def _drop_redundant(self, short: int) -> None:
+        """Drop compressed blocks whose computed KV the pool has, those that it would overwrite last first."""
+        blocks, main, marks = self.blocks, self.shape.main, self.pool.marks
+        found = (each for each in self.pool.redundant(self._spare) if each.group == main)
+        names = (each.block_hash for each in found if marks[each.block_id] is not Mark.DECODED)
+        while short > 0 and (some := list(dict.fromkeys(islice(names, JOB_BLOCKS)))):
+            rows = blocks.find(main, some)
+            rows = rows[rows >= 0]
+            rows = rows[(blocks.users[rows] == 1) & blocks.is_droppable(rows) & (blocks.status[rows] & STORING == 0)]
+            users = {number: self.table.by_number.get(number) for number in blocks.origin[rows].tolist()}
+            free = [number for number, session in users.items() if session is not None and not session.is_pinned]
+            rows = rows[np.isin(blocks.origin[rows], free)]
+            freed = np.cumsum(blocks.nbytes[rows].astype(np.int64))
+            rows = rows[: int(np.searchsorted(freed, short)) + 1]
+            short -= int(blocks.nbytes[rows].sum(dtype=np.int64))
+            for number in np.unique(blocks.origin[rows]).tolist():
+                self._save_later(self.table.by_number[number])
+            self._drop(rows, DropCause.BUDGET)
+
+    # -- dropping -------------------------------------------------------------------------------------
+
+    def cut(self, session: Session, length: int, cause: DropCause) -> None:
+        """Shorten a session to its first `length` blocks, or to a resume point if it is cold or being saved.
+
+        Compressed blocks that nobody else uses are dropped. Decoded KV goes with them.
+        """
+        blocks = self.blocks
+        if session.is_cold or session in self._saving:
+            length = self.points.deepest(session, length)
+        cut = session.rows[length:]
+        if not len(cut) and length:
+            return
+        self._tell_lost(session, cut[blocks.is_saved(cut)], cause)
+        self.points.cut(session, length, cause)
+        last = cut[blocks.users[cut] == 1]
+        self._release_decoded(last)
+        dropped = last[blocks.is_droppable(last)]
+        self.table.truncate(session, length)  # a saved row stays until it is dropped
+        self._drop(dropped, cause)
+        if not len(session.rows):
+            self._stop_saving(session)
+            self._pins.pop(session, None)
+            session.is_pinned, session.pinned_until = False, None
+            self.said.forget(session.session_id)
+
+    def _end_at_point(self, session: Session, is_leaving: bool = False) -> int:
+        """Cut a cold session, or one about to be saved, behind its deepest resume point. Return its length."""
+        length = self.points.deepest(session, len(session.rows))
+        if length < len(session.rows) and (session.is_cold or is_leaving):
+            self.cut(session, length, DropCause.ABANDONED)
+        return len(session.rows)
+
+    def _end_sessions_before(self, row: int) -> None:
+        """Cut all sessions before a block whose compressed copy is lost, unless the pool has computed KV of it."""
+        rows = np.array([row], np.int32)
+        if self.blocks.group[row] != self.shape.session_group:
+            return
+        is_resident = self._pool_marks(rows)[0] != Mark.DECODED
+        depth = int(self.blocks.depth[row])
+        for session in list(self.table.holders(row, depth)):
+            if is_resident:
+                self._save_later(session)
+            elif not session.requests:  # a request computes the block anew
+                self.cut(session, depth, DropCause.ABANDONED)
+
+    def _release_decoded(self, rows: Rows) -> None:
+        """Have the pool overwrite decoded KV of blocks that no session uses any more."""
+        if len(rows) and self.pool.marks:
+            group = self.pool_group(int(self.blocks.group[rows[0]]))
+            hashes = self.blocks.hashes(rows)
+            ids = self.pool.lookup(group, hashes)
+            self.pool.release(
+                group,
+                [name for name, at in zip(hashes, ids, strict=True) if at >= 0 and self.pool.marks[at] is Mark.DECODED],
+            )
+
+    def _tell_lost(self, session: Session, rows: Rows, cause: DropCause) -> None:
+        if len(rows) and self.shape.stores_main:
+            nbytes = int(self.blocks.nbytes[rows].sum(dtype=np.int64))
+            self.events(Lost(session.session_id, len(rows), nbytes, cause))
+
+    def _drop(self, rows: Rows, cause: DropCause) -> None:
+        """Drop the compressed blocks of saved rows, which no load reads."""
+        for number in np.unique(self.blocks.group[rows]).tolist():
+            of_group = rows[self.blocks.group[rows] == number]
+            if number != NO_GROUP:
+                hashes = self.blocks.hashes(of_group)
+                self.events(BlocksDropped(number, hashes, cause))
+                self.pool.forget(number, hashes)
+            self.blocks.drop(of_group)
+
+    def forget_session(self, session: Session, cause: DropCause) -> None:
+        """Keep nothing of a session, neither compressed blocks nor KV nor its name."""
+        hashes = self.blocks.hashes(session.rows)
+        own = self.blocks.users[session.rows] == 1
+        self.table.forget_tip(session)
+        self.cut(session, 0, cause)
+        released = [name for name, is_own in zip(hashes, own.tolist(), strict=True) if is_own]
+        self.pool.release(self.shape.main, released)
+
+    def _forgotten(self, session: Session) -> None:
+        self._due.set(session.session_id, None)
+        self._stop_saving(session)
+        self._pins.pop(session, None)
+        self.said.forget(session.session_id)
+
+    def disown(self, names: Iterable[BlockName]) -> None:
+        """Drop blocks that the tiers have and no session needs."""
+        by_group: dict[int, list[bytes]] = {}
+        for group, block_hash in names:
+            by_group.setdefault(group, []).append(block_hash)
+        for group, hashes in by_group.items():
+            self.events(BlocksDropped(group, hashes, DropCause.ABANDONED))
+
+    def reset(self) -> None:
+        """Forget all KV, resident and saved: the weights changed, or somebody asked for it.
+
+        The driver answers stores under way with `is_void`.
+        """
+        for load_id in list(self._loading):
+            self.load_finished(load_id)
+        for session in list(self.table.by_id.values()):
+            if session.session_id in self.table.by_id:
+                self.cut(session, 0, DropCause.RESET)
+        for session in list(self._saving):
+            self._stop_saving(session)
+        if self.table.changed is not None:
+            self.table.changed = {}
+
+    def forget_resident(self, now: float) -> None:
+        """Keep what is saved, after the pool has lost all KV."""
+        for session in list(self.table.by_id.values()):
+            if session.session_id not in self.table.by_id:
+                continue
+            self._stop_saving(session)
+            saved = self.blocks.saved_prefix(session.rows)
+            if saved < len(session.rows):
+                self.cut(session, self.points.deepest(session, saved), DropCause.ABANDONED)
+            if len(session.rows) and not session.requests and not session.is_cold:
+                self._save_soon(session, now, is_pressed=False)
+                self._check_cold(session, now)
+
+    # -- pins -----------------------------------------------------------------------------------------
+
+    def _pin(self, session: Session) -> str:
+        """Pin a session, or keep it pinned as it grows. Return in a sentence why not, if so."""
+        blocks, rows = self.blocks, session.rows
+        beside = session.point_rows
+        needed = self._pin_nbytes(rows) + int(blocks.nbytes[beside].sum() + blocks.reserved[beside].sum())
+        if refused := self._pin_refusal(session, needed):
+            self._unpin(session)
+            return refused
+        was_pinned, session.is_pinned = session.is_pinned, True
+        self._pins[session] = needed
+        self.table.leave_order(session)
+        if not was_pinned:
+            self.table.touch(session)
+            self.events(Pinned(session.session_id, True))
+        return ""
+
+    def _pin_nbytes(self, rows: Rows) -> int:
+        """Return the bytes that blocks count in a pinned session.
+
+        A head that sessions share is kept exact within the heads' share, so it counts what it would take otherwise.
+        """
+        if not self.shape.stores_main:
+            return 0
+        shape = self.shape.groups[self.shape.main]
+        left = self._sink - self.blocks.depth[rows].astype(np.int64) * shape.tokens
+        counts = np.clip(left, 0, shape.tokens)
+        bounds = np.array([shape.bounds.get(tokens, shape.bounds[0]) for tokens in counts.tolist()], np.int64)
+        nbytes = self.blocks.nbytes[rows].astype(np.int64)
+        is_head = self.blocks.exact[rows] >= shape.tokens
+        return int(np.where(nbytes == 0, bounds, np.where(is_head, np.minimum(nbytes, bounds), nbytes)).sum())
+
+    def _pin_refusal(self, session: Session, needed: int) -> str:
+        """Return why a session cannot be pinned, in words that tell its tenant nothing of what others have."""
+        others = sum(nbytes for other, nbytes in self._pins.items() if other is not session)
+        tenant = session.tenant
+        own = sum(nbytes for other, nbytes in self._pins.items() if other is not session and other.tenant == tenant)
+        whole, part = self.shares.pinned, min(1.0, self.shares.of_tenant(tenant))
+        said = f"tiers.pinned_share is {whole:g}" + (f", the tenant's share {part:g}" if part < 1 else "")
+        if own + needed > (allowed := int(whole * part * self.budget_nbytes)):
+            return (
+                f"pin is refused: pinned sessions may take {allowed} bytes of the cold store ({said}), {own} are "
+                f"taken, and this session needs {needed}"
+            )
+        if others + needed > int(whole * self.budget_nbytes):
+            return f"pin is refused: {needed} bytes are not left of what all tenants' pinned sessions may take ({said})"
+        return ""
+
+    def _unpin(self, session: Session) -> None:
+        was_pinned, session.is_pinned = session.is_pinned, False
+        self._pins.pop(session, None)
+        if was_pinned:
+            self.table.enter_order(session)
+            self.table.touch(session)
+            self.events(Pinned(session.session_id, False))
+
+    # -- what others ask ------------------------------------------------------------------------------
+
+    def steer(self, what: str, session: Session, now: float, seconds: float | None = None, tool: str = "") -> str:
+        """Do what an operator asks of a session. Return in a sentence why not, if so.
+
+        Args:
+            what: evict, expect, pin, unpin or release.
+            seconds: from `now` to the end of a pin, None for good; or to the client's return, None if it waits for the
+                tool.
+        """
+        if session.requests and what in AFTERWARDS:
+            return f"a request of it runs; it can {AFTERWARDS[what]} when that has ended"
+        match what:
+            case "evict" if not session.is_cold:
+                self._save_soon(session, now, is_pressed=False)
+            case "expect":
+                self.said.await_return(session, seconds, tool, session.last_used if seconds is None else now)
+                self.table.told(session)
+            case "pin":
+                return self.said.pin(session, None if seconds is None else now + seconds)
+            case "unpin":
+                self.said.unpin(session)
+            case "release":
+                self.forget_session(session, DropCause.RELEASED)
+        return ""
+
+    @property
+    def next_deadline(self) -> float | None:
+        """Time at which a session is to be saved or forgotten; None if none is."""
+        return earliest(self._due.first, self.said.next_deadline)
+
+    @property
+    def saving(self) -> int:
+        """Number of sessions that are being saved."""
+        return len(self._saving)
+
+    def unsaved(self, rows: Rows) -> int:
+        """Return how many of these blocks sessions use that are neither saved nor being stored."""
+        return int(((self.blocks.users[rows] > 0) & (self.blocks.status[rows] == 0)).sum())
+
+    def usage(self) -> Usage:
+        """Return what is in the tiers now."""
+        blocks, groups = self.blocks, self.shape.groups
+        saved = {group: count for group, count in blocks.saved_blocks.items() if group != NO_GROUP}
+        return Usage(
+            {state: self.table.states[state] for state in SessionState},
+            self.points.standing if self.points.is_needed else 0,
+            len(blocks) - sum(blocks.saved_blocks.values()),
+            sum(saved.values()),
+            blocks.exact_blocks,
+            sum(count * groups[group].pool_nbytes for group, count in saved.items() if group in groups),
+            blocks.saved_nbytes,
+            self.budget_nbytes,
+        )

@@ -1,0 +1,420 @@
+"""Sessions and blocks that outlive an engine, in a journal on disk, or that engines share, in Redis.
+
+Neither link ever waits. The journal's and Redis' own threads do the I/O.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from manthan.manager.events import BlocksDropped, LookedUp
+from manthan.manager.pool import BlockName, Mark
+from manthan.manager.session.blocks import NO_GROUP, NO_ROWS, NOBODY, FrontTier, Rows, common_prefix, first_false
+from manthan.manager.session.manager import Request, SessionManager
+from manthan.manager.session.table import ResumePoint, Session
+from manthan.manager.tiers.journal import GONE, Journal, JournalBlock, JournalPoint, JournalSession, SavedBlocks
+from manthan.manager.tiers.redis_schema import iso, sample, shared_blocks
+from manthan.manager.tiers.redis_sessions import LookupResult, RedisSessions, SessionRecord
+from manthan.manager.transfer import on_each
+
+WAIT_S = 0.005
+"""Seconds that a request which could begin waits for its lookup."""
+HISTORY = (
+    *("name", "tenant", "uses", "gap", "tokens", "added_tokens", "answer_tokens", "left_tokens"),
+    *("prompt_depth", "prompt_end", "ttl_s", "priority", "stays_out"),
+)
+"""Attributes of a session that stand in the journal as they are."""
+TIMES = ("created", "last_used", "expected")
+"""Attributes that stand there in Unix seconds."""
+FACTS = (*HISTORY, *TIMES, "is_pinned")
+
+
+class _Link:
+    """Enters blocks that the last tier has, and that this engine did not store.
+
+    fronts: tiers in front of the last one. They have none of these blocks.
+    """
+
+    def __init__(self, manager: SessionManager, fronts: Sequence[FrontTier]) -> None:
+        self._manager, self._all_moved = manager, (1 << len(fronts)) - 1
+        manager.table.take_changes()  # the table keeps them from now on
+
+    def _enter_saved(self, rows: Rows, nbytes: ArrayLike, exact: ArrayLike, marks: ArrayLike, tenant: str) -> None:
+        """Save rows, as `BlockTable.save` does, of blocks that sessions use and that this engine has not stored."""
+        blocks = self._manager.blocks
+        is_new = (blocks.status[rows] == 0) & (blocks.users[rows] > 0)
+        new = rows[is_new]
+        nbytes, exact, marks = (np.broadcast_to(values, rows.shape)[is_new] for values in (nbytes, exact, marks))
+        blocks.save(new, nbytes, exact, marks, tenant)
+        blocks.move(new, self._all_moved)
+        self._manager.announce(new[blocks.group[new] != NO_GROUP])
+
+
+# -- the journal --------------------------------------------------------------------------------------
+
+
+class Adopted(NamedTuple):
+    """Sessions that are cold now, of those in the journal (written), and what is saved, of all ranks.
+
+    dropped: blocks that no session needs, or that some rank does not have.
+    """
+
+    sessions: int
+    written: int
+    blocks: int
+    nbytes: int
+    dropped: int
+
+
+class _Left(NamedTuple):
+    """A session of an earlier engine, as far as its blocks are there. Times are seconds on this engine's clock."""
+
+    session_id: str
+    facts: Mapping[str, Any]
+    blocks: Sequence[JournalBlock]
+    points: Sequence[JournalPoint]
+
+    def kept(self, length: int) -> list[JournalPoint]:
+        """Return the resume points that a session of this length keeps: at its end, and at its last prompt's."""
+        depths = {length, min(length, self.facts["prompt_depth"])}
+        return [point for point in self.points if point.depth in depths]
+
+
+class JournalLink(_Link):
+    """Writes down sessions for the next engine, and adopts those of an earlier one.
+
+    In the journal, times are Unix seconds.
+
+    Args:
+        fronts: tiers in front of the last one.
+        notes: by block, bytes that are kept with it for others; None if there are none.
+        clock: returns Unix seconds.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        manager: SessionManager,
+        fronts: Sequence[FrontTier],
+        notes: MutableMapping[BlockName, bytes] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(manager, fronts)
+        self._journal, self._notes, self._clock = journal, notes, clock
+        self._told: dict[str, int | None] = {}
+        """By session id, the digest of the blocks that the journal has; None if it has others than the session."""
+        self._is_void = False
+        self.close = journal.close
+
+    def tell(self, now: float) -> None:
+        """Write down what has changed since the last call."""
+        changes = self._manager.table.take_changes()
+        if not self._is_void:
+            self._journal.tell(list(self._records(changes, now)))
+
+    def reset(self) -> None:
+        """Forget all sessions, and write down none from now on: the next engine may have other weights."""
+        self._is_void = True
+        self._journal.clear()
+
+    def _records(self, changes: Iterable[tuple[str, Session | None]], now: float) -> Iterator[JournalSession]:
+        offset = self._clock() - now
+        for session_id, session in changes:
+            if session is not None and session.saving_since is not None:
+                continue  # it changes again when that has ended
+            rows, points = (NO_ROWS, []) if session is None else self._saved(session)
+            if session is None or not len(rows):
+                if session_id in self._told:
+                    del self._told[session_id]
+                    yield JournalSession(session_id)
+                continue
+            before, self._told[session_id] = self._told.get(session_id), self._digest(rows, points)
+            saved = None if self._told[session_id] == before else self._saved_blocks(rows, points)
+            yield JournalSession(session_id, _facts(session, offset), saved)
+
+    def _saved(self, session: Session) -> tuple[Rows, list[ResumePoint]]:
+        """Return a session's first rows, as far as the next engine can go on from them, and the resume points there."""
+        blocks, points = self._manager.blocks, self._manager.points
+        rows = session.rows[: blocks.saved_prefix(session.rows)]
+        standing = [point for point in session.points if point.depth <= len(rows) and points.stands(point)]
+        if points.is_needed:
+            rows = rows[: standing[-1].depth if standing else 0]
+        return rows, standing
+
+    def _digest(self, rows: Rows, points: Sequence[ResumePoint]) -> int:
+        """Return what tells a session's saved blocks from those that it has at another time."""
+        blocks = self._manager.blocks
+        ends = blocks.hashes(np.array([*rows[-1:].tolist(), *(point.row for point in points)], np.int32))
+        return hash((*ends, blocks.exact[rows].tobytes(), blocks.mark[rows].tobytes()))
+
+    def _saved_blocks(self, rows: Rows, points: Iterable[ResumePoint]) -> SavedBlocks:
+        found = tuple(JournalPoint(point.depth, self._journal_blocks(point.rows)) for point in points)
+        return SavedBlocks(self._journal_blocks(rows), found)
+
+    def _journal_blocks(self, rows: Rows) -> tuple[JournalBlock, ...]:
+        blocks, hashes = self._manager.blocks, self._manager.blocks.hashes(rows)
+        groups = list(map(self._manager.pool_group, blocks.group[rows].tolist()))
+        numbers = blocks.depth[rows].tolist(), blocks.exact[rows].tolist(), blocks.mark[rows].tolist()
+        known = {} if self._notes is None else self._notes
+        notes = (known.get(name, b"") for name in zip(groups, hashes, strict=True))
+        return tuple(map(JournalBlock, hashes, groups, *numbers, notes))
+
+    def adopt(self, ranks: Sequence[Mapping[BlockName, int]], now: float) -> Adopted:
+        """Enter sessions of which every rank has the blocks, as cold ones, and drop all other blocks.
+
+        Sessions that were used last go before others, and heads before tails, as far as the budget and its shares have
+        room. The driver must have subscribed to the events by now.
+
+        Args:
+            ranks: of each rank, by block, the bytes that it takes of that rank's part of the budget.
+        """
+        manager, offset, weigh = self._manager, self._clock() - now, on_each(len(ranks))
+        table, names = manager.table, list(dict.fromkeys(name for rank in ranks for name in rank))
+        whole = [name for name in names if all(name in rank for rank in ranks)]
+        sizes = {name: weigh([rank[name] for rank in ranks]) for name in whole}
+        written = list(self._journal.sessions())
+        left = [one for each in written if (one := self._left(each, sizes, offset)) is not None]
+        left.sort(key=lambda one: float(one.facts["last_used"]), reverse=True)
+        entered = [(one, session) for one in left if (session := self._adopt(one, sizes)) is not None]
+        for one, session in reversed(entered):  # the policy sees the one that was used last last
+            table.set_cold(session, True)
+            table.remember(session)
+            table.enter_order(session)
+            manager.said.adopted(session, one.facts["is_pinned"], now)
+        table.take_changes()
+        self._told = {each.session_id: self._unchanged(each) for each in written}
+        again = [(session_id, table.by_id.get(session_id)) for session_id, told in self._told.items() if told is None]
+        self._journal.tell(list(self._records(again, now)))
+        are_saved = manager.blocks.are_saved(names)
+        manager.disown(strays := [name for name, is_saved in zip(names, are_saved, strict=True) if not is_saved])
+        usage = manager.usage()
+        return Adopted(len(entered), len(written), usage.saved_blocks, usage.saved_nbytes, len(strays))
+
+    def _unchanged(self, written: JournalSession) -> int | None:
+        """Return the digest of a session's saved blocks; None if they are others than the journal has."""
+        session = self._manager.table.by_id.get(written.session_id)
+        if session is None or self._saved_blocks(*self._saved(session)) != written.saved:
+            return None
+        return self._digest(*self._saved(session))
+
+    def _left(self, written: JournalSession, sizes: Mapping[BlockName, int], offset: float) -> _Left | None:
+        """Return what is there of a session; None if that is of no use, or its facts are damaged."""
+        shape, saved, there = self._manager.shape, written.saved or GONE, sizes.keys()
+        blocks = list(takewhile(lambda block: not shape.stores_main or block.name in there, saved.blocks))
+        points = [point for point in saved.points if there >= {part.name for part in point.parts}]
+        points = [point for point in points if 0 < point.depth <= len(blocks)]
+        if not blocks or (shape.needs_points and not points):
+            return None
+        try:
+            facts = {name: written.facts[name] for name in FACTS}
+            facts |= {name: None if facts[name] is None else facts[name] - offset for name in TIMES}
+        except (KeyError, TypeError):
+            return None
+        return _Left(written.session_id, facts, blocks, points)
+
+    def _adopt(self, left: _Left, sizes: Mapping[BlockName, int]) -> Session | None:
+        """Enter a session, as far as there is room for it."""
+        manager, facts, tenant = self._manager, left.facts, left.facts["tenant"]
+        length = self._fitting(left, sizes)
+        if not length or left.session_id in manager.table.by_id:
+            return None
+        manager.enter_tenant(tenant)
+        session = manager.table.create(facts["name"], tenant, facts["created"], left.session_id)
+        for name in (*HISTORY, *TIMES):
+            setattr(session, name, facts[name])
+        hashes = [block.block_hash for block in left.blocks[:length]]
+        rows = manager.blocks.enter(manager.shape.session_group, hashes, 0)
+        manager.table.extend(session, rows)
+        prompt = session.prompt_end.partition(":")[0]
+        if prompt.isdecimal() and int(prompt) <= length:
+            manager.table.enter_prompt(session, hashes[: int(prompt)], session.prompt_end)
+        self._save(rows, left.blocks[:length], sizes, tenant)
+        for depth, parts in left.kept(length):
+            others = manager.enter_parts([(part.group, part.block_hash, part.position) for part in parts])
+            manager.points.place(session, depth, others)
+            self._save(others, parts, sizes, tenant)
+        return session
+
+    def _save(self, rows: Rows, blocks: Sequence[JournalBlock], sizes: Mapping[BlockName, int], tenant: str) -> None:
+        if self._notes is not None:
+            self._notes.update((block.name, block.note) for block in blocks if block.note)
+        nbytes = [sizes.get(block.name, 0) for block in blocks]
+        marks = [Mark.DERIVED if block.mark else Mark.EXACT for block in blocks]
+        self._enter_saved(rows, nbytes, [block.exact for block in blocks], marks, tenant)
+
+    def _fitting(self, left: _Left, sizes: Mapping[BlockName, int]) -> int:
+        """Return the length of a session's head that there is room for, up to a resume point where those are needed."""
+        room = min(self._manager.free_nbytes, self._manager.left_to(left.facts["tenant"]))
+        taken = np.cumsum(self._missing(left.blocks, sizes))
+        if not self._manager.points.is_needed:
+            return int(np.searchsorted(taken, room, side="right"))
+        for depth in sorted((point.depth for point in left.points), reverse=True):
+            parts = dict.fromkeys(part for point in left.kept(depth) for part in point.parts)
+            if taken[depth - 1] + self._missing(list(parts), sizes).sum() <= room:
+                return depth
+        return 0
+
+    def _missing(self, blocks: Sequence[JournalBlock], sizes: Mapping[BlockName, int]) -> NDArray[np.int64]:
+        """Return the bytes that each of these blocks takes besides what other sessions have."""
+        names = [block.name for block in blocks]
+        return np.where(self._manager.blocks.are_saved(names), 0, [sizes.get(name, 0) for name in names])
+
+
+def _facts(session: Session, offset: float) -> dict[str, object]:
+    """Return FACTS of a session. offset: from the manager's clock to Unix seconds."""
+    times = {name: None if (when := getattr(session, name)) is None else when + offset for name in TIMES}
+    is_pinned = session.is_pinned and session.pinned_until is None
+    return {name: getattr(session, name) for name in HISTORY} | times | {"is_pinned": is_pinned}
+
+
+# -- Redis --------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """A lookup of those of a request's `hashes` that are behind the first `first`.
+
+    deadline: time at which the request goes on without an answer; None until it could begin.
+    """
+
+    request: Request
+    hashes: Sequence[bytes]
+    first: int
+    deadline: float | None = None
+
+
+class RedisLink(_Link):
+    """Looks up blocks that other engines have stored, and tells them of this engine's sessions.
+
+    Args:
+        fronts: tiers in front of Redis.
+        needed: returns group and position of each block of other groups that a request needs behind a number of blocks;
+            None for a model without such groups.
+    """
+
+    def __init__(
+        self,
+        sessions: RedisSessions,
+        manager: SessionManager,
+        fronts: Sequence[FrontTier],
+        needed: Callable[[int], Iterable[tuple[int, int]]] | None = None,
+    ) -> None:
+        super().__init__(manager, fronts)
+        self._sessions, self._needed = sessions, needed
+        self._lookups: dict[str, _Lookup] = {}
+        self.start, self.close = sessions.start, sessions.close
+
+    @property
+    def has_answers(self) -> bool:
+        """True if lookups were answered since the last `hear`."""
+        return self._sessions.has_answers
+
+    @property
+    def is_up(self) -> bool:
+        """True if Redis answers."""
+        return self._sessions.is_up
+
+    def look_up(self, request: Request, usable: int) -> None:
+        """Ask for a new request's blocks that this engine does not have.
+
+        usable: number of the prompt's first blocks that can be loaded.
+        """
+        manager, hashes, session_id = self._manager, request.hashes[:usable], request.session.session_id
+        main, marks = manager.shape.main, manager.pool.marks
+        ids = manager.pool.lookup(main, hashes)
+        is_served = np.array([at >= 0 and marks.serves(at, request.asker) for at in ids], np.bool_)
+        first = first_false(is_served | manager.blocks.is_saved(request.rows[: len(hashes)]))
+        if not manager.min_blocks <= len(hashes) > first:
+            return
+
+        def needed(count: int) -> list[BlockName]:
+            return [(group, block_hash) for group, block_hash, _ in self._parts(hashes, first + count)]
+
+        known = None if self._needed is None else needed
+        if self._sessions.look_up(request.request_id, session_id, main, hashes[first:], known):
+            self._lookups[request.request_id] = _Lookup(request, hashes, first)
+
+    def _parts(self, hashes: Sequence[bytes], depth: int) -> list[tuple[int, bytes, int]]:
+        """Return group, hash and position of each block of other groups that is needed behind `depth` blocks."""
+        needed = () if self._needed is None else self._needed(depth)
+        return [(group, hashes[at], at) for group, at in needed]
+
+    def awaits(self, request_id: str, now: float) -> bool:
+        """True if a request that could begin now should wait for its lookup, which takes WAIT_S at most."""
+        lookup = self._lookups.get(request_id)
+        if lookup is None:
+            return False
+        if lookup.deadline is None:
+            lookup.deadline = now + WAIT_S
+        if self._sessions.is_up and now < lookup.deadline:
+            return True
+        del self._lookups[request_id]
+        self._manager.events(LookedUp(lookup.request.session.session_id, "unanswered"))
+        return False
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        self._lookups.pop(request_id, None)
+
+    def hear(self) -> None:
+        """Enter what was found since the last call."""
+        for request_id, result in self._sessions.take().items() if self.has_answers else ():
+            if (lookup := self._lookups.pop(request_id, None)) is None:
+                continue
+            if result.sizes:
+                self._found(lookup, result)
+                lookup.request.has_brought(shared_blocks(result.sampled, lookup.hashes))
+            is_of_use = result.sizes and (self._needed is None or result.point is not None)
+            self._manager.events(LookedUp(lookup.request.session.session_id, "found" if is_of_use else "nothing"))
+
+    def _found(self, lookup: _Lookup, result: LookupResult) -> None:
+        """Enter blocks that another engine has stored. The request's session goes on with them, if it ended before."""
+        manager, session = self._manager, lookup.request.session
+        rows = lookup.request.rows[: lookup.first + len(result.sizes)]
+        known = common_prefix(session.rows, rows)
+        if known == len(session.rows):
+            manager.table.extend(session, rows[known:])
+        # nothing tells what they were made from, so they count as derived
+        self._enter_saved(rows[lookup.first :], result.sizes, 0, Mark.DERIVED, NOBODY)
+        depth = lookup.first + result.point.blocks if result.point else 0
+        if result.point and session.has(int(rows[depth - 1]), depth - 1):
+            others = manager.enter_parts(self._parts(lookup.hashes, depth))
+            manager.points.place(session, depth, others)
+            self._enter_saved(others, result.point.sizes, 0, Mark.DERIVED, NOBODY)
+            manager.points.stored(others.tolist())
+
+    def tell(self, drops: Iterable[BlocksDropped], now: float) -> None:
+        """Tell of the sessions that have changed since the last call, and of blocks that were dropped."""
+        offset, changes = time.time() - now, self._manager.table.take_changes()
+        self._sessions.tell([self._record(session_id, session, offset) for session_id, session in changes], drops)
+
+    def _record(self, session_id: str, session: Session | None, offset: float) -> SessionRecord:
+        """Return the record of a session. offset: from the manager's clock to Unix seconds."""
+        if session is None:
+            return SessionRecord(session_id)
+        blocks = self._manager.blocks
+        rows = np.concatenate([session.rows, session.point_rows])
+        saved = rows[blocks.is_saved(rows)]
+        columns = blocks.group[saved].tolist(), blocks.hashes(saved), blocks.depth[saved].tolist()
+        fields = {
+            "tenant": session.tenant,
+            "state": session.state,
+            "tokens": len(session.rows) * self._manager.shape.block_tokens,
+            "blocks": len(saved),
+            "bytes": int(blocks.nbytes[saved].sum(dtype=np.int64)),
+            "requests": session.uses,
+            "hashes": sample(blocks.hashes(session.rows)),
+            "created": iso(session.created + offset),
+            "last_used": iso(session.last_used + offset),
+        }
+        return SessionRecord(session_id, fields, session.last_used + offset, list(zip(*columns, strict=True)))
+
+    def reset(self) -> str:
+        """Return the name of the namespace that blocks are stored in from now on."""
+        self._lookups.clear()
+        return self._sessions.reset()

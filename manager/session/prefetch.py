@@ -1,0 +1,364 @@
+"""Sessions that are expected are loaded before their request: room, blocks, loads, and the pool's prefix cache."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from manthan.manager.events import PrefetchHit, Restored
+from manthan.manager.pool import BlockName, Mark, Pool
+from manthan.manager.session.blocks import Rows, common_prefix
+from manthan.manager.session.manager import SessionManager
+from manthan.manager.session.table import Deadlines, Session, earliest, qualified
+from manthan.manager.transfer import RESET, STORE_DOWN, Answers, Transfer, TransferResult
+
+LOOKED_AT = 64
+"""Number of expected sessions that are looked at at a time."""
+RETRY_S = 0.1
+"""Seconds until room is looked for again where there was none."""
+PATIENCE = 2.0
+"""A session that a client named is worth a prefetch for this multiple of the idle time."""
+
+
+class _Awaited(NamedTuple):
+    """A session to be prefetched, unless it is used before. uses: those that it had when that was said."""
+
+    late: float
+    uses: int
+
+
+@dataclass
+class _Load:
+    """A prefetch under way.
+
+    rows: of the session, and of its resume point. block_ids: of these, all referenced, also those that were resident.
+    is_loaded: whether each is being loaded.
+    """
+
+    session_id: str
+    number: int
+    rows: Rows
+    block_ids: list[int]
+    is_loaded: list[bool]
+    answers: Answers
+    is_void: bool = False
+
+
+class _Ready(NamedTuple):
+    """A session that was prefetched and that no request has used since."""
+
+    session_id: str
+    number: int
+    rows: Rows
+
+
+class Prefetcher:
+    """Loads one session at a time, so that a request never waits for another session's.
+
+    Args:
+        runway: returns how many free blocks are taken before the first unsaved one, up to a number.
+        spare: free blocks that are left to requests.
+        lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
+    """
+
+    def __init__(
+        self,
+        manager: SessionManager,
+        pool: Pool,
+        runway: Callable[[int], int],
+        ranks: int,
+        spare: int,
+        lead_s: float | None,
+    ) -> None:
+        self._manager, self._pool, self._runway, self._ranks, self._spare = manager, pool, runway, ranks, spare
+        self._lead_s = lead_s
+        self._main = manager.shape.main
+        self._expected = Deadlines()
+        self._to_load: OrderedDict[str, _Awaited] = OrderedDict()  # by session id
+        self._load: _Load | None = None
+        self._waiting: dict[str, int] = {}  # by request id, the blocks that it will take
+        self._ready: dict[int, _Ready] = {}  # by the first row that was loaded
+        self._look_after = 0.0
+        self._must_look = False
+        self._was_settled = False
+        manager.said.expected = self._look_out
+        manager.table.gone.append(self._forget)
+
+    # -- who is expected ------------------------------------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        """True if sessions of this model can be prefetched."""
+        return self._lead_s is not None
+
+    def _look_out(self, session: Session, now: float) -> None:
+        if self._lead_s is not None:
+            expected = session.expected
+            self._expected.set(session.session_id, None if expected is None else max(now, expected - self._lead_s))
+
+    def expect(self, told_ids: Iterable[str], tenant: str, now: float) -> None:
+        """Note that a client is about to use sessions of its own. Those of others, and active ones, are ignored."""
+        if not self.is_on:
+            return
+        late = now + PATIENCE * self._manager.idle_after_s
+        for told_id in told_ids:
+            session = self._manager.table.by_id.get(qualified(told_id, tenant))
+            if session is not None and session.tenant == tenant and not session.requests:
+                self._to_load[session.session_id] = _Awaited(late, session.uses)
+
+    def _forget(self, session: Session) -> None:
+        self._expected.set(session.session_id, None)
+        self._to_load.pop(session.session_id, None)
+
+    def _awaited(self, now: float) -> list[Session]:
+        """Return cold sessions to be prefetched, among the first LOOKED_AT.
+
+        One that is idle still may go cold before it is expected. It lets others go ahead where there are more.
+        """
+        table = self._manager.table
+        for session_id in self._expected.pop_due(now):
+            session = table.by_id.get(session_id)
+            if session is not None and session.expected is not None:
+                self._to_load[session_id] = _Awaited(session.expected, session.uses)
+        awaited = []
+        are_more = len(self._to_load) > LOOKED_AT
+        for session_id, (late, uses) in list(islice(self._to_load.items(), LOOKED_AT)):
+            session = table.by_id.get(session_id)
+            if session is None or late < now or session.uses > uses:
+                del self._to_load[session_id]
+            elif session.is_cold and self._is_whole(session):
+                awaited.append(session)
+            elif are_more:
+                self._to_load.move_to_end(session_id)
+        return awaited
+
+    def _is_whole(self, session: Session) -> bool:
+        """True if everything that the session goes on with is saved."""
+        points = self._manager.points
+        return not points.is_needed or bool(session.points and points.stands(session.points[-1]))
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    def waits(self, request_id: str, blocks: int) -> None:
+        """Note how many blocks a waiting request needs."""
+        self._waiting[request_id] = blocks
+
+    def admitted(self, request_id: str, rows: Rows, resident: int, usable: int) -> None:
+        """Note that a request got its blocks. resident: how many were there, of those that could have been."""
+        self._waiting.pop(request_id, None)
+        found = rows[:resident][::-1].tolist() if self._ready else []
+        first = next((row for row in found if row in self._ready), None)
+        if first is None:
+            return
+        ready = self._ready.pop(first)
+        if resident >= min(common_prefix(ready.rows, rows), usable):
+            self._manager.events(PrefetchHit(ready.session_id))
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request waits no longer."""
+        self._waiting.pop(request_id, None)
+
+    @property
+    def first_waiting(self) -> int:
+        """Number of blocks that the request takes which has waited for the longest; 0 if none waits."""
+        return next(iter(self._waiting.values()), 0)
+
+    def is_loading(self, row: int) -> bool:
+        """True if a session with this block will be resident in a moment: a request should not load it as well."""
+        return self._load is not None and not self._load.is_void and bool((self._load.rows == row).any())
+
+    # -- a step ---------------------------------------------------------------------------------------
+
+    def step(self, now: float) -> Sequence[Transfer]:
+        """Return the loads to begin, if a session is due and there is room that nobody would miss."""
+        if self._load is not None or not self.is_on:
+            return []
+        self._was_settled = False
+        if now < self._look_after:
+            self._must_look = True
+            return []
+        self._must_look = False
+        sessions = self._fitting(now, self._pool.size - self._spare)
+        if not sessions:
+            return []
+        room = self._room(max(map(self._size, sessions)))
+        session = next((session for session in sessions if self._size(session) <= room), None)
+        if session is None:
+            self._look_after = now + RETRY_S
+            return []
+        del self._to_load[session.session_id]
+        self._load = self._begin(session)
+        jobs = self._load.answers.jobs
+        if not jobs:
+            self._settle(self._load, now)
+        return jobs
+
+    def _fitting(self, now: float, most: int) -> list[Session]:
+        """Return the sessions to be prefetched, without those that there can never be room for."""
+        sessions = self._awaited(now)
+        for session in sessions:
+            if self._size(session) > most:
+                del self._to_load[session.session_id]
+        return [session for session in sessions if session.session_id in self._to_load]
+
+    def _size(self, session: Session) -> int:
+        """Return how many blocks a prefetch of a session takes."""
+        return len(session.rows) + (len(session.points[-1].rows) if session.points else 0)
+
+    def _room(self, wanted: int) -> int:
+        """Return how many blocks at the head of the free queue nobody would miss, up to a number.
+
+        Not counted are those that are left to requests, those that waiting requests need, and unsaved ones.
+        """
+        left = self._spare + sum(self._waiting.values())
+        wanted = min(wanted, len(self._pool) - left)
+        return max(0, self._runway(left + wanted) - left) if wanted > 0 else 0
+
+    def _begin(self, session: Session) -> _Load:
+        """Reference what of the session is resident, and take blocks for the rest."""
+        manager, blocks = self._manager, self._manager.blocks
+        beside = manager.load_started(_load_id(session.session_id), session.rows)
+        rows = np.concatenate([session.rows, beside])
+        groups = np.array([manager.pool_group(group) for group in blocks.group[rows].tolist()])
+        hashes = blocks.hashes(rows)
+        ids = np.full(len(rows), -1, np.int64)
+        numbers = list(dict.fromkeys(groups.tolist()))
+        for group in numbers:
+            at = np.nonzero(groups == group)[0]
+            ids[at] = self._pool.lookup(group, [hashes[i] for i in at.tolist()])
+        self._pool.hold(ids[ids >= 0].tolist())
+        missing = ids < 0
+        ids[missing] = self._pool.take(int(missing.sum()))
+        is_stored = blocks.group[rows] >= 0
+        jobs = [
+            Transfer(
+                next(manager.job_ids),
+                "load",
+                group,
+                [hashes[i] for i in at.tolist()],
+                ids[at].astype(np.int32),
+                tenant=session.tenant,
+            )
+            for group in numbers
+            if len(at := np.nonzero((groups == group) & missing & is_stored)[0])
+        ]
+        answers = Answers(jobs, self._ranks)
+        return _Load(session.session_id, session.number, rows, ids.tolist(), missing.tolist(), answers)
+
+    def answered(self, result: TransferResult, now: float) -> None:
+        """Take a rank's result of the load under way."""
+        assert self._load is not None
+        if self._load.answers.add(result):
+            self._settle(self._load, now)
+
+    def _settle(self, ended: _Load, now: float) -> None:
+        """Enter what every rank has loaded into the prefix cache, and give all blocks back."""
+        manager, failed = self._manager, ended.answers.failed
+        names = [(manager.pool_group(group), name) for group, name in map(manager.blocks.name, ended.rows.tolist())]
+        if not ended.is_void:
+            self._enter(ended, names, failed)
+        held, self._load, self._was_settled = ended.block_ids, None, True
+        self._pool.free(held[::-1])  # tails are overwritten first
+        bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
+        manager.load_finished(_load_id(ended.session_id), bad)
+        if ended.is_void:
+            return
+        main = [name for group, name in names if group == self._main]
+        self._pool.keep(self._main, main[::-1])
+        loaded = [row for row, is_loaded in zip(ended.rows.tolist(), ended.is_loaded, strict=True) if is_loaded]
+        if loaded and not failed:
+            own = ended.rows[: len(main)]
+            self._ready = self._still_there() | {loaded[0]: _Ready(ended.session_id, ended.number, own)}
+        manager.events(restored(ended.session_id, self._main, manager.points.is_needed, ended.answers))
+
+    def _enter(self, ended: _Load, names: Sequence[BlockName], failed: Iterable[BlockName]) -> None:
+        """Enter loaded blocks into the prefix cache, up to the first one that failed or that nobody uses any more.
+
+        vLLM does the same with a block that it has computed. If another request has computed one meanwhile, that one
+        is referenced instead.
+        """
+        manager, blocks = self._manager, self._manager.blocks
+        bad, session = set(failed), manager.table.by_number.get(ended.number)
+        owner = None if session is None else session.owner
+        for at, (row, (group, block_hash)) in enumerate(zip(ended.rows.tolist(), names, strict=True)):
+            if (group, block_hash) in bad or not blocks.users[row]:
+                if group == self._main:
+                    return
+                continue
+            if (bad and group != self._main) or not ended.is_loaded[at] or blocks.group[row] < 0:
+                continue
+            [other] = self._pool.lookup(group, [block_hash])
+            if other >= 0:
+                self._pool.hold([other])
+                self._pool.free([ended.block_ids[at]])
+                ended.block_ids[at] = other
+                continue
+            [mark] = manager.loaded_marks(np.array([row], np.int32))
+            self._pool.marks.set([ended.block_ids[at]], mark, owner if mark is not Mark.EXACT else None)
+            self._pool.cache(ended.block_ids[at], group, block_hash, int(blocks.depth[row]))
+
+    def _still_there(self) -> dict[int, _Ready]:
+        """Return what was prefetched, but for sessions that are gone or were used since."""
+        table = self._manager.table
+        return {row: ready for row, ready in self._ready.items() if ready.number in table.by_number}
+
+    # -- the end --------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Note that all KV is void. What is being loaded is not entered into the prefix cache."""
+        self._ready.clear()
+        if self._load is not None:
+            self._load.is_void = True
+
+    def abandon(self) -> list[int]:
+        """Forget the load under way, and return its blocks."""
+        ended, self._load = self._load, None
+        return [] if ended is None else ended.block_ids
+
+    def drain(self, result: TransferResult) -> list[int]:
+        """Forget the load under way once all ranks have answered, and return its blocks."""
+        answers = None if self._load is None else self._load.answers
+        if answers is None or all(job.job_id != result.job_id for job in answers.jobs):
+            return []
+        return self.abandon() if answers.add(result) else []
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a result is outstanding, with which blocks come free."""
+        return self._load is not None
+
+    @property
+    def has_work(self) -> bool:
+        """True if a result is outstanding, or one came since the last step: another session's turn may have come."""
+        return self._load is not None or self._was_settled
+
+    @property
+    def deadline(self) -> float | None:
+        """Time of the next step that is of use; None if there is none."""
+        return earliest(self._expected.first, self._look_after if self._must_look else None)
+
+
+def _load_id(session_id: str) -> str:
+    """Return the id of a prefetch among the loads of requests."""
+    return f"prefetch of {session_id}"
+
+
+def restored(
+    session_id: str, main: int, needs_points: bool, answers: Answers, request_id: str | None = None
+) -> Restored:
+    """Return the event of a load that has ended.
+
+    Good blocks are those before the first that failed. With windows or states, none is good if any failed.
+    """
+    names = [(main, name) for job in answers.jobs if job.group == main for name in job.block_hashes]
+    failed = answers.failed
+    good, beside = len(names), sum(map(len, answers.jobs)) - len(names)
+    if failed:
+        good = next((at for at, name in enumerate(names) if name in failed), good)
+        if needs_points:
+            good = beside = 0
+    causes = list(failed.values())
+    return Restored(session_id, len(names), good, beside, answers.nbytes, answers.seconds, causes, request_id)

@@ -1,0 +1,132 @@
+"""Resume points: lengths at which every KV cache group of a model has what it needs to go on.
+
+Models with one group of full attention need none. Other groups, windows and recurrent states, have what they need at a
+few lengths of a session only. A resume point is stored as soon as its request ends, because the pool overwrites such
+blocks first. A session keeps the deepest one; the one at the end of its last prompt, to which a client returns that
+wants another answer; and the deepest that can be loaded already, while not all of its blocks are saved.
+"""
+
+from collections.abc import Callable, Iterable
+
+from manthan.manager.events import DropCause
+from manthan.manager.session.blocks import BlockTable, Rows
+from manthan.manager.session.table import ResumePoint, Session
+
+
+class ResumePoints:
+    """All resume points, and the sessions that need them.
+
+    Args:
+        is_needed: True if the model has groups that need any.
+        drop: drops saved blocks that nobody uses any more.
+        touch: is told of sessions whose resume points are others than before.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockTable,
+        is_needed: bool,
+        drop: Callable[[Rows, DropCause], None],
+        touch: Callable[[Session], None],
+    ) -> None:
+        self._blocks, self.is_needed, self._drop, self._touch = blocks, is_needed, drop, touch
+        self._at: dict[int, ResumePoint] = {}
+        self._standing: set[int] = set()
+        """Rows of the points that stand."""
+        self._of: dict[int, dict[int, ResumePoint]] = {}
+        """By row of a block of another group, the points that it belongs to, by their rows."""
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    @property
+    def standing(self) -> int:
+        """Number of points of which everything is saved."""
+        return len(self._standing)
+
+    def at(self, row: int) -> ResumePoint | None:
+        """Return the point behind a session's block."""
+        return self._at.get(row)
+
+    def stands(self, point: ResumePoint) -> bool:
+        """True if everything of a point is saved."""
+        return bool(self._blocks.is_saved(point.rows).all())
+
+    def place(self, session: Session, depth: int, rows: Rows) -> ResumePoint:
+        """Enter a point behind the first `depth` blocks of a session, made of these blocks of other groups."""
+        row = int(session.rows[depth - 1])
+        point = self._at.get(row)
+        if point is None:
+            point = self._at[row] = ResumePoint(row, depth, rows)
+            self._blocks.use(rows, +1)
+            for part in rows.tolist():
+                self._of.setdefault(part, {})[row] = point
+            if self.stands(point):
+                self._standing.add(row)
+        if session not in point.sessions:
+            point.sessions[session] = None
+            session.points.append(point)
+            session.points.sort(key=lambda point: point.depth)
+            self._touch(session)
+        return point
+
+    def deepest(self, session: Session, length: int) -> int:
+        """Return the depth of the deepest point, stored or being stored, among the first `length` blocks."""
+        if not self.is_needed:
+            return length
+        return max((point.depth for point in session.points if point.depth <= length), default=0)
+
+    def cut(self, session: Session, length: int, cause: DropCause) -> None:
+        """Have a session leave the points behind its first `length` blocks."""
+        for point in [point for point in session.points if point.depth > length]:
+            self.leave(session, point, cause)
+
+    def leave(self, session: Session, point: ResumePoint, cause: DropCause) -> None:
+        """Have a session leave a point. What nobody needs then is dropped."""
+        self._touch(session)
+        session.points.remove(point)
+        del point.sessions[session]
+        if point.sessions:
+            return
+        del self._at[point.row]
+        self._standing.discard(point.row)
+        for part in point.rows.tolist():
+            of_part = self._of[part]
+            del of_part[point.row]
+            if not of_part:
+                del self._of[part]
+        blocks = self._blocks
+        unused = point.rows[blocks.users[point.rows] == 1]
+        saved = unused[blocks.is_droppable(unused)]
+        if len(saved):
+            self._drop(saved, cause)
+        blocks.use(point.rows, -1)
+
+    def stored(self, rows: Iterable[int]) -> None:
+        """Note that blocks of other groups are saved now."""
+        points = {point.row: point for row in rows for point in self._of.get(row, {}).values()}
+        self._standing.update(row for row, point in points.items() if self.stands(point))
+        for point in points.values():
+            for session in list(point.sessions):
+                self._touch(session)
+                self.tidy(session)
+
+    def tidy(self, session: Session) -> None:
+        """Have a session leave the points that a deeper one makes worthless."""
+        standing = [point for point in session.points if self.stands(point)]
+        if len(standing) < 2:
+            return
+        saved = self._blocks.saved_prefix(session.rows)
+        ready = [point for point in standing if point.depth <= saved]
+        for point in standing[:-1]:
+            if point not in ready[-1:] and point.depth != session.prompt_depth:
+                self.leave(session, point, DropCause.ABANDONED)
+
+    def lose(self, row: int, cause: DropCause) -> list[Session]:
+        """Remove the points that need a block which is not to be had. Return the sessions that had them."""
+        found: dict[Session, None] = {}
+        for point in list(self._of.get(row, {}).values()):
+            for session in list(point.sessions):
+                found[session] = None
+                self.leave(session, point, cause)
+        return list(found)

@@ -1,0 +1,645 @@
+"""Sessions: by id, by name, by their last block, and in the order of the policy. Only this module changes their blocks.
+
+A session is a growing list of blocks. A block hash covers the whole prefix, so a block has the same position in every
+session.
+"""
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from itertools import count, islice, repeat
+
+import numpy as np
+
+from manthan.manager.pool import Owner
+from manthan.manager.session.blocks import NO_ROWS, BlockTable, MemoryShape, Rows, common_prefix, first_false
+from manthan.policies import EvictionPolicy, SessionView
+from manthan.policies.ranking import Ranking
+
+REMEMBERED = 1024
+"""Sessions without KV that are remembered at least. As many as there are with KV, if these are more."""
+
+
+class SessionState(StrEnum):
+    """ACTIVE: a request runs. IDLE: none does. COLD: none does, and all blocks are saved."""
+
+    ACTIVE = auto()
+    IDLE = auto()
+    COLD = auto()
+
+
+@dataclass(slots=True, eq=False)
+class ResumePoint:
+    """What other KV cache groups need to go on behind a block of a session: the last blocks of a window, or a state.
+
+    row: of that block. depth: number of blocks before that point. rows: of the blocks of other groups.
+    """
+
+    row: int
+    depth: int
+    rows: Rows
+    sessions: "dict[Session, None]" = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One conversation or agent.
+
+    name: as the client called it; None if it did not. number: of all sessions of this engine. rows: of its blocks.
+    Times are seconds on the engine's monotonic clock.
+    """
+
+    session_id: str
+    name: str | None
+    tenant: str
+    number: int
+    created: float
+    last_used: float
+    rows: Rows = field(default_factory=lambda: NO_ROWS)
+    requests: set[str] = field(default_factory=set)
+    is_cold: bool = False
+    points: list[ResumePoint] = field(default_factory=list)
+    """Resume points, the deepest last."""
+    prompt_depth: int = 0
+    """Depth of the resume point at the end of its last prompt, which is kept besides the deepest."""
+    refusals: int = 0
+    """Number of times in a row that the tiers had no room for it."""
+    refused_until: float = 0.0
+    """Time until which it is not saved, because a store of it has failed."""
+    saving_since: float | None = None
+    """Time at which its blocks began to be saved; None if they are not being saved."""
+    is_pressed: bool = False
+    """True if they are being saved because memory is short."""
+    stored: int = 0
+    """Blocks that were saved for it since its last request began, or since it went cold."""
+    stored_nbytes: int = 0
+
+    # What policies are told; see SessionView.
+    uses: int = 0
+    gap: float | None = None
+    tokens: int = 0
+    """Tokens of the conversation when its last request ended, or of the prompt while one runs."""
+    prompt_tokens: int = 0
+    added_tokens: int = 0
+    answer_tokens: int = 0
+    left_tokens: int = 0
+    lossy_tokens: int = 0
+    """Cached tokens of its last request that were decoded, or computed behind decoded ones."""
+    tip: bytes = b""
+    """Last block hash when it was used last. By it the session is known again when its blocks are gone."""
+
+    # What the client said; see Hints.
+    is_pinned: bool = False
+    pinned_until: float | None = None
+    ttl_s: float | None = None
+    priority: int = 0
+    expected: float | None = None
+    tool: str = ""
+    """The tool that its client waits for."""
+    stays_out: bool = False
+    """True if nothing of it may reach a tier."""
+    kin: Owner | None = None
+    """Owner of the session whose whole prompt this one, without a name, has asked again."""
+    prompt_end: str = ""
+    """Number of full blocks of its last prompt, and the tokens behind them; empty if these are not known."""
+
+    @property
+    def state(self) -> SessionState:
+        """State as users see it."""
+        if self.requests:
+            return SessionState.ACTIVE
+        return SessionState.COLD if self.is_cold else SessionState.IDLE
+
+    @property
+    def owner(self) -> Owner:
+        """Tenant and name. Branches of one named session have the same."""
+        return self.kin or (self.tenant, self.session_id if self.name is None else f"={self.name}")
+
+    @property
+    def told_id(self) -> str:
+        """Id as its tenant is told it."""
+        return self.session_id.removeprefix(_prefix(self.tenant, self.session_id))
+
+    @property
+    def point_rows(self) -> Rows:
+        """Rows of the blocks of other KV cache groups at its resume points."""
+        return np.unique(np.concatenate([NO_ROWS, *(point.rows for point in self.points)]))
+
+    def has(self, row: int, depth: int) -> bool:
+        """True if the block with this row and depth is one of its own."""
+        return depth < len(self.rows) and self.rows[depth] == row
+
+
+def qualified(told_id: str, tenant: str) -> str:
+    """Return a session's id among those of all tenants. No two of tenant and told id make the same."""
+    return _prefix(tenant, told_id) + told_id
+
+
+def _prefix(tenant: str, name: str) -> str:
+    """Return what stands before the names of a tenant's sessions; without a tenant, only where they look like one's."""
+    if tenant:
+        return tenant.replace("%", "%25").replace("/", "%2F") + "/"
+    return "/" if "/" in name else ""
+
+
+class Deadlines:
+    """A time for each session id. O(log n) an event. Times are seconds on the engine's clock."""
+
+    def __init__(self) -> None:
+        self._when = Ranking()
+        self.first: float | None = None
+        """The earliest time; None if there is none."""
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._when
+
+    def __len__(self) -> int:
+        return len(self._when)
+
+    def set(self, session_id: str, when: float | None) -> None:
+        """Set the time of a session, or take it back with None."""
+        if when is None:
+            if session_id in self._when:
+                self._when.discard(session_id)
+                self._look()
+        elif self._when.get(session_id) != when:
+            self._when.set(session_id, when)
+            self._look()
+
+    def pop_due(self, now: float) -> Iterator[str]:
+        """Yield session ids whose time has come, each once."""
+        while (first := self._when.first()) is not None and first[0] <= now:
+            self._when.discard(first[2])
+            self._look()
+            yield first[2]
+
+    def _look(self) -> None:
+        first = self._when.first()
+        self.first = None if first is None else first[0]
+
+
+def earliest(*times: float | None) -> float | None:
+    """Return the first of these times that is not None; None if there is none."""
+    return min((when for when in times if when is not None), default=None)
+
+
+class Order:
+    """Sessions in the policy's order, those of a lower priority before all of a higher one."""
+
+    def __init__(self, make_policy: Callable[[], EvictionPolicy]) -> None:
+        self._make_policy = make_policy
+        self._levels: dict[int, EvictionPolicy] = {}
+        self._level_of: dict[str, int] = {}
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._level_of
+
+    def used(self, view: SessionView, priority: int) -> None:
+        """Enter a session, or tell the policy that it was used."""
+        before = self._level_of.get(view.session_id)
+        if before is not None and before != priority:
+            self._levels[before].forget(view.session_id)
+        if priority not in self._levels:
+            self._levels[priority] = self._make_policy()
+            self._levels = dict(sorted(self._levels.items()))
+        self._level_of[view.session_id] = priority
+        self._levels[priority].used(view)
+
+    def leave(self, session_id: str, *, evicted: bool = False) -> None:
+        """Take a session out. evicted: True if it was its turn. Unknown ids are ignored."""
+        if (level := self._level_of.pop(session_id, None)) is not None:
+            policy = self._levels[level]
+            (policy.evicted if evicted else policy.forget)(session_id)
+
+    def superseded(self, session_id: str) -> None:
+        """Tell the policy what EvictionPolicy.superseded says."""
+        if (level := self._level_of.get(session_id)) is not None:
+            self._levels[level].superseded(session_id)
+
+    def victims(self) -> Iterator[str]:
+        """Yield session ids, the one to go first first. Sessions may leave while one iterates."""
+        for policy in list(self._levels.values()):
+            yield from policy.victims()
+
+
+class SessionTable:
+    """All sessions that have blocks or a request, and those that are remembered without. No tenant finds another's.
+
+    Sessions that clients named are found by requests of that name, and by requests without a name.
+
+    Args:
+        make_policy: makes an instance of the policy for each order that is kept.
+        label: stands in the ids of sessions without a name, to tell engines apart.
+    """
+
+    def __init__(
+        self, make_policy: Callable[[], EvictionPolicy], shape: MemoryShape, blocks: BlockTable, label: str = ""
+    ) -> None:
+        self.shape, self.blocks = shape, blocks
+        self.by_id: dict[str, Session] = {}
+        self.by_number: dict[int, Session] = {}
+        self.states: Counter[SessionState] = Counter()
+        self.order = Order(make_policy)
+        """Sessions that may give compressed blocks: neither pinned, nor without any since their turn came."""
+        self.order_of: dict[str, Order] = {}
+        """The same for each tenant that has a quota, and sessions."""
+        self.changed: dict[str, None] | None = None
+        """Ids of sessions that are not what they were, where somebody asks for them."""
+        self.gone: list[Callable[[Session], None]] = []
+        """Called with each session that is forgotten."""
+        self._numbers = count(1)
+        self._sessions_of: Counter[str] = Counter()  # by tenant
+        self._ending: dict[int, dict[Session, None]] = {}
+        """By the row of their last block, sessions with blocks."""
+        self._named = defaultdict[tuple[str, str | None], dict[Session, None]](dict)
+        """By tenant and name; None for all of a tenant."""
+        self._prompts: dict[tuple[str, bytes, str], Session] = {}
+        """By tenant, hash of a prompt's last full block, and its end, the session that asked it last."""
+        self._prompt_of: dict[Session, tuple[str, bytes, str]] = {}
+        self._remembered: OrderedDict[tuple[str, bytes], Session] = OrderedDict()
+        """By tenant and tip, also those whose blocks are gone. The oldest are forgotten."""
+        self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
+        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, who learns nothing of others
+        self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
+
+    # -- sessions -------------------------------------------------------------------------------------
+
+    def create(self, name: str | None, tenant: str, now: float, session_id: str = "") -> Session:
+        """Enter a new session without blocks. session_id: its id, if that is settled."""
+        session = Session(session_id or self._new_id(name, tenant), name, tenant, next(self._numbers), now, now)
+        self._enter(session)
+        return session
+
+    def _enter(self, session: Session) -> None:
+        self.by_id[session.session_id] = self.by_number[session.number] = session
+        self.states[session.state] += 1
+        self._sessions_of[session.tenant] += 1
+        for name in {session.name, None}:
+            self._named[session.tenant, name][session] = None
+
+    def touch(self, session: Session) -> None:
+        """Note that a session, or what is stored of it, is not what it was."""
+        if self.changed is not None:
+            self.changed[session.session_id] = None
+
+    def take_changes(self) -> list[tuple[str, Session | None]]:
+        """Return the sessions that have changed since the last call, by id; None for one that is gone."""
+        taken, self.changed = self.changed or {}, {}
+        return [(session_id, self.by_id.get(session_id)) for session_id in taken]
+
+    def begin(self, session: Session, request_id: str) -> None:
+        """Note that a request of a session runs."""
+        self._count(session, lambda: session.requests.add(request_id))
+        self.set_cold(session, False)
+
+    def end(self, session: Session, request_id: str) -> None:
+        """Note that a request of a session runs no more."""
+        self._count(session, lambda: session.requests.discard(request_id))
+
+    def set_cold(self, session: Session, is_cold: bool) -> None:
+        """Note whether all blocks of a session are saved."""
+
+        def change() -> None:
+            session.is_cold = is_cold
+
+        if session.is_cold is not is_cold:
+            self._count(session, change)
+
+    def _count(self, session: Session, change: Callable[[], object]) -> None:
+        self.touch(session)
+        before = session.state
+        change()
+        self.states[before] -= 1
+        self.states[session.state] += 1
+
+    def used(self, session: Session, now: float) -> None:
+        """Note that a request of a session began or ended."""
+        self.touch(session)
+        session.last_used = now
+        self.enter_order(session)
+
+    def told(self, session: Session) -> None:
+        """Tell the policy again of a session of which it may learn something new."""
+        self.touch(session)
+        if session.session_id in self.order:
+            self.enter_order(session)
+
+    def extend(self, session: Session, rows: Rows) -> None:
+        """Add blocks to the end of a session."""
+        if not len(rows):
+            return
+        self.touch(session)
+        self._leave_end(session)
+        session.rows = np.concatenate([session.rows, rows])
+        self._enter_end(session)
+        self.blocks.use(rows, +1)
+        self.blocks.belong(rows, session.number)
+        self.set_cold(session, False)
+
+    def truncate(self, session: Session, length: int) -> Rows:
+        """Cut a session to `length` blocks and return the rows cut off, some of which may be free by now.
+
+        A session left with no block is forgotten unless a request runs.
+        """
+        self.touch(session)
+        cut = session.rows[length:]
+        if len(cut):
+            self._leave_end(session)
+            session.rows = session.rows[:length].copy()
+            self._enter_end(session)
+            self.blocks.leave(cut, session.number)
+            self.blocks.use(cut, -1)
+        if not length and not session.requests:
+            self._forget(session)
+        return cut
+
+    def _forget(self, session: Session) -> None:
+        if self.by_id.get(session.session_id) is not session:
+            return
+        del self.by_id[session.session_id], self.by_number[session.number]
+        self.states[session.state] -= 1
+        self.leave_order(session)
+        for name in {session.name, None}:
+            del self._named[session.tenant, name][session]
+            if not self._named[session.tenant, name]:
+                del self._named[session.tenant, name]
+        self._forget_prompt(session)
+        self._sessions_of[session.tenant] -= 1
+        if not self._sessions_of[session.tenant]:  # clients may make up any number of tenants
+            del self._sessions_of[session.tenant]
+            self.order_of.pop(session.tenant, None)
+            self._anonymous.pop(session.tenant, None)
+            self._forks.pop(session.tenant, None)
+        for tell in self.gone:
+            tell(session)
+
+    # -- the policy's order ---------------------------------------------------------------------------
+
+    def victims(self, tenant: str | None = None) -> Iterator[Session]:
+        """Yield sessions, of one tenant or of all, the one whose compressed blocks are dropped first first."""
+        order = self.order if tenant is None else self.order_of[tenant]
+        return map(self.by_id.__getitem__, order.victims())
+
+    def enter_order(self, session: Session) -> None:
+        """Note that a session was used, or may give compressed blocks from now on."""
+        if session.is_pinned:
+            return
+        view = self._view(session)
+        for order in self._orders(session):
+            order.used(view, session.priority)
+
+    def enter_order_again(self, session: Session) -> None:
+        """Note that a session has compressed blocks to give, should it have left the order."""
+        if session.session_id not in self.order:
+            self.enter_order(session)
+
+    def leave_order(self, session: Session, *, evicted: bool = False) -> None:
+        """Note that a session has nothing to give. evicted: True if it has given all because it was its turn."""
+        for order in self._orders(session):
+            order.leave(session.session_id, evicted=evicted)
+
+    def superseded(self, session: Session) -> None:
+        """Note that another session went on from the middle of this one."""
+        for order in self._orders(session):
+            order.superseded(session.session_id)
+
+    def _orders(self, session: Session) -> Iterator[Order]:
+        yield self.order
+        if (order := self.order_of.get(session.tenant)) is not None:
+            yield order
+
+    def _view(self, session: Session) -> SessionView:
+        blocks, beside = len(session.rows), {int(row) for point in session.points for row in point.rows}
+        nbytes = self.blocks.nbytes[list(beside)].sum(dtype=int) if beside else 0
+        return SessionView(
+            session.session_id,
+            blocks * self.shape.block_tokens,
+            blocks * self.shape.cold_nbytes + int(nbytes),
+            session.created,
+            session.last_used,
+            session.uses,
+            session.gap,
+            session.added_tokens,
+            session.answer_tokens,
+            session.left_tokens,
+            session.expected,
+        )
+
+    # -- the session of a request ---------------------------------------------------------------------
+
+    def attribute(self, hashes: Sequence[bytes], rows: Rows, name: str | None, tenant: str, now: float) -> Session:
+        """Return the session that a prompt belongs to.
+
+        That is the session that the prompt extends, one remembered whose KV is gone, one whose last answer comes back
+        changed, or a new one. A new one that goes on from the middle of another has that one's history: somebody
+        changed an earlier message.
+        """
+        found = self.find(rows, name, tenant)
+        known = len(found.rows) if found is not None else 0
+        remembered = self._recall(hashes[known:], name, tenant)
+        if remembered is not None and not self._is_superseded(remembered):
+            if self.by_id.get(remembered.session_id) is not remembered:
+                self._revive(remembered)
+            return remembered
+        if found is not None:
+            return found
+        if (continued := self._with_changed_answer(rows, name, tenant)) is not None:
+            return continued
+        session = self.create(name, tenant, now)
+        self._inherit(session, rows)
+        return session
+
+    def find(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
+        """Return the session with KV that a prompt extends. None means a new one, or a branch.
+
+        That is one of this name which has all of the prompt, for a prompt that is asked again. Otherwise it is the
+        longest session that the prompt begins with.
+        """
+        used = self._used(rows)
+        if name is None:
+            found = self._longest(used, None, tenant)
+            return None if found is None or self._is_common_start(found, rows) else found
+        known, near = self._nearest(used, name, tenant)
+        found = self._longest(used[:known], name, tenant)
+        is_again = near is not None and known == len(rows)
+        return near if is_again and (found is None or len(found.rows) < known) else found
+
+    def kept(self, session: Session, rows: Rows, name: str | None, tokens: int) -> int:
+        """Return how many of its blocks a session keeps when a prompt with these rows and tokens comes.
+
+        All, unless its last answer comes back changed: then those that both begin with. Such a prompt is longer than
+        the last one, and not as long as that with its answer.
+        """
+        length = common_prefix(session.rows, rows)
+        if length < min(len(session.rows), len(rows)):
+            return length
+        is_next = name is not None and 0 < session.prompt_tokens < tokens and not session.requests
+        return length if is_next else len(session.rows)
+
+    def own_blocks(
+        self, session: Session, hashes: Sequence[bytes], rows: Rows, tail: bytes | None, can_be_kin: bool = True
+    ) -> int:
+        """Return how many first blocks of a prompt its session, or another of the same name, has brought.
+
+        Behind these blocks, the request takes exact ones only. A client without a name that asks somebody's whole
+        prompt again is taken for the same one.
+        """
+        if session.name is not None:
+            return self._nearest(self._used(rows), session.name, session.tenant)[0]
+        if not len(session.rows) and can_be_kin and hashes and (end := prompt_end(hashes, tail)):
+            origin = self._prompts.get((session.tenant, hashes[-1], end))
+            if origin is not None and len(origin.rows) >= len(hashes):
+                session.kin = origin.owner
+                return len(hashes)
+        return common_prefix(session.rows, rows)
+
+    def asks(self, session: Session, hashes: Sequence[bytes], tail: bytes | None) -> None:
+        """Note a session's newest prompt."""
+        self.enter_prompt(session, hashes, prompt_end(hashes, tail))
+
+    def enter_prompt(self, session: Session, hashes: Sequence[bytes], end: str) -> None:
+        """Note a session's newest prompt: its full blocks, and its end; see `Session.prompt_end`."""
+        self._forget_prompt(session)
+        session.prompt_end = end
+        if hashes and end:
+            key = session.tenant, hashes[-1], end
+            self._prompts[key], self._prompt_of[session] = session, key
+
+    def _forget_prompt(self, session: Session) -> None:
+        key = self._prompt_of.pop(session, None)
+        if key is not None and self._prompts.get(key) is session:
+            del self._prompts[key]
+
+    def _used(self, rows: Rows) -> Rows:
+        """Return the leading rows that some session has."""
+        return rows[: first_false(self.blocks.users[rows] > 0)]
+
+    def _longest(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
+        """Return the longest session, of this name or any, whose last block is among these rows."""
+        for row in reversed(rows.tolist()):
+            for session in self._ending.get(row, ()):
+                if session.tenant == tenant and name in (None, session.name):
+                    return session
+        return None
+
+    def _nearest(self, rows: Rows, name: str | None, tenant: str) -> tuple[int, Session | None]:
+        """Return how many of these rows, from the first on, one session of this name or any has, and a session that
+        has the most."""
+        best, found = 0, None
+        for session in self._named.get((tenant, name), ()) if len(rows) else ():
+            if best < len(session.rows) and session.rows[best] == rows[best]:
+                best, found = common_prefix(session.rows, rows), session
+                if best == len(rows):
+                    break
+        return best, found
+
+    def _is_common_start(self, session: Session, rows: Rows) -> bool:
+        """True if others go on from where this session ends, as from a system prompt."""
+        if session.name is not None or len(session.rows) == len(rows):
+            return False
+        return self._has_several(int(session.rows[-1]), len(session.rows) - 1, session.tenant)
+
+    def _is_superseded(self, remembered: Session) -> bool:
+        """True if another live session has this session's last block. The request then belongs to one of them."""
+        row = self.blocks.row(self.shape.session_group, remembered.tip)
+        return row >= 0 and self.blocks.users[row] > 0 and self._holder(row, remembered.tenant) is not None
+
+    def _with_changed_answer(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
+        """Return the session of this name whose whole last prompt the rows repeat, and not its answer.
+
+        The template has left out what the model thought, or the client has changed it. Without a name, it may be
+        somebody else.
+        """
+        if name is None:
+            return None
+        known, origin = self._nearest(self._used(rows), name, tenant)
+        if origin is None or origin.requests or not 0 < known < min(len(origin.rows), len(rows)):
+            return None
+        prompt = origin.prompt_tokens
+        return origin if prompt and known >= prompt // self.shape.block_tokens else None
+
+    def _inherit(self, session: Session, rows: Rows) -> None:
+        """Take over the history of the only session that has the beginning of these rows, and goes on otherwise."""
+        known = len(self._used(rows))
+        origin = self._holder(int(rows[known - 1]), session.tenant) if known else None
+        if origin is None:  # only other tenants have all of it
+            known, origin = self._nearest(rows[:known], None, session.tenant)
+        if origin is None or known == len(origin.rows) or origin.requests:
+            return
+        if self._has_several(int(origin.rows[known - 1]), known - 1, session.tenant):
+            return
+        session.created, session.uses, session.last_used = origin.created, origin.uses, origin.last_used
+        session.left_tokens = (len(origin.rows) - known) * self.shape.block_tokens
+        self.superseded(origin)
+
+    def _holder(self, row: int, tenant: str) -> Session | None:
+        """Return a session of the tenant that has the block."""
+        found = self.by_number.get(int(self.blocks.origin[row]))
+        if found is None or found.tenant != tenant:
+            found = next(self.holders(row, int(self.blocks.depth[row]), tenant), None)
+        return found
+
+    def holders(self, row: int, depth: int, tenant: str | None = None) -> Iterator[Session]:
+        """Yield the sessions, of one tenant or all, that have the block. A scan."""
+        some = self.by_id.values() if tenant is None else self._named.get((tenant, None), ())
+        return (session for session in some if session.has(row, depth))
+
+    def _has_several(self, row: int, depth: int, tenant: str) -> bool:
+        """True if more than one session of the tenant has the block."""
+        return self.blocks.users[row] > 1 and len(list(islice(self.holders(row, depth, tenant), 2))) > 1
+
+    def _enter_end(self, session: Session) -> None:
+        if len(session.rows):
+            self._ending.setdefault(int(session.rows[-1]), {})[session] = None
+
+    def _leave_end(self, session: Session) -> None:
+        if len(session.rows):
+            row = int(session.rows[-1])
+            del self._ending[row][session]
+            if not self._ending[row]:
+                del self._ending[row]
+
+    # -- sessions whose KV may be gone ----------------------------------------------------------------
+
+    def remember(self, session: Session) -> None:
+        """Note by which block a session will be known again. A request of it has ended."""
+        self.forget_tip(session)
+        if len(session.rows):
+            session.tip = self.blocks.hashes(session.rows[-1:])[0]
+            self._remembered[session.tenant, session.tip] = session
+            self._remembered.move_to_end((session.tenant, session.tip))
+        while len(self._remembered) > REMEMBERED + 2 * len(self.by_id):
+            self._remembered.popitem(last=False)
+
+    def forget_tip(self, session: Session) -> None:
+        """Remember a session no longer."""
+        if self._remembered.get((session.tenant, session.tip)) is session:
+            del self._remembered[session.tenant, session.tip]
+
+    def _recall(self, hashes: Sequence[bytes], name: str | None, tenant: str) -> Session | None:
+        """Return the remembered session, of this name or any, whose conversation is the longest that these extend."""
+        found = map(self._remembered.get, zip(repeat(tenant), reversed(hashes)))
+        return next((one for one in found if one is not None and name in (None, one.name)), None)
+
+    def _revive(self, session: Session) -> None:
+        """Enter a remembered session again: it is as a new one, but for its history."""
+        if session.session_id in self.by_id:
+            session.session_id = self._new_id(session.name, session.tenant)
+        session.is_cold, session.saving_since = False, None
+        session.refusals, session.refused_until = 0, 0.0
+        self._enter(session)
+
+    def _new_id(self, name: str | None, tenant: str) -> str:
+        """Return the client's name, with a number behind it for a branch, or `anonymous-N` without a name."""
+        taken: Container[str] = self.by_id
+        if name is None:
+            names = (f"{self._anonymous_name}{n}" for n in self._anonymous[tenant])
+        else:
+            names = (name if n == 1 else f"{name}~{next(self._forks[tenant])}" for n in count(1))
+        return next(full for told in names if (full := qualified(told, tenant)) not in taken)
+
+
+def prompt_end(hashes: Sequence[bytes], tail: bytes | None) -> str:
+    """Return what tells a prompt from others with the same full blocks; see `Session.prompt_end`."""
+    return "" if tail is None else f"{len(hashes)}:{tail.hex()}"
