@@ -153,7 +153,8 @@ class Driver:
         manager.bind(pool, self._high)
         self.runway = Runway(pool, self._high)
         self.fronts = FrontTiers(manager, fronts)
-        self.prefetcher = Prefetcher(manager, pool, self.runway.length, ranks, self._low, prefetch_lead_s)
+        walk, taken = self.runway.length, self.runway.taken
+        self.prefetcher = Prefetcher(manager, pool, walk, taken, ranks, self._low, prefetch_lead_s)
         manager.events.subscribe(self._happened)
         self._main = manager.shape.main
         self._serving: dict[str, Serving] = {}
@@ -425,6 +426,7 @@ class Driver:
     def _begin(self, plans: Iterable[StorePlan]) -> None:
         for plan in plans:
             job = plan.transfer
+            self.runway.taken(len(job))  # saved blocks that are stored again
             self._stores[job.job_id] = Store(plan, Answers([job], self._ranks), job.block_ids.tolist())
             self._granted.append(job)
 
@@ -504,7 +506,7 @@ class Driver:
             del self._load_of[job.job_id]
         failed = answers.failed
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
-        self.fronts.read(self.manager.load_finished(request_id, bad))
+        self.manager.load_finished(request_id, bad)
         event = restored(session_id, self._main, self.manager.points.is_needed, answers, request_id)
         if (serving := self._serving.get(request_id)) is not None:
             serving.is_unserved |= STORE_DOWN in failed.values()

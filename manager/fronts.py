@@ -33,6 +33,7 @@ class FrontTiers:
         """True if the last tier has all blocks, also those that are in others."""
         if tiers:
             manager.table.gone.append(self._forget)
+            manager.read = self.read
             manager.events.subscribe(self._happened)
 
     def __len__(self) -> int:

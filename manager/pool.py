@@ -117,7 +117,7 @@ class Pool(Protocol):
         """Note that blocks are saved no more: the pool overwrites them last, the first at the very end."""
 
     def release(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Take blocks that nobody references out of the prefix cache, and overwrite them next, the last first."""
+        """Take blocks out of the prefix cache, and overwrite those that nobody references next, the last first."""
 
     def runway(self, most: int) -> int:
         """Return how many free blocks are taken before the first unsaved one, up to `most`."""

@@ -11,7 +11,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -745,7 +745,7 @@ class VllmPool:
 
     def release(self, group: int, block_hashes: "Sequence[bytes]") -> None:
         """See Pool."""
-        overwrite_next(self._pool, [block for block in self._copies(group, block_hashes) if block.ref_cnt == 0][::-1])
+        overwrite_next(self._pool, self._copies(group, block_hashes)[::-1])
 
     def keep(self, group: int, block_hashes: "Sequence[bytes]") -> None:
         """See Pool."""
@@ -797,10 +797,12 @@ class VllmPool:
 
     def redundant(self, spare: int) -> Iterator[Unsaved]:
         """See Pool."""
-        later = len(self._kept) - spare
+        first = islice(self._free.iter_blocks_after(None), spare)
+        empty = sum(1 for _ in takewhile(lambda block: block.block_hash is None, first))
         used = [block for block_id in self._saved if (block := self._pool.blocks[block_id]).ref_cnt > 0]
-        kept = [block for block in islice(reversed(self._kept.values()), max(0, later)) if block.ref_cnt == 0]
-        return (_named(block) for block in (*used, *kept) if block.block_hash is not None)
+        kept = [block for block in self._kept.values() if block.ref_cnt == 0 and block.block_hash is not None]
+        later = kept[spare:][::-1]
+        return (_named(block) for block in (*used, *later) if block.block_hash is not None)
 
     def _copies(self, group: int, block_hashes: "Sequence[bytes]") -> "list[KVCacheBlock]":
         """Return all cached blocks of these names."""

@@ -211,6 +211,8 @@ class SessionManager:
         """Bytes that pinned sessions count."""
         self._heads: set[int] = set()
         """Rows of heads that sessions share, which are stored exact."""
+        self.read: Callable[[Rows], None] = lambda rows: None
+        """Called with rows that were read. The estimate of front tiers sets it."""
         self._spare = 0
         self._led: list[int] = []
         """Numbers of the sessions whose blocks the pool overwrites first."""
@@ -267,7 +269,7 @@ class SessionManager:
         self.requests[request_id] = request
         self.table.asks(session, hashes, tail)
         if hints.store is not None:
-            session.stays_out = not hints.store
+            self.table.stay_out(session, not hints.store)
         return request
 
     def request_finished(
@@ -303,7 +305,8 @@ class SessionManager:
             if home is not session:
                 self._begin_use(home, request_id, now, session.tokens, len(home.rows) * self.shape.block_tokens)
                 self._end_use(session, request_id, now)
-                session, home.stays_out = home, session.stays_out
+                home.stays_out |= session.stays_out
+                session = home
             self._extend(session, rows[len(session.rows) :])
         session.answer_tokens = max(0, total - session.tokens)
         session.tokens = max(session.tokens, total)
@@ -312,12 +315,13 @@ class SessionManager:
         seconds = now - request.began
         self.events(Turn(session.session_id, session.tokens, len(session.rows), seconds, found, lossy))
         refused = self.said.take(session, request.hints, now)
+        self.blocks.hold(np.concatenate([held, more]), -1)
         if request.hints.release and len(session.rows) and session.requests == {request_id}:
             self.table.end(session, request_id)
-            self.forget_session(session, DropCause.RELEASED)
+            self.forget_session(session, DropCause.RELEASED, held=1)
         else:
             self._end_use(session, request_id, now)
-        self.blocks.hold(np.concatenate([held, more]), -1)
+        self._drop_unneeded(held)
         return Outcome(session.told_id, session.is_pinned, refused, lossy), plans
 
     def enter_tenant(self, tenant: str) -> None:
@@ -454,8 +458,8 @@ class SessionManager:
         self.blocks.pin(self._loading[load_id], +1)
         return beside
 
-    def load_finished(self, load_id: str, failed: Iterable[BlockName] = ()) -> Rows:
-        """Unpin the rows of a load, and return them. failed: blocks that could not be read; they are dropped."""
+    def load_finished(self, load_id: str, failed: Iterable[BlockName] = ()) -> None:
+        """Unpin the rows of a load. failed: blocks that could not be read; they are dropped."""
         rows = self._loading.pop(load_id, NO_ROWS)
         blocks = self.blocks
         bad = [row for group, block_hash in failed if (row := blocks.row(group, block_hash)) >= 0]
@@ -470,8 +474,8 @@ class SessionManager:
             for session in self.points.lose(row, DropCause.FAILED):
                 self._end_at_point(session)
             self._end_sessions_before(row)
+        self.read(rows[blocks.is_saved(rows)])
         blocks.hold(rows, -1)
-        return rows
 
     def loaded_marks(self, rows: Rows) -> list[Mark]:
         """Return the marks that resident blocks get when these rows are loaded into them.
@@ -495,6 +499,7 @@ class SessionManager:
         for session_id in list(self._due.pop_due(now)):
             session = self.table.by_id.get(session_id)
             if session is not None and not session.requests:
+                self._forget_overwritten(session, now)
                 self._save_soon(session, now, is_pressed=False)
         plans = self._save_next_overwritten(min(room, wanted), now) if wanted > 0 else []
         room -= sum(len(plan.rows) for plan in plans)
@@ -504,6 +509,16 @@ class SessionManager:
             plans += (more := self._save(session, room, now))
             room -= sum(len(plan.rows) for plan in more)
         return plans
+
+    def _forget_overwritten(self, session: Session, now: float) -> None:
+        """Cut a session that stays out of the tiers before the first block that is lost, and look at it again later."""
+        if session.stays_out:
+            rows, blocks = session.rows, self.blocks
+            is_resident = np.array(self.pool.lookup(self.shape.main, blocks.hashes(rows))) >= 0
+            is_stored = blocks.is_saved(rows) & (blocks.group[rows] != NO_GROUP)
+            self.cut(session, first_false(is_resident | is_stored), DropCause.ABANDONED)
+            if len(session.rows):
+                self._put_off(session, now)
 
     def save_all(self, now: float) -> int:
         """Begin to save all idle sessions that are not cold. Return how many are being saved."""
@@ -531,6 +546,9 @@ class SessionManager:
     def _save(self, session: Session, room: int, now: float) -> list[StorePlan]:
         """Begin to store a session's blocks, the first ones first; a tail is worth nothing without its head."""
         blocks, rows = self.blocks, session.rows
+        if self.points.is_needed and self._is_too_large(session):
+            self.cut(session, 0, DropCause.BUDGET)
+            return []
         needed = rows[blocks.status[rows] == 0][:room]
         plans: list[StorePlan] = []
         if len(needed):
@@ -548,6 +566,14 @@ class SessionManager:
             plans += self._replace_heads(session)
             self._check_cold(session, now)
         return plans
+
+    def _is_too_large(self, session: Session) -> bool:
+        """True if an idle session and its resume points would not fit into tiers that hold nothing else."""
+        blocks, rows = self.blocks, np.concatenate([session.rows, session.point_rows])
+        taken = int(blocks.nbytes[rows].sum(dtype=np.int64) + blocks.reserved[rows].sum(dtype=np.int64))
+        bound = self.shape.groups[self.shape.main].bounds[0]
+        more = bound * int((blocks.status[session.rows] == 0).sum())
+        return taken + more > self.budget_nbytes
 
     def _put_off(self, session: Session, now: float, is_full: bool = True) -> None:
         """Save a session later: the tiers have no room for it, or a store failed."""
@@ -577,7 +603,8 @@ class SessionManager:
             own = session.rows[own[own < len(session.rows)]]
             if not session.requests:
                 session.is_pressed = True
-                if not self._is_exclusive and not self.points.is_needed:
+                has_room = not self._is_exclusive or self.free_nbytes >= self.shape.cold_nbytes
+                if has_room and not self.points.is_needed:
                     self._save_soon(session, now, is_pressed=True)
             if len(own):
                 begun = self._begin(own, session, is_pressed=True)
@@ -630,13 +657,14 @@ class SessionManager:
         counts = self._exact_tokens(rows, marks, group, session.tenant) if exact is None else np.full(length, exact)
         shape = self.shape.groups[group]
         bounds = np.array([shape.bounds[tokens] for tokens in counts.tolist()], np.int64)
+        self.pool.hold(ids[:length])  # to make room may release blocks
         fits = self._make_room(bounds, session, is_pressed) if length else 0
+        self.pool.free(ids[fits:length][::-1])
         is_gone = is_gone and fits == length
         rows, marks, counts = rows[:fits], marks[:fits], counts[:fits].astype(np.uint16)
         if not fits:
             return Begun([], 0, is_gone, lost)
         self.blocks.reserve(rows, bounds[:fits], session.tenant)
-        self.pool.hold(ids[:fits])
         self.events(Storing([Mark(mark) for mark in marks.tolist()]))
         whole = counts == shape.tokens
         breaks = np.zeros(fits, np.int32)
@@ -687,8 +715,7 @@ class SessionManager:
         self.announce(rows, seconds)
         self.points.stored(rows.tolist())
         self._note_stored(rows, now)
-        unused = rows[blocks.users[rows] == 0]
-        self._drop(unused[blocks.is_droppable(unused)], DropCause.ABANDONED)
+        self._drop_unneeded(rows)
         for session in list(self._saving):
             self._check_cold(session, now)
 
@@ -715,6 +742,7 @@ class SessionManager:
             cause = DropCause.RESET if is_void else DropCause.FAILED
             self.events(BlocksDropped(plan.transfer.group, blocks.hashes(gone), cause))
         users = {session: None for session in self._saving if np.isin(session.rows, rows).any()}
+        users |= {one.session: None for one in self.requests.values() if np.isin(one.rows, rows).any()}
         for number in np.unique(blocks.origin[rows]).tolist():
             if (session := self.table.by_number.get(number)) is not None:
                 users[session] = None
@@ -756,6 +784,7 @@ class SessionManager:
             return
         self.points.tidy(session)
         rows, tokens = session.rows, self.shape.block_tokens
+        self.pool.keep(self.shape.main, blocks.hashes(rows[::-1]))  # the tail is overwritten first
         beside = session.point_rows
         pool_nbytes = sum(self.shape.groups[group].pool_nbytes for group in blocks.group[beside].tolist())
         self.events(
@@ -853,14 +882,13 @@ class SessionManager:
             for row in self._heads
             if blocks.status[row] & STORING or (blocks.status[row] and blocks.exact[row] >= tokens)
         }
-        part = min(1.0, self.shares.of_tenant(tenant))
-        number = blocks.tenant_number(tenant)
-        taken = sum(
-            int(blocks.nbytes[row]) + int(blocks.reserved[row])
-            for row in self._heads
-            if part == 1 or blocks.tenant[row] == number
-        )
-        return self.shares.heads * part * self.budget_nbytes - taken
+        nbytes = {row: int(blocks.nbytes[row]) + int(blocks.reserved[row]) for row in self._heads}
+        left = self.shares.heads * self.budget_nbytes - sum(nbytes.values())
+        if (part := self.shares.of_tenant(tenant)) < 1:
+            number = blocks.tenant_number(tenant)
+            own = sum(taken for row, taken in nbytes.items() if blocks.tenant[row] == number)
+            left = min(left, self.shares.heads * part * self.budget_nbytes - own)
+        return left
 
     def _pool_marks(self, rows: Rows) -> NDArray[np.uint8]:
         """Return the marks of the pool's copies of rows of one group; DECODED where there is none."""
@@ -892,6 +920,7 @@ class SessionManager:
         """
         total = np.cumsum(bounds)
         wanted, tenant = int(total[-1]), session.tenant
+        self.table.enter_order_again(session)  # so that its turn comes
         if self.shares.of_tenant(tenant) < 1:
             self._drop_until(lambda: wanted - self.left_to(tenant), session, tenant)
             wanted = max(0, min(wanted, self.left_to(tenant)))
@@ -928,6 +957,9 @@ class SessionManager:
         gone, end = rows[length:][own[length:]], len(rows)
         if not was_cold and (not len(freed) or freed[-1] < short):
             self.points.cut(victim, 0, DropCause.BUDGET)
+            if not own.any() and victim.session_id in self._due:  # others have all of it that is saved
+                self.table.leave_order(victim)
+                return
         if was_cold and (is_pressed or not self._is_exclusive or not len(gone)):
             end = length
         elif is_pressed and len(gone):
@@ -949,7 +981,7 @@ class SessionManager:
     def _give_up(self, session: Session, length: int) -> None:
         """Cut a session. The pool overwrites next what nobody else needs of the rest."""
         cut = session.rows[length:]
-        hashes = self.blocks.hashes(cut[self.blocks.users[cut] == 1])
+        hashes = self.blocks.hashes(cut[(self.blocks.users[cut] == 1) & (self.blocks.holds[cut] == 0)])
         self.cut(session, length, DropCause.BUDGET)
         self.pool.release(self.shape.main, hashes)
 
@@ -1012,14 +1044,15 @@ class SessionManager:
         return len(session.rows)
 
     def _end_sessions_before(self, row: int) -> None:
-        """Cut all sessions before a block whose compressed copy is lost, unless the pool has computed KV of it."""
+        """Cut all sessions before a block that a load could not read, unless it is computed, or is about to be."""
         rows = np.array([row], np.int32)
         if self.blocks.group[row] != self.shape.session_group:
             return
-        is_resident = self._pool_marks(rows)[0] != Mark.DECODED
+        is_asked = self.blocks.holds[row] > 1  # by a request, besides the load itself
+        is_computed = is_asked or self._pool_marks(rows)[0] != Mark.DECODED
         depth = int(self.blocks.depth[row])
         for session in list(self.table.holders(row, depth)):
-            if is_resident:
+            if is_computed:
                 self._save_later(session)
             elif not session.requests:  # a request computes the block anew
                 self.cut(session, depth, DropCause.ABANDONED)
@@ -1050,10 +1083,19 @@ class SessionManager:
                 self.pool.forget(number, hashes)
             self.blocks.drop(of_group)
 
-    def forget_session(self, session: Session, cause: DropCause) -> None:
-        """Keep nothing of a session, neither compressed blocks nor KV nor its name."""
+    def _drop_unneeded(self, rows: Rows) -> None:
+        """Drop the compressed blocks of those rows that no session uses and that no running request has."""
+        unneeded = rows[(self.blocks.users[rows] == 0) & (self.blocks.holds[rows] == 0)]
+        self._drop(unneeded[self.blocks.is_droppable(unneeded)], DropCause.ABANDONED)
+
+    def forget_session(self, session: Session, cause: DropCause, held: int = 0) -> None:
+        """Keep nothing of a session, neither compressed blocks nor KV nor its name.
+
+        Args:
+            held: number of its own requests that still hold its blocks. Blocks of other requests stay resident.
+        """
         hashes = self.blocks.hashes(session.rows)
-        own = self.blocks.users[session.rows] == 1
+        own = (self.blocks.users[session.rows] == 1) & (self.blocks.holds[session.rows] <= held)
         self.table.forget_tip(session)
         self.cut(session, 0, cause)
         released = [name for name, is_own in zip(hashes, own.tolist(), strict=True) if is_own]
@@ -1085,6 +1127,8 @@ class SessionManager:
                 self.cut(session, 0, DropCause.RESET)
         for session in list(self._saving):
             self._stop_saving(session)
+        rows = self.blocks.rows()  # of running requests
+        self._drop(rows[self.blocks.is_droppable(rows)], DropCause.RESET)
         if self.table.changed is not None:
             self.table.changed = {}
 
@@ -1171,6 +1215,8 @@ class SessionManager:
         if session.requests and what in AFTERWARDS:
             return f"a request of it runs; it can {AFTERWARDS[what]} when that has ended"
         match what:
+            case "evict" if session.stays_out:
+                return "its client said that nothing of it is to be stored"
             case "evict" if not session.is_cold:
                 self._save_soon(session, now, is_pressed=False)
             case "expect":

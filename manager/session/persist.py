@@ -238,6 +238,7 @@ class JournalLink(_Link):
             others = manager.enter_parts([(part.group, part.block_hash, part.position) for part in parts])
             manager.points.place(session, depth, others)
             self._save(others, parts, sizes, tenant)
+            manager.points.stored(others.tolist())
         return session
 
     def _save(self, rows: Rows, blocks: Sequence[JournalBlock], sizes: Mapping[BlockName, int], tenant: str) -> None:

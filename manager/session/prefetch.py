@@ -60,6 +60,7 @@ class Prefetcher:
 
     Args:
         runway: returns how many free blocks are taken before the first unsaved one, up to a number.
+        taken: is told how many of them the pool may have handed out.
         spare: free blocks that are left to requests.
         lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
     """
@@ -69,11 +70,13 @@ class Prefetcher:
         manager: SessionManager,
         pool: Pool,
         runway: Callable[[int], int],
+        taken: Callable[[int], None],
         ranks: int,
         spare: int,
         lead_s: float | None,
     ) -> None:
-        self._manager, self._pool, self._runway, self._ranks, self._spare = manager, pool, runway, ranks, spare
+        self._manager, self._pool, self._ranks, self._spare = manager, pool, ranks, spare
+        self._runway, self._taken = runway, taken
         self._lead_s = lead_s
         self._main = manager.shape.main
         self._expected = Deadlines()
@@ -229,6 +232,7 @@ class Prefetcher:
         for group in numbers:
             at = np.nonzero(groups == group)[0]
             ids[at] = self._pool.lookup(group, [hashes[i] for i in at.tolist()])
+        self._taken(len(ids))
         self._pool.hold(ids[ids >= 0].tolist())
         missing = ids < 0
         ids[missing] = self._pool.take(int(missing.sum()))

@@ -5,7 +5,7 @@ session.
 """
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from itertools import count, islice, repeat
@@ -268,8 +268,19 @@ class SessionTable:
     def create(self, name: str | None, tenant: str, now: float, session_id: str = "") -> Session:
         """Enter a new session without blocks. session_id: its id, if that is settled."""
         session = Session(session_id or self._new_id(name, tenant), name, tenant, next(self._numbers), now, now)
+        session.stays_out = any(other.stays_out for other in self._alike(session))
         self._enter(session)
         return session
+
+    def _alike(self, session: Session) -> Iterable[Session]:
+        """Return the sessions that a client calls by the same name."""
+        return () if session.name is None else self._named.get((session.tenant, session.name), ())
+
+    def stay_out(self, session: Session, stays_out: bool) -> None:
+        """Keep a session, and others of its name, out of the tiers, or no longer."""
+        for one in (session, *self._alike(session)):
+            one.stays_out = stays_out
+            self.touch(one)
 
     def _enter(self, session: Session) -> None:
         self.by_id[session.session_id] = self.by_number[session.number] = session

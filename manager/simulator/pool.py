@@ -95,8 +95,6 @@ class SimulatedPool:
                 copies.append(first)
             else:
                 copies.append(block)
-            if first in self._saved:
-                self._saved.add(block)
 
     def free(self, block_ids: Iterable[int]) -> None:
         """See Pool."""
@@ -127,8 +125,8 @@ class SimulatedPool:
         for block in self._blocks_of(group, block_hashes):
             if not self._users[block]:
                 self._unqueue(block)
-                self._lose(block)
                 self._empty.append(block)
+            self._lose(block)
 
     def keep(self, group: int, block_hashes: Iterable[bytes]) -> None:
         """See Pool."""

@@ -201,6 +201,8 @@ def _points(manager: SessionManager) -> Findings:
         stand = [depth for depth in stand if depth != session.prompt_depth]
         yield len(stand) <= 2, f"{session.session_id} keeps resume points that a deeper one makes worthless, at {stand}"
     yield found == points._at, f"{len(points._at)} resume points are kept, and {len(found)} needed"
+    stand_now = {row for row, point in found.items() if points.stands(point)}
+    yield stand_now == points._standing, f"{len(points._standing)} resume points count as saved, not {len(stand_now)}"
     parts: dict[int, dict[int, ResumePoint]] = {}
     for row, point in found.items():
         yield set(point.sessions) <= set(manager.table.by_id.values()), "a resume point is of a session that is gone"
@@ -235,6 +237,7 @@ def _orders(manager: SessionManager) -> Findings:
         if not session.is_cold:  # others may have stored what it had in common with them
             gives &= blocks.origin[rows] == session.number
         is_free = not gives.any() or session.is_pinned or session.session_id in listed
+        is_free |= not session.is_cold and session.session_id in manager._due  # it is listed again when it is saved
         yield is_free, f"{session.session_id} has compressed blocks that nobody would drop"
 
 

@@ -15,6 +15,8 @@ from manthan.manager.session.table import SessionState
 
 LONGEST = 10
 """Blocks of a request at most."""
+RECENT = 6
+"""Number of conversations that go on."""
 LETTERS = st.text("ab", max_size=4)
 INDEX = st.integers(0, 1000)
 FEW = st.sampled_from([1, 1, 2, 3, 9])
@@ -78,7 +80,8 @@ class Sessions(RuleBasedStateMachine):
         hints: dict[str, object],
     ) -> None:
         """A new chat, a continuation, a fork or the same question again, by how much of an earlier one is kept."""
-        prompt = (self.texts[base % len(self.texts)][:keep] + more)[: LONGEST - 1] or "S"
+        recent = self.texts[-RECENT:]
+        prompt = (recent[base % len(recent)][:keep] + more)[: LONGEST - 1] or "S"
         text = (prompt + answer)[:LONGEST]
         self.world.start(text, len(prompt), rest, name, tenant, hints)
         self.world.admit(self.world.asked[-1], 9)
@@ -116,19 +119,49 @@ class Sessions(RuleBasedStateMachine):
         if asked is not None:
             self.world.preempt(asked)
 
-    @rule(base=INDEX, more=LETTERS, answer=LETTERS, fault=FAULT)
-    def converse(self, base: int, more: str, answer: str, fault: int) -> None:
-        """A conversation goes on, from its question to the end of its answer."""
-        self.ask(base, LONGEST, more, answer, 0, None, "", {})
+    @rule(
+        base=INDEX,
+        more=LETTERS,
+        answer=LETTERS,
+        fault=FAULT,
+        at=INDEX,
+        name=st.sampled_from([None, None, "A"]),
+        hints=st.sampled_from(HINTS),
+        has_slept=st.booleans(),
+    )
+    def converse(
+        self,
+        base: int,
+        more: str,
+        answer: str,
+        fault: int,
+        at: int,
+        name: str | None,
+        hints: dict[str, object],
+        has_slept: bool,
+    ) -> None:
+        """A conversation goes on, from its question to the end of its answer.
+
+        has_slept: all were idle before, and others have used the pool.
+        """
+        if has_slept:
+            self.sleep()
+            self.world.crowd(99)
+        self.ask(base, LONGEST, more, answer, 0, name, "", hints)
         asked = self.world.asked[-1]
         for fails in (fault, 0):
             if asked.is_loading:
                 self.world.step()
-                self._all_work(fails)
+                self._all_work(fails, at)
             if asked.waits:
                 self.world.admit(asked, 9)
         if not asked.is_loading:
             self.finish(len(self.world.asked) - 1, 0, False)
+
+    @rule(blocks=st.sampled_from([4, 8, 99]))
+    def crowd(self, blocks: int) -> None:
+        """Many short requests come and go."""
+        self.world.crowd(blocks)
 
     # -- transfers ------------------------------------------------------------------------------------
 
@@ -159,9 +192,9 @@ class Sessions(RuleBasedStateMachine):
         """All transfers end, and the driver hears of it."""
         self._all_work(fault)
 
-    def _all_work(self, fault: int = 0) -> None:
+    def _all_work(self, fault: int = 0, at: int = 0) -> None:
         while self.world.jobs:
-            self._work(self.world.jobs[0], fault, 0)
+            self._work(self.world.jobs[0], fault, at)
         for rank in range(len(self.world.tiers)):
             self.world.report(rank, 1 << 30)
 
@@ -194,26 +227,26 @@ class Sessions(RuleBasedStateMachine):
         """An operator asks something of a session, in whatever state it is."""
         sessions = list(self.manager.table.by_id.values())
         session, now = sessions[which % len(sessions)], self.world.now
-        was_active = bool(session.requests)
+        was_active, stays_out = bool(session.requests), session.stays_out
         if what.startswith("pin"):
             refused = self.driver.steer("pin", session, now, None if what == "pin" else 5.0)
             assert session.is_pinned is not bool(refused)
         else:
             refused = self.driver.steer(what, session, now, tool="search")
         if what in ("evict", "expect", "release"):
-            assert bool(refused) == was_active
-        if what == "evict" and not refused and not session.stays_out:
+            assert bool(refused) == was_active or (what == "evict" and stays_out)
+        if what == "evict" and not refused and not stays_out:
             assert session.is_cold or session in self.manager._saving or not len(session.rows)
         if what == "release" and not refused:
             assert session.session_id not in self.manager.table.by_id
 
-    @rule(kind=st.sampled_from([0, 0, 0, 0, 0, 1, 2]))
+    @rule(kind=st.sampled_from([0, 0, 0, 0, 0, 0, 0, 0, 1, 2]))
     def reset(self, kind: int) -> None:
         """All KV is dropped: vLLM's as well, or that in tiers only."""
         if kind:
             self.world.reset(clears_pool=kind == 1)
 
-    @rule(kind=st.sampled_from([0, 0, 1, 2, 3]))
+    @rule(kind=st.sampled_from([0, 0, 0, 0, 1, 2, 3]))
     def halt(self, kind: int) -> None:
         """Transfers are ended; then vLLM's KV is dropped, or nothing is."""
         if not kind:
@@ -230,10 +263,11 @@ class Sessions(RuleBasedStateMachine):
     def _forget_resident(self) -> None:
         assert not self.driver.is_moving
         sessions = [s for s in self.manager.table.by_id.values() if not s.requests]
-        before = [self.world.offered(session) for session in sessions]
+        hashes = [self.manager.blocks.hashes(session.rows) for session in sessions]
+        before = list(map(self.world.offered, hashes))
         self.world.forget_resident()
-        for session, offered in zip(sessions, before, strict=True):
-            assert self.world.offered(session) >= offered, "saved blocks are lost with resident ones"
+        for session, offered, left in zip(sessions, before, map(self.world.offered, hashes), strict=True):
+            assert left >= offered, "saved blocks are lost with resident ones"
             assert not len(session.rows) or session.is_cold or session.stays_out, "a session has lost unsaved blocks"
 
     @precondition(lambda self: self.driver.rests)
@@ -247,7 +281,7 @@ class Sessions(RuleBasedStateMachine):
     @invariant()
     def all_is_right(self) -> None:
         """Pool, tiers and books agree."""
-        type(self).steps += 1
+        Sessions.steps += 1
         self.world.check()
         check_integrity(self.manager, self.driver)
 
@@ -295,7 +329,14 @@ class Sessions(RuleBasedStateMachine):
 
     def is_offered(self, session: Any) -> None:
         """A cold session can be loaded to its end, and where resume points are needed, nowhere but to one."""
-        assert self.world.offered(session) == len(session.rows), f"{session.session_id} is not offered whole"
+        hashes = self.manager.blocks.hashes(session.rows)
+        offered = [self.world.offered(hashes[:length]) for length in range(len(hashes) + 1)]
+        assert offered[-1] == len(hashes), f"{session.session_id} is not offered whole"
+        points = {p.row for s in self.manager.table.by_id.values() for p in s.points}
+        ends = [at + 1 for at, row in enumerate(session.rows.tolist()) if row in points]
+        for length, end in enumerate(offered):
+            last = max((one for one in ends if one <= length), default=0) if self.setup.needs_points else length
+            assert end == last, f"{end} blocks of {length} are offered, and the last resume point is at {last}"
 
     def forget_all(self) -> None:
         """Forget all sessions."""
@@ -338,11 +379,27 @@ def configuration(setup: Setup, name: str) -> type[Sessions]:
     return made
 
 
-Two = configuration(Setup(ranks=2, policy="returns", front_blocks=3), "Two")
-Exact = configuration(Setup(sink_tokens=SINK_TOKENS, cold_blocks=12), "Exact")
+Two = configuration(Setup(ranks=2, front_blocks=3), "Two")
+Exact = configuration(Setup(policy="returns", sink_tokens=SINK_TOKENS, cold_blocks=16), "Exact")
+Exclusive = configuration(Setup(is_exclusive=True, cold_blocks=10), "Exclusive")
 Points = configuration(
-    Setup(windows={0: None, 1: 2, 2: 1}, states=frozenset([2]), pool_blocks=56, cold_blocks=24), "Points"
+    Setup(windows={0: None, 1: 2, 2: 1}, states=frozenset([2]), pool_blocks=48, cold_blocks=28), "Points"
 )
 Alone = configuration(
-    Setup(windows={0: 2, 1: 1}, states=frozenset([1]), lossless=frozenset([1]), cold_blocks=16), "Alone"
+    Setup(windows={0: 2, 1: 1}, states=frozenset([1]), lossless=frozenset([1]), pool_blocks=32, cold_blocks=16), "Alone"
+)
+Everything = configuration(
+    Setup(
+        ranks=2,
+        policy="returns",
+        sink_tokens=SINK_TOKENS,
+        windows={0: None, 1: 1, 2: 1},
+        states=frozenset([2]),
+        lossless=frozenset([2]),
+        pool_blocks=48,
+        cold_blocks=36,
+        front_blocks=6,
+        is_exclusive=True,
+    ),
+    "Everything",
 )

@@ -111,9 +111,9 @@ class Waiting(SteppedEngine):
         return self.serve()
 
     def overwritten(self) -> dict[str, Any]:
-        """Others' prompts take the return's blocks while it waits behind them."""
+        """Others' prompts take the return's blocks, which may not be saved, while it waits behind them."""
         talk = prompt(90)
-        talk += self.ask(talk, "gone", 8)
+        talk += self.ask(talk, "gone", 8, store=False)
         self.admitted.clear()
         for at in range(7):
             self.add(f"first-{at}", prompt(91 + at), 0.1 * at)

@@ -86,12 +86,13 @@ class SameStep(ExactSessions):
         half.step = evicting_step
 
     def codes_are_right(self, session: str) -> list[bool]:
-        """Whether a session's codes are those of its blocks as they are in the pool now."""
-        right, numbers = [], self.pool(session)
-        for depth, (key, both) in enumerate(numbers.items()):
+        """For each block of a session, True if its compressed block is made of what the pool has now."""
+        right, exact = [], self.half.manager.blocks.exact[self.rows(session)].tolist()
+        for depth, (key, both) in enumerate(self.pool(session).items()):
             keys, values = map(np.ascontiguousarray, np.split(both, 2, axis=3))
             [buf] = self.path.store.read(self.group, [key])
-            wanted = self.blocks.format.encode(keys, values, key=key, first_token=depth * vllm_engine.BLOCK, exact=0)
+            first = depth * vllm_engine.BLOCK
+            wanted = self.blocks.format.encode(keys, values, key=key, first_token=first, exact=exact[depth])
             right.append(buf is not None and np.array_equal(buf, wanted))
         return right
 

@@ -9,37 +9,46 @@ from manthan.manager.simulator.traces import TracedRequest
 EXCERPT = Path(__file__).parents[1] / "data" / "mooncake_conversation_1000.jsonl"
 BLOCK = 4
 """Tokens of a block of the traces that are made here."""
+HASH_NBYTES = 32
 
 
 def request(at: float, text: str, *, answer: str = "", session: str | None = None, rest: int = 1) -> TracedRequest:
-    """A prompt of one letter a block and `rest` tokens, and an answer; each key covers all letters up to its own."""
+    """Return a request: a prompt of one letter a block and `rest` tokens, and an answer.
+
+    Each block hash covers all letters up to its own; see `name`.
+    """
     whole = text + answer
     tokens, answer_tokens = len(text) * BLOCK + rest, len(answer) * BLOCK
     full = (tokens + max(0, answer_tokens - 1)) // BLOCK
-    keys = [whole[: i + 1].encode() for i in range(full)]
-    return TracedRequest(at, session, keys, len(text), tokens, answer_tokens)
+    hashes = [name(whole[: i + 1]) for i in range(full)]
+    return TracedRequest(at, session, hashes, len(text), tokens, answer_tokens)
 
 
-def check_journal(journal: Sequence[Action], capacity: int, *, again: bool = False) -> None:
-    """What is restored has been encoded and not been dropped since, and no more than `capacity` blocks ever are.
+def name(text: str) -> bytes:
+    """Return the block hash of a text's last letter."""
+    return text.encode().ljust(HASH_NBYTES, b"_")
 
-    again: codes may be replaced, as those of heads that sessions come to share; nothing is encoded twice at a time.
+
+def check_journal(journal: Sequence[Action], capacity: int) -> None:
+    """Check that restored blocks were stored and not dropped since, and that at most `capacity` blocks are.
+
+    Blocks may be stored again, as those of heads that sessions come to share, but not twice at a time.
     """
     begun: set[bytes] = set()
     under_way: set[bytes] = set()
     stored: set[bytes] = set()
     for action in journal:
-        if action.what == "spill":
-            assert not (under_way if again else begun) & set(action.keys), "encoded twice"
-            begun.update(action.keys)
-            under_way.update(action.keys)
+        if action.what == "store":
+            assert not under_way & set(action.hashes), "stored twice at a time"
+            begun.update(action.hashes)
+            under_way.update(action.hashes)
         elif action.what == "stored":
-            assert under_way.issuperset(action.keys)
-            under_way.difference_update(action.keys)
-            stored.update(action.keys)
+            assert under_way.issuperset(action.hashes)
+            under_way.difference_update(action.hashes)
+            stored.update(action.hashes)
         elif action.what == "drop":
-            begun.difference_update(action.keys)
-            stored.difference_update(action.keys)
+            begun.difference_update(action.hashes)
+            stored.difference_update(action.hashes)
         else:
-            assert stored.issuperset(action.keys), f"{action.what} of blocks without codes"
+            assert stored.issuperset(action.hashes), f"{action.what} of blocks that are not stored"
         assert len(begun) <= capacity

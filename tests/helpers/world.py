@@ -5,7 +5,7 @@ The KV of each block is known apart from what Manthan notes of it, so that a wro
 
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from zlib import crc32
@@ -53,8 +53,8 @@ class Setup:
     windows: Mapping[int, int | None] = field(default_factory=lambda: {0: None})
     lossless: frozenset[int] = frozenset()
     states: frozenset[int] = frozenset()
-    pool_blocks: int = 28
-    cold_blocks: int = 8
+    pool_blocks: int = 24
+    cold_blocks: int = 12
     front_blocks: int = 0
     is_exclusive: bool = False
     prefetch_lead_s: float | None = 1.0
@@ -177,6 +177,8 @@ class WatchedPool(SimulatedPool):
         self.uids: dict[int, Uid] = {}
         self.lost: set[BlockName] = set()
         self._is_taking = False
+        self.is_asked: Callable[[bytes], bool] = lambda block_hash: False
+        """True if a block is in the prompt of a request."""
 
     def write(self, block: int, kv: KV | None) -> None:
         """Set the content of a block on all ranks."""
@@ -226,7 +228,8 @@ class WatchedPool(SimulatedPool):
     def _lose(self, block: int) -> None:
         name = self._name[block]
         super()._lose(block)
-        if self._is_taking and name is not None and name not in self._cached:
+        is_answer = self.users(block) and name is not None and not self.is_asked(name[1])  # it was released meanwhile
+        if (self._is_taking or is_answer) and name is not None and name not in self._cached:
             self.lost.add(name)
 
 
@@ -235,7 +238,7 @@ class Asked:
     """A request as vLLM has it.
 
     hashes: of prompt and answer. known: number of blocks whose tokens are known. blocks: that it references, by group and
-    position. had: number of first blocks with KV. is_private: True if nothing of it may reach a tier.
+    position. had: number of first blocks with KV. resident, end: what is loaded is between them. is_private: True if nothing of it may reach a tier.
     """
 
     request: Request
@@ -248,6 +251,7 @@ class Asked:
     blocks: dict[tuple[int, int], int] = field(default_factory=dict)
     had: int = 0
     resident: int = 0
+    end: int = 0
     is_running: bool = False
     is_loading: bool = False
     was_loaded: bool = False
@@ -320,6 +324,7 @@ class World:
             is_exclusive=setup.is_exclusive,
         )
         self.pool = WatchedPool(setup.pool_blocks, setup.ranks)
+        self.pool.is_asked = self._is_asked
         self.driver = Driver(
             self.manager,
             self.pool,
@@ -355,6 +360,9 @@ class World:
         self._private: dict[Session, bool] = {}
         self._numbers: dict[Owner, int] = {}
         self.now, self.count, self.taken, self.clears = 0.0, 0, 0, False
+
+    def _is_asked(self, block_hash: bytes) -> bool:
+        return any(block_hash in asked.hashes[: asked.prompt] for asked in self.asked)
 
     def _tier(self) -> Ram | StackedTier:
         behind = Ram(self.setup.cold_blocks * BOUNDS[0])
@@ -488,7 +496,7 @@ class World:
         self.driver.loading(asked.request_id, asked.resident, end, main, beside)
         jobs = list(self.driver.loads_of(asked.request_id))
         assert sum(map(len, jobs)) == len(parts), "a load does not write all of its blocks"
-        asked.is_loading, asked.known = True, max(asked.known, end)
+        asked.is_loading, asked.end = True, end
         self.loading[asked.request_id] = asked, jobs, {}
         self._begin(jobs)
 
@@ -546,6 +554,12 @@ class World:
         self.pool.free([asked.blocks[part] for part in sorted(asked.blocks, reverse=True)])
         asked.blocks = {}
 
+    def crowd(self, most: int) -> None:
+        """Requests take up to `most` blocks and give them back, holding nothing that anybody could find."""
+        blocks = self.pool.take(min(most, len(self.pool)))
+        self.taken += len(blocks)
+        self.pool.free(blocks)
+
     def finish(self, asked: Asked, missing: int, is_claimed: bool = False) -> None:
         """A request ends, without its last `missing` blocks.
 
@@ -553,7 +567,7 @@ class World:
         """
         self.asked.remove(asked)
         asked.is_gone = True
-        had = asked.known if asked.is_loading and is_claimed else 0 if asked.is_loading else asked.had
+        had = asked.end * is_claimed if asked.is_loading else asked.had
         had = max(0, had - missing)
         hashes, session = asked.hashes[:had], asked.request.session
         depths = dict.fromkeys((had, min(had, self.driver.usable(asked.prompt * TOKENS + asked.rest))))
@@ -570,7 +584,7 @@ class World:
         assert outcome is not None
         home = self.manager.table.by_id.get(qualified(outcome.session_id, session.tenant))
         if home is not None and home is not session:
-            self._private[home] = was_out
+            self._private[home] = was_out or self._private.get(home, False)
         if not asked.is_loading:
             self._free(asked)
 
@@ -806,9 +820,7 @@ class World:
             good = max(good, count)
             self.driver.computed(asked.request_id, ids)
             self.pool.cache_all(ids, job.block_hashes[:count], job.group)
-        asked.had = asked.known if self.setup.needs_points else asked.resident + good
-        if self.setup.needs_points:
-            asked.had = max(len(each.rstrip(b"_")) for job in jobs for each in job.block_hashes)
+        asked.had = asked.end if self.setup.needs_points else asked.resident + good
         asked.was_loaded = True
 
     # -- what the driver says -------------------------------------------------------------------------
@@ -887,12 +899,13 @@ class World:
 
     # -- questions ------------------------------------------------------------------------------------
 
-    def offered(self, session: Session) -> int:
-        """Return how many blocks a session could load, had it nothing resident."""
-        hashes = self.manager.blocks.hashes(session.rows)
-        length = len(hashes)
-        probe = Request("probe", session, hashes, session.rows, length * TOKENS, self.now, Hints(), length)
-        return self.manager.match(probe, 0, length)
+    def offered(self, hashes: Sequence[bytes]) -> int:
+        """Return how many of these blocks a session that has brought them could load."""
+        rows = self.manager.blocks.find(self.manager.shape.session_group, hashes)
+        count = next((at for at, row in enumerate(rows.tolist()) if row < 0), len(rows))
+        asker = Session("probe", None, "", 0, 0, 0)
+        probe = Request("probe", asker, hashes, rows[:count], len(rows) * TOKENS, self.now, Hints(), count)
+        return self.manager.match(probe, 0, count)
 
     def check(self) -> None:
         """Assert that pool and tiers are as the manager believes."""

@@ -245,6 +245,16 @@ class ListJournal:
     def tell(self, sessions: Iterable[JournalSession]) -> None:
         self.written |= {session.session_id: session for session in sessions}
 
+    @property
+    def saved(self) -> dict[str, SavedBlocks]:
+        """Saved blocks of each session whose last record names them."""
+        return {name: session.saved for name, session in self.written.items() if session.saved is not None}
+
+
+def linked(talks: Talks, sessions: Iterable[JournalSession] = ()) -> tuple[ListJournal, JournalLink]:
+    journal = ListJournal(sessions)
+    return journal, JournalLink(journal, talks.manager, (), clock=lambda: talks.now)  # type: ignore[arg-type]
+
 
 def block(group: int, hashes: list[bytes], at: int, **more: int) -> JournalBlock:
     return JournalBlock(hashes[at], group, at, 0, **more)
@@ -263,7 +273,7 @@ def left(session_id: str, text: str, last_used: float, depths: Iterable[int] = (
 
 def adopt(talks: Talks, *sessions: JournalSession) -> tuple[dict[str, int], JournalLink]:
     """Return the length of each session that was adopted."""
-    link = JournalLink(ListJournal(sessions), talks.manager, (), clock=lambda: talks.now)  # type: ignore[arg-type]
+    _, link = linked(talks, sessions)
     saved = [each.saved for each in sessions if each.saved is not None]
     parts = [part for each in saved for point in each.points for part in point.parts]
     names = [one.name for each in saved for one in each.blocks] + [part.name for part in parts]
@@ -341,9 +351,9 @@ def test_marks_are_kept() -> None:
     assert talks.manager.blocks.mark[talks.session("a").rows].tolist() == [Mark.EXACT, Mark.DERIVED]
 
 
-def test_sessions_that_share_a_block_which_was_unreadable_are_written_whole(tmp_path: Path) -> None:
+def test_sessions_that_share_a_block_which_was_unreadable_are_written_whole() -> None:
     talks = Talks()
-    link = JournalLink(Journal(tmp_path), talks.manager, ())
+    journal, link = linked(talks)
     talks.talk("s a b", "one")
     talks.talk("s b", "two")
     talks.rest()
@@ -354,31 +364,44 @@ def test_sessions_that_share_a_block_which_was_unreadable_are_written_whole(tmp_
     link.tell(talks.now)
     talks.rest()
     link.tell(talks.now)
-    link.close()
-    written = {each.session_id: len(each.saved.blocks) for each in Journal(tmp_path).sessions() if each.saved}
-    assert written == {session.session_id: len(session.rows) for session in talks.manager.table.by_id.values()}
-    assert written["two"] == 3
+    sessions = talks.manager.table.by_id.values()
+    assert {name: len(saved.blocks) for name, saved in journal.saved.items() if saved.blocks} == {
+        session.session_id: len(session.rows) for session in sessions
+    }
+    assert len(talks.session("two").rows) == 3
 
 
-def test_sessions_that_share_a_head_are_all_written_when_it_is_stored_anew(tmp_path: Path) -> None:
-    """The next process must not take a lossy copy for an exact one."""
+def test_sessions_that_share_a_head_are_all_written_when_it_is_stored_anew() -> None:
+    """The next process must not take a lossy copy for an exact one, or the reverse."""
     talks = Talks()
-    link = JournalLink(Journal(tmp_path), talks.manager, ())
-    talks.talk("sys a", "one")
-    talks.rest()
+    journal, link = linked(talks)
+    for text, who, hints in (("sys a", "one", {}), ("sys b", "one", {}), ("sys c", "two", {"quality": "exact"})):
+        talks.talk(text, who, **hints)
+        talks.rest()
+        talks.overwrite()
+        link.tell(talks.now)
+        exact = {session_id: saved.blocks[0].exact for session_id, saved in journal.saved.items()}
+        assert set(exact.values()) == {16 if who == "two" else 0}
+    assert set(exact) == {"one", "one~2", "two"}
+
+
+def test_a_session_is_written_when_it_is_saved_as_far_as_there_is_room() -> None:
+    talks = Talks()
+    journal, link = linked(talks)
+    talks.talk("a " * 30, "one")
+    talks.now += talks.manager.idle_after_s
+    talks.step()
+    assert 0 < talks.manager.blocks.saved_prefix(talks.session("one").rows) < 30
     link.tell(talks.now)
-    talks.talk("sys b", "two")
-    talks.rest()  # the head is stored again, exact
+    assert journal.saved == {}
+    talks.save()
     link.tell(talks.now)
-    link.close()
-    exact = {each.session_id: each.saved.blocks[0].exact for each in Journal(tmp_path).sessions() if each.saved}
-    assert exact == {"one": 16, "two": 16}
+    assert len(journal.saved["one"].blocks) == 30
 
 
 def test_a_pin_for_a_while_ends_with_its_process() -> None:
     talks = Talks()
-    journal = ListJournal([])
-    link = JournalLink(journal, talks.manager, (), clock=lambda: talks.now)  # type: ignore[arg-type]
+    journal, link = linked(talks)
     for who in "abc":
         talks.talk(f"{who} b", who)
     talks.rest()

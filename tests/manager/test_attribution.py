@@ -1,166 +1,277 @@
-"""What is remembered of a session whose KV is gone, whose conversation was changed, or that only looks like another."""
+"""The session of each request, and what is remembered of sessions that lost their KV or were changed."""
 
-from engine import SHAPE, Engine, chain
+import pytest
+from integrity import check_empty
+from talks import Talks, names
 
-from manthan.manager.sessions.session import Block, DropCause, Session
-from manthan.manager.sessions.tips import Tips
-from manthan.policies import SessionView
-
-
-def view(engine: Engine, session_id: str) -> SessionView:
-    return engine.manager.table.view(engine.session(session_id), 1)
+from manthan.manager.events import BlocksDropped, DropCause
+from manthan.manager.session import table
+from manthan.manager.session.table import SessionState
 
 
-def lose_everything(engine: Engine) -> None:
-    """All codes of what is cold make room for one that is larger than the store."""
-    engine.evict()
-    engine.now += 1
-    engine.talk(" ".join(f"w{i}" for i in range(engine.manager.budget.nbytes // SHAPE.cold_nbytes)), "large")
-    engine.evict()
+@pytest.fixture
+def talks() -> Talks:
+    return Talks()
 
 
-def test_a_session_that_lost_its_kv_has_its_history_when_it_returns() -> None:
-    engine = Engine(capacity=4)
-    engine.talk("a b", "s")
-    engine.talk("a b c", "s")
-    ended = engine.now
-    lose_everything(engine)
-    assert set(engine.chains()) == {"large"}
-    engine.now += 20
-    engine.start("a b c d", "s")
-    assert engine.session("s").chain == []
-    assert (view(engine, "s").uses, view(engine, "s").gap, view(engine, "s").created) == (3, engine.now - ended, 0.0)
+@pytest.fixture
+def small() -> Talks:
+    """Have a tier with room for four blocks: each session that is saved pushes others out."""
+    return Talks(capacity=4)
 
 
-def test_one_whose_tail_was_dropped_is_known_again() -> None:
-    engine = Engine(capacity=4)
-    engine.talk("a b c", "s")
-    engine.evict()
-    engine.now += 1
-    engine.talk("x y z", "other")
-    engine.evict()
-    assert engine.chains()["s"] == "a"
-    engine.start("a b c d", "s")
-    assert engine.states()["s"] == "hot"
-    assert view(engine, "s").uses == 2
+def uses(talks: Talks) -> dict[str, int]:
+    return {session_id: talks.session(session_id).uses for session_id in talks.states()}
 
 
-def test_a_name_is_not_given_twice_to_one_that_comes_back() -> None:
-    engine = Engine(capacity=4)
-    engine.talk("a b", "s")
-    lose_everything(engine)
-    engine.talk("x y", "s")
-    engine.start("a b c", "s")
-    assert {name for name in engine.chains() if name.startswith("s")} == {"s", "s~2"}
+def push_out(talks: Talks) -> None:
+    """Have a session that is as large as the tier, so that all others lose what was saved."""
+    talks.rest()
+    talks.now += 1
+    talks.talk("w x y z", "large")
+    talks.rest()
+    assert set(talks.texts()) == {"large"}
 
 
-def test_a_changed_conversation_goes_on_with_its_history() -> None:
-    engine = Engine()
-    engine.talk("sys a b", "old")
-    engine.talk("sys a b c d", "old")
-    engine.now = 7.0
-    engine.start("sys a b x", None)
-    changed = view(engine, "anonymous-1")
+# -- the session of a request -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("turns", "texts"),
+    [
+        ([("a b c", None), ("a b c d e", None)], {"anonymous-1": "a b c d e"}),
+        ([("a b c", None)] * 3, {"anonymous-1": "a b c"}),
+        ([("a b", "alice"), ("x y", "bob"), ("a b c d", "alice")], {"alice": "a b c d", "bob": "x y"}),
+        ([("a b", "alice"), ("a b c d", None)], {"alice": "a b c d"}),
+        ([("a", "alice"), ("a b", "bob"), ("a b c d", None)], {"alice": "a", "bob": "a b c d"}),
+        ([("sys a b", "alice")] * 2, {"alice": "sys a b"}),
+        ([("sys a b", "alice"), ("sys a c", "alice")], {"alice": "sys a b", "alice~2": "sys a c"}),
+    ],
+    ids=["extended", "asked again", "by name", "without its name", "the longest", "answered alike", "a branch"],
+)
+def test_a_request_continues_its_session(
+    talks: Talks, turns: list[tuple[str, str | None]], texts: dict[str, str]
+) -> None:
+    for text, name in turns:
+        talks.talk(text, name)
+    assert talks.texts() == texts
+    assert sum(uses(talks).values()) >= len(turns)
+
+
+def test_a_named_prompt_that_is_asked_again_belongs_to_its_session_at_first(talks: Talks) -> None:
+    talks.talk("sys a b", "alice")
+    again = talks.start("sys a", "alice")
+    assert talks.states() == {"alice": "active"}
+    talks.finish(again, "sys a c")
+    assert talks.states() == {"alice": "idle", "alice~2": "idle"}
+
+
+def test_a_prompt_without_a_full_block_belongs_to_no_known_session(talks: Talks) -> None:
+    talks.talk("sys a b", "alice")
+    talks.start("", "alice")
+    assert talks.states() == {"alice": "idle", "alice~2": "active"}
+
+
+def test_branches_share_the_blocks_of_their_common_beginning(talks: Talks) -> None:
+    for word in "bcd":
+        talks.talk(f"sys a {word}", "alice")
+    assert sorted(talks.texts().values()) == ["sys a b", "sys a c", "sys a d"]
+    assert len(talks.manager.blocks) == 5
+
+
+def test_a_session_that_only_the_answer_tells_is_continued(talks: Talks) -> None:
+    first, second = talks.start("a", "alice"), talks.start("a", "alice")
+    talks.finish(first, "a b")
+    talks.finish(second, "a b c")
+    assert talks.texts() == {"alice": "a b c"}
+
+
+def test_a_session_is_active_until_the_last_of_its_requests_ends(talks: Talks) -> None:
+    talks.talk("a b", "alice")
+    first, second = talks.start("a b c", "alice"), talks.start("a b c x", "alice")
+    talks.finish(first, "a b c x")
+    assert talks.states() == {"alice": "active"}
+    talks.finish(second, "a b c x y")
+    assert talks.states() == {"alice": "idle"}
+
+
+def test_requests_of_one_session_that_go_apart_become_two(talks: Talks) -> None:
+    talks.talk("a b", "alice")
+    first, second = talks.start("a b c", "alice"), talks.start("a b d", "alice")
+    talks.finish(first, "a b c")
+    talks.finish(second, "a b d")
+    assert sorted(talks.texts().values()) == ["a b c", "a b d"]
+    assert +talks.manager.table.states == {SessionState.IDLE: 2}
+
+
+def test_an_abort_with_less_than_the_session_has_changes_nothing(talks: Talks) -> None:
+    talks.talk("a b")
+    talks.talk("a b c d", "alice")
+    talks.finish(talks.start("a b c d e", "alice"), "a b")
+    assert talks.texts() == {"anonymous-1": "a b", "alice": "a b c d"}
+    assert uses(talks)["anonymous-1"] == 1
+
+
+def test_an_abort_before_anything_was_computed_leaves_no_trace(talks: Talks) -> None:
+    talks.finish(talks.start("a b c"), "")
+    check_empty(talks.manager)
+    assert talks.driver.next_deadline is None
+
+
+@pytest.mark.parametrize(("text", "texts"), [("a b", []), ("a b c", ["a b c"])])
+def test_short_sessions_are_not_tracked(text: str, texts: list[str]) -> None:
+    talks = Talks(min_tokens=2 * 16 + 1)
+    talks.talk(text)
+    assert list(talks.texts().values()) == texts
+    assert len(talks.manager.blocks) == len(" ".join(texts).split())
+
+
+def test_conversations_of_one_name_are_told_apart_however_they_come_and_go(talks: Talks) -> None:
+    for n in (5, 3, 8, 1):
+        talks.talk(f"sys t{n} u", "app")
+    talks.finish(talks.start("sys t3 u", "app", release=True), "sys t3 u")
+    talks.talk("sys t1 u v", "app")
+    again = {talks.start(f"sys t{n} u", "app"): n for n in (1, 5, 8)}
+    for session in talks.manager.table.by_id.values():
+        [request] = session.requests
+        assert talks.text(session).startswith(f"sys t{again[request]} u")
+    assert sorted(talks.texts().values()) == ["sys t1 u v", "sys t5 u", "sys t8 u"]
+
+
+# -- sessions that lost their KV ----------------------------------------------------------------------
+
+
+def test_a_session_that_lost_its_kv_has_its_history_when_it_returns(small: Talks) -> None:
+    small.talk("a b", "s")
+    small.talk("a b c", "s")
+    push_out(small)
+    small.start("a b c d", "s")
+    session = small.session("s")
+    assert (len(session.rows), session.uses, session.gap, session.created) == (0, 3, small.now, 0.0)
+
+
+def test_a_session_that_lost_its_tail_is_known_again(small: Talks) -> None:
+    for text, who in (("a b c", "s"), ("x y z", "other")):
+        small.talk(text, who)
+        small.rest()
+    assert small.texts()["s"] == "a"
+    small.start("a b c d", "s")
+    assert (small.states()["s"], uses(small)["s"]) == ("active", 2)
+
+
+def test_a_session_that_comes_back_gets_another_id_if_its_own_is_taken(small: Talks) -> None:
+    small.talk("a b", "s")
+    push_out(small)
+    small.talk("x y", "s")
+    small.start("a b c", "s")
+    assert uses(small) == {"large": 1, "s": 1, "s~2": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "tenant", "is_known"), [("s", "", True), (None, "", True), ("other", "", False), ("s", "acme", False)]
+)
+def test_a_session_without_kv_is_known_by_its_name_or_none(
+    small: Talks, name: str | None, tenant: str, is_known: bool
+) -> None:
+    small.talk("a b", "s")
+    push_out(small)
+    small.start("a b c", name, tenant)
+    assert (uses(small).get("s") == 2) is is_known
+
+
+def test_the_oldest_sessions_without_kv_are_forgotten(small: Talks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "REMEMBERED", 1)
+    for at in range(8):
+        small.talk(f"{at} a b c", f"s{at}")
+        small.rest()
+    for at in range(8):
+        small.start(f"{at} a b c d", f"s{at}")
+    assert [uses(small)[f"s{at}"] == 2 for at in range(8)] == [False] * 3 + [True] * 5
+
+
+# -- sessions that were changed -----------------------------------------------------------------------
+
+
+def test_a_changed_conversation_goes_on_with_its_history(talks: Talks) -> None:
+    talks.talk("sys a b", "old")
+    talks.talk("sys a b c d", "old")
+    talks.now = 7.0
+    talks.start("sys a b x")
+    changed = talks.session("anonymous-1")
     assert (changed.uses, changed.gap, changed.left_tokens) == (3, 7.0, 2 * 16)
-    assert engine.chains()["old"] == "sys a b c d"
+    assert talks.texts()["old"] == "sys a b c d"
 
 
-def test_who_only_shares_a_beginning_with_many_is_a_new_session() -> None:
-    engine = Engine()
-    engine.talk("sys a b")
-    engine.talk("sys c d")
-    engine.talk("sys e f")
-    assert [view(engine, name).uses for name in engine.chains()] == [1, 2, 1]  # the second might have been a change
-    assert view(engine, "anonymous-3").left_tokens == 0
+def test_a_prompt_that_only_shares_a_beginning_with_many_is_a_new_session(talks: Talks) -> None:
+    for text in ("sys a b", "sys c d", "sys e f"):
+        talks.talk(text)
+    assert list(uses(talks).values()) == [1, 2, 1], "the second might have been a change"
+    assert talks.session("anonymous-3").left_tokens == 0
 
 
-def test_a_session_that_ends_where_others_go_on_is_not_everybodys() -> None:
-    engine = Engine()
-    engine.talk("sys p a b")
-    engine.talk("sys p")
-    engine.talk("sys p c d")
-    engine.talk("sys p e f")
-    assert set(engine.chains().values()) == {"sys p a b", "sys p", "sys p c d", "sys p e f"}
+def test_a_session_that_ends_where_others_go_on_stays_as_it_is(talks: Talks) -> None:
+    texts = ["sys p a b", "sys p", "sys p c d", "sys p e f"]
+    for text in texts:
+        talks.talk(text)
+    assert sorted(talks.texts().values()) == sorted(texts)
 
 
-def test_tokens_are_counted_exactly_where_they_are_said() -> None:
-    engine = Engine()
-    manager = engine.manager
-    manager.request_started("r", chain("a b"), "s", 0.0, tokens=37)
-    manager.request_finished("r", chain("a b c"), 1.0, tokens=50)
-    assert (view(engine, "s").added_tokens, view(engine, "s").answer_tokens) == (37, 13)
-    manager.request_started("q", chain("a b c"), "s", 2.0, tokens=58)
-    assert (view(engine, "s").added_tokens, view(engine, "s").gap) == (8, 1.0)
+def test_tokens_are_counted_exactly_where_they_are_known(talks: Talks) -> None:
+    manager = talks.manager
+    manager.request_started("r", names("a b"), "s", 0.0, tokens=37)
+    manager.request_finished("r", names("a b c"), 1.0, tokens=50)
+    session = talks.session("s")
+    assert (session.added_tokens, session.answer_tokens) == (37, 13)
+    manager.request_started("q", names("a b c"), "s", 2.0, tokens=58)
+    assert (session.added_tokens, session.gap) == (8, 1.0)
 
 
-def test_the_oldest_are_forgotten() -> None:
-    tips = Tips()
-    for i in range(5):
-        key = b"%d" % i
-        tips.remember(Session(f"s{i}", None, 0.0, 0.0, chain=[Block(key, 0)]), limit=3)
-    assert [tips.recall([b"%d" % i], None, "") is not None for i in range(5)] == [False, False, True, True, True]
+# -- answers that come back changed -------------------------------------------------------------------
 
 
-def test_a_name_is_known_by_that_name_or_none() -> None:
-    tips = Tips()
-    tips.remember(Session("s", "s", 0.0, 0.0, chain=[Block(b"k", 0)]), limit=3)
-    assert tips.recall([b"k"], None, "") is tips.recall([b"k"], "s", "") is not None
-    assert tips.recall([b"k"], "other", "") is None
-    assert tips.recall([b"k"], "s", "somebody") is None
+def test_a_session_whose_thinking_is_left_out_goes_on(talks: Talks) -> None:
+    talks.finish(talks.start("sys a b", "s"), "sys a b think1 think2 answer")
+    talks.rest()
+    request = talks.start("sys a b answer c", "s")
+    assert talks.texts() == {"s": "sys a b"}
+    assert (talks.session("s").uses, talks.session("s").left_tokens) == (2, 3 * 16)
+    assert talks.told(BlocksDropped) == [
+        BlocksDropped(0, names("sys a b think1 think2 answer")[3:], DropCause.ABANDONED)
+    ]
+    talks.finish(request, "sys a b answer c think3 answer2")
+    assert talks.texts() == {"s": "sys a b answer c think3 answer2"}
 
 
-# -- answers that come back changed -----------------------------------------------------------------------
+def test_nothing_is_kept_of_answers_that_were_left_out(talks: Talks) -> None:
+    prompt = "sys"
+    for turn in range(8):
+        talks.finish(talks.start(prompt, "s"), f"{prompt} think thought a{turn}")
+        talks.rest()
+        prompt += f" a{turn} q{turn}"
+    assert len(talks.saved()) == len(talks.session("s").rows) == len(prompt.split()) + 1
+    assert set(talks.states()) == {"s"}
 
 
-def test_a_session_whose_thinking_is_left_out_goes_on() -> None:
-    engine = Engine()
-    engine.finish(engine.start("sys a b", "s"), "sys a b think1 think2 answer")
-    engine.evict()
-    engine.now += 1
-    request = engine.start("sys a b answer c", "s")
-    assert engine.chains() == {"s": "sys a b"}
-    assert (view(engine, "s").uses, view(engine, "s").left_tokens) == (2, 3 * 16)
-    [dropped] = engine.manager.take_drops()
-    assert ({*dropped.keys}, dropped.cause) == ({*chain("sys a b think1 think2 answer")[3:]}, DropCause.ABANDONED)
-    engine.finish(request, "sys a b answer c think3 answer2")
-    assert engine.chains() == {"s": "sys a b answer c think3 answer2"}
+def test_a_longer_prompt_within_the_old_answer_s_block_leaves_the_answer_out(talks: Talks) -> None:
+    manager = talks.manager
+    manager.request_started("q", names("a b"), "s", 0.0, tokens=35)
+    manager.request_finished("q", names("a b think thought"), 0.0, tokens=70)
+    manager.request_started("again", names("a b"), "s", 1.0, tokens=35)  # another answer is wanted: both may be
+    assert talks.texts() == {"s": "a b think thought"}
+    manager.request_finished("again", names("a b other"), 1.0, tokens=50)
+    assert talks.texts() == {"s": "a b think thought", "s~2": "a b other"}
+    manager.request_started("next", names("a b"), "s", 2.0, tokens=45)
+    assert sorted(talks.texts().values()) in (["a b", "a b other"], ["a b", "a b think thought"])
 
 
-def test_nothing_is_left_of_what_was_left_out() -> None:
-    engine = Engine()
-    prompt = "sys a"
-    for turn in range(20):
-        engine.finish(engine.start(prompt, "s"), f"{prompt} think{turn} thought{turn} answer{turn}")
-        engine.evict()
-        engine.manager.take_drops()
-        prompt += f" answer{turn} question{turn}"
-    assert set(engine.chains()) == {"s"}
-    assert engine.manager.usage.cold_blocks == len(f"{prompt} x".split()) == len(engine.session("s").chain)
+def test_a_question_aside_leaves_the_conversation_alone(talks: Talks) -> None:
+    talks.talk("sys a b c d", "s")
+    talks.talk("sys title t", "s")
+    assert talks.texts() == {"s": "sys a b c d", "s~2": "sys title t"}
 
 
-def test_a_next_prompt_that_ends_within_the_old_answer_s_block() -> None:
-    engine = Engine()
-    manager = engine.manager
-    manager.request_started("q", chain("a b"), "s", 0.0, tokens=35)
-    manager.request_finished("q", chain("a b think thought"), 0.0, tokens=70)
-    manager.request_started("again", chain("a b"), "s", 1.0, tokens=35)  # another answer is wanted: both may be
-    assert engine.chains() == {"s": "a b think thought"}
-    manager.request_finished("again", chain("a b other"), 1.0, tokens=50)
-    assert engine.chains() == {"s": "a b think thought", "s~2": "a b other"}
-    manager.request_started("next", chain("a b"), "s", 2.0, tokens=45)
-    assert sorted(engine.chains().values()) in (["a b", "a b other"], ["a b", "a b think thought"])
-
-
-def test_a_question_aside_leaves_the_conversation_alone() -> None:
-    engine = Engine()
-    engine.talk("sys a b c d", "s")
-    engine.talk("sys title t", "s")
-    assert engine.chains() == {"s": "sys a b c d", "s~2": "sys title t"}
-
-
-def test_without_a_name_it_may_be_somebody_else() -> None:
-    engine = Engine()
-    engine.talk("sys a b think")
-    engine.talk("sys a b answer c")
-    assert sorted(engine.chains().values()) == ["sys a b answer c", "sys a b think"]
-    assert view(engine, "anonymous-2").uses == 2  # its history is known all the same
+def test_without_a_name_a_changed_answer_may_be_somebody_else_s(talks: Talks) -> None:
+    talks.talk("sys a b think")
+    talks.talk("sys a b answer c")
+    assert talks.texts() == {"anonymous-1": "sys a b think", "anonymous-2": "sys a b answer c"}
+    assert uses(talks)["anonymous-2"] == 2, "its history is known nevertheless"

@@ -1,129 +1,194 @@
-"""The manager by example: a full cold store, and restores. The store's room is in blocks."""
+"""The manager by example: a full tier, and loads. The tier's room is in blocks."""
 
-from engine import Engine, chain
+from dataclasses import replace
+from typing import Any
 
-from manthan.manager.sessions.session import DropCause
+import pytest
+from integrity import check_empty, check_integrity
+from talks import GROUP, Talks, last_words, names
+
+from manthan.manager.events import BlocksDropped, DropCause
+from manthan.manager.session.blocks import MemoryShape
+
+LOSSLESS = MemoryShape({0: replace(GROUP, is_lossless=True)})
+SHORT: dict[str, Any] = {"blocks": 6, "low": 0.5, "high": 0.5}
+"""Of a pool of 6 blocks, 3 are to hold nothing unsaved."""
 
 
-def dropped(engine: Engine, cause: DropCause = DropCause.BUDGET) -> list[str]:
-    """The last words of the blocks dropped since the last call, in order, all for one reason."""
-    drops = engine.manager.take_drops()
+def dropped(talks: Talks, cause: DropCause = DropCause.BUDGET) -> str:
+    """Return the last words of all blocks dropped so far, all for one reason."""
+    drops = talks.told(BlocksDropped)
     assert {drop.cause for drop in drops} <= {cause}
-    return [key.decode().split()[-1] for drop in drops for key in drop.keys]
+    return last_words(block_hash for drop in drops for block_hash in drop.block_hashes)
 
 
-def restore(engine: Engine, text: str, failed: str = "") -> str:
-    """A request for a cold session whose blocks are read back, but for one and those behind it."""
-    request = engine.start(text)
-    keys = chain(text)[: engine.manager.match(chain(text))]
-    engine.manager.restore_started(request, keys)
-    engine.manager.restore_finished(request, [chain(failed)[-1]] if failed else [])
-    return request
+def save(talks: Talks, *texts: str, **hints: Any) -> None:
+    """Have sessions that are called as their texts, each saved before the next one comes."""
+    for text in texts:
+        talks.talk(text, text, **hints)
+        talks.rest()
 
 
-# -- a full store -------------------------------------------------------------------------------------
+def saved(talks: Talks) -> set[str]:
+    """Return the last words of all saved blocks."""
+    return {text.split()[-1] for text in talks.saved()}
+
+
+# -- a full tier --------------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_session_makes_room_tail_first() -> None:
-    engine = Engine(capacity=6)
-    for text in ("a b c", "d e f"):
-        engine.talk(text)
-        engine.evict()
-    engine.talk("x y")
-    assert engine.evict() == chain("x y")[::-1]
-    assert dropped(engine) == ["b", "c"]
-    assert engine.chains()["anonymous-1"] == "a"
-    assert engine.cold() == {"a", "d", "e", "f", "x", "y"}
+    talks = Talks(capacity=6)
+    save(talks, "a b c", "d e f", "x y")
+    assert dropped(talks) == "b c"
+    assert talks.texts() == {"a b c": "a", "d e f": "d e f", "x y": "x y"}
+    assert saved(talks) == {"a", "d", "e", "f", "x", "y"}
 
 
-def test_a_shared_prefix_is_stored_once_and_dropped_last() -> None:
-    engine = Engine(capacity=5)
+def test_a_head_that_sessions_share_is_stored_once_and_dropped_last() -> None:
+    talks = Talks(capacity=5)
     for word in "abc":
-        engine.talk(f"sys {word}")
-    assert sorted(engine.evict()) == sorted([b"sys", b"sys a", b"sys b", b"sys c"])
-    engine.talk("x y")
-    engine.evict()
-    assert dropped(engine) == ["a"]
-    engine.talk("z w")
-    engine.evict()
-    assert dropped(engine) == ["b", "c"]
-    engine.talk("u v")
-    engine.evict()
-    assert dropped(engine) == ["sys", "y"]
+        talks.talk(f"sys {word}", word)
+    assert sorted(last_words(talks.rest()).split()) == ["a", "b", "c", "sys"]
+    drops = []
+    for text in ("x y", "z w", "u v"):
+        save(talks, text)
+        drops.append(dropped(talks))
+    assert drops == ["a", "a b c", "a b c sys y"]
 
 
-def test_a_session_larger_than_the_store_keeps_its_head() -> None:
-    engine = Engine(capacity=3)
-    engine.talk("old")
-    engine.evict()
-    engine.talk("a b c d e")
-    engine.sweep()
-    assert dropped(engine) == ["old"]
-    assert engine.manager.take_releases() == chain("a b c d e")[3:]  # the policy gave them up
-    engine.stored(engine.spill())
-    assert engine.chains() == {"anonymous-2": "a b c"}
-    assert engine.cold() == {"a", "b", "c"}
+def test_a_session_larger_than_the_tier_is_saved_from_its_head_on() -> None:
+    talks = Talks(capacity=3)
+    save(talks, "old", "a b c d e")
+    assert dropped(talks) == "old"
+    assert (talks.texts(), talks.states()) == ({"a b c d e": "a b c d e"}, {"a b c d e": "idle"})
+    assert saved(talks) == {"a", "b", "c"}
 
 
-def test_a_session_worth_less_than_all_codes_is_given_up() -> None:
-    engine = Engine(capacity=2)
-    engine.talk("a b")
-    engine.evict()
-    engine.talk("old older")
-    engine.finish(restore(engine, "a b"), "a b")
-    engine.manager.relieve(1, engine.now)
-    assert list(engine.chains().values()) == ["a b"]
-    assert dropped(engine) == []
-    assert engine.manager.take_releases() == [*reversed(chain("a b")), *chain("old older")]  # saved, and given up
+def test_a_session_worth_less_than_all_that_is_saved_is_given_up_when_memory_is_short() -> None:
+    talks = Talks(capacity=2, **SHORT)
+    save(talks, "a b")
+    talks.talk("old older oldest one", "old")
+    talks.finish(talks.start("a b", "a b"), "a b")
+    talks.save()
+    assert (talks.texts(), dropped(talks)) == ({"a b": "a b", "old": "old older"}, "")
+    talks.pool.take(2)
+    assert talks.resident("a b") == talks.resident("old older") == 2, "what was given up is overwritten first"
 
 
-# -- restore ------------------------------------------------------------------------------------------
+# -- a full tier that need not hold what the pool holds -----------------------------------------------
 
 
-def test_what_matches_is_the_unbroken_run_from_the_first_key_on() -> None:
-    engine = Engine()
-    engine.talk("a b c")
-    engine.evict()
-    assert engine.manager.match(chain("a b c d")) == 3
-    assert engine.manager.match(chain("a b c")[1:]) == 2
-    assert engine.manager.match(chain("a x")) == 1
-    assert engine.manager.match(chain("x b c")) == 0
-    assert engine.manager.match([]) == 0
+@pytest.mark.parametrize(("is_exclusive", "drops", "stored"), [(False, "a b", "x y"), (True, "", "")])
+def test_an_idle_session_is_saved_into_free_room_only_if_the_tier_is_exclusive(
+    is_exclusive: bool, drops: str, stored: str
+) -> None:
+    talks = Talks(capacity=4, is_exclusive=is_exclusive)
+    save(talks, "a b", "c d")
+    talks.talk("x y", "x y")
+    assert last_words(talks.rest()) == stored
+    assert dropped(talks) == drops
+    assert talks.resident("x y") == 2
 
 
-def test_codes_that_are_being_read_are_never_dropped() -> None:
-    engine = Engine(capacity=2)
-    engine.talk("a b")
-    engine.evict()
-    fork = engine.start("a b x")
-    engine.manager.restore_started("r-other", chain("a b"))
-    engine.finish(fork, "a b x")
-    engine.sweep()
-    assert dropped(engine) == []
-    assert engine.cold() == {"a", "b"}
-    engine.manager.restore_finished("r-other")
-    engine.talk("y z")
-    engine.evict()
-    assert engine.cold() == {"y", "z"}
+def test_an_exclusive_tier_takes_as_much_of_a_session_as_it_has_room_for() -> None:
+    talks = Talks(capacity=3, is_exclusive=True)
+    save(talks, "a b", "x y")
+    assert saved(talks) == {"a", "b", "x"}
+    assert talks.states() == {"a b": "cold", "x y": "idle"}
 
 
-def test_codes_that_cannot_be_read_are_dropped_and_encoded_anew() -> None:
-    engine = Engine()
-    engine.talk("a b c")
-    engine.evict()
-    request = restore(engine, "a b c", failed="a b")
-    assert dropped(engine, DropCause.FAILED) == ["b"]
-    assert engine.manager.match(chain("a b c")) == 1
-    engine.finish(request, "a b c")
-    assert engine.evict() == chain("a b")[1:]
+def test_a_session_for_which_there_was_no_room_is_saved_once_there_is_some() -> None:
+    talks = Talks(capacity=4, is_exclusive=True)
+    save(talks, "a b", "c d", "x y")
+    assert talks.states()["x y"] == "idle"
+    talks.talk("a b", "a b", release=True)
+    talks.rest(2 * talks.manager.idle_after_s)
+    assert talks.states() == {"c d": "cold", "x y": "cold"}
+
+
+@pytest.mark.parametrize(("is_exclusive", "drops"), [(False, "b a"), (True, "c")])
+def test_redundant_copies_make_room_first_if_the_tier_is_exclusive(is_exclusive: bool, drops: str) -> None:
+    """The running request's blocks are in the pool. They can be stored again when it has ended."""
+    talks = Talks(capacity=4, is_exclusive=is_exclusive, **SHORT)
+    save(talks, "a b", "c d")
+    request = talks.start("c d", "c d")
+    talks.talk("x y", "x y")
+    talks.save()
+    assert dropped(talks) == drops
+    check_integrity(talks.manager, talks.driver)
+    talks.finish(request, "c d")
+
+
+def test_the_policy_decides_if_an_exclusive_tier_has_no_redundant_copies() -> None:
+    talks = Talks(capacity=4, is_exclusive=True, **SHORT)
+    save(talks, "a b", "c d")
+    talks.talk("x y", "x y")
+    talks.overwrite(2)
+    talks.talk("u v", "u v")
+    assert (last_words(talks.save()), dropped(talks)) == ("x", "b")
+
+
+# -- loads --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "resident", "loaded"),
+    [
+        ("a b c d", 0, 3),
+        ("a b c d", 1, 2),
+        ("a b c d", 3, 0),
+        ("a b", 0, 2),
+        ("a x", 0, 1),
+        ("x b c", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_saved_blocks_behind_the_resident_ones_are_loaded_without_a_gap(
+    prompt: str, resident: int, loaded: int
+) -> None:
+    talks = Talks(blocks=7)
+    save(talks, "a b c")
+    talks.overwrite(7 - resident)
+    found = talks.running[talks.start(prompt, "a b c")]
+    assert (found.resident, found.loaded) == (resident, loaded)
+
+
+def test_blocks_that_are_being_read_are_not_dropped() -> None:
+    talks = Talks(capacity=2, shape=LOSSLESS)
+    save(talks, "a b")
+    talks.overwrite()
+    talks.holds = True
+    request = talks.start("a b", "reader")
+    talks.step()
+    talks.talk("x y", "x y")
+    talks.now += talks.manager.idle_after_s
+    talks.step()
+    assert (dropped(talks), saved(talks)) == ("", {"a", "b"})
+    talks.holds = False
+    talks.answer()
+    talks.finish(request, "")
+    talks.rest(2 * talks.manager.idle_after_s)
+    assert saved(talks) == {"x", "y"}
+
+
+def test_blocks_that_cannot_be_read_are_dropped_and_stored_anew() -> None:
+    talks = Talks()
+    save(talks, "a b c")
+    talks.overwrite()
+    del talks.tier[0, names("a b")[1]]
+    request = talks.start("a b c", "a b c")
+    assert dropped(talks, DropCause.FAILED) == "b"
+    talks.finish(request, "a b c")
+    assert last_words(talks.rest()) == "b"
 
 
 def test_many_sessions_may_lose_their_common_head_at_once() -> None:
-    engine = Engine(capacity=3_000)
-    for i in range(2_000):
-        engine.talk(f"sys {i}")
-    engine.evict()
-    engine.manager.restore_started("reader", [b"sys"])
-    engine.manager.restore_finished("reader", [b"sys"])
-    assert engine.chains() == {}
-    assert len(engine.manager.blocks) == 0
+    talks = Talks(capacity=2000, blocks=1000, shape=LOSSLESS)
+    for at in range(500):
+        talks.talk(f"sys {at}", f"{at}")
+    talks.rest()
+    talks.overwrite()
+    talks.tier.clear()
+    talks.finish(talks.start("sys x", "reader"), "")
+    check_empty(talks.manager)

@@ -1,28 +1,44 @@
-"""Which tokens are kept exact, by example: blocks of 16 tokens; codes of one take 100 bytes, all of it exact 500."""
+"""Tokens that are kept exact: the first ones of each session, and heads that sessions share."""
 
-from engine import Engine
-from spills import spilled, take_spills
+import pytest
+from talks import Talks, name
 
-
-def evict(engine: Engine) -> dict[str, int]:
-    """Everything idle goes cold; what had to be encoded, by last word, and how many tokens of it exact."""
-    engine.sweep()
-    orders = take_spills(engine.manager, 99)
-    for order in orders:
-        spilled(engine.manager, order.key, {0: 100, 4: 150, 16: 500}[order.exact], engine.now)
-    engine.manager.take_releases()
-    return {order.key.decode().split()[-1]: order.exact for order in orders}
+from manthan.manager.session.manager import Shares
 
 
-def test_first_tokens_are_exact_in_part_of_a_block() -> None:
-    engine = Engine(sink_tokens=4)
-    engine.talk("a b c", "alice")
-    assert evict(engine) == {"a": 4, "b": 0, "c": 0}
-    assert engine.manager.usage.exact_blocks == 1
-    assert engine.manager.usage.cold_nbytes == 350
+def exact(talks: Talks, *texts: str) -> list[int]:
+    """Return the number of exact tokens of each text's last block, as it is saved."""
+    blocks = talks.manager.blocks
+    return [int(blocks.exact[blocks.row(0, name(text))]) for text in texts]
 
 
-def test_first_tokens_may_take_a_block_and_more() -> None:
-    engine = Engine(sink_tokens=20)
-    engine.talk("a b c", "alice")
-    assert evict(engine) == {"a": 16, "b": 4, "c": 0}
+@pytest.mark.parametrize(("sink", "counts", "nbytes"), [(4, [4, 0, 0], 350), (20, [16, 4, 0], 750)])
+def test_a_session_s_first_tokens_are_kept_exact(sink: int, counts: list[int], nbytes: int) -> None:
+    talks = Talks(sink_tokens=sink)
+    talks.talk("a b c", "alice")
+    talks.rest()
+    assert exact(talks, "a", "a b", "a b c") == counts
+    usage = talks.manager.usage()
+    assert (usage.exact_blocks, usage.saved_nbytes) == (sum(map(bool, counts)), nbytes)
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.0, 0), (0.25, 2), (0.5, 3)])
+def test_shared_heads_are_kept_exact_within_a_share(share: float, kept: int) -> None:
+    talks = Talks(capacity=40, shares=Shares(heads=share))
+    for last in "xyz":
+        talks.talk(f"s t u {last}")
+    talks.rest()
+    assert exact(talks, "s", "s t", "s t u", "s t u x") == [16] * kept + [0] * (4 - kept)
+
+
+def test_a_head_makes_way_for_one_that_more_sessions_share() -> None:
+    talks = Talks(capacity=40)
+    for last in "xy":
+        talks.talk(f"s t {last}", last)
+    talks.rest()
+    assert exact(talks, "s", "s t") == [16, 16]
+    for _ in range(3):
+        for last in "klmn":
+            talks.talk(f"p {last}", last)
+        talks.rest()
+    assert exact(talks, "s", "s t", "p") == [16, 0, 16]

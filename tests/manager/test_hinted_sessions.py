@@ -1,165 +1,221 @@
-"""What the manager does with hints: pins, times to live, priorities, release; and with tenants' shares."""
+"""Hints obeyed: pins, times to live, priorities, release, sessions that stay out of the tiers; and tenants' shares."""
 
-from engine import IDLE_AFTER_S, Engine, chain
+import pytest
+from integrity import check_empty
+from talks import IDLE_AFTER_S, Talks, last_words, names
 
-from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.session import DropCause
+from manthan.manager.events import BlocksDropped, DropCause
+from manthan.manager.session.manager import Shares
 
 
-def dropped(engine: Engine) -> list[tuple[str, str]]:
-    """The last words of dropped blocks, each with the cause."""
-    return [(key.decode().split()[-1], drop.cause) for drop in engine.manager.take_drops() for key in drop.keys]
+def save(talks: Talks, *texts: str, **hints: object) -> None:
+    """Have sessions that are called as their texts, each saved before the next one comes."""
+    for text in texts:
+        talks.talk(text, text, **hints)
+        talks.rest()
+
+
+def saved(talks: Talks) -> set[str]:
+    """Return the last words of all saved blocks."""
+    return {text.split()[-1] for text in talks.saved()}
+
+
+def dropped(talks: Talks) -> list[tuple[str, DropCause]]:
+    return [(last_words(event.block_hashes), event.cause) for event in talks.told(BlocksDropped)]
 
 
 # -- pins ---------------------------------------------------------------------------------------------
 
 
-def test_a_pinned_session_stays_while_younger_ones_go() -> None:
-    engine = Engine(capacity=8)
-    assert engine.talk("a b", "old", pin=True).pinned
-    engine.evict()
-    for i in range(5):
-        engine.now += 1
-        engine.talk(f"c{i} d{i} e{i}")
-        engine.evict()
-    assert {"a", "b"} <= engine.cold()
-    assert len(engine.cold()) == 8
-
-
-def test_a_session_that_is_pinned_no_longer_goes_in_its_turn() -> None:
-    engine = Engine(capacity=8)
-    engine.talk("a b", "old", pin=True)
-    assert not engine.talk("a b x", "old", pin=False).pinned
-    engine.evict()
-    for i in range(3):
-        engine.now += 1
-        engine.talk(f"c{i} d{i} e{i}")
-        engine.evict()
-    assert not {"a", "b", "x"} & engine.cold()
+@pytest.mark.parametrize("pin", [True, False])
+def test_a_pinned_session_stays_while_younger_ones_go(pin: bool) -> None:
+    talks = Talks(capacity=8)
+    assert talks.talk("a b", "old", pin=True).is_pinned
+    assert talks.talk("a b", "old", pin=None if pin else False).is_pinned is pin
+    talks.rest()
+    save(talks, *(f"c{at} d{at} e{at}" for at in range(3)))
+    assert ({"a", "b"} <= saved(talks)) is pin
+    assert len(talks.saved()) == 8
 
 
 def test_a_pin_beyond_the_share_is_refused_in_a_sentence() -> None:
-    engine = Engine(capacity=8)
-    engine.talk("a", "first", pin=True)
-    outcome = engine.talk("c d", "second", pin=True)
-    assert outcome[:3] == (
+    talks = Talks(capacity=8)
+    talks.talk("a", "first", pin=True)
+    assert talks.talk("c d", "second", pin=True)[:3] == (
         "second",
         False,
         "pin is refused: pinned sessions may take 224 bytes of the cold store (tiers.pinned_share is 0.25), 100 are "
         "taken, and this session needs 200",
     )
-    assert not engine.session("second").pinned
 
 
-def test_a_pinned_session_that_outgrows_the_share_is_pinned_no_longer_and_goes_in_its_turn() -> None:
-    engine = Engine(capacity=8)
-    engine.talk("a b", "old", pin=True)
-    outcome = engine.talk("a b c", "old")
-    assert (outcome.pinned, outcome.refused[:14]) == (False, "pin is refused")
-    engine.evict()
-    engine.now += 1
-    engine.talk(" ".join(f"w{i}" for i in range(8)))
-    engine.evict()
-    assert not {"a", "b", "c"} & engine.cold()
+def test_a_pinned_session_that_outgrows_the_share_goes_in_its_turn() -> None:
+    talks = Talks(capacity=8)
+    talks.talk("a b", "old", pin=True)
+    outcome = talks.talk("a b c", "old")
+    assert (outcome.is_pinned, outcome.refused[:14]) == (False, "pin is refused")
+    talks.rest()
+    save(talks, "s t u v w x y z")
+    assert set(talks.texts()) == {"s t u v w x y z"}
 
 
 # -- time to live, priority, release ------------------------------------------------------------------
 
 
 def test_a_session_is_forgotten_when_its_time_is_over() -> None:
-    engine = Engine()
-    engine.talk("a b", "short", ttl_s=100)
-    engine.talk("c d", "long")
-    engine.evict()
-    assert engine.manager.next_deadline == 100
-    engine.manager.sweep(99.9)
-    assert dropped(engine) == []
-    engine.manager.sweep(100)
-    assert sorted(dropped(engine)) == [("a", DropCause.EXPIRED), ("b", DropCause.EXPIRED)]
-    assert engine.chains() == {"long": "c d"}
+    talks = Talks()
+    talks.talk("a b", "short", ttl_s=100)
+    talks.talk("c d", "long")
+    talks.rest()
+    assert talks.driver.next_deadline == 100
+    for talks.now, texts in ((99.9, {"short": "a b", "long": "c d"}), (100, {"long": "c d"})):
+        talks.step()
+        assert talks.texts() == texts
+    assert dropped(talks) == [("a b", DropCause.EXPIRED)]
 
 
 def test_each_use_begins_the_time_anew() -> None:
-    engine = Engine()
-    engine.talk("a b", "s", ttl_s=5)
-    engine.now = 4
-    request = engine.start("a b c", "s")
-    engine.manager.sweep(8)
-    engine.now = 9
-    engine.finish(request, "a b c d")
-    engine.manager.sweep(13.9)
-    assert engine.chains() == {"s": "a b c d"}
-    engine.manager.sweep(14)
-    assert engine.chains() == {}
+    talks = Talks()
+    talks.talk("a b", "s", ttl_s=5)
+    talks.now = 4
+    request = talks.start("a b c", "s")
+    talks.now = 9
+    talks.step()
+    talks.finish(request, "a b c d")
+    for talks.now, texts in ((13.9, {"s": "a b c d"}), (14, {})):
+        talks.step()
+        assert talks.texts() == texts
 
 
-def test_a_session_that_is_being_evicted_is_forgotten_afterwards() -> None:
-    engine = Engine()
-    engine.talk("a b", ttl_s=IDLE_AFTER_S)
-    engine.now = IDLE_AFTER_S
-    engine.manager.sweep(engine.now - 0.1)
-    engine.manager.relieve(9, engine.now)
-    keys = engine.spill()
-    engine.manager.sweep(engine.now)
-    engine.stored(keys)
-    assert engine.states() == {"anonymous-1": "cold"}
-    engine.manager.sweep(engine.now + 1)
-    assert engine.states() == {}
+def test_a_session_that_is_forgotten_while_it_is_saved_leaves_nothing() -> None:
+    talks = Talks(holds=True)
+    talks.talk("a b", "s", ttl_s=IDLE_AFTER_S + 1)
+    talks.now = IDLE_AFTER_S
+    assert talks.step().stores
+    talks.now += 1
+    talks.step()
+    talks.answer()
+    talks.step()
+    assert (talks.texts(), talks.tier) == ({}, {})
 
 
 def test_lower_priorities_go_first_whatever_the_policy_says() -> None:
-    engine = Engine(capacity=4)
-    for text, priority in (("a b", 3), ("c d", -1)):
-        engine.talk(text, priority=priority)
-        engine.evict()
-    engine.talk("e f", priority=3)
-    engine.evict()
-    assert engine.cold() == {"a", "b", "e", "f"}
+    talks = Talks(capacity=4)
+    save(talks, "a b", priority=3)
+    save(talks, "c d", priority=-1)
+    save(talks, "e f", priority=3)
+    assert saved(talks) == {"a", "b", "e", "f"}
 
 
-def test_hot_sessions_of_lower_priority_are_evicted_first() -> None:
-    engine = Engine()
-    engine.talk("a b", "high", priority=1)
-    engine.talk("c d", "low", priority=-1)
-    engine.manager.relieve(1, engine.now)
-    assert engine.states() == {"high": "idle", "low": "evicting"}
+def test_a_released_session_leaves_only_what_others_have() -> None:
+    talks = Talks()
+    talks.talk("sys a b", "s")
+    talks.talk("sys c", "other")
+    talks.rest()
+    talks.talk("sys a b d e", "s", release=True)
+    assert dropped(talks) == [("a b", DropCause.RELEASED)]
+    assert talks.texts() == {"other": "sys c"}
+    assert (talks.resident("sys a"), talks.resident("sys c")) == (1, 2)
 
 
-def test_a_released_session_leaves_nothing() -> None:
-    engine = Engine()
-    engine.talk("sys a b", "s")
-    engine.talk("sys c", "other")
-    engine.evict()
-    engine.manager.take_drops()
-    engine.talk("sys a b d e", "s", release=True)
-    assert sorted(dropped(engine)) == [("a", DropCause.RELEASED), ("b", DropCause.RELEASED)]
-    assert set(engine.manager.take_releases()) == set(chain("sys a b d e")[1:] + chain("sys"))
-    assert engine.chains() == {"other": "sys c"}
+# -- sessions that stay out of the tiers --------------------------------------------------------------
+
+
+def test_nothing_of_a_session_is_stored_until_its_client_allows_it() -> None:
+    talks = Talks()
+    talks.talk("a b", "s", store=False)
+    assert talks.rest() == []
+    talks.talk("a b c d", "s", pin=True)
+    assert talks.rest() == [], "later requests stay out too"
+    assert talks.states() == {"s": "idle"}
+    talks.talk("a b c d e", "s", store=True)
+    assert last_words(talks.rest()) == "a b c d e"
+
+
+def test_what_is_stored_before_a_session_stays_out_stays_stored() -> None:
+    talks = Talks()
+    save(talks, "a b")
+    talks.talk("a b c d", "a b", store=False)
+    assert (talks.rest(), saved(talks)) == ([], {"a", "b"})
+
+
+def test_a_session_that_stays_out_is_not_saved_when_memory_is_short_or_on_demand() -> None:
+    talks = Talks(blocks=4, low=1, high=1)
+    talks.talk("a b", "idle", store=False)
+    talks.start("x y", "runs", store=False)
+    assert talks.manager.save_all(talks.now) == 0
+    refused = talks.driver.steer("evict", talks.session("idle"), talks.now)
+    assert refused == "its client said that nothing of it is to be stored"
+    assert talks.save() == []
+
+
+@pytest.mark.parametrize(("prompt", "text"), [("a b", "a b x"), ("a x y", "a x y z")])
+def test_all_branches_of_a_session_stay_out_and_may_be_stored_again(prompt: str, text: str) -> None:
+    talks = Talks()
+    talks.talk("a b c", "s", store=False)
+    talks.finish(talks.start(prompt, "s"), text)
+    assert (talks.rest(), talks.texts()) == ([], {"s": "a b c", "s~2": text})
+    talks.talk("a b c", "s", store=True)
+    talks.finish(talks.start(text, "s"), text)
+    talks.rest()
+    assert talks.saved() >= {"a b c", text}
+
+
+def test_a_session_that_stays_out_is_forgotten_when_the_pool_has_lost_it() -> None:
+    talks = Talks(blocks=8)
+    talks.talk("a b", "s", store=False)
+    talks.rest()
+    assert talks.texts() == {"s": "a b"}
+    talks.pool.release(0, names("a b")[1:])
+    talks.rest(100)
+    assert talks.texts() == {"s": "a"}
+    talks.overwrite()
+    talks.rest(1000)
+    check_empty(talks.manager)
+
+
+def test_a_request_that_stays_out_takes_its_session_out_of_saving() -> None:
+    talks = Talks(blocks=16, holds=True)
+    talks.talk("a b", "s")
+    talks.now = IDLE_AFTER_S
+    assert len(talks.step().stores) == 1
+    talks.finish(talks.start("a b", "s", store=False), "a b")
+    talks.holds = False
+    talks.answer()
+    assert talks.rest() == []
+
+
+def test_others_may_store_what_they_have_in_common_with_a_session_that_stays_out() -> None:
+    talks = Talks()
+    talks.talk("sys a", "out", store=False)
+    talks.talk("sys b", "other")
+    assert last_words(talks.rest()) == "sys b"
 
 
 # -- tenants ------------------------------------------------------------------------------------------
 
 
 def test_a_tenant_makes_room_among_its_own_sessions() -> None:
-    engine = Engine(capacity=8, shares=Shares(tenants={"*": 0.5}))
-    engine.talk("a b c", tenant="quiet")
-    engine.evict()
-    for i in range(5):
-        engine.now += 1
-        engine.talk(f"x{i} y{i}", tenant="loud")
-        engine.evict()
-    assert engine.cold() == {"a", "b", "c", "x3", "y3", "x4", "y4"}
+    talks = Talks(capacity=8, shares=Shares(tenants={"*": 0.5}))
+    talks.talk("a b c", tenant="quiet")
+    talks.rest()
+    for at in range(5):
+        talks.talk(f"x{at} y{at}", tenant="loud")
+        talks.rest()
+    assert saved(talks) == {"a", "b", "c", "x3", "y3", "x4", "y4"}
 
 
 # -- prefetch -----------------------------------------------------------------------------------------
 
 
-def test_codes_are_not_dropped_while_they_are_fetched() -> None:
-    engine = Engine(capacity=2, prefetch_lead_s=2.0)
-    engine.talk("a b", "agent", expect_return_s=60)
-    engine.evict()
-    engine.manager.take_prefetch(9, 58)
-    engine.now = 59
-    engine.talk("c d")
-    engine.evict()
-    assert engine.cold() == {"a", "b"}
+def test_blocks_are_not_dropped_while_they_are_prefetched() -> None:
+    talks = Talks(capacity=2, driver={"prefetch_lead_s": 2.0})
+    talks.talk("a b", "agent", expect_return_s=60)
+    talks.rest()
+    talks.overwrite()
+    talks.holds, talks.now = True, 58.0
+    assert [list(job.block_hashes) for job in talks.step().loads] == [names("a b")]
+    talks.talk("c d", "other")
+    talks.now += IDLE_AFTER_S
+    talks.step()
+    assert saved(talks) == {"a", "b"}

@@ -1,10 +1,8 @@
-"""What clients may say of their sessions, and what they are told when it makes no sense."""
-
-from typing import Any
+"""Hints as clients write them, and the sentence for each mistake."""
 
 import pytest
 
-from manthan.manager.sessions.hints import (
+from manthan.manager.session.hints import (
     HIGHEST_PRIORITY,
     LONGEST_NAME,
     MOST_PREFETCHES,
@@ -16,10 +14,16 @@ from manthan.manager.sessions.hints import (
     parse_hints,
 )
 
-NAMES = "expect_return_s, pin, prefetch, priority, quality, release, tenant, tool, ttl_s"
+NAMES = "expect_return_s, pin, prefetch, priority, quality, release, store, tenant, tool, ttl_s"
+BOOLEAN = "true or false"
+SECONDS = "a number of seconds above 0, and at most 2592000 (30 days)"
+PRIORITY = f"a whole number from -{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}"
+PREFETCH = f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable characters"
+TENANT = f"a name of at most {LONGEST_NAME} printable characters"
 
 
 def refusal(value: object) -> str:
+    """Return the sentence that a client is told, without its beginning."""
     with pytest.raises(HintError) as error:
         parse_hints(value)
     sentence = str(error.value)
@@ -28,11 +32,11 @@ def refusal(value: object) -> str:
     return sentence.removeprefix(WHERE)
 
 
-@pytest.mark.parametrize("value", [None, {}, {"pin": None, "ttl_s": None, "prefetch": None, "release": None}])
-def test_nothing_said(value: object) -> None:
+@pytest.mark.parametrize("value", [None, {}, dict.fromkeys(Hints.model_fields)])
+def test_nothing_is_said(value: object) -> None:
     assert parse_hints(value) == NO_HINTS == Hints()
     assert NO_HINTS.given == ()
-    assert NO_HINTS.pin is None  # which is not false
+    assert NO_HINTS.pin is NO_HINTS.store is None, "which is not false"
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,8 @@ def test_nothing_said(value: object) -> None:
     [
         ("pin", True, True),
         ("pin", False, False),
+        ("store", False, False),
+        ("store", True, True),
         ("ttl_s", 60, 60.0),
         ("ttl_s", 0.5, 0.5),
         ("priority", HIGHEST_PRIORITY, HIGHEST_PRIORITY),
@@ -52,26 +58,21 @@ def test_nothing_said(value: object) -> None:
         ("prefetch", ["a" * LONGEST_NAME] * MOST_PREFETCHES, ("a" * LONGEST_NAME,) * MOST_PREFETCHES),
         ("tenant", "Universität Zürich", "Universität Zürich"),
         ("tool", "web search", "web search"),
+        ("quality", "exact", "exact"),
     ],
 )
 def test_each_hint(name: str, given: object, expected: object) -> None:
     hints = parse_hints({name: given})
     assert getattr(hints, name) == expected
     assert hints.given == (name,)
-    assert hints == Hints.model_validate({name: expected})
-
-
-SECONDS = "a number of seconds above 0, and at most 2592000 (30 days)"
-PRIORITY = f"a whole number from -{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}"
-PREFETCH = f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable characters"
-TENANT = f"a name of at most {LONGEST_NAME} printable characters"
 
 
 @pytest.mark.parametrize(
     ("name", "right", "values"),
     [
-        ("pin", "true or false", [1, 0, "true", "", []]),
-        ("release", "true or false", [1, "yes"]),
+        ("pin", BOOLEAN, [1, 0, "true", "", []]),
+        ("release", BOOLEAN, [1, "yes"]),
+        ("store", BOOLEAN, [0, "no"]),
         ("ttl_s", SECONDS, [0, -1, True, "60", float("inf"), float("nan"), 10**400, [60]]),
         ("expect_return_s", SECONDS, [0, False, "5m", float("-inf")]),
         ("quality", "exact or any", ["best", 1, ""]),
@@ -82,7 +83,7 @@ TENANT = f"a name of at most {LONGEST_NAME} printable characters"
         ("tenant", TENANT, [1, True, ["acme"], "a\nb", "\x1b[2J", "a" * (LONGEST_NAME + 1), "\ud800", b"acme"]),
     ],
 )
-def test_values_that_do_not_fit_are_refused_by_name(name: str, right: str, values: list[Any]) -> None:
+def test_values_that_do_not_fit_are_refused_by_name(name: str, right: str, values: list[object]) -> None:
     for value in values:
         assert refusal({name: value}).startswith(f".{name} must be {right}, not "), value
     assert refusal({name: 1.5j}).endswith("not 1.5j")
@@ -92,7 +93,6 @@ def test_values_that_do_not_fit_are_refused_by_name(name: str, right: str, value
     ("name", "hint"),
     [
         ("ttl", "'ttl' (did you mean 'ttl_s'?)"),
-        ("pinned", "'pinned' (did you mean 'pin'?)"),
         ("Release", "'Release' (did you mean 'release'?)"),
         ("expected_return", "'expected_return' (did you mean 'expect_return_s'?)"),
         ("zzz", f"'zzz' (valid: {NAMES})"),
@@ -100,12 +100,11 @@ def test_values_that_do_not_fit_are_refused_by_name(name: str, right: str, value
     ],
 )
 def test_unknown_hints_are_refused_with_the_nearest_one(name: object, hint: str) -> None:
-    assert refusal({"pin": True, name: 1}) == f": unknown hint {hint}"
-    assert refusal({name: None}) == f": unknown hint {hint}"
+    assert refusal({"pin": True, name: 1}) == refusal({name: None}) == f": unknown hint {hint}"
 
 
 @pytest.mark.parametrize("value", [[], "pin", True, 3, [{"pin": True}]])
-def test_what_is_no_mapping_is_refused(value: object) -> None:
+def test_hints_must_be_a_mapping(value: object) -> None:
     assert refusal(value) == f" must be a mapping of hints to values, not {value!r}"
 
 
@@ -117,11 +116,9 @@ def test_contradictions_are_refused(name: str, value: object) -> None:
     assert parse_hints({"release": False, name: value}).given == (name,)
 
 
-def test_a_refusal_stays_short_whatever_was_sent() -> None:
-    for value in (
-        {"x" * 1_000_000: 1},
-        {"tenant": "x" * 1_000_000},
-        {"prefetch": ["x"] * 1_000_000},
-        ["x" * 1_000_000],
-    ):
-        assert len(refusal(value)) < 300
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize("value", [{LONG: 1}, {"tenant": LONG}, {"prefetch": ["x"] * 1_000_000}, [LONG]], ids=range(4))
+def test_a_refusal_stays_short_whatever_was_sent(value: object) -> None:
+    assert len(refusal(value)) < 300

@@ -1,12 +1,14 @@
 """The manager by example: saving, memory pressure, reset."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from integrity import check_empty, check_integrity
-from talks import IDLE_AFTER_S, Talks, last_words, names
+from talks import GROUP, IDLE_AFTER_S, Talks, last_words, names
 
 from manthan.manager.events import BlocksDropped, DropCause, Evicted, Overwritten, StoreFailed
+from manthan.manager.session.blocks import MemoryShape
 
 SHORT: dict[str, Any] = {"blocks": 64, "low": 0.04, "high": 0.0626}
 """Blocks are saved until 4 can be overwritten, once fewer than 2 can."""
@@ -178,11 +180,37 @@ def test_saved_blocks_are_room() -> None:
     assert talks.save() == []
 
 
-def test_pressure_saves_running_requests_too() -> None:
-    """Their blocks would be overwritten as soon as they end."""
+def under_pressure(prompt: str = "a b c d e f g h i j k l m n") -> tuple[Talks, str]:
+    """Have a request of a new session run, when memory is short, and return its id."""
     talks = Talks(blocks=16, low=0.2, high=0.3)
-    talks.start("a b c d e f g h i j k l m n", "s")
-    assert last_words(talks.save()) == "a b c d e f g h i j k l m n"
+    request = talks.start(prompt, "s")
+    assert last_words(talks.save()) == prompt
+    return talks, request
+
+
+def test_pressure_saves_blocks_of_running_requests() -> None:
+    """They would be overwritten as soon as the requests end."""
+    talks, request = under_pressure()
+    talks.finish(request, "a b c d e f g h i j k l m n o")
+    assert last_words(talks.rest()) == "o"
+    assert talks.states() == {"s": "cold"}
+
+
+@pytest.mark.parametrize("text", ["", "a b"])
+def test_what_was_saved_of_a_request_goes_with_it_if_it_is_aborted(text: str) -> None:
+    talks, request = under_pressure()
+    talks.finish(request, text)
+    talks.step()
+    assert set(talks.tier) == {(0, block_hash) for block_hash in names(text)}
+    check_integrity(talks.manager, talks.driver)
+
+
+def test_a_reset_drops_what_was_saved_of_running_requests() -> None:
+    talks, request = under_pressure("a b c d e f g h i j k l m n")
+    talks.driver.reset(talks.now)
+    assert dropped(talks) == [("a b c d e f g h i j k l m n", DropCause.RESET)]
+    talks.finish(request, "")
+    check_empty(talks.manager)
 
 
 # -- the order in which the pool overwrites -----------------------------------------------------------
@@ -265,12 +293,14 @@ def test_a_store_under_way_at_a_reset_is_void(failed: dict[int, str]) -> None:
     assert last_words(talks.rest()) == "a b"
 
 
-def test_a_load_under_way_at_a_reset_pins_nothing_that_is_computed_later(talks: Talks) -> None:
+def test_a_load_under_way_at_a_reset_pins_nothing_that_is_computed_later() -> None:
+    talks = Talks(shape=MemoryShape({0: replace(GROUP, is_lossless=True)}))
     talks.talk("a b", "s")
     talks.rest()
     talks.overwrite()
     talks.holds = True
     request = talks.start("a b c", "s")
+    talks.step()
     talks.driver.reset(talks.now)
     talks.answer()
     talks.holds = False

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import BLOCK, EXCERPT, check_journal, request
+from traces import BLOCK, EXCERPT, check_journal, name, request
 
 from manthan.manager.simulator.cost_model import CostModel
 from manthan.manager.simulator.engine import replay
@@ -13,8 +13,8 @@ from manthan.manager.simulator.replay import Setup, Tally
 from manthan.manager.simulator.traces import TracedRequest, read_trace
 from manthan.policies import get_policy, policy_names
 
-LRU = Setup(get_policy("lru"), hot_blocks=1, block_tokens=BLOCK, min_tokens=0)
-SLOW = CostModel(first_token_s=1, prefill_s_per_token=0.1, restore_s_per_token=0.05, spill_s_per_token=0.2)
+LRU = Setup(get_policy("lru"), pool_blocks=1, block_tokens=BLOCK, min_tokens=0)
+SLOW = CostModel(first_token_s=1, prefill_s_per_token=0.1, restore_s_per_token=0.05, store_s_per_token=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -23,39 +23,39 @@ def conversations() -> list[TracedRequest]:
 
 
 def found(tally: Tally) -> int:
-    return sum(one.hot + one.restored for one in tally.served if one is not None)
+    return sum(one.resident + one.restored for one in tally.served if one is not None)
 
 
 def check(requests: list[TracedRequest], tally: Tally, setup: Setup) -> None:
     """What must hold of every replay."""
     assert tally.journal is not None
-    check_journal(tally.journal, setup.cold_blocks, again=setup.hot_blocks > 0)
+    check_journal(tally.journal, setup.cold_blocks)
     assert tally.peak_cold <= setup.cold_blocks
-    assert tally.peak_hot <= setup.hot_blocks
+    assert tally.peak_used <= setup.pool_blocks
     assert sorted(tally.order) == list(range(len(requests)))
     computed: set[bytes] = set()
     for number in tally.order:
         one, served = requests[number], tally.served[number]
         assert served is not None, "a request was never answered"
-        usable = one.keys[: (one.input_tokens - 1) // setup.block_tokens]
-        assert computed.issuperset(usable[: served.hot + served.restored])
+        usable = one.hashes[: (one.input_tokens - 1) // setup.block_tokens]
+        assert computed.issuperset(usable[: served.resident + served.restored])
         assert served.asked == -(-one.input_tokens // setup.block_tokens)
-        computed.update(one.keys)
+        computed.update(one.hashes)
 
 
 # -- a pool and a cold store ------------------------------------------------------------------------------
 
 
 def test_with_a_pool_for_all_nothing_goes_cold(conversations) -> None:
-    setup = Setup(get_policy("lru"), hot_blocks=40000, cold_blocks=100, idle_after_s=1e9)
+    setup = Setup(get_policy("lru"), pool_blocks=40000, cold_blocks=100, idle_after_s=1e9)
     tally = replay(conversations, setup)
     seen: set[bytes] = set()
     again = 0
     for one in conversations:
-        again += sum(key in seen for key in one.keys[: (one.input_tokens - 1) // 512])
-        seen.update(one.keys)
+        again += sum(name in seen for name in one.hashes[: (one.input_tokens - 1) // 512])
+        seen.update(one.hashes)
     assert found(tally) == again > 0
-    assert (tally.moved_out, tally.moved_in, tally.evictions, tally.dropped) == (0, 0, 0, 0)
+    assert (tally.stored, tally.restored, tally.evictions, tally.dropped) == (0, 0, 0, 0)
 
 
 TEXTS = st.lists(
@@ -72,7 +72,7 @@ def test_whatever_comes_is_served_within_the_budgets(texts, hot, cold, idle_afte
     for wait, text, answer, rest in texts:
         now += wait
         requests.append(request(now, text, answer=answer, rest=rest))
-    setup = replace(LRU, hot_blocks=hot, cold_blocks=cold, cost=SLOW, idle_after_s=idle_after_s)
+    setup = replace(LRU, pool_blocks=hot, cold_blocks=cold, cost=SLOW, idle_after_s=idle_after_s)
     tally = replay(requests, setup, journal=True)
     check(requests, tally, setup)
     assert tally == replay(requests, setup, journal=True)
@@ -82,24 +82,24 @@ def test_a_session_that_is_idle_for_long_enough_is_found_in_the_pool_and_restore
     None
 ):
     first = request(0, "abc", answer="def", session="x", rest=0)
-    setup = replace(LRU, hot_blocks=20, cold_blocks=20, cost=SLOW, idle_after_s=10.0)
+    setup = replace(LRU, pool_blocks=20, cold_blocks=20, cost=SLOW, idle_after_s=10.0)
     _, second = replay([first, request(100, "abcdefg", session="x")], setup).served
     assert second is not None
-    assert (second.asked, second.hot, second.restored) == (8, 5, 0)
+    assert (second.asked, second.resident, second.restored) == (8, 5, 0)
     requests = [first, request(90, "tuvwxyz" * 2 + "tuv", rest=0), request(200, "abcdefg", session="x")]
-    setup = replace(LRU, hot_blocks=17, cold_blocks=40, cost=SLOW, idle_after_s=10.0)
+    setup = replace(LRU, pool_blocks=17, cold_blocks=40, cost=SLOW, idle_after_s=10.0)
     tally = replay(requests, setup, journal=True)
     one, _, second = tally.served
     assert one is not None
     assert second is not None
-    assert (second.asked, second.hot, second.restored) == (8, 0, 5)  # the answer's last token was never computed
+    assert (second.asked, second.resident, second.restored) == (8, 0, 5)  # the answer's last token was never computed
     assert one.first_token_s == pytest.approx(1 + 12 * 0.1 + SLOW.prefill_s_per_token2 * 12**2)
     assert second.first_token_s == pytest.approx(1 + 20 * 0.05 + SLOW.prefill_s(20, 29))
     assert tally.journal is not None
     saved = sorted(action.what for action in tally.journal[:10])  # a sixteenth of the pool at once
-    assert saved == ["spill"] * 5 + ["stored"] * 5
-    spilled = [action.keys for action in tally.journal[:11] if action.what == "spill"]
-    assert spilled == [[b"abcde"], [b"abcd"], [b"abc"], [b"ab"], [b"a"]]
+    assert saved == ["store"] * 5 + ["stored"] * 5
+    stored = [action.hashes for action in tally.journal[:11] if action.what == "store"]
+    assert stored == [[name("abcde"[: n + 1])] for n in range(5)]
     assert [(action.what, action.who) for action in (tally.journal[10], tally.journal[-1])] == [
         ("cold", "x"),
         ("restore", "2"),
@@ -108,15 +108,15 @@ def test_a_session_that_is_idle_for_long_enough_is_found_in_the_pool_and_restore
 
 def test_sessions_are_saved_before_they_are_overwritten() -> None:
     requests = [request(100.0 * at, letter * 6, session=letter) for at, letter in enumerate("abcdabcd")]
-    setup = replace(LRU, hot_blocks=20, cold_blocks=100, idle_after_s=1e9)
+    setup = replace(LRU, pool_blocks=20, cold_blocks=100, idle_after_s=1e9)
     tally = replay(requests, setup, journal=True)
-    assert [served.hot + served.restored for served in tally.served if served] == [0, 0, 0, 0, 6, 6, 6, 6]
+    assert [served.resident + served.restored for served in tally.served if served] == [0, 0, 0, 0, 6, 6, 6, 6]
     assert tally.evictions == 3  # each is saved when the next one needs its room
 
 
 def test_a_request_waits_for_room() -> None:
     both = [request(0, "abcdef"), request(0, "ghijkl")]
-    room, tight = replace(LRU, hot_blocks=14, cost=SLOW), replace(LRU, hot_blocks=8, cost=SLOW)
+    room, tight = replace(LRU, pool_blocks=14, cost=SLOW), replace(LRU, pool_blocks=8, cost=SLOW)
     alone = replay(both[:1], room).served[0]
     assert alone is not None
     assert [served.first_token_s for served in replay(both, room).served if served] == [alone.first_token_s] * 2
@@ -125,25 +125,25 @@ def test_a_request_waits_for_room() -> None:
 
 
 def test_a_request_larger_than_the_pool_is_refused() -> None:
-    with pytest.raises(ValueError, match="hot_blocks must be 7 or more, as the largest request, not 6"):
-        replay([request(0, "abcdef")], replace(LRU, hot_blocks=6))
+    with pytest.raises(ValueError, match="pool_blocks must be 7 or more, as the largest request, not 6"):
+        replay([request(0, "abcdef")], replace(LRU, pool_blocks=6))
 
 
 # -- what is counted --------------------------------------------------------------------------------------
 
 
 def test_the_first_part_may_only_fill_the_caches(conversations) -> None:
-    setup = Setup(get_policy("lru"), hot_blocks=600, cold_blocks=1000)
+    setup = Setup(get_policy("lru"), pool_blocks=600, cold_blocks=1000)
     whole, second = replay(conversations, setup), replay(conversations, replace(setup, first_measured=500))
     assert second.served == whole.served
-    assert 0 < second.moved_out < whole.moved_out
+    assert 0 < second.stored < whole.stored
     assert 0 < second.dropped < whole.dropped
     assert 0 < second.evictions < whole.evictions
 
 
 @pytest.mark.parametrize("policy", policy_names())
 def test_the_same_comes_out_twice_for_every_policy(conversations, policy) -> None:
-    setup = Setup(get_policy(policy), hot_blocks=600, cold_blocks=800)
+    setup = Setup(get_policy(policy), pool_blocks=600, cold_blocks=800)
     tally = replay(conversations, setup, journal=True)
     check(conversations, tally, setup)
     assert tally == replay(conversations, setup, journal=True)

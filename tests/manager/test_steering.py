@@ -1,140 +1,142 @@
-"""What an operator may ask of a session, and what comes of it."""
+"""What an operator asks of a session."""
 
 import pytest
-from engine import IDLE_AFTER_S, Engine, chain
-from integrity import check_integrity
-from spills import take_spills
+from integrity import check_empty, check_integrity
+from talks import IDLE_AFTER_S, Talks, last_words
 
-from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.manager import PATIENCE
-from manthan.manager.sessions.session import NewsKind
+from manthan.manager.events import DropCause, Lost, Pinned, Turn
+from manthan.manager.session.manager import AFTERWARDS, Shares
+from manthan.manager.session.prefetch import PATIENCE
 
 
 @pytest.fixture
-def engine() -> Engine:
-    made = Engine(prefetch_lead_s=1.0, shares=Shares(pinned=0.03))
-    made.talk("a one two", "a")
-    made.manager.take_news()
-    return made
+def talks() -> Talks:
+    """Return an engine with a session of three blocks. Pinned sessions may take as much."""
+    talks = Talks(shares=Shares(pinned=0.03), driver={"prefetch_lead_s": 1.0})
+    talks.talk("a one two", "a")
+    return talks
 
 
-def kinds(engine: Engine) -> list[tuple[str, str]]:
-    return [(news.session_id, str(news.kind)) for news in engine.manager.take_news()]
+def steer(talks: Talks, what: str, seconds: float | None = None, tool: str = "") -> str:
+    return talks.driver.steer(what, talks.session("a"), talks.now, seconds, tool)
 
 
-def test_an_idle_session_goes_cold_at_once(engine: Engine) -> None:
-    manager, session = engine.manager, engine.session("a")
-    assert manager.steer("evict", session, engine.now) == ""
-    assert engine.states() == {"a": "evicting"}
-    assert manager.steer("evict", session, engine.now) == ""
-    engine.stored(engine.spill())
-    assert engine.states() == {"a": "cold"}
-    assert manager.steer("evict", session, engine.now) == ""
-    assert engine.spill() == []
-    check_integrity(engine.manager)
+def loaded(talks: Talks, now: float) -> int:
+    """Return how many blocks are prefetched at a time, after the pool has lost all."""
+    talks.now = now
+    talks.overwrite()
+    return sum(map(len, talks.step().loads))
 
 
-def test_a_running_session_neither_goes_cold_nor_away_nor_is_expected(engine: Engine) -> None:
-    engine.start("a one two three")
-    for what in ("evict", "expect", "release"):
-        assert engine.manager.steer(what, engine.session("a"), engine.now).startswith("a request of it runs; it can ")
-    assert engine.states() == {"a": "hot"}
+def test_an_idle_session_is_saved_at_once(talks: Talks) -> None:
+    assert steer(talks, "evict") == steer(talks, "evict") == ""
+    assert last_words(talks.save()) == "a one two"
+    assert talks.states() == {"a": "cold"}
+    assert (steer(talks, "evict"), talks.save()) == ("", [])
 
 
-def test_a_cold_session_is_prefetched_while_that_is_worth_it(engine: Engine) -> None:
-    manager = engine.manager
-    engine.evict()
-    assert manager.steer("prefetch", engine.session("a"), engine.now) == ""
-    assert manager.prefetch_blocks(engine.now) == 3
-    assert manager.prefetch_blocks(engine.now + PATIENCE * IDLE_AFTER_S + 0.1) == 0
+@pytest.mark.parametrize("what", AFTERWARDS)
+def test_a_session_with_a_running_request_is_left_alone(talks: Talks, what: str) -> None:
+    talks.start("a one two three", "a")
+    assert steer(talks, what).startswith("a request of it runs; it can ")
+    assert (talks.save(), talks.states(), talks.session("a").expected) == ([], {"a": "active"}, None)
+
+
+# -- prefetch -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("later", "blocks"), [(0.0, 3), (PATIENCE * IDLE_AFTER_S + 0.1, 0)])
+def test_a_cold_session_is_prefetched_while_that_is_worth_it(talks: Talks, later: float, blocks: int) -> None:
+    talks.rest()
+    assert steer(talks, "prefetch") == ""
+    assert loaded(talks, talks.now + later) == blocks
 
 
 def test_nothing_is_prefetched_of_a_model_whose_sessions_cannot_be() -> None:
-    engine = Engine()
-    engine.talk("a one", "a")
-    assert engine.manager.steer("prefetch", engine.session("a"), 0.0) == "sessions of this model cannot be prefetched"
+    talks = Talks()
+    talks.talk("a one", "a")
+    assert steer(talks, "prefetch") == "sessions of this model cannot be prefetched"
 
 
-def test_pins_end_when_they_were_to(engine: Engine) -> None:
-    manager, session = engine.manager, engine.session("a")
-    assert manager.steer("pin", session, engine.now, 1.0) == ""
-    assert engine.manager.next_deadline == 1.0
-    engine.manager.sweep(0.9)
-    assert session.pinned
-    engine.manager.sweep(1.0)
-    assert not session.pinned
-    assert kinds(engine) == [("a", "pinned"), ("a", "unpinned")]
-    assert manager.steer("pin", session, 6.0, 5.0) == manager.steer("pin", session, 7.0) == ""
-    engine.manager.sweep(100.0)
-    assert session.pinned, "the second pin is for good"
-    assert manager.steer("unpin", session, 101.0) == manager.steer("unpin", session, 102.0) == ""
-    assert kinds(engine) == [("a", "pinned"), ("a", "unpinned")]
+def test_a_session_that_is_expected_back_is_prefetched_in_time(talks: Talks) -> None:
+    talks.rest()
+    asked = talks.now
+    assert steer(talks, "expect", 60.0) == ""
+    assert talks.driver.next_deadline == asked + 59
+    assert [loaded(talks, asked + seconds) for seconds in (58, 59)] == [0, 3]
 
 
-def test_a_pin_for_a_while_lasts_over_turns_and_a_hint_makes_it_last_for_good(engine: Engine) -> None:
-    session = engine.session("a")
-    engine.manager.steer("pin", session, engine.now, 5.0)
-    engine.talk("a one two", "a")
-    assert (session.pinned, session.pinned_until) == (True, 5.0)
-    engine.talk("a one two", "a", pin=True)
-    engine.manager.sweep(6.0)
-    assert session.pinned
+def test_what_was_said_last_of_a_return_holds(talks: Talks) -> None:
+    talks.rest()
+    steer(talks, "expect", 60.0)
+    steer(talks, "expect", tool="unknown")
+    assert (talks.session("a").expected, talks.driver.next_deadline) == (None, None)
 
 
-def test_a_pin_stays_when_others_come_to_share_its_head(engine: Engine) -> None:
+# -- pins ---------------------------------------------------------------------------------------------
+
+
+def test_a_pin_ends_when_it_was_to(talks: Talks) -> None:
+    assert steer(talks, "pin", 1.0) == ""
+    assert talks.driver.next_deadline == 1.0
+    for talks.now, is_pinned in ((0.9, True), (1.0, False)):
+        talks.step()
+        assert talks.session("a").is_pinned is is_pinned
+    assert talks.told(Pinned) == [Pinned("a", True), Pinned("a", False)]
+
+
+def test_the_last_pin_holds_and_each_change_is_told_once(talks: Talks) -> None:
+    for what, seconds in (("pin", 5.0), ("pin", None)):
+        assert steer(talks, what, seconds) == ""
+    talks.rest(100.0)
+    assert talks.session("a").is_pinned
+    assert steer(talks, "unpin") == steer(talks, "unpin") == ""
+    assert talks.told(Pinned) == [Pinned("a", True), Pinned("a", False)]
+
+
+@pytest.mark.parametrize(("hints", "is_pinned"), [({}, False), ({"pin": True}, True)])
+def test_a_pin_for_a_while_lasts_over_turns_and_for_good_if_a_hint_says_so(
+    talks: Talks, hints: dict[str, bool], is_pinned: bool
+) -> None:
+    steer(talks, "pin", 5.0)
+    assert talks.talk("a one two", "a", **hints).is_pinned
+    talks.rest(6.0)
+    assert talks.session("a").is_pinned is is_pinned
+
+
+def test_a_pin_stays_when_others_come_to_share_its_head(talks: Talks) -> None:
     """The head is kept exact then, at the expense of the heads' share: five times what the pin may take."""
-    session = engine.session("a")
-    assert engine.manager.steer("pin", session, engine.now) == ""
-    engine.talk("a one two b", "b")
-    engine.sweep()
-    for order in take_spills(engine.manager, 99):
-        engine.stored([order.key], order.nbytes)
-    assert [block.encoding.exact for block in session.chain] == [16, 16, 16]
-    assert engine.talk("a one two", "a").refused == ""
-    assert session.pinned
-    check_integrity(engine.manager)
-    engine.talk("a one two three", "a")
-    assert not session.pinned, "its own blocks count as before"
+    steer(talks, "pin")
+    talks.talk("a one two b", "b")
+    talks.rest()
+    assert talks.manager.blocks.nbytes[talks.session("a").rows].tolist() == [500, 500, 500]
+    assert talks.talk("a one two", "a").is_pinned
+    check_integrity(talks.manager, talks.driver)
+    assert not talks.talk("a one two three", "a").is_pinned, "its own blocks count as before"
 
 
-@pytest.mark.parametrize("state", ["idle", "evicting", "cold"])
-def test_what_is_released_is_forgotten(engine: Engine, state: str) -> None:
-    manager = engine.manager
+# -- release ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["idle", "being saved", "cold"])
+def test_a_released_session_is_forgotten(talks: Talks, state: str) -> None:
+    talks.holds = state == "being saved"
     if state != "idle":
-        engine.sweep()
-        keys = engine.spill()
-        if state == "cold":
-            engine.stored(keys)
-    assert engine.states() == {"a": state}
-    assert manager.steer("release", engine.session("a"), engine.now) == ""
-    if state == "evicting":
-        engine.stored(keys)
-    assert engine.states() == {}
-    assert manager.match(chain("a one two")) == 0
-    assert manager.blocks.reserved == 0
-    check_integrity(manager)
+        talks.now += IDLE_AFTER_S
+        talks.step()
+    assert steer(talks, "release") == ""
+    talks.answer()
+    talks.step()
+    assert (talks.tier, talks.resident("a one two")) == ({}, 0)
+    check_empty(talks.manager)
 
 
-def test_news(engine: Engine) -> None:
-    engine.now = 2.0
-    request = engine.start("a one two three")
-    engine.now = 3.5
-    engine.manager.request_finished(request, chain("a one two"), engine.now, tokens=60, found=32)
-    [turn] = engine.manager.take_news()
-    assert (turn.kind, turn.tokens, turn.blocks, turn.seconds, turn.found) == (NewsKind.TURN, 64, 3, 1.5, 32)
-    engine.evict()
-    engine.manager.steer("release", engine.session("a"), engine.now)
-    [released] = engine.manager.take_news()
-    assert (released.kind, released.blocks, released.nbytes, released.cause) == ("released", 3, 300, "released")
-
-
-def test_who_is_expected_back_is_prefetched_in_time(engine: Engine) -> None:
-    manager, session = engine.manager, engine.session("a")
-    engine.evict()
-    assert manager.steer("expect", session, engine.now, 60.0) == ""
-    assert (session.expected, manager.next_deadline) == (engine.now + 60, engine.now + 59)
-    assert manager.prefetch_blocks(engine.now + 58) == 0
-    assert manager.prefetch_blocks(engine.now + 59) == 3
-    assert manager.steer("expect", session, engine.now, tool="unknown") == ""
-    assert (session.expected, manager.next_deadline) == (None, None), "what was said last holds"
-    check_integrity(manager)
+def test_turns_and_releases_are_told(talks: Talks) -> None:
+    talks.now = 2.0
+    request = talks.start("a one two three", "a")
+    talks.now = 3.5
+    talks.finish(request, "a one two three")
+    assert talks.told(Turn)[1:] == [Turn("a", tokens=65, blocks=4, seconds=1.5, found=48, lossy=0)]
+    talks.rest()
+    steer(talks, "release")
+    assert talks.told(Lost) == [Lost("a", 4, 400, DropCause.RELEASED)]

@@ -1,6 +1,6 @@
 """A session, its names and its blocks belong to one tenant: nobody else can name, read, grow, pin or release it.
 
-Where tenants are isolated, no key of one is a key of another: here a chain's first word then has the tenant in it.
+Where tenants are isolated, they have no block hash in common. Here a text's first word then has the tenant in it.
 """
 
 from collections.abc import Sequence
@@ -8,51 +8,55 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from engine import Engine, chain
 from examples import examples
 from hypothesis import given, settings
-from integrity import check_integrity
+from integrity import check_empty, check_integrity
+from talks import Talks, last_words
 
-from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.session import Drop, DropCause, qualified
+from manthan.manager.events import BlocksDropped, DropCause
+from manthan.manager.session.manager import Shares
+from manthan.manager.session.table import qualified
 from manthan.policies import policy_names
 
-NO_QUOTA = Shares(pinned=1.0, tenants={"b": 0.0})
-LEAD_S = 2.0
+
+def taken(talks: Talks) -> dict[str, int]:
+    """Return the bytes that the blocks of each tenant take."""
+    return {tenant: nbytes for tenant in ("a", "b") if (nbytes := talks.manager.blocks.taken_by(tenant))}
 
 
 def test_a_name_of_two_tenants_is_two_sessions_and_each_is_told_its_own() -> None:
-    engine = Engine()
-    assert engine.talk("a b c", "chat", tenant="a", pin=True)[:2] == ("chat", True)
-    assert engine.talk("a b c d", "chat", tenant="b", priority=1)[:2] == ("chat", False)
-    assert engine.talk("a b c x", "chat", tenant="")[:1] == ("chat",)
-    assert engine.chains() == {"a/chat": "a b c", "b/chat": "a b c d", "chat": "a b c x"}
-    assert engine.talk("a b c y z", "chat", tenant="a").session_id == "chat"
+    talks = Talks()
+    told = [talks.talk(text, "chat", tenant).session_id for text, tenant in (("a b c", "a"), ("a b c d", "b"))]
+    told += [talks.talk(text, "chat", tenant).session_id for text, tenant in (("a b c x", ""), ("a b c y z", "a"))]
+    assert told == ["chat"] * 4
+    assert talks.texts() == {"a/chat": "a b c y z", "b/chat": "a b c d", "chat": "a b c x"}
 
 
-def test_a_tenant_without_a_quota_drops_nobody_s_codes() -> None:
-    engine = Engine(capacity=3, shares=NO_QUOTA)
-    engine.talk("a b c", tenant="a")
-    engine.evict()
-    running = engine.start("a b c d", tenant="a")  # its codes are redundant while it runs
-    engine.manager.restore_started(running, chain("a b c"))
-    engine.manager.restore_finished(running)
-    engine.talk("x y", tenant="b")
-    engine.evict()
-    assert engine.manager.take_drops() == []
-    assert engine.cold() == {"a", "b", "c"}
+def test_what_a_tenant_says_of_a_session_is_said_of_its_own() -> None:
+    talks = Talks()
+    assert talks.talk("a b c", "chat", "a", pin=True).is_pinned
+    assert not talks.talk("a b c d", "chat", "b", store=False).is_pinned
+    assert last_words(talks.rest()) == "a b c"
+
+
+def test_a_tenant_without_a_quota_drops_nobody_s_blocks() -> None:
+    talks = Talks(capacity=3, shares=Shares(pinned=1.0, tenants={"b": 0.0}))
+    talks.talk("a b c", tenant="a")
+    talks.rest()
+    talks.talk("x y", tenant="b")
+    assert (talks.rest(), talks.told(BlocksDropped)) == ([], [])
 
 
 def test_blocks_that_two_tenants_use_stay_until_neither_does() -> None:
-    engine = Engine(shares=Shares(tenants={"a": 0.5, "b": 0.5}))
-    engine.talk("sys a", "chat", tenant="a")
-    engine.evict()
-    engine.talk("sys b", "chat", tenant="b")
-    engine.evict()
-    assert engine.manager.blocks.reserved_of == {"a": 200, "b": 100}
-    engine.finish(engine.start("sys a", "chat", tenant="a", release=True), "sys a")
-    assert engine.manager.take_drops() == [Drop(0, [b"sys a"], DropCause.RELEASED)]
-    assert engine.chains() == {"b/chat": "sys b"}
+    talks = Talks(shares=Shares(tenants={"a": 0.5, "b": 0.5}))
+    for text, tenant in (("sys a", "a"), ("sys b", "b")):
+        talks.talk(text, "chat", tenant)
+        talks.rest()
+    assert taken(talks) == {"a": 200, "b": 100}
+    talks.finish(talks.start("sys a", "chat", "a", release=True), "sys a")
+    [dropped] = talks.told(BlocksDropped)
+    assert (last_words(dropped.block_hashes), dropped.cause) == ("a", DropCause.RELEASED)
+    assert talks.texts() == {"b/chat": "sys b"}
 
 
 NAME = st.text("a/%", max_size=5)
@@ -64,40 +68,51 @@ def test_no_two_of_tenant_and_name_make_the_same_id(tenant: str, name: str, othe
 
 
 def test_a_tenant_without_sessions_takes_no_memory() -> None:
-    engine = Engine(shares=Shares(tenants={"*": 0.5}))
-    for n in range(3):
-        engine.talk("a b c", "chat", f"made up {n}", ttl_s=15)
-    engine.evict()
-    table, blocks = engine.manager.table, engine.manager.blocks
-    assert (len(table.cold_of), len(blocks.reserved_of)) == (3, 1)
-    engine.sweep()
-    assert (table.cold_of, table.by_id, blocks.reserved_of) == ({}, {}, {})
-    engine.talk("a b c", "chat", "made up 1")
-    assert engine.evict()
-    check_integrity(engine.manager)
+    talks = Talks(shares=Shares(tenants={"*": 0.5}))
+    for at in range(3):
+        talks.talk("a b c", "chat", f"made up {at}", ttl_s=15)
+    talks.rest()
+    assert len(talks.manager.table.order_of) == 3
+    talks.rest()
+    check_empty(talks.manager)
+    assert talks.manager.table.order_of == {}
+    talks.talk("a b c", "chat", "made up 1")
+    assert last_words(talks.rest()) == "a b c"
 
 
-def test_pins_of_a_tenant_keep_to_its_share() -> None:
-    engine = Engine(capacity=20, shares=Shares(pinned=0.5, tenants={"a": 0.4, "b": 0.4}))
-    assert engine.talk("a0 b c d", "one", "b", pin=True).pinned
-    refused = engine.talk("a1 b c d", "two", "b", pin=True).refused
-    assert refused == (
-        "pin is refused: pinned sessions may take 419 bytes of the cold store (tiers.pinned_share is 0.5, the "
-        "tenant's share 0.4), 400 are taken, and this session needs 400"
-    )
-    assert engine.talk("a2 b c d", "three", "a", pin=True).pinned
-    check_integrity(engine.manager)
-
-
-def test_a_refused_pin_says_nothing_of_what_others_have() -> None:
-    engine = Engine(capacity=20, shares=Shares(pinned=0.25))
-    assert engine.talk("a0 b c", "one", "a", pin=True).pinned
-    refused = engine.talk("b0 b c", "two", "b", pin=True).refused
-    assert refused == (
-        "pin is refused: 300 bytes are not left of what all tenants' pinned sessions may take (tiers.pinned_share is "
-        "0.25)"
-    )
-    assert "524 bytes of the cold store" in engine.talk("b0 b c d e f", "two", "b", pin=True).refused
+@pytest.mark.parametrize(
+    ("shares", "text", "tenant", "refused"),
+    [
+        (
+            Shares(pinned=0.5, tenants={"a": 0.4, "b": 0.4}),
+            "x b c d",
+            "b",
+            "pinned sessions may take 419 bytes of the cold store (tiers.pinned_share is 0.5, the tenant's share 0.4), "
+            "400 are taken, and this session needs 400",
+        ),
+        (Shares(pinned=0.5, tenants={"a": 0.4, "b": 0.4}), "x b c d", "a", ""),
+        (
+            Shares(pinned=0.25),
+            "x b c",
+            "a",
+            "300 bytes are not left of what all tenants' pinned sessions may take (tiers.pinned_share is 0.25)",
+        ),
+        (
+            Shares(pinned=0.25),
+            "x b c d e f",
+            "a",
+            "pinned sessions may take 524 bytes of the cold store (tiers.pinned_share is 0.25), 0 are taken, and this "
+            "session needs 600",
+        ),
+    ],
+    ids=["a tenant's share", "another tenant's", "what others have is not told", "more than all may have"],
+)
+def test_pins_keep_to_shares(shares: Shares, text: str, tenant: str, refused: str) -> None:
+    talks = Talks(capacity=20, shares=shares)
+    first = "a b c d" if shares.tenants else "a b c"
+    assert talks.talk(first, "one", "b", pin=True).is_pinned
+    assert talks.talk(text, "two", tenant, pin=True).refused == (f"pin is refused: {refused}" if refused else "")
+    check_integrity(talks.manager)
 
 
 # -- whatever another tenant does ---------------------------------------------------------------------
@@ -110,6 +125,8 @@ HINTS: list[dict[str, object]] = [
     {"pin": True},
     {"pin": False},
     {"release": True},
+    {"store": False},
+    {"store": True},
     {"ttl_s": 30},
     {"priority": 1},
     {"expect_return_s": 20},
@@ -123,79 +140,66 @@ TALK = st.fixed_dictionaries(
         "answer": st.text("xy", max_size=2),
         "name": st.sampled_from([None, None, "chat", "other", "a/chat", "chat/1", "1", "anonymous-1", "chat~2"]),
         "hints": st.sampled_from(HINTS),
-        "reads": st.booleans(),
         "ends": st.integers(0, 3),  # events later
     }
 )
-EVENTS = st.lists(st.one_of(TALK, TALK, st.sampled_from(["evict", "evict", "prefetch"])), max_size=16)
-NONE_SHARED = Shares(pinned=0.5, tenants={"": 0.25, "*": 0.25})
-"""All of the store, between TENANTS: one of them can use its share up, and pins too."""
+EVENTS = st.lists(st.one_of(TALK, TALK, st.sampled_from(["rest", "rest", "overwrite", "step"])), max_size=16)
+QUOTAS = Shares(pinned=0.5, tenants={"": 0.25, "*": 0.25})
+"""All of the tier, between TENANTS: one of them can use its share up, and pins too."""
 
 
-class Watched:
-    """An engine, and what one tenant of it learns: all that it is told, and all that it has."""
+class Watched(Talks):
+    """An engine, and all that one tenant learns of it: answers, and its sessions."""
 
     def __init__(self, of: str, isolated: bool, policy: str) -> None:
-        quotas = {"capacity": 24, "shares": NONE_SHARED} if isolated else {"capacity": 10_000, "shares": Shares(1.0)}
-        self.engine = Engine(policy=policy, prefetch_lead_s=LEAD_S, **quotas)
-        self.of, self.isolated, self.seen = of, isolated, list[object]()
+        quotas = {"capacity": 24, "shares": QUOTAS} if isolated else {"capacity": 10_000, "shares": Shares(1.0)}
+        super().__init__(blocks=600, policy=policy, driver={"prefetch_lead_s": 2.0}, **quotas)
+        self.of, self.isolated, self.learned = of, isolated, list[object]()
         self.ends: dict[str, tuple[int, str, str]] = {}
 
-    def key_text(self, text: str, tenant: str) -> str:
-        return (f"{tenant}:" if self.isolated else "") + " ".join(text)
-
-    def start(self, now: int, event: Any) -> None:
-        tenant, manager = event["tenant"], self.engine.manager
-        text = self.key_text(event["prompt"], tenant)
-        self.engine.requests = now
-        request = self.engine.start(text, event["name"], tenant, **event["hints"])
-        restorable = chain(text)[: manager.match(chain(text))] if event["reads"] else []
-        if restorable:
-            manager.restore_started(request, restorable)
-            manager.restore_finished(request)
+    def begin(self, at: int, event: Any) -> None:
+        tenant, first = event["tenant"], f"{event['tenant']}:" if self.isolated else ""
+        prompt, text = (first + " ".join(words) for words in (event["prompt"], event["prompt"] + event["answer"]))
+        request = self.ask(prompt, event["name"], tenant, request_id=f"r{at}", **event["hints"])
+        assert self.serve(request)
+        self.ends[request] = at + event["ends"], text, tenant
         if tenant == self.of and self.isolated:
-            self.seen.append(restorable)
-        self.ends[request] = now + event["ends"], self.key_text(event["prompt"] + event["answer"], tenant), tenant
+            self.learned.append((self.running[request].resident, self.running[request].loaded))
 
-    def finish(self, now: int) -> None:
+    def end(self, at: int) -> None:
         for request, (when, text, tenant) in list(self.ends.items()):
-            if when <= now:
+            if when <= at:
                 del self.ends[request]
-                outcome = self.engine.finish(request, text)
+                outcome = self.finish(request, text)
                 if tenant == self.of:
-                    self.seen.append(outcome)
-
-    def prefetch(self) -> None:
-        while (prefetch := self.engine.manager.take_prefetch(1000, self.engine.now)) is not None:
-            self.engine.manager.prefetch_finished(prefetch.session_id, True, (), self.engine.now)
-            if prefetch.tenant == self.of:
-                self.seen.append(prefetch)
+                    self.learned.append(outcome if self.isolated else outcome and outcome[:3])
 
     def look(self) -> None:
-        manager = self.engine.manager
-        check_integrity(manager)
-        manager.take_drops()
-        for s in manager.table.by_id.values():
-            if s.tenant == self.of:
-                codes = [(b.key, b.code if self.isolated else None) for b in s.chain]
-                self.seen.append((s.session_id, s.told_id, s.asked_id, codes, s.state, s.uses, sorted(s.requests)))
-                self.seen.append((s.pinned, s.priority, s.ttl_s, s.expected))
+        check_integrity(self.manager, self.driver)
+        for one in self.manager.table.by_id.values():
+            if one.tenant == self.of:
+                saved = self.manager.blocks.nbytes[one.rows].tolist() if self.isolated else []
+                self.learned.append((one.session_id, one.told_id, one.name, self.text(one), saved, one.state))
+                self.learned.append((one.uses, sorted(one.requests), one.is_pinned, one.priority, one.ttl_s))
+                self.learned.append((one.stays_out, one.expected))
 
 
 def learned(events: Sequence[Any], of: str, *, alone: bool, isolated: bool, policy: str = "lru") -> list[object]:
-    """What a tenant learns while these things happen; `alone`, without the others' requests."""
+    """Return what a tenant learns while these things happen; `alone`, without the others' requests."""
     watched = Watched(of, isolated, policy)
-    for now, event in enumerate([*events, *["wait"] * 4, "evict"]):
-        watched.engine.now += 1
-        watched.finish(now)
-        if event == "evict":
-            watched.engine.evict()
-        elif event == "prefetch":
-            watched.prefetch()
-        elif event != "wait" and not (alone and event["tenant"] != of):
-            watched.start(now, event)
+    for at, event in enumerate([*events, *["step"] * 4, "rest"]):
+        watched.now += 1
+        watched.end(at)
+        if event == "rest":
+            watched.rest()
+        elif event == "overwrite":
+            watched.overwrite(None if isolated else 0)
+        elif event != "step" and not (alone and event["tenant"] != of):
+            watched.begin(at, event)
+        while watched.step().loads:
+            pass
         watched.look()
-    return watched.seen
+    return watched.learned
 
 
 @settings(max_examples=examples(300), deadline=None, derandomize=True)
@@ -209,8 +213,7 @@ def test_what_a_tenant_does_changes_nothing_of_another_s(events: list[Any]) -> N
 @pytest.mark.parametrize("policy", policy_names())
 @settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(EVENTS)
-def test_nobody_s_codes_are_pushed_out_by_others_where_shares_add_up_to_one(policy: str, events: list[Any]) -> None:
+def test_nobody_s_blocks_are_pushed_out_by_others_if_shares_add_up_to_one(policy: str, events: list[Any]) -> None:
     for of in ("a", ""):
-        assert learned(events, of, alone=False, isolated=True, policy=policy) == learned(
-            events, of, alone=True, isolated=True, policy=policy
-        )
+        both, alone = (learned(events, of, alone=alone, isolated=True, policy=policy) for alone in (False, True))
+        assert both == alone

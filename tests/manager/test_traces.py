@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from traces import EXCERPT
 
-from manthan.manager.simulator.traces import Trace, TracedRequest, TraceError, read_trace
+from manthan.manager.simulator.traces import HASH_NBYTES, Trace, TracedRequest, TraceError, read_trace
 
 LINE = {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
 
@@ -28,11 +28,13 @@ def test_mooncake(read) -> None:
         "trace",
         512,
         [
-            TracedRequest(0, None, [b"1", b"2"], 2, 1100, 5),
-            TracedRequest(2.5, None, [b"1", b"2"], 2, 1100, 5),
+            TracedRequest(0, None, trace.requests[1].hashes, 2, 1100, 5),
+            TracedRequest(2.5, None, trace.requests[0].hashes, 2, 1100, 5),
         ],
         4,
     )
+    hashes = trace.requests[0].hashes
+    assert (len(set(hashes)), [len(name) for name in hashes]) == (2, [HASH_NBYTES] * 2)
 
 
 def test_what_the_client_says_of_its_return(read) -> None:
@@ -52,7 +54,7 @@ def test_the_excerpt() -> None:
     trace = read_trace(EXCERPT)
     assert len(trace.requests) == 1000
     assert trace.distinct_blocks == len({i for line in EXCERPT.open() for i in json.loads(line)["hash_ids"]})
-    assert all(one.prompt_blocks == len(one.keys) == one.input_tokens // 512 for one in trace.requests)
+    assert all(one.prompt_blocks == len(one.hashes) == one.input_tokens // 512 for one in trace.requests)
 
 
 @pytest.mark.parametrize(

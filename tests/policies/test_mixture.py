@@ -102,6 +102,6 @@ def test_it_is_never_much_worse_than_the_better_of_lru_and_gdsf(percent: int) ->
     pool, cold = (trace.distinct_blocks * share // 100 for share in (5, percent))
     found = {}
     for policy in (LRU, GDSF, Mixture):
-        tally = replay(trace.requests, Setup(policy, hot_blocks=pool, cold_blocks=cold))
-        found[policy.name] = sum(one.hot + one.restored for one in tally.served if one is not None)
+        tally = replay(trace.requests, Setup(policy, pool_blocks=pool, cold_blocks=cold))
+        found[policy.name] = sum(one.resident + one.restored for one in tally.served if one is not None)
     assert found["returns"] >= (1 - WORST) * max(found["lru"], found["gdsf"]), found

@@ -26,7 +26,7 @@ from manthan.codec.base import Dtype
 from manthan.codec.cpu.fp8 import widened
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.memory import Shards, block_format, block_shape, memory_shape
+from manthan.vllm_hooks.memory import Shards, block_format, block_shape, group_shape
 from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory, PackedMemory
@@ -161,9 +161,9 @@ def test_a_packed_cache_settles_for_exact_and_says_its_own_size() -> None:
         codec = from_vllm_config(args.create_engine_config()).codec
         assert (codec.name, codec.sink_tokens, codec.guard) == ("exact", 0, False)
     group = groups_of(*mixed(cache_dtype="turboquant_3bit_nc")).chain
-    shape = memory_shape(codec, group, Shards(2))
-    assert shape.hot_nbytes == 2 * group.page_nbytes
-    assert shape.hot_nbytes < shape.cold_nbytes < shape.hot_nbytes + 2 * 512
+    shape = group_shape(codec, group, Shards(2))
+    assert shape.pool_nbytes == 2 * group.page_nbytes
+    assert shape.pool_nbytes < shape.cold_nbytes < shape.pool_nbytes + 2 * 512
 
 
 def test_layers_of_several_kinds_are_refused_where_nothing_is_quantized() -> None:

@@ -23,7 +23,7 @@ from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.memory import Shards, memory_shape
+from manthan.vllm_hooks.memory import Shards, group_shape
 from manthan.vllm_hooks.settled import profile_digest, settle_codec, settled_profile
 from manthan.vllm_hooks.support import Group
 from manthan.vllm_hooks.transfer_config import from_vllm_config
@@ -103,14 +103,14 @@ def test_another_profile_is_another_fingerprint(tiny_profile: Path, tmp_path: Pa
 def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
     """A bound is above what is expected, and no more than that of the codec without a profile."""
     profile, codec = Profile.load(tiny_profile), CodecConfig(name="klt-8x", sink_tokens=4)
-    shape = memory_shape(codec, group(), Shards(1), profile)
-    centred = memory_shape(CodecConfig(name="wht-5x", sink_tokens=4), group(), Shards(1))
-    assert shape.hot_nbytes / shape.cold_nbytes == pytest.approx(8, rel=0.15)  # tables' own entropy, not what they cost
-    assert centred.hot_nbytes / centred.cold_nbytes == pytest.approx(4.88, abs=0.01)
+    shape = group_shape(codec, group(), Shards(1), profile)
+    centred = group_shape(CodecConfig(name="wht-5x", sink_tokens=4), group(), Shards(1))
+    assert shape.pool_nbytes / shape.cold_nbytes == pytest.approx(8, rel=0.15)  # tables' own entropy, not what they cost
+    assert centred.pool_nbytes / centred.cold_nbytes == pytest.approx(4.88, abs=0.01)
     for exact in (0, 4):
         assert shape.cold_nbytes < shape.bounds[exact] <= centred.bounds[exact]
     with pytest.raises(ConfigError, match="is of 4 layers, but 3 have a KV cache of their own"):
-        memory_shape(codec, group(3), Shards(1), profile)
+        group_shape(codec, group(3), Shards(1), profile)
 
 
 # -- an engine ----------------------------------------------------------------------------------------

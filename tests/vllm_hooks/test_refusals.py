@@ -29,9 +29,10 @@ from vllm.v1.kv_cache_interface import (
 
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError
+from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.vllm_hooks import kv_transfer_config, settled
 from manthan.vllm_hooks.disk_store import check_disk
-from manthan.vllm_hooks.memory import Shards, memory_shape
+from manthan.vllm_hooks.memory import Shards, group_shape
 from manthan.vllm_hooks.support import VLLM, Group, Groups, Window, check_supported, groups_of
 from manthan.vllm_hooks.telemetry.log import check_capacity
 from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
@@ -289,14 +290,18 @@ def test_a_cold_store_too_small_for_a_block(exact: dict[str, int]) -> None:
     nbytes = 131_328
     config = load_config(flags={"codec": {"name": "k3v3", **exact}, "tiers.max_bytes": nbytes - 1})
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
-    shape = memory_shape(config.codec, Group(0, spec, 4), Shards(1))
+    shape = MemoryShape({0: group_shape(config.codec, Group(0, spec, 4), Shards(1))})
     check_capacity(config, shape, capacity=nbytes)
     with pytest.raises(
         ConfigError, match=rf"tiers.max_bytes is {nbytes - 1}, but one encoded block .* takes {nbytes} bytes"
     ):
         check_capacity(config, shape, capacity=nbytes - 1)
     with pytest.raises(ConfigError, match=rf"takes {3 * nbytes} bytes"):  # a state may be larger than any block
-        check_capacity(config, replace(shape, beside={1: {0: 3 * nbytes}}), capacity=2 * nbytes)
+        check_capacity(
+            config,
+            replace(shape, groups={**shape.groups, 1: GroupShape(32, nbytes, {0: 3 * nbytes})}),
+            capacity=2 * nbytes,
+        )
 
 
 def from_flags(*flags: str) -> EngineArgs:

@@ -1,150 +1,142 @@
 """The simulator's pool against vLLM's own, operation by operation."""
 
-import hashlib
 from types import SimpleNamespace
 
 from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from talks import names
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash
 
+from manthan.manager.pool import Pool
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.vllm_hooks.compat import VllmPool
 
 BLOCKS = 12
-GROUP = [0]
-
-
-def keys_of(text: str) -> list[bytes]:
-    return [hashlib.sha256(text[: i + 1].encode()).digest() for i in range(len(text))]
+WINDOW = 1
+"""KV cache group whose blocks the pool does not keep in order."""
+TEXT = st.text("ab", min_size=1, max_size=5).map(" ".join)
+SOME = st.lists(TEXT, max_size=4).map(lambda texts: [block_hash for text in texts for block_hash in names(text)])
 
 
 class TwoPools(RuleBasedStateMachine):
-    """Block n of ours is block n + 1 of vLLM's, whose first one is never used."""
+    """Block n of the simulator is block n + 1 of vLLM, which never uses its first one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ours = SimulatedPool(BLOCKS)
-        self.theirs = BlockPool(BLOCKS + 1, enable_caching=True, hash_block_size=16)
-        self.of_driver = VllmPool(self.theirs, 0, 16)
-        self.requests: list[list[int]] = []
-        self.held: list[int] = []
+        self.vllm = BlockPool(BLOCKS + 1, enable_caching=True, hash_block_size=16)
+        self.theirs = VllmPool(self.vllm, 0, {0: 16, WINDOW: 16})
+        self.both: list[tuple[Pool, int]] = [(self.ours, 0), (self.theirs, 1)]
+        self.held: list[list[int]] = []
+        """Blocks of each request or transfer."""
 
-    def of_vllm(self, blocks: list[int]) -> list:
-        return [self.theirs.blocks[block + 1] for block in blocks]
+    def of_vllm(self, blocks: list[int]) -> list[KVCacheBlock]:
+        return [self.vllm.blocks[block + 1] for block in blocks]
 
-    @rule(text=st.text("ab", min_size=1, max_size=5), more=st.integers(0, 2))
+    @rule(text=TEXT, more=st.integers(0, 2))
     def run_a_request(self, text: str, more: int) -> None:
-        """Those of its blocks that are there, and new ones; all but `more` are full and can be found."""
-        keys = keys_of(text)
-        hits = self.ours.hit(keys[:-1])
-        found = []
-        for key in keys[:-1]:
-            if not (block := self.theirs.get_cached_block(key, GROUP)):
-                break
-            found += block
-        assert [block.block_id - 1 for block in found] == hits
+        """vLLM computes the last full block of a prompt in any case; `more` others are not full."""
+        hashes = names(text)
+        hits = self.ours.hit(hashes[:-1])
         free = sum(not self.ours.users(block) for block in hits)
-        wanted = len(keys) + more - len(hits)
+        wanted = len(hashes) + more - len(hits)
         if wanted + free > len(self.ours):
             return
-        self.ours.touch(hits)
-        self.theirs.touch(found)
+        self.ours.hold(hits)
+        self.vllm.touch(self.of_vllm(hits))
         blocks = hits + self.ours.take(wanted)
-        assert [block.block_id - 1 for block in found + self.theirs.get_new_blocks(wanted)] == blocks
-        for block, key in zip(blocks[len(hits) : len(keys)], keys[len(hits) :], strict=True):
-            self.ours.cache(block, key)
-        self.theirs.cache_full_blocks(
-            SimpleNamespace(block_hashes=keys), self.of_vllm(blocks), len(hits), len(keys), 16, 0
-        )
-        self.requests.append(blocks)
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def end_a_request(self, data: st.DataObject) -> None:
-        blocks = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
-        self.ours.give_back(reversed(blocks))
-        self.theirs.free_blocks(reversed(self.of_vllm(blocks)))
-
-    @rule(text=st.text("ab", min_size=1, max_size=5))
-    def hold(self, text: str) -> None:
-        key = keys_of(text)[-1]
-        block = self.ours._cached.get(key)
-        found = self.theirs.get_cached_block(key, GROUP)
-        if block is None:
-            assert found is None
-            return
-        self.ours.touch([block])
-        assert self.of_driver.hold(key) is found[0]
-        self.held.append(block)
+        assert self.vllm.get_new_blocks(wanted) == self.of_vllm(blocks[len(hits) :])
+        self.ours.cache_all(blocks[len(hits) : len(hashes)], hashes[len(hits) :])
+        request = SimpleNamespace(block_hashes=hashes)
+        self.vllm.cache_full_blocks(request, self.of_vllm(blocks), len(hits), len(hashes), 16, 0)
+        self.held.append(blocks)
 
     @precondition(lambda self: self.held)
-    @rule()
-    def let_go(self) -> None:
-        block = self.held.pop(0)
-        self.ours.give_back([block])
-        self.theirs.free_blocks(self.of_vllm([block]))
+    @rule(data=st.data())
+    def end_a_request(self, data: st.DataObject) -> None:
+        blocks = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))[::-1]
+        self.ours.free(blocks)
+        self.vllm.free_blocks(self.of_vllm(blocks))
 
-    @rule(texts=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
-    def release(self, texts: list[str]) -> None:
-        """As the scheduler half does it."""
-        keys = [keys_of(text)[-1] for text in texts]
-        self.ours.release(keys)
-        self.of_driver.release(keys)
+    @rule(text=TEXT, group=st.sampled_from([0, WINDOW]))
+    def load(self, text: str, group: int) -> None:
+        """Enter one block, which stays referenced."""
+        if len(self.ours):
+            for pool, first in self.both:
+                [block] = pool.take(1)
+                pool.cache(block, group, names(text)[-1], len(names(text)) - 1)
+            self.held.append([block - first])
 
-    @rule(texts=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
-    def keep(self, texts: list[str]) -> None:
-        keys = [key for text in texts for key in reversed(keys_of(text))]
-        self.ours.keep(keys)
-        self.of_driver.keep(keys)
+    @rule(text=TEXT, group=st.sampled_from([0, WINDOW]))
+    def hold(self, text: str, group: int) -> None:
+        found = [block for block in self.ours.lookup(group, names(text)) if block >= 0]
+        for pool, first in self.both:
+            pool.hold([block + first for block in found])
+        self.held.append(found)
 
-    @rule(texts=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
-    def forget(self, texts: list[str]) -> None:
-        keys = [key for text in texts for key in keys_of(text)]
-        self.ours.forget(keys)
-        self.of_driver.forget(keys)
+    @rule(hashes=SOME, group=st.sampled_from([0, WINDOW]))
+    def release(self, hashes: list[bytes], group: int) -> None:
+        for pool, _ in self.both:
+            pool.release(group, hashes)
 
+    @rule(hashes=SOME)
+    def keep(self, hashes: list[bytes]) -> None:
+        for pool, _ in self.both:
+            pool.keep(0, hashes[::-1])
+
+    @rule(hashes=SOME)
+    def lead(self, hashes: list[bytes]) -> None:
+        for pool, _ in self.both:
+            pool.lead(0, hashes)
+
+    @rule(hashes=SOME)
+    def forget(self, hashes: list[bytes]) -> None:
+        for pool, _ in self.both:
+            pool.forget(0, hashes)
+
+    @precondition(lambda self: not any(self.held))
     @rule()
     def reset(self) -> None:
-        if self.theirs.reset_prefix_cache():
-            self.ours.release([key for key in self.ours._key if key is not None])
-            self.ours._empty = [block.block_id - 1 for block in self.theirs.free_block_queue.get_all_free_blocks()][
-                ::-1
-            ]
+        assert self.vllm.reset_prefix_cache()
+        self.ours.clear()
+        self.ours._empty.sort(key=[block.block_id - 1 for block in self.queue()].index, reverse=True)
 
-    @invariant()
-    def blocks_that_hold_nothing_are_overwritten_first_and_saved_ones_next(self) -> None:
-        free = [block.block_id - 1 for block in self.theirs.free_block_queue.get_all_free_blocks()]
-        ranks = [0 if block in self.ours._empty else 1 if block in self.ours._kept else 2 for block in free]
-        assert ranks == sorted(ranks)
-        assert self.theirs.get_num_free_blocks() == len(free)
+    def queue(self) -> list[KVCacheBlock]:
+        return self.vllm.free_block_queue.get_all_free_blocks()
 
     @invariant()
     def the_same_blocks_are_free_in_the_same_order(self) -> None:
-        queue = self.theirs.free_block_queue.get_all_free_blocks()
-        assert len(self.ours) == len(queue) == self.theirs.get_num_free_blocks()
-        assert [*reversed(self.ours._empty), *self.ours._kept, *self.ours._queue] == [
-            block.block_id - 1 for block in queue
-        ]
-        hashes = [block.block_hash for block in queue]
-        assert list(self.ours.names()) == [None if one is None else get_block_hash(one) for one in hashes]
+        queue, ours = self.queue(), self.ours
+        assert len(ours) == len(self.theirs) == len(queue)
+        assert [*ours._empty[::-1], *ours._kept, *ours._rest] == [block.block_id - 1 for block in queue]
+        held = [None if block.block_hash is None else get_block_hash(block.block_hash) for block in queue]
+        assert held == [(ours._name[block.block_id - 1] or (0, None))[1] for block in queue]
+
+    @invariant()
+    def blocks_that_hold_nothing_stand_before_saved_ones_and_these_before_the_others(self) -> None:
+        ranks = [0 if one.block_hash is None else 2 - (one.block_id in self.theirs._saved) for one in self.queue()]
+        assert ranks == sorted(ranks)
+
+    @invariant()
+    def both_answer_alike(self) -> None:
+        ours, theirs = self.ours, self.theirs
+        every = [name for text in ("a b a b a", "b a b b b", "a a a a a", "b b a a b") for name in names(text)]
+        for group in (0, WINDOW):
+            assert [block + (block >= 0) for block in ours.lookup(group, every)] == theirs.lookup(group, every)
+        for count in (0, 3, 7, BLOCKS):
+            assert ours.runway(count) == theirs.runway(count)
+            unsaved, redundant = (
+                [(each.group, each.block_hash, each.block_id + 1) for each in found]
+                for found in (ours.unsaved(count), ours.redundant(count))
+            )
+            assert unsaved == list(theirs.unsaved(count))
+            assert sorted(redundant) == sorted(theirs.redundant(count))
+            free = [each for each in redundant if not self.vllm.blocks[each[2]].ref_cnt]
+            assert free == [each for each in theirs.redundant(count) if not self.vllm.blocks[each.block_id].ref_cnt]
 
 
 TwoPools.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestTwoPools = TwoPools.TestCase
-
-
-def test_of_other_groups_blocks_the_pool_tells_their_groups() -> None:
-    """They have the same keys as those of the chain, and whether somebody would miss them is another question."""
-    pool, keys = BlockPool(7, enable_caching=True, hash_block_size=16), keys_of("ab")
-    for group in (1, 0):
-        blocks = pool.get_new_blocks(2)
-        pool.cache_full_blocks(SimpleNamespace(block_hashes=keys), blocks, 0, 2, 16, group)
-        pool.free_blocks(blocks)
-    chains = VllmPool(pool, 1, 16)
-    told = list(chains.names())
-    named = [*keys, *((0, key) for key in keys)]
-    assert (len(told), sorted(filter(None, told), key=named.index)) == (6, named)
-    assert chains.hold((0, keys[0])).block_id == blocks[0].block_id

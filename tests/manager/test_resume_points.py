@@ -1,0 +1,198 @@
+"""Models with several KV cache groups: a session goes on where all that the other groups need is saved as well."""
+
+from dataclasses import replace
+
+import pytest
+from integrity import check_empty, check_integrity
+from talks import Talks, names
+
+from manthan.manager.events import Evicted
+from manthan.manager.session.blocks import GroupShape, MemoryShape
+from manthan.manager.session.manager import Outcome, PointParts
+
+WINDOW, MAIN = 0, 1
+SHAPE = MemoryShape({WINDOW: GroupShape(16, 200, {0: 50}), MAIN: GroupShape(16, 1000, {0: 100})}, MAIN)
+WINDOWS = MemoryShape({WINDOW: GroupShape(16, 500, {0: 50})}, stores_main=False)
+"""No layer has full attention: no block of a session is stored for itself."""
+TEXT = "a b c d e f g h i j k l m n o p"
+
+
+def words(count: int, first: str = "") -> str:
+    """Return a text of this number of words. first: its first word, by which sessions differ."""
+    return " ".join([first or "a", *TEXT.split()[1:count]])
+
+
+def point(talks: Talks, text: str, last: int = 2) -> PointParts:
+    """Return the resume point behind a text: the last blocks of the window, which the pool has."""
+    if talks.manager.shape.stores_main:
+        return talks.point(text, {WINDOW: last})
+    hashes = names(text)
+    return PointParts(len(hashes), [(WINDOW, hashes[at], at) for at in range(len(hashes) - last, len(hashes))])
+
+
+def turn(talks: Talks, text: str, who: str = "s", **hints: object) -> Outcome:
+    """Have a session be idle at this text, with a resume point at its end."""
+    request = talks.start(text.rpartition(" ")[0], who, **hints)
+    outcome = talks.finish(request, text, [point(talks, text)])
+    talks.step()
+    check_integrity(talks.manager, talks.driver)
+    assert outcome is not None
+    return outcome
+
+
+def depths(talks: Talks, group: int) -> list[int]:
+    """Return which blocks of a group are saved, counted from 1."""
+    return sorted(len(text.split()) for text in talks.saved(group))
+
+
+def match(talks: Talks, text: str, who: str = "s") -> int:
+    """Return how many blocks can be loaded for a request that finds nothing in the pool."""
+    request = talks.ask(text, who)
+    found = talks.manager.match(talks.manager.requests[request], 0, len(text.split()))
+    talks.finish(request)
+    return found
+
+
+@pytest.fixture
+def talks() -> Talks:
+    return Talks(shape=SHAPE)
+
+
+def test_a_resume_point_is_saved_at_once_and_the_session_when_it_is_idle(talks: Talks) -> None:
+    turn(talks, words(5))
+    assert (depths(talks, WINDOW), depths(talks, MAIN)) == ([4, 5], [])
+    talks.rest()
+    assert (depths(talks, WINDOW), depths(talks, MAIN)) == ([4, 5], [1, 2, 3, 4, 5])
+    assert talks.states() == {"s": "cold"}
+    assert (match(talks, words(4)), match(talks, words(9))) == (0, 5)
+
+
+def test_a_resume_point_is_kept_until_a_deeper_one_is_saved(talks: Talks) -> None:
+    turn(talks, words(5))
+    talks.refuses = lambda block: "broken" if block == (WINDOW, names(words(8))[-1]) else ""
+    turn(talks, words(8))
+    assert depths(talks, WINDOW) == [4, 5]
+    talks.rest()
+    assert depths(talks, MAIN) == [1, 2, 3, 4, 5]
+    assert match(talks, words(9)) == 5
+
+
+def test_a_session_without_a_resume_point_is_not_kept(talks: Talks) -> None:
+    talks.refuses = lambda block: "broken" if block[0] == WINDOW else ""
+    turn(talks, words(5))
+    talks.rest()
+    check_empty(talks.manager)
+    assert not talks.tier
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_load_reads_the_resume_point_too_and_its_loss_ends_the_session(talks: Talks, at: int) -> None:
+    turn(talks, words(5))
+    talks.rest()
+    talks.overwrite()
+    del talks.tier[WINDOW, names(words(5))[3 + at]]
+    request = talks.start(words(6), "s")
+    assert talks.running[request].loaded == 5
+    assert talks.driver.found(request) == 0
+    talks.finish(request, words(6))
+    talks.rest()
+    check_empty(talks.manager)
+    assert not talks.tier
+
+
+def test_a_prompt_is_gone_on_from_though_another_answer_is_wanted(talks: Talks) -> None:
+    """Or the answer comes back without what the model thought. There is a resume point where the prompt ends, too."""
+    request = talks.start(words(7), "s")
+    talks.finish(request, words(9), [point(talks, words(9)), point(talks, words(6))])
+    talks.rest()
+    assert depths(talks, WINDOW) == [5, 6, 8, 9]
+    assert (match(talks, words(7)), match(talks, words(12))) == (6, 9)
+    turn(talks, words(12))
+    talks.rest()
+    assert depths(talks, WINDOW) == [11, 12]
+    assert (match(talks, words(9)), match(talks, words(12))) == (0, 12)
+
+
+def test_a_session_that_goes_cold_is_accounted_for_with_its_resume_point(talks: Talks) -> None:
+    turn(talks, words(5))
+    assert talks.manager.usage().saved_nbytes == 2 * 50
+    talks.rest()
+    pool_nbytes, nbytes = 5 * 1000 + 2 * 200, 5 * 100 + 2 * 50
+    assert talks.told(Evicted) == [Evicted("s", 5, 2, 80, pool_nbytes, 5, 500, nbytes, 0, 10.0, 0.0, False)]
+    usage = talks.manager.usage()
+    assert (usage.points, usage.saved_blocks, usage.saved_nbytes, usage.pool_nbytes) == (1, 7, nbytes, pool_nbytes)
+    talks.driver.reset(talks.now)
+    assert talks.manager.usage().points == 0
+
+
+# -- encoding -----------------------------------------------------------------------------------------
+
+
+def test_exact_tokens_of_a_larger_block_are_the_session_s_first_ones() -> None:
+    window, main = GroupShape(32, 200, {0: 50, 8: 60, 32: 90}), GroupShape(16, 1000, {0: 100, 8: 120, 16: 150})
+    talks = Talks(shape=MemoryShape({WINDOW: window, MAIN: main}, MAIN), sink_tokens=40)
+    hashes = names(words(4))
+    for at in (1, 3):
+        talks.pool.cache(talks.pool.take(1)[0], WINDOW, hashes[at])
+    parts = PointParts(4, [(WINDOW, hashes[1], 0), (WINDOW, hashes[3], 1)])
+    talks.finish(talks.start(words(3)), words(4), [parts])
+    [job] = talks.step().stores
+    assert list(zip(job.first_tokens(32), job.exacts(32), strict=True)) == [(0, 32), (32, 8)]
+
+
+def test_groups_are_encoded_in_codecs_of_their_own(talks: Talks) -> None:
+    main = replace(SHAPE.groups[MAIN], codec="wht-4x")
+    talks.manager.recode(replace(SHAPE, groups={**SHAPE.groups, MAIN: main}), 10_000)
+    talks.holds = True
+    turn(talks, words(5))
+    talks.now = 10.0
+    talks.step()
+    assert {job.group: job.codec for job in talks.jobs.values()} == {WINDOW: "", MAIN: "wht-4x"}
+
+
+# -- room ---------------------------------------------------------------------------------------------
+
+
+def test_nobody_is_dropped_for_a_session_that_could_never_fit() -> None:
+    talks = Talks(capacity=10, shape=SHAPE)
+    turn(talks, words(4), "small")
+    talks.rest()
+    turn(talks, words(12, "x"), "large")
+    talks.rest()
+    assert talks.states() == {"small": "cold"}
+    assert match(talks, words(4), "small") == 4
+
+
+def test_resume_points_of_idle_sessions_make_room() -> None:
+    talks = Talks(capacity=2, shape=SHAPE)
+    for who in "abc":
+        turn(talks, words(4, who), who)
+    assert {text[0] for text in talks.saved(WINDOW)} == {"b", "c"}
+
+
+# -- windows alone ------------------------------------------------------------------------------------
+
+
+def test_only_resume_points_are_stored_of_windows_alone() -> None:
+    talks = Talks(shape=WINDOWS)
+    turn(talks, words(5))
+    assert match(talks, words(9)) == 5, "the pool may have lost them already"
+    talks.rest()
+    assert {block_hash for _, block_hash in talks.tier} == {*names(words(5))[3:]}
+    [evicted] = talks.told(Evicted)
+    assert (evicted.pool_nbytes, evicted.cold_nbytes) == (1000, 100)
+    assert (talks.states(), match(talks, words(4))) == ({"s": "cold"}, 0)
+
+
+def test_whole_sessions_of_windows_alone_make_room() -> None:
+    talks = Talks(capacity=4, shape=WINDOWS)
+    for who in "abc":
+        turn(talks, words(5, who), who)
+        talks.rest()
+    assert talks.manager.usage().saved_nbytes == 200
+    assert talks.states() == {"b": "cold", "c": "cold"}
+
+
+def test_pins_count_windows() -> None:
+    talks = Talks(capacity=20, shape=WINDOWS)  # of which pinned sessions may take 5, and each takes 2
+    assert [turn(talks, words(5, who), who, pin=True).is_pinned for who in "abc"] == [True, True, False]
