@@ -3,6 +3,7 @@
 # make test-gpu  the tests that need a GPU, with PYTHON=python3 that has vLLM's CUDA build
 # make lint      ruff and mypy only                             make docs   what is generated in docs/
 # make site      the documents as a site, in build/site         make soak   two servers and all faults, for MINUTES=60
+# make fuzz      the manager's state machines, STEPS=1000000
 SHELL := /usr/bin/env bash
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -20,7 +21,7 @@ export VLLM_CPU_KVCACHE_SPACE := 1
 WORKERS := 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test test-all test-gpu lint demo soak docs site clean
+.PHONY: setup test test-all test-gpu lint demo fuzz soak docs site clean
 
 setup: $(VENV)/.installed
 
@@ -50,6 +51,11 @@ demo: $(VENV)/.installed
 MINUTES := 60
 soak: $(VENV)/.installed
 	$(BIN)/python tests/helpers/soak_hour.py --minutes $(MINUTES) $(SOAK)
+
+# A failure prints its seed, and how to run it again. FUZZ: further options.
+STEPS := 1000000
+fuzz: $(VENV)/.installed
+	$(BIN)/python tests/helpers/fuzz.py --steps $(STEPS) $(FUZZ)
 
 # configuration.md and metrics.md, from the code and configs/default.yaml.
 docs: $(VENV)/.installed

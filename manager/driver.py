@@ -45,7 +45,8 @@ class Serving:
 
     lossy: cached tokens of its prompt that are not exact. exact: block ids that were loaded for it and are exact.
     found: blocks of its prompt that were resident or loaded; None before it was admitted. computed: full blocks that
-    the pool has of it. is_unserved: True if a store did not answer: it does not ask again.
+    the pool has of it. was_loaded: True if blocks were loaded for it. is_unserved: True if a store did not answer: it
+    does not ask again.
     """
 
     request: Request
@@ -53,6 +54,7 @@ class Serving:
     exact: set[int] = field(default_factory=set)
     found: int | None = None
     computed: int = 0
+    was_loaded: bool = False
     is_unserved: bool = False
 
 
@@ -351,6 +353,9 @@ class Driver:
         if serving is None:
             return None
         lossy, self._has_finished = serving.lossy, True
+        if serving.was_loaded:
+            blocks, rows = self.manager.blocks, serving.request.rows
+            self._pool.keep(self._main, blocks.hashes(rows[blocks.is_saved(rows)][::-1]))
         outcome, plans = self.manager.request_finished(
             request_id, hashes, now, tokens=tokens, points=() if self.rests else points, found=found, lossy=lossy
         )
@@ -509,6 +514,7 @@ class Driver:
         self.manager.load_finished(request_id, bad)
         event = restored(session_id, self._main, self.manager.points.is_needed, answers, request_id)
         if (serving := self._serving.get(request_id)) is not None:
+            serving.was_loaded |= event.good > 0
             serving.is_unserved |= STORE_DOWN in failed.values()
             if failed:
                 self._computed_instead(serving, answers.jobs, event.good)

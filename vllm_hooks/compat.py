@@ -801,7 +801,7 @@ class VllmPool:
         empty = sum(1 for _ in takewhile(lambda block: block.block_hash is None, first))
         used = [block for block_id in self._saved if (block := self._pool.blocks[block_id]).ref_cnt > 0]
         kept = [block for block in self._kept.values() if block.ref_cnt == 0 and block.block_hash is not None]
-        later = kept[spare:][::-1]
+        later = kept[max(0, spare - empty) :][::-1]
         return (_named(block) for block in (*used, *later) if block.block_hash is not None)
 
     def _copies(self, group: int, block_hashes: "Sequence[bytes]") -> "list[KVCacheBlock]":

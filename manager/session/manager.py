@@ -767,7 +767,8 @@ class SessionManager:
                 own = rows[self.blocks.origin[rows] == number]
                 session.stored += len(own)
                 session.stored_nbytes += int(self.blocks.nbytes[own].sum(dtype=np.int64))
-                if not session.requests and not session.is_cold and session not in self._saving:
+                is_idle = not session.requests and not session.is_cold and session not in self._saving
+                if is_idle and not session.stays_out:
                     self._check_cold(session, now)
 
     def _check_cold(self, session: Session, now: float) -> None:

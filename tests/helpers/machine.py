@@ -359,7 +359,7 @@ class Sessions(RuleBasedStateMachine):
 
 
 PROFILE = settings(
-    max_examples=examples(150),
+    max_examples=examples(200),
     stateful_step_count=60,
     derandomize=True,
     deadline=None,

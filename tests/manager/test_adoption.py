@@ -14,7 +14,7 @@ from manthan.manager.pool import BlockName, Mark
 from manthan.manager.session.blocks import NO_GROUP, FrontTier, GroupShape, MemoryShape
 from manthan.manager.session.manager import Shares
 from manthan.manager.session.persist import FACTS, HISTORY, TIMES, JournalLink
-from manthan.manager.session.table import Session, SessionState
+from manthan.manager.session.table import Session, SessionState, prompt_end
 from manthan.manager.tiers.journal import Journal, JournalBlock, JournalPoint, JournalSession, SavedBlocks
 from manthan.manager.transfer import on_each
 
@@ -158,7 +158,7 @@ class Lives:
         dead = self.talks
         cold = [session for session in dead.manager.table.by_id.values() if session.is_cold]
         before = [self.facts(dead, session) for session in cold if dead.tier.keys() >= set(self.names(dead, session))]
-        if self.is_void:  # nobody finds blocks of before a reset, or of after it
+        if was_void := self.is_void:  # nobody finds blocks of before a reset, or of after it
             dead.tier.clear()
             before = []
         self.begin(dead.tier, dead.now)
@@ -166,6 +166,7 @@ class Lives:
         found = self.link.adopt(ranks, self.talks.now)
         table = self.manager.table
         assert found.sessions == len(table.by_id) == table.states[SessionState.COLD]
+        assert not (was_void and found.written)
         self.came += found.sessions
         for each in before if is_told else ():
             if not each["tenant"]:  # one with a quota may have to pay for blocks that others paid for
@@ -289,9 +290,24 @@ def test_the_newest_come_first_within_shares_and_pins_that_still_fit() -> None:
     assert adopt(talks, *sessions)[0] == {"small/a": 3, "b": 3, "c": 3}
     assert [talks.session(name).is_pinned for name in ("small/a", "b", "c")] == [False, True, False]
     assert [session.session_id for session in talks.manager.table.victims()] == ["small/a", "c"]
+    assert [session.session_id for session in talks.manager.table.victims("small")] == ["small/a"]
     request = talks.start("a a a a a a", "a", tenant="small")
     assert talks.running[request].loaded == 3
     assert talks.manager.requests[request].session is talks.session("small/a")
+
+
+def test_requests_find_a_session_by_its_prompt_and_by_its_end() -> None:
+    talks = Talks()
+    hashes = names("a b c d")
+    adopt(talks, left("anonymous-1", "a b c", 1.0, name=None, uses=7, prompt_end=prompt_end(hashes[:2], b"tail")))
+    again = talks.manager.request_started("again", hashes[:2], None, 2.0, tail=b"tail")
+    assert again.own == 2
+    other = talks.manager.request_started("other", hashes[:2], None, 2.0, tail=b"another")
+    assert other.own == 0
+    session = talks.session("anonymous-1")
+    talks.manager.cut(session, 0, DropCause.BUDGET)
+    assert talks.manager.request_started("next", hashes, None, 3.0).session is session
+    assert session.uses == 8
 
 
 def test_a_time_to_live_that_ended_meanwhile() -> None:

@@ -188,8 +188,9 @@ def test_a_request_that_stays_out_takes_its_session_out_of_saving() -> None:
 def test_others_may_store_what_they_have_in_common_with_a_session_that_stays_out() -> None:
     talks = Talks()
     talks.talk("sys a", "out", store=False)
-    talks.talk("sys b", "other")
-    assert last_words(talks.rest()) == "sys b"
+    talks.talk("sys a b", "other")
+    assert last_words(talks.rest()) == "sys a b"
+    assert talks.states() == {"out": "idle", "other": "cold"}
 
 
 # -- tenants ------------------------------------------------------------------------------------------

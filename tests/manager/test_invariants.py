@@ -34,4 +34,4 @@ def test_invariants_hold_under_every_policy(name: str) -> None:
     class SessionsOfPolicy(Sessions):
         setup = Setup(policy=name)
 
-    run_state_machine_as_test(SessionsOfPolicy, settings=settings(PROFILE, max_examples=examples(50)))
+    run_state_machine_as_test(SessionsOfPolicy, settings=settings(PROFILE, max_examples=examples(60)))

@@ -63,8 +63,9 @@ def test_only_blocks_that_are_not_here_are_asked_for(talks: SharedTalks) -> None
     talks.find(request, 1, WHOLE)
     talks.serve(request)
     assert (talks.running[request].resident, talks.running[request].loaded) == (3, 1)
-    known = talks.ask("a b c", "alice")
-    assert known not in talks.redis.asked
+    assert talks.ask("a b c", "alice") not in talks.redis.asked
+    request = talks.ask("a b c d e", "bob")
+    assert talks.redis.asked[request][:2] == ("bob", names("a b c d e")[2:]), "alice's c is not for others"
 
 
 def test_found_blocks_count_towards_nobody_s_share_and_are_in_no_front_tier() -> None:

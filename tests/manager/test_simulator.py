@@ -65,7 +65,7 @@ TEXTS = st.lists(
 )
 
 
-@given(TEXTS, st.integers(10, 20), st.integers(1, 20), st.sampled_from([0.0, 3.0, 1e9]))
+@given(TEXTS, st.integers(10, 20), st.integers(1, 20), st.sampled_from([0.5, 3.0, 1e9]))
 @settings(deadline=None)
 def test_whatever_comes_is_served_within_the_budgets(texts, hot, cold, idle_after_s) -> None:
     requests, now = [], 0.0
