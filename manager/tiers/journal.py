@@ -1,7 +1,7 @@
-"""The sessions of this engine, on disk, in SQLite: what the next process is to know of them.
+"""The sessions of this engine, on disk, in SQLite, for the next process.
 
-The scheduler's thread only leaves news here. A thread writes them, the last of each session. A process that is killed
-loses what was not written yet: blocks that no session names are dropped by the next one.
+The scheduler's thread only leaves news here. A thread writes the last news of each session. A process that is killed
+loses what was not written yet: the next process drops blocks that no session names.
 """
 
 import json
@@ -88,8 +88,8 @@ class JournalSession:
 
     Args:
         facts: What JSON can hold.
-        chain: None if it is as it was; without blocks if the session is gone.
-        notes: What others want to keep of each block of the chain. They stay as they were if the chain does.
+        chain: None if it has not changed; without blocks if the session is gone.
+        notes: Bytes that another part keeps with each block of the chain. They do not change if the chain does not.
     """
 
     session_id: str
@@ -99,38 +99,26 @@ class JournalSession:
 
 
 class Journal:
-    """folder: where it lies. sealer: of what it says; None to write that down as it is.
+    """Database of sessions in a folder.
 
-    A damaged one is set aside, and a new one is begun. Where none can be, sessions are known to this process only.
+    A damaged file is set aside, and a new one is begun. Where no file can be used, sessions are lost with the process.
+
+    Args:
+        sealer: Seals the rows; None to write them as they are.
     """
 
     def __init__(self, folder: Path, sealer: Sealer | None = None) -> None:
-        self._sealer = sealer
-        self.path = folder / JOURNAL
+        self._sealer, self.path = sealer, folder / JOURNAL
         self._news: dict[str, JournalSession] = {}
-        self._is_cleared = False
+        self._is_cleared = self._closing = False
         self._rest_s = 0.0
         self._wake = threading.Condition()
-        self._closing = False
-        self._db = self._opened_somehow()
+        self._db = _open(self.path)
         self._thread = threading.Thread(target=self._run, name="manthan-journal", daemon=True)
         self._thread.start()
 
-    def _opened_somehow(self) -> sqlite3.Connection:
-        try:
-            make_folder(self.path.parent)
-            try:
-                return _opened_whole(self.path)
-            except FAULTS as error:
-                if not (_is_damage(error) and _set_aside(self.path, error)):
-                    raise
-                return _opened_whole(self.path)
-        except FAULTS as error:
-            logger.warning("Manthan: %s cannot be used: no session outlives this process: %s", self.path, error)
-            return _opened_whole(None)
-
     def sessions(self) -> Iterator[JournalSession]:
-        """Yield all that were written. What cannot be read is left out, and removed."""
+        """Yield the sessions that were written. Remove those that cannot be read."""
         bad = []
         for row_id, facts, chain in self._rows():
             try:
@@ -141,18 +129,18 @@ class Journal:
                 bad.append((row_id,))
         if bad:
             logger.warning("Manthan: %s: %d sessions cannot be read, and are forgotten.", self.path, len(bad))
-            with suppress(sqlite3.Error):
+            with suppress(sqlite3.Error), self._db:
                 self._db.executemany("DELETE FROM sessions WHERE id = ?", bad)
 
     def _rows(self) -> Iterator[tuple[Any, ...]]:
-        """Rows up to the first that SQLite cannot find."""
+        """Yield the rows up to the first that SQLite cannot read."""
         try:
             yield from self._db.execute("SELECT id, facts, chain FROM sessions")
         except FAULTS as error:
             logger.warning("Manthan: %s: sessions cannot be read: %s", self.path, error)
 
     def tell(self, sessions: Iterable[JournalSession]) -> None:
-        """These are not what they were."""
+        """Leave sessions that have changed."""
         with self._wake:
             for session in sessions:
                 self._add(session)
@@ -160,21 +148,21 @@ class Journal:
                 self._wake.notify()
 
     def _add(self, session: JournalSession) -> None:
-        """Over what was told before and is not written yet."""
+        """Replace earlier news of a session that are not written yet."""
         before = self._news.get(session.session_id)
         if session.chain is None and before is not None:
             session = replace(session, chain=before.chain, notes=before.notes)
         self._news[session.session_id] = session
 
     def clear(self) -> None:
-        """No session is known any more."""
+        """Forget all sessions."""
         with self._wake:
             self._news.clear()
             self._is_cleared = True
             self._wake.notify()
 
     def close(self) -> None:
-        """All that was told is written, if that is possible within a bounded time."""
+        """Write all that was told, if that is possible within CLOSE_S."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -207,29 +195,23 @@ class Journal:
         return text.encode() if self._sealer is None else self._sealer.seal(text.encode(), "", *ABOUT, row_id, part)
 
     def _opened(self, value: bytes, row_id: str, part: str) -> bytes:
-        """Raises UNREADABLE."""
+        """Return what `_sealed` was given. Raises UNREADABLE."""
         return value if self._sealer is None else self._sealer.open(value, "", *ABOUT, row_id, part)
 
     def _take_back(self, news: dict[str, JournalSession], was_cleared: bool) -> None:
-        """What could not be written is still to be, but for what was told since."""
+        """Leave news again that could not be written. News since then replace them."""
         since, self._news = self._news, {} if self._is_cleared else news
         self._is_cleared |= was_cleared
         for session in since.values():
             self._add(session)
 
     def _write(self, news: Iterable[JournalSession], is_cleared: bool) -> None:
-        """All or nothing. Raises sqlite3.Error."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        """Write all news in one transaction. Raises sqlite3.Error."""
+        with self._db:
             if is_cleared:
                 self._db.execute("DELETE FROM sessions")
             for session in news:
                 self._write_session(session)
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
 
     def _write_session(self, session: JournalSession) -> None:
         row_id = session.session_id if self._sealer is None else self._sealer.name(session.session_id)
@@ -245,11 +227,26 @@ class Journal:
         self._db.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", (row_id, facts, chain))
 
 
-def _opened_whole(path: Path | None) -> sqlite3.Connection:
-    """The database, for its owner only, with its table; in memory where there is no path. Raises FAULTS."""
+def _open(path: Path) -> sqlite3.Connection:
+    """Open a journal. A damaged one is set aside. Where no file can be used, open one in memory."""
+    try:
+        make_folder(path.parent)
+        try:
+            return _connect(path)
+        except FAULTS as error:
+            if not (_is_damage(error) and _set_aside(path, error)):
+                raise
+            return _connect(path)
+    except FAULTS as error:
+        logger.warning("Manthan: %s cannot be used: no session outlives this process: %s", path, error)
+        return _connect(None)
+
+
+def _connect(path: Path | None) -> sqlite3.Connection:
+    """Open the database, for its owner only, with its table; in memory without a path. Raises FAULTS."""
     if path is not None:  # SQLite's other files get the same mode
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    db = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
+    db = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level="IMMEDIATE")
     try:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")

@@ -144,10 +144,10 @@ class RamWorld(World):
         self.tier = self.here = RamTier(BUDGET)
 
     def raw(self) -> bytes:
-        return b"".join(chunk.tobytes() for chunk in self.here._memory._chunks.values())
+        return b"".join(chunk.tobytes() for chunk in self.here._chunks.values())
 
     def damage(self) -> None:
-        for chunk in self.here._memory._chunks.values():
+        for chunk in self.here._chunks.values():
             chunk[::50] ^= 1
 
     def check(self) -> None:
