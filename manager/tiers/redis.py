@@ -14,7 +14,7 @@ from manthan.manager.tiers.redis_schema import FIRST_TTL, Namespace
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Tier, TierError
 
 BATCH_BYTES = 4 << 20
-"""About what one pipeline moves."""
+"""Bytes that one pipeline moves, about."""
 FIRST_NBYTES = 256 << 10
 """Assumed size of a block before one was seen."""
 AHEAD_THREADS = 2
@@ -22,7 +22,7 @@ AHEAD_THREADS = 2
 
 
 class RedisTier(Tier):
-    """One rank's blocks in one namespace. The server evicts them, so that any may be missing at any time.
+    """Blocks of one rank in one namespace. The server evicts them, so that any may be missing at any time.
 
     Args:
         ttl_s: Seconds a session lives after its last use. `RedisSessions` renews its blocks.
@@ -68,8 +68,8 @@ class RedisTier(Tier):
                     left = left[count:]
                 values.reverse()
                 while values:  # each is freed when it has been used, so that the next batch gets its memory
-                    done += 1
-                    yield _buffer(values.pop())
+                    value, done = values.pop(), done + 1
+                    yield None if value is None else np.frombuffer(value, np.uint8)
         except TierError as error:
             yield from [error.cause] * (len(keys) - done)
         finally:
@@ -113,7 +113,7 @@ class RedisTier(Tier):
         return values
 
     def _ask(self, commands: Sequence[tuple[object, ...]]) -> list[Any]:
-        """Answers in order. That the server's memory is full is one of them; all other errors are raised."""
+        """Return answers in order. An error of full memory is an answer; other errors are raised."""
         with self._circuit.guard():
             answers = pipelined(self._client, commands, raise_on_error=False)
             for answer in answers:
@@ -123,7 +123,3 @@ class RedisTier(Tier):
 
     def _name(self, group: int, key: bytes) -> str:
         return self._namespace.block(group, key, self._rank)
-
-
-def _buffer(value: bytes | None) -> Buffer | None:
-    return None if value is None else np.frombuffer(value, np.uint8)

@@ -19,17 +19,18 @@ FALL, HALF = 0.25, 512
 """Share of the time to live that the last block of an endless session has less than the first; at depth HALF, half of
 that."""
 SAMPLES = 64
-"""A session's hash names at most so many of its block hashes, by their first bytes."""
+"""Largest number of block hashes that a session's hash names, by their first bytes."""
 FIRST_TTL = 0.5
 """Share of the time to live that a block is stored with, until its session is told."""
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """One model's part of a Redis, or of a disk.
+    """Part of a Redis, or of a disk, that one model has.
 
-    prefix: of all names in Redis. name: the model's last name and a digest of all that decides what its compressed
-    blocks mean.
+    Args:
+        prefix: Beginning of all names in Redis.
+        name: Last part of the model's name, and a digest of all that decides what its compressed blocks mean.
     """
 
     prefix: str
@@ -37,13 +38,13 @@ class Namespace:
 
     @classmethod
     def of(cls, prefix: str, model: str, identity: Mapping[str, object]) -> "Namespace":
-        """Return the namespace of a model. identity: all that tells its blocks from others'."""
+        """Return the namespace of a model. identity: facts that tell its blocks from others'."""
         text = json.dumps(identity, sort_keys=True, default=str)
         slug = re.sub(r"[^a-z0-9.]+", "-", model.rstrip("/").rpartition("/")[2].lower()).strip("-")[:40]
         return cls(prefix, f"{slug or 'model'}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
 
     def session(self, session_id: str) -> str:
-        """Key of a session's hash. Characters that a shell might stumble over are percent-encoded."""
+        """Return the key of a session's hash. Special characters of a shell are percent-encoded."""
         return f"{self.prefix}{{{self.name}}}:session:{quote(session_id, safe='@~+,=/', errors='surrogatepass')}"
 
     def block(self, group: int, key: bytes, rank: int) -> str:
@@ -63,9 +64,9 @@ def sample(keys: Sequence[bytes]) -> str:
 
 
 def shared_blocks(sampled: str, keys: Sequence[bytes]) -> int:
-    """Return how many blocks a prompt begins with that are also a session's, as far as its `sample` tells.
+    """Number of blocks that a prompt begins with and that are also a session's, as far as its `sample` tells.
 
-    A block hash covers all tokens before it, so that the last one in common settles those before it.
+    The last block hash in common is enough, because a block hash covers all tokens before it.
     """
     pairs = (word.split(":") for word in sampled.split())
     depths = (int(at) for at, start in pairs if int(at) < len(keys) and keys[int(at)].hex()[:8] == start)

@@ -1,7 +1,7 @@
-"""Sessions in Redis: which blocks are there, one hash a session, and times to live. All on a thread of its own.
+"""Sessions in Redis: lookups of blocks, one hash a session, and times to live, on a thread of their own.
 
-The engine's thread leaves questions and news here and fetches answers. News that cannot be told while Redis is down are
-told when it is back: news of a session replace what was to be told of it before.
+The engine's thread leaves questions and news here, and takes answers. News wait while Redis is down. News of a session
+replace earlier ones.
 """
 
 import logging
@@ -25,15 +25,15 @@ Needed: TypeAlias = Callable[[int], Sequence[tuple[int, bytes]]]
 CLOSE_S = 5.0
 REST_S = 0.5
 RENEW = 1 / 16
-"""A session that is used is renewed when this share of its time to live has passed."""
+"""Share of the time to live after which a session that is used is renewed."""
 FIRST, MOST = 32, 1024
-"""Blocks that are asked for at first, so that a prompt that nobody knows costs one short question, and at most."""
+"""Numbers of blocks in the first question, which is short for an unknown prompt, and in the longest one."""
 SIZED = 16
 """Blocks of a prompt whose sizes are asked for. The others take about as much as the one before."""
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
 """Causes of drops that delete blocks, though other engines may use them. What only makes room stays."""
 LASTING = (DropCause.EXPIRED, DropCause.RELEASED)
-"""Those that are carried out later if Redis is down."""
+"""Causes of drops that are carried out later if Redis is down."""
 
 
 class Anchored(NamedTuple):
@@ -44,9 +44,12 @@ class Anchored(NamedTuple):
 
 
 class LookupResult(NamedTuple):
-    """Sizes of a prompt's blocks that are stored, up to the first that is not; and where the request can go on.
+    """Result of a lookup.
 
-    sampled: the `schema.sample` of the session's blocks, as the last engine that served it told.
+    Args:
+        sizes: Bytes of each stored block of the prompt, up to the first that is missing.
+        anchored: Deepest complete resume point.
+        sampled: `sample` of the session's blocks, from the last engine that served it.
     """
 
     sizes: Sequence[int] = ()
@@ -55,10 +58,12 @@ class LookupResult(NamedTuple):
 
 
 class SessionRecord(NamedTuple):
-    """A session as it is now.
+    """Session as it is now.
 
-    fields: of its hash; None for one that is forgotten. used: Unix time of its last use. blocks: group, key and depth
-    of each stored block.
+    Args:
+        fields: Fields of its hash; None for a session that is forgotten.
+        used: Unix time of its last use.
+        blocks: Group, key and depth of each stored block.
     """
 
     session_id: str
@@ -76,11 +81,11 @@ class _Lookup(NamedTuple):
 
 
 class RedisSessions:
-    """Never makes the engine's thread wait.
+    """Books of this engine's sessions in Redis. No call makes the engine's thread wait.
 
     Args:
         ranks: Number of ranks that each store a part of a block.
-        facts: Fields that all hashes have. `engine` tells whose a hash is.
+        facts: Fields that all hashes have. `engine` names the owner.
         ring: Called on this thread when there is an answer to take.
         sealer: Names sessions where blocks are sealed.
     """
@@ -226,8 +231,7 @@ class RedisSessions:
         return [sizes[at // step] for at in range(count)] if all(sizes) else []
 
     def _head(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> int:
-        """Return how many of these blocks are there up to the first that is not. The number of those that are is a
-        bound, and mostly the answer."""
+        """Number of blocks that are there, up to the first that is missing. Search below the number of all that are."""
         names = [namespace.block(group, key, rank) for key in keys for rank in range(self._ranks)]
         least, most = 0, self._count(names) // self._ranks
         at = most
@@ -240,12 +244,12 @@ class RedisSessions:
         return least
 
     def _count(self, names: Sequence[str]) -> int:
-        """Return how many of these keys Redis has."""
+        """Number of these keys that Redis has."""
         [count] = self._ask([("EXISTS", *names)])
         return int(count)
 
     def _anchored(self, namespace: Namespace, count: int, needed: Needed) -> Anchored | None:
-        """Deepest place, up to `count` blocks, where all that is needed is stored. It is mostly the first one."""
+        """Return the deepest complete resume point, up to `count` blocks. It is mostly the first one."""
         places = 1
         while count > 0:
             some = {at: needed(at) for at in range(count, max(0, count - places), -1)}
@@ -258,14 +262,14 @@ class RedisSessions:
         return None
 
     def _sizes(self, namespace: Namespace, blocks: Sequence[tuple[int, bytes]]) -> list[int]:
-        """Bytes of each block on all ranks; 0 if a rank does not have it."""
+        """Return the bytes of each block on all ranks; 0 if a rank does not have it."""
         ranks = range(self._ranks)
         found = self._ask([("STRLEN", namespace.block(*block, rank)) for block in blocks for rank in ranks])
         each = [found[at : at + self._ranks] for at in range(0, len(found), self._ranks)]
         return [sum(sizes) if all(sizes) else 0 for sizes in each]
 
     def _try(self, namespace: Namespace) -> None:
-        """Tell the news, or see whether Redis is back."""
+        """Write the news, or ask if Redis is back."""
         if self._circuit.wait_s:
             return
         try:
