@@ -84,10 +84,6 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-class FolderInUseError(Exception):
-    """Another process has the folder."""
-
-
 class DiskTier(ArenaTier):
     """Tier of one rank in a folder on disk, which is made if it is not there.
 
@@ -95,17 +91,14 @@ class DiskTier(ArenaTier):
         timeout_s: Seconds that a reader waits for the disk in all, and a writer for each block.
 
     Raises:
-        FolderInUseError: Another process has the folder.
+        BlockingIOError: Another process uses the folder.
         OSError: The folder cannot be used.
     """
 
     def __init__(self, folder: Path, max_bytes: int, timeout_s: float = 10.0) -> None:
         self.folder, self._path, self._timeout_s = folder, folder / FILE, timeout_s
         make_folder(folder)
-        held = lock(folder / "lock")
-        if held is None:
-            raise FolderInUseError(f"{folder} is in use by another process.")
-        self._folder_lock = held
+        self._folder_lock = lock(folder / "lock")
         self._fd = open_file(self._path)
         sync_folder(folder)
         weakref.finalize(self, os.close, self._fd)  # not before the last thread has done with it

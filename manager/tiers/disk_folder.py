@@ -23,7 +23,7 @@ from typing import IO
 
 from manthan.manager.config.model import ConfigError
 from manthan.manager.tiers.arena_tier import ArenaTier, Name
-from manthan.manager.tiers.disk import DISK, FILE, DiskTier, FolderInUseError, records_in, room
+from manthan.manager.tiers.disk import DISK, FILE, DiskTier, records_in, room
 from manthan.manager.tiers.disk_files import lock, make_folder
 from manthan.manager.tiers.journal import JOURNAL
 from manthan.manager.tiers.ram import RamTier
@@ -86,11 +86,11 @@ def open_root(path: Path) -> IO[bytes] | None:
         if not path.is_dir():
             make_folder(path)
         file = lock(path / LOCK)
+    except BlockingIOError:
+        raise _in_use(path) from None
     except OSError as error:
         logger.warning("Manthan: %s cannot be locked: %s", path, error)
         return None
-    if file is None:
-        raise _in_use(path)
     with suppress(OSError):  # a full disk
         file.truncate(0)
         file.write(f"{os.getpid()} {os.getppid()}\n".encode())
@@ -110,7 +110,7 @@ def open_rank(path: Path, name: str, rank: int, max_bytes: int) -> ArenaTier:
             make_folder(path)
         make_folder(path / name)
         return DiskTier(path / name / f"rank-{rank}", max_bytes)
-    except FolderInUseError:
+    except BlockingIOError:
         raise _in_use(path) from None
     except OSError as error:
         logger.warning("Manthan: %s cannot be used: nothing is kept on this disk: %s", path / name, error)

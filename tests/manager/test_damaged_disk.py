@@ -15,7 +15,7 @@ from disk_faults import small_disk
 from permissions import modes_count
 
 from manthan.manager.config.model import ConfigError
-from manthan.manager.tiers.disk import DiskTier, FolderInUseError
+from manthan.manager.tiers.disk import DiskTier
 from manthan.manager.tiers.disk_folder import LOCK, check_folder, found_in, open_rank, open_root
 from manthan.manager.tiers.journal import JOURNAL, Journal, JournalBlock, JournalChain, JournalSession
 
@@ -200,7 +200,7 @@ def test_a_folder_in_use_is_nothing_damaged(tmp_path: Path) -> None:
     server = Server(tmp_path)
     with pytest.raises(ConfigError, match="another server uses"):
         open_root(tmp_path)
-    with pytest.raises(FolderInUseError):
+    with pytest.raises(BlockingIOError):
         DiskTier(tmp_path / MODEL / "rank-0", 1 << 24)
     server.close()
     assert not list(tmp_path.rglob("*.bad"))

@@ -1,5 +1,8 @@
 """What `tiers.redis.url` may be, connections by it, and what start-up says of a server."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from loaded import load_config
 from redis_server import RedisServer, running
@@ -9,8 +12,8 @@ from manthan.manager.tiers.redis_client import RedisUnreachableError, check, con
 
 
 @pytest.fixture
-def server(tmp_path: object) -> object:
-    yield from running(tmp_path)  # type: ignore[arg-type]
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    yield from running(tmp_path)
 
 
 @pytest.mark.parametrize(
