@@ -39,8 +39,7 @@ ANSWERED_S = 600.0
 
 
 def first(command: Command) -> str:
-    """The program, or "" for what only sets a variable."""
-    return program(next((word for word in command.words if not re.match(r"[A-Z_]+=", word)), ""))
+    return program(command.text)
 
 
 def runs_alone(command: Command) -> bool:
@@ -48,13 +47,8 @@ def runs_alone(command: Command) -> bool:
 
 
 def entry(table: str, command: Command) -> str | None:
-    """What a table of commands.yaml says about commands that begin as this one does."""
+    """Return the entry in commands.yaml for commands that begin as this one does."""
     return next((said for begin, said in TABLE[table].items() if f"{command.text} ".startswith(f"{begin} ")), None)
-
-
-def smaller(command: Command) -> str | None:
-    """What is appended to it, or None for a command that the table does not run."""
-    return entry("run", command)
 
 
 def has_a_test_or_a_reason(command: Command) -> bool:
@@ -62,7 +56,7 @@ def has_a_test_or_a_reason(command: Command) -> bool:
 
 
 def is_served(command: Command) -> bool:
-    """Whether it starts a server, or is run beside one."""
+    """True if it starts a server, or is run beside one."""
     return "vllm serve " in command.text or first(command) == "curl" or is_about_sessions(command)
 
 
@@ -100,7 +94,8 @@ def test_fences_say_what_they_hold(path: Path) -> None:
 
 @pytest.mark.parametrize("command", OURS, ids=str)
 def test_it_is_run_or_it_is_said_why_not(command: Command) -> None:
-    known = has_a_test_or_a_reason(command) or smaller(command) is not None or is_served(command) or is_mention(command)
+    known = has_a_test_or_a_reason(command) or entry("run", command) is not None
+    known = known or is_served(command) or is_mention(command)
     if first(command) == "pytest":
         (REPO / command.words[1].split("::")[0]).resolve(strict=True)
         known = True
@@ -165,7 +160,7 @@ def by_themselves() -> list[Command]:
     found: dict[str, Command] = {}
     for command in OURS:
         is_left = has_a_test_or_a_reason(command) or is_served(command) or is_mention(command)
-        if not is_left and (smaller(command) is not None or runs_alone(command)):
+        if not is_left and (entry("run", command) is not None or runs_alone(command)):
             found.setdefault(command.text, command)
     return list(found.values())
 
@@ -173,7 +168,7 @@ def by_themselves() -> list[Command]:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", by_themselves(), ids=str)
 def test_it_succeeds(command: Command, readers: Mapping[str, Reader]) -> None:
-    readers[command.document].types(command.text, smaller(command) or "")
+    readers[command.document].types(command.text, entry("run", command) or "")
 
 
 def test_a_clone_is_all_that_the_demo_needs(tmp_path: Path) -> None:
