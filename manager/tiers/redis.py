@@ -1,9 +1,9 @@
 """A tier in Redis, which engines share."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,9 @@ class RedisTier(Tier):
         items, count = list(blocks.items()), self._batch(group)
         for start in range(0, len(items), count):
             some = items[start : start + count]
+            commands = [("SET", self._name(group, key), buf.data, "PX", self._ttl_ms) for key, buf in some]
             try:
-                answers = self._ask(
-                    [("SET", self._name(group, key), buf.data, "PX", self._ttl_ms) for key, buf in some]
-                )
+                answers = self._ask(commands)
             except TierError as error:
                 refused |= dict.fromkeys(dict(some), error.cause)
                 continue
@@ -54,18 +53,17 @@ class RedisTier(Tier):
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """See Tier. While a batch is used, another thread fetches the next one."""
-        ahead: deque[Future[list[bytes | None]]] = deque()
-        count, done, left = self._batch(group), 0, keys
+        left, done = iter(keys), 0
+
+        def begin() -> Future[list[bytes | None]] | None:
+            some = list(islice(left, self._batch(group)))
+            return self._fetchers.submit(self._fetch, group, some) if some else None
+
+        ahead = begin()
         try:
-            while left or ahead:
-                if not ahead:
-                    ahead.append(self._fetchers.submit(self._fetch, group, left[:count]))
-                    left = left[count:]
-                values = ahead.popleft().result()
-                if left:
-                    count = self._batch(group)
-                    ahead.append(self._fetchers.submit(self._fetch, group, left[:count]))
-                    left = left[count:]
+            while ahead is not None:
+                values = ahead.result()
+                ahead = begin()
                 values.reverse()
                 while values:  # each is freed when it has been used, so that the next batch gets its memory
                     value, done = values.pop(), done + 1
@@ -73,8 +71,8 @@ class RedisTier(Tier):
         except TierError as error:
             yield from [error.cause] * (len(keys) - done)
         finally:
-            for future in ahead:
-                future.cancel()
+            if ahead is not None:
+                ahead.cancel()
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         try:
