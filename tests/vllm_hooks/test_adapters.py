@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from vllm.lora.request import LoRARequest
 from vllm_engine import Table
 
-from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.compat import Resets
+from manthan.vllm_hooks.http.salts import Adapters
 
 
 def asked(folder: str, in_place: bool = False) -> LoRARequest:

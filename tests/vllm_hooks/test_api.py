@@ -14,8 +14,7 @@ from fastapi.testclient import TestClient
 from pydantic_core import from_json, to_json
 
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.http.cores import Cores, summed, together
-from manthan.vllm_hooks.http.errors import ApiError
+from manthan.vllm_hooks.http.api import ApiError, ask_about, summed, together
 from manthan.vllm_hooks.http.middleware import add_api
 from manthan.vllm_hooks.http.models import Policy
 from manthan.vllm_hooks.inquiries import Inquiries
@@ -100,7 +99,7 @@ class Client:
 
 
 def steered(*answers: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = asyncio.run(Cores(Client(*answers)).session("evict", {"id": "a", "bound": None}))
+    found: dict[str, Any] = asyncio.run(ask_about(Client(*answers), "evict", {"id": "a", "bound": None}))
     return found
 
 
