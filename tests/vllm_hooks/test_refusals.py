@@ -68,7 +68,7 @@ MAMBA = {
 
 
 def refusal(model: str, **options: Any) -> str:
-    """What `EngineArgs` says on the way to an engine."""
+    """Sentence of `EngineArgs` on the way to an engine."""
     options = {"kv_transfer_config": kv_transfer_config(), "max_model_len": 1024} | options
     with pytest.raises(ConfigError) as refused:
         EngineArgs(model, skip_tokenizer_init=True, **options).create_engine_config()
@@ -78,19 +78,21 @@ def refusal(model: str, **options: Any) -> str:
     return message
 
 
-def test_a_model_of_states_only(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MAMBA))
-    assert refusal(str(tmp_path)).endswith(
-        f"{tmp_path} has no attention layers, but states only; serve it without Manthan."
-    )
-
-
-def test_latents_on_the_cpu(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MLA))
-    assert refusal(str(tmp_path)).endswith(
-        "vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
-        f"{tmp_path}; serve it on a GPU, or without Manthan."
-    )
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (MAMBA, "{} has no attention layers, but states only; serve it without Manthan."),
+        (
+            MLA,
+            "vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
+            "{}; serve it on a GPU, or without Manthan.",
+        ),
+    ],
+    ids=["states only", "latents on the CPU"],
+)
+def test_models(config: dict[str, Any], why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert refusal(str(tmp_path)).endswith(why.format(tmp_path))
 
 
 def test_a_disk_beside_ranks_on_other_hosts(tmp_path: Path) -> None:
@@ -103,31 +105,43 @@ def test_a_disk_beside_ranks_on_other_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "manthan", "roles", "why"),
     [
-        ({"enable_prefix_caching": False}, "prefix caching is off; remove --no-enable-prefix-caching"),
+        ({"enable_prefix_caching": False}, {}, {}, "prefix caching is off; remove --no-enable-prefix-caching."),
         (
             {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
-            "context parallelism is on; set --decode-context-parallel-size and --prefill-context-parallel-size to 1",
+            {},
+            {},
+            "context parallelism is on; set --decode-context-parallel-size and --prefill-context-parallel-size to 1.",
         ),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size is 2; use tensor parallelism instead"),
+        ({"pipeline_parallel_size": 2}, {}, {}, "--pipeline-parallel-size is 2; use tensor parallelism instead."),
+        ({}, {"tiers": "device"}, {}, "tiers.kind is device, but vLLM runs on the CPU: use host."),
+        (
+            {},
+            {"codec": {"backend": "cuda"}},
+            {},
+            "codec.backend is cuda, but vLLM runs on the CPU: use auto or numpy.",
+        ),
+        (
+            {},
+            {},
+            {"kv_role": "kv_producer"},
+            "kv_role of ManthanConnector is kv_producer, but Manthan loads KV on every side",
+        ),
+        (
+            {},
+            {},
+            {"kv_load_failure_policy": "fail"},
+            "kv_load_failure_policy of ManthanConnector is fail: set it to recompute",
+        ),
     ],
-    ids=["prefix-caching", "context-parallel", "pipeline"],
+    ids=["prefix caching", "context parallel", "pipeline", "device tier", "backend", "role", "failure policy"],
 )
-def test_settings(options: dict[str, Any], why: str) -> None:
-    assert refusal(MODEL, **options).endswith(f": {why}.")
-
-
-@pytest.mark.parametrize(
-    ("manthan", "why"),
-    [
-        ({"tiers": "device"}, "tiers.kind is device, but vLLM runs on the CPU: use host"),
-        ({"codec": {"backend": "cuda"}}, "codec.backend is cuda, but vLLM runs on the CPU: use auto or numpy"),
-    ],
-    ids=["device tier", "backend"],
-)
-def test_what_needs_a_gpu(manthan: dict[str, Any], why: str) -> None:
-    assert refusal(MODEL, kv_transfer_config=kv_transfer_config(**manthan)).endswith(f": {why}.")
+def test_settings(options: dict[str, Any], manthan: dict[str, Any], roles: dict[str, str], why: str) -> None:
+    transfer = kv_transfer_config(**manthan)
+    for name, value in roles.items():
+        setattr(transfer, name, value)
+    assert refusal(MODEL, kv_transfer_config=transfer, **options).startswith(f"Manthan cannot be used here: {why}")
 
 
 @pytest.fixture
@@ -187,20 +201,6 @@ def test_a_front_end_that_hands_no_headers_on(monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.undo()
     EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=manthan).create_engine_config()
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"kv_role": "kv_producer"}, "kv_role of ManthanConnector is kv_producer, but Manthan loads KV on every side"),
-        ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy of ManthanConnector is fail: set it to recompute"),
-    ],
-)
-def test_transfer_roles(change: dict[str, str], why: str) -> None:
-    transfer = kv_transfer_config()
-    for name, value in change.items():
-        setattr(transfer, name, value)
-    assert why in refusal(MODEL, kv_transfer_config=transfer)
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0rc1"])
