@@ -1,4 +1,4 @@
-"""The HTTP API without a server: several engines, dead ones, and none at all."""
+"""HTTP API without a server: several engines, dead ones, and none at all."""
 
 import asyncio
 import math
@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,75 +22,52 @@ from manthan.vllm_hooks.inquiries import Inquiries
 from manthan.vllm_hooks.transfer_config import settings_of
 
 
-def page(*rows: tuple[float, str], total: int) -> dict[str, Any]:
-    """A core's answer: what its sessions are sorted by, and their ids."""
-    return {
-        "total": total,
-        "now": 1.0,
-        "keys": [[*row] for row in rows],
-        "sessions": [{"id": name} for _, name in rows],
-    }
-
-
 @pytest.mark.parametrize(
     ("offset", "limit", "found"),
     [(0, 2, [("d", 1), ("a", 0)]), (1, 3, [("a", 0), ("b", 0), ("c", 1)]), (3, 9, [("c", 1)]), (9, 9, [])],
 )
 def test_pages_of_several_engines_are_one(offset: int, limit: int, found: list[tuple[str, int]]) -> None:
-    answers = [page((9.0, "a"), (7.0, "b"), total=2), page((9.5, "d"), (1.0, "c"), total=5)]
+    answers: list[dict[str, Any]] = [
+        {"total": total, "now": 1.0, "keys": rows, "sessions": [{"id": name} for _, name in rows]}
+        for total, rows in ((2, [(9.0, "a"), (7.0, "b")]), (5, [(9.5, "d"), (1.0, "c")]))
+    ]
     merged = together(answers, offset, limit, descending=True)
     assert [(row["id"], row["engine"]) for row in merged["sessions"]] == found
     assert merged["total"] == 7
 
 
-def state(free: int, up: bool, *order: str) -> dict[str, Any]:
+def state(free: int, up: bool, order: list[str], engines: int = 1) -> dict[str, Any]:
+    """State of some engines, `free` of all of them together."""
+    tier = {"name": "host", "used_bytes": free, "budget_bytes": 9 * engines}
+    pool = {"block_tokens": 32, "blocks": 10 * engines, "free_blocks": free, "bytes": 100 * engines}
     return {
         "now": 1.0,
-        "policy": {"name": "lru", "options": {}, "order": list(order)},
-        "store": {
-            "kind": "host",
-            "up": up,
-            "codec": "wht-5x",
-            "tiers": [{"name": "host", "used_bytes": free, "budget_bytes": 9}],
-        },
-        "pool": {"block_tokens": 32, "blocks": 10, "free_blocks": free, "bytes": 100, "session_bytes": 5},
-        "sessions": {"hot": 1, "idle": 2, "evicting": 0, "cold": free},
-        "totals": {"evictions": 3},
+        "policy": {"name": "lru", "options": {}, "order": order},
+        "store": {"kind": "host", "up": up, "codec": "wht-5x", "tiers": [tier]},
+        "pool": pool,
+        "sessions": {"hot": engines, "idle": 2 * engines, "evicting": 0, "cold": free},
+        "totals": {"evictions": 3 * engines},
     }
 
 
 def test_states_of_several_engines_add_up() -> None:
-    one = state(4, True, "a", "b", "c")
+    one = state(4, True, ["a", "b", "c"])
     assert summed([one]) is one
-    both = summed([one, state(5, False, "d")])
-    assert both["policy"]["order"] == ["a", "d", "b", "c"]
-    assert both["store"] == {
-        "kind": "host",
-        "up": False,
-        "codec": "wht-5x",
-        "tiers": [{"name": "host", "used_bytes": 9, "budget_bytes": 18}],
-    }
-    assert both["pool"] == {"block_tokens": 32, "blocks": 20, "free_blocks": 9, "bytes": 200, "session_bytes": 10}
-    assert both["sessions"] == {"hot": 2, "idle": 4, "evicting": 0, "cold": 9}
-    assert both["totals"] == {"evictions": 6}
+    assert summed([one, state(5, False, ["d"])]) == state(9, False, ["a", "d", "b", "c"], engines=2)
 
 
 def test_an_answer_can_always_be_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Policies of other packages may have options of any kind."""
-    policy = Policy(name="odd", options={"of": Decimal("0.5"), "path": Path("a"), "it": Odd()}, order=[])
+    odd = SimpleNamespace(a=1)
+    policy = Policy(name="odd", options={"of": Decimal("0.5"), "path": Path("a"), "it": odd}, order=[])
     monkeypatch.setattr(Inquiries, "answer", lambda self, what, asked: {"keys": [(math.inf, "a")], "policy": policy})
     told = from_json(object.__new__(Inquiries).reply("state", {}))
     assert told["keys"] == [[math.inf, "a"]]
-    assert told["policy"]["options"] == {"of": "0.5", "path": "a", "it": "odd"}
-
-
-class Odd:
-    def __str__(self) -> str:
-        return "odd"
+    assert told["policy"]["options"] == {"of": "0.5", "path": "a", "it": str(odd)}
 
 
 class Client:
-    """In the place of vLLM's: its engines' answers, or none, for they are dead."""
+    """Client of vLLM's whose engines give these answers, or are dead without one."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.errored, self.engine_core, self._answers = not answers, self, answers
@@ -98,12 +76,10 @@ class Client:
         return list(map(to_json, self._answers))
 
 
-def steered(*answers: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = asyncio.run(ask_about(Client(*answers), "evict", {"id": "a", "bound": None}))
-    return found
-
-
 def test_of_several_engines_the_session_that_was_used_last_is_shown() -> None:
+    def steered(*answers: dict[str, Any]) -> dict[str, Any]:
+        return asyncio.run(ask_about(Client(*answers), "evict", {"id": "a", "bound": None}))
+
     unknown = {"refused": [404, "There is no session 'a'."]}
     assert steered({"id": "a", "last_used": 1.0}, {"id": "a", "last_used": 2.0}, unknown)["engine"] == 1
     answers = (unknown, {"refused": [409, "Not now."]}), ()
@@ -116,11 +92,8 @@ def test_of_several_engines_the_session_that_was_used_last_is_shown() -> None:
 def test_a_server_without_an_engine() -> None:
     client = gated()
     client.app.state.engine_client = None  # type: ignore[attr-defined]
-    for reply in (
-        client.get("/manthan/sessions"),
-        client.post("/manthan/sessions/a/pin"),
-        client.get("/manthan/state"),
-    ):
+    for method, path in (("GET", "sessions"), ("POST", "sessions/a/pin"), ("GET", "state")):
+        reply = client.request(method, f"/manthan/{path}")
         assert (reply.status_code, reply.json()["error"]["message"]) == (503, "This server has no engine.")
 
 

@@ -12,16 +12,21 @@ from manthan.benchmarks.server import VllmServer
 from manthan.manager.cli import app
 
 
-def asked(url: str) -> tuple[int, dict[str, tuple[str, str]]]:
+def host(url: str) -> tuple[str, str]:
+    """Mark and sentence of the finding about a server's host name."""
     done = CliRunner().invoke(app, ["doctor", "--json", "--url", url])
-    found = json.loads(done.stdout)["findings"]
-    return done.exit_code, {one["check"]: (one["mark"], one["said"]) for one in found}
+    [found] = [each for each in json.loads(done.stdout)["findings"] if each["check"] == "Host"]
+    assert done.exit_code == int(found["mark"] != "ok")
+    return found["mark"], found["said"]
 
 
-def test_a_server_with_manthan(manthan_server: VllmServer) -> None:
-    status, found = asked(manthan_server.url)
-    assert found["Host"] == ("ok", f"Manthan answers at {manthan_server.url}.")
-    assert status == 0
+def test_servers_with_manthan_without_and_none(manthan_server: VllmServer, plain_server: VllmServer) -> None:
+    none = f"http://127.0.0.1:{free_port()}"
+    assert host(manthan_server.url) == ("ok", f"Manthan answers at {manthan_server.url}.")
+    for url, why in ((f"{plain_server.url}/v1", "has no /manthan"), (none, "cannot be reached: ")):
+        mark, said = host(url)
+        assert mark == "wrong"
+        assert said.startswith(f"The server at {url} {why}")
 
 
 def test_a_name_that_the_server_refuses(manthan_server: VllmServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,19 +36,6 @@ def test_a_name_that_the_server_refuses(manthan_server: VllmServer, monkeypatch:
         return resolve("127.0.0.1" if host == "gpu7.example.org" else host, *args, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", as_here)
-    status, found = asked(manthan_server.url.replace("127.0.0.1", "gpu7.example.org"))
-    assert (status, found["Host"][0]) == (1, "wrong")
-    assert found["Host"][1].endswith("set an --api-key, or name the host in api.hosts.")
-
-
-def test_a_server_without(plain_server: VllmServer) -> None:
-    status, found = asked(plain_server.url + "/v1")
-    assert (status, found["Host"][0]) == (1, "wrong")
-    assert found["Host"][1].startswith(f"The server at {plain_server.url}/v1 has no /manthan")
-
-
-def test_no_server() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    status, found = asked(url)
-    assert status == 1
-    assert found["Host"][1].startswith(f"The server at {url} cannot be reached: ")
+    mark, said = host(manthan_server.url.replace("127.0.0.1", "gpu7.example.org"))
+    assert mark == "wrong"
+    assert said.endswith("set an --api-key, or name the host in api.hosts.")
