@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jobs
 import numpy as np
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -40,6 +41,13 @@ def write(caches: dict, layers: dict, block: int, spec: FullAttentionSpec, seed:
         layer.impl.do_kv_cache_update(layer, data[0, n], data[1, n], caches[name], slots)
     keys, values = data.transpose(2, 3).float().reshape(2, -1, spec.head_size).numpy()
     return keys, values
+
+
+def encode(blocks: CpuBlocks, key: bytes, block: int, exact: int = 0, first_token: int = 96) -> Any:
+    """Return a paged block's compressed block, whose first tokens are kept exact; the cause if it cannot be encoded."""
+    job = jobs.store([key], [block], first_token, first_token + exact)
+    [buf] = blocks.encode(job, blocks.gather(job))
+    return buf
 
 
 def shape_of(spec: FullAttentionSpec, cache_dtype: str = "auto") -> BlockShape:

@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-import jobs
 import numpy as np
 import pytest
 import torch
-from paged_cache import BLOCKS, HEADS, LAYERS, PRINT, shape_of
+from paged_cache import BLOCKS, HEADS, LAYERS, PRINT, encode, shape_of
 from scripts import run_sessions
 from vllm import EngineArgs
 from vllm.config import CacheConfig
@@ -76,8 +75,7 @@ def test_a_block_that_vllm_wrote_is_found_whatever_the_scale(cache_dtype: str, d
     blocks = CpuBlocks(memory, block_format("wht-5x", group, PRINT))
     assert blocks.format.shape.dtype is dtype
     before = np.stack(memory.gather(3))
-    job = jobs.store([KEY], [3], 96, 96 + 4)
-    [codes] = blocks.encode(job, blocks.gather(job))
+    codes = encode(blocks, KEY, 3, exact=4)
     assert blocks.decode(KEY, 5, codes) is None
     after = np.stack(memory.gather(5))
     assert np.array_equal(before[:, :, :, :4], after[:, :, :, :4])
@@ -101,8 +99,7 @@ def test_a_gpus_cache_of_fp8_is_read_by_way_of_the_cpu() -> None:
     for cache in caches.values():
         cache.view(torch.uint8)[3] = torch.randint(0, 120, (32, HEADS, 128))
     blocks = CpuBlocks(memory, block_format("exact", Group(0, spec, LAYERS, cache_dtype="fp8"), PRINT))
-    job = jobs.store([KEY], [3], 96, 96 + 0)
-    [codes] = blocks.encode(job, blocks.gather(job))
+    codes = encode(blocks, KEY, 3)
     assert blocks.decode(KEY, 5, codes) is None
     for cache in caches.values():
         assert torch.equal(cache.view(torch.uint8)[3], cache.view(torch.uint8)[5])
@@ -136,8 +133,7 @@ def test_blocks_of_bytes_come_back_bit_for_bit_from_layers_of_different_sizes() 
     layers = packed_layers(caches, BLOCKS, group.layer_nbytes)
     form = block_format("exact", group, PRINT)
     blocks = CpuBlocks(PackedMemory(layers, form.shape), form)
-    job = jobs.store([KEY], [3], 96, 96 + 4)
-    [codes] = blocks.encode(job, blocks.gather(job))
+    codes = encode(blocks, KEY, 3, exact=4)
     assert sum(sizes) < len(codes) < sum(sizes) + 256
     before = {name: cache[3].clone() for name, cache in caches.items()}
     others = {name: cache[[0, 1, 2, 4, 6, 7]].clone() for name, cache in caches.items()}

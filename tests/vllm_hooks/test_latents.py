@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jobs
 import pytest
 import torch
 from latent_model import LATENT, LAYERS, TURNED, make_latent_model
+from paged_cache import encode
 from scripts import run_script
 from vllm.config import CacheConfig
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
@@ -64,9 +64,7 @@ def test_a_block_goes_through_the_codec(exact: int) -> None:
     memory = HostMemory(probe_layers(caches, modules, BLOCKS, SHAPE), SHAPE)
     assert all(cache[3].any() for cache in caches.values())
     blocks = CpuBlocks(memory, block_format("wht-5x", GROUP))
-    job = jobs.store([b"k" * 32], [3], 0, exact)
-    [buf] = blocks.encode(job, blocks.gather(job))
-    assert not isinstance(buf, str)
+    buf = encode(blocks, b"k" * 32, 3, exact, first_token=0)
     assert blocks.decode(b"k" * 32, 5, buf) is None
     for cache in caches.values():
         latents, turned = cache[:, 0, :, :LATENT].float(), cache[:, 0, :, LATENT:]

@@ -1,4 +1,4 @@
-"""Cache salts of tenants: of any two, whatever their clients send, they are two; and what it means to have none."""
+"""Cache salts of tenants: two tenants never have the same, whatever their clients send."""
 
 from pathlib import Path
 from typing import Any
@@ -20,42 +20,45 @@ def said(tenant: str | None) -> dict[str, Any]:
     return {"manthan": {"tenant": tenant}}
 
 
+def salt_of(params: Any, salt: str | None = None, envelope: KvHintsEnvelope | None = None, of: Salts = SALTS) -> Any:
+    return of.of(params, envelope, salt, None, True)
+
+
 @example("a", "bc", "ab", "c")
 @given(NAME.filter(str.isprintable), SALT, NAME.filter(str.isprintable), SALT)
 def test_two_tenants_have_no_salt_in_common(tenant: str, salt: str | None, other: str, theirs: str | None) -> None:
-    one, another = SALTS.of(said(tenant), None, salt, None, True), SALTS.of(said(other), None, theirs, None, True)
+    one, another = salt_of(said(tenant), salt), salt_of(said(other), theirs)
     assert (one == another) == ((tenant, salt) == (other, theirs))
     for guess in filter(None, (one, another)):
         if tenant != other:
-            assert SALTS.of(said(other), None, guess, None, True) != one
-        assert (SALTS.of(None, None, guess, None, True) == guess) == (not guess.startswith(MARK))
+            assert salt_of(said(other), guess) != one
+        assert (salt_of(None, guess) == guess) == (not guess.startswith(MARK))
 
 
 def test_nobody_s_salt_stays_what_it_is() -> None:
     for params in (None, {}, said(None), said(""), {"manthan": {"pin": True}}):
-        assert SALTS.of(params, None, None, None, True) is None
-        assert SALTS.of(params, None, "own", None, True) == "own"
+        assert salt_of(params) is None
+        assert salt_of(params, "own") == "own"
 
 
 def test_who_forges_a_salt_has_one_of_its_own() -> None:
-    theirs = SALTS.of(said("acme"), None, None, None, True)
-    assert theirs is not None
-    for mine in (SALTS, Salts(b"key", isolate=False)):
-        assert mine.of(None, None, theirs, None, True) not in (theirs, None)
-        assert mine.of(None, None, theirs, None, True) == mine.of(None, None, theirs, None, True)
-    assert Salts(b"key", isolate=False).of(said("acme"), None, "own", None, True) == "own"
+    theirs, open_to_all = salt_of(said("acme")), Salts(b"key", isolate=False)
+    for salts in (SALTS, open_to_all):
+        assert salt_of(None, theirs, of=salts) not in (theirs, None)
+        assert salt_of(None, theirs, of=salts) == salt_of(None, theirs, of=salts)
+    assert salt_of(said("acme"), "own", of=open_to_all) == "own"
 
 
 def test_a_tenant_that_an_orchestrator_names() -> None:
     envelope = KvHintsEnvelope("0.1", "m", [KvHintAction("1", "manthan.hints", "1.0", {"tenant": "acme"})])
-    assert SALTS.of(None, envelope, None, None, True) == SALTS.of(said("acme"), None, None, None, True)
-    assert SALTS.of(said("beta"), envelope, None, None, True) == SALTS.of(said("beta"), None, None, None, True)
+    assert salt_of(None, envelope=envelope) == salt_of(said("acme"))
+    assert salt_of(said("beta"), envelope=envelope) == salt_of(said("beta"))
 
 
-def salt(keys: str = "", **store: Any) -> str | None:
-    """What an engine that starts now gives acme."""
+def salt(keys: str = "", **store: Any) -> Any:
+    """Salt that an engine that starts now gives acme."""
     config = ManthanConfig.model_validate({"tiers": store | {"disk": "/codes"}, "sealing": keys})
-    return salts_of(config).of(said("acme"), None, "own", None, True)
+    return salt_of(said("acme"), "own", of=salts_of(config))
 
 
 def test_salts_last_as_long_as_what_is_stored_by_them(tmp_path: Path) -> None:
