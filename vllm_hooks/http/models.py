@@ -73,13 +73,13 @@ class Policy(BaseModel):
     order: list[str]
 
 
-class Tier(BaseModel):
+class TierState(BaseModel):
     name: str
     used_bytes: int
     budget_bytes: int
 
 
-class Store(BaseModel):
+class StoreState(BaseModel):
     """Cold store. up: True if it answers. codec: codec of new blocks.
 
     verdict: the guard's on the configured codec: none, faithful, slow or unfaithful.
@@ -89,10 +89,10 @@ class Store(BaseModel):
     up: bool
     codec: str
     verdict: str
-    tiers: list[Tier]
+    tiers: list[TierState]
 
 
-class Pool(BaseModel):
+class PoolState(BaseModel):
     """KV pool of vLLM. session_bytes: bytes of sessions that are hot or idle."""
 
     block_tokens: int
@@ -110,8 +110,8 @@ class CoreState(BaseModel):
 
     now: float
     policy: Policy
-    store: Store
-    pool: Pool
+    store: StoreState
+    pool: PoolState
     sessions: dict[SessionState, int]
     totals: dict[str, int]
 

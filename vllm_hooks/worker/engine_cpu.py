@@ -16,7 +16,7 @@ from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import Copies, CpuBlocks
 from manthan.vllm_hooks.worker.capacity import COPIES_BYTES
 from manthan.vllm_hooks.worker.engine import CancelledError, Engine, cause_of, of_blocks, other_causes
-from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
+from manthan.vllm_hooks.worker.threads import JobThreads, allowed_cpus
 
 BATCH = 16
 """Number of blocks that a thread encodes and stores at once."""
@@ -73,10 +73,10 @@ class CpuEngine(Engine):
         self._ungathered: list[Gathering] = []
         """Stores whose blocks are not all gathered."""
         self._staging_nbytes, self._staged = staging_nbytes, 0
-        self._gatherers = Threads(1, "manthan-gather", cpus)
-        self._encoders = Threads(encode_threads, "manthan-encode", cpus)
-        self._loaders = Threads(1, "manthan-restore", cpus)
-        self._prefetchers = Threads(1, "manthan-prefetch", cpus)
+        self._gatherers = JobThreads(1, "manthan-gather", cpus)
+        self._encoders = JobThreads(encode_threads, "manthan-encode", cpus)
+        self._loaders = JobThreads(1, "manthan-restore", cpus)
+        self._prefetchers = JobThreads(1, "manthan-prefetch", cpus)
         self._all = (self._gatherers, self._encoders, self._loaders, self._prefetchers)
 
     def _prepare(self, metadata: ManthanMetadata) -> None:

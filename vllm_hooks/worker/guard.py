@@ -19,7 +19,7 @@ from manthan.codec.rope import Rope
 from manthan.manager.transfer import Transfer
 from manthan.manager.work import Verdict
 from manthan.vllm_hooks.worker.blocks import PagedMemory
-from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
+from manthan.vllm_hooks.worker.threads import JobThreads, allowed_cpus
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -66,7 +66,7 @@ class Guard:
         self._samples: list[tuple[Callable[[], tuple[Numbers, Numbers]], Transfer]] = []
         self._seen = self._age = 0
         self._is_busy = self._was_judged = False
-        self._threads: Threads | None = None
+        self._threads: JobThreads | None = None
         self._warm_up: threading.Thread | None = None
         self._prompts = Prompts(device)
 
@@ -119,7 +119,7 @@ class Guard:
         if len(self._samples) == BATCH:
             samples, self._samples, self._is_busy = self._samples, [], True
             if self._threads is None:
-                self._threads = Threads(1, "manthan-guard", allowed_cpus() if self._device.type == "cpu" else ())
+                self._threads = JobThreads(1, "manthan-guard", allowed_cpus() if self._device.type == "cpu" else ())
             copied = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device).record_event()
             self._threads.submit(self._measure, samples, copied, self._age)
 

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 logger = init_logger("vllm.manthan.worker")
 
 
-class Threads:
+class JobThreads:
     """Threads that do jobs in the order in which they are given.
 
     Giving one neither waits nor raises. An exception of a job costs a line in the log.
