@@ -20,15 +20,9 @@ KEY = "sesame"
 TEXT = " says hello to everybody" * 24
 TOKENS, BLOCKS = 192, 6
 WAIT_S = 120.0
-ACTIONS: dict[str, dict[str, Any]] = {
-    "evict": {},
-    "prefetch": {},
-    "expect": {"seconds": 5},
-    "pin": {},
-    "unpin": {},
-    "release": {},
-}
-"""What may be asked of a session, with a body that will do."""
+ACTIONS: dict[str, dict[str, Any]] = {name: {} for name in ("evict", "prefetch", "pin", "unpin", "release")}
+ACTIONS["expect"] = {"seconds": 5}
+"""Bodies of the actions on a session."""
 
 
 class Api:
@@ -59,10 +53,11 @@ class Api:
     def ids(self, **query: Any) -> list[str]:
         return [session["id"] for session in self.get("/sessions", **query)["sessions"]]
 
-    def talk(self, name: str, text: str = TEXT, max_tokens: int = 4) -> dict[str, Any]:
+    def talk(self, name: str, text: str = TEXT, max_tokens: int = 4) -> int:
+        """Return the number of the prompt's tokens."""
         body = {"model": MODEL, "prompt": name + text, "max_tokens": max_tokens, "session_id": name, "ignore_eos": True}
-        reply: dict[str, Any] = self._http.post("/v1/completions", json=body).raise_for_status().json()
-        return reply
+        reply = self._http.post("/v1/completions", json=body).raise_for_status().json()
+        return int(reply["usage"]["prompt_tokens"])
 
     def wait(self, path: str, done: Callable[[Any], bool]) -> Any:
         """What is there once it is so."""
@@ -83,16 +78,11 @@ class Api:
         return self.wait(f"/sessions/{name}", lambda session: session["state"] == state)
 
 
-@pytest.fixture(scope="module")
-def server(steered_server: VllmServer) -> VllmServer:
-    return steered_server
-
-
 @pytest.fixture
-def api(server: VllmServer) -> Api:
-    """Of somebody who sees all; nobody has a session yet, but who had one is known again by its name."""
-    found = Api(server)
-    server.wait_for(
+def api(steered_server: VllmServer) -> Api:
+    """Client that sees all. No session is left, but their names are known again."""
+    found = Api(steered_server)
+    steered_server.wait_for(
         lambda: found._http.post("/reset_prefix_cache?reset_external=true").json()["success"], WAIT_S, "forget all KV"
     )
     assert found.ids() == []
@@ -134,7 +124,7 @@ def test_a_session_s_life_tells_turns_evictions_and_restores(api) -> None:
     api.post("/sessions/erin/evict")
     cold = api.wait_for_state("erin", "cold")
     api.empty_pool()
-    assert api.talk("erin")["usage"]["prompt_tokens"] > TOKENS
+    assert api.talk("erin") > TOKENS
     life = api.wait_for_state("erin", "idle")["life"]
     assert [event["kind"] for event in life] == ["turn", "evicted", "restored", "turn"]
     first, evicted, restored, second = life
@@ -147,12 +137,13 @@ def test_a_session_s_life_tells_turns_evictions_and_restores(api) -> None:
 
 
 def test_names_may_have_anything_in_them(api) -> None:
+    acme = Api(api.server, "acme")
     for name in ("a/b c", "50%", "evict", "é?#", "x/evict"):
-        Api(api.server, "acme").talk(name)
+        acme.talk(name)
         path = f"/sessions/{quote(name, safe='')}"
-        assert Api(api.server, "acme").get(path)["id"] == name
-        assert Api(api.server, "acme").post(f"{path}/pin")["pinned"]
-        assert Api(api.server, "acme").post(f"{path}/unpin")["id"] == name
+        assert acme.get(path)["id"] == name
+        assert acme.post(f"{path}/pin")["pinned"]
+        assert acme.post(f"{path}/unpin")["id"] == name
 
 
 def test_the_state_of_the_whole(api) -> None:
@@ -178,7 +169,7 @@ def test_the_state_of_the_whole(api) -> None:
     assert added == {"evictions": 1, "restores": 1, "restored_tokens": TOKENS, "prefetches": 0, "failures": 0} | {
         "computed_tokens": added["computed_tokens"]
     }
-    assert added["computed_tokens"] == 3 * api.talk("dave")["usage"]["prompt_tokens"] - TOKENS
+    assert added["computed_tokens"] == 3 * api.talk("dave") - TOKENS
 
 
 def test_the_configuration_as_it_was_resolved(api) -> None:
@@ -309,8 +300,11 @@ def test_without_the_key_there_is_nothing(api, key: str) -> None:
 # -- mistakes, and what the server says of itself -----------------------------------------------------------
 
 
+SECONDS = "seconds must be a number of seconds above 0 and at most 2592000, or null, not"
+
+
 @pytest.mark.parametrize(
-    ("query", "sentence"),
+    ("asked", "sentence"),
     [
         ("state=warm", "state must be some of hot, idle, evicting, cold, with commas between them, not 'warm'"),
         ("pinned=perhaps", "pinned must be true or false, not 'perhaps'"),
@@ -319,28 +313,17 @@ def test_without_the_key_there_is_nothing(api, key: str) -> None:
         ("limit=0", "limit must be a whole number from 1 to 500, not '0'"),
         ("limit=501", "limit must be a whole number from 1 to 500, not '501'"),
         ("offset=-1", "offset must be a whole number from 0 to 1000000, not '-1'"),
-    ],
-)
-def test_a_parameter_that_cannot_be_used(api, query: str, sentence: str) -> None:
-    assert api.refused("GET", f"/sessions?{query}") == (422, sentence)
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ({"json": {"seconds": -1}}, "seconds must be a number of seconds above 0 and at most 2592000, or null, not -1"),
-        (
-            {"json": {"seconds": "soon"}},
-            "seconds must be a number of seconds above 0 and at most 2592000, or null, not 'soon'",
-        ),
+        ({"json": {"seconds": -1}}, f"{SECONDS} -1"),
+        ({"json": {"seconds": "soon"}}, f"{SECONDS} 'soon'"),
         ({"json": {"second": 1}}, "The body has an unknown field 'second'."),
         ({"json": [1]}, "The body must be a JSON object, not [1]."),
         ({"content": "{1", "headers": {"Content-Type": "application/json"}}, "The body is not valid JSON."),
     ],
 )
-def test_a_body_that_cannot_be_used(api, body: dict[str, Any], sentence: str) -> None:
+def test_a_parameter_or_a_body_that_cannot_be_used(api, asked: str | dict[str, Any], sentence: str) -> None:
+    method, path = ("GET", f"/sessions?{asked}") if isinstance(asked, str) else ("POST", "/sessions/alice/pin")
     api.talk("alice")
-    assert api.refused("POST", "/sessions/alice/pin", **body) == (422, sentence)
+    assert api.refused(method, path, **({} if isinstance(asked, str) else asked)) == (422, sentence)
     assert not api.get("/sessions/alice")["pinned"]
 
 
