@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(
-    vllm_config: "VllmConfig",
-    group: "Group",
-    codec: str,
-    namespace: str = "",
-    facts: ModelFacts = NO_FACTS,
+    vllm_config: "VllmConfig", group: "Group", codec: str, namespace: str = "", facts: ModelFacts = NO_FACTS
 ) -> bytes:
     """Return 16 bytes over everything that decides the meaning of this rank's blocks.
 

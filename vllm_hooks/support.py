@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from manthan.manager.config.model import TenantsConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed, is_plain
-from manthan.vllm_hooks.transfer_config import (
-    CONNECTOR,
-    SEVERAL,
-    from_vllm_config,
-    is_on,
-    is_on_gpu,
-    others,
-)
+from manthan.vllm_hooks.transfer_config import CONNECTOR, SEVERAL, from_vllm_config, is_on, is_on_gpu, others
 
 if TYPE_CHECKING:
     from vllm import EngineArgs

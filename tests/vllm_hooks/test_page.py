@@ -380,11 +380,7 @@ def test_a_tenant_sees_its_own(server, table, tabs) -> None:
 # -- what others write ----------------------------------------------------------------------------------
 
 
-EVIL = [
-    "<img src=x onerror=document.title='hit'>",
-    "\"><script>document.title='hit'</script>",
-    "a/b?c#d%2F..&e=abc",
-]
+EVIL = ["<img src=x onerror=document.title='hit'>", "\"><script>document.title='hit'</script>", "a/b?c#d%2F..&e=abc"]
 
 
 def test_a_name_is_text_and_nothing_else(server, table, tabs) -> None:

@@ -116,12 +116,7 @@ def test_a_disk_beside_ranks_on_other_hosts(tmp_path: Path) -> None:
         ),
         ({"pipeline_parallel_size": 2}, {}, {}, "--pipeline-parallel-size is 2; use tensor parallelism instead."),
         ({}, {"tiers": "device"}, {}, "tiers.kind is device, but vLLM runs on the CPU: use host."),
-        (
-            {},
-            {"codec": {"backend": "cuda"}},
-            {},
-            "codec.backend is cuda, but vLLM runs on the CPU: use auto or numpy.",
-        ),
+        ({}, {"codec": {"backend": "cuda"}}, {}, "codec.backend is cuda, but vLLM runs on the CPU: use auto or numpy."),
         (
             {},
             {},

@@ -45,10 +45,7 @@ class Layer(NamedTuple):
 
 
 def probe_layers(
-    caches: Mapping[str, torch.Tensor],
-    modules: Mapping[str, Any],
-    num_blocks: int,
-    shape: BlockShape,
+    caches: Mapping[str, torch.Tensor], modules: Mapping[str, Any], num_blocks: int, shape: BlockShape
 ) -> list[Layer]:
     """Return the layers that have a cache of their own. Some models share one between layers.
 
