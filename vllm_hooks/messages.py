@@ -41,7 +41,7 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     """Message from worker to scheduler: transfers that ended since the last step, on all ranks."""
 
     results: list[TransferResult] = field(default_factory=list)
-    """One for each job and rank."""
+    """Results, one for each job and rank."""
     gathered: list[int] = field(default_factory=list)
     """Ids of stores whose blocks need not stay in the pool any more; once for each rank, not after its result."""
     verdicts: list[Verdict] = field(default_factory=list)

@@ -197,8 +197,8 @@ class Part(NamedTuple):
 class Window(NamedTuple):
     """Group with sliding windows or states.
 
-    tokens: number of tokens that its layers look back, their own included; None for a state, which is the one behind
-    the last token of a block.
+    tokens: number of tokens that its layers look back, their own included; None for states. A block has the state
+    behind its last token.
     """
 
     group: Group

@@ -53,7 +53,7 @@ def kv_transfer_config(
 def together(other: "KVTransferConfig | None", own: "KVTransferConfig") -> "KVTransferConfig":
     """Add Manthan to the connectors that `other` configures: in its place among them, or else as the last one.
 
-    It goes last, because a request's KV comes from the first connector that has any, and another engine has computed
+    A request's KV comes from the first connector that has any. Manthan goes last, because another engine has computed
     more of the request than Manthan kept. The common role is kv_both, because Manthan loads KV on every side.
     """
     if other is None or other.kv_connector == CONNECTOR:

@@ -2,8 +2,8 @@
 
 vLLM makes a request's `cache_salt` part of the hash of its first block, and so of all that follow. A request of a
 tenant gets a salt made of the tenant's name and of its client's own salt. So a client that sends another's prompt,
-name or salt still asks for blocks of its own. A salt also holds the content of the request's LoRA adapter, because
-vLLM tells adapters apart by name and path only, and compressed blocks outlive the engine that loaded an adapter.
+name or salt still asks for blocks of its own. vLLM tells LoRA adapters apart by name and path only, and compressed
+blocks outlive the engine that loaded an adapter. A salt therefore holds the content of the request's adapter, too.
 """
 
 import hashlib

@@ -48,14 +48,7 @@ from manthan.vllm_hooks.worker.capacity import (
 from manthan.vllm_hooks.worker.engine import Engine
 from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
 from manthan.vllm_hooks.worker.guard import Guard
-from manthan.vllm_hooks.worker.layout import (
-    Layer,
-    packed_layers,
-    paged_layout,
-    placed_layers,
-    probe_layers,
-    raw_layout,
-)
+from manthan.vllm_hooks.worker.layout import Layer, packed_layers, paged_layout, placed_layers, probe_layers
 from manthan.vllm_hooks.worker.rope import running_rope
 from manthan.vllm_hooks.worker.weights import loaded_of
 
@@ -91,7 +84,9 @@ class GroupCache:
     @property
     def layout(self) -> PagedLayout | RawLayout:
         """The paged cache as a GPU reads and writes it. Raises UnsupportedError."""
-        return raw_layout(self.layers, self.shape) if self.shape.is_raw else self._paged()
+        if self.shape.is_raw:
+            return RawLayout(tuple(layer.rows for layer in self.layers), self.shape)
+        return self._paged()
 
     def _paged(self) -> PagedLayout:
         return paged_layout(self.layers, self.shape)

@@ -1,8 +1,9 @@
 """Layout of keys and values, or latents (MLA), inside a block, found by probing the attention backend.
 
 No layout is assumed. At start the backend's own cache-write operation writes each element's ordinal into a scratch
-block, one base-256 digit at a time, because every cache dtype holds 0 to 255 exactly. The element lies where its digits
-turn up. fp8 does not hold them, and has a scale. There it is one bit at a time, and a number that is not zero is a one.
+block. It does this one base-256 digit at a time, because every cache dtype holds 0 to 255 exactly. The element lies
+where its digits turn up. fp8 does not hold them, and has a scale. There it is one bit at a time, and a number that is
+not zero is a one.
 """
 
 import math
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from manthan.codec.block import BlockShape
-from manthan.codec.gpu.paged import PagedLayout, RawLayout
+from manthan.codec.gpu.paged import PagedLayout
 from manthan.vllm_hooks.compat import write_kv, write_latents
 from manthan.vllm_hooks.support import UnsupportedError
 
@@ -102,11 +103,6 @@ def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Ma
         rows = whole.as_strided((config.num_blocks, size), (tensor.block_stride, 1), start)
         layers.append(Layer(name, rows, NOWHERE, NOWHERE))
     return layers
-
-
-def raw_layout(layers: Sequence[Layer], shape: BlockShape) -> RawLayout:
-    """Return layers whose blocks are bytes that are not looked into, as a GPU moves them."""
-    return RawLayout(tuple(layer.rows for layer in layers), shape)
 
 
 def paged_layout(layers: list[Layer], shape: BlockShape) -> PagedLayout:
