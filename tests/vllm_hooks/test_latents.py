@@ -112,7 +112,7 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_the_default_keeps_rope_s_part_and_the_first_tokens_and_bounds_the_noise(coded: dict[str, Any]) -> None:
     """In the finest codec: the guard has no verdict yet."""
-    assert coded["causes"] == []
+    assert coded["failures"] == []
     assert coded["hot"]["found"] == [FILLED, 0]
     assert coded["cold"]["found"] == coded["zeros"]["found"] == [0, FILLED]
     assert coded["zeros"]["answer"] != coded["cold"]["answer"], "the answer is made of the cache"
