@@ -1,19 +1,45 @@
 """LoRA adapters are told apart by what they contain."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conversation import EXACT, run
 from draft_model import TINY
-from lora_adapter import make_adapter
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from vllm.lora.request import LoRARequest
 from vllm_engine import Table
 
 from manthan.vllm_hooks.compat import Resets
 from manthan.vllm_hooks.http.salts import Adapters
+
+RANK, WIDTH, LAYERS = 8, 192, 4
+OUTPUTS = {"q_proj": 512, "k_proj": 256, "v_proj": 256}
+"""Numbers that the adapted layers give."""
+
+
+def make_adapter(folder: Path, seed: int) -> str:
+    """Write a small adapter of the tiny model with random weights, and return its folder.
+
+    Adapters of two seeds have different contents of the same size.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "bias": "none"}
+    settings["target_modules"] = list(OUTPUTS)  # type: ignore[assignment]
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(LAYERS):
+        for name, outputs in OUTPUTS.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = 0.05 * torch.randn(RANK, WIDTH, generator=random)
+            weights[f"{place}.lora_B.weight"] = 0.05 * torch.randn(outputs, RANK, generator=random)
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(weights, folder / "adapter_model.safetensors")
+    return str(folder)
 
 
 def asked(folder: str, in_place: bool = False) -> LoRARequest:
