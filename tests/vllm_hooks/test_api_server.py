@@ -3,13 +3,13 @@
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
+from api_client import WAIT_S, ApiClient
 from typer.testing import CliRunner
 
 from manthan.benchmarks.server import VllmServer
@@ -19,30 +19,21 @@ MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 KEY = "sesame"
 TEXT = " says hello to everybody" * 24
 TOKENS, BLOCKS = 192, 6
-WAIT_S = 120.0
 ACTIONS: dict[str, dict[str, Any]] = {name: {} for name in ("evict", "prefetch", "pin", "unpin", "release")}
 ACTIONS["expect"] = {"seconds": 5}
 """Bodies of the actions on a session."""
 
 
-class Api:
-    """A client of the server, with its key, and for a tenant if there is one."""
+class Api(ApiClient):
+    """Client with the server's key, for a tenant if there is one."""
 
     def __init__(self, server: VllmServer, tenant: str | None = None, key: str = KEY) -> None:
-        self.server = server
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        headers |= {} if tenant is None else {"X-Tenant-ID": tenant}
-        self._http = httpx.Client(base_url=server.url, timeout=60, headers=headers, trust_env=False)
-
-    def get(self, path: str, **query: Any) -> Any:
-        return self._http.get(f"/manthan{path}", params=query).raise_for_status().json()
-
-    def post(self, path: str, **body: Any) -> Any:
-        return self._http.post(f"/manthan{path}", json=body).raise_for_status().json()
+        super().__init__(server, headers | ({} if tenant is None else {"X-Tenant-ID": tenant}))
 
     def refused(self, method: str, path: str, **request: Any) -> tuple[int, str]:
         """Status and sentence of an error, in the form of vLLM's."""
-        reply = self._http.request(method, f"/manthan{path}", **request)
+        reply = self.http.request(method, f"/manthan{path}", **request)
         assert reply.headers["content-type"] == "application/json"
         [error] = reply.json().values()
         assert set(error) == {"message", "type", "param", "code"}
@@ -55,27 +46,12 @@ class Api:
 
     def talk(self, name: str, text: str = TEXT, max_tokens: int = 4) -> int:
         """Return the number of the prompt's tokens."""
-        body = {"model": MODEL, "prompt": name + text, "max_tokens": max_tokens, "session_id": name, "ignore_eos": True}
-        reply = self._http.post("/v1/completions", json=body).raise_for_status().json()
+        reply = self.complete(name, name + text, max_tokens=max_tokens, ignore_eos=True)
         return int(reply["usage"]["prompt_tokens"])
-
-    def wait(self, path: str, done: Callable[[Any], bool]) -> Any:
-        """What is there once it is so."""
-        found = []
-
-        def is_so() -> bool:
-            found[:] = [self.get(path)]
-            return done(found[0])
-
-        self.server.wait_for(is_so, WAIT_S, f"have {path} as it should be")
-        return found[0]
 
     def empty_pool(self) -> None:
         """What is cold is restored when it returns."""
-        assert self._http.post("/reset_prefix_cache").json()["success"]
-
-    def wait_for_state(self, name: str, state: str) -> Any:
-        return self.wait(f"/sessions/{name}", lambda session: session["state"] == state)
+        assert self.http.post("/reset_prefix_cache").json()["success"]
 
 
 @pytest.fixture
@@ -83,7 +59,7 @@ def api(steered_server: VllmServer) -> Api:
     """Client that sees all. No session is left, but their names are known again."""
     found = Api(steered_server)
     steered_server.wait_for(
-        lambda: found._http.post("/reset_prefix_cache?reset_external=true").json()["success"], WAIT_S, "forget all KV"
+        lambda: found.http.post("/reset_prefix_cache?reset_external=true").json()["success"], WAIT_S, "forget all KV"
     )
     assert found.ids() == []
     return found
@@ -185,10 +161,10 @@ def test_the_configuration_as_it_was_resolved(api) -> None:
 
 def test_an_evicted_session_is_prefetched(api) -> None:
     api.talk("frank")
-    reply = api._http.post("/manthan/sessions/frank/evict")
+    reply = api.http.post("/manthan/sessions/frank/evict")
     assert (reply.status_code, reply.json()["state"]) == (202, "evicting")
     api.wait_for_state("frank", "cold")
-    reply = api._http.post("/manthan/sessions/frank/prefetch", json={})
+    reply = api.http.post("/manthan/sessions/frank/prefetch", json={})
     assert (reply.status_code, reply.json()["state"]) == (202, "cold")
     idle = api.wait_for_state("frank", "idle")
     assert (idle["hot_blocks"], idle["cold_blocks"]) == (BLOCKS, BLOCKS)
@@ -246,14 +222,14 @@ def test_a_sleeping_engine_is_looked_at_only(api) -> None:
     api.talk("alice")
     api.post("/sessions/alice/evict")
     api.server.wait_for(lambda: api.ids(state="cold") == ["alice"], 60, "let alice go cold")
-    assert api._http.post("/sleep?level=1").status_code == 200
+    assert api.http.post("/sleep?level=1").status_code == 200
     try:
         for action in ACTIONS:
             status, sentence = api.refused("POST", f"/sessions/alice/{action}", json=ACTIONS[action])
             assert (status, sentence) == (503, "The engine sleeps.")
         assert api.ids(state="cold") == ["alice"]
     finally:
-        assert api._http.post("/wake_up").status_code == 200
+        assert api.http.post("/wake_up").status_code == 200
         api.talk("bob")
 
 
