@@ -12,11 +12,11 @@ from manthan.codec.model import NO_FACTS, ModelFacts
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from manthan.vllm_hooks.support import Group
+    from manthan.vllm_hooks.support import KvCacheGroup
 
 
 def fingerprint(
-    vllm_config: "VllmConfig", group: "Group", codec: str, namespace: str = "", facts: ModelFacts = NO_FACTS
+    vllm_config: "VllmConfig", group: "KvCacheGroup", codec: str, namespace: str = "", facts: ModelFacts = NO_FACTS
 ) -> bytes:
     """Return 16 bytes over everything that decides the meaning of this rank's blocks.
 

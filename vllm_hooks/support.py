@@ -129,7 +129,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
 
 
 @dataclass(frozen=True)
-class Group:
+class KvCacheGroup:
     """KV cache group that Manthan stores.
 
     Args:
@@ -201,7 +201,7 @@ class Window(NamedTuple):
     behind its last token.
     """
 
-    group: Group
+    group: KvCacheGroup
     tokens: int | None
 
     def needed(self, tokens: int) -> Iterator[Part]:
@@ -220,7 +220,7 @@ class Groups(NamedTuple):
     chain that are computed nevertheless; see `blocks_computed_again`.
     """
 
-    chain: Group
+    chain: KvCacheGroup
     windows: Sequence[Window] = ()
     again: int = 0
 
@@ -386,17 +386,19 @@ def groups_of(
     return made
 
 
-def _group(index: int, group: "KVCacheGroupSpec", cache: "CacheConfig | None", layer_nbytes: tuple[int, ...]) -> Group:
+def _group(
+    index: int, group: "KVCacheGroupSpec", cache: "CacheConfig | None", layer_nbytes: tuple[int, ...]
+) -> KvCacheGroup:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     spec: Any = group.kv_cache_spec
     names = tuple(group.layer_names)
     if layer_nbytes and isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))  # so it is for workers; the scheduler gets one of them
-    return Group(index, spec, len(names), names, _dtype_of(spec, cache), layer_nbytes)
+    return KvCacheGroup(index, spec, len(names), names, _dtype_of(spec, cache), layer_nbytes)
 
 
-def _is_chain(group: Group, latent: int, as_bytes: bool) -> bool:
+def _is_chain(group: KvCacheGroup, latent: int, as_bytes: bool) -> bool:
     """True if the group's blocks may make up chains: keys and values of all tokens, or plain latents.
 
     as_bytes: True if latents of any kind will do.
@@ -418,7 +420,7 @@ def _is_window(spec: "KVCacheSpec") -> bool:
     return type(spec) is SlidingWindowSpec
 
 
-def _window(group: Group) -> Window | None:
+def _window(group: KvCacheGroup) -> Window | None:
     """Return the group as one beside a chain's; None if it has neither windows nor states."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -431,7 +433,7 @@ def _window(group: Group) -> Window | None:
     return None
 
 
-def _in_pages(group: Group) -> Group:
+def _in_pages(group: KvCacheGroup) -> KvCacheGroup:
     """Return the group with blocks of bytes that are not looked into, a page in each layer."""
     return replace(group, layer_nbytes=(group.spec.page_size_bytes,) * group.layers)
 

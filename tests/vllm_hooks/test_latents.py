@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAtten
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.memory import block_format, block_shape
-from manthan.vllm_hooks.support import Group, Groups, groups_of
+from manthan.vllm_hooks.support import Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, HostMemory, LatentMemory
 from manthan.vllm_hooks.worker.layout import probe_layers
 
@@ -25,7 +25,7 @@ SCRIPT = "latent_sessions.py"
 BLOCK, BLOCKS, FILLED = 16, 8, 21
 SPEC = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + TURNED, dtype=torch.bfloat16)
 NAMES = tuple(f"layer-{n}" for n in range(LAYERS))
-GROUP = Group(0, SPEC, LAYERS, NAMES, latent=LATENT)
+GROUP = KvCacheGroup(0, SPEC, LAYERS, NAMES, latent=LATENT)
 SHAPE = block_shape(GROUP)
 NOISE = 0.0125
 """Of the latents that come back, in energy, beside what they differ in: the default's bound in this test."""

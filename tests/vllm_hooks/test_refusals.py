@@ -32,7 +32,7 @@ from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks import kv_transfer_config, settled
 from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.memory import Shards, memory_shape
-from manthan.vllm_hooks.support import VLLM, Group, Groups, Window, check_supported, groups_of
+from manthan.vllm_hooks.support import VLLM, Groups, KvCacheGroup, Window, check_supported, groups_of
 from manthan.vllm_hooks.telemetry.log import check_capacity
 from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
 
@@ -232,19 +232,19 @@ def told(*specs: KVCacheSpec, **more: Any) -> Groups:
 
 
 def test_windows_and_states_beside_full_attention_are_served() -> None:
-    full = Group(0, FULL, 1, ("0",))
+    full = KvCacheGroup(0, FULL, 1, ("0",))
     assert told(FULL) == Groups(full, [])
-    assert told(FULL, WINDOW) == Groups(full, [Window(Group(1, WINDOW, 1, ("1",)), 128)])
-    state = Group(1, STATE, 1, ("1",), "state of torch.float32 [4, 64]", (STATE.page_size_bytes,))
+    assert told(FULL, WINDOW) == Groups(full, [Window(KvCacheGroup(1, WINDOW, 1, ("1",)), 128)])
+    state = KvCacheGroup(1, STATE, 1, ("1",), "state of torch.float32 [4, 64]", (STATE.page_size_bytes,))
     assert told(FULL, STATE) == Groups(full, [Window(state, None)])
-    assert told(WINDOW, STATE, FULL).chain == Group(2, FULL, 1, ("2",))
+    assert told(WINDOW, STATE, FULL).chain == KvCacheGroup(2, FULL, 1, ("2",))
     whole = replace(FULL, sliding_window=64)  # the hybrid manager is off: vLLM keeps the blocks of all tokens
-    assert told(whole) == Groups(Group(0, whole, 1, ("0",)), [])
+    assert told(whole) == Groups(KvCacheGroup(0, whole, 1, ("0",)), [])
 
 
 def test_windows_alone_are_served() -> None:
     found = told(WINDOW)
-    window = Group(0, WINDOW, 1, ("0",))
+    window = KvCacheGroup(0, WINDOW, 1, ("0",))
     assert found == Groups(window, [Window(window, 128)])
     assert not found.is_whole
     assert found.others == []
@@ -284,7 +284,7 @@ def test_a_cold_store_too_small_for_a_block(exact: dict[str, int]) -> None:
     nbytes = 131_328
     config = load_config(flags={"codec": {"name": "k3v3", **exact}, "tiers.max_bytes": nbytes - 1})
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
-    shape = memory_shape(config.codec, Group(0, spec, 4), Shards(1))
+    shape = memory_shape(config.codec, KvCacheGroup(0, spec, 4), Shards(1))
     check_capacity(config, shape, capacity=nbytes)
     with pytest.raises(
         ConfigError, match=rf"tiers.max_bytes is {nbytes - 1}, but one encoded block .* takes {nbytes} bytes"

@@ -4,12 +4,12 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from manthan.vllm_hooks.support import Group, Groups, Part, Window
+from manthan.vllm_hooks.support import Groups, KvCacheGroup, Part, Window
 
 
-def group(index: int, tokens: int = 16) -> Group:
+def group(index: int, tokens: int = 16) -> KvCacheGroup:
     spec = FullAttentionSpec(block_size=tokens, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    return Group(index, spec, 4)
+    return KvCacheGroup(index, spec, 4)
 
 
 CHAIN, WINDOW, LARGE, STATE = group(0), Window(group(1), 128), Window(group(2, 32), 128), Window(group(3), None)
@@ -41,7 +41,7 @@ def test_a_step_takes_blocks_of_each_group() -> None:
 
 def test_each_token_that_is_proposed_has_a_block_of_states() -> None:
     spec = MambaSpec(shapes=((2, 3),), dtypes=(torch.float32,), block_size=16, num_speculative_blocks=3)
-    state = Window(Group(3, spec, 4), None)
+    state = Window(KvCacheGroup(3, spec, 4), None)
     assert Groups(CHAIN, [state, state]).held(1000, in_flight=256) == 63 + 2 * (2 + 3)
     assert Groups(CHAIN, [state]).taken(100, 3) == 7 + 3 + 7 + 3 + 3 * 3
 

@@ -39,7 +39,7 @@ TIMED_STEPS = 32
 """Number of steps that are timed."""
 
 
-class Guard:
+class RankGuard:
     """Measurements of one rank.
 
     Args:
