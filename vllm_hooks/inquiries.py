@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.sessions.listing import Listing, Query
 from manthan.manager.sessions.session import Session
-from manthan.vllm_hooks.http.models import CoreState, Policy, Pool, SessionWithLife, Store, Tier
+from manthan.vllm_hooks.http.models import CoreState, Policy, PoolState, SessionWithLife, StoreState, TierState
 
 if TYPE_CHECKING:
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
@@ -74,14 +74,14 @@ class Inquiries:
                 options=dict(choose_policy(config.policy).options),
                 order=list(islice(self._listing.order(bound), ORDER)),
             ),
-            store=Store(
+            store=StoreState(
                 kind=self._store.kind,
                 up=half.telemetry.store_is_up,
                 codec=shape.codec or config.codec.name,
                 verdict=half.telemetry.verdict,
                 tiers=self._tiers(usage.cold_nbytes, usage.budget_nbytes),
             ),
-            pool=Pool(
+            pool=PoolState(
                 block_tokens=shape.block_tokens,
                 blocks=blocks,
                 free_blocks=len(half.pool),
@@ -92,14 +92,14 @@ class Inquiries:
             totals=half.telemetry.totals,
         )
 
-    def _tiers(self, cold: int, budget: int) -> list[Tier]:
+    def _tiers(self, cold: int, budget: int) -> list[TierState]:
         """What each tier has of so many bytes of codes, and its part of the budget."""
         fronts, moved = self._manager.table.fronts, self._manager.blocks.moved
         used = [cold - moved[tier] for tier in range(len(fronts))]
         used.append(cold if fronts.keeps_behind else cold - used[0])
         budgets = [*fronts.budgets, budget if fronts.keeps_behind else budget - fronts.budgets[0]]
         parts = zip(self._store.tier_names, used, budgets, strict=True)
-        return [Tier(name=name, used_bytes=nbytes, budget_bytes=most) for name, nbytes, most in parts]
+        return [TierState(name=name, used_bytes=nbytes, budget_bytes=most) for name, nbytes, most in parts]
 
     # -- steering -------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ Run as a script: a job as JSON on standard input, a report as JSON on standard o
 """
 
 import time
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,6 @@ class ExactSessions:
         self.engine, self.half = engine, engine.half
         self.path = get_kv_transfer_group().worker.engine
         [(self.group, self.blocks)] = self.path.blocks.items()
-        self.tokenizer = engine.engine.get_tokenizer()
         self.report: dict[str, Any] = {"right": [], "failures": []}
         restored = self.half.telemetry.restored
 
@@ -39,6 +40,10 @@ class ExactSessions:
             restored(what)
 
         self.half.telemetry.restored = noting
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return self.engine.engine.get_tokenizer()
 
     # -- what can be done -----------------------------------------------------------------------------
 
@@ -141,7 +146,7 @@ class ExactSessions:
         self.report["profile"] = None if found is None else found.digest
 
 
-def same_tokens(before: Blocks, after: Blocks) -> list[int]:
+def same_tokens(before: Mapping[Any, NDArray[Any]], after: Mapping[Any, NDArray[Any]]) -> list[int]:
     """Places in the chain of the tokens whose numbers are the same in all layers, bit for bit."""
     same: list[int] = []
     for depth, (key, numbers) in enumerate(before.items()):
