@@ -13,6 +13,7 @@ See docs/capacity.md.
 """
 
 import shlex
+from argparse import Namespace
 from pathlib import Path
 from typing import Annotated
 
@@ -49,16 +50,13 @@ def capacity(
     files: Annotated[list[Path] | None, typer.Argument(help="JSON of earlier runs; several are merged.")] = None,
 ) -> None:
     """How many sessions return without being computed again, in the same memory."""
-    from manthan.benchmarks.capacity_run import CapacityOptions, run
+    options = Namespace(**locals() | {"flags": shlex.split(flags)})
+    from manthan.benchmarks.capacity_run import run
 
     if plot_only != bool(files):
         raise typer.BadParameter("--plot-only needs one or more JSON files, and files need --plot-only")
     if tokens and tokens < 512:
         raise typer.BadParameter(f"--tokens must be 512 or more, not {tokens}")
-    options = CapacityOptions(
-        budgets, arms, codecs, tokens, model, block_size, base_url, most, growth, shlex.split(flags), redis_url, seed,
-        start_timeout, timeout, out,
-    )  # fmt: skip
     run(options, files or [], context.params)
 
 

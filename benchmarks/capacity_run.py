@@ -1,9 +1,12 @@
-"""The capacity benchmark's run: servers one after another, sessions that leave and come back, a report."""
+"""The capacity benchmark's run: servers one after another, sessions that leave and come back, a report.
+
+`options` has the command's arguments; see capacity.py.
+"""
 
 import math
-import secrets
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -28,7 +31,7 @@ from manthan.benchmarks.capacity_arms import (
 )
 from manthan.benchmarks.capacity_report import merged, show
 from manthan.benchmarks.endpoint import Endpoint, ServerError
-from manthan.benchmarks.local_redis import redis_at, remove
+from manthan.benchmarks.local_redis import redis_for_arms
 from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.restore import KEPT_SHARE, SPARE_POSITIONS
 from manthan.benchmarks.served import SAFE_VOCABULARY, Served, Session, make_session, random_session
@@ -39,27 +42,6 @@ CPU_TOKENS, GPU_TOKENS = 2000, 8192
 CPU_BUDGETS, GPU_BUDGETS = "64MiB,128MiB,256MiB", "6GiB,12GiB,24GiB"
 FULL_SHARE = 0.8
 """No more sessions are tried once no more than so many of those that came were kept."""
-
-
-@dataclass(frozen=True)
-class CapacityOptions:
-    """What the command was asked for; see capacity.py."""
-
-    budgets: str
-    arms: str
-    codecs: str
-    tokens: int
-    model: Path | None
-    block_size: int
-    base_url: str
-    most: int
-    growth: float
-    flags: Sequence[str]
-    redis_url: str
-    seed: int
-    start_timeout: float
-    timeout: float
-    out: Path
 
 
 # -- on one server --------------------------------------------------------------------------------------
@@ -156,7 +138,7 @@ def measure(
 # -- all arms -------------------------------------------------------------------------------------------
 
 
-def run(options: CapacityOptions, plot_only: Sequence[Path], arguments: dict[str, Any]) -> None:
+def run(options: Namespace, plot_only: Sequence[Path], arguments: dict[str, Any]) -> None:
     """The whole command; exits with 1 if an arm failed."""
     console = make_console()
     if plot_only:
@@ -178,15 +160,15 @@ def run(options: CapacityOptions, plot_only: Sequence[Path], arguments: dict[str
     raise typer.Exit(1 if report["errors"] else 0)
 
 
-def choose(options: CapacityOptions, made_up_in: Path) -> Served:
+def choose(options: Namespace, made_up_in: Path) -> Served:
     return Served.choose(options.model, options.block_size, made_up_in, bool(machine()["gpu"]))
 
 
-def tokens_of(options: CapacityOptions, served: Served) -> int:
+def tokens_of(options: Namespace, served: Served) -> int:
     return options.tokens or (GPU_TOKENS if served.on_gpu else CPU_TOKENS)
 
 
-def choose_arms(options: CapacityOptions, served: Served, stack: ExitStack) -> list[CapacityArm]:
+def choose_arms(options: Namespace, served: Served, stack: ExitStack) -> list[CapacityArm]:
     """Budget by budget; raises BadParameter for what cannot be run here. The stack ends what is begun for them."""
     tokens = tokens_of(options, served)
     if tokens + SPARE_POSITIONS > served.shape.positions:
@@ -195,11 +177,7 @@ def choose_arms(options: CapacityOptions, served: Served, stack: ExitStack) -> l
         )
     kinds, codecs = read_kinds(options.arms, served.on_gpu), read_codecs(options.codecs)
     budgets = read_budgets(options.budgets or (GPU_BUDGETS if served.on_gpu else CPU_BUDGETS))
-    redis: dict[str, str] = {}
-    if {*kinds} & {*IN_REDIS}:
-        url = stack.enter_context(redis_at(options.redis_url))
-        redis = {"url": url, "prefix": f"manthan-bench-{secrets.token_hex(4)}:"}
-        stack.callback(remove, url, redis["prefix"])
+    redis = stack.enter_context(redis_for_arms(options.redis_url)) if {*kinds} & {*IN_REDIS} else {}
     return [
         make_arm(kind, codec, budget, served, tokens, redis, options.flags)
         for budget in budgets
@@ -208,7 +186,7 @@ def choose_arms(options: CapacityOptions, served: Served, stack: ExitStack) -> l
     ]
 
 
-def run_arm(options: CapacityOptions, served: Served, arm: CapacityArm, console: Console) -> dict[str, Any]:
+def run_arm(options: Namespace, served: Served, arm: CapacityArm, console: Console) -> dict[str, Any]:
     """One server: start it, measure, end it."""
     tokens, began = tokens_of(options, served), time.monotonic()
     bf16_sessions = arm.memory.budget // (tokens // served.block_size * served.block_nbytes)
@@ -231,7 +209,7 @@ def run_arm(options: CapacityOptions, served: Served, arm: CapacityArm, console:
     }
 
 
-def run_given(options: CapacityOptions, console: Console) -> dict[str, Any]:
+def run_given(options: Namespace, console: Console) -> dict[str, Any]:
     """A server that somebody else started: its memory is what it is, and its cache is not reset."""
     endpoint, tokens = Endpoint(options.base_url), options.tokens or CPU_TOKENS
     with Bar(console, endpoint.url) as progress:
@@ -244,7 +222,7 @@ def run_given(options: CapacityOptions, console: Console) -> dict[str, Any]:
     return {"arm": endpoint.url, "budget": None, "block_size": block_size, "levels": levels}
 
 
-def make_for(endpoint: Endpoint, options: CapacityOptions, tokens: int) -> Callable[[int], Session]:
+def make_for(endpoint: Endpoint, options: Namespace, tokens: int) -> Callable[[int], Session]:
     """Sessions for that server: lookups if its model's folder is here or was named, else made-up token ids."""
     root = options.model or Path(str(endpoint.about().get("root", "")))
     longest = endpoint.about().get("max_model_len")

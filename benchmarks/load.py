@@ -13,6 +13,7 @@ See docs/load.md.
 """
 
 import shlex
+from argparse import Namespace
 from enum import StrEnum
 from functools import reduce
 from operator import getitem
@@ -94,17 +95,14 @@ def load(
     files: Annotated[list[Path] | None, typer.Argument(help="JSON of earlier runs; several are merged.")] = None,
 ) -> None:
     """What a user waits for the first token, while more chats come and return than the KV pool holds."""
+    options = Namespace(**locals())
     from manthan.benchmarks.load_chats import Replay
-    from manthan.benchmarks.load_run import LoadOptions, run
+    from manthan.benchmarks.load_run import run
 
     if plot_only != bool(files):
         raise typer.BadParameter("--plot-only needs one or more JSON files, and files need --plot-only")
-    replay = None if trace is None else Replay(trace, speed, shrink, requests)
-    options = LoadOptions(
-        arms, codecs, chats, tokens, turns, said, answer, think, str(thinking), arrive, replay, pool, read_size(memory),
-        idle_after, read_manthan(manthan), model, shape, profile, block_size, base_url, shlex.split(flags), redis_url,
-        seed, start_timeout, timeout, cold, out,
-    )  # fmt: skip
+    options.replay = None if trace is None else Replay(trace, speed, shrink, requests)
+    options.memory, options.manthan, options.flags = read_size(memory), read_manthan(manthan), shlex.split(flags)
     run(options, files or [], context.params)
 
 

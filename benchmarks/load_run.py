@@ -1,9 +1,12 @@
-"""The load benchmark's run: one server after another, the same chats for each, a report."""
+"""The load benchmark's run: one server after another, the same chats for each, a report.
+
+`options` has the command's arguments; see load.py. A trace to replay is `replay`.
+"""
 
 import contextlib
-import secrets
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -27,11 +30,11 @@ from manthan.benchmarks.arms import (
 from manthan.benchmarks.capacity_arms import IN_REDIS, CapacityArm, Memory, as_json, read_codecs, shown
 from manthan.benchmarks.endpoint import POLL_S, Endpoint, ServerError
 from manthan.benchmarks.load_arms import MANTHAN_ARMS, ORDERED, Arms, cannot_run, read_arms
-from manthan.benchmarks.load_chats import Chat, Made, Replay, made_up, replayed, writer
+from manthan.benchmarks.load_chats import Chat, Made, made_up, replayed, writer
 from manthan.benchmarks.load_report import merged, show
 from manthan.benchmarks.load_talk import Talk, Talker
 from manthan.benchmarks.load_waits import explain, read_log
-from manthan.benchmarks.local_redis import redis_at, remove
+from manthan.benchmarks.local_redis import redis_for_arms
 from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.restore import SPARE_POSITIONS
 from manthan.benchmarks.restore import made_up as made_up_model
@@ -62,47 +65,6 @@ GPU = Sizes(chats=64, tokens=8192, pool_chats=10, memory=20 << 30)
 CPU = Sizes(chats=20, tokens=512, pool_chats=8, memory=0)
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """What the command was asked for; see load.py."""
-
-    arms: str
-    codecs: str
-    chats: int
-    tokens: int
-    turns: int
-    said: int
-    answer: int
-    think: float
-    thinking: str
-    arrive: float | None
-    replay: Replay | None
-    pool: int
-    memory: int
-    idle_after: float
-    manthan: dict[str, Any]
-    model: Path | None
-    shape: str
-    profile: Path | None
-    block_size: int
-    base_url: str
-    flags: Sequence[str]
-    redis_url: str
-    seed: int
-    start_timeout: float
-    timeout: float
-    cold: bool
-    out: Path
-
-    def made(self, on_gpu: bool) -> Made:
-        """The chats, where none are replayed; raises BadParameter."""
-        sizes = GPU if on_gpu else CPU
-        return Made(
-            self.chats or sizes.chats, self.tokens or sizes.tokens, self.turns, self.said, self.answer,
-            self.think, self.thinking, 2 * self.think if self.arrive is None else self.arrive, self.seed,
-        )  # fmt: skip
-
-
 # -- what is asked, and of whom -------------------------------------------------------------------------
 
 
@@ -115,9 +77,18 @@ class Load:
     about: dict[str, Any]
 
 
-def load_of(options: LoadOptions, served: Served | None, vocabulary: int, positions: int, on_gpu: bool) -> Load:
+def made_of(options: Namespace, on_gpu: bool) -> Made:
+    """Return the chats' numbers and times, for a load that is no trace."""
+    sizes, arrive_s = GPU if on_gpu else CPU, 2 * options.think if options.arrive is None else options.arrive
+    return Made(
+        options.chats or sizes.chats, options.tokens or sizes.tokens, options.turns, options.said, options.answer,
+        options.think, str(options.thinking), arrive_s, options.seed,
+    )  # fmt: skip
+
+
+def load_of(options: Namespace, served: Served | None, vocabulary: int, positions: int, on_gpu: bool) -> Load:
     """positions: the most that the model has. Raises BadParameter for chats that it has no room for."""
-    made, most = options.made(on_gpu), positions - SPARE_POSITIONS
+    made, most = made_of(options, on_gpu), positions - SPARE_POSITIONS
     if options.replay is not None:
         trace = options.replay.read()
         chats = replayed(options.replay, trace, most, vocabulary)
@@ -135,7 +106,7 @@ def load_of(options: LoadOptions, served: Served | None, vocabulary: int, positi
     return Load(chats, made.longest + SPARE_POSITIONS, {"made": asdict(made), "tokens": made.tokens, "left_out": 0})
 
 
-def memory_of(options: LoadOptions, served: Served, load: Load) -> Memory:
+def memory_of(options: Namespace, served: Served, load: Load) -> Memory:
     """The pool that all arms have, and what they have beside it."""
     sizes = GPU if served.on_gpu else CPU
     tokens = options.pool or sizes.pool_chats * (load.about["tokens"] or load.longest)
@@ -146,17 +117,14 @@ def memory_of(options: LoadOptions, served: Served, load: Load) -> Memory:
     return Memory(pool + store, blocks, pool, store)
 
 
-def choose_arms(options: LoadOptions, served: Served, load: Load, stack: ExitStack) -> dict[str, CapacityArm | str]:
+def choose_arms(options: Namespace, served: Served, load: Load, stack: ExitStack) -> dict[str, CapacityArm | str]:
     """By name: each arm, or why it is left out. The stack ends what is begun for them."""
     kinds, codecs = read_arms(options.arms, served.on_gpu), read_codecs(options.codecs)
     reasons = {kind: cannot_run(kind, served.on_gpu) for kind in kinds}
     if options.redis_url:
         reasons |= dict.fromkeys(IN_REDIS, "")
-    redis: dict[str, str] = {}
-    if any(kind in IN_REDIS and not reasons[kind] for kind in kinds):
-        url = stack.enter_context(redis_at(options.redis_url))
-        redis = {"url": url, "prefix": f"manthan-bench-{secrets.token_hex(4)}:"}
-        stack.callback(remove, url, redis["prefix"])
+    in_redis = any(kind in IN_REDIS and not reasons[kind] for kind in kinds)
+    redis = stack.enter_context(redis_for_arms(options.redis_url)) if in_redis else {}
     common = Arms(
         memory_of(options, served, load), load.longest, len(load.chats), options.idle_after, options.manthan,
         options.profile, served.made_up, redis, options.out, options.flags,
@@ -172,7 +140,7 @@ def choose_arms(options: LoadOptions, served: Served, load: Load, stack: ExitSta
 # -- on one server --------------------------------------------------------------------------------------
 
 
-def run_arm(options: LoadOptions, served: Served, load: Load, arm: CapacityArm, console: Console) -> dict[str, Any]:
+def run_arm(options: Namespace, served: Served, load: Load, arm: CapacityArm, console: Console) -> dict[str, Any]:
     """One server: start it, warm it up, let the chats talk, end it."""
     began = time.monotonic()
     is_ours = arm.manthan is not None
@@ -200,11 +168,11 @@ def run_arm(options: LoadOptions, served: Served, load: Load, arm: CapacityArm, 
     return found | as_report(talk, waits, is_ours)
 
 
-def warm_up(server: Endpoint, options: LoadOptions, served: Served, load: Load, is_ours: bool, progress: Bar) -> None:
+def warm_up(server: Endpoint, options: Namespace, served: Served, load: Load, is_ours: bool, progress: Bar) -> None:
     """A chat of its own comes and returns, and all is forgotten: what a server does for the first time takes longer."""
     progress.begin("warm-up")
     made = replace(
-        options.made(served.on_gpu), chats=1, tokens=max(16, load.longest // 2), turns=1, answer=4, arrive_s=0
+        made_of(options, served.on_gpu), chats=1, tokens=max(16, load.longest // 2), turns=1, answer=4, arrive_s=0
     )
     chats = made_up(made, writer(None, served.shape.vocabulary, options.seed + 1))
     for _ in range(2):
@@ -228,7 +196,7 @@ def forget(server: Endpoint) -> None:
             time.sleep(POLL_S)
 
 
-def talk_to(endpoint: Endpoint, load: Load, options: LoadOptions, progress: Bar, ordered: bool = False) -> Talk:
+def talk_to(endpoint: Endpoint, load: Load, options: Namespace, progress: Bar, ordered: bool = False) -> Talk:
     """Have the chats talk. ordered: see Talker."""
     progress.begin("the chats talk", sum(len(chat.turns) for chat in load.chats))
     return Talker(endpoint, progress.step, options.timeout, ordered).run(load.chats)
@@ -254,7 +222,7 @@ def said(talk: Talk) -> str:
     return f"{answered} of {talk.planned} requests answered in {talk.wall_s:.0f} s"
 
 
-def run_given(options: LoadOptions, console: Console) -> tuple[Load, dict[str, Any]]:
+def run_given(options: Namespace, console: Console) -> tuple[Load, dict[str, Any]]:
     """A server that somebody else started, as it is."""
     with contextlib.closing(Endpoint(options.base_url, timeout_s=ANSWER_TIMEOUT_S)) as endpoint:
         positions = int(endpoint.about().get("max_model_len") or 1 << 20)
@@ -274,7 +242,7 @@ def run_given(options: LoadOptions, console: Console) -> tuple[Load, dict[str, A
 # -- all arms -------------------------------------------------------------------------------------------
 
 
-def run(options: LoadOptions, plot_only: Sequence[Path], arguments: dict[str, Any]) -> None:
+def run(options: Namespace, plot_only: Sequence[Path], arguments: dict[str, Any]) -> None:
     """The whole command; exits with 1 if an arm failed."""
     console = make_console()
     if plot_only:
@@ -292,7 +260,7 @@ def run(options: LoadOptions, plot_only: Sequence[Path], arguments: dict[str, An
     raise typer.Exit(1 if report["errors"] else 0)
 
 
-def run_one(options: LoadOptions, arguments: dict[str, Any], console: Console) -> dict[str, Any]:
+def run_one(options: Namespace, arguments: dict[str, Any], console: Console) -> dict[str, Any]:
     try:
         load, found = run_given(options, console)
     except ServerError as error:
@@ -305,7 +273,7 @@ def run_one(options: LoadOptions, arguments: dict[str, Any], console: Console) -
 
 
 def run_arms(
-    options: LoadOptions, folder: Path, stack: ExitStack, arguments: dict[str, Any], console: Console
+    options: Namespace, folder: Path, stack: ExitStack, arguments: dict[str, Any], console: Console
 ) -> dict[str, Any]:
     on_gpu = bool(machine()["gpu"])
     model = options.model or (made_up_model(folder / f"{options.shape}-shape", options.shape, 0) if on_gpu else None)

@@ -1,6 +1,7 @@
-"""A redis-server for as long as a benchmark runs, on a free port of this machine, with nothing written to disk."""
+"""Redis servers of benchmarks: one that runs, or one on a free port that ends with the benchmark."""
 
 import contextlib
+import secrets
 import shutil
 import socket
 import subprocess
@@ -19,7 +20,7 @@ START_S = 20.0
 
 @contextlib.contextmanager
 def redis_at(url: str, flag: str = "--redis-url") -> Iterator[str]:
-    """The URL of a server: the given one, or else of one that ends with this context. flag: what names the given one.
+    """Yield the URL of a server: the given one, or else of one that ends with this context. flag: names the given one.
 
     Raises BadParameter if it does not answer, or there is nothing to start.
     """
@@ -43,12 +44,17 @@ def redis_at(url: str, flag: str = "--redis-url") -> Iterator[str]:
         holder.close()
 
 
-def remove(url: str, prefix: str) -> None:
-    """Delete all keys that begin with `prefix`."""
-    client = connect(RedisConfig(url=url))
-    for name in client.scan_iter(f"{prefix}*", count=1000):
-        client.unlink(name)
-    client.close()
+@contextlib.contextmanager
+def redis_for_arms(url: str) -> Iterator[dict[str, str]]:
+    """Yield Manthan's keys of a server as in `redis_at`. All that arms have written there is deleted at the end."""
+    with redis_at(url) as found:
+        redis = {"url": found, "prefix": f"manthan-bench-{secrets.token_hex(4)}:"}
+        try:
+            yield redis
+        finally:
+            with contextlib.closing(connect(RedisConfig(url=found))) as client:
+                for name in client.scan_iter(f"{redis['prefix']}*", count=1000):
+                    client.unlink(name)
 
 
 def _check(url: str, flag: str) -> None:

@@ -14,6 +14,7 @@ import json
 import math
 import statistics
 import tempfile
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -57,26 +58,6 @@ NEEDS = {On.vllm: ("vllm", "transformers"), On.transformers: ("torch", "transfor
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Tokens of a prefix, of what follows, of a document and of a block (0 for the default); how many pieces at most,
-    tables and chats.
-
-    needles: lengths of long contexts. top: tokens of which the engine tells probabilities. seed: of tables and needles.
-    """
-
-    prefix: int
-    continuation: int
-    pieces: int
-    tables: int
-    needles: tuple[int, ...]
-    chats: int
-    document: int
-    block: int
-    top: int
-    seed: int
-
-
-@dataclass(frozen=True)
 class Job:
     """What is to be measured. top: -1 for all tokens."""
 
@@ -113,32 +94,34 @@ def engines(on: On | None) -> list[On]:
     return able
 
 
-def plan(model: str, text: Path | None, codec: str, exact: str, profile: Path | None, sizes: Sizes) -> Job:
-    """Raises QualityError for what cannot be measured, before anything is."""
+def plan(options: Namespace) -> Job:
+    """Return the work of a command with these arguments. Raises QualityError for work that is not possible."""
+    model, needles = options.model, lengths(options.needle)
     if not model:
         raise QualityError("MODEL is missing: a folder or the name of a model on the Hugging Face Hub.")
-    prefix, block_size = sizes.prefix, sizes.block or default_block_size()
+    prefix, block_size = options.prefix, options.block_size or default_block_size()
     if prefix % block_size:
         raise QualityError(
             f"--prefix {prefix} is no multiple of the block size {block_size}, and only full blocks go cold: use "
             f"{max(1, prefix // block_size) * block_size}, or another --block-size."
         )
     shape = Shape.of(model)
-    facts, path = load_facts(model, shape, codec, profile)
-    settings = parse_settings(codec, exact, shape.head_dim, facts, path)
-    source = Text(model, text)
-    pieces = source.pieces(prefix, sizes.continuation, sizes.pieces) + source.tables(prefix, sizes.tables, sizes.seed)
+    facts, path = load_facts(model, shape, options.codec, options.profile)
+    settings = parse_settings(options.codec, options.exact, shape.head_dim, facts, path)
+    source = Text(model, options.text)
+    pieces = source.pieces(prefix, options.continuation, options.pieces)
+    pieces += source.tables(prefix, options.tables, options.seed)
     longest = max(len(piece.tokens) for piece in pieces) + 1
     if shape.positions and longest > shape.positions:
         raise QualityError(
             f"{model} takes {shape.positions:,} tokens, and the longest piece has {longest:,} (--prefix {prefix}, "
-            f"--continuation {sizes.continuation}, lookups in tables and one generated): make them smaller."
+            f"--continuation {options.continuation}, lookups in tables and one generated): make them smaller."
         )
     room = shape.positions or math.inf
-    needles = [source.needles(length, block_size, sizes.seed) for length in sizes.needles if length < room]
-    chats = [chat for chat in source.chats(sizes.chats, sizes.document) if len(chat.prompt) + ANSWER <= room]
-    top = -1 if sizes.top >= shape.vocabulary else sizes.top
-    return Job(model, shape, facts, block_size, settings, pieces + [piece for piece in needles if piece], chats, top)
+    long = [source.needles(length, block_size, options.seed) for length in needles if length < room]
+    chats = [chat for chat in source.chats(options.chats, options.document) if len(chat.prompt) + ANSWER <= room]
+    top = -1 if options.kl_top >= shape.vocabulary else options.kl_top
+    return Job(model, shape, facts, block_size, settings, pieces + [piece for piece in long if piece], chats, top)
 
 
 def lengths(needle: str) -> tuple[int, ...]:
@@ -223,14 +206,14 @@ def main(
     plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
 ) -> None:
     """Measure what compression costs MODEL: perplexity, divergence, recall, bytes."""
+    options = Namespace(**locals())
     console = make_console()
     try:
         if plot_only is not None:
             return show(read_report(plot_only), plot_only.with_suffix(".png"), console)
         leave_on_signals()
         wanted = engines(engine)
-        sizes = Sizes(prefix, continuation, pieces, tables, lengths(needle), chats, document, block_size, kl_top, seed)
-        report = run(plan(model, text, codec, exact, profile, sizes), wanted, context.params, out, timeout, console)
+        report = run(plan(options), wanted, context.params, out, timeout, console)
     except QualityError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None

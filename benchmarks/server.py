@@ -155,14 +155,6 @@ class VllmServer(Endpoint):
     def exit_status(self) -> int | None:
         return self._process.returncode if self._process else None
 
-    def wait_until_dead(self, timeout_s: float) -> None:
-        """Return when the process has ended by itself; raises ServerError if it takes too long."""
-        deadline = time.monotonic() + timeout_s
-        while self.is_alive():
-            if time.monotonic() > deadline:
-                raise ServerError(f"The server did not end within {timeout_s:.0f} s.", self.log)
-            time.sleep(POLL_S)
-
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None

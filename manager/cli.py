@@ -26,7 +26,7 @@ LATE = {
 
 
 class Commands(TyperGroup):
-    """All commands. One that cannot be imported says in a sentence what to install; the others work."""
+    """Group of all commands. A command that cannot be imported says what to install, and the others work."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *LATE]

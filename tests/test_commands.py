@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
@@ -39,8 +39,7 @@ ANSWERED_S = 600.0
 
 
 def first(command: Command) -> str:
-    """The program, or "" for what only sets a variable."""
-    return program(next((word for word in command.words if not re.match(r"[A-Z_]+=", word)), ""))
+    return program(command.text)
 
 
 def runs_alone(command: Command) -> bool:
@@ -48,13 +47,8 @@ def runs_alone(command: Command) -> bool:
 
 
 def entry(table: str, command: Command) -> str | None:
-    """What a table of commands.yaml says about commands that begin as this one does."""
+    """Return the entry in commands.yaml for commands that begin as this one does."""
     return next((said for begin, said in TABLE[table].items() if f"{command.text} ".startswith(f"{begin} ")), None)
-
-
-def smaller(command: Command) -> str | None:
-    """What is appended to it, or None for a command that the table does not run."""
-    return entry("run", command)
 
 
 def has_a_test_or_a_reason(command: Command) -> bool:
@@ -62,7 +56,7 @@ def has_a_test_or_a_reason(command: Command) -> bool:
 
 
 def is_served(command: Command) -> bool:
-    """Whether it starts a server, or is run beside one."""
+    """True if it starts a server, or is run beside one."""
     return "vllm serve " in command.text or first(command) == "curl" or is_about_sessions(command)
 
 
@@ -100,7 +94,8 @@ def test_fences_say_what_they_hold(path: Path) -> None:
 
 @pytest.mark.parametrize("command", OURS, ids=str)
 def test_it_is_run_or_it_is_said_why_not(command: Command) -> None:
-    known = has_a_test_or_a_reason(command) or smaller(command) is not None or is_served(command) or is_mention(command)
+    known = has_a_test_or_a_reason(command) or entry("run", command) is not None
+    known = known or is_served(command) or is_mention(command)
     if first(command) == "pytest":
         (REPO / command.words[1].split("::")[0]).resolve(strict=True)
         known = True
@@ -165,7 +160,7 @@ def by_themselves() -> list[Command]:
     found: dict[str, Command] = {}
     for command in OURS:
         is_left = has_a_test_or_a_reason(command) or is_served(command) or is_mention(command)
-        if not is_left and (smaller(command) is not None or runs_alone(command)):
+        if not is_left and (entry("run", command) is not None or runs_alone(command)):
             found.setdefault(command.text, command)
     return list(found.values())
 
@@ -173,7 +168,7 @@ def by_themselves() -> list[Command]:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", by_themselves(), ids=str)
 def test_it_succeeds(command: Command, readers: Mapping[str, Reader]) -> None:
-    readers[command.document].types(command.text, smaller(command) or "")
+    readers[command.document].types(command.text, entry("run", command) or "")
 
 
 def test_a_clone_is_all_that_the_demo_needs(tmp_path: Path) -> None:
@@ -199,61 +194,45 @@ def test_a_clone_is_all_that_the_demo_needs(tmp_path: Path) -> None:
 # -- servers ----------------------------------------------------------------------------------------------
 
 
-class Serve(NamedTuple):
-    """`vllm serve` as a document has it, with the table's flags. variables, flags: names and values."""
-
-    variables: frozenset[tuple[str, str]]
-    flags: frozenset[tuple[str, str]]
-
-    @property
-    def uses_redis(self) -> bool:
-        return "--manthan-redis-url" in dict(self.flags)
-
-    def agrees_with(self, other: "Serve") -> bool:
-        """Nothing is set to two values."""
-        both = self.joined_with(other)
-        return all(len(dict(pairs)) == len(pairs) for pairs in both)
-
-    def joined_with(self, other: "Serve") -> "Serve":
-        return Serve(self.variables | other.variables, self.flags | other.flags)
+Serve = dict[str, str]
+"""Flags of `vllm serve`, and variables, with their values."""
+REDIS_FLAG = "--manthan-redis-url"
 
 
 def serve(command: Command) -> Serve:
-    words = command.words
-    at = words.index("serve")
-    variables = [tuple(word.split("=", 1)) for word in words[: at - 1]]
-    flags = dict(TABLE["server_flags"])
+    """Return what a document has, with the table's flags."""
+    at = command.words.index("serve")
+    found: Serve = dict(TABLE["server_flags"])
     name = ""
-    for word in words[at + 2 :]:
+    for word in command.words[at + 2 :]:
         if word.startswith("--"):
             name = word
-            flags[name] = ""
+            found[name] = ""
         else:
-            flags[name] = f"{flags[name]} {word}".strip()
-    flags |= {name: value for name, value in TABLE["server_values"].items() if name in flags}
+            found[name] = f"{found[name]} {word}".strip()
+    found |= {name: value for name, value in TABLE["server_values"].items() if name in found}
     if "redis" not in command.text:
-        del flags["--manthan-redis-url"]
-    return Serve(frozenset(variables), frozenset(flags.items()))
+        del found[REDIS_FLAG]
+    return found | dict(word.split("=", 1) for word in command.words[: at - 1])
 
 
 def servers() -> list[Serve]:
-    """Few that have all flags of the documents: one server does for all commands that do not contradict each other."""
-    asked = {serve(c) for c in OURS if "vllm serve " in c.text and not has_a_test_or_a_reason(c)}
+    """Return few servers with all flags of the documents. One does for all commands that do not contradict another."""
+    asked = [serve(c) for c in OURS if "vllm serve " in c.text and not has_a_test_or_a_reason(c)]
     found: list[Serve] = []
-    for one in sorted(asked, key=lambda one: (-len(one.flags), sorted(one.flags))):
-        other = next((other for other in found if other.agrees_with(one)), None)
-        if other is None:
-            found.append(one)
+    for one in sorted(asked, key=lambda one: (-len(one), sorted(one.items()))):
+        for other in found:
+            if all(other.get(name, value) == value for name, value in one.items()):
+                other |= one
+                break
         else:
-            found[found.index(other)] = other.joined_with(one)
+            found.append(one)
     return found
 
 
 def name_of(one: Serve) -> str:
-    added = set(TABLE["server_flags"].items())
-    return (
-        " ".join(f"{name} {value}".strip() for name, value in sorted([*one.variables, *one.flags - added])) or "plain"
-    )
+    added = sorted(one.items() - TABLE["server_flags"].items())
+    return " ".join(f"{name} {value}".strip() for name, value in added) or "plain"
 
 
 @pytest.fixture
@@ -270,20 +249,20 @@ def test_there_are_few_servers() -> None:
 @pytest.mark.parametrize("one", servers(), ids=name_of)
 def test_a_server_answers(one: Serve, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     reader = Reader(tmp_path / "reader", TABLE["replace"], TABLE["files"])
-    if one.uses_redis:
+    if REDIS_FLAG in one:
         reader.use_redis(request.getfixturevalue("redis_server"))
-    typed = (reader.typed(f"{name} {value}", {"FOLDER": str(tmp_path)}) for name, value in sorted(one.flags))
-    flags = [shlex.split(text) for text in typed]
-    is_manthan = any("--manthan" in name for name, _ in one.flags)
+    flags = [f"{name} {value}" for name, value in sorted(one.items()) if name.startswith("--")]
+    words = shlex.split(" ".join(reader.typed(flag, {"FOLDER": str(tmp_path)}) for flag in flags))
+    variables = {name: value for name, value in one.items() if not name.startswith("--")}
     model = str(REPO / TABLE["replace"]["MODEL"])
-    with VllmServer(model, [word for flag in flags for word in flag], tmp_path / "log", dict(one.variables)) as server:
+    with VllmServer(model, words, tmp_path / "log", variables) as server:
         server.wait_until_ready(ANSWERED_S)
         for name in ("alice", "bob"):
             body = {"model": model, "prompt": f"def {name}():\n" * 80, "max_tokens": 4, "session_id": name}
             answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
             assert answer["usage"]["completion_tokens"] == 4
-        assert ("Manthan is on: " in server.log.read_text()) == is_manthan
-        if one.uses_redis and "--manthan-idle-after" in dict(one.flags):
+        assert ("Manthan is on: " in server.log.read_text()) == is_manthan(one)
+        if REDIS_FLAG in one and "--manthan-idle-after" in one:
             wait_until_cold(server)
             look_into_redis(reader)
         elif one == speaks_http():
@@ -293,9 +272,13 @@ def test_a_server_answers(one: Serve, tmp_path: Path, request: pytest.FixtureReq
                     assert not answer.startswith('{"error"'), answer
 
 
+def is_manthan(one: Serve) -> bool:
+    return any(name.startswith("--manthan") for name in one)
+
+
 def speaks_http() -> Serve:
-    """The server that `curl` commands ask."""
-    return next(one for one in servers() if any("--manthan" in name for name, _ in one.flags) and not one.uses_redis)
+    """Return the server that `curl` commands ask."""
+    return next(one for one in servers() if is_manthan(one) and REDIS_FLAG not in one)
 
 
 def wait_until_cold(server: VllmServer) -> None:

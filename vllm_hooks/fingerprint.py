@@ -1,4 +1,4 @@
-"""What must agree for codes to be read: the model, how it was loaded, the codec with its profile, and the shard."""
+"""Fingerprints of model, weights, codec and shard, which must agree for a compressed block to be read."""
 
 import hashlib
 import json
@@ -12,21 +12,18 @@ from manthan.codec.model import NO_FACTS, ModelFacts
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from manthan.vllm_hooks.support import Group
+    from manthan.vllm_hooks.support import KvCacheGroup
 
 
 def fingerprint(
-    vllm_config: "VllmConfig",
-    group: "Group",
-    codec: str,
-    namespace: str = "",
-    facts: ModelFacts = NO_FACTS,
+    vllm_config: "VllmConfig", group: "KvCacheGroup", codec: str, namespace: str = "", facts: ModelFacts = NO_FACTS
 ) -> bytes:
-    """16 bytes over everything that decides what a block of this rank means.
+    """Return 16 bytes over everything that decides the meaning of this rank's blocks.
 
-    namespace: of a store that outlives the engine; its name covers the model. Without one, `ModelConfig.compute_hash`
-    does: name, revision, quantization, dtype and rotary settings, and much that does not matter. facts: what the codec
-    knows of the model.
+    Args:
+        namespace: name of a store that outlives the engine; it covers the model. `ModelConfig.compute_hash` does
+            otherwise: name, revision, quantization, dtype and rotary settings, and much that does not matter.
+        facts: properties of the model that the codec knows.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     parts: dict[str, object] = {
@@ -51,11 +48,12 @@ def fingerprint(
 
 
 def model_identity(vllm_config: "VllmConfig", weights: str) -> dict[str, object]:
-    """What decides the KV that a model computes: its configuration, with overrides, its code and its weights; so of its
-    draft.
+    """Return all that decides the KV of a model and its draft: configuration, with overrides, code and weights.
 
-    Not where it lies, nor how much of it may be used at a time: an engine with another --max-model-len finds its
-    sessions again. weights: digest of all that was loaded, a draft's included.
+    The model's path and --max-model-len are left out, so that an engine with others finds its sessions again.
+
+    Args:
+        weights: digest of all weights, a draft's included.
     """
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     identity = {
@@ -74,7 +72,7 @@ def _identity(model: "ModelConfig") -> dict[str, object]:
 
 
 def _settings(config: object) -> object:
-    """A model's configuration, with those in it, but for where it lies and what wrote it."""
+    """Return a model's configuration without its path and the version that wrote it."""
     if not isinstance(config, dict):
         return config
     named = {key: value for key, value in config.items() if not str(key).startswith("_")}
@@ -82,7 +80,7 @@ def _settings(config: object) -> object:
 
 
 def _code(model: "ModelConfig") -> str:
-    """Digest of the Python files in the model's folder, which --trust-remote-code runs; empty without any."""
+    """Digest of the Python files in the model's folder, which --trust-remote-code runs; empty without files."""
     folder = _folder(model.model, model.revision)
     if folder is None or not folder.is_dir():
         return ""
@@ -93,7 +91,7 @@ def _code(model: "ModelConfig") -> str:
 
 
 def _folder(model: str, revision: str | None) -> Path | None:
-    """Where the model's files are: its own path, or the hub's cache."""
+    """Folder of the model's files: its own path, or the hub's cache."""
     if Path(model).exists():
         return Path(model)
     from huggingface_hub import snapshot_download

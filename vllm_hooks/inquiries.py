@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.listing import Listing, Query
 from manthan.manager.session.table import Session
-from manthan.vllm_hooks.http.models import CoreState, Policy, Pool, SessionWithLife, Store, Tier
+from manthan.vllm_hooks.http.models import CoreState, Policy, PoolState, SessionWithLife, StoreState, TierState
 
 if TYPE_CHECKING:
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
@@ -81,14 +81,14 @@ class Inquiries:
                 options=dict(choose_policy(config.policy).options),
                 order=list(islice(self._listing.order(bound), ORDER)),
             ),
-            store=Store(
+            store=StoreState(
                 kind=self._store.kind,
                 up=half.telemetry.store_is_up,
                 codec=main.codec or config.codec.name,
                 verdict=half.telemetry.verdict,
                 tiers=self._tiers(usage.saved_nbytes, usage.budget_nbytes),
             ),
-            pool=Pool(
+            pool=PoolState(
                 block_tokens=shape.block_tokens,
                 blocks=blocks,
                 free_blocks=len(half.pool),
@@ -99,14 +99,14 @@ class Inquiries:
             totals=half.telemetry.totals,
         )
 
-    def _tiers(self, saved: int, budget: int) -> list[Tier]:
+    def _tiers(self, saved: int, budget: int) -> list[TierState]:
         """Return each tier's part of these bytes of saved blocks, and of the budget."""
         fronts, moved = self._half.driver.fronts, self._manager.blocks.moved_nbytes
         used = [saved - moved[tier] for tier in range(len(fronts))]
         used.append(saved if fronts.keeps_behind else saved - used[0])
         budgets = [*fronts.budgets, budget if fronts.keeps_behind else budget - fronts.budgets[0]]
         parts = zip(self._store.tier_names, used, budgets, strict=True)
-        return [Tier(name=name, used_bytes=nbytes, budget_bytes=most) for name, nbytes, most in parts]
+        return [TierState(name=name, used_bytes=nbytes, budget_bytes=most) for name, nbytes, most in parts]
 
     # -- steering -------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from manthan.manager.tiers.arena import room
 from manthan.vllm_hooks.kv_dtype import FP8
 
 if TYPE_CHECKING:
-    from manthan.vllm_hooks.support import Group, Groups
+    from manthan.vllm_hooks.support import Groups, KvCacheGroup
 
 
 class Shards(NamedTuple):
@@ -32,7 +32,7 @@ class Shards(NamedTuple):
     room: Callable[[int], int] = room
 
 
-def block_shape(group: "Group") -> BlockShape:
+def block_shape(group: "KvCacheGroup") -> BlockShape:
     """One rank's block of a KV cache group."""
     if group.is_packed:
         return packed_shape(group.layer_nbytes, group.spec.block_size)
@@ -53,7 +53,7 @@ def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:
 
 
 def block_format(
-    codec: str, group: "Group", fingerprint: bytes = bytes(FINGERPRINT_LEN), facts: ModelFacts = NO_FACTS
+    codec: str, group: "KvCacheGroup", fingerprint: bytes = bytes(FINGERPRINT_LEN), facts: ModelFacts = NO_FACTS
 ) -> BlockFormat:
     """What one rank's encoded blocks of a KV cache group have in common."""
     return BlockFormat(codec, block_shape(group), fingerprint, group.index, facts)
@@ -77,7 +77,7 @@ def memory_shapes(
     return shapes
 
 
-def group_shape(codec: CodecConfig, group: "Group", shards: Shards, profile: Profile | None = None) -> GroupShape:
+def group_shape(codec: CodecConfig, group: "KvCacheGroup", shards: Shards, profile: Profile | None = None) -> GroupShape:
     """Return the sizes of one group's blocks in this codec. Raises ConfigError."""
     tokens, count, room = group.spec.block_size, shards.ranks, shards.room
     facts = [with_states(codec.name, group, rank_facts(profile, group, rank, count)) for rank in range(count)]
@@ -93,14 +93,14 @@ def _renamed(codec: CodecConfig, name: str) -> CodecConfig:
     return codec.model_copy(update={"name": name})
 
 
-def _all_exact(codec: CodecConfig, group: "Group", shards: Shards, profile: Profile | None = None) -> GroupShape:
+def _all_exact(codec: CodecConfig, group: "KvCacheGroup", shards: Shards, profile: Profile | None = None) -> GroupShape:
     """Return the sizes of blocks in which every token is exact."""
     shape = group_shape(codec, group, shards, profile)
     whole = shards.ranks * shards.room(block_format(EXACT, group).max_nbytes(shape.tokens))
     return replace(shape, typical=0, bounds=dict.fromkeys({*shape.bounds, shape.tokens}, whole))
 
 
-def _other(codec: CodecConfig, name: str | None, chosen: str, group: "Group", shards: Shards) -> GroupShape:
+def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGroup", shards: Shards) -> GroupShape:
     """Return the sizes of blocks of another group than that of sessions.
 
     Args:
@@ -119,7 +119,7 @@ def _other(codec: CodecConfig, name: str | None, chosen: str, group: "Group", sh
     return replace(shape, codec=chosen, is_lossless=is_lossless)
 
 
-def codec_beside(name: str, group: "Group", state: str) -> str:
+def codec_beside(name: str, group: "KvCacheGroup", state: str) -> str:
     """What blocks of another group than that of chains are encoded in: a profile is of those, and states have codecs of
     their own. state: what the configuration says of them."""
     if group.is_packed:
@@ -127,12 +127,12 @@ def codec_beside(name: str, group: "Group", state: str) -> str:
     return WHT if needs_profile(name) else name
 
 
-def with_states(codec: str, group: "Group", facts: ModelFacts) -> ModelFacts:
+def with_states(codec: str, group: "KvCacheGroup", facts: ModelFacts) -> ModelFacts:
     """The same, for a codec of states with where they lie in the group's blocks."""
     return replace(facts, state=_state_layout(group)) if codec in STATE_CODECS.values() else facts
 
 
-def _state_layout(group: "Group") -> StateLayout:
+def _state_layout(group: "KvCacheGroup") -> StateLayout:
     """The recurrent state is a matrix for each head, behind a convolution's if there is one; everything else, such as
     Mamba 1's, which is none, is kept exact."""
     spec: Any = group.spec
@@ -144,7 +144,7 @@ def _state_layout(group: "Group") -> StateLayout:
     return StateLayout(group.layers, group.layer_nbytes[0], tuple(parts))
 
 
-def rank_facts(profile: Profile | None, group: "Group", rank: int, ranks: int) -> ModelFacts:
+def rank_facts(profile: Profile | None, group: "KvCacheGroup", rank: int, ranks: int) -> ModelFacts:
     """What a profile tells of a rank's layers and heads. Raises ConfigError for one of another number of layers."""
     if profile is None:
         return NO_FACTS

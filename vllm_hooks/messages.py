@@ -1,4 +1,4 @@
-"""What the two halves of the connector tell each other, once a step."""
+"""Messages between the two halves of the connector, one each way in a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,10 @@ from manthan.manager.transfer import Transfer, TransferResult
 
 @dataclass
 class ManthanMetadata(KVConnectorMetadata):
-    """Scheduler to worker. Loads may begin at once, after place and drops; stores when the step's KV is computed."""
+    """Message from scheduler to worker.
+
+    Loads may begin at once, after place and drops. Stores begin when the step's KV is computed.
+    """
 
     place: str | None = None
     """Not None: the KV of old is void. An emptied store is used from now on; the directory's name for it."""
@@ -21,11 +24,11 @@ class ManthanMetadata(KVConnectorMetadata):
     tokens: int = 0
     """Number of tokens that the model computes in this step."""
     model_rests: bool = False
-    """Nothing is computed in this step."""
+    """True if nothing is computed in this step."""
     step: int = 0
-    """Its number, counted from the engine's start."""
+    """Number of the step, counted from the engine's start."""
     failed: dict[str, Sequence[int]] = field(default_factory=dict)
-    """By request id, the blocks of loads that were promised to vLLM and will not be: requests wait for an answer."""
+    """Blocks of loads that were promised to vLLM and will not be, by the id of the request that waits."""
     cancels: bool = False
     """True if jobs that have not begun are to be answered as failed, since the prefix cache is reset."""
     revokes: bool = False
@@ -34,10 +37,10 @@ class ManthanMetadata(KVConnectorMetadata):
 
 @dataclass
 class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker to scheduler: what ended since the last step, on all ranks."""
+    """Message from worker to scheduler: transfers that ended since the last step, on all ranks."""
 
     results: list[TransferResult] = field(default_factory=list)
-    """One for each job and rank."""
+    """Results, one for each job and rank."""
     gathered: list[int] = field(default_factory=list)
     """Ids of stores whose blocks need not stay in the pool any more; once for each rank, not after its result."""
     verdicts: list[Verdict] = field(default_factory=list)

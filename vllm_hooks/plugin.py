@@ -1,6 +1,6 @@
-"""vLLM's general plugin: registers the connector and adds the flags. Without them it changes nothing.
+"""General plugin of vLLM: registers the connector and adds the flags. Without the flags it changes nothing.
 
-Models and settings that Manthan cannot serve are refused where vLLM makes the engine's configuration.
+Models and settings that Manthan cannot serve are refused when vLLM makes the engine's configuration.
 """
 
 import argparse
@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from manthan.manager.config.model import FIELDS, FLAGS
-from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, resolve_config
+from manthan.manager.config.resolve import FLAG_KEYS, ConfigError
 from manthan.manager.tiers.sealed import keys_of
 from manthan.vllm_hooks.compat import extend_engine_args, register_connector, watch_models
 from manthan.vllm_hooks.disk_store import check_disk
@@ -23,9 +23,8 @@ from manthan.vllm_hooks.transfer_config import (
     complete,
     from_vllm_config,
     is_on,
+    kv_transfer_config,
     leave_time_to_drain,
-    to_transfer_config,
-    together,
 )
 from manthan.vllm_hooks.worker.capacity import set_gpu_memory_aside, share_memory
 
@@ -40,14 +39,14 @@ MIDDLEWARE = "manthan.vllm_hooks.http.middleware.Middleware"
 
 
 def register() -> None:
-    """The entry point that vLLM calls in each of its processes."""
+    """Register Manthan. vLLM calls this entry point in each of its processes."""
     if register_connector(CONNECTOR, CONNECTOR_MODULE):
         extend_engine_args(add_flags, read_flags, precheck, check)
         watch_models(watch)
 
 
 def watch(vllm_config: "VllmConfig", model_config: "ModelConfig", model: "Module") -> None:
-    """Note what is loaded into a model of an engine with Manthan."""
+    """Note the weights that are loaded into a model of an engine with Manthan."""
     if is_on(vllm_config):
         from manthan.vllm_hooks.worker.weights import watch_model  # no other process needs torch
 
@@ -55,22 +54,32 @@ def watch(vllm_config: "VllmConfig", model_config: "ModelConfig", model: "Module
 
 
 def read_flags(args: argparse.Namespace) -> None:
-    """What flags were given takes effect: the connector, and the server's middleware."""
-    apply_flags(args)
-    if is_on(args):
-        with one_sentence():
-            complete(args)
-    add_middleware(args)
+    """Turn parsed `--manthan-*` flags into the connector and the server's middleware.
+
+    The program ends in one sentence if the flags cannot be used.
+    """
+    given = {flag: getattr(args, flag[2:].replace("-", "_"), None) for flag in (CONFIG_FLAG, *FLAG_KEYS)}
+    flags = {flag: value for flag, value in given.items() if value is not None}
+    with one_sentence():
+        if flags:
+            beside = getattr(args, "kv_transfer_config", None)
+            args.kv_transfer_config = kv_transfer_config(flags.pop(CONFIG_FLAG, None), beside=beside, **flags)
+        if not is_on(args):
+            return
+        complete(args)
+    middleware = getattr(args, "middleware", None)  # other commands than `vllm serve` have no server
+    if middleware is not None and MIDDLEWARE not in middleware:
+        args.middleware = [*middleware, MIDDLEWARE]
 
 
 def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
-    """Refuse what vLLM would make something else of."""
+    """Refuse arguments with which vLLM would replace Manthan."""
     with one_sentence() if from_command_line else nullcontext():
         check_arguments(arguments)
 
 
 def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
-    """Refuse what Manthan cannot serve before any process starts, divide memory, and watch requests."""
+    """Refuse models and settings that Manthan cannot serve, divide memory, and watch requests. No process runs yet."""
     if not is_on(vllm_config):
         return
     with one_sentence() if from_command_line else nullcontext():
@@ -87,13 +96,6 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
     check_requests()
 
 
-def add_middleware(args: argparse.Namespace) -> None:
-    """Give the server that these flags are for Manthan's middleware, if its engine has Manthan."""
-    middleware = getattr(args, "middleware", None)  # other commands than `vllm serve` have no server
-    if middleware is not None and MIDDLEWARE not in middleware and is_on(args):
-        args.middleware = [*middleware, MIDDLEWARE]
-
-
 def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
     """Add the group `Manthan` to vLLM's parser."""
     group = parser.add_argument_group("Manthan", "Session memory manager: any of these flags turns it on.")
@@ -105,19 +107,8 @@ def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """End the program as argparse does: what is wrong, and no traceback."""
+    """End the program as argparse does: one sentence, and no traceback."""
     try:
         yield
     except ConfigError as error:
         raise SystemExit(f"vllm: error: {error}") from None
-
-
-def apply_flags(args: argparse.Namespace) -> None:
-    """Turn parsed `--manthan-*` flags into `args.kv_transfer_config`; ends the program if they cannot be used."""
-    given = {flag: getattr(args, flag[2:].replace("-", "_"), None) for flag in (CONFIG_FLAG, *FLAG_KEYS)}
-    flags = {flag: value for flag, value in given.items() if value is not None}
-    if not flags:
-        return
-    with one_sentence():
-        own = to_transfer_config(resolve_config(flags.pop(CONFIG_FLAG, None), flags=flags))
-        args.kv_transfer_config = together(getattr(args, "kv_transfer_config", None), own)

@@ -22,7 +22,7 @@ from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from manthan.vllm_hooks.support import Group, Groups
+    from manthan.vllm_hooks.support import Groups, KvCacheGroup
 
 logger = init_logger("vllm.manthan")
 
@@ -60,7 +60,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     )
 
 
-def _identity(group: "Group") -> list[object]:
+def _identity(group: "KvCacheGroup") -> list[object]:
     """Return all that tells a group of windows or states from others."""
     return [group.index, group.dtype_name, group.spec.block_size, group.shape]
 

@@ -1,4 +1,4 @@
-"""What Manthan can serve. Everything else stops the server at start with one sentence."""
+"""Models and settings that Manthan can serve. All others stop the server at start with one sentence."""
 
 import math
 import re
@@ -9,38 +9,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from manthan.manager.config.model import TenantsConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed, is_plain
-from manthan.vllm_hooks.transfer_config import (
-    CONNECTOR,
-    SEVERAL,
-    from_vllm_config,
-    is_on,
-    is_on_gpu,
-    others,
-)
+from manthan.vllm_hooks.transfer_config import CONNECTOR, SEVERAL, from_vllm_config, is_on, is_on_gpu, others
 
 if TYPE_CHECKING:
     from vllm import EngineArgs
     from vllm.config import CacheConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 DEVICES = ("cpu", "cuda")
 VLLM = ">=0.32,<0.34"
-"""The releases of vLLM whose insides Manthan knows; docs/compatibility.md says what ran on which."""
+"""Releases of vLLM whose insides Manthan knows; see docs/compatibility.md."""
 RELEASES = ("0.32", "0.33")
 DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
-"""Methods of --speculative-config whose draft's KV is kept with the model's."""
+"""Methods of --speculative-config whose draft's KV is stored with the model's."""
 NOT_BESIDE = {CONNECTOR, "DecodeBenchConnector", "HiSparseConnector", SEVERAL}
-"""Connectors that nobody may use beside Manthan: those that make KV up, or keep some of it elsewhere than in vLLM's
-blocks; another Manthan; and others that are several again."""
+"""Connectors that are refused beside Manthan. They make KV up, keep KV outside of vLLM's blocks, or hold several
+connectors; or they are a second Manthan."""
 
 
 class UnsupportedError(ConfigError):
-    """A model or a setting of vLLM that Manthan does not support."""
+    """Model or setting of vLLM that Manthan does not support."""
 
 
 def check_arguments(arguments: "EngineArgs") -> None:
-    """Refuse what would take Manthan's place, of which nothing would be left in vLLM's configuration; raises
-    UnsupportedError."""
+    """Refuse arguments with which vLLM would replace Manthan in its configuration. Raises UnsupportedError."""
     size = arguments.kv_offloading_size
     if size is not None and is_on(arguments):
         raise UnsupportedError(
@@ -50,7 +42,7 @@ def check_arguments(arguments: "EngineArgs") -> None:
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
-    """Refuse what can be told from vLLM's configuration alone; raises UnsupportedError."""
+    """Refuse a configuration of vLLM that Manthan cannot serve. Raises UnsupportedError."""
     import vllm
     from vllm import envs
     from vllm.platforms import current_platform
@@ -137,13 +129,18 @@ def check_supported(vllm_config: "VllmConfig") -> None:
 
 
 @dataclass(frozen=True)
-class Group:
-    """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has.
+class KvCacheGroup:
+    """KV cache group that Manthan stores.
 
-    names: of the layers. cache_dtype: of its numbers, as --kv-cache-dtype names it, or what a state is made of.
-    layer_nbytes: where blocks are bytes that nobody looks into, what one takes in each layer; the layers may be of
-    several kinds then, and the spec is that of one. latent: how many of the spec's head_size numbers are a latent
-    (MLA), ahead of the part of the key that RoPE turns; 0 where there are keys and values.
+    Args:
+        index: number among vLLM's groups.
+        layers: number of layers.
+        names: names of the layers.
+        cache_dtype: dtype of its numbers, as --kv-cache-dtype names it; for a state, dtypes and shapes of its tensors.
+        layer_nbytes: bytes of a block in each layer, if blocks are bytes that are not looked into. The layers may then
+            be of several kinds, and `spec` is the spec of one.
+        latent: number of `head_size` numbers that are a latent (MLA), ahead of the part of the key that RoPE turns; 0
+            for keys and values.
     """
 
     index: int
@@ -156,39 +153,40 @@ class Group:
 
     @property
     def is_packed(self) -> bool:
-        """Whether blocks are bytes that nobody looks into."""
+        """True if blocks are bytes that are not looked into."""
         return bool(self.layer_nbytes)
 
     @property
     def is_state(self) -> bool:
-        """Whether a block is the state of its layers behind its last token."""
+        """True if a block is the state of its layers behind its last token."""
         from vllm.v1.kv_cache_interface import MambaSpec
 
         return isinstance(self.spec, MambaSpec)
 
     @property
     def dtype_name(self) -> str:
-        """What tells its numbers from others of as many bytes."""
+        """Name of the kind of its numbers. Kinds of the same size have different names."""
         if self.is_packed:
             return self.cache_dtype
         return FP8[self.cache_dtype].name if self.cache_dtype in FP8 else str(self.spec.dtype)
 
     @property
     def shape(self) -> list[int]:
-        """What tells its blocks from others of as many tokens: layers, heads, head_dim, a latent's numbers, or the
-        bytes of each layer."""
+        """Layers, heads, head_dim, and a latent's numbers; or the bytes of each layer."""
         latent = [self.latent] if self.latent else []
         return list(self.layer_nbytes) or [self.layers, self.spec.num_kv_heads, self.spec.head_size, *latent]
 
     @property
     def page_nbytes(self) -> int:
-        """What a block takes in vLLM's pool, in all layers."""
+        """Number of bytes of a block in vLLM's pool, in all layers."""
         return sum(self.layer_nbytes) or self.spec.page_size_bytes * self.layers
 
 
 class Part(NamedTuple):
-    """A block of another group that is needed behind a place of a chain. at: its number among those of its group.
-    first_token, end: the places of its first token, and of the one behind its last."""
+    """Block of another group that a resume point needs.
+
+    at: number of the block among its group's. first_token, end: positions of its first token, and behind its last.
+    """
 
     group: int
     at: int
@@ -197,14 +195,17 @@ class Part(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A group whose layers look back so many tokens, their own included; None for a state, which is that behind the
-    last token of a block."""
+    """Group with sliding windows or states.
 
-    group: Group
+    tokens: number of tokens that its layers look back, their own included; None for states. A block has the state
+    behind its last token.
+    """
+
+    group: KvCacheGroup
     tokens: int | None
 
     def needed(self, tokens: int) -> Iterator[Part]:
-        """Which of its blocks who goes on behind so many tokens, whole blocks of it, needs."""
+        """Blocks that a resume point behind `tokens` needs. `tokens` are whole blocks of the group."""
         size = self.group.spec.block_size
         end = tokens // size
         start = end - 1 if self.tokens is None else max(0, end * size - self.tokens + 1) // size
@@ -212,65 +213,71 @@ class Window(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """chain: the one whose blocks make up chains, with full attention. windows: the others. Where no layer has full
-    attention, chains are of the blocks of a window's group, which is among windows as well. again: how many blocks at
-    the end of those of a chain that are found are computed nevertheless; see `blocks_computed_again`."""
+    """KV cache groups of a model.
 
-    chain: Group
+    chain: group whose blocks make up sessions, with full attention. Where no layer has full attention, it is a window's
+    group, which is among `windows` as well. windows: the other groups. again: number of found blocks at the end of a
+    chain that are computed nevertheless; see `blocks_computed_again`.
+    """
+
+    chain: KvCacheGroup
     windows: Sequence[Window] = ()
     again: int = 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether who goes on needs all of a chain's own blocks, rather than a window's last ones."""
-        return all(window.group.index != self.chain.index for window in self.windows)
+        """True if a resume point needs all of a chain's blocks, and not a window's last ones."""
+        return len(self.others) == len(self.windows)
 
     @property
     def is_even(self) -> bool:
-        """Whether chains have codes of their own, and blocks of all groups as many tokens: then each has the key of the
-        chain's block of the same tokens."""
+        """True if each group has the chain's block hashes: the chain is stored, and all blocks have as many tokens."""
         return self.is_whole and len(set(self._sizes)) == 1
 
     @property
     def others(self) -> list[Window]:
-        """Those of the groups that are not the chain's."""
+        """Groups that are not the chain's."""
         return [window for window in self.windows if window.group.index != self.chain.index]
 
     @property
     def hash_tokens(self) -> int:
-        """How many tokens lie between two of vLLM's hashes, which are at the ends of every group's blocks."""
+        """Number of tokens between two of vLLM's hashes, which are at the ends of every group's blocks."""
         return math.gcd(*self._sizes)
 
     @property
     def is_expected(self) -> bool:
-        """Whether vLLM finds what was prefetched of a session: all groups have the same keys, and there is what makes
-        it believe in a window. Where a draft has blocks computed again, that is another block behind it."""
+        """True if vLLM finds a prefetched session: all groups have the same hashes, and no window lacks a block.
+
+        Where a draft has blocks computed again, vLLM believes in a window only with another block behind it.
+        """
         return self.is_even and not (self.again and any(window.tokens is not None for window in self.windows))
 
     @property
     def last_tokens(self) -> int:
-        """How many tokens of a prompt are computed although all are found: the last, unless a block is in any case; of
-        one group alone vLLM leaves out both."""
+        """Number of prompt tokens that are computed on a full hit: 1, or 0 if several groups have a block computed."""
         return 0 if self.again and self.others else 1
 
     def deepest(self, depth: int) -> int:
-        """So many blocks of a chain, less those behind the last that can end what is found of it: less those that are
-        computed again, each group's blocks end there. 0 if nothing is left."""
+        """Number of a chain's first `depth` blocks up to the last resume point; 0 without one.
+
+        Blocks of all groups end at a resume point, and the blocks that are computed again come behind it.
+        """
         end = depth - self.again
         end -= end % (math.lcm(*self._sizes) // self.chain.spec.block_size)
         return end + self.again if end > 0 else 0
 
     def beside(self, depth: int) -> Iterator[Part]:
-        """Each block of another group that is needed where so many blocks of a chain are found, group by group: behind
-        those that are not computed again."""
+        """Blocks of other groups that are needed if `depth` blocks of a chain are found, group by group."""
         end = max(0, depth - self.again)
         tokens = end * self.chain.spec.block_size
         return (part for window in self.windows for part in window.needed(tokens)) if end else iter(())
 
     def held(self, tokens: int, in_flight: int) -> int:
-        """How many blocks of all groups a request has in use at most, with so many tokens, of which up to `in_flight`
-        are being computed: a window's are free when those are settled, and of states there are the last and the next,
-        and those behind tokens that are proposed."""
+        """Most blocks of all groups that a request with `tokens` uses, of which `in_flight` are being computed.
+
+        A window's blocks are free when those are settled. A state has its last block and the next, and one for each
+        token that is proposed.
+        """
         chain = -(-tokens // self.chain.spec.block_size) if self.is_whole else 0
         beside = 0
         for window in self.windows:
@@ -280,14 +287,13 @@ class Groups(NamedTuple):
         return chain + beside + self._proposed
 
     def taken(self, tokens: int, requests: int) -> int:
-        """How many blocks of all groups a step takes at most, in which so many tokens are computed for requests."""
-        chain = [self.chain.spec.block_size] if self.is_whole else []
-        sizes = [*chain, *(window.group.spec.block_size for window in self.windows)]
+        """Most blocks of all groups that a step takes in which `tokens` of `requests` are computed."""
+        sizes = self._sizes if self.is_whole else self._sizes[1:]
         return sum(-(-tokens // size) + requests for size in sizes) + requests * self._proposed
 
     @property
     def _proposed(self) -> int:
-        """How many blocks of states a request has besides, each behind a token that is proposed."""
+        """Number of a request's blocks of states behind proposed tokens."""
         return sum(getattr(window.group.spec, "num_speculative_blocks", 0) for window in self.windows)
 
     @property
@@ -296,7 +302,7 @@ class Groups(NamedTuple):
 
 
 def check_version(version: str) -> None:
-    """Refuse a vLLM whose insides are others; raises UnsupportedError. A build that knows no version is let in."""
+    """Refuse another release of vLLM. Raises UnsupportedError. A build without a version is let in."""
     release = re.match(r"\d+\.\d+", version)
     if release and release[0] not in RELEASES:
         raise UnsupportedError(
@@ -305,9 +311,9 @@ def check_version(version: str) -> None:
         )
 
 
-def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig | None = None) -> str:
-    """Sentence that says why hashes of this --prefix-caching-hash-algo will not do for such a store; "" if they do."""
-    is_apart = tenants is not None and tenants.isolate and bool(tenants.header or tenants.shares)
+def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig) -> str:
+    """Sentence that refuses this --prefix-caching-hash-algo for the store or the tenants; empty if it will do."""
+    is_apart = tenants.isolate and bool(tenants.header or tenants.shares)
     if not (store.is_lasting or is_apart) or "xxhash" not in algorithm:
         return ""
     setting = f"tiers.kind is {store.kind}" if store.is_lasting else "tenants.isolate is true"
@@ -318,22 +324,22 @@ def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig | No
 
 
 def latent_of(vllm_config: "VllmConfig") -> int:
-    """How many numbers a token's latent has in a layer; 0 for a model whose cache has keys and values."""
+    """Number of numbers of a token's latent in a layer; 0 for a cache of keys and values."""
     model = vllm_config.model_config
     return int(model.hf_text_config.kv_lora_rank) if model.use_mla else 0
 
 
 def has_draft(vllm_config: "VllmConfig") -> bool:
-    """Whether a draft that proposes tokens has layers in the KV cache."""
+    """True if a draft that proposes tokens has layers in the KV cache."""
     speculative = vllm_config.speculative_config
     return speculative is not None and bool(speculative.uses_draft_kv_cache())
 
 
 def blocks_computed_again(vllm_config: "VllmConfig") -> int:
-    """How many blocks at the end of those that are found are computed nevertheless, as vLLM does with its own.
+    """Number of blocks at the end of a hit that vLLM computes nevertheless.
 
-    One with a draft that reads the next token: its KV of a block's last token is of a token that the block's key does
-    not cover.
+    It is 1 for a draft that reads the next token: its KV of a block's last token depends on a token that the block's
+    hash does not cover.
     """
     speculative = vllm_config.speculative_config
     return int(speculative is not None and speculative.use_eagle_block_drop())
@@ -342,11 +348,15 @@ def blocks_computed_again(vllm_config: "VllmConfig") -> int:
 def groups_of(
     kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0, as_bytes: bool = False
 ) -> Groups:
-    """The KV cache groups that Manthan reads: one of full attention, and any with windows or states, in blocks of any
-    size; or windows alone, in one group.
+    """Return the KV cache groups of a model: one of full attention, and any with windows or states; or one of windows.
 
-    cache: vLLM's configuration of it; None for numbers of the model's kind. latent: see `latent_of`. as_bytes: nobody
-    looks into blocks of keys and values either. Raises UnsupportedError for others.
+    Args:
+        cache: vLLM's configuration of the cache; None for numbers of the model's kind.
+        latent: see `latent_of`.
+        as_bytes: True if blocks of keys and values are bytes that are not looked into, either.
+
+    Raises:
+        UnsupportedError: for other groups.
     """
     packed, groups = cache is not None and is_packed(cache), kv_cache_config.kv_cache_groups
     alone = tuple(page_nbytes(kv_cache_config).values()) if (packed or as_bytes) and len(groups) == 1 else ()
@@ -376,20 +386,23 @@ def groups_of(
     return made
 
 
-def _group(index: int, group: "KVCacheGroupSpec", cache: "CacheConfig | None", layer_nbytes: tuple[int, ...]) -> Group:
-    """layer_nbytes: see `Group`."""
+def _group(
+    index: int, group: "KVCacheGroupSpec", cache: "CacheConfig | None", layer_nbytes: tuple[int, ...]
+) -> KvCacheGroup:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     spec: Any = group.kv_cache_spec
     names = tuple(group.layer_names)
     if layer_nbytes and isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))  # so it is for workers; the scheduler gets one of them
-    return Group(index, spec, len(names), names, _dtype_of(spec, cache), layer_nbytes)
+    return KvCacheGroup(index, spec, len(names), names, _dtype_of(spec, cache), layer_nbytes)
 
 
-def _is_chain(group: Group, latent: int, as_bytes: bool) -> bool:
-    """Whether the group's blocks may make up chains: of keys and values of all tokens, or of latents, if there are any,
-    that have all of their numbers, of the model's kind, and nothing else. as_bytes: or of any latents."""
+def _is_chain(group: KvCacheGroup, latent: int, as_bytes: bool) -> bool:
+    """True if the group's blocks may make up chains: keys and values of all tokens, or plain latents.
+
+    as_bytes: True if latents of any kind will do.
+    """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     spec = group.spec
@@ -407,27 +420,22 @@ def _is_window(spec: "KVCacheSpec") -> bool:
     return type(spec) is SlidingWindowSpec
 
 
-def _window(group: Group) -> Window | None:
-    """The group as one beside a chain's, if it is one."""
+def _window(group: KvCacheGroup) -> Window | None:
+    """Return the group as one beside a chain's; None if it has neither windows nor states."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     spec: Any = group.spec
     if _is_window(spec):
         return Window(group, spec.sliding_window + spec.extra_retained_tokens)  # those vLLM has blocks for as well
     if type(spec) is MambaSpec:
-        return Window(replace(_in_pages(group), cache_dtype=_state_dtype(spec)), None)
+        tensors = [f"{dtype} {list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+        return Window(replace(_in_pages(group), cache_dtype=f"state of {', '.join(tensors)}"), None)
     return None
 
 
-def _in_pages(group: Group) -> Group:
-    """The same, whose blocks are bytes that nobody looks into: a page in each layer."""
+def _in_pages(group: KvCacheGroup) -> KvCacheGroup:
+    """Return the group with blocks of bytes that are not looked into, a page in each layer."""
     return replace(group, layer_nbytes=(group.spec.page_size_bytes,) * group.layers)
-
-
-def _state_dtype(spec: "MambaSpec") -> str:
-    """What a state's bytes are, as far as they are not padding: its tensors, one behind the other."""
-    tensors = [f"{dtype} {list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
-    return f"state of {', '.join(tensors)}"
 
 
 def _described(spec: "KVCacheSpec") -> str:
@@ -443,7 +451,7 @@ def _described(spec: "KVCacheSpec") -> str:
 
 
 def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
-    """Of a group's numbers, as --kv-cache-dtype names it."""
+    """Return the dtype of a group's numbers, as --kv-cache-dtype names it."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     dtype = "auto" if cache is None else cache.cache_dtype
@@ -453,6 +461,6 @@ def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
 
 
 def page_nbytes(kv_cache_config: "KVCacheConfig") -> dict[str, int]:
-    """What a block takes in each layer: the distance of blocks where layers lie apart, of layers where blocks do."""
+    """Number of bytes of a block in each layer: the distance of blocks or of layers, whichever lie side by side."""
     tensors = kv_cache_config.kv_cache_tensors
     return {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}

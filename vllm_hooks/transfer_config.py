@@ -1,4 +1,4 @@
-"""Manthan's configuration as vLLM carries it to its processes: a KVTransferConfig and back."""
+"""Configuration of Manthan as vLLM carries it to its processes: a KVTransferConfig and back."""
 
 import dataclasses
 import math
@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from manthan.manager.config.model import FIELDS
 from manthan.manager.config.registered import check_registered
-from manthan.manager.config.resolve import (
-    ARGUMENT,
-    DEFAULT,
-    ManthanConfig,
-    Resolved,
-    kind_of_source,
-    resolve_config,
-)
+from manthan.manager.config.resolve import ARGUMENT, DEFAULT, ManthanConfig, kind_of_source, resolve_config
 from manthan.vllm_hooks.kv_dtype import is_packed, is_plain
 
 if TYPE_CHECKING:
@@ -29,44 +22,44 @@ ABORTS_KEY = "manthan_aborts_at_shutdown"
 END_S = 5
 """Seconds that vLLM's engine takes to end, besides those to save sessions."""
 SOURCES_KEY = "manthan_sources"
-"""Where each value is from, for those who ask."""
+"""Key of the source of each value."""
 SEVERAL = "MultiConnector"
-"""vLLM's connector of connectors, and under which key it has those."""
+"""Connector of vLLM that has several others, under the key ENTRIES."""
 ENTRIES = "connectors"
 
 
 def kv_transfer_config(
     config_file: str | None = None, *, beside: "KVTransferConfig | None" = None, **options: Any
 ) -> "KVTransferConfig":
-    """What `LLM(kv_transfer_config=…)` takes to turn Manthan on.
+    """Return the `LLM(kv_transfer_config=…)` that turns Manthan on.
 
-    config_file: a YAML file. beside: another connector that is to be used as well. options: keys of the configuration,
-    which go before the file and the environment, nested ones as mappings: `tiers={"max_bytes": "8GiB"}`. Raises
-    ConfigError.
+    Args:
+        config_file: a YAML file.
+        beside: another connector to be used as well.
+        options: keys of the configuration, or flags. They go before the file and the environment. Nested keys are
+            mappings: `tiers={"max_bytes": "8GiB"}`.
+
+    Raises:
+        ConfigError: for a configuration that cannot be used, or a policy, codec or cold store that is not registered.
     """
-    return together(beside, to_transfer_config(resolve_config(config_file, flags=options)))
-
-
-def to_transfer_config(resolved: Resolved) -> "KVTransferConfig":
-    """Raises ConfigError for a policy, codec or cold store that is not registered."""
     from vllm.config import KVTransferConfig
 
-    check_registered(resolved)
-    return KVTransferConfig(
+    check_registered(resolved := resolve_config(config_file, flags=options))
+    own = KVTransferConfig(
         kv_connector=CONNECTOR,
         kv_connector_module_path=CONNECTOR_MODULE,
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={EXTRA_KEY: resolved.config.model_dump(mode="json"), SOURCES_KEY: resolved.sources},
     )
+    return together(beside, own)
 
 
 def together(other: "KVTransferConfig | None", own: "KVTransferConfig") -> "KVTransferConfig":
-    """Manthan beside the connector that somebody else configured, or beside several, in the place that it has among
-    them already, or else behind them: a request's KV comes from the first that has any, and what another engine has
-    computed for it is more than Manthan kept.
+    """Add Manthan to the connectors that `other` configures: in its place among them, or else as the last one.
 
-    The role of all of them together is kv_both, for Manthan loads KV on whichever side; each has its own.
+    A request's KV comes from the first connector that has any. Manthan goes last, because another engine has computed
+    more of the request than Manthan kept. The common role is kv_both, because Manthan loads KV on every side.
     """
     if other is None or other.kv_connector == CONNECTOR:
         return own
@@ -84,23 +77,23 @@ def together(other: "KVTransferConfig | None", own: "KVTransferConfig") -> "KVTr
 
 
 def _entry(transfer: "KVTransferConfig") -> dict[str, Any]:
-    """A connector as one of several; their engine has one name."""
+    """Return a connector as one entry of several, without the engine's name, which is common."""
     fields = {field.name: getattr(transfer, field.name) for field in dataclasses.fields(transfer)}
     return {name: value for name, value in fields.items() if name != "engine_id" and value is not None}
 
 
 def others(transfer: "KVTransferConfig") -> list[str]:
-    """The connectors beside Manthan."""
+    """Names of the connectors beside Manthan."""
     if transfer.kv_connector != SEVERAL:
         return []
     names = [str(each.get("kv_connector")) for each in transfer.kv_connector_extra_config.get(ENTRIES, ())]
     if CONNECTOR in names:
-        names.remove(CONNECTOR)
+        names.remove(CONNECTOR)  # once: a second one is another connector
     return names
 
 
 def settings(config: "VllmConfig | EngineArgs | Namespace") -> dict[str, Any] | None:
-    """What vLLM carries for Manthan to its processes, to be read and written; None where Manthan is off."""
+    """Return the settings that vLLM carries to its processes, to be read and written; None if Manthan is off."""
     transfer = config.kv_transfer_config
     if transfer is None:
         return None
@@ -112,12 +105,12 @@ def settings(config: "VllmConfig | EngineArgs | Namespace") -> dict[str, Any] | 
 
 
 def is_on(config: "VllmConfig | EngineArgs | Namespace") -> bool:
-    """Whether this engine, or the one that these flags are for, runs with Manthan."""
+    """True if the engine of this configuration runs with Manthan."""
     return settings(config) is not None
 
 
 def complete(config: "VllmConfig | Namespace") -> None:
-    """Give an entry of Manthan's that somebody wrote by hand what it leaves out. Raises ConfigError."""
+    """Complete an entry for Manthan that was written by hand. Raises ConfigError."""
     transfer, extra = config.kv_transfer_config, settings(config)
     assert transfer is not None
     assert extra is not None
@@ -128,14 +121,14 @@ def complete(config: "VllmConfig | Namespace") -> None:
 
 
 def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
-    """Manthan's configuration, in whatever process of the engine."""
+    """Return Manthan's configuration, in any process of the engine."""
     extra = settings(config)
     assert extra is not None
     return ManthanConfig.model_validate(extra[EXTRA_KEY])
 
 
 def settings_of(config: "VllmConfig | Namespace") -> dict[str, dict[str, Any]]:
-    """Each key's `value`, and where it is `from`: flag, file, environment, argument or default."""
+    """Return each key's `value` and its source, `from`: flag, file, environment, argument or default."""
     extra = settings(config)
     assert extra is not None
     sources, own = extra.get(SOURCES_KEY, {}), from_vllm_config(config)
@@ -166,15 +159,17 @@ def abort_at_shutdown(vllm_config: "VllmConfig") -> None:
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:
-    """Whether blocks become codes on the GPU, whose tiers are ranges of addresses."""
+    """True if blocks are encoded on the GPU, whose tiers are ranges of addresses."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cuda() and from_vllm_config(vllm_config).codec.backend != "numpy"
 
 
 def keeps_bytes(vllm_config: "VllmConfig") -> bool:
-    """Whether blocks are kept cold as the bytes that they are, whatever codec is asked for: only vLLM can read them;
-    or, on a GPU, they are of latents (MLA) in fp8, or beside states, whose pages are padded then."""
+    """True if blocks are stored as their bytes, whatever codec is configured.
+
+    Either only vLLM can read them, or they hold latents (MLA) on a GPU, in fp8 or beside states with padded pages.
+    """
     cache, model = vllm_config.cache_config, vllm_config.model_config
     unknown = model.use_mla and (model.is_hybrid or not is_plain(cache))
     return is_packed(cache) or (unknown and is_on_gpu(vllm_config))

@@ -22,7 +22,7 @@ NEEDED = ("torch", "transformers", "safetensors")
 
 
 class Metric(StrEnum):
-    """What errors are weighed by."""
+    """Weight of errors."""
 
     fisher = "fisher"
     none = "none"
@@ -52,7 +52,7 @@ def calibrate(
 
 
 def made(console: Console, model: str, text: Path | None, tokens: int, ranks: int, metric: Metric) -> Profile:
-    """Raises ProfileError, OSError."""
+    """Return a model's profile. Raises ProfileError, OSError."""
     missing = [name for name in NEEDED if not find_spec(name)]
     if missing:
         raise ProfileError(f"it takes {' and '.join(missing)}, which is not installed here.")

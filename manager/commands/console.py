@@ -1,10 +1,10 @@
-"""Where the `manthan` command prints."""
+"""Console of the `manthan` command."""
 
 from rich.console import Console
 
 
 def make_console() -> Console:
-    """Standard output; where that is no terminal, a row stays one line for grep, whatever its length."""
+    """Return standard output. Where it is no terminal, a row stays one line, so that grep finds it."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 1_000_000

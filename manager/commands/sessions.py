@@ -29,7 +29,7 @@ LOCAL = "http://127.0.0.1:8000"
 
 
 class AskError(Exception):
-    """A server did not answer as asked; one sentence."""
+    """Error of a request to a server, in one sentence."""
 
 
 app = typer.Typer(no_args_is_help=True, help=f"Sessions of a running server; its API key is read from {KEY_ENV}.")
@@ -123,7 +123,7 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def _path(session: str, tenant: str) -> str:
-    """A client that sees all tenants' sessions finds them by both names."""
+    """Return the path of a session. A client that sees all tenants' sessions names the tenant as well."""
     return f"/sessions/{quote(f'{tenant}/{session}' if tenant else session, safe='')}"
 
 

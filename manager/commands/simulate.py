@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -27,13 +27,6 @@ from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, Trace
 from manthan.policies import BadPolicyError, UnknownPolicyError, get_policy
 
 _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
-
-
-class Run(NamedTuple):
-    """A replay that is asked for. label: the policy with its options, as it was written."""
-
-    label: str
-    setup: Setup
 
 
 @dataclass(frozen=True)
@@ -79,26 +72,18 @@ def simulate(
     except (ConfigError, TraceError, UnknownPolicyError, BadPolicyError) as error:
         typer.echo(str(error).replace("argument: idle.after_s", "--idle-after"), err=True)
         raise typer.Exit(1) from None
-    first = int(measure_from * len(read.requests))
+    same: dict[str, Any] = {
+        "idle_after_s": config.idle.after_s,
+        "first_measured": int(measure_from * len(read.requests)),
+    }
     runs = [
-        Run(
-            label,
-            Setup(
-                kind,
-                hot_blocks,
-                options,
-                cold_blocks,
-                block_tokens,
-                idle_after_s=config.idle.after_s,
-                first_measured=first,
-            ),
-        )
+        (label, Setup(kind, hot_blocks, options, cold_blocks, block_tokens, **same))
         for (label, kind, options), (hot_blocks, cold_blocks) in product(policies, pairs)
     ]
     gc.freeze()  # a replay makes many objects that live long and are in no cycles
     gc.set_threshold(50_000, 20, 20)
     bar = track(runs, "replays", len(runs), console=Console(stderr=True), transient=True)
-    results = [_run(run, read.requests) for run in bar]
+    results = [_run(label, setup, read.requests) for label, setup in bar]
     make_console().print(_table(results))
     if json_file is not None:
         about = {"name": read.name, "requests": len(read.requests), "distinct_blocks": read.distinct_blocks}
@@ -106,14 +91,13 @@ def simulate(
         json_file.write_text(json.dumps({"trace": about, "results": rows}, indent=1) + "\n", encoding="utf-8")
 
 
-def _run(run: Run, requests: Sequence[TracedRequest]) -> Result:
-    setup = run.setup
+def _run(label: str, setup: Setup, requests: Sequence[TracedRequest]) -> Result:
     tally = replay(requests, setup)
     served = [one for one in tally.served[setup.first_measured :] if one is not None]
     asked = sum(one.asked for one in served)
     seconds = np.array([one.first_token_s for one in served])
     return Result(
-        run.label,
+        label,
         setup.pool_blocks * setup.block_tokens,
         setup.cold_blocks * setup.block_tokens,
         sum(one.resident for one in served) / asked,
@@ -128,14 +112,13 @@ def _run(run: Run, requests: Sequence[TracedRequest]) -> Result:
 
 
 def _table(results: Sequence[Result]) -> Table:
-    """A row a replay; shares of the asked blocks, in percent."""
-    table = Table(
-        *("policy", "hot tokens", "cold tokens", "hot", "restored", "found", "first token", "p99"),
+    """Return a row for each replay. Shares are of the asked blocks, in percent."""
+    table = Table("policy", box=None)
+    for name in (
+        *("hot tokens", "cold tokens", "hot", "restored", "found", "first token", "p99"),
         *("evictions", "encoded", "restored blocks", "dropped"),
-        box=None,
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
+    ):
+        table.add_column(name, justify="right")
     for row in results:
         shares = (row.hot_share, row.restored_share, row.hot_share + row.restored_share)
         table.add_row(
@@ -152,7 +135,7 @@ def _table(results: Sequence[Result]) -> Table:
 
 
 def _policy(label: str) -> ChosenPolicy:
-    """`NAME` or `NAME:OPTION=VALUE:…`, values as in YAML."""
+    """Return the policy of `NAME` or `NAME:OPTION=VALUE:…`. Values are YAML."""
     name, *given = label.split(":")
     fields = get_policy(name).Options.model_fields
     values = {}
@@ -165,20 +148,19 @@ def _policy(label: str) -> ChosenPolicy:
     return choose_policy(PolicyConfig(name=name, **values), sources)
 
 
-def _capacities(option: str, text: str, trace: Trace) -> list[int]:
+def _capacities(option: str, texts: str, trace: Trace) -> list[int]:
     """Return blocks, from a list of tokens and shares of the distinct blocks of a trace."""
-    return [_capacity(option, one.strip(), trace) for one in text.split(",")]
-
-
-def _capacity(option: str, text: str, trace: Trace) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG%]?)", text)
-    if not match:
-        raise ConfigError(f"{option} must be tokens, such as 64000 or 4M, or a share, such as 5%, not {text!r}")
-    number, unit = float(match[1]), match[2]
-    blocks = int(number / 100 * trace.distinct_blocks if unit == "%" else number * _UNITS[unit] / trace.block_tokens)
-    if blocks == 0:
-        raise ConfigError(f"{option} {text} is less than a block of {trace.block_tokens} tokens: give it more")
-    return blocks
+    found = []
+    for text in map(str.strip, texts.split(",")):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG%]?)", text)
+        if not match:
+            raise ConfigError(f"{option} must be tokens, such as 64000 or 4M, or a share, such as 5%, not {text!r}")
+        number, unit = float(match[1]), match[2]
+        blocks = number / 100 * trace.distinct_blocks if unit == "%" else number * _UNITS[unit] / trace.block_tokens
+        found.append(int(blocks))
+        if not found[-1]:
+            raise ConfigError(f"{option} {text} is less than a block of {trace.block_tokens} tokens: give it more")
+    return found
 
 
 def _check_pools(text: str, hot: list[int], trace: Trace) -> None:

@@ -1,1 +1,1 @@
-"""What can be configured, where a value may come from, and what is registered."""
+"""Configuration: its keys, its sources, and the check against registries."""

@@ -15,7 +15,7 @@ from manthan.manager.config.removed import KINDS
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used, in one sentence for the person who wrote it."""
+    """Error of a configuration, in one sentence for the person who wrote it."""
 
 
 def _no_bool(value: object) -> object:
@@ -54,12 +54,12 @@ RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 
 
 def _from_json(value: object) -> object:
-    """A mapping that comes out of the environment is JSON."""
+    """Read a mapping, which is JSON in the environment."""
     return json.loads(value) if isinstance(value, str) else value
 
 
 def _names(value: object) -> object:
-    """Split names that have commas between them, as in the environment."""
+    """Split a list of names, which has commas in the environment."""
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
@@ -103,7 +103,7 @@ class _Group(_Model):
 
 
 class PolicyConfig(_Group):
-    """Which eviction policy, and the options that this policy takes."""
+    """Name of an eviction policy, and the options that it takes."""
 
     model_config = ConfigDict(extra="allow")
     shorthand = "name"
@@ -114,7 +114,7 @@ class PolicyConfig(_Group):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything beside the name, as it was written."""
+        """Return the policy's options as they were given."""
         return dict(self.model_extra or {})
 
 
@@ -204,13 +204,13 @@ class TiersConfig(_Group):
 
     @property
     def places(self) -> Sequence[str]:
-        """Tiers that are read, the fastest first; the last one has all blocks."""
+        """Tiers that are read, the fastest first. The last one has all blocks."""
         front = {"host": self.front_bytes, "disk": self.front_disk_bytes}
         return (*(tier for tier, nbytes in front.items() if nbytes), self.kind)
 
     @property
     def tier_names(self) -> Sequence[str]:
-        """All tiers, the fastest first: RAM behind GPU memory is one, too."""
+        """Names of all tiers, the fastest first, with RAM behind GPU memory."""
         return ("device", "host") if self.kind == "device" and self.host_bytes else self.places
 
     @property
@@ -225,7 +225,7 @@ class TiersConfig(_Group):
 
     @property
     def is_on_disk(self) -> bool:
-        """True if a disk has some or all of them."""
+        """True if a disk has some or all of the blocks."""
         return "disk" in self.places
 
     @property
@@ -316,7 +316,7 @@ class ManthanConfig(_Model):
 
 
 def _walk(model: type[_Model], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every field of a model and of those in it, by dotted name, groups before what is in them."""
+    """Yield the fields of a model and its groups by dotted name. A group comes before its own fields."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         if (group := _group(field)) is not None:
@@ -334,7 +334,7 @@ GROUPS: dict[str, type[_Group]] = {
 """The nested models by their key."""
 
 FIELDS = {key: field for key, field in _walk(ManthanConfig) if key not in GROUPS}
-"""Every key that holds a value, by its dotted name: `idle.after_s`, `tiers.max_bytes`."""
+"""Fields that hold a value, by their dotted name: `idle.after_s`, `tiers.max_bytes`."""
 
 
 FLAGS = {key: flag for key, field in FIELDS.items() for flag in field.metadata if isinstance(flag, Flag)}

@@ -1,4 +1,4 @@
-"""The codec that a configuration means for a model, and the profile that it takes."""
+"""Choice of a model's codec and profile from its configuration."""
 
 import logging
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from manthan.manager.config.model import CodecConfig, ConfigError
 logger = logging.getLogger("vllm.manthan")
 
 AUTO = "auto"
-"""The name that stands for CALIBRATED where the model has a profile, and for PLAIN where it has none."""
+"""Name for CALIBRATED if the model has a profile, else for PLAIN."""
 CALIBRATED, PLAIN = "klt-8x", "wht-5x"
 
 
 @dataclass(frozen=True)
 class ChosenCodec:
-    """name: of a codec. profile: the model's, if the codec takes one, and path where it lies."""
+    """A codec's name, and the model's profile and its path if the codec takes one."""
 
     name: str
     path: Path | None = None
@@ -29,37 +29,40 @@ class ChosenCodec:
 def choose_codec(
     config: CodecConfig, model: str, ranks: int = 1, has_latents: bool = False, revision: str | None = None
 ) -> ChosenCodec:
-    """For so many tensor-parallel ranks. A profile that is not named is looked for where `manthan calibrate` puts it,
-    by the model's weights.
+    """Return the codec of a model. A profile that is not named is looked for where `manthan calibrate` puts it.
 
-    has_latents: whether the model caches latents (MLA), which take no profile. Raises ConfigError for a profile that is
-    missing, cannot be read, is for another number of ranks, or has not the codec's preset.
+    Args:
+        ranks: Number of tensor-parallel ranks.
+        has_latents: True if the model caches latents (MLA), which take no profile.
+
+    Raises:
+        ConfigError: The profile is missing, cannot be read, is for another number of ranks, or lacks the preset.
     """
+    is_auto = config.name == AUTO
+    name = CALIBRATED if is_auto else config.name
     if has_latents and (needs_profile(config.name) or config.profile):
         what = f"codec.profile is {config.profile}" if config.profile else f"codec.name is {config.name}"
         raise ConfigError(
             f"{what}, but {model} uses multi-head latent attention (MLA), and its latents take no profile: use auto, "
             f"{PLAIN} or wht-4x"
         )
-    if has_latents and config.name == AUTO:
+    if has_latents and is_auto:
         return ChosenCodec(PLAIN)
-    if config.name != AUTO and not needs_profile(config.name):
+    if not needs_profile(name):
         if config.profile:
             takes = ", ".join((AUTO, *PRESETS))
-            raise ConfigError(f"codec.profile is {config.profile}, but codec {config.name} takes none: use {takes}")
-        return ChosenCodec(config.name)
+            raise ConfigError(f"codec.profile is {config.profile}, but codec {name} takes none: use {takes}")
+        return ChosenCodec(name)
     named = Path(config.profile).expanduser().absolute() if config.profile else None
     path = named or profile_path(model, ranks, revision)
-    name = CALIBRATED if config.name == AUTO else config.name
     try:
         if named or (path.exists() and has_weights(model, revision)):
             return ChosenCodec(name, path, load_profile(path, name, model, ranks))
     except ConfigError as error:
-        if config.name != AUTO or named:
+        if not is_auto or named:
             raise
         logger.warning("Manthan: codec %s is used, for %s", PLAIN, error)
-        return ChosenCodec(PLAIN)
-    if config.name == AUTO:
+    if is_auto:
         return ChosenCodec(PLAIN)
     raise ConfigError(
         f"codec {name} needs a profile of {model}, and there is none at {path}: run `{_command(model, ranks)}`, or "
@@ -68,7 +71,7 @@ def choose_codec(
 
 
 def load_profile(path: Path, codec: str, model: str, ranks: int) -> Profile:
-    """Raises ConfigError for what codec, model and ranks cannot use."""
+    """Return the profile of a file. Raises ConfigError if the codec or this number of ranks cannot use it."""
     try:
         profile = Profile.load(path)
         profile.for_rank(0, ranks)
@@ -81,7 +84,7 @@ def load_profile(path: Path, codec: str, model: str, ranks: int) -> Profile:
 
 
 def check_profile(chosen: ChosenCodec, model: str, layers: int, heads: int, head_dim: int) -> None:
-    """heads: of all ranks. Raises ConfigError for a profile of another shape."""
+    """Raise ConfigError for a profile of another shape. heads: KV heads of all ranks."""
     if chosen.profile is None:
         return
     info = chosen.profile.info

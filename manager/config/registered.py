@@ -1,4 +1,4 @@
-"""Names and options in a configuration against what is registered."""
+"""Check of a configuration's names and options against the registries of policies, codecs and tiers."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -15,16 +15,16 @@ from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, get_
 
 
 class ChosenPolicy(NamedTuple):
-    """A policy, and the options that it is to be made with."""
+    """A policy, and the options to make it with."""
 
     policy: type[EvictionPolicy]
     options: PolicyOptions
 
 
 def check_registered(resolved: Resolved) -> None:
-    """Raise ConfigError for a policy, a policy's option, a codec or a cold store that nobody registered.
+    """Raise ConfigError for an unknown policy, policy's option, codec or cold store.
 
-    Also for an option's value that the policy does not take, and for a policy that cannot be loaded.
+    Raise it also for an option's value that the policy does not take, and for a policy that cannot be loaded.
     """
     config, sources = resolved
     policy = config.policy
@@ -43,9 +43,10 @@ def _check_name(key: str, what: str, name: str, valid: Collection[str], sources:
 
 
 def choose_policy(config: PolicyConfig, sources: Mapping[str, str] | None = None) -> ChosenPolicy:
-    """The policy of this name with these options.
+    """Return a configuration's policy with its options. Raises UnknownPolicyError, ConfigError.
 
-    `sources` (from `resolve_config`) lets the ConfigError say where a value was written. Raises UnknownPolicyError.
+    Args:
+        sources: Sources of values, from `resolve_config`, for the sentence of the ConfigError.
     """
     policy = _load(config, sources)
     try:

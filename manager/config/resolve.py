@@ -1,4 +1,4 @@
-"""What can be configured, and where a value may come from: flags over environment over YAML over defaults.
+"""Resolution of a configuration: flags over environment over YAML over defaults.
 
     config, sources = resolve_config("configs/default.yaml", flags={"--manthan-idle-after": 60})
 
@@ -8,8 +8,9 @@ Every mistake is a ConfigError of one sentence: the source, the key, the value a
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,28 +28,28 @@ logger = logging.getLogger("vllm.manthan")
 FLAG_KEYS = {flag.name: key for key, flag in FLAGS.items()}
 ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
-"""What a Service named `manthan` or `manthan-redis` puts into every pod of its namespace: not meant for us."""
+"""Variables that a Service named `manthan` or `manthan-redis` puts into every pod of its namespace."""
 DEFAULT, ARGUMENT = "default", "argument"
 LONG_UNSAVED_S = 30
 OLD_GROUPS = {old.rpartition(".")[0] for old in RENAMED} - {""}
 
 
 class Resolved(NamedTuple):
-    """A configuration, and the source of each value: dotted key to flag, variable, file or `default`."""
+    """A configuration. sources: by dotted key, the flag, variable, file or `default` that gave the value."""
 
     config: ManthanConfig
     sources: dict[str, str]
 
 
 class _Given(NamedTuple):
-    """old: the key's old name, if that was written."""
+    """A value. old: the key's old name, if a source has it under that."""
 
     value: object
     source: str
     old: str = ""
 
 
-_Layer = Iterable[tuple[str, _Given]]
+_Leaves = Iterator[tuple[str, _Given]]
 
 
 def resolve_config(
@@ -57,21 +58,32 @@ def resolve_config(
     env: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> Resolved:
-    """The configuration and the source of every value.
+    """Return the configuration and the source of every value. Raises ConfigError.
 
-    `path` is a YAML file. `env` is os.environ unless given; in it, `MANTHAN_TIERS__MAX_BYTES` is
-    `tiers.max_bytes`. `flags` has options of `vllm serve` or dotted keys, None for what was not given.
+    Args:
+        path: YAML file.
+        env: Variables; os.environ unless given. `MANTHAN_TIERS__MAX_BYTES` is `tiers.max_bytes`.
+        flags: Options of `vllm serve`, or dotted keys. None is the value of one that is not given.
     """
-    given: dict[str, _Given] = {}
-    env = os.environ if env is None else env
-    for layer in (_from_yaml(path), _from_env(env), _from_flags(flags or {})):
-        _override(given, layer)
+    env, given = os.environ if env is None else env, dict[str, _Given]()
+    file = [] if path is None else [(str(key), value, str(path)) for key, value in _read_yaml(path).items()]
+    variables = [(_key_of(name), value, name) for name, value in env.items() if name.startswith(ENV_PREFIX)]
+    known = [one for one in variables if _is_known(one[0])]
+    options = [
+        (FLAG_KEYS.get(name, name), value, name if name in FLAG_KEYS else ARGUMENT)
+        for name, value in (flags or {}).items()
+        if value is not None
+    ]
+    for layer in (file, known, options):
+        _override(given, chain.from_iterable(_leaves(*one) for one in layer))
     try:
         config = ManthanConfig.model_validate(_nested(given))
     except ValidationError as error:
         raise ConfigError(_sentence(error, given)) from None
-    for variable in filter(_is_unknown, env):  # whoever else chose this name cannot be asked to choose another
-        hint = nearest(variable, [ENV_PREFIX + key.replace(".", "__").upper() for key in (*FIELDS, *GROUPS)])
+    for key, _, variable in variables:
+        if _is_known(key) or variable == REDIS_PASSWORD or KUBERNETES.fullmatch(variable):
+            continue
+        hint = nearest(variable, [ENV_PREFIX + name.replace(".", "__").upper() for name in (*FIELDS, *GROUPS)])
         _warn_once(f"Manthan: the environment variable {variable} is unknown and ignored{hint}")
     if config.idle.after_s > LONG_UNSAVED_S:
         _warn_once(
@@ -83,16 +95,10 @@ def resolve_config(
 
 
 def kind_of_source(source: str) -> str:
-    """What a source is: flag, file, environment, argument or default."""
+    """Return "flag", "file", "environment", "argument" or "default"."""
     if source in (DEFAULT, ARGUMENT):
         return source
     return "flag" if source in FLAG_KEYS else "environment" if source.startswith(ENV_PREFIX) else "file"
-
-
-def _from_yaml(path: str | Path | None) -> _Layer:
-    if path is not None:
-        for key, value in _read_yaml(path).items():
-            yield from _leaves(str(key), value, str(path))
 
 
 def _read_yaml(path: str | Path) -> dict[object, object]:
@@ -113,37 +119,17 @@ def _read_yaml(path: str | Path) -> dict[object, object]:
     return values
 
 
-def _from_env(env: Mapping[str, str]) -> _Layer:
-    for variable, value in env.items():
-        if variable.startswith(ENV_PREFIX) and _is_known(key := _key_of(variable)):
-            yield from _leaves(key, value, variable)
-
-
 def _key_of(variable: str) -> str:
     return variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
 
 
-def _is_unknown(variable: str) -> bool:
-    """Whether somebody may have meant us with it: a mistake, or another program's."""
-    if not variable.startswith(ENV_PREFIX) or _is_known(_key_of(variable)):
-        return False
-    return variable != REDIS_PASSWORD and not KUBERNETES.fullmatch(variable)
-
-
 @cache
 def _warn_once(sentence: str) -> None:
-    """Once a process."""
+    """Log a sentence once in a process."""
     logger.warning("%s", sentence)
 
 
-def _from_flags(flags: Mapping[str, object]) -> _Layer:
-    for name, value in flags.items():
-        if value is not None:
-            is_flag = name in FLAG_KEYS
-            yield from _leaves(FLAG_KEYS[name] if is_flag else name, value, name if is_flag else ARGUMENT)
-
-
-def _leaves(key: str, value: object, source: str) -> _Layer:
+def _leaves(key: str, value: object, source: str) -> _Leaves:
     """Yield the values of FIELDS that `key: value` sets. Replace shorthands and old names."""
     group = GROUPS.get(key)
     if key in REMOVED:
@@ -172,8 +158,8 @@ def _is_known(key: str) -> bool:
     return known or (key.startswith("policy.") and key != "policy.")
 
 
-def _override(given: dict[str, _Given], layer: _Layer) -> None:
-    """Lay `layer` over `given`; another policy does not inherit the options of the one it replaces."""
+def _override(given: dict[str, _Given], layer: _Leaves) -> None:
+    """Lay `layer` over `given`. A policy that replaces another one does not inherit its options."""
     above: dict[str, _Given] = {}
     for key, one in layer:
         for other in (above.get(key), given.get(key)):

@@ -1,4 +1,4 @@
-"""One sentence for each mistake: what is wrong where, and what would be right."""
+"""Sentences about mistakes: one each, which says what would be right."""
 
 import difflib
 import re
@@ -9,9 +9,13 @@ from pydantic import ValidationError
 
 
 class Mistake(NamedTuple):
-    """The first thing that pydantic found. key: dotted, empty where a validator compares several; said: by that one.
+    """First error that pydantic found.
 
-    value: as it was given, of what stands at the key. kind: pydantic's name for it, such as missing.
+    Args:
+        key: Dotted key; empty if a validator compares several.
+        value: Value that was given for the key.
+        kind: pydantic's name of the error, such as missing.
+        said: Sentence of the validator.
     """
 
     key: str
@@ -26,19 +30,19 @@ class Mistake(NamedTuple):
 
 
 def first_mistake(error: ValidationError) -> Mistake:
-    """What to tell of: people mend one thing after the other."""
+    """Return the first error only, because people mend one thing after the other."""
     first = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
     return Mistake(key, first["input"], first["type"], first["msg"].removeprefix("Value error, "))
 
 
 def written(value: object) -> str:
-    """A value of a YAML file, as whoever wrote it sees it."""
+    """Return a value as it looks in a YAML file."""
     return "empty" if value is None else repr(value)
 
 
 def must_be(key: str, right: str | None, value: object, show: Callable[[object], str] = written) -> str:
-    """The sentence about a value that is not what `right` says it must be."""
+    """Return the sentence about a value that is wrong. right: what is expected, behind "must be"."""
     shown = show(value)
     if key == "tiers.redis.url" and re.search("[@?]", str(value)):  # there may be a password in it
         shown = "a URL with '@' or '?' in it"
@@ -46,11 +50,9 @@ def must_be(key: str, right: str | None, value: object, show: Callable[[object],
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or the list of what is valid when nothing comes near."""
+    """Return ` (did you mean 'x'?)`, or a list of all valid names if none is near."""
     valid = sorted(valid)
     if not valid:
         return " (there are none)"
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    if close:
-        return f" (did you mean '{close[0]}'?)"
-    return f" (valid: {', '.join(valid)})"
+    return f" (did you mean '{close[0]}'?)" if close else f" (valid: {', '.join(valid)})"

@@ -1,1 +1,1 @@
-"""What `manthan doctor` looks at that has nothing to do with vLLM: each check gives findings of one sentence."""
+"""Checks of `manthan doctor` that do not need vLLM. Each returns findings of one sentence."""

@@ -19,10 +19,7 @@ from manthan.manager.tiers.redis_client import check, connect, pipelined
 IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
 REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "afs", "fuse.")
 """Prefixes of the names of file systems whose files may be on other machines."""
-REDIS_COMMANDS: tuple[tuple[str, ...], ...] = (
-    *(("DEL",), ("HSET", "f", "1"), ("HGET", "f"), ("PEXPIREAT", "1"), ("SET", "1", "PX", "1000")),
-    *(("GET",), ("STRLEN",), ("EXISTS",), ("UNLINK",)),
-)
+REDIS_COMMANDS = "DEL, HSET f 1, HGET f, PEXPIREAT 1, SET 1 PX 1000, GET, STRLEN, EXISTS, UNLINK"
 """Commands that engines send to Redis, once each, without the key."""
 
 
@@ -105,26 +102,23 @@ def file_system(path: Path, mounts: Path) -> str:
 
 def check_redis(config: ManthanConfig) -> Iterator[Finding]:
     """Check that Redis answers, takes what engines send, and evicts when it is full."""
-    name, store = "Redis", config.tiers
-    if "redis" not in store.places:
-        yield Finding(name, Mark.SKIPPED, f"tiers.kind is {store.kind}, which does not use Redis.")
+    name, redis = "Redis", config.tiers.redis
+    if "redis" not in config.tiers.places:
+        yield Finding(name, Mark.SKIPPED, f"tiers.kind is {config.tiers.kind}, which does not use Redis.")
         return
     try:
-        with closing(connect(config.tiers.redis)) as client:
-            said = check(client, config.tiers.redis)
-            key = f"{config.tiers.redis.prefix}doctor"
-            pipelined(client, [(command, key, *more) for command, *more in REDIS_COMMANDS])
+        with closing(connect(redis)) as client:
+            said = check(client, redis)
+            key = f"{redis.prefix}doctor"
+            commands = [command.split() for command in REDIS_COMMANDS.split(", ")]
+            pipelined(client, [(command, key, *more) for command, *more in commands])
     except ConfigError as error:
         yield Finding(name, Mark.WRONG, str(error))
         return
     except RedisError as error:
-        yield Finding(
-            name, Mark.WRONG, f"Redis at {config.tiers.redis.url} refuses a command that engines send: {error}."
-        )
+        yield Finding(name, Mark.WRONG, f"Redis at {redis.url} refuses a command that engines send: {error}.")
         return
-    yield Finding(
-        name, Mark.OK, f"{config.tiers.redis.url} answers, and takes keys that begin with {config.tiers.redis.prefix}."
-    )
+    yield Finding(name, Mark.OK, f"{redis.url} answers, and takes keys that begin with {redis.prefix}.")
     yield Finding("Redis memory", Mark.WARNING if said else Mark.OK, said or "Redis evicts when it is full.")
 
 

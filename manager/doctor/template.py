@@ -1,7 +1,7 @@
-"""Whether a chat template rewrites history: where the next turn's prompt parts from what a conversation's KV is of.
+"""Check of a chat template: the next turn's prompt must repeat the tokens of the turn before it.
 
-A session's KV is of the tokens of a prompt and of the answer as the model said it. The next prompt is made anew of
-messages. What it repeats, token by token from the first one on, is found again; what is behind that is computed.
+A session's KV is of the tokens of a prompt and of the model's answer. The next prompt is rendered anew from messages.
+Its tokens are found in the KV up to the first that differs. All tokens behind that are computed.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,18 @@ THOUGHT = "The user asks for a capital. Of France that is Paris, so I say so in 
 ANSWER = "The capital of France is Paris."
 NEXT = "And which one is that of Italy?"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""What templates call a message's thinking."""
+"""Names of a message's thinking in templates."""
 A_DAY = 27 * 60
-"""And some hours: in minutes."""
+"""Minutes of a day and some hours."""
 BEGINNING = datetime(2026, 1, 5, 9, 30)
-"""When a conversation begins, for templates that say the time."""
+"""Time at which a conversation begins, for templates that show it."""
 AROUND = 8
-"""So many tokens are shown around the place."""
+"""Number of tokens that are shown around the first difference."""
 
 
 @dataclass(frozen=True)
 class Renderer:
-    """A model's chat template, and its tokenizer of Transformers. tools: what the model may call, as the template gets
-    it."""
+    """Chat template and tokenizer of a model. tools: definitions of functions that the template gets."""
 
     tokenizer: Any
     template: str
@@ -44,7 +43,7 @@ class Renderer:
 
         Args:
             asks: True to add the generation prompt.
-            minutes: so much later than at first.
+            minutes: Time since BEGINNING.
         """
         from jinja2 import TemplateError
 
@@ -70,8 +69,15 @@ class Renderer:
 
 
 class Parting(NamedTuple):
-    """of: what was tried. kept: how many of a turn's `tokens` the next prompt begins with. before, was, comes: the text
-    up to there, what the turn went on with, and what the next prompt goes on with."""
+    """First difference between a turn and the next prompt.
+
+    Args:
+        of: Name of the try.
+        kept: Number of the turn's `tokens` that the next prompt begins with.
+        before: Text before the difference.
+        was: Text of the turn from there on.
+        comes: Text of the next prompt from there on.
+    """
 
     of: str
     kept: int
@@ -82,21 +88,21 @@ class Parting(NamedTuple):
 
     @property
     def rewrites(self) -> bool:
-        """The last token may be joined with what follows, which is no rewriting."""
+        """True if the prompt repeats less than all. The last token may be joined with the text behind it."""
         return self.kept < self.tokens - 1
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Number of tokens that both begin with."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
 
 def said(renderer: Renderer, messages: Sequence[Message], answer: Message, thought: str = "") -> list[int]:
-    """The tokens whose KV there is when the model has given this answer, nothing dropped of it.
+    """Return the tokens whose KV exists when the model has given this answer.
 
-    thought: what it thought, which the message has too. Where the template does not show that, it stands between the
-    usual tags.
+    Args:
+        thought: The answer's thinking. It is between the usual tags if the template does not show it.
     """
     prompt = renderer.render(messages, asks=True)
     asked, shown = renderer.decode(prompt), renderer.decode(renderer.render([*messages, answer], asks=False))
@@ -110,8 +116,11 @@ def said(renderer: Renderer, messages: Sequence[Message], answer: Message, thoug
 
 
 def partings(renderer: Renderer) -> list[Parting]:
-    """What becomes of a turn in the next one: of a plain answer, also on another day, and of one with thinking, which
-    the client sends back apart, where the template knows of that, or between tags within the answer."""
+    """Return where a turn and the next prompt differ, for each kind of answer.
+
+    There are plain answers, also with the next turn on another day, and answers with thinking. The client sends
+    thinking back in a field of its own, if the template knows that, or between tags within the answer.
+    """
     asked, then = [{"role": "user", "content": QUESTION}], {"role": "user", "content": NEXT}
     plain = {"role": "assistant", "content": ANSWER}
     apart = plain | dict.fromkeys(THOUGHT_KEYS, THOUGHT)
@@ -125,18 +134,15 @@ def partings(renderer: Renderer) -> list[Parting]:
     found = []
     for of, answer, thought, minutes in tried:
         again = renderer.render([*asked, answer, then], asks=True, minutes=minutes)
-        found.append(_parting(renderer, of, said(renderer, asked, answer, thought), again))
+        turn = said(renderer, asked, answer, thought)
+        kept = common(turn, again)
+        texts = turn[max(0, kept - AROUND) : kept], turn[kept : kept + AROUND], again[kept : kept + AROUND]
+        found.append(Parting(of, kept, len(turn), *map(renderer.decode, texts)))
     return found
 
 
-def _parting(renderer: Renderer, of: str, first: Sequence[int], second: Sequence[int]) -> Parting:
-    kept = common(first, second)
-    texts = first[max(0, kept - AROUND) : kept], first[kept : kept + AROUND], second[kept : kept + AROUND]
-    return Parting(of, kept, len(first), *map(renderer.decode, texts))
-
-
 def check_template(renderer: Renderer) -> Finding:
-    """Renders two turns, and says where they part."""
+    """Render two turns, and find where they differ."""
     found = partings(renderer)
     worst = min(found, key=lambda one: one.kept / one.tokens if one.rewrites else 1.0)
     if not worst.rewrites:

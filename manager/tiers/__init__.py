@@ -1,1 +1,1 @@
-"""Where codes lie, and who keeps the books of it."""
+"""Tiers: places of compressed blocks, and the records of sessions that outlive the engine."""

@@ -1,11 +1,11 @@
-"""Room for blocks of different sizes in one range of addresses: best fit, and in pieces rather than not at all.
+"""Allocator of blocks of different sizes in one range of addresses, by best fit.
 
-A block gets one extent wherever some hole is large enough for it: the smallest that is, of equal ones the lowest. Only
-where none is, it gets several, the largest holes first. So whatever is free can be used: what is lost is less than
-GRANULE a block. Blocks of one size leave holes of whole blocks, and are never in pieces.
+A block gets one extent if a hole is large enough: the smallest such hole, and of equal ones the lowest. Else it gets
+several extents, the largest holes first, so that all free bytes can be used. Less than GRANULE bytes a block are lost.
+Blocks of one size leave holes of whole blocks, and are never in pieces.
 
-Filled to the last byte with blocks of many sizes, holes wear down to dust, and a block lies in hundreds of extents.
-With a fiftieth left free it lies in one or two: whoever fills an arena should leave so much.
+In an arena that is filled to the last byte with blocks of many sizes, a block lies in hundreds of extents. With a
+fiftieth of the bytes free it lies in one or two; see `usable`.
 """
 
 from bisect import bisect_left, insort
@@ -13,38 +13,39 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 GRANULE = 256
-"""All extents begin and end at multiples of this, in bytes."""
+"""Bytes; extents begin and end at multiples."""
 
 
 class Extent(NamedTuple):
-    """A run of addresses. start, nbytes: multiples of GRANULE."""
+    """Run of addresses. start, nbytes: multiples of GRANULE."""
 
     start: int
     nbytes: int
 
 
 def room(nbytes: int) -> int:
-    """What a block of so many bytes takes: rounded up to a multiple of GRANULE."""
+    """Return the bytes that a block takes: `nbytes` rounded up to a multiple of GRANULE."""
     return -(-nbytes // GRANULE) * GRANULE
 
 
 def usable(nbytes: int) -> int:
-    """So many of an arena's bytes should be used, so that holes stay large."""
+    """Return the bytes of an arena that blocks should take, so that holes stay large."""
     return nbytes - nbytes // 50
 
 
 class Arena:
-    """Addresses from 0 on, of which some are taken. It has no memory of its own, and is not thread-safe.
+    """Books of addresses from 0 on. It has no memory of its own, and is not thread-safe.
 
-    nbytes: so many to begin with, rounded down to a multiple of GRANULE. `join` adds more.
+    Args:
+        nbytes: Number of addresses, rounded down to a multiple of GRANULE. `join` adds more.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = 0
-        """How many addresses there are."""
+        """Number of addresses."""
         self.available = 0
-        """Bytes that are free, wherever."""
-        # Holes never touch each other. By where they begin and end, and by their size: starts in order, sizes in order.
+        """Number of free bytes, in all holes."""
+        # Holes never touch each other: by start, by end, and by size. Starts and sizes are sorted.
         self._size_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
         self._starts: dict[int, list[int]] = {}
@@ -53,8 +54,7 @@ class Arena:
         self.join(Extent(0, nbytes))
 
     def join(self, more: Extent) -> None:
-        """Addresses behind all others are there from now on, rounded down. An extent reaches from those before over to
-        these only if they touch."""
+        """Add addresses behind all others, rounded down to a multiple of GRANULE."""
         size = more.nbytes - more.nbytes % GRANULE
         self.nbytes += size
         self._end = more.start + size
@@ -66,14 +66,14 @@ class Arena:
         return self.nbytes - self.available
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
-        """Room for a block, room(nbytes) bytes in all; None if fewer are free."""
+        """Return extents of room(nbytes) bytes in all; None if fewer are free."""
         size = room(nbytes)
         return None if size > self.available else self._in_pieces(size)
 
     def allocate_some(self, nbytes: int, count: int) -> list[tuple[Extent, ...]]:
-        """Room for blocks of so many bytes each, or for as many of them as fit: what `allocate` would give one by one.
+        """Return the extents of up to `count` blocks of `nbytes` bytes, as `allocate` would one by one.
 
-        What is left of the hole that fits best fits best again, so a hole is cut up at once.
+        A hole is cut up at once, because its rest is the best fit for the next block.
         """
         size = room(nbytes)
         found: list[tuple[Extent, ...]] = []
@@ -88,7 +88,7 @@ class Arena:
         return found
 
     def shrink(self, extents: Iterable[Extent], nbytes: int) -> tuple[Extent, ...]:
-        """Free all of a block's extents but the first room(nbytes) bytes; returns what it keeps."""
+        """Free all but the first room(nbytes) bytes of a block. Returns the extents that it keeps."""
         left, kept = room(nbytes), []
         for start, size in extents:
             keep = min(size, left)
@@ -99,7 +99,7 @@ class Arena:
         return tuple(kept)
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Extents that were allocated, or parts of such, are holes again."""
+        """Free extents that were allocated, or parts of them."""
         for start, size in extents:
             if not size:
                 continue
@@ -114,7 +114,7 @@ class Arena:
             self._add(start, end - start)
 
     def _in_pieces(self, left: int) -> tuple[Extent, ...]:
-        """One extent of so many bytes, which are free, or as few as possible."""
+        """Take `left` bytes, which are free, in as few extents as possible."""
         taken = []
         while left:
             at = min(bisect_left(self._sizes, left), len(self._sizes) - 1)
@@ -123,7 +123,7 @@ class Arena:
         return tuple(taken)
 
     def _take(self, size: int, most: int) -> Extent:
-        """The beginning of the lowest hole of this size, at most so many bytes."""
+        """Take the beginning of the lowest hole of this size, at most `most` bytes."""
         start = self._starts[size][0]
         self._remove(start)
         taken = Extent(start, min(size, most))

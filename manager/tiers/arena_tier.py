@@ -1,4 +1,4 @@
-"""A tier with a hard budget, whose blocks lie at addresses: RAM and disk differ in how bytes get there."""
+"""Base of the tiers whose blocks lie at addresses, RAM and disk, with a hard budget."""
 
 import threading
 from abc import abstractmethod
@@ -17,7 +17,7 @@ Name: TypeAlias = tuple[int, bytes]
 
 @dataclass(slots=True, eq=False)
 class Placed:
-    """A block at addresses.
+    """Block at addresses.
 
     Args:
         nbytes: Size of the block, without what the tier adds.
@@ -43,9 +43,9 @@ class ArenaTier(Tier):
     def __init__(self, max_bytes: int, arena: Arena) -> None:
         self.max_bytes = max_bytes
         self.peak = 0
-        """The most bytes ever taken."""
+        """Largest number of bytes that were taken."""
         self._lock = threading.Lock()
-        """Of all below. No I/O while it is held."""
+        """Lock of all attributes below. No I/O while it is held."""
         self._arena = arena
         self._blocks: dict[Name, Placed] = {}
         self._writing: dict[Name, object] = {}  # by block, the put that is writing it

@@ -67,7 +67,7 @@ READERS, WRITERS, AHEAD = 8, 4, 16
 RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20
 """Bytes that a thread reads at once, and that are searched at once."""
 QUIET_S = 60.0
-"""A failure of thousands of blocks is logged once in this time."""
+"""Seconds in which a failure of many blocks is logged once."""
 
 
 def room(nbytes: int) -> int:
@@ -84,10 +84,6 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-class FolderInUseError(Exception):
-    """Another process has the folder."""
-
-
 class DiskTier(ArenaTier):
     """Tier of one rank in a folder on disk, which is made if it is not there.
 
@@ -95,17 +91,14 @@ class DiskTier(ArenaTier):
         timeout_s: Seconds that a reader waits for the disk in all, and a writer for each block.
 
     Raises:
-        FolderInUseError: Another process has the folder.
+        BlockingIOError: Another process uses the folder.
         OSError: The folder cannot be used.
     """
 
     def __init__(self, folder: Path, max_bytes: int, timeout_s: float = 10.0) -> None:
         self.folder, self._path, self._timeout_s = folder, folder / FILE, timeout_s
         make_folder(folder)
-        held = lock(folder / "lock")
-        if held is None:
-            raise FolderInUseError(f"{folder} is in use by another process.")
-        self._folder_lock = held
+        self._folder_lock = lock(folder / "lock")
         self._fd = open_file(self._path)
         sync_folder(folder)
         weakref.finalize(self, os.close, self._fd)  # not before the last thread has done with it
@@ -118,7 +111,7 @@ class DiskTier(ArenaTier):
         self._writers = ThreadPoolExecutor(WRITERS, "manthan-disk-write")
         self._stuck: Future[list[Found]] | Future[str | None] | None = None  # what somebody gave up waiting for
         self._closing = threading.Event()
-        self._syncer = threading.Thread(target=self._sync_again_and_again, name="manthan-disk-sync", daemon=True)
+        self._syncer = threading.Thread(target=self._sync_regularly, name="manthan-disk-sync", daemon=True)
         self._syncer.start()
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
@@ -212,9 +205,11 @@ class DiskTier(ArenaTier):
             yield run
 
     def _read_run(self, run: Sequence["_Wanted"]) -> list[Found]:
-        return [None if placed is None else self._read(placed, memory) for placed, memory in run]
+        return [self._read(placed, memory) for placed, memory in run]
 
-    def _read(self, placed: Placed, memory: Buffer) -> Found:
+    def _read(self, placed: Placed | None, memory: Buffer) -> Found:
+        if placed is None:
+            return None
         try:
             at = 0
             for start, size in _body(placed):
@@ -282,7 +277,7 @@ class DiskTier(ArenaTier):
             self._path.unlink(missing_ok=True)
             sync_folder(self.folder)
 
-    def _sync_again_and_again(self) -> None:
+    def _sync_regularly(self) -> None:
         while not self._closing.wait(SYNC_S):
             self._sync()
 
@@ -313,7 +308,7 @@ class DiskTier(ArenaTier):
 
 
 class _Wanted(NamedTuple):
-    """A block, None if it is not there, and memory of its size."""
+    """Block to read, None if it is not there, and memory of its size."""
 
     placed: Placed | None
     memory: Buffer

@@ -45,17 +45,13 @@ def make_folder(path: Path) -> None:
     if not path.parent.exists():
         make_folder(path.parent)
     try:
-        _make_usable(path)
+        path.mkdir(mode=0o700, exist_ok=True)
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         if not (is_damage(error) and set_aside(path, error.strerror)):
             raise
         path.mkdir(mode=0o700)
-
-
-def _make_usable(path: Path) -> None:
-    path.mkdir(mode=0o700, exist_ok=True)
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def open_file(path: Path) -> int:
@@ -69,23 +65,22 @@ def open_file(path: Path) -> int:
         return os.open(path, flags, 0o600)
 
 
-def lock(path: Path) -> IO[bytes] | None:
+def lock(path: Path) -> IO[bytes]:
     """Lock a file, which `open_file` opens.
 
-    Returns: the file, which is locked until it is closed; None if another process has locked it, or another
-        user owns it.
-    Raises: OSError if it cannot be opened.
+    Returns: the file, which is locked until it is closed.
+    Raises: BlockingIOError if another process has locked it, or another user owns it; OSError if it cannot be opened.
     """
     is_ours = not path.exists() or path.stat().st_uid == os.geteuid()
     if not (is_ours or os.access(path, os.R_OK | os.W_OK, effective_ids=True)):
-        return None
-    fd = open_file(path)
+        raise BlockingIOError(errno.EAGAIN, "another user has it", str(path))
+    file = os.fdopen(open_file(path), "r+b", buffering=0)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(fd)
-        return None
-    return os.fdopen(fd, "r+b", buffering=0)
+        file.close()
+        raise
+    return file
 
 
 def sync_folder(folder: Path) -> None:

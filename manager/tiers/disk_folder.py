@@ -1,11 +1,11 @@
-"""The folder that a server keeps its codes in: whose it is, and what of it is this server's.
+"""The folder in which a server keeps its compressed blocks.
 
-    PATH/lock                        locked by the server that uses the folder; its process, and that one's parent
-    PATH/NAME/                       what codes of one model and configuration mean; see `Namespace`
+    PATH/lock                        locked by the server that uses the folder; its process id, and that of its parent
+    PATH/NAME/                       blocks of one model and configuration; see `Namespace`
     PATH/NAME/sessions.sqlite        the sessions; see `manthan.manager.tiers.journal`
     PATH/NAME/rank-N/                one rank's blocks; see `manthan.manager.tiers.disk`
 
-Data-parallel replicas but the first each have a folder PATH/replica-N with all of that.
+The first data-parallel replica uses PATH, and each other one has a folder PATH/replica-N with all of that.
 """
 
 import errno
@@ -16,14 +16,14 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from manthan.manager.config.model import ConfigError
 from manthan.manager.tiers.arena_tier import ArenaTier, Name
-from manthan.manager.tiers.disk import DISK, FILE, DiskTier, FolderInUseError, records_in, room
+from manthan.manager.tiers.disk import DISK, FILE, DiskTier, records_in, room
 from manthan.manager.tiers.disk_files import lock, make_folder
 from manthan.manager.tiers.journal import JOURNAL
 from manthan.manager.tiers.ram import RamTier
@@ -35,11 +35,11 @@ LOCK = "lock"
 
 
 class FolderBusyError(ConfigError):
-    """A folder that another server has."""
+    """Error: another server uses the folder."""
 
 
 class NoTier(RamTier):
-    """A tier in place of a disk that cannot be used. It has no room, and says that the disk is why."""
+    """Tier without room, in place of a disk that cannot be used."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -49,9 +49,10 @@ class NoTier(RamTier):
 
 
 def check_folder(path: str, patience_s: float = 0.0) -> None:
-    """Raise ConfigError for a folder that cannot be used, be it that another server has it.
+    """Raise ConfigError for a folder that cannot be used, or that another server uses.
 
-    patience_s: what is left of a server that was killed may need so long to end.
+    Args:
+        patience_s: Seconds to wait for the end of processes of a server that was killed.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -76,19 +77,20 @@ def check_folder(path: str, patience_s: float = 0.0) -> None:
 
 
 def open_root(path: Path) -> IO[bytes] | None:
-    """The folder, made if need be, is this process's until the file that is returned is closed.
+    """Lock the folder for this process, and make it if it is not there.
 
-    Returns None, and says so, where no file can be made. Raises ConfigError if another server has the folder.
+    Returns: the file, which is locked until it is closed; None if none can be made.
+    Raises: ConfigError if another server uses the folder.
     """
     try:
         if not path.is_dir():
             make_folder(path)
         file = lock(path / LOCK)
+    except BlockingIOError:
+        raise _in_use(path) from None
     except OSError as error:
         logger.warning("Manthan: %s cannot be locked: %s", path, error)
         return None
-    if file is None:
-        raise _in_use(path)
     with suppress(OSError):  # a full disk
         file.truncate(0)
         file.write(f"{os.getpid()} {os.getppid()}\n".encode())
@@ -96,16 +98,19 @@ def open_root(path: Path) -> IO[bytes] | None:
 
 
 def open_rank(path: Path, name: str, rank: int, max_bytes: int) -> ArenaTier:
-    """A rank's part of the folder, for what codes of this name mean; see `DiskTier`.
+    """Return the tier of a rank, or NoTier if the disk cannot be used.
 
-    Returns NoTier, and says so, where the disk cannot be used. Raises ConfigError if another server has the folder.
+    Args:
+        name: Name of the namespace.
+
+    Raises: ConfigError if another server uses the folder.
     """
     try:
         if not path.is_dir():
             make_folder(path)
         make_folder(path / name)
         return DiskTier(path / name / f"rank-{rank}", max_bytes)
-    except FolderInUseError:
+    except BlockingIOError:
         raise _in_use(path) from None
     except OSError as error:
         logger.warning("Manthan: %s cannot be used: nothing is kept on this disk: %s", path / name, error)
@@ -125,24 +130,18 @@ def found_in(folder: Path) -> dict[Name, int]:
 
 
 def remove_others(path: Path, name: str) -> dict[str, int]:
-    """Remove what is in the folder of other names than this one. Returns their names, and how many bytes they had."""
+    """Remove Manthan's folders of other names than `name`. Returns their names and bytes."""
     removed = {}
-    for other in _others(path, name):
-        removed[other.name] = sum(file.stat().st_size for file in other.rglob("*") if file.is_file())
-        shutil.rmtree(other, ignore_errors=True)
+    for other in path.glob("*"):
+        is_named = other.is_dir() and re.fullmatch(r".+-[0-9a-f]{12}", other.name) and other.name != name
+        if is_named and ((other / JOURNAL).exists() or (other / "rank-0" / LOCK).exists()):  # made by Manthan
+            removed[other.name] = sum(file.stat().st_size for file in other.rglob("*") if file.is_file())
+            shutil.rmtree(other, ignore_errors=True)
     return removed
 
 
-def _others(path: Path, name: str) -> Iterator[Path]:
-    """Only what was made here, whatever else people keep in that folder."""
-    for folder in path.glob("*"):
-        is_named = folder.is_dir() and re.fullmatch(r".+-[0-9a-f]{12}", folder.name) and folder.name != name
-        if is_named and ((folder / JOURNAL).exists() or (folder / "rank-0" / LOCK).exists()):
-            yield folder
-
-
 def _is_ours(path: Path) -> bool:
-    """True if nobody has locked it, or a process of this server has: this one, its child or one beside it."""
+    """True if nobody has locked the file, or a process of this server: this one, its child or its sibling."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

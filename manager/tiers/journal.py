@@ -104,29 +104,14 @@ class Journal:
     """
 
     def __init__(self, folder: Path, sealer: Sealer | None = None) -> None:
-        self._sealer = sealer
-        self.path = folder / JOURNAL
+        self._sealer, self.path = sealer, folder / JOURNAL
         self._news: dict[str, JournalSession] = {}
-        self._is_cleared = False
+        self._is_cleared = self._closing = False
         self._rest_s = 0.0
         self._wake = threading.Condition()
-        self._closing = False
-        self._db = self._opened_somehow()
+        self._db = _open(self.path)
         self._thread = threading.Thread(target=self._run, name="manthan-journal", daemon=True)
         self._thread.start()
-
-    def _opened_somehow(self) -> sqlite3.Connection:
-        try:
-            make_folder(self.path.parent)
-            try:
-                return _opened_whole(self.path)
-            except FAULTS as error:
-                if not (_is_damage(error) and _set_aside(self.path, error)):
-                    raise
-                return _opened_whole(self.path)
-        except FAULTS as error:
-            logger.warning("Manthan: %s cannot be used: no session outlives this process: %s", self.path, error)
-            return _opened_whole(None)
 
     def sessions(self) -> Iterator[JournalSession]:
         """Yield all sessions that were written. Unreadable ones are left out, and removed."""
@@ -140,7 +125,7 @@ class Journal:
                 bad.append((row_id,))
         if bad:
             logger.warning("Manthan: %s: %d sessions cannot be read, and are forgotten.", self.path, len(bad))
-            with suppress(sqlite3.Error):
+            with suppress(sqlite3.Error), self._db:
                 self._db.executemany("DELETE FROM sessions WHERE id = ?", bad)
 
     def _rows(self) -> Iterator[tuple[Any, ...]]:
@@ -222,17 +207,11 @@ class Journal:
         Raises:
             sqlite3.Error: None was written.
         """
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._db:
             if is_cleared:
                 self._db.execute("DELETE FROM sessions")
             for session in news:
                 self._write_session(session)
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
 
     def _write_session(self, session: JournalSession) -> None:
         row_id = session.session_id if self._sealer is None else self._sealer.name(session.session_id)
@@ -248,11 +227,26 @@ class Journal:
         self._db.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", (row_id, facts, saved))
 
 
-def _opened_whole(path: Path | None) -> sqlite3.Connection:
-    """Return the database, for its owner only; in memory without a path. Raise one of FAULTS if that fails."""
+def _open(path: Path) -> sqlite3.Connection:
+    """Open a journal. A damaged one is set aside. Where no file can be used, open one in memory."""
+    try:
+        make_folder(path.parent)
+        try:
+            return _connect(path)
+        except FAULTS as error:
+            if not (_is_damage(error) and _set_aside(path, error)):
+                raise
+            return _connect(path)
+    except FAULTS as error:
+        logger.warning("Manthan: %s cannot be used: no session outlives this process: %s", path, error)
+        return _connect(None)
+
+
+def _connect(path: Path | None) -> sqlite3.Connection:
+    """Open the database, for its owner only, with its table; in memory without a path. Raises FAULTS."""
     if path is not None:  # SQLite's other files get the same mode
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    db = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
+    db = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level="IMMEDIATE")
     try:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")

@@ -9,48 +9,7 @@ from manthan.manager.tiers.arena_tier import ArenaTier, Name, Placed
 from manthan.manager.tiers.tier import Buffer
 
 CHUNK = 64 << 20
-"""Bytes of memory that are taken at once, when they are needed."""
-
-
-class Chunks:
-    """Bytes of this process by address. The system gives their pages when they are first written."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._chunks: dict[int, Buffer] = {}
-
-    def write(self, placed: Placed, buf: Buffer) -> None:
-        """Copy a block to its place."""
-        at = 0
-        for piece in self._pieces(placed.extents, placed.nbytes):
-            piece[:] = buf[at : at + piece.nbytes]
-            at += piece.nbytes
-
-    def read(self, placed: Placed) -> Buffer:
-        """Return a copy of a block."""
-        return np.concatenate([np.empty(0, np.uint8), *self._pieces(placed.extents, placed.nbytes)])
-
-    def erase(self, extents: Sequence[Extent]) -> None:
-        """Set bytes to zero."""
-        for piece in self._pieces(extents, sum(extent.nbytes for extent in extents)):
-            piece[:] = 0
-
-    def _pieces(self, extents: Sequence[Extent], left: int) -> Iterator[Buffer]:
-        """Yield views of the first `left` bytes of extents, in order."""
-        for start, size in extents:
-            end = start + min(size, left)
-            left -= end - start
-            while start < end:
-                piece = self._piece(start, end - start)
-                yield piece
-                start += piece.nbytes
-
-    def _piece(self, start: int, nbytes: int) -> Buffer:
-        """Return a view of these addresses, or of the first of them."""
-        number, at = divmod(start, CHUNK)
-        if number not in self._chunks:
-            self._chunks.setdefault(number, np.empty(min(CHUNK, self._nbytes - number * CHUNK), np.uint8))
-        return self._chunks[number][at : at + nbytes]
+"""Bytes of memory that are allocated at once, when they are needed."""
 
 
 class RamTier(ArenaTier):
@@ -58,7 +17,7 @@ class RamTier(ArenaTier):
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(max_bytes, Arena(max_bytes))
-        self._memory = Chunks(max_bytes)
+        self._chunks: dict[int, Buffer] = {}
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Buffer | None]:
         return (self._read((group, key)) for key in keys)
@@ -67,8 +26,8 @@ class RamTier(ArenaTier):
         placed = self._blocks.get(name)
         if placed is None:
             return None
-        buf = self._memory.read(placed)
-        with self._lock:  # if it was dropped meanwhile, others' bytes may be among these
+        buf = np.concatenate([np.empty(0, np.uint8), *self._pieces(placed.extents, placed.nbytes)])
+        with self._lock:  # if it was dropped meanwhile, these may be another block's bytes
             return buf if self._blocks.get(name) is placed else None
 
     def close(self) -> None:
@@ -80,7 +39,24 @@ class RamTier(ArenaTier):
         return room(max(1, nbytes))
 
     def _write(self, name: Name, placed: Placed, buf: Buffer) -> None:
-        self._memory.write(placed, buf)
+        at = 0
+        for piece in self._pieces(placed.extents, placed.nbytes):
+            piece[:] = buf[at : at + piece.nbytes]
+            at += piece.nbytes
 
     def _erase(self, extents: tuple[Extent, ...]) -> None:
-        self._memory.erase(extents)
+        for piece in self._pieces(extents, sum(extent.nbytes for extent in extents)):
+            piece[:] = 0
+
+    def _pieces(self, extents: Sequence[Extent], left: int) -> Iterator[Buffer]:
+        """Yield views of the first `left` bytes of extents, in order."""
+        for start, size in extents:
+            end = start + min(size, left)
+            left -= end - start
+            while start < end:
+                number, at = divmod(start, CHUNK)
+                if number not in self._chunks:
+                    self._chunks.setdefault(number, np.empty(min(CHUNK, self.max_bytes - number * CHUNK), np.uint8))
+                piece = self._chunks[number][at : at + end - start]
+                yield piece
+                start += piece.nbytes

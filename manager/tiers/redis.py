@@ -1,9 +1,9 @@
 """A tier in Redis, which engines share."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from manthan.manager.tiers.redis_schema import FIRST_TTL, Namespace
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Tier, TierError
 
 BATCH_BYTES = 4 << 20
-"""About what one pipeline moves."""
+"""Bytes that one pipeline moves, about."""
 FIRST_NBYTES = 256 << 10
 """Assumed size of a block before one was seen."""
 AHEAD_THREADS = 2
@@ -22,7 +22,7 @@ AHEAD_THREADS = 2
 
 
 class RedisTier(Tier):
-    """One rank's blocks in one namespace. The server evicts them, so that any may be missing at any time.
+    """Blocks of one rank in one namespace. The server evicts them, so that any may be missing at any time.
 
     Args:
         ttl_s: Seconds a session lives after its last use. `RedisSessions` renews its blocks.
@@ -41,10 +41,9 @@ class RedisTier(Tier):
         items, count = list(blocks.items()), self._batch(group)
         for start in range(0, len(items), count):
             some = items[start : start + count]
+            commands = [("SET", self._name(group, key), buf.data, "PX", self._ttl_ms) for key, buf in some]
             try:
-                answers = self._ask(
-                    [("SET", self._name(group, key), buf.data, "PX", self._ttl_ms) for key, buf in some]
-                )
+                answers = self._ask(commands)
             except TierError as error:
                 refused |= dict.fromkeys(dict(some), error.cause)
                 continue
@@ -54,27 +53,26 @@ class RedisTier(Tier):
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """See Tier. While a batch is used, another thread fetches the next one."""
-        ahead: deque[Future[list[bytes | None]]] = deque()
-        count, done, left = self._batch(group), 0, keys
+        left, done = iter(keys), 0
+
+        def begin() -> Future[list[bytes | None]] | None:
+            some = list(islice(left, self._batch(group)))
+            return self._fetchers.submit(self._fetch, group, some) if some else None
+
+        ahead = begin()
         try:
-            while left or ahead:
-                if not ahead:
-                    ahead.append(self._fetchers.submit(self._fetch, group, left[:count]))
-                    left = left[count:]
-                values = ahead.popleft().result()
-                if left:
-                    count = self._batch(group)
-                    ahead.append(self._fetchers.submit(self._fetch, group, left[:count]))
-                    left = left[count:]
+            while ahead is not None:
+                values = ahead.result()
+                ahead = begin()
                 values.reverse()
                 while values:  # each is freed when it has been used, so that the next batch gets its memory
-                    done += 1
-                    yield _buffer(values.pop())
+                    value, done = values.pop(), done + 1
+                    yield None if value is None else np.frombuffer(value, np.uint8)
         except TierError as error:
             yield from [error.cause] * (len(keys) - done)
         finally:
-            for future in ahead:
-                future.cancel()
+            if ahead is not None:
+                ahead.cancel()
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         try:
@@ -113,7 +111,7 @@ class RedisTier(Tier):
         return values
 
     def _ask(self, commands: Sequence[tuple[object, ...]]) -> list[Any]:
-        """Answers in order. That the server's memory is full is one of them; all other errors are raised."""
+        """Return answers in order. An error of full memory is an answer; other errors are raised."""
         with self._circuit.guard():
             answers = pipelined(self._client, commands, raise_on_error=False)
             for answer in answers:
@@ -123,7 +121,3 @@ class RedisTier(Tier):
 
     def _name(self, group: int, key: bytes) -> str:
         return self._namespace.block(group, key, self._rank)
-
-
-def _buffer(value: bytes | None) -> Buffer | None:
-    return None if value is None else np.frombuffer(value, np.uint8)

@@ -42,7 +42,7 @@ class RedisFullError(TierError):
 
 
 class RedisUnreachableError(ConfigError):
-    """A server that does not answer."""
+    """Error: the server does not answer."""
 
 
 class Circuit:

@@ -25,7 +25,7 @@ FIRST_TTL = 0.5
 
 @dataclass(frozen=True)
 class Namespace:
-    """One model's part of a Redis, or of a disk.
+    """Part of a Redis, or of a disk, that one model has.
 
     prefix: of all names in Redis. name: last name of the model, and a digest of everything that its compressed blocks
     depend on.
@@ -42,7 +42,7 @@ class Namespace:
         return cls(prefix, f"{slug or 'model'}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
 
     def session(self, session_id: str) -> str:
-        """Key of a session's hash. Characters that a shell might stumble over are percent-encoded."""
+        """Return the key of a session's hash. Special characters of a shell are percent-encoded."""
         return f"{self.prefix}{{{self.name}}}:session:{quote(session_id, safe='@~+,=/', errors='surrogatepass')}"
 
     def block(self, group: int, block_hash: bytes, rank: int) -> str:

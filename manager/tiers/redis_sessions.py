@@ -34,7 +34,7 @@ SIZED = 16
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
 """Causes of drops that delete blocks, though other engines may use them. Drops that only make room delete none."""
 LASTING = (DropCause.EXPIRED, DropCause.RELEASED)
-"""Those that are carried out later if Redis is down."""
+"""Causes of drops that are carried out later if Redis is down."""
 
 
 class StoredPoint(NamedTuple):
@@ -56,7 +56,7 @@ class LookupResult(NamedTuple):
 
 
 class SessionRecord(NamedTuple):
-    """A session as it is now.
+    """Session as it is now.
 
     fields: of its hash; None for one that is forgotten. used: Unix time of its last use. blocks: group, block hash and
     position of each stored block.
@@ -77,7 +77,7 @@ class _Lookup(NamedTuple):
 
 
 class RedisSessions:
-    """Never makes the engine's thread wait.
+    """Books of this engine's sessions in Redis. No call makes the engine's thread wait.
 
     Args:
         ranks: number of ranks that each store a part of a block.
@@ -247,7 +247,7 @@ class RedisSessions:
         return least
 
     def _count(self, names: Sequence[str]) -> int:
-        """Return how many of these keys Redis has."""
+        """Number of these keys that Redis has."""
         [count] = self._ask([("EXISTS", *names)])
         return int(count)
 

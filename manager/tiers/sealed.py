@@ -1,7 +1,7 @@
-"""Compressed blocks and journals sealed at rest with AES-256-GCM.
+"""Seals of compressed blocks and journals at rest, with AES-256-GCM.
 
-Whoever does not have the key can neither read them nor have others accepted. The key file has one key a line, 32 random
-bytes in base64. The first one seals; the others are old ones, which still open. A tenant's key is derived from it.
+Without the key nobody can read them, or have others accepted. The key file has one key a line, 32 random bytes in
+base64. The first key seals. The others are old keys, which still open. A tenant's key is derived from a key.
 
 A sealed value is, little-endian:
 
@@ -36,7 +36,7 @@ OVERHEAD = _HEADER.size + 16
 
 
 class SealError(Exception):
-    """A value that is not what was sealed there; `cause` is a metric label."""
+    """Error: a value is not the one that was sealed there. `cause` is a metric label."""
 
     cause = "seal"
 
@@ -48,7 +48,7 @@ def derived(key: bytes, purpose: str, tenant: str = "", salt: bytes | None = Non
 
 
 def keys_of(config: SealingConfig) -> tuple[bytes, ...]:
-    """Keys of the key file, the one that seals first; none without a file. Raises ConfigError."""
+    """Return the keys of the key file, the sealing one first; none without a file. Raises ConfigError."""
     path, field = config.key_file, "sealing.key_file"
     if not path:
         return ()
@@ -71,10 +71,9 @@ def keys_of(config: SealingConfig) -> tuple[bytes, ...]:
 
 
 class Sealer:
-    """Seals and opens values of one namespace, `place`. keys: see `keys_of`.
+    """Seal of the values of one namespace, `place`. keys: see `keys_of`.
 
-    Each sealer draws a salt of its own, so that the bound on random nonces (2^32 values a key) is one on what a single
-    process writes.
+    Each sealer draws a salt of its own, so that the bound on random nonces (2^32 values a key) holds for one process.
     """
 
     def __init__(self, keys: Sequence[bytes], place: str) -> None:
@@ -82,18 +81,18 @@ class Sealer:
         self._by_mark = {derived(key, "mark of a key", nbytes=8): key for key in keys}
 
     def name(self, text: str) -> str:
-        """Keyed digest of a session's id. It stays the same as long as the last key of the file does."""
+        """Return a keyed digest of a session's id. It changes only with the last key of the file."""
         return hmac.digest(derived(self.keys[-1], "names"), text.encode("utf-8", "surrogatepass"), "sha256")[:16].hex()
 
     def seal(self, data: Buffer | bytes, tenant: str, *about: bytes | str | int) -> bytes:
-        """Seal data of a tenant. about: what else it is bound to."""
+        """Seal data of a tenant. about: parts of the name that it is bound to."""
         mark, nonce = derived(self.keys[0], "mark of a key", nbytes=8), secrets.token_bytes(12)
         head = _HEADER.pack(MAGIC, VERSION, mark, self._salt, nonce)
         view = data if isinstance(data, bytes) else data.data
         return head + self._cipher(mark, tenant, self._salt).encrypt(nonce, view, self._bound(head, about))
 
     def open(self, data: Buffer | bytes, tenant: str, *about: bytes | str | int) -> bytes:
-        """Raises SealError for whatever was not sealed for that."""
+        """Return the data. Raises SealError for a value that was not sealed for this tenant and name."""
         view = data if isinstance(data, bytes) else data.data
         if len(view) < OVERHEAD:
             raise SealError("it is too short.")
@@ -110,13 +109,13 @@ class Sealer:
         return AESGCM(derived(self._by_mark[mark], "sealed values", tenant, salt))
 
     def _bound(self, head: bytes, about: Iterable[bytes | str | int]) -> bytes:
-        """Bytes that are authenticated besides. No two lists of parts give the same."""
+        """Return the bytes that are authenticated with the data, different for each list of parts."""
         parts = [str(part).encode() if isinstance(part, str | int) else part for part in (self.place, *about)]
         return head + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
 class SealedTier(Tier):
-    """A store whose blocks are sealed. `read` gives the cause for a block that does not open."""
+    """Tier whose blocks are sealed. `read` yields a cause for a block that does not open."""
 
     def __init__(self, inner: Tier, sealer: Sealer, rank: int) -> None:
         self.inner, self._sealer, self._rank = inner, sealer, rank
@@ -147,7 +146,7 @@ class SealedTier(Tier):
         self.inner.close()
 
     def cleared(self, place: str) -> "SealedTier":
-        """Values that were sealed before do not open in the new store."""
+        """See Tier. Values that were sealed before do not open in the new tier."""
         place = place or f"{self._sealer.place}-{secrets.token_hex(8)}"
         return SealedTier(self.inner.cleared(place), Sealer(self._sealer.keys, place), self._rank)
 

@@ -1,4 +1,4 @@
-"""A small, fast tier in front of one that has everything."""
+"""Stack of a small, fast tier and one that has all blocks."""
 
 import threading
 from collections import OrderedDict
@@ -15,16 +15,16 @@ class StackedTier(Tier):
     """Blocks that were stored or read last are read from the front. All are written to the tier behind as well.
 
     Args:
-        front: RAM, or a disk, with a budget of its own. The block that was not used for longest makes room in it.
+        front: RAM, or a disk, with a budget of its own. The least recently used block makes room in it.
         behind: The tier that has all blocks. It may be a stack itself.
     """
 
     def __init__(self, front: ArenaTier, behind: Tier) -> None:
         self.front, self.behind = front, behind
         self._lock = threading.Lock()
-        """Of the order. No I/O while it is held."""
+        """Lock of the order. No I/O while it is held."""
         self._order: OrderedDict[Name, None] = OrderedDict.fromkeys(front.names())
-        """Blocks in front, least recently used first. It may name some that were dropped meanwhile."""
+        """Blocks in front, least recently used first. Some may have been dropped meanwhile."""
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         refused = self.behind.put_all(group, blocks, tenant)
@@ -46,14 +46,14 @@ class StackedTier(Tier):
         self._touch(group, keys)
 
     def _touch(self, group: int, keys: Sequence[bytes]) -> None:
-        """Take note that blocks are used now. Of those that are read together tails make room first."""
+        """Mark blocks as used now. Of blocks that are read together, tails make room first."""
         with self._lock:
             for key in reversed(keys):
                 if (group, key) in self._order:
                     self._order.move_to_end((group, key))
 
     def _in_front(self, group: int, keys: Sequence[bytes], tenant: str) -> Iterator[Found]:
-        """Yield blocks. One that made room meanwhile, or cannot be read, comes from behind."""
+        """Yield blocks. A block that made room meanwhile, or cannot be read, comes from behind."""
         for key, buf in zip(keys, self.front.read(group, keys, tenant), strict=True):
             yield buf if isinstance(buf, np.ndarray) else next(self.behind.read(group, [key], tenant))
 
@@ -76,7 +76,7 @@ class StackedTier(Tier):
         self.behind.close()
 
     def room(self, nbytes: int) -> int:
-        """Return what the block takes of the tier behind. The front has a budget of its own."""
+        """Return the bytes that a block takes of the tier behind. The front has a budget of its own."""
         return self.behind.room(nbytes)
 
     def _keep(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str) -> None:
@@ -91,7 +91,7 @@ class StackedTier(Tier):
                     self._order[group, key] = None
 
     def _make_room(self, need: int) -> bool:
-        """Return False if the front cannot have so many bytes."""
+        """Drop blocks until `need` bytes are free in front. Returns False if that is not possible."""
         while need <= self.front.usable and self.front.used + need > self.front.usable:
             with self._lock:
                 if not self._order:

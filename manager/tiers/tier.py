@@ -1,4 +1,4 @@
-"""A tier: one place for the compressed blocks of one rank. `tests/manager/test_tiers.py` has an example of 30 lines."""
+"""Interface of a tier, a place for the compressed blocks of one rank. tests/manager/test_tiers.py has an example."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ STORE_FULL = "store_full"
 
 
 class TierError(Exception):
-    """A medium did not do what was asked. `cause` is a metric label. No method of a tier raises it."""
+    """Failure of a medium. `cause` is a metric label. No method of a tier raises it."""
 
     cause: str = "store"
 
@@ -57,7 +57,7 @@ class Tier(ABC):
 
     @abstractmethod
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        """Return those of these blocks that the tier is sure not to have; none if the medium does not answer."""
+        """Return the blocks that the tier is sure not to have; none if the medium does not answer."""
 
     @abstractmethod
     def drop(self, group: int, keys: Iterable[bytes]) -> None:

@@ -11,7 +11,9 @@ standing under a heading that ends with "on a GPU".
 """
 
 import re
+import shlex
 from collections.abc import Iterator
+from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,48 +125,37 @@ def _inline(name: str, paragraph: Paragraph) -> Iterator[Command]:
     text = "\n".join(paragraph.lines)
     for code in re.finditer(r"`([^`]+)`(\s+\(needs a GPU\b)?", text):
         command = " ".join(code[1].split())
-        if "…" not in command and _is_command(command, True) and len(_without_variables(command)) > 1:
+        if "…" not in command and _is_command(command, True) and len(_words(command)) > 1:
             line = paragraph.line + text.count("\n", 0, code.start())
             yield Command(name, line, command, paragraph.on_a_gpu or bool(code[2]), inline=True)
 
 
 def _is_command(line: str, bare: bool) -> bool:
-    """Whether this line begins with a prompt, or, where that is not asked for, with a program."""
-    if line.strip().startswith("$ "):
-        return True
-    words = _without_variables(line)
-    return bare and bool(words) and program(words[0]) in PROGRAMS
+    """True if a line begins with a prompt, or, if it may be `bare`, with a program."""
+    return line.strip().startswith("$ ") or (bare and program(line) in PROGRAMS)
 
 
-def _without_variables(line: str) -> list[str]:
-    words = line.split()
-    while words and re.match(r"[A-Z_]+=", words[0]):
-        words = words[1:]
-    return words
+def _words(text: str) -> list[str]:
+    """Return a command's words behind the variables that it sets."""
+    return list(dropwhile(re.compile(r"[A-Z_]+=").match, text.split()))
 
 
-def program(word: str) -> str:
-    """`manthan` for `.venv/bin/manthan`."""
-    return word.removeprefix(".venv/bin/")
+def program(text: str) -> str:
+    """Return a command's program, `manthan` for `.venv/bin/manthan`; empty if it only sets a variable."""
+    return next(iter(_words(text)), "").removeprefix(".venv/bin/")
 
 
 def _is_whole(text: str) -> bool:
-    command, _ = _split_comment(text)
-    return not command.endswith("\\") and not _quote_at_end(command)
-
-
-def _quote_at_end(text: str) -> str:
-    quote = ""
-    for character in text:
-        if not quote and character in "'\"":
-            quote = character
-        elif character == quote:
-            quote = ""
-    return quote
+    """True if no quote is open, and no backslash is the last character."""
+    try:
+        shlex.split(text, comments=True)
+    except ValueError:
+        return False
+    return True
 
 
 def _split_comment(text: str) -> tuple[str, str]:
     for found in re.finditer(r"(^|\s)#\s", text):
-        if not _quote_at_end(text[: found.start()]):
+        if _is_whole(text[: found.start()]):
             return text[: found.start()].strip(), text[found.end() :]
     return text.strip(), ""

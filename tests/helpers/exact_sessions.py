@@ -4,6 +4,8 @@ Run as a script: a job as JSON on standard input, a report as JSON on standard o
 """
 
 import time
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,13 +34,16 @@ class ExactSessions:
         self.engine, self.half = engine, engine.half
         self.path = get_kv_transfer_group().worker.engine
         [(self.group, self.blocks)] = self.path.blocks.items()
-        self.tokenizer = engine.engine.get_tokenizer()
         self.report: dict[str, Any] = {"right": [], "failures": []}
         self.half.manager.events.subscribe(self._note)
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Restored):
             self.report["failures"] += event.causes
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return self.engine.engine.get_tokenizer()
 
     # -- what can be done -----------------------------------------------------------------------------
 
@@ -143,7 +148,7 @@ class ExactSessions:
         self.report["profile"] = None if found is None else found.digest
 
 
-def same_tokens(before: Blocks, after: Blocks) -> list[int]:
+def same_tokens(before: Mapping[Any, NDArray[Any]], after: Mapping[Any, NDArray[Any]]) -> list[int]:
     """Places in the chain of the tokens whose numbers are the same in all layers, bit for bit."""
     same: list[int] = []
     for depth, (key, numbers) in enumerate(before.items()):

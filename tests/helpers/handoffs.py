@@ -18,10 +18,10 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the profiler sees this process only
 
-from stepped_engine import ClockedEngine  # noqa: E402
+from stepped_engine import ClockedEngine
 
-import manthan.manager  # noqa: E402
-from manthan.manager.events import Restored  # noqa: E402
+import manthan.manager
+from manthan.manager.events import Restored
 
 ROOT = str(Path(next(iter(manthan.manager.__path__))).resolve().parent) + "/"
 LIMITS = {"evict": (45, 20), "restore": (40, 20)}

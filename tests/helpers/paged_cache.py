@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jobs
 import numpy as np
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -10,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.vllm_hooks import memory
-from manthan.vllm_hooks.support import Group
+from manthan.vllm_hooks.support import KvCacheGroup
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory
 from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
 
@@ -42,12 +43,19 @@ def write(caches: dict, layers: dict, block: int, spec: FullAttentionSpec, seed:
     return keys, values
 
 
+def encode(blocks: CpuBlocks, key: bytes, block: int, exact: int = 0, first_token: int = 96) -> Any:
+    """Return a paged block's compressed block, whose first tokens are kept exact; the cause if it cannot be encoded."""
+    job = jobs.store([key], [block], first_token, first_token + exact)
+    [buf] = blocks.encode(job, blocks.gather(job))
+    return buf
+
+
 def shape_of(spec: FullAttentionSpec, cache_dtype: str = "auto") -> BlockShape:
-    return memory.block_shape(Group(0, spec, LAYERS, cache_dtype=cache_dtype))
+    return memory.block_shape(KvCacheGroup(0, spec, LAYERS, cache_dtype=cache_dtype))
 
 
 def block_format(caches: dict, spec: FullAttentionSpec, fingerprint: bytes = PRINT, group: int = 0) -> BlockFormat:
-    return memory.block_format(CODEC, Group(group, spec, len(caches)), fingerprint)
+    return memory.block_format(CODEC, KvCacheGroup(group, spec, len(caches)), fingerprint)
 
 
 def cpu_blocks(

@@ -22,8 +22,10 @@ import aiohttp
 
 AGENTS = Path(__file__).parents[1] / "data" / "agents.jsonl"
 NAMES = [a + b + c for a in "bcdfghjklmnprstvz" for b in "aeiou" for c in "bcdfghjklmnprstvz"]
+HEAD_NAMES, TABLE_NAMES = NAMES[::5], [name for at, name in enumerate(NAMES) if at % 5]
+"""Names of system prompts are in no session's table."""
 ENTRIES, TIMES = 4, 2
-"""Entries of a table, and the times that a short chat's first message has it."""
+"""Entries of a table, and the times that a session's first message has it."""
 DIGITS = 4
 HEADS, HEAD_ENTRIES = 4, 16
 """Number of system prompts that agents share, and lines of each."""
@@ -31,7 +33,7 @@ LINE_TOKENS, QUESTION_TOKENS = 9, 10
 SCALE = 64
 """Tokens of the trace for one of here."""
 FIRST_TOKENS, MOST_ANSWER, LONGEST = 256, 32, 1024
-MOST_PAUSE_S = 300.0
+MOST_PAUSE_S, STAGGER_S = 300.0, 30.0
 LEFT_TOKENS, LEFT_AFTER = 24, 2
 """Length of an answer that its client leaves, and number of pieces after which it leaves."""
 TURNS = (1, 1, 1, 2, 2, 2, 3, 4)
@@ -43,15 +45,12 @@ EXACT_SHARE, MOVE_SHARE = 0.25, 0.15
 """Share of sessions that ask for exact KV, and of turns before which a session moves to the other server."""
 BLOCK = 32
 ANSWER = {"temperature": 0, "ignore_eos": True}
-TOGETHER = 64
-"""Requests that the router passes on to a server at a time."""
-TIMEOUT_S = 120.0
-"""Time for an answer after that."""
+TOGETHER, TIMEOUT_S = 64, 120.0
+"""Requests that the router passes on to a server at a time, and the time for an answer after that."""
 AGAIN_S, POLL_S = 5.0, 0.2
 KEPT_ERRORS = 20
 SURE_NATS, EXACT_NATS = 2.0, 0.25
 """Margins, in nats, of a token over the next best that a codec's loss, and bf16's rounding, cannot turn around."""
-STAGGER_S = 30.0
 
 
 class BrokenError(Exception):
@@ -68,19 +67,26 @@ class Turn(NamedTuple):
 
 def agents(speed: float) -> list[list[Turn]]:
     """Return the trace's sessions, `speed` times as fast, each as long as a prompt can be."""
-    return [_agent(json.loads(line), speed) for line in AGENTS.read_text().splitlines()]
+    sessions = []
+    for line in AGENTS.read_text().splitlines():
+        turns, total = list[Turn](), (HEAD_ENTRIES + TIMES * ENTRIES) * LINE_TOKENS
+        for milliseconds, tokens, answer in json.loads(line):
+            pause_s = min(MOST_PAUSE_S, milliseconds / 1000 / speed)
+            turn = Turn(pause_s, min(tokens // SCALE, FIRST_TOKENS), max(DIGITS, min(MOST_ANSWER, answer // SCALE)))
+            total += turn.tokens + QUESTION_TOKENS + max(turn.answer_tokens, LEFT_TOKENS)
+            if total > LONGEST:
+                break
+            turns.append(turn)
+        sessions.append(turns)
+    return sessions
 
 
-def _agent(requests: Sequence[tuple[int, int, int]], speed: float) -> list[Turn]:
-    turns: list[Turn] = []
-    total = HEAD_ENTRIES * LINE_TOKENS + TIMES * ENTRIES * LINE_TOKENS
-    for milliseconds, tokens, answer in requests:
-        pause_s = min(MOST_PAUSE_S, milliseconds / 1000 / speed)
-        turn = Turn(pause_s, min(tokens // SCALE, FIRST_TOKENS), max(DIGITS, min(MOST_ANSWER, answer // SCALE)))
-        total += turn.tokens + QUESTION_TOKENS + max(turn.answer_tokens, LEFT_TOKENS)
-        if total > LONGEST:
-            break
-        turns.append(turn)
+def short(chance: random.Random) -> list[Turn]:
+    """Return the turns of a short chat."""
+    turns = [Turn(0.0, 0, DIGITS)]
+    for _ in range(chance.choice(TURNS) - 1):
+        pause_s = chance.uniform(*(FAR_S if chance.random() < FAR_SHARE else THINK_S))
+        turns.append(Turn(pause_s, ENTRIES * LINE_TOKENS, DIGITS))
     return turns
 
 
@@ -101,72 +107,40 @@ class Table:
         return f"assert {name} == ", self._values[name]
 
 
-HEAD_NAMES, TABLE_NAMES = NAMES[::5], [name for at, name in enumerate(NAMES) if at % 5]
+class Seen(NamedTuple):
+    """Server that answered a session last. known: tokens that it had computed; 0 if it did not say."""
 
-
-def head(number: int) -> str:
-    """Return a system prompt: its names are in no session's table."""
-    return Table(random.Random(f"head-{number}"), HEAD_NAMES, HEAD_ENTRIES).lines(HEAD_ENTRIES)
-
-
-@dataclass
-class Chat:
-    """One session.
-
-    Attributes:
-        name: Session id; empty for none.
-        home: Number of the server that the router prefers.
-        known: Tokens that `server` had computed when it last answered in `life` and `epoch`; 0 if it did not say.
-    """
-
-    chance: random.Random
-    name: str
-    tenant: str
-    turns: list[Turn]
-    is_agent: bool
-    is_exact: bool
-    home: int
-    table: Table
-    messages: list[dict[str, Any]] = field(default_factory=list)
     known: int = 0
     server: int = -1
     life: int = 0
     epoch: int = 0
 
-    @classmethod
-    def new(cls, number: int, seed: int, agent: list[Turn] | None = None) -> "Chat":
+
+class Chat:
+    """One session. name: its id; empty for none. home: number of the server that the router prefers."""
+
+    def __init__(self, number: int, seed: int, agent: list[Turn] | None = None) -> None:
         """Begin a short chat, or a session of an agent."""
-        chance = random.Random(f"{seed}-{number}")
-        name = f"session-{number}" if chance.random() < 0.6 else ""
-        tenant, turns = chance.choice(TENANTS), agent or _short(chance)
-        is_exact, home = chance.random() < EXACT_SHARE, chance.randrange(2)
-        table = Table(chance, TABLE_NAMES, ENTRIES)
-        chat = cls(chance, name, tenant, turns, agent is not None, is_exact, home, table)
+        self.chance = chance = random.Random(f"{seed}-{number}")
+        self.name = f"session-{number}" if chance.random() < 0.6 else ""
+        self.tenant, self.turns, self.is_agent = chance.choice(TENANTS), agent or short(chance), agent is not None
+        self.is_exact, self.home = chance.random() < EXACT_SHARE, chance.randrange(2)
+        self.messages, self.seen = list[dict[str, Any]](), Seen()
+        self._table = Table(chance, TABLE_NAMES, ENTRIES)
         if agent:
-            chat.messages.append({"role": "system", "content": head(chance.randrange(HEADS))})
-        return chat
+            head = Table(random.Random(f"head-{chance.randrange(HEADS)}"), HEAD_NAMES, HEAD_ENTRIES)
+            self.messages.append({"role": "system", "content": head.lines(HEAD_ENTRIES)})
 
     def says(self, turn: Turn) -> str:
         """Add the next message, and return the right answer."""
         is_first = not any(message["role"] == "assistant" for message in self.messages)
-        lines = self.table.lines(max(TIMES * ENTRIES if is_first else 0, turn.tokens // LINE_TOKENS))
-        question, right = self.table.lookup(self.chance)
+        lines = self._table.lines(max(TIMES * ENTRIES if is_first else 0, turn.tokens // LINE_TOKENS))
+        question, right = self._table.lookup(self.chance)
         said = {"role": "user", "content": ("" if is_first else "\n") + lines + question}
         if self.is_agent and not is_first:
             said |= {"role": "tool", "tool_call_id": f"call-{len(self.messages)}"}
         self.messages.append(said)
         return right
-
-    def hears(self, text: str) -> None:
-        self.messages.append({"role": "assistant", "content": text})
-
-
-def _short(chance: random.Random) -> list[Turn]:
-    turns = [Turn(0.0, 0, DIGITS)]
-    for _ in range(chance.choice(TURNS) - 1):
-        pause_s = chance.uniform(*(FAR_S if chance.random() < FAR_SHARE else THINK_S))
-        turns.append(Turn(pause_s, ENTRIES * LINE_TOKENS, DIGITS))
-    return turns
 
 
 class Answer(NamedTuple):
@@ -181,7 +155,7 @@ class Answer(NamedTuple):
     text: str
     usage: dict[str, Any]
     lossy: int = 0
-    tokens: list[tuple[str, float]] = []  # noqa: RUF012
+    tokens: Sequence[tuple[str, float]] = ()
 
     def margin_at(self, place: int) -> float:
         """Return the margin of the token that has the character at `place`; 0 behind the end."""
@@ -190,18 +164,6 @@ class Answer(NamedTuple):
                 return margin
             place -= len(text)
         return 0.0
-
-
-@dataclass
-class Asked:
-    """A request: when it was first sent, how, and how often it was sent again."""
-
-    sent: float
-    kind: str
-    retries: int = 0
-
-    def seconds(self) -> float:
-        return time.monotonic() - self.sent
 
 
 @dataclass
@@ -234,8 +196,8 @@ class Traffic:
         seed: Seed of all texts and choices.
         plain_url: Server that answers are compared with.
 
-    `phase` is set from outside: it is in the messages of what went wrong. What happens to servers is told from any
-    thread, and all else belongs to the loop that runs it.
+    `phase` is set from outside: it is in the messages of what went wrong. `goes_up`, `goes_down` and `was_reset` are
+    called on any thread, and all else on that of the loop.
     """
 
     def __init__(
@@ -321,7 +283,7 @@ class Traffic:
     async def _talk(self, agent: list[Turn] | None = None) -> None:
         """Play a session. It ends with its first failed request."""
         self.sessions += 1
-        chat = Chat.new(self.sessions, self._seed, agent)
+        chat = Chat(self.sessions, self._seed, agent)
         for number, turn in enumerate(chat.turns):
             if number and await self._is_over_within(turn.pause_s):
                 return
@@ -334,22 +296,24 @@ class Traffic:
         right, kind = chat.says(turn), chat.chance.choices(("posted", "streamed", "left"), (5, 4, 1))[0]
         hints = self._hints(chat, is_last) | ({"quality": "exact"} if chat.is_exact else {})
         tokens = LEFT_TOKENS if kind == "left" else turn.answer_tokens
-        asked = Asked(time.monotonic(), kind)
+        options = ANSWER | {"max_tokens": tokens} | ({"session_id": chat.name} if chat.name else {})
+        options |= {"kv_transfer_params": {"manthan": hints}} if hints else {}
+        options |= {"stream": True, "stream_options": {"include_usage": True}} if kind != "posted" else {}
         number = Counter({"requests": 1, kind: 1, "named": bool(chat.name), "hinted": bool(hints)})
         number.update(agents=chat.is_agent, exact=chat.is_exact)
-        answer = None
+        sent = time.monotonic()
         try:
-            answer, backend = await self._answered(chat, self._options(chat, hints, kind, tokens), asked)
-            number.update(self._count_return(chat, answer, backend, asked))
+            answer, backend, retries = await self._answered(chat, options, kind)
+            number["retried"] += retries
+            number.update(self._count_return(chat, answer, backend, 0.0 if retries else sent))
             number.update(await self._judged(chat, answer, tokens, right, kind))
         except (BrokenError, TimeoutError, aiohttp.ClientError, ValueError, KeyError) as error:
             number["errors"] += 1
-            self._note(f"{kind}: {type(error).__name__}: {error} after {asked.seconds():.1f} s")
-        number["retried"] += asked.retries
+            self._note(f"{kind}: {type(error).__name__}: {error} after {time.monotonic() - sent:.1f} s")
         self.counts.update(number)
-        if answer is None or number["errors"]:
+        if number["errors"]:
             return False
-        chat.hears(answer.text)
+        chat.messages.append({"role": "assistant", "content": answer.text})
         if chat.name and not is_last:
             self._names.append((chat.name, chat.tenant))
         return True
@@ -357,6 +321,18 @@ class Traffic:
     def _note(self, error: str) -> None:
         if len(self.errors) < KEPT_ERRORS:
             self.errors.append(f"{self.phase}: {error}")
+
+    def _hints(self, chat: Chat, is_last: bool) -> dict[str, Any]:
+        """Return hints for half of the requests."""
+        if chat.chance.random() < 0.5:
+            return {}
+        if is_last:
+            return {"release": True}
+        kind = chat.chance.randrange(5)
+        if kind == 4 and self._names:
+            name, tenant = self._names[chat.chance.randrange(len(self._names))]
+            return {"prefetch": [name]} if tenant == chat.tenant else {"priority": -1}
+        return ({"pin": True}, {"ttl_s": 120.0}, {"expect_return_s": 5.0}, {"priority": 3}, {"pin": False})[kind]
 
     # -- judging ------------------------------------------------------------------------------------------
 
@@ -386,72 +362,48 @@ class Traffic:
             self._note(f"misled: {told!r} instead of {wanted!r}{exact}, sure by {margin:.1f}, {answer.usage}")
         return number
 
-    def _count_return(self, chat: Chat, answer: Answer, backend: Backend, asked: Asked) -> Counter[str]:
+    def _count_return(self, chat: Chat, answer: Answer, backend: Backend, sent: float) -> Counter[str]:
         """Count what a returning session found, and return `stale` if that is of before a reset.
 
         full: tokens of blocks that a server had computed for this session. cached: those that were not computed again.
         came_back: sessions for which there were some.
         """
-        usage, number = answer.usage, Counter[str]()
-        if chat.known and usage:
-            full = min(chat.known, usage["prompt_tokens"] - 1) // BLOCK * BLOCK
+        usage, number, seen = answer.usage, Counter[str](), chat.seen
+        if seen.known and usage:
+            full = min(seen.known, usage["prompt_tokens"] - 1) // BLOCK * BLOCK
             cached = min(full, (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
-            who = "other" if chat.server != backend.number else "same" if chat.life == backend.life else "before"
-            is_before = chat.epoch != backend.epoch and asked.sent > backend.reset_at and not asked.retries
+            who = "other" if seen.server != backend.number else "same" if seen.life == backend.life else "before"
+            is_before = seen.epoch != backend.epoch and sent > backend.reset_at
             if who == "same" and is_before and cached > HEAD_ENTRIES * LINE_TOKENS + BLOCK:
                 number["stale"] = 1
                 self._note(f"{cached} tokens of before a reset that drops all")
             found = Counter(returns=1, full=full, cached=cached, came_back=int(cached > 0))
             self.returns.setdefault(f"{backend.life} {who}", Counter()).update(found)
-        chat.known = usage["prompt_tokens"] + usage["completion_tokens"] - 1 if usage else 0
-        chat.server, chat.life, chat.epoch = backend.number, backend.life, backend.epoch
+        known = usage["prompt_tokens"] + usage["completion_tokens"] - 1 if usage else 0
+        chat.seen = Seen(known, backend.number, backend.life, backend.epoch)
         return number
 
     # -- a request ----------------------------------------------------------------------------------------
 
-    def _hints(self, chat: Chat, is_last: bool) -> dict[str, Any]:
-        """Half of the requests give some."""
-        if chat.chance.random() < 0.5:
-            return {}
-        if is_last:
-            return {"release": True}
-        kind = chat.chance.randrange(5)
-        if kind == 4 and self._names:
-            name, tenant = self._names[chat.chance.randrange(len(self._names))]
-            return {"prefetch": [name]} if tenant == chat.tenant else {"priority": -1}
-        return ({"pin": True}, {"ttl_s": 120.0}, {"expect_return_s": 5.0}, {"priority": 3}, {"pin": False})[kind]
-
-    def _options(self, chat: Chat, hints: dict[str, Any], kind: str, tokens: int) -> dict[str, Any]:
-        more: dict[str, Any] = {"session_id": chat.name} if chat.name else {}
-        if hints:
-            more["kv_transfer_params"] = {"manthan": hints}
-        if kind != "posted":
-            more |= {"stream": True, "stream_options": {"include_usage": True}}
-        return ANSWER | {"max_tokens": tokens} | more
-
-    async def _backend(self, chat: Chat) -> Backend:
-        """Return the session's home, or the other server if that is down; wait if both are."""
-        while True:
-            for number in (chat.home, 1 - chat.home):
-                if self._backends[number].is_up:
-                    return self._backends[number]
-            await asyncio.sleep(POLL_S)
-
-    async def _answered(self, chat: Chat, options: dict[str, Any], asked: Asked) -> tuple[Answer, Backend]:
-        """Send the request until a server that is not killed meanwhile answers it."""
-        while True:
-            backend = await self._backend(chat)
+    async def _answered(self, chat: Chat, options: dict[str, Any], kind: str) -> tuple[Answer, Backend, int]:
+        """Send a request until a server that is not killed meanwhile answers it. The last value counts retries."""
+        for retries in itertools.count():
+            both = self._backends[chat.home], self._backends[1 - chat.home]
+            while not any(one.is_up for one in both):
+                await asyncio.sleep(POLL_S)
+            backend = next(one for one in both if one.is_up)
             life = backend.life
             try:
                 async with backend.places, asyncio.timeout(TIMEOUT_S):
-                    return await self._ask(backend.url, chat, options, asked.kind), backend
+                    return await self._ask(backend.url, chat, options, kind), backend, retries
             except (BrokenError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
                 if backend.is_up and life == backend.life:
                     raise  # nobody has killed it
-                asked.retries += 1
                 await asyncio.sleep(random.uniform(0, AGAIN_S))
+        raise AssertionError
 
     async def _ask(self, url: str, chat: Chat, options: dict[str, Any], kind: str) -> Answer:
+        """Return an answer. Raises ValueError if the server gave it up, BrokenError if the stream has no end."""
         body = {"model": self._model, "messages": chat.messages, **options}
         async with self._http.post(f"{url}/v1/chat/completions", json=body, headers={HEADER: chat.tenant}) as response:
             if response.status != 200:
@@ -460,9 +412,8 @@ class Traffic:
                 found = await response.json()
                 choice, told = found["choices"][0], (found.get("kv_transfer_params") or {}).get("manthan") or {}
                 _check_end(choice)
-                return Answer(
-                    choice["message"]["content"] or "", found["usage"], told.get("lossy_tokens") or 0, _tokens(choice)
-                )
+                text = choice["message"]["content"] or ""
+                return Answer(text, found["usage"], told.get("lossy_tokens") or 0, _margins(choice))
             pieces, usage = [], {}
             async for chunk in _events(response):
                 for choice in chunk["choices"]:
@@ -476,27 +427,24 @@ class Traffic:
 
 
 def _check_end(choice: dict[str, Any]) -> None:
-    """Raise ValueError if the server gave the answer up."""
     if choice.get("finish_reason") not in (None, "length", "stop"):
         raise ValueError(f"finish_reason {choice['finish_reason']}")
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """Raise BrokenError if the stream has no end, ValueError for an error in it."""
     async for line in response.content:
-        if not line.startswith(b"data: "):
-            continue
         if line.startswith(b"data: [DONE]"):
             return
-        found = json.loads(line[6:])
-        if "error" in found:
-            raise ValueError(f"in the stream: {found['error']}")
-        yield found
+        if line.startswith(b"data: "):
+            found = json.loads(line[6:])
+            if "error" in found:
+                raise ValueError(f"in the stream: {found['error']}")
+            yield found
     raise BrokenError("the stream has no end")
 
 
-def _tokens(choice: dict[str, Any]) -> list[tuple[str, float]]:
-    """Tokens of an answer, and their margins over the next best; nothing if nobody asked for log-probabilities."""
+def _margins(choice: dict[str, Any]) -> list[tuple[str, float]]:
+    """Return the tokens of an answer, and their margins over the next best; none without log-probabilities."""
     told = (choice.get("logprobs") or {}).get("content") or ()
     ranked = [sorted((one["logprob"] for one in token["top_logprobs"]), reverse=True) for token in told]
     return [(token["token"], one[0] - one[1] if len(one) > 1 else 0.0) for token, one in zip(told, ranked, strict=True)]

@@ -1,4 +1,4 @@
-"""What happens to the servers of the soak, and when: faults of their disk, resets, sleeps and kills, from a seed."""
+"""Schedule of the soak from a seed: faults of the servers' disk, resets, sleeps and kills."""
 
 import contextlib
 import os
@@ -17,16 +17,16 @@ PAGE = 4096
 LITTLE = 16 * PAGE
 """What a full disk has left."""
 FILLS = 100
-"""So often a disk is tried to be made as small as its files."""
+"""Number of tries to make a disk as small as its files."""
 FLIPPED = PAGE // 4
 SPARE = 1.5
-"""The disk has so many times the store's budget: it is full when it is made smaller."""
+"""Size of the disk, in times of the store's budget. It is full when it is made smaller."""
 SHORTEST_SHARE, LONGEST_SHARE = 0.5, 0.7
-"""Of its turn, that a fault lasts."""
+"""Share of its turn that a fault lasts."""
 
 
 class Fault(StrEnum):
-    """As docs/disk.md has them."""
+    """Faults of a disk, as in docs/disk.md."""
 
     full = "full"
     read_only = "read-only"
@@ -47,13 +47,13 @@ TOLD = {
     Fault.hang_writes: "hang-writes",
     Fault.eio: "eio",
 }
-"""What the preloaded library calls them."""
+"""Names of faults in the preloaded library."""
 FELT_LATER = {Fault.deleted}
 """A file that is open can be read when it has no name any more: what was in it is missing at the next start."""
 
 
 class Order(StrEnum):
-    """What an operator does to one server."""
+    """Orders of an operator to one server."""
 
     kill = "kill -9"
     sleep = "sleep"
@@ -66,7 +66,7 @@ AHEAD = 4
 
 
 class Event(NamedTuple):
-    """A turn of `seconds`: what happens begins after `calm_s` and lasts `lasts_s`. server: of an order."""
+    """Turn of `seconds`. The fault or order begins after `calm_s` and lasts `lasts_s`. server: of an order."""
 
     what: Fault | Order
     server: int
@@ -98,7 +98,7 @@ def schedule(seed: int, seconds: float, rounds: int, kills: int) -> list[Event]:
 
 
 class Disk:
-    """A folder, and what goes wrong with it. is_small: it is a file system of its own, that can be full."""
+    """Folder that fails. is_small: True if it is a file system of its own, which can be full."""
 
     def __init__(self, folder: Path, faults: Faults, nbytes: int, seed: int, *, is_small: bool) -> None:
         self.folder, self.environment, self.is_small = folder, faults.environment, is_small
@@ -106,50 +106,37 @@ class Disk:
 
     @contextlib.contextmanager
     def failing(self, fault: Fault) -> Iterator[None]:
-        """Files that were damaged stay so."""
+        """Let the disk fail. Files that were damaged stay so."""
         try:
-            self._begin(fault)
+            if fault not in TOLD:
+                self.damage(fault)
+            elif fault is Fault.full and self.is_small:
+                self._fill()
+            else:
+                self._faults.now(TOLD[fault])
             yield
         finally:
-            self.heal()
-
-    def heal(self) -> None:
-        self._faults.now("")
-        if self.is_small:
-            resize(self.folder, self._nbytes)
+            self._faults.now("")
+            if self.is_small:
+                resize(self.folder, self._nbytes)
 
     def damage(self, fault: Fault) -> None:
-        """Once, or once more; nothing if it is no fault of files."""
+        """Damage half of the files, once or once more. Do nothing if it is no fault of files."""
         damage = {Fault.truncated: cut, Fault.flipped: self._flip, Fault.deleted: Path.unlink}.get(fault)
-        for path in self._half_of_the_files() if damage else ():
+        paths = sorted(self.folder.rglob("blocks"))
+        for path in self._chance.sample(paths, -(-len(paths) // 2)) if damage else ():
             with contextlib.suppress(FileNotFoundError):
                 damage(path)
 
-    def _begin(self, fault: Fault) -> None:
-        if fault not in TOLD:
-            self.damage(fault)
-        elif fault is Fault.full and self.is_small:
-            self._fill()
-        else:
-            self._faults.now(TOLD[fault])
-
     def _fill(self) -> None:
-        """No disk is made smaller than its files, and others write: what is free now may not be in a moment."""
-        for left in range(FILLS - 1, -1, -1):
-            try:
-                resize(self.folder, shutil.disk_usage(self.folder).used + LITTLE)
-            except subprocess.CalledProcessError:
-                if not left:
-                    raise
-            else:
-                return
-
-    def _half_of_the_files(self) -> list[Path]:
-        paths = sorted(self.folder.rglob("blocks"))
-        return self._chance.sample(paths, -(-len(paths) // 2))
+        """Make the disk as small as its files. Try again if servers have written meanwhile."""
+        for _ in range(FILLS):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                return resize(self.folder, shutil.disk_usage(self.folder).used + LITTLE)
+        raise AssertionError("the disk is never as small as its files")
 
     def _flip(self, path: Path) -> None:
-        """A run of bytes in every page that has some."""
+        """Change a run of bytes in every page that has some."""
         with path.open("r+b", buffering=0) as file:
             for begin in range(0, os.fstat(file.fileno()).st_size, PAGE):
                 at = begin + self._chance.randrange(PAGE - FLIPPED)
@@ -159,13 +146,13 @@ class Disk:
 
 
 def cut(path: Path) -> None:
-    """It loses its second half, of a sparse file what would be that."""
+    """Cut off the second half of what a sparse file has on the disk."""
     os.truncate(path, path.stat().st_blocks * 512 // 2)
 
 
 @contextlib.contextmanager
 def disk(run: Path, budget: int, seed: int) -> Iterator[Disk]:
-    """In RAM and of limited size where something can be mounted, else below `run`."""
+    """Make a disk in RAM of limited size where something can be mounted, else below `run`."""
     folder, nbytes = run / "disk", int(SPARE * budget)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

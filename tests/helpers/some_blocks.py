@@ -1,6 +1,7 @@
 """Random blocks for stores, and what comes back of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -18,3 +19,10 @@ def same(found: Iterator[Buffer | None], blocks: Mapping[bytes, Buffer], keys: S
         (buf is None and key not in blocks) or (buf is not None and bytes(buf) == bytes(blocks[key]))
         for buf, key in pairs
     )
+
+
+def until(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)

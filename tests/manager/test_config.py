@@ -9,7 +9,7 @@ import yaml
 from loaded import load_config
 from logged import warnings
 
-from manthan.manager.config.model import FIELDS
+from manthan.manager.config.model import FIELDS, TiersConfig
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.removed import REMOVED, RENAMED
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, ManthanConfig, resolve_config
@@ -60,9 +60,6 @@ def test_each_source_goes_over_the_ones_below_it(write: WriteYaml) -> None:
     assert (config.idle.min_tokens, sources["idle.min_tokens"]) == (2, "MANTHAN_IDLE__MIN_TOKENS")
     assert (config.codec.name, sources["codec.name"]) == ("three", "--manthan-codec")
     assert (config.tiers.max_bytes, sources["tiers.max_bytes"]) == (3, "--manthan-cold-bytes")
-
-
-def test_every_value_has_a_source() -> None:
     sources = resolve_config(env={}, flags={"policy": {"name": "decay", "half_life_s": 60}}).sources
     assert set(sources) == {*FIELDS, "policy.half_life_s"}
     assert sources["policy.half_life_s"] == "argument"
@@ -97,19 +94,9 @@ def test_flags_set_the_key_they_stand_for(flag: str) -> None:
     assert flag in resolve_config(env={}, flags={"tiers.kind": "redis", flag: value}).sources.values()
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        ("8GiB", 8 << 30),
-        ("512MiB", 512 << 20),
-        ("1.5GB", 1_500_000_000),
-        ("4 kib", 4096),
-        ("12", 12),
-        (12, 12),
-    ],
-)
-def test_sizes(size: object, expected: int) -> None:
-    assert load(**{"tiers.max_bytes": size}).tiers.max_bytes == expected
+def test_sizes() -> None:
+    right = {"8GiB": 8 << 30, "512MiB": 512 << 20, "1.5GB": 1_500_000_000, "4 kib": 4096, "12": 12, 12: 12}
+    assert {size: load(**{"tiers.max_bytes": size}).tiers.max_bytes for size in right} == right
 
 
 @pytest.mark.parametrize("size", ["8 apples", "-1", "0", 0, -5, "", "GiB", 1.5, True, None, "1e999GiB", [1]])
@@ -202,20 +189,58 @@ def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["host", "device"])
-def test_keys_are_refused_where_nothing_is_sealed(kind: str) -> None:
-    flags = {"tiers.kind": kind, "--manthan-encryption-key-file": "/etc/keys.yaml"}
-    assert refusal(flags=flags) == (
-        "argument, --manthan-encryption-key-file: sealing.key_file is for blocks on a disk and in Redis, "
-        f"but tiers.kind is {kind}: leave it out, or use disk or redis"
-    )
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        *(
+            (
+                {"tiers.kind": kind, "--manthan-encryption-key-file": "/etc/keys.yaml"},
+                "argument, --manthan-encryption-key-file: sealing.key_file is for blocks on a disk and in Redis, "
+                f"but tiers.kind is {kind}: leave it out, or use disk or redis",
+            )
+            for kind in ("host", "device")
+        ),
+        (
+            {"tiers": {"kind": "tiered", "host_bytes": "1GiB"}},
+            "argument: tiers.kind is tiered, which is no more: name the last tier, disk or redis, and the bytes of "
+            "those in front of it, tiers.host_bytes and tiers.disk_bytes",
+        ),
+        (
+            {"--manthan-cold-store": "disk"},
+            "--manthan-cold-store: tiers.kind is disk, but tiers.disk.path (--manthan-disk-path) is empty: name the "
+            "folder that the blocks are to be kept in",
+        ),
+        (
+            {"tiers": {"kind": "redis", "disk_bytes": 5}},
+            "argument: tiers.disk_bytes is set, but tiers.disk.path (--manthan-disk-path) is empty: name the folder "
+            "that the blocks are to be kept in",
+        ),
+        (
+            {"tiers": {"kind": "disk", "disk_bytes": 5, "disk": "/x"}},
+            "argument: tiers.disk_bytes is disk in front of tiers.kind redis, but kind is disk: use max_bytes",
+        ),
+        (
+            {"tiers": {"host_bytes": 5}},
+            "argument: tiers.host_bytes is RAM beside tiers.kind device, disk or redis, but kind is host: use "
+            "max_bytes",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(flags: dict[str, object], sentence: str) -> None:
+    assert refusal(flags=flags) == sentence
 
 
-def test_the_kind_that_is_no_more_is_refused_with_what_to_write(write: WriteYaml) -> None:
-    assert refusal(write("tiers: {kind: tiered, host_bytes: 1GiB}")) == (
-        "x.yaml: tiers.kind is tiered, which is no more: name the last tier, disk or redis, and the bytes of "
-        "those in front of it, tiers.host_bytes and tiers.disk_bytes"
-    )
+def test_tiers() -> None:
+    def store(**given: object) -> TiersConfig:
+        return load(tiers={"max_bytes": 100, "disk": "/x", **given}).tiers
+
+    assert store(kind="disk").places == ("disk",)
+    assert store(kind="redis", host_bytes=5).places == ("host", "redis")
+    three = store(kind="redis", host_bytes=25, disk_bytes=50)
+    assert (three.places, three.front_bytes, three.front_disk_bytes) == (("host", "disk", "redis"), 25, 50)
+    two = store(kind="disk", host_bytes=10)
+    assert (two.front_bytes, two.front_disk_bytes, two.is_shared, two.is_lasting) == (10, 0, False, True)
+    assert store(kind="device", host_bytes=10).tier_names == ("device", "host")
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

@@ -3,16 +3,17 @@
 import errno
 import os
 import random
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import disk_writer
 import numpy as np
 import pytest
 from integrity import check_store
+from some_blocks import until
 
 from manthan.manager.tiers import disk, disk_files
 from manthan.manager.tiers.arena import Extent
@@ -128,10 +129,8 @@ def test_what_is_dropped_is_gone_from_the_file(
     tier.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
     before = on_disk(tier.folder)
     tier.drop(0, KEYS[:25])
-    end = time.monotonic() + 60
-    while any(numbers(n)[:30].tobytes() in raw(tier.folder) or KEYS[n] in raw(tier.folder) for n in range(25)):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    marks = [mark for n in range(25) for mark in (numbers(n)[:30].tobytes(), KEYS[n])]
+    until(lambda: not any(mark in data for data in [raw(tier.folder)] for mark in marks))
     assert (on_disk(tier.folder) < before) is has_holes
     assert all(np.array_equal(get(tier, key), numbers(n)) for n, key in enumerate(KEYS[25:], 25))
     assert set(again(tier).names()) == {(0, key) for key in KEYS[25:]}
@@ -269,27 +268,61 @@ def test_while_a_sync_hangs_blocks_are_stored_and_nobody_waits(
 # -- a process that is killed ---------------------------------------------------------------------------
 
 
-def survives(folder: Path, kills: int) -> int:
-    """Kill writers at random moments, and look what the next process finds. Returns how many blocks were confirmed."""
-    rng, version, confirmed = random.Random(2), 0, 0
-    sure: dict[bytes, int] = {}  # by key, the last version that was confirmed, if nothing was begun since
-    for _ in range(kills):
-        said = disk_writer.killed_after(folder, version, rng.random() * 0.03)
-        for what, key, version in said:
-            if what == "P":
-                sure[key], confirmed = version, confirmed + 1
-            else:
-                sure.pop(key, None)
-        tier = DiskTier(folder, disk_writer.BUDGET)
-        for key in disk_writer.KEYS:
-            found = get(tier, key)
-            assert found is not None or key not in sure
-            if found is not None:
-                assert disk_writer.version_of(key, found) == sure.get(key, disk_writer.version_of(key, found))
-        check_store(tier)
-        tier.close()
-    return confirmed
+def body(at: int, version: int) -> Buffer:
+    """Return the `version`-th block under a key. Its length and bytes follow from both."""
+    seed = version * len(KEYS) + at
+    return np.concatenate([np.array([version], np.int64).view(np.uint8), numbers(seed, seed * 7919 % 60_000)])
+
+
+def write(tier: DiskTier, version: int, tell: int) -> None:
+    """Put and drop until killed. Tell b"d" before each change, and b"P" after a put that was confirmed."""
+    rng = random.Random(version)
+    while True:
+        version, at = version + 1, rng.randrange(len(KEYS))
+        os.write(tell, b"d %d %d\n" % (at, version))
+        if rng.random() < 0.2:
+            tier.drop(0, [KEYS[at]])
+        elif not tier.put_all(0, {KEYS[at]: body(at, version)}):
+            os.write(tell, b"P %d %d\n" % (at, version))
+
+
+def told_until_killed(folder: Path, version: int, seconds: float) -> list[tuple[bytes, int, int]]:
+    listen, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            write(DiskTier(folder, MIB), version, tell)
+        finally:
+            os._exit(1)
+    os.close(tell)
+    with os.fdopen(listen, "rb") as pipe:
+        select.select([pipe], [], [])  # it has opened the tier
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        lines = [line.split() for line in pipe]
+    return [(what, int(at), int(version)) for what, at, version in lines]
 
 
 def test_what_was_confirmed_survives_kills(folder: Path) -> None:
-    assert survives(folder, 40) > 40
+    """Writers are killed at random moments. Their budget is full, so that room is used again."""
+    rng, version, confirmed = random.Random(2), 0, 0
+    sure: dict[int, int] = {}  # by key, the last version that was confirmed, if nothing was begun since
+    for _ in range(40):
+        for what, at, number in told_until_killed(folder, version, rng.random() * 0.03):
+            sure.pop(at, None)
+            version = number
+            if what == b"P":
+                sure[at], confirmed = version, confirmed + 1
+        tier = DiskTier(folder, MIB)
+        for at, key in enumerate(KEYS):
+            found = get(tier, key)
+            assert found is not None or at not in sure
+            if found is not None:
+                assert isinstance(found, np.ndarray)
+                there = int(found[:8].view(np.int64)[0])
+                assert there == sure.get(at, there)
+                assert np.array_equal(found, body(at, there))
+        check_store(tier)
+        tier.close()
+    assert confirmed > 40

@@ -5,11 +5,11 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from disk_faults import small_disk
+from some_blocks import until
 
 from manthan.manager.tiers.journal import Journal, JournalBlock, JournalPoint, JournalSession, SavedBlocks
 
@@ -95,22 +95,15 @@ def test_what_a_full_disk_did_not_take_is_written_when_it_does(
     with small_disk(tmp_path, 512 << 10):
         journal = Journal(tmp_path / "journal")
         journal.tell([session("a"), session("b")])
-        wait_until(lambda: len(list(journal.sessions())) == 2)
+        until(lambda: len(list(journal.sessions())) == 2)
         filler = tmp_path / "filler"
         with contextlib.suppress(OSError):
             filler.write_bytes(bytes(512 << 10))
         journal.tell([session(f"{number}", 100) for number in range(5)])
-        wait_until(lambda: "not written until that is possible" in caplog.text)
+        until(lambda: "not written until that is possible" in caplog.text)
         journal.tell([session("a", 7), session("b", 0)])
         filler.unlink()
-        wait_until(lambda: len(list(journal.sessions())) == 6)
+        until(lambda: len(list(journal.sessions())) == 6)
         journal.close()
         there = found(tmp_path / "journal")
     assert there == {str(number): session(f"{number}", 100) for number in range(5)} | {"a": session("a", 7)}
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come to pass"
-        time.sleep(0.02)

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from loaded import load_config
 
 from manthan.manager.config.model import ConfigError
 from manthan.manager.tiers.disk_folder import check_folder, open_root, remove_others
@@ -94,41 +93,3 @@ def test_what_is_of_another_configuration_is_removed_and_nothing_else(tmp_path: 
     assert list(removed) == ["other-ba9876543210"]
     assert removed["other-ba9876543210"] >= 1000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine-0123456789ab", "notes", "photos-ba9876543210"]
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        (
-            {"--manthan-cold-store": "disk"},
-            "--manthan-cold-store: tiers.kind is disk, but tiers.disk.path (--manthan-disk-path) is empty: name the "
-            "folder that the blocks are to be kept in",
-        ),
-        (
-            {"tiers": {"kind": "redis", "disk_bytes": 5}},
-            "argument: tiers.disk_bytes is set, but tiers.disk.path (--manthan-disk-path) is empty: name the folder "
-            "that the blocks are to be kept in",
-        ),
-        (
-            {"tiers": {"kind": "disk", "disk_bytes": 5, "disk": "/x"}},
-            "argument: tiers.disk_bytes is disk in front of tiers.kind redis, but kind is disk: use max_bytes",
-        ),
-    ],
-)
-def test_a_configuration_that_cannot_be(given: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config(flags=given, env={})
-    assert str(error.value) == sentence
-
-
-def test_tiers() -> None:
-    def store(**given: object):
-        return load_config(flags={"tiers": {"max_bytes": 100, "disk": "/x", **given}}, env={}).tiers
-
-    assert store(kind="disk").places == ("disk",)
-    assert store(kind="redis", host_bytes=5).places == ("host", "redis")
-    three = store(kind="redis", host_bytes=25, disk_bytes=50)
-    assert (three.places, three.front_bytes, three.front_disk_bytes) == (("host", "disk", "redis"), 25, 50)
-    two = store(kind="disk", host_bytes=10)
-    assert (two.front_bytes, two.front_disk_bytes, two.is_shared, two.is_lasting) == (10, 0, False, True)
-    assert store(kind="device", host_bytes=10).tier_names == ("device", "host")

@@ -1,19 +1,31 @@
 """What `manthan doctor` finds of memlock, disks, Redis and templates."""
 
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from doctor import PASSWORD, allow, config, elsewhere, on_disk
+from documents import REPO
 from redis_server import RedisServer, running
 
 from manthan.manager.config.model import ManthanConfig
+from manthan.manager.config.resolve import resolve_config
 from manthan.manager.doctor.checks import Finding, Mark, check_disk, check_memlock, check_redis, file_system
 from manthan.manager.doctor.template import Message, Parting, check_template, partings
 from manthan.manager.tiers.disk_folder import open_root
 
 GIB = 1 << 30
+PASSWORD = "not-for-the-log"
+
+
+def config(**options: object) -> ManthanConfig:
+    """Return a configuration. `tiers__kind` stands for `tiers.kind`."""
+    return resolve_config(env={}, flags={key.replace("__", "."): value for key, value in options.items()}).config
+
+
+def on_disk(path: Path, **options: object) -> ManthanConfig:
+    return config(tiers__kind="disk", tiers__disk__path=str(path), **options)
 
 
 # -- memlock ----------------------------------------------------------------------------------------------
@@ -70,16 +82,19 @@ def test_too_little_room(tmp_path: Path) -> None:
 
 LOOKING = """
 import sys
-from doctor import on_disk
+from manthan.manager.config.resolve import resolve_config
 from manthan.manager.doctor.checks import check_disk
-print(check_disk(on_disk(sys.argv[1], tiers__max_bytes="1MiB")).said)
+flags = {"tiers": {"kind": "disk", "disk": sys.argv[1], "max_bytes": "1MiB"}}
+print(check_disk(resolve_config(env={}, flags=flags).config).said)
 """
 
 
 def test_what_cannot_be_used_and_what_is_in_use(tmp_path: Path) -> None:
     assert "there is no such folder" in check_disk(on_disk(tmp_path / "x")).said
+    looking = ["sh", "-c", '"$0" -c "$@"; true', sys.executable, LOOKING, tmp_path]  # no child of ours
     with open_root(tmp_path):
-        assert elsewhere(LOOKING, tmp_path).endswith("1.0MiB of compressed blocks; a server uses it now.\n")
+        said = subprocess.run(looking, capture_output=True, text=True, check=True).stdout
+    assert said.endswith("1.0MiB of compressed blocks; a server uses it now.\n")
 
 
 # -- Redis ------------------------------------------------------------------------------------------------
@@ -88,6 +103,15 @@ def test_what_cannot_be_used_and_what_is_in_use(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     yield from running(tmp_path_factory.mktemp("doctor"), "--maxmemory", "100mb")
+
+
+def allow(server: RedisServer, without: str = "") -> None:
+    """Make the user of the document's ACL for engines, less one command."""
+    lines = (REPO / "docs" / "redis.md").read_text(encoding="utf-8").splitlines()
+    acl = next(line for line in lines if line.startswith("ACL SETUSER")).replace("PASSWORD", PASSWORD).split()
+    assert f"+{without}" in acl or not without
+    server.client.execute_command("ACL", "DELUSER", acl[2])
+    server.client.execute_command(*(word for word in acl if word != f"+{without}"))
 
 
 def in_redis(url: str) -> ManthanConfig:

@@ -3,9 +3,8 @@
 import os
 import random
 import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from integrity import check_store
 from key_files import write_keys
 from redis_server import RedisServer, running
+from some_blocks import until
 
 from manthan.codec import wire
 from manthan.codec.base import Section, SectionKind
@@ -144,10 +144,10 @@ class RamWorld(World):
         self.tier = self.here = RamTier(BUDGET)
 
     def raw(self) -> bytes:
-        return b"".join(chunk.tobytes() for chunk in self.here._memory._chunks.values())
+        return b"".join(chunk.tobytes() for chunk in self.here._chunks.values())
 
     def damage(self) -> None:
-        for chunk in self.here._memory._chunks.values():
+        for chunk in self.here._chunks.values():
             chunk[::50] ^= 1
 
     def check(self) -> None:
@@ -312,13 +312,6 @@ def are_right(tier: Tier, blocks: Mapping[bytes, Buffer], group: int = 0) -> boo
     )
 
 
-def until(what: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 # -- what holds -----------------------------------------------------------------------------------------
 
 
@@ -426,11 +419,8 @@ def test_a_cleared_tier_is_empty_and_of_use(world: World) -> None:
 
 
 def test_threads_that_put_get_and_drop_mix_nothing_up(world: World) -> None:
-    threads, versions = (
-        6,
-        {(key, seed): block(key, 50_000 * (seed + 1), seed) for key in KEYS[:12] for seed in range(3)},
-    )
-    start = threading.Barrier(threads)
+    versions = {(key, seed): block(key, 50_000 * (seed + 1), seed) for key in KEYS[:12] for seed in range(3)}
+    start = threading.Barrier(threads := 6)
 
     def hammer(number: int) -> int:
         rng, refused = random.Random(number), 0

@@ -1,4 +1,4 @@
-"""The HTTP API without a server: several engines, dead ones, and none at all."""
+"""HTTP API and middleware without a server: several engines, dead ones, none at all, and streams that are held back."""
 
 import asyncio
 import math
@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,22 +15,12 @@ from fastapi.testclient import TestClient
 from pydantic_core import from_json, to_json
 
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.http.cores import Cores, summed, together
-from manthan.vllm_hooks.http.errors import ApiError
-from manthan.vllm_hooks.http.middleware import add_api
+from manthan.vllm_hooks.http import hints, middleware
+from manthan.vllm_hooks.http.api import ApiError, ask_about, summed, together
+from manthan.vllm_hooks.http.middleware import Middleware, add_api
 from manthan.vllm_hooks.http.models import Policy
 from manthan.vllm_hooks.inquiries import Inquiries
 from manthan.vllm_hooks.transfer_config import settings_of
-
-
-def page(*rows: tuple[float, str], total: int) -> dict[str, Any]:
-    """A core's answer: what its sessions are sorted by, and their ids."""
-    return {
-        "total": total,
-        "now": 1.0,
-        "keys": [[*row] for row in rows],
-        "sessions": [{"id": name} for _, name in rows],
-    }
 
 
 @pytest.mark.parametrize(
@@ -37,60 +28,47 @@ def page(*rows: tuple[float, str], total: int) -> dict[str, Any]:
     [(0, 2, [("d", 1), ("a", 0)]), (1, 3, [("a", 0), ("b", 0), ("c", 1)]), (3, 9, [("c", 1)]), (9, 9, [])],
 )
 def test_pages_of_several_engines_are_one(offset: int, limit: int, found: list[tuple[str, int]]) -> None:
-    answers = [page((9.0, "a"), (7.0, "b"), total=2), page((9.5, "d"), (1.0, "c"), total=5)]
+    answers: list[dict[str, Any]] = [
+        {"total": total, "now": 1.0, "keys": rows, "sessions": [{"id": name} for _, name in rows]}
+        for total, rows in ((2, [(9.0, "a"), (7.0, "b")]), (5, [(9.5, "d"), (1.0, "c")]))
+    ]
     merged = together(answers, offset, limit, descending=True)
     assert [(row["id"], row["engine"]) for row in merged["sessions"]] == found
     assert merged["total"] == 7
 
 
-def state(free: int, up: bool, *order: str) -> dict[str, Any]:
+def state(free: int, up: bool, order: list[str], engines: int = 1) -> dict[str, Any]:
+    """State of some engines, `free` of all of them together."""
+    tier = {"name": "host", "used_bytes": free, "budget_bytes": 9 * engines}
+    pool = {"block_tokens": 32, "blocks": 10 * engines, "free_blocks": free, "bytes": 100 * engines}
     return {
         "now": 1.0,
-        "policy": {"name": "lru", "options": {}, "order": list(order)},
-        "store": {
-            "kind": "host",
-            "up": up,
-            "codec": "wht-5x",
-            "tiers": [{"name": "host", "used_bytes": free, "budget_bytes": 9}],
-        },
-        "pool": {"block_tokens": 32, "blocks": 10, "free_blocks": free, "bytes": 100, "session_bytes": 5},
-        "sessions": {"active": 1, "idle": 2, "cold": free},
-        "totals": {"evictions": 3},
+        "policy": {"name": "lru", "options": {}, "order": order},
+        "store": {"kind": "host", "up": up, "codec": "wht-5x", "tiers": [tier]},
+        "pool": pool,
+        "sessions": {"active": engines, "idle": 2 * engines, "cold": free},
+        "totals": {"evictions": 3 * engines},
     }
 
 
 def test_states_of_several_engines_add_up() -> None:
-    one = state(4, True, "a", "b", "c")
+    one = state(4, True, ["a", "b", "c"])
     assert summed([one]) is one
-    both = summed([one, state(5, False, "d")])
-    assert both["policy"]["order"] == ["a", "d", "b", "c"]
-    assert both["store"] == {
-        "kind": "host",
-        "up": False,
-        "codec": "wht-5x",
-        "tiers": [{"name": "host", "used_bytes": 9, "budget_bytes": 18}],
-    }
-    assert both["pool"] == {"block_tokens": 32, "blocks": 20, "free_blocks": 9, "bytes": 200, "session_bytes": 10}
-    assert both["sessions"] == {"active": 2, "idle": 4, "cold": 9}
-    assert both["totals"] == {"evictions": 6}
+    assert summed([one, state(5, False, ["d"])]) == state(9, False, ["a", "d", "b", "c"], engines=2)
 
 
 def test_an_answer_can_always_be_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Policies of other packages may have options of any kind."""
-    policy = Policy(name="odd", options={"of": Decimal("0.5"), "path": Path("a"), "it": Odd()}, order=[])
+    odd = SimpleNamespace(a=1)
+    policy = Policy(name="odd", options={"of": Decimal("0.5"), "path": Path("a"), "it": odd}, order=[])
     monkeypatch.setattr(Inquiries, "answer", lambda self, what, asked: {"keys": [(math.inf, "a")], "policy": policy})
     told = from_json(object.__new__(Inquiries).reply("state", {}))
     assert told["keys"] == [[math.inf, "a"]]
-    assert told["policy"]["options"] == {"of": "0.5", "path": "a", "it": "odd"}
-
-
-class Odd:
-    def __str__(self) -> str:
-        return "odd"
+    assert told["policy"]["options"] == {"of": "0.5", "path": "a", "it": str(odd)}
 
 
 class Client:
-    """In the place of vLLM's: its engines' answers, or none, for they are dead."""
+    """Client of vLLM's whose engines give these answers, or are dead without one."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.errored, self.engine_core, self._answers = not answers, self, answers
@@ -99,12 +77,10 @@ class Client:
         return list(map(to_json, self._answers))
 
 
-def steered(*answers: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = asyncio.run(Cores(Client(*answers)).session("evict", {"id": "a", "bound": None}))
-    return found
-
-
 def test_of_several_engines_the_session_that_was_used_last_is_shown() -> None:
+    def steered(*answers: dict[str, Any]) -> dict[str, Any]:
+        return asyncio.run(ask_about(Client(*answers), "evict", {"id": "a", "bound": None}))
+
     unknown = {"refused": [404, "There is no session 'a'."]}
     assert steered({"id": "a", "last_used": 1.0}, {"id": "a", "last_used": 2.0}, unknown)["engine"] == 1
     answers = (unknown, {"refused": [409, "Not now."]}), ()
@@ -117,11 +93,8 @@ def test_of_several_engines_the_session_that_was_used_last_is_shown() -> None:
 def test_a_server_without_an_engine() -> None:
     client = gated()
     client.app.state.engine_client = None  # type: ignore[attr-defined]
-    for reply in (
-        client.get("/manthan/sessions"),
-        client.post("/manthan/sessions/a/pin"),
-        client.get("/manthan/state"),
-    ):
+    for method, path in (("GET", "sessions"), ("POST", "sessions/a/pin"), ("GET", "state")):
+        reply = client.request(method, f"/manthan/{path}")
         assert (reply.status_code, reply.json()["error"]["message"]) == (503, "This server has no engine.")
 
 
@@ -197,3 +170,61 @@ def gated(origins: Sequence[str] = (), **options: Any) -> TestClient:
     app.state.engine_client = Client()
     add_api(app)
     return TestClient(app, base_url="http://localhost")
+
+
+START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"text/event-stream"), (b"access-control-allow-origin", b"*")],
+}
+
+
+def asked(app: Any, kind: str = "http", **scope: Any) -> list[dict[str, Any]]:
+    """What a server with this application sends."""
+    made, sent = Middleware(app), list[dict[str, Any]]()
+    made._has_begun = True
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(made({"type": kind, "headers": [(b"x-tenant", b"acme")]} | scope, None, send))
+    return sent
+
+
+def test_a_websocket_s_headers_are_at_hand_too() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert hints.tenant_in("X-Tenant") == "acme"
+        await send({"type": "websocket.accept"})
+
+    assert asked(app, "websocket") == [{"type": "websocket.accept"}]
+
+
+def test_a_refused_stream_keeps_the_headers_of_the_answer() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(START)
+        incoming = hints._incoming.get()
+        incoming.refusal, incoming.is_checked = hints.RequestHintError("no"), True
+        await send({"type": "http.response.body", "body": b"data: x", "more_body": False})
+
+    start, body = asked(app, method="POST")
+    assert start["status"] == 400
+    assert (b"access-control-allow-origin", b"*") in start["headers"]
+    assert [value for name, value in start["headers"] if name == b"content-type"] == [b"application/json"]
+    assert b"no" in body["body"]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_stream_without_a_request_for_the_engine_is_not_held_for_ever(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "HOLD_S", 0.05)
+    released = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(START)
+        await send({"type": "http.response.body", "body": b"data: x", "more_body": True})
+        await asyncio.sleep(0.5)
+        released.set()
+
+    assert [message["type"] for message in asked(app, method=method)] == ["http.response.start", "http.response.body"]
+    assert released.is_set()

@@ -3,13 +3,13 @@
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
+from api_client import WAIT_S, ApiClient
 from typer.testing import CliRunner
 
 from manthan.benchmarks.server import VllmServer
@@ -19,36 +19,21 @@ MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 KEY = "sesame"
 TEXT = " says hello to everybody" * 24
 TOKENS, BLOCKS = 192, 6
-WAIT_S = 120.0
-ACTIONS: dict[str, dict[str, Any]] = {
-    "evict": {},
-    "prefetch": {},
-    "expect": {"seconds": 5},
-    "pin": {},
-    "unpin": {},
-    "release": {},
-}
-"""What may be asked of a session, with a body that will do."""
+ACTIONS: dict[str, dict[str, Any]] = {name: {} for name in ("evict", "prefetch", "pin", "unpin", "release")}
+ACTIONS["expect"] = {"seconds": 5}
+"""Bodies of the actions on a session."""
 
 
-class Api:
-    """A client of the server, with its key, and for a tenant if there is one."""
+class Api(ApiClient):
+    """Client with the server's key, for a tenant if there is one."""
 
     def __init__(self, server: VllmServer, tenant: str | None = None, key: str = KEY) -> None:
-        self.server = server
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        headers |= {} if tenant is None else {"X-Tenant-ID": tenant}
-        self._http = httpx.Client(base_url=server.url, timeout=60, headers=headers, trust_env=False)
-
-    def get(self, path: str, **query: Any) -> Any:
-        return self._http.get(f"/manthan{path}", params=query).raise_for_status().json()
-
-    def post(self, path: str, **body: Any) -> Any:
-        return self._http.post(f"/manthan{path}", json=body).raise_for_status().json()
+        super().__init__(server, headers | ({} if tenant is None else {"X-Tenant-ID": tenant}))
 
     def refused(self, method: str, path: str, **request: Any) -> tuple[int, str]:
         """Status and sentence of an error, in the form of vLLM's."""
-        reply = self._http.request(method, f"/manthan{path}", **request)
+        reply = self.http.request(method, f"/manthan{path}", **request)
         assert reply.headers["content-type"] == "application/json"
         [error] = reply.json().values()
         assert set(error) == {"message", "type", "param", "code"}
@@ -59,41 +44,22 @@ class Api:
     def ids(self, **query: Any) -> list[str]:
         return [session["id"] for session in self.get("/sessions", **query)["sessions"]]
 
-    def talk(self, name: str, text: str = TEXT, max_tokens: int = 4) -> dict[str, Any]:
-        body = {"model": MODEL, "prompt": name + text, "max_tokens": max_tokens, "session_id": name, "ignore_eos": True}
-        reply: dict[str, Any] = self._http.post("/v1/completions", json=body).raise_for_status().json()
-        return reply
-
-    def wait(self, path: str, done: Callable[[Any], bool]) -> Any:
-        """What is there once it is so."""
-        found = []
-
-        def is_so() -> bool:
-            found[:] = [self.get(path)]
-            return done(found[0])
-
-        self.server.wait_for(is_so, WAIT_S, f"have {path} as it should be")
-        return found[0]
+    def talk(self, name: str, text: str = TEXT, max_tokens: int = 4) -> int:
+        """Return the number of the prompt's tokens."""
+        reply = self.complete(name, name + text, max_tokens=max_tokens, ignore_eos=True)
+        return int(reply["usage"]["prompt_tokens"])
 
     def empty_pool(self) -> None:
         """What is cold is restored when it returns."""
-        assert self._http.post("/reset_prefix_cache").json()["success"]
-
-    def wait_for_state(self, name: str, state: str) -> Any:
-        return self.wait(f"/sessions/{name}", lambda session: session["state"] == state)
-
-
-@pytest.fixture(scope="module")
-def server(steered_server: VllmServer) -> VllmServer:
-    return steered_server
+        assert self.http.post("/reset_prefix_cache").json()["success"]
 
 
 @pytest.fixture
-def api(server: VllmServer) -> Api:
-    """Of somebody who sees all; nobody has a session yet, but who had one is known again by its name."""
-    found = Api(server)
-    server.wait_for(
-        lambda: found._http.post("/reset_prefix_cache?reset_external=true").json()["success"], WAIT_S, "forget all KV"
+def api(steered_server: VllmServer) -> Api:
+    """Client that sees all. No session is left, but their names are known again."""
+    found = Api(steered_server)
+    steered_server.wait_for(
+        lambda: found.http.post("/reset_prefix_cache?reset_external=true").json()["success"], WAIT_S, "forget all KV"
     )
     assert found.ids() == []
     return found
@@ -137,7 +103,7 @@ def test_a_session_s_life_tells_turns_evictions_and_restores(api) -> None:
     api.post("/sessions/erin/evict")
     cold = api.wait_for_state("erin", "cold")
     api.empty_pool()
-    assert api.talk("erin")["usage"]["prompt_tokens"] > TOKENS
+    assert api.talk("erin") > TOKENS
     life = api.wait_for_state("erin", "idle")["life"]
     assert [event["kind"] for event in life] == ["turn", "evicted", "restored", "turn"]
     first, evicted, restored, second = life
@@ -150,12 +116,13 @@ def test_a_session_s_life_tells_turns_evictions_and_restores(api) -> None:
 
 
 def test_names_may_have_anything_in_them(api) -> None:
+    acme = Api(api.server, "acme")
     for name in ("a/b c", "50%", "evict", "é?#", "x/evict"):
-        Api(api.server, "acme").talk(name)
+        acme.talk(name)
         path = f"/sessions/{quote(name, safe='')}"
-        assert Api(api.server, "acme").get(path)["id"] == name
-        assert Api(api.server, "acme").post(f"{path}/pin")["pinned"]
-        assert Api(api.server, "acme").post(f"{path}/unpin")["id"] == name
+        assert acme.get(path)["id"] == name
+        assert acme.post(f"{path}/pin")["pinned"]
+        assert acme.post(f"{path}/unpin")["id"] == name
 
 
 def test_the_state_of_the_whole(api) -> None:
@@ -181,7 +148,7 @@ def test_the_state_of_the_whole(api) -> None:
     assert added == {"evictions": 1, "restores": 1, "restored_tokens": TOKENS, "prefetches": 0, "failures": 0} | {
         "computed_tokens": added["computed_tokens"]
     }
-    assert added["computed_tokens"] == 3 * api.talk("dave")["usage"]["prompt_tokens"] - TOKENS
+    assert added["computed_tokens"] == 3 * api.talk("dave") - TOKENS
 
 
 def test_the_configuration_as_it_was_resolved(api) -> None:
@@ -197,12 +164,12 @@ def test_the_configuration_as_it_was_resolved(api) -> None:
 
 def test_an_evicted_session_is_prefetched(api) -> None:
     api.talk("frank")
-    reply = api._http.post("/manthan/sessions/frank/evict")
+    reply = api.http.post("/manthan/sessions/frank/evict")
     assert (reply.status_code, reply.json()["state"]) == (202, "idle")
     api.wait_for_state("frank", "cold")
     api.empty_pool()
     api.talk("somebody")  # before that, the weights may be others
-    reply = api._http.post("/manthan/sessions/frank/prefetch", json={})
+    reply = api.http.post("/manthan/sessions/frank/prefetch", json={})
     assert (reply.status_code, reply.json()["state"]) == (202, "cold")
     there = api.wait("/sessions/frank", lambda session: session["hot_blocks"] == BLOCKS)
     assert (there["state"], there["cold_blocks"]) == ("cold", BLOCKS)
@@ -260,14 +227,14 @@ def test_a_sleeping_engine_is_looked_at_only(api) -> None:
     api.talk("alice")
     api.post("/sessions/alice/evict")
     api.server.wait_for(lambda: api.ids(state="cold") == ["alice"], 60, "let alice go cold")
-    assert api._http.post("/sleep?level=1").status_code == 200
+    assert api.http.post("/sleep?level=1").status_code == 200
     try:
         for action in ACTIONS:
             status, sentence = api.refused("POST", f"/sessions/alice/{action}", json=ACTIONS[action])
             assert (status, sentence) == (503, "The engine sleeps.")
         assert api.ids(state="cold") == ["alice"]
     finally:
-        assert api._http.post("/wake_up").status_code == 200
+        assert api.http.post("/wake_up").status_code == 200
         api.talk("bob")
 
 
@@ -314,8 +281,11 @@ def test_without_the_key_there_is_nothing(api, key: str) -> None:
 # -- mistakes, and what the server says of itself -----------------------------------------------------------
 
 
+SECONDS = "seconds must be a number of seconds above 0 and at most 2592000, or null, not"
+
+
 @pytest.mark.parametrize(
-    ("query", "sentence"),
+    ("asked", "sentence"),
     [
         ("state=warm", "state must be some of active, idle, cold, with commas between them, not 'warm'"),
         ("pinned=perhaps", "pinned must be true or false, not 'perhaps'"),
@@ -324,28 +294,17 @@ def test_without_the_key_there_is_nothing(api, key: str) -> None:
         ("limit=0", "limit must be a whole number from 1 to 500, not '0'"),
         ("limit=501", "limit must be a whole number from 1 to 500, not '501'"),
         ("offset=-1", "offset must be a whole number from 0 to 1000000, not '-1'"),
-    ],
-)
-def test_a_parameter_that_cannot_be_used(api, query: str, sentence: str) -> None:
-    assert api.refused("GET", f"/sessions?{query}") == (422, sentence)
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ({"json": {"seconds": -1}}, "seconds must be a number of seconds above 0 and at most 2592000, or null, not -1"),
-        (
-            {"json": {"seconds": "soon"}},
-            "seconds must be a number of seconds above 0 and at most 2592000, or null, not 'soon'",
-        ),
+        ({"json": {"seconds": -1}}, f"{SECONDS} -1"),
+        ({"json": {"seconds": "soon"}}, f"{SECONDS} 'soon'"),
         ({"json": {"second": 1}}, "The body has an unknown field 'second'."),
         ({"json": [1]}, "The body must be a JSON object, not [1]."),
         ({"content": "{1", "headers": {"Content-Type": "application/json"}}, "The body is not valid JSON."),
     ],
 )
-def test_a_body_that_cannot_be_used(api, body: dict[str, Any], sentence: str) -> None:
+def test_a_parameter_or_a_body_that_cannot_be_used(api, asked: str | dict[str, Any], sentence: str) -> None:
+    method, path = ("GET", f"/sessions?{asked}") if isinstance(asked, str) else ("POST", "/sessions/alice/pin")
     api.talk("alice")
-    assert api.refused("POST", "/sessions/alice/pin", **body) == (422, sentence)
+    assert api.refused(method, path, **({} if isinstance(asked, str) else asked)) == (422, sentence)
     assert not api.get("/sessions/alice")["pinned"]
 
 

@@ -13,6 +13,7 @@ from paged_cache import (
     block_format,
     cpu_blocks,
     device_blocks,
+    encode,
     gpu_like,
     paged,
     shape_of,
@@ -21,7 +22,6 @@ from paged_cache import (
 
 from manthan.codec import wire
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.worker.blocks import CpuBlocks
 from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
 
 KEY = b"k" * 32
@@ -33,16 +33,6 @@ BITS = {torch.bfloat16: torch.uint16}
 pytestmark = pytest.mark.usefixtures("engine_config")
 
 
-def encode(blocks: CpuBlocks, block_id: int, exact: int = 0) -> Any:
-    job = jobs.store([KEY], [block_id], 96, 96 + exact)
-    [buf] = blocks.encode(job, blocks.gather(job))
-    return buf
-
-
-def decode(blocks: CpuBlocks, block_id: int, buf: Any, key: bytes = KEY) -> str | None:
-    return blocks.decode(key, block_id, buf)
-
-
 @pytest.mark.parametrize(("isa", "dtype"), KINDS)
 @pytest.mark.parametrize(("tokens", "head_dim"), [(32, 128), (128, 64), (32, 96)])
 def test_a_block_comes_back_as_the_codec_gives_it(isa: str, dtype: torch.dtype, tokens: int, head_dim: int) -> None:
@@ -50,10 +40,10 @@ def test_a_block_comes_back_as_the_codec_gives_it(isa: str, dtype: torch.dtype, 
     blocks, form = cpu_blocks(caches, layers, spec), block_format(caches, spec)
     both = torch.from_numpy(np.stack(write(caches, layers, 3, spec, seed=1))).to(dtype)
     numbers = both.view(2, LAYERS, HEADS, tokens, head_dim).view(BITS.get(dtype, dtype)).numpy()
-    buf = encode(blocks, 3)
+    buf = encode(blocks, KEY, 3)
     assert np.array_equal(buf, form.encode(*numbers, key=KEY, first_token=96, exact=0))
     others = {name: cache.clone() for name, cache in caches.items()}
-    assert decode(blocks, 5, buf) is None
+    assert blocks.decode(KEY, 5, buf) is None
     # A second cache, written by the backend with what the codec gives, must hold the very same bytes.
     decoded = torch.from_numpy(np.stack(form.decode(buf, key=KEY))).view(dtype)
     data = decoded.transpose(2, 3).contiguous()
@@ -69,7 +59,7 @@ def test_exact_tokens_come_back_bit_for_bit(isa: str, dtype: torch.dtype, exact:
     caches, layers, spec = paged(isa, dtype, 32, 128)
     blocks = cpu_blocks(caches, layers, spec)
     write(caches, layers, 3, spec, seed=3)
-    assert decode(blocks, 5, encode(blocks, 3, exact)) is None
+    assert blocks.decode(KEY, 5, encode(blocks, KEY, 3, exact)) is None
     before, after = (np.stack(blocks._memory.gather(block)) for block in (3, 5))
     assert np.array_equal(before[:, :, :, :exact].view(np.uint8), after[:, :, :, :exact].view(np.uint8))
     changed = (before[:, :, :, exact:] != after[:, :, :, exact:]).any(axis=(0, 1, 2, 4))
@@ -84,10 +74,10 @@ def test_a_devices_memory_is_read_and_written_as_the_hosts(order: tuple[int, ...
     for cache in caches.values():
         cache[3] = torch.randn(cache[3].shape)
     on_device, on_host = device_blocks(caches, layers, spec), cpu_blocks(caches, layers, spec)
-    buf = encode(on_device, 3, exact)
-    assert np.array_equal(buf, encode(on_host, 3, exact))
-    assert decode(on_device, 5, buf) is None
-    assert decode(on_host, 6, buf) is None
+    buf = encode(on_device, KEY, 3, exact)
+    assert np.array_equal(buf, encode(on_host, KEY, 3, exact))
+    assert on_device.decode(KEY, 5, buf) is None
+    assert on_host.decode(KEY, 6, buf) is None
     assert all(torch.equal(cache[5], cache[6]) and cache[5].any() for cache in caches.values())
     assert not any(cache[[0, 1, 2, 4, 7]].any() for cache in caches.values())
 
@@ -107,13 +97,13 @@ def test_what_is_damaged_is_not_written(damage: Any, cause: str, exact: int) -> 
     caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
     blocks = cpu_blocks(caches, layers, spec)
     write(caches, layers, 3, spec, seed=2)
-    buf = encode(blocks, 3, exact)
+    buf = encode(blocks, KEY, 3, exact)
     before = {name: cache.clone() for name, cache in caches.items()}
-    assert decode(blocks, 5, damage(buf)) == cause
-    assert decode(blocks, 5, buf, b"another key") == "key"
+    assert blocks.decode(KEY, 5, damage(buf)) == cause
+    assert blocks.decode(b"another key", 5, buf) == "key"
     stranger = cpu_blocks({n: c.clone() for n, c in caches.items()}, layers, spec, fingerprint=b"g" * 16)
-    assert decode(stranger, 5, buf) == "fingerprint"
-    assert decode(cpu_blocks({n: c.clone() for n, c in caches.items()}, layers, spec, group=1), 5, buf) == "key"
+    assert stranger.decode(KEY, 5, buf) == "fingerprint"
+    assert cpu_blocks({n: c.clone() for n, c in caches.items()}, layers, spec, group=1).decode(KEY, 5, buf) == "key"
     assert all(torch.equal(caches[name], before[name]) for name in caches)
 
 

@@ -37,16 +37,20 @@ def test_each_rank_has_its_share_of_each_tier(store: dict[str, Any], device: int
     assert share == (device, host)
 
 
-def test_two_tiers_promise_a_block_less_than_they_have() -> None:
-    assert TierBytes(0, 1000).usable({300}) == 3 * GRANULE
-    assert TierBytes(1000, 0).usable({300}) == 3 * GRANULE
-    assert TierBytes(1000, 2000).usable({512}) == (3 + 7) * GRANULE - 512
-    assert TierBytes(256, 256).usable({1024}) == 0
-
-
-def test_blocks_of_several_sizes_leave_a_part_of_each_tier_free() -> None:
-    assert TierBytes(0, 100 * GRANULE).usable({300, 512}) == 98 * GRANULE
-    assert TierBytes(100 * GRANULE, 200 * GRANULE).usable({300, 512}) == (98 + 196) * GRANULE - 512
+@pytest.mark.parametrize(
+    ("tiers", "sizes", "usable"),
+    [
+        (TierBytes(0, 1000), {300}, 3 * GRANULE),
+        (TierBytes(1000, 0), {300}, 3 * GRANULE),
+        (TierBytes(1000, 2000), {512}, (3 + 7) * GRANULE - 512),
+        (TierBytes(256, 256), {1024}, 0),
+        (TierBytes(0, 100 * GRANULE), {300, 512}, 98 * GRANULE),
+        (TierBytes(100 * GRANULE, 200 * GRANULE), {300, 512}, (98 + 196) * GRANULE - 512),
+    ],
+)
+def test_usable_bytes(tiers: TierBytes, sizes: set[int], usable: int) -> None:
+    """Two tiers promise a block less than they have. Blocks of several sizes leave a part of each tier free."""
+    assert tiers.usable(sizes) == usable
 
 
 class Gpu:

@@ -6,47 +6,34 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from api_client import WAIT_S, ApiClient
 from warm_server import warm_server
-
-from manthan.benchmarks.server import VllmServer
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 POOL = 131
 FLAGS = ["--block-size", "32", "--num-gpu-blocks-override", str(POOL), "--max-model-len", "2048", "--enforce-eager"]
 MANTHAN = ["--manthan-policy", "lru", "--manthan-idle-after", "3600", "--manthan-cold-bytes", "64MiB"]
 TEXT = " says hello to everybody" * 48
-START_S, WAIT_S = 600.0, 120.0
+START_S = 600.0
 SESSIONS = {"alice": 0, "bob": 1, "carol": 0, "dave": 1}
 """By the engine that has them."""
 
 
-class Api:
-    def __init__(self, server: VllmServer) -> None:
-        self.server = server
-        self._http = httpx.Client(base_url=server.url, timeout=60, trust_env=False)
-
-    def get(self, path: str, **query: Any) -> Any:
-        return self._http.get(f"/manthan{path}", params=query).raise_for_status().json()
-
-    def post(self, path: str) -> Any:
-        return self._http.post(f"/manthan{path}").raise_for_status().json()
-
+class Api(ApiClient):
     def status(self, path: str) -> int:
-        return self._http.get(f"/manthan{path}").status_code
+        return self.http.get(f"/manthan{path}").status_code
 
     def talk(self, name: str, engine: int) -> int:
-        """How many of its tokens were not computed."""
-        body = {"model": MODEL, "prompt": name + TEXT, "max_tokens": 4, "session_id": name, "ignore_eos": True}
+        """Return the number of the prompt's tokens that were not computed."""
         headers = {"X-data-parallel-rank": str(engine)}  # as a router sends it that knows where a session is
-        reply = self._http.post("/v1/completions", json=body, headers=headers).raise_for_status().json()
+        reply = self.complete(name, name + TEXT, headers, ignore_eos=True)
         return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     def engines(self, **query: Any) -> list[tuple[str, int]]:
         return [(session["id"], session["engine"]) for session in self.get("/sessions", **query)["sessions"]]
 
-    def wait(self, done: Callable[[], bool], what: str) -> None:
+    def wait_until(self, done: Callable[[], bool], what: str) -> None:
         self.server.wait_for(done, WAIT_S, what)
 
     def metric(self, name: str, **labels: str) -> Counter[str]:
@@ -68,7 +55,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         found = Api(server)
         for name, engine in [*SESSIONS.items(), ("erin", 0), ("erin", 1)]:
             assert found.talk(name, engine) == 0
-        found.wait(lambda: found.get("/state")["sessions"]["idle"] == 6, "have no request any more")
+        found.wait_until(lambda: found.get("/state")["sessions"]["idle"] == 6, "have no request any more")
         yield found
         server.kill()
 
@@ -88,10 +75,10 @@ def test_sessions_of_both_engines_are_seen_and_steered(api: Api) -> None:
     assert sorted(state["policy"]["order"]) == sorted(name for name, _ in everybody)
 
     api.post("/sessions/bob/evict")
-    api.wait(lambda: api.get("/sessions/bob")["state"] == "cold", "evict bob")
+    api.wait_until(lambda: api.get("/sessions/bob")["state"] == "cold", "evict bob")
     assert api.engines(state="cold") == api.engines(tier="host") == [("bob", 1)]
     api.post("/sessions/erin/evict")
-    api.wait(lambda: len(api.engines(state="cold")) == 3, "evict erin of both engines")
+    api.wait_until(lambda: len(api.engines(state="cold")) == 3, "evict erin of both engines")
     cold = api.get("/sessions", state="cold")["sessions"]
     state = api.get("/state")
     assert state["sessions"] == {"active": 0, "idle": 3, "cold": 3}
@@ -107,9 +94,9 @@ def test_sessions_of_both_engines_are_seen_and_steered(api: Api) -> None:
     blocks = {(session["id"], session["engine"]): session["cold_blocks"] for session in cold}
     bob, erin = blocks["bob", 1], blocks["erin", 0]
     assert (api.talk("bob", 1), api.talk("erin", 0)) == (32 * bob, 32 * erin)
-    api.wait(lambda: api.metric("restored_blocks_total") == {"0": erin, "1": bob}, "tell of both restores")
+    api.wait_until(lambda: api.metric("restored_blocks_total") == {"0": erin, "1": bob}, "tell of both restores")
     assert api.get("/sessions/erin")["engine"] == 0
-    api.wait(lambda: api.metric("sessions", state="cold") == {"0": 0, "1": 1}, "tell of the other engine's erin")
+    api.wait_until(lambda: api.metric("sessions", state="cold") == {"0": 0, "1": 1}, "tell of the other engine's erin")
     assert api.metric("sessions", state="idle") == {"0": 3, "1": 2}
 
     assert api.post("/sessions/dave/release")["engine"] == 1

@@ -1,15 +1,18 @@
-"""`manthan doctor` on set-ups that are broken, one way each, and on one that is not."""
+"""`manthan doctor` on set-ups that are broken, one way each, on one that is not, and on servers."""
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from redis_server import free_port
 from typer.testing import CliRunner
 from vllm_engine import MODEL
 
 from manthan.benchmarks.chat_templates import DROPS_BEFORE_QUESTION, KEEPS
+from manthan.benchmarks.server import VllmServer
 from manthan.manager.cli import app
 
 
@@ -64,3 +67,31 @@ def test_a_template_that_drops_thinking(tmp_path: Path) -> None:
     assert "and goes on with 'The capital of France" in said["chat template"]
     template.write_text(KEEPS)
     assert wrong(tmp_path, "--model", MODEL, "--chat-template", template) == {}
+
+
+def host(url: str) -> tuple[str, str]:
+    """Mark and sentence of the finding about a server's host name."""
+    status, found = examine("--url", url)
+    assert status == int(found["Host"]["mark"] != "ok")
+    return found["Host"]["mark"], found["Host"]["said"]
+
+
+def test_servers_with_manthan_without_and_none(manthan_server: VllmServer, plain_server: VllmServer) -> None:
+    none = f"http://127.0.0.1:{free_port()}"
+    assert host(manthan_server.url) == ("ok", f"Manthan answers at {manthan_server.url}.")
+    for url, why in ((f"{plain_server.url}/v1", "has no /manthan"), (none, "cannot be reached: ")):
+        mark, said = host(url)
+        assert mark == "wrong"
+        assert said.startswith(f"The server at {url} {why}")
+
+
+def test_a_name_that_the_server_refuses(manthan_server: VllmServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = socket.getaddrinfo
+
+    def as_here(host: str, *args: Any, **more: Any) -> Any:
+        return resolve("127.0.0.1" if host == "gpu7.example.org" else host, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", as_here)
+    mark, said = host(manthan_server.url.replace("127.0.0.1", "gpu7.example.org"))
+    assert mark == "wrong"
+    assert said.endswith("set an --api-key, or name the host in api.hosts.")

@@ -1,6 +1,5 @@
 """Who gets into real servers, with an API key and without: requests whose bodies are never sent, and session ids."""
 
-import json
 import socket
 from typing import Any
 from urllib.parse import urlsplit
@@ -63,29 +62,27 @@ def test_a_name_that_was_made_to_lead_here_gets_nothing(manthan_server, method: 
     assert status(manthan_server, "GET", "/health", "Host: evil.example") == 200  # vLLM's own are as they were
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a" * 500, "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a" * 500}], "max_tokens": 1},
+    "/v1/responses": {"input": "a" * 500, "max_output_tokens": 16},
+    "/inference/v1/generate": {"token_ids": [5] * 100, "sampling_params": {"max_tokens": 1}},
+}
 WAYS = [
     *[(path, way) for path in ("/v1/completions", "/v1/chat/completions") for way in ("body", "header", "xargs")],
     *[("/v1/responses", "body"), ("/v1/responses", "xargs"), ("/inference/v1/generate", "header")],
 ]
-"""By which a session id gets into the engine; the last one's body has none."""
+"""Ways of a session id into the engine. The last one's body has none."""
 
 
 @pytest.mark.parametrize(("path", "way"), WAYS)
 def test_a_session_id_that_nobody_could_be_shown_is_refused(manthan_server, path: str, way: str) -> None:
-    model = httpx.get(f"{manthan_server.url}/v1/models").json()["data"][0]["id"]
-    asked: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"prompt": "a" * 500, "max_tokens": 1},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a" * 500}], "max_tokens": 1},
-        "/v1/responses": {"input": "a" * 500, "max_output_tokens": 16},
-        "/inference/v1/generate": {"token_ids": [5] * 100, "sampling_params": {"max_tokens": 1}},
-    }
     before = manthan_server.metrics()["vllm:prompt_tokens_total"]
     for session_id in (LONG, "caf\xa0", *(("a\nb", "\x1b[2J") if way != "header" else ())):
-        body = {"model": model, "stream": way == "body", **asked[path]}
+        body = {"model": manthan_server.model, "stream": way == "body", **ASKED[path]}
         body |= {"body": {"session_id": session_id}, "xargs": {"vllm_xargs": {"session_id": session_id}}}.get(way, {})
-        headers = {"Content-Type": "application/json"}
-        headers |= {"X-Session-ID": session_id.encode("latin-1")} if way == "header" else {}  # type: ignore[dict-item]
-        reply = httpx.post(f"{manthan_server.url}{path}", content=json.dumps(body), headers=headers, timeout=60)
+        headers = {"X-Session-ID": session_id.encode("latin-1")} if way == "header" else {}
+        reply = httpx.post(f"{manthan_server.url}{path}", json=body, headers=headers, timeout=60)
         assert reply.status_code == 400, reply.text
         told = reply.json()["error"]["message"]
         assert told.startswith(f"session_id must have at most {LONGEST_NAME} printable characters, not ")

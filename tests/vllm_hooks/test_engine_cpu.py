@@ -69,6 +69,22 @@ class Worker:
         return result
 
 
+class Held:
+    """Method of an object whose calls, or those `when` says so, wait until it is let go."""
+
+    def __init__(self, owner: Any, name: str, when: Callable[..., bool] = lambda *_: True) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        call = getattr(owner, name)
+
+        def held(*args: Any) -> Any:
+            if when(*args):
+                self.began.set()
+                assert self.go_on.wait(20)
+            return call(*args)
+
+        setattr(owner, name, held)
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., Worker]]:
     workers = []
@@ -126,18 +142,11 @@ def test_a_request_hears_of_its_load_when_all_of_its_jobs_have_ended(start: Call
     worker = start(fails_whole=True)
     worker.store_all(keys=KEYS[:2])
     good, bad = (jobs.load(KEYS[n : n + 2], TARGETS[n : n + 2], group=GROUP) for n in (0, 2))
-    go_on, read = threading.Event(), worker.store.read
-
-    def waiting(group: int, keys: Any, tenant: str = "") -> Any:
-        if keys == KEYS[2:]:
-            assert go_on.wait(20)
-        return read(group, keys, tenant)
-
-    worker.store.read = waiting  # type: ignore[method-assign]
+    read = Held(worker.store, "read", lambda group, keys, *_: keys == KEYS[2:])
     worker.engine.submit_loads(ManthanMetadata(loads=[good, bad]))
     assert [result.job_id for result in worker.wait().results] == [good.job_id]
     assert worker.engine.take_ended() == (set(), set(), set())
-    go_on.set()
+    read.go_on.set()
     [result] = worker.wait().results
     assert (result.job_id, result.failed) == (bad.job_id, {0: "missing", 1: "missing"})
     assert worker.engine.take_ended() == ({"request"}, {"request"}, set())
@@ -206,27 +215,18 @@ def test_stores_are_begun_apart_from_loads(start: Callable[..., Worker]) -> None
     assert all((cache[4] == 1.5).all() for cache in worker.caches.values())
 
 
-def test_nothing_touches_the_cache_once_it_was_waited_for(
-    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_touches_the_cache_once_it_was_waited_for(start: Callable[..., Worker]) -> None:
     """As before vLLM takes the cache's memory away."""
     worker = start()
-    encode, began, may_go_on = worker.blocks.encode, threading.Event(), threading.Event()
-
-    def slowly(*args: Any) -> Any:
-        began.set()
-        may_go_on.wait(20)
-        return encode(*args)
-
-    monkeypatch.setattr(worker.blocks, "encode", slowly)
+    encode = Held(worker.blocks, "encode")
     job = worker.submit(KEYS[:1])
-    assert began.wait(20)
+    assert encode.began.wait(20)
     waits = threading.Thread(target=worker.engine.wait)
     waits.start()
     assert waits.is_alive()
     before = worker.engine.take_report()
     assert before is None or not before.results
-    may_go_on.set()
+    encode.go_on.set()
     waits.join(20)
     report = worker.engine.take_report()
     assert report is not None
@@ -239,17 +239,10 @@ def test_blocks_are_gathered_as_far_as_the_staging_goes_and_others_are_given_bac
     start: Callable[..., Worker],
 ) -> None:
     """The store does not answer: of the first job one block is gathered, which is all that there is room for."""
-    worker, began, may_go_on = start(staging_nbytes=1), threading.Semaphore(0), threading.Event()
-    put_all = worker.store.put_all
-
-    def slowly(*args: Any) -> Any:
-        began.release()
-        assert may_go_on.wait(20)
-        return put_all(*args)
-
-    worker.store.put_all = slowly  # type: ignore[method-assign]
+    worker = start(staging_nbytes=1)
+    put_all = Held(worker.store, "put_all")
     first, second = worker.submit(KEYS[:2]), worker.submit(KEYS[2:])
-    assert began.acquire(timeout=20)
+    assert put_all.began.wait(20)
     assert worker.engine.take_report() is None
     worker.engine.submit_loads(ManthanMetadata(revokes=True))
     worker.engine._gatherers.wait()
@@ -259,7 +252,7 @@ def test_blocks_are_gathered_as_far_as_the_staging_goes_and_others_are_given_bac
     assert [(result.job_id, result.failed) for result in report.results] == [
         (second.job_id, {0: "needed", 1: "needed"})
     ]
-    may_go_on.set()
+    put_all.go_on.set()
     left = worker.wait()
     assert [(result.job_id, result.failed) for result in left.results] == [(first.job_id, {1: "needed"})]
     assert left.gathered == [], "each is named once"
@@ -269,18 +262,12 @@ def test_blocks_are_gathered_as_far_as_the_staging_goes_and_others_are_given_bac
 
 
 def test_the_pool_has_its_blocks_back_before_they_are_encoded(start: Callable[..., Worker]) -> None:
-    worker, may_go_on = start(), threading.Event()
-    encode = worker.blocks.encode
-
-    def slowly(*args: Any) -> Any:
-        assert may_go_on.wait(20)
-        return encode(*args)
-
-    worker.blocks.encode = slowly  # type: ignore[method-assign]
+    worker = start()
+    encode = Held(worker.blocks, "encode")
     job = worker.submit()
     worker.engine._gatherers.wait()
     report = worker.engine.take_report()
     assert report is not None
     assert (report.gathered, report.results) == ([job.job_id], [])
-    may_go_on.set()
+    encode.go_on.set()
     assert worker.wait().results[0].failed == {}

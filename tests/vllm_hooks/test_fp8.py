@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-import jobs
 import numpy as np
 import pytest
 import torch
-from paged_cache import BLOCKS, HEADS, LAYERS, PRINT, shape_of
+from paged_cache import BLOCKS, HEADS, LAYERS, PRINT, encode, shape_of
 from scripts import run_sessions
 from vllm import EngineArgs
 from vllm.config import CacheConfig
@@ -27,7 +26,7 @@ from manthan.codec.cpu.fp8 import widened
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.memory import Shards, block_format, block_shape, group_shape
-from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of
+from manthan.vllm_hooks.support import KvCacheGroup, UnsupportedError, groups_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory, PackedMemory
 from manthan.vllm_hooks.worker.layout import packed_layers, paged_layout, probe_layers
@@ -72,12 +71,11 @@ def test_a_block_that_vllm_wrote_is_found_whatever_the_scale(cache_dtype: str, d
     # vLLM's CPU kernels cut bits off: by less than a step, which is 2**-3 or 2**-2 of the number.
     assert (np.abs(found - right) <= np.abs(right) * (0.126 if dtype is Dtype.FLOAT8_E4M3 else 0.251) + 0.01).all()
 
-    group = Group(0, spec, LAYERS, cache_dtype=cache_dtype)
+    group = KvCacheGroup(0, spec, LAYERS, cache_dtype=cache_dtype)
     blocks = CpuBlocks(memory, block_format("wht-5x", group, PRINT))
     assert blocks.format.shape.dtype is dtype
     before = np.stack(memory.gather(3))
-    job = jobs.store([KEY], [3], 96, 96 + 4)
-    [codes] = blocks.encode(job, blocks.gather(job))
+    codes = encode(blocks, KEY, 3, exact=4)
     assert blocks.decode(KEY, 5, codes) is None
     after = np.stack(memory.gather(5))
     assert np.array_equal(before[:, :, :, :4], after[:, :, :, :4])
@@ -100,9 +98,8 @@ def test_a_gpus_cache_of_fp8_is_read_by_way_of_the_cpu() -> None:
     memory = DeviceMemory(paged_layout(probe_layers(caches, layers, BLOCKS, shape), shape))
     for cache in caches.values():
         cache.view(torch.uint8)[3] = torch.randint(0, 120, (32, HEADS, 128))
-    blocks = CpuBlocks(memory, block_format("exact", Group(0, spec, LAYERS, cache_dtype="fp8"), PRINT))
-    job = jobs.store([KEY], [3], 96, 96 + 0)
-    [codes] = blocks.encode(job, blocks.gather(job))
+    blocks = CpuBlocks(memory, block_format("exact", KvCacheGroup(0, spec, LAYERS, cache_dtype="fp8"), PRINT))
+    codes = encode(blocks, KEY, 3)
     assert blocks.decode(KEY, 5, codes) is None
     for cache in caches.values():
         assert torch.equal(cache.view(torch.uint8)[3], cache.view(torch.uint8)[5])
@@ -136,8 +133,7 @@ def test_blocks_of_bytes_come_back_bit_for_bit_from_layers_of_different_sizes() 
     layers = packed_layers(caches, BLOCKS, group.layer_nbytes)
     form = block_format("exact", group, PRINT)
     blocks = CpuBlocks(PackedMemory(layers, form.shape), form)
-    job = jobs.store([KEY], [3], 96, 96 + 4)
-    [codes] = blocks.encode(job, blocks.gather(job))
+    codes = encode(blocks, KEY, 3, exact=4)
     assert sum(sizes) < len(codes) < sum(sizes) + 256
     before = {name: cache[3].clone() for name, cache in caches.items()}
     others = {name: cache[[0, 1, 2, 4, 6, 7]].clone() for name, cache in caches.items()}
@@ -173,8 +169,8 @@ def test_layers_of_several_kinds_are_refused_where_nothing_is_quantized() -> Non
 
 def test_kinds_of_fp8_are_not_taken_for_each_other() -> None:
     config, spec = EngineArgs(MODEL).create_engine_config(), SPEC
-    groups = [Group(0, spec, LAYERS, cache_dtype=dtype) for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")]
-    packed = Group(0, spec, LAYERS, cache_dtype="int8_per_token_head", layer_nbytes=(4352,) * LAYERS)
+    groups = [KvCacheGroup(0, spec, LAYERS, cache_dtype=dtype) for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")]
+    packed = KvCacheGroup(0, spec, LAYERS, cache_dtype="int8_per_token_head", layer_nbytes=(4352,) * LAYERS)
     marks = [fingerprint(config, group, "wht-5x") for group in (*groups, packed)]
     assert marks[0] == marks[1]
     assert len(set(marks)) == 3

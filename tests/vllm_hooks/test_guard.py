@@ -3,48 +3,27 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
+from api_client import ApiClient
 from biased_model import with_biased_keys
 from vllm_engine import MODEL, Table
 from warm_server import warm_server
 
-from manthan.benchmarks.server import VllmServer, codec_used
+from manthan.benchmarks.server import codec_used
 
 FLAGS = ["--served-model-name", "tiny", "--block-size", "32", "--max-model-len", "2048", "--enforce-eager"]
-WAIT_S = 120.0
 UNTIMED = ["--max-num-batched-tokens", "96", "--max-num-seqs", "8"]
 """In steps as short as these nobody learns how fast a model computes, and how fast a tiny one does decides nothing."""
 
 
-class Client:
-    def __init__(self, server: VllmServer) -> None:
-        self.server = server
-        self._http = httpx.Client(base_url=server.url, timeout=120, trust_env=False)
-
+class Client(ApiClient):
     def ask(self, prompt: str, name: str) -> str:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "session_id": name}
-        text: str = self._http.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["text"]
-        return text
-
-    def get(self, path: str) -> Any:
-        return self._http.get(f"/manthan{path}").raise_for_status().json()
-
-    def goes_cold(self, name: str) -> Any:
-        found = []
-
-        def is_cold() -> bool:
-            found[:] = [self.get(f"/sessions/{name}")]
-            return bool(found[0]["state"] == "cold")
-
-        self.server.wait_for(is_cold, WAIT_S, f"have {name} go cold")
-        return found[0]
+        return str(self.complete(name, prompt, model="tiny", temperature=0)["choices"][0]["text"])
 
     def ratio(self, name: str) -> float:
         """How many times smaller a cold session is than it was."""
-        session = self.goes_cold(name)
+        session = self.wait_for_state(name, "cold")
         pool = self.get("/state")["pool"]
         return float(session["cold_blocks"] * pool["bytes"] / pool["blocks"] / session["cold_bytes"])
 
@@ -53,7 +32,7 @@ class Client:
         for seed in range(40):
             prompt, _ = Table(seed).question(seed % 5)
             self.ask(prompt, f"chat {seed}")
-            self.goes_cold(f"chat {seed}")
+            self.wait_for_state(f"chat {seed}", "cold")
             if self.get("/state")["store"]["verdict"] == verdict:
                 break
         store = self.get("/state")["store"]

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jobs
 import pytest
 import torch
 from latent_model import LATENT, LAYERS, TURNED, make_latent_model
+from paged_cache import encode
 from scripts import run_script
 from vllm.config import CacheConfig
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAtten
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.memory import block_format, block_shape
-from manthan.vllm_hooks.support import Group, Groups, groups_of
+from manthan.vllm_hooks.support import Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, HostMemory, LatentMemory
 from manthan.vllm_hooks.worker.layout import probe_layers
 
@@ -25,7 +25,7 @@ SCRIPT = "latent_sessions.py"
 BLOCK, BLOCKS, FILLED = 16, 8, 21
 SPEC = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + TURNED, dtype=torch.bfloat16)
 NAMES = tuple(f"layer-{n}" for n in range(LAYERS))
-GROUP = Group(0, SPEC, LAYERS, NAMES, latent=LATENT)
+GROUP = KvCacheGroup(0, SPEC, LAYERS, NAMES, latent=LATENT)
 SHAPE = block_shape(GROUP)
 NOISE = 0.0125
 """Of the latents that come back, in energy, beside what they differ in: the default's bound in this test."""
@@ -64,9 +64,7 @@ def test_a_block_goes_through_the_codec(exact: int) -> None:
     memory = HostMemory(probe_layers(caches, modules, BLOCKS, SHAPE), SHAPE)
     assert all(cache[3].any() for cache in caches.values())
     blocks = CpuBlocks(memory, block_format("wht-5x", GROUP))
-    job = jobs.store([b"k" * 32], [3], 0, exact)
-    [buf] = blocks.encode(job, blocks.gather(job))
-    assert not isinstance(buf, str)
+    buf = encode(blocks, b"k" * 32, 3, exact, first_token=0)
     assert blocks.decode(b"k" * 32, 5, buf) is None
     for cache in caches.values():
         latents, turned = cache[:, 0, :, :LATENT].float(), cache[:, 0, :, LATENT:]
@@ -114,7 +112,7 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_the_default_keeps_rope_s_part_and_the_first_tokens_and_bounds_the_noise(coded: dict[str, Any]) -> None:
     """In the finest codec: the guard has no verdict yet."""
-    assert coded["causes"] == []
+    assert coded["failures"] == []
     assert coded["hot"]["found"] == [FILLED, 0]
     assert coded["cold"]["found"] == coded["zeros"]["found"] == [0, FILLED]
     assert coded["zeros"]["answer"] != coded["cold"]["answer"], "the answer is made of the cache"

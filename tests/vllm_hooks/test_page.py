@@ -1,7 +1,8 @@
-"""The live page of a real `vllm serve`, in a real Chromium, as somebody sees it who looks after the server."""
+"""Live page of a real `vllm serve`, in a real Chromium."""
 
 import contextlib
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from browser import Watched, chromium
 
 from manthan.benchmarks.server import VllmServer
 from manthan.vllm_hooks.http.page import FILES
@@ -19,8 +19,14 @@ MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 KEY = "sesame"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
+CHROMIUM_FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync"),
+]
+PATIENCE_MS = 60_000
+"""A busy machine is slow."""
 READABLE = 4.5
-"""Contrast of text and what is behind it, as WCAG 2 wants it of small text."""
+"""Least contrast of small text, by WCAG 2."""
 CONTRAST = """
 () => {
   const parse = (color) => color.match(/[0-9.]+/g).map((part) => part * (color.startsWith("color(") ? 255 : 1));
@@ -42,7 +48,7 @@ CONTRAST = """
 
 @pytest.fixture(scope="module")
 def server(steered_server: VllmServer) -> Iterator[VllmServer]:
-    """It has no sessions of others, and none is left for others."""
+    """Server without sessions of other tests. None is left for others."""
     release_all(steered_server)
     yield steered_server
     release_all(steered_server)
@@ -56,21 +62,38 @@ def release_all(server: VllmServer) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with chromium() as browser:
+    """Chromium with a new, empty profile. The tests fail without one, because make installs it."""
+    from playwright.sync_api import sync_playwright
+
+    if (path := shutil.which("chromium")) is None:
+        pytest.fail("chromium is not installed")
+    expect.set_options(timeout=PATIENCE_MS)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=CHROMIUM_FLAGS)
         yield browser
+        browser.close()
 
 
 @pytest.fixture
 def tabs(browser, server) -> Iterator[Callable[..., Any]]:
-    """Opens the page; with the key, unless that is None. Whatever a test does there, nothing leaves the host, and no
-    script fails or is refused."""
-    contexts, watched = [], []
+    """Open the page in tabs, with the key unless it is None.
+
+    In all of them, nothing leaves the host, and no script fails or is refused.
+    """
+    contexts, asked, complaints = [], list[str](), list[str]()
+
+    def hear(message: Any) -> None:
+        if message.type == "error" and "Failed to load resource" not in message.text:  # that is an answer of 4xx
+            complaints.append(message.text)
 
     def open_tab(key: str | None = KEY, viewport: dict[str, int] = WIDE, **options: Any) -> Any:
         context = browser.new_context(viewport=viewport, reduced_motion="reduce", **options)
         contexts.append(context)
         tab = context.new_page()
-        watched.append(Watched(tab))
+        tab.set_default_timeout(PATIENCE_MS)
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on("console", hear)
         if key is not None:
             tab.add_init_script(f"sessionStorage.setItem('manthan-key', '{key}')")
         tab.goto(f"{server.url}/manthan")
@@ -79,9 +102,8 @@ def tabs(browser, server) -> Iterator[Callable[..., Any]]:
     yield open_tab
     for context in contexts:
         context.close()
-    for each in watched:
-        assert each.complaints == []
-        assert [url for url in each.asked if not url.startswith(f"{server.url}/manthan")] == []
+    assert complaints == []
+    assert [url for url in asked if not url.startswith(f"{server.url}/manthan")] == []
 
 
 def ask(server: VllmServer, prompt: str, session: str, tenant: str = "") -> None:
@@ -203,11 +225,15 @@ def test_the_map_has_a_cell_for_each_session_and_arrow_keys(server, table, tabs)
 # -- what it does -------------------------------------------------------------------------------------
 
 
-def test_pins(server, table, tabs) -> None:
+def test_a_session_is_pinned_and_unpinned_evicted_and_prefetched(server, table, tabs) -> None:
     ask(server, table(6).question(1)[0], "kept")
     tab = tabs()
-    for button, mark in (("Pin", "pinned"), ("Unpin", "")):
+
+    def press(button: str) -> None:
         row_of(tab, "kept").get_by_role("button", name=button).click()
+
+    for button, mark in (("Pin", "pinned"), ("Unpin", "")):
+        press(button)
         expect(row_of(tab, "kept").locator(".pinned-mark")).to_have_text(mark)
         assert shown(server, "kept").json()["pinned"] == bool(mark)
 
@@ -364,11 +390,7 @@ def test_a_tenant_sees_its_own(server, table, tabs) -> None:
 # -- what others write ----------------------------------------------------------------------------------
 
 
-EVIL = [
-    "<img src=x onerror=document.title='hit'>",
-    "\"><script>document.title='hit'</script>",
-    "a/b?c#d%2F..&e=abc",
-]
+EVIL = ["<img src=x onerror=document.title='hit'>", "\"><script>document.title='hit'</script>", "a/b?c#d%2F..&e=abc"]
 
 
 def test_a_name_is_text_and_nothing_else(server, table, tabs) -> None:

@@ -25,7 +25,7 @@ from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.memory import Shards, group_shape
 from manthan.vllm_hooks.settled import profile_digest, settle_codec, settled_profile
-from manthan.vllm_hooks.support import Group
+from manthan.vllm_hooks.support import KvCacheGroup
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 BF16_BLOCK = 2 * 2 * 4 * 2 * 128 * 32
@@ -45,8 +45,10 @@ def configured(model: str = MODEL, **codec: Any) -> Any:
     return EngineArgs(model, kv_transfer_config=transfer, max_model_len=1024).create_engine_config()
 
 
-def group(layers: int = 4) -> Group:
-    return Group(0, FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16), layers)
+def group(layers: int = 4) -> KvCacheGroup:
+    return KvCacheGroup(
+        0, FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16), layers
+    )
 
 
 # -- before the engine starts -------------------------------------------------------------------------

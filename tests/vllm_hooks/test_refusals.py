@@ -33,7 +33,7 @@ from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.vllm_hooks import kv_transfer_config, settled
 from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.memory import Shards, group_shape
-from manthan.vllm_hooks.support import VLLM, Group, Groups, Window, check_supported, groups_of
+from manthan.vllm_hooks.support import VLLM, Groups, KvCacheGroup, Window, check_supported, groups_of
 from manthan.vllm_hooks.telemetry.log import check_capacity
 from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
 
@@ -69,7 +69,7 @@ MAMBA = {
 
 
 def refusal(model: str, **options: Any) -> str:
-    """What `EngineArgs` says on the way to an engine."""
+    """Sentence of `EngineArgs` on the way to an engine."""
     options = {"kv_transfer_config": kv_transfer_config(), "max_model_len": 1024} | options
     with pytest.raises(ConfigError) as refused:
         EngineArgs(model, skip_tokenizer_init=True, **options).create_engine_config()
@@ -79,19 +79,21 @@ def refusal(model: str, **options: Any) -> str:
     return message
 
 
-def test_a_model_of_states_only(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MAMBA))
-    assert refusal(str(tmp_path)).endswith(
-        f"{tmp_path} has no attention layers, but states only; serve it without Manthan."
-    )
-
-
-def test_latents_on_the_cpu(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MLA))
-    assert refusal(str(tmp_path)).endswith(
-        "vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
-        f"{tmp_path}; serve it on a GPU, or without Manthan."
-    )
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (MAMBA, "{} has no attention layers, but states only; serve it without Manthan."),
+        (
+            MLA,
+            "vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
+            "{}; serve it on a GPU, or without Manthan.",
+        ),
+    ],
+    ids=["states only", "latents on the CPU"],
+)
+def test_models(config: dict[str, Any], why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert refusal(str(tmp_path)).endswith(why.format(tmp_path))
 
 
 def test_a_disk_beside_ranks_on_other_hosts(tmp_path: Path) -> None:
@@ -104,31 +106,38 @@ def test_a_disk_beside_ranks_on_other_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "manthan", "roles", "why"),
     [
-        ({"enable_prefix_caching": False}, "prefix caching is off; remove --no-enable-prefix-caching"),
+        ({"enable_prefix_caching": False}, {}, {}, "prefix caching is off; remove --no-enable-prefix-caching."),
         (
             {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
-            "context parallelism is on; set --decode-context-parallel-size and --prefill-context-parallel-size to 1",
+            {},
+            {},
+            "context parallelism is on; set --decode-context-parallel-size and --prefill-context-parallel-size to 1.",
         ),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size is 2; use tensor parallelism instead"),
+        ({"pipeline_parallel_size": 2}, {}, {}, "--pipeline-parallel-size is 2; use tensor parallelism instead."),
+        ({}, {"tiers": "device"}, {}, "tiers.kind is device, but vLLM runs on the CPU: use host."),
+        ({}, {"codec": {"backend": "cuda"}}, {}, "codec.backend is cuda, but vLLM runs on the CPU: use auto or numpy."),
+        (
+            {},
+            {},
+            {"kv_role": "kv_producer"},
+            "kv_role of ManthanConnector is kv_producer, but Manthan loads KV on every side",
+        ),
+        (
+            {},
+            {},
+            {"kv_load_failure_policy": "fail"},
+            "kv_load_failure_policy of ManthanConnector is fail: set it to recompute",
+        ),
     ],
-    ids=["prefix-caching", "context-parallel", "pipeline"],
+    ids=["prefix caching", "context parallel", "pipeline", "device tier", "backend", "role", "failure policy"],
 )
-def test_settings(options: dict[str, Any], why: str) -> None:
-    assert refusal(MODEL, **options).endswith(f": {why}.")
-
-
-@pytest.mark.parametrize(
-    ("manthan", "why"),
-    [
-        ({"tiers": "device"}, "tiers.kind is device, but vLLM runs on the CPU: use host"),
-        ({"codec": {"backend": "cuda"}}, "codec.backend is cuda, but vLLM runs on the CPU: use auto or numpy"),
-    ],
-    ids=["device tier", "backend"],
-)
-def test_what_needs_a_gpu(manthan: dict[str, Any], why: str) -> None:
-    assert refusal(MODEL, kv_transfer_config=kv_transfer_config(**manthan)).endswith(f": {why}.")
+def test_settings(options: dict[str, Any], manthan: dict[str, Any], roles: dict[str, str], why: str) -> None:
+    transfer = kv_transfer_config(**manthan)
+    for name, value in roles.items():
+        setattr(transfer, name, value)
+    assert refusal(MODEL, kv_transfer_config=transfer, **options).startswith(f"Manthan cannot be used here: {why}")
 
 
 @pytest.fixture
@@ -190,20 +199,6 @@ def test_a_front_end_that_hands_no_headers_on(monkeypatch: pytest.MonkeyPatch) -
     EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=manthan).create_engine_config()
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"kv_role": "kv_producer"}, "kv_role of ManthanConnector is kv_producer, but Manthan loads KV on every side"),
-        ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy of ManthanConnector is fail: set it to recompute"),
-    ],
-)
-def test_transfer_roles(change: dict[str, str], why: str) -> None:
-    transfer = kv_transfer_config()
-    for name, value in change.items():
-        setattr(transfer, name, value)
-    assert why in refusal(MODEL, kv_transfer_config=transfer)
-
-
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0rc1"])
 def test_a_vllm_on_which_nothing_ran(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
@@ -238,19 +233,19 @@ def told(*specs: KVCacheSpec, **more: Any) -> Groups:
 
 
 def test_windows_and_states_beside_full_attention_are_served() -> None:
-    full = Group(0, FULL, 1, ("0",))
+    full = KvCacheGroup(0, FULL, 1, ("0",))
     assert told(FULL) == Groups(full, [])
-    assert told(FULL, WINDOW) == Groups(full, [Window(Group(1, WINDOW, 1, ("1",)), 128)])
-    state = Group(1, STATE, 1, ("1",), "state of torch.float32 [4, 64]", (STATE.page_size_bytes,))
+    assert told(FULL, WINDOW) == Groups(full, [Window(KvCacheGroup(1, WINDOW, 1, ("1",)), 128)])
+    state = KvCacheGroup(1, STATE, 1, ("1",), "state of torch.float32 [4, 64]", (STATE.page_size_bytes,))
     assert told(FULL, STATE) == Groups(full, [Window(state, None)])
-    assert told(WINDOW, STATE, FULL).chain == Group(2, FULL, 1, ("2",))
+    assert told(WINDOW, STATE, FULL).chain == KvCacheGroup(2, FULL, 1, ("2",))
     whole = replace(FULL, sliding_window=64)  # the hybrid manager is off: vLLM keeps the blocks of all tokens
-    assert told(whole) == Groups(Group(0, whole, 1, ("0",)), [])
+    assert told(whole) == Groups(KvCacheGroup(0, whole, 1, ("0",)), [])
 
 
 def test_windows_alone_are_served() -> None:
     found = told(WINDOW)
-    window = Group(0, WINDOW, 1, ("0",))
+    window = KvCacheGroup(0, WINDOW, 1, ("0",))
     assert found == Groups(window, [Window(window, 128)])
     assert not found.is_whole
     assert found.others == []
@@ -290,7 +285,7 @@ def test_a_cold_store_too_small_for_a_block(exact: dict[str, int]) -> None:
     nbytes = 131_328
     config = load_config(flags={"codec": {"name": "k3v3", **exact}, "tiers.max_bytes": nbytes - 1})
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
-    shape = MemoryShape({0: group_shape(config.codec, Group(0, spec, 4), Shards(1))})
+    shape = MemoryShape({0: group_shape(config.codec, KvCacheGroup(0, spec, 4), Shards(1))})
     check_capacity(config, shape, capacity=nbytes)
     with pytest.raises(
         ConfigError, match=rf"tiers.max_bytes is {nbytes - 1}, but one encoded block .* takes {nbytes} bytes"

@@ -1,4 +1,4 @@
-"""How the running model turns its keys: its configuration against the modules that vLLM makes of it."""
+"""RoPE of the running model: its configuration against the modules that vLLM makes of it."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "llama3": LLAMA3,
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 4096},
+}
+DYNAMIC: dict[str, dict[str, Any]] = {
+    "ntk": {"factor": 2.0},
+    "ntk of trained positions": {"factor": 2.0, "max_trained_positions": 4096},
+    "ntk of alpha": {"alpha": 1000.0, "factor": 1.0},
 }
 
 
@@ -46,24 +51,15 @@ def make(rope: dict[str, Any], dtype: torch.dtype = torch.bfloat16, neox: bool =
 
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *DYNAMIC])
 def test_what_vllm_has_made_is_found(kind: str, dtype: torch.dtype, neox: bool) -> None:
-    made = make(parameters(kind), dtype, neox)
-    rope = running_rope(vllm_config(parameters(kind)), 64)
+    settings = parameters(kind) if kind in KINDS else parameters("dynamic", **DYNAMIC[kind])
+    made = make(settings, dtype, neox)
+    rope = running_rope(vllm_config(settings), 64)
     assert rope is not None
     assert rope.interleaved is not neox
     ours = np.concatenate(rope.tables(PLACES), axis=1) * rope.scale
     assert ours == pytest.approx(made[PLACES].float().numpy(), abs=0.01)
-
-
-@pytest.mark.parametrize(
-    "more", [{"factor": 2.0}, {"factor": 2.0, "max_trained_positions": 4096}, {"alpha": 1000.0, "factor": 1.0}]
-)
-def test_dynamic_ntk_is_vllms(more: dict[str, Any]) -> None:
-    made = make(parameters("dynamic", **more))
-    rope = running_rope(vllm_config(parameters("dynamic", **more)), 64)
-    assert rope is not None
-    assert np.concatenate(rope.tables(PLACES), axis=1) == pytest.approx(made[PLACES].float().numpy(), abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -58,38 +58,30 @@ def test_a_connector_that_knows_no_groups_has_vllm_do_without() -> None:
 
 
 def test_one_s_own_several_need_not_say_all_of_manthan() -> None:
-    given = [
-        MANTHAN | {"kv_connector_extra_config": {"manthan": {"idle": 9}}},
-        EXAMPLE,
-    ]
-    several = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    config = served(several | {"kv_connector_extra_config": {"connectors": given}})
+    manthan = MANTHAN | {"kv_connector_extra_config": {"manthan": {"idle": 9}}}
+    config = served(several(manthan, EXAMPLE, kv_load_failure_policy="recompute"))
     assert is_on(config)
     assert (from_vllm_config(config).idle.after_s, from_vllm_config(config).codec.name) == (9, "wht-5x")
     assert entries(config)[0]["kv_load_failure_policy"] == "recompute"
 
 
 def test_without_flags_other_connectors_are_left_alone() -> None:
-    several = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
-    for given in (NIXL, several | {"kv_connector_extra_config": {"connectors": [EXAMPLE]}}):
+    for given in (NIXL, several(EXAMPLE)):
         config = served(given)
         assert not is_on(config)
         assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+def several(*connectors: dict[str, Any], **roles: str) -> dict[str, Any]:
+    extra = {"kv_connector_extra_config": {"connectors": list(connectors)}}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both"} | extra | roles
 
 
 @pytest.mark.parametrize(
     ("transfer", "flags", "why"),
     [
         (EXAMPLE | {"kv_connector": "DecodeBenchConnector"}, (), "--kv-transfer-config names DecodeBenchConnector"),
-        (
-            {
-                "kv_connector": "MultiConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"connectors": [MANTHAN] * 2},
-            },
-            (),
-            "--kv-transfer-config names ManthanConnector beside Manthan: leave that out",
-        ),
+        (several(MANTHAN, MANTHAN), (), "--kv-transfer-config names ManthanConnector beside Manthan: leave that out"),
         (None, ("--kv-offloading-size", "1"), "--kv-offloading-size is 1, with which vLLM's own offloading takes"),
         (EXAMPLE, ("--kv-offloading-size", "1"), "--kv-offloading-size is 1, with which vLLM's own offloading takes"),
     ],
@@ -103,12 +95,9 @@ def test_what_cannot_be_together(transfer: dict[str, Any] | None, flags: tuple[s
 
 
 def test_a_role_of_all_that_lets_vllm_write_where_manthan_loads_is_refused() -> None:
-    given = [MANTHAN, EXAMPLE]
-    several = {"kv_connector": "MultiConnector", "kv_role": "kv_producer", "kv_load_failure_policy": "recompute"}
-    with pytest.raises(
-        SystemExit, match="kv_role of MultiConnector is kv_producer, but Manthan loads KV on every side"
-    ):
-        served(several | {"kv_connector_extra_config": {"connectors": given}})
+    given = several(MANTHAN, EXAMPLE, kv_role="kv_producer", kv_load_failure_policy="recompute")
+    with pytest.raises(SystemExit, match="MultiConnector is kv_producer, but Manthan loads KV on every side"):
+        served(given)
 
 
 def test_an_answer_that_a_proxy_hands_on_says_nothing() -> None:

@@ -30,7 +30,7 @@ from manthan.vllm_hooks import fingerprint as fingerprint_module
 from manthan.vllm_hooks import kv_transfer_config, settled
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.shared_store import make_redis, namespace_of
-from manthan.vllm_hooks.support import Group, Groups, Window, groups_of, hash_refusal
+from manthan.vllm_hooks.support import Groups, KvCacheGroup, Window, groups_of, hash_refusal
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -92,7 +92,7 @@ def namespace(
     config = from_vllm_config(vllm_config).model_copy(update={"codec": CodecConfig(**options)})
     model = vllm_config.model_config
     spec = FullAttentionSpec(block_size=tokens, num_kv_heads=2, head_size=128, dtype=model.dtype)
-    return namespace_of(vllm_config, config, Groups(Group(0, spec, 4), windows), weights).name
+    return namespace_of(vllm_config, config, Groups(KvCacheGroup(0, spec, 4), windows), weights).name
 
 
 def test_what_codes_mean_decides_where_they_are(
@@ -143,7 +143,7 @@ def test_windows_and_states_decide_too(redis_server: RedisServer) -> None:
     def window(tokens: int, heads: int = 2) -> Window:
         sizes = {"block_size": 32, "num_kv_heads": heads, "head_size": 128, "dtype": torch.bfloat16}
         spec = SlidingWindowSpec(sliding_window=tokens, **sizes)
-        return Window(Group(1, spec, 4), tokens)
+        return Window(KvCacheGroup(1, spec, 4), tokens)
 
     def state(*shape: int, dtype: torch.dtype = torch.float32) -> Window:
         spec = MambaSpec(block_size=32, shapes=(shape,), dtypes=(dtype,), page_size_padded=65536)

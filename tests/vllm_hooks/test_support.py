@@ -4,34 +4,32 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from manthan.vllm_hooks.support import Group, Groups, Part, Window
+from manthan.vllm_hooks.support import Groups, KvCacheGroup, Part, Window
 
 
-def group(index: int, tokens: int = 16) -> Group:
+def group(index: int, tokens: int = 16) -> KvCacheGroup:
     spec = FullAttentionSpec(block_size=tokens, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    return Group(index, spec, 4)
+    return KvCacheGroup(index, spec, 4)
 
 
 CHAIN, WINDOW, LARGE, STATE = group(0), Window(group(1), 128), Window(group(2, 32), 128), Window(group(3), None)
 
 
 @pytest.mark.parametrize(
-    ("groups", "held"),
+    ("groups", "tokens", "held"),
     [
-        (Groups(CHAIN), 63),
-        (Groups(CHAIN, [WINDOW]), 63 + 24 + 1),
-        (Groups(CHAIN, [WINDOW, LARGE]), 63 + 24 + 1 + 12 + 1),
-        (Groups(CHAIN, [STATE, STATE]), 63 + 2 + 2),
-        (Groups(WINDOW.group, [WINDOW]), 24 + 1),
+        (Groups(CHAIN), 1000, 63),
+        (Groups(CHAIN, [WINDOW]), 1000, 63 + 24 + 1),
+        (Groups(CHAIN, [WINDOW, LARGE]), 1000, 63 + 24 + 1 + 12 + 1),
+        (Groups(CHAIN, [STATE, STATE]), 1000, 63 + 2 + 2),
+        (Groups(WINDOW.group, [WINDOW]), 1000, 24 + 1),
+        (Groups(CHAIN, [WINDOW, LARGE, STATE]), 40, 3 + 3 + 2 + 2),
+        (Groups(CHAIN, [STATE]), 10, 1 + 1),
     ],
 )
-def test_a_long_request_holds_what_its_groups_look_back_on(groups: Groups, held: int) -> None:
-    assert groups.held(1000, in_flight=256) == held
-
-
-def test_a_short_request_holds_all_of_its_blocks_in_each_group() -> None:
-    assert Groups(CHAIN, [WINDOW, LARGE, STATE]).held(40, in_flight=256) == 3 + 3 + 2 + 2
-    assert Groups(CHAIN, [STATE]).held(10, in_flight=256) == 1 + 1
+def test_a_request_holds_what_its_groups_look_back_on(groups: Groups, tokens: int, held: int) -> None:
+    """A short one holds all of its blocks in each group."""
+    assert groups.held(tokens, in_flight=256) == held
 
 
 def test_a_step_takes_blocks_of_each_group() -> None:
@@ -43,7 +41,7 @@ def test_a_step_takes_blocks_of_each_group() -> None:
 
 def test_each_token_that_is_proposed_has_a_block_of_states() -> None:
     spec = MambaSpec(shapes=((2, 3),), dtypes=(torch.float32,), block_size=16, num_speculative_blocks=3)
-    state = Window(Group(3, spec, 4), None)
+    state = Window(KvCacheGroup(3, spec, 4), None)
     assert Groups(CHAIN, [state, state]).held(1000, in_flight=256) == 63 + 2 * (2 + 3)
     assert Groups(CHAIN, [state]).taken(100, 3) == 7 + 3 + 7 + 3 + 3 * 3
 

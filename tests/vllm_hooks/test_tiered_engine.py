@@ -10,7 +10,7 @@ import pytest
 from redis_server import RedisServer
 from vllm_engine import Engine, Table, running
 
-from manthan.vllm_hooks.http.cores import Cores
+from manthan.vllm_hooks.http.api import ask_all, list_sessions, summed
 
 GUESTS = 8
 TIERS = ["host", "disk", "redis"]
@@ -80,7 +80,7 @@ def check_what_is_told(engine: Engine, found: list[int]) -> None:
         parts = [session["tiers"][name] for session in everybody if name in session["tiers"]]
         assert abs(sum(part["blocks"] for part in parts) - blocks) < 10, "of about 36, or 70"
         assert all(part["tokens"] == 32 * part["blocks"] and part["bytes"] > 0 for part in parts)
-    tiers = engine.run(Cores(engine.llm).state(None))["store"]["tiers"]
+    tiers = summed(engine.run(ask_all(engine.llm, "state", {"bound": None})))["store"]["tiers"]
     assert [tier["name"] for tier in tiers] == names
     assert [tier["budget_bytes"] >= tier["used_bytes"] > 0 for tier in tiers] == [True] * len(names)
     for session in everybody:
@@ -94,7 +94,7 @@ def told_of(engine: Engine, **query: Any) -> list[dict[str, Any]]:
     """The sessions that the API lists."""
     asked = {"states": None, "bound": None, "tenant": None, "tier": None, "pinned": None, "prefix": ""}
     asked |= {"sort": "id", "descending": False, "limit": 100, "offset": 0}
-    return engine.run(Cores(engine.llm).sessions(asked | query))["sessions"]
+    return engine.run(list_sessions(engine.llm, asked | query))["sessions"]
 
 
 def test_sessions_come_from_whichever_has_them(engine: Engine) -> None:

@@ -1,1 +1,1 @@
-"""What Manthan does at vLLM's own server."""
+"""Routes and middleware that vLLM's own server gets."""

@@ -1,35 +1,50 @@
-"""The HTTP API: sessions seen and steered below /manthan, on vLLM's own server and behind its API key."""
+"""HTTP API: sessions seen and steered below /manthan, on vLLM's own server and behind its API key.
 
+An API server asks all engine cores at once: one, or several data-parallel ones, each with sessions of its own.
+"""
+
+import asyncio
+import heapq
+import reprlib
 from argparse import Namespace
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from http import HTTPStatus
 from importlib.metadata import version
+from itertools import chain, islice, zip_longest
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
+from pydantic_core import from_json
+from starlette.responses import Response
 
+from manthan.manager.config.sentences import must_be
 from manthan.manager.listing import SessionInfo
 from manthan.manager.session.hints import HintError
-from manthan.vllm_hooks.compat import key_check
-from manthan.vllm_hooks.http.cores import Cores
-from manthan.vllm_hooks.http.errors import ApiError, route_with
-from manthan.vllm_hooks.http.gate import Gate
+from manthan.vllm_hooks.compat import ask_cores
 from manthan.vllm_hooks.http.hints import tenant_header, tenant_in
 from manthan.vllm_hooks.http.models import (
     RIGHTS,
-    Asked,
     EngineState,
     Error,
     Expect,
     Nothing,
     Pin,
+    SessionQuery,
     Sessions,
     SessionWithLife,
     Setting,
 )
-from manthan.vllm_hooks.http.page import PATHS, PREFIX, page_router
-from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on, settings_of
+from manthan.vllm_hooks.http.page import PREFIX
+from manthan.vllm_hooks.inquiries import METHOD, ORDER, UNKNOWN, Answer
+from manthan.vllm_hooks.transfer_config import settings_of
 
+ANSWERED_S = 30.0
+"""Seconds in which a core must answer. It does between two steps."""
 STATUSES = {
     401: "No API key, or a wrong one.",
     403: "There is no API key, and the request's `Host` is not one of this server's.",
@@ -46,55 +61,93 @@ STEERED = OF_ONE | {
 }
 
 
-def add_api(app: FastAPI) -> None:
-    """Add the HTTP API and the live page to the server of an engine with Manthan, unless they are off.
+class ApiError(Exception):
+    """Refusal of a request, in one sentence. param: the part of the request that is wrong."""
 
-    `Gate` lets nobody into the routes who may not ask.
-    """
-    args = app.state.args
-    if not is_on(args) or not (config := from_vllm_config(args).api).enabled:
-        return
-    hosts = {*config.hosts, getattr(args, "host", None) or ""} - {""}
-    router: Any = app.router
-    router.middleware_stack = Gate(  # behind vLLM's own middleware
-        router.middleware_stack,
-        prefix=PREFIX,
-        page=PATHS,
-        has_key=key_check(args),
-        hosts=frozenset(name.lower() for name in hosts),
-        origins=frozenset(getattr(args, "allowed_origins", ())) - {"*"},
-    )
-    app.include_router(make_router(args))
-    app.include_router(page_router())
+    def __init__(self, status: int, sentence: str, param: str | None = None) -> None:
+        super().__init__(sentence)
+        self.status, self.sentence, self.param = status, sentence, param
+
+    def response(self) -> JSONResponse:
+        """Return the error in the form of vLLM's own."""
+        kind = HTTPStatus(self.status).phrase
+        error = {"message": self.sentence, "type": kind, "param": self.param, "code": self.status}
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == HTTPStatus.UNAUTHORIZED else None
+        return JSONResponse({"error": error}, self.status, headers)
+
+
+class ManthanRoute(APIRoute):
+    """Route that answers mistakes in a request by an `ApiError`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ApiError as error:
+                return error.response()
+            except RequestValidationError as error:
+                return _mistake(error.errors()[0]).response()
+
+        return handled
+
+
+def _mistake(first: Mapping[str, Any]) -> ApiError:
+    """Error for the first mistake that validation has found."""
+    place = [str(part) for part in first["loc"][1:]]
+    if first["type"] == "json_invalid":
+        return ApiError(422, "The body is not valid JSON.", "body")
+    if first["type"] == "value_error" and not place:
+        return ApiError(422, str(first["ctx"]["error"]), "body")
+    if not place:
+        return ApiError(422, f"The body must be a JSON object, not {reprlib.repr(first['input'])}.", "body")
+    name = place[0]
+    if first["type"] == "extra_forbidden":
+        return ApiError(422, f"The body has an unknown field {reprlib.repr(name)}.", name)
+    right = RIGHTS.get(name, "something else")
+    return ApiError(422, must_be(name, right, first["input"], show=reprlib.repr), name)
+
+
+# -- routes -------------------------------------------------------------------------------------------
 
 
 def make_router(args: Namespace) -> APIRouter:
-    """The routes of a server with these flags."""
-    shown = [Depends(HTTPBearer(auto_error=False))]  # in the schema; the key is checked by the gate
+    """Return the routes of a server with these flags."""
+    shown = [Depends(HTTPBearer(auto_error=False))]  # in the schema; the gate checks the key
     router = APIRouter(
-        prefix=PREFIX, tags=["manthan"], dependencies=shown, route_class=route_with(RIGHTS), responses=_errors(STATUSES)
+        prefix=PREFIX, tags=["manthan"], dependencies=shown, route_class=ManthanRoute, responses=_errors(STATUSES)
     )
-    bound_by = _bound_by(tenant_header(args))
+    header = tenant_header(args)
+
+    def bound_by(request: Request) -> str | None:
+        """Tenant that the request's header names, and that sees its own sessions only. Without the header, None."""
+        if not header or header not in request.headers:
+            return None
+        try:
+            return tenant_in(header)
+        except HintError as error:
+            raise ApiError(422, str(error), header) from None
+
     Bound = Annotated[str | None, Depends(bound_by)]  # noqa: N806
     Id = Annotated[str, Path(description="of the session, percent-encoded")]  # noqa: N806
 
     @router.get("/sessions", response_model=Sessions, summary="List sessions")
-    async def sessions(request: Request, bound: Bound, asked: Annotated[Asked, Query()]) -> Any:
-        return await _cores(request).sessions(asked.query(bound))
+    async def sessions(request: Request, bound: Bound, asked: Annotated[SessionQuery, Query()]) -> Any:
+        return await list_sessions(_client(request), asked.query(bound))
 
     @router.get(
         "/sessions/{id:path}", response_model=SessionWithLife, responses=_errors(OF_ONE), summary="Show a session"
     )
     async def session(request: Request, id: Id, bound: Bound) -> Any:
-        return await _cores(request).session("session", {"id": id, "bound": bound})
+        return await ask_about(_client(request), "session", {"id": id, "bound": bound})
 
     @router.get("/state", response_model=EngineState, summary="Show the pool, the cold store and the policy")
     async def state(request: Request, bound: Bound) -> Any:
-        found = await _cores(request).state(bound)
+        found = summed(await ask_all(_client(request), "state", {"bound": bound}))
         model = request.app.state.vllm_config.model_config
         name = model.served_model_name or model.model
-        about = {"version": version("manthan-kv"), "model": name if isinstance(name, str) else name[0]}
-        return found | about
+        return found | {"version": version("manthan-kv"), "model": name if isinstance(name, str) else name[0]}
 
     @router.get(
         "/config",
@@ -107,17 +160,12 @@ def make_router(args: Namespace) -> APIRouter:
             raise ApiError(403, "The configuration is not shown to tenants.")
         return settings_of(args)
 
-    _add_actions(router, Bound, Id)
-    return router
-
-
-def _add_actions(router: APIRouter, Bound: Any, Id: Any) -> None:  # noqa: N803
     def add(what: str, summary: str, status: int, body: Any, default: Any = None) -> None:
         given = body if default is ... else body | None
 
         async def act(request: Request, id: Id, bound: Bound, asked: given = default) -> Any:  # type: ignore[valid-type]
             said: dict[str, Any] = {} if asked is None else asked.model_dump()
-            return await _cores(request).session(what, {"id": id, "bound": bound, **said})
+            return await ask_about(_client(request), what, {"id": id, "bound": bound, **said})
 
         router.add_api_route(
             f"/sessions/{{id:path}}/{what}",
@@ -136,24 +184,95 @@ def _add_actions(router: APIRouter, Bound: Any, Id: Any) -> None:  # noqa: N803
     add("pin", "Keep a session's compressed blocks whatever comes", 200, Pin)
     add("unpin", "Keep them no longer", 200, Nothing)
     add("release", "Forget a session", 200, Nothing)
+    return router
 
 
 def _errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Error, "description": text} for status, text in statuses.items()}
 
 
-def _cores(request: Request) -> Cores:
-    return Cores(request.app.state.engine_client)
+def _client(request: Request) -> Any:
+    return request.app.state.engine_client
 
 
-def _bound_by(header: str) -> Callable[[Request], str | None]:
-    def bound(request: Request) -> str | None:
-        """The tenant to whose sessions a request is bound; None where nobody said one, who sees all."""
-        if not header or header not in request.headers:
-            return None
-        try:
-            return tenant_in(header)
-        except HintError as error:
-            raise ApiError(422, str(error), header) from None
+# -- engine cores -------------------------------------------------------------------------------------
 
-    return bound
+
+async def ask_all(client: Any, what: str, asked: dict[str, Any]) -> list[Answer]:
+    """Return the answer of each engine core; see `Inquiries`.
+
+    Args:
+        client: vLLM's engine client; None for a server without an engine.
+
+    Raises:
+        ApiError: if there is no engine, or it is dead or silent.
+    """
+    if client is None:
+        raise ApiError(503, "This server has no engine.")
+    try:
+        found = await asyncio.wait_for(ask_cores(client, METHOD, what, asked), ANSWERED_S)
+    except TimeoutError:
+        raise ApiError(503, f"The engine has not answered within {ANSWERED_S:g} s.") from None
+    if found is None:
+        raise ApiError(503, "The engine is dead.")
+    return [from_json(answer) for answer in found]
+
+
+async def list_sessions(client: Any, asked: dict[str, Any]) -> Answer:
+    """Return one page of the sessions of all cores."""
+    offset, limit = asked["offset"], asked["limit"]
+    answers = await ask_all(client, "sessions", asked)
+    if len(answers) == 1:
+        return answers[0]
+    answers = await ask_all(client, "sessions", asked | {"offset": 0, "limit": offset + limit})
+    return together(answers, offset, limit, asked["descending"])
+
+
+async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
+    """Look at one session, or steer it.
+
+    Several cores may have a session of this id. All of these are steered, and the one used last is returned.
+    """
+    answers = await ask_all(client, what, asked)
+    known = [answer | {"engine": engine} for engine, answer in enumerate(answers) if "refused" not in answer]
+    if known:
+        return max(known, key=lambda answer: float(answer["last_used"]))
+    status, why = min((answer["refused"] for answer in answers), key=lambda refused: bool(refused[0] == UNKNOWN))
+    raise ApiError(status, why)
+
+
+def together(answers: Sequence[Answer], offset: int, limit: int, descending: bool) -> Answer:
+    """Merge the first pages of several cores into one page of all."""
+    rows = [
+        [(tuple(key), shown | {"engine": engine}) for key, shown in zip(*each, strict=True)]
+        for engine, each in enumerate((answer["keys"], answer["sessions"]) for answer in answers)
+    ]
+    merged = heapq.merge(*rows, key=lambda row: row[0], reverse=descending)
+    page = [shown for _, shown in islice(merged, offset, offset + limit)]
+    return {"total": sum(answer["total"] for answer in answers), "now": answers[0]["now"], "sessions": page}
+
+
+def summed(answers: Sequence[Answer]) -> Answer:
+    """Add up the states of several cores. Settings are the first core's."""
+    first = answers[0]
+    if len(answers) == 1:
+        return first
+    orders = zip_longest(*(answer["policy"]["order"] for answer in answers))
+    order = [session for session in chain.from_iterable(orders) if session is not None]
+    tiers = [_added(parts) for parts in zip(*(answer["store"]["tiers"] for answer in answers), strict=True)]
+    return first | {
+        "policy": first["policy"] | {"order": order[:ORDER]},
+        "store": first["store"] | {"up": all(answer["store"]["up"] for answer in answers), "tiers": tiers},
+        "pool": _added(answer["pool"] for answer in answers) | {"block_tokens": first["pool"]["block_tokens"]},
+        "sessions": _added(answer["sessions"] for answer in answers),
+        "totals": _added(answer["totals"] for answer in answers),
+    }
+
+
+def _added(parts: Iterable[Answer]) -> Answer:
+    """Add numbers of one name; keep the first part's texts."""
+    parts = list(parts)
+    numbers: Counter[str] = Counter()
+    for part in parts:
+        numbers.update({name: value for name, value in part.items() if not isinstance(value, str)})
+    return parts[0] | numbers

@@ -1,8 +1,8 @@
-"""Hints on their way through vLLM: looked at where a request comes in, and read where it is scheduled.
+"""Hints on their way through vLLM: checked where a request comes in, and read where it is scheduled.
 
 A request carries them as `kv_transfer_params: {"manthan": {…}}`. They are checked where vLLM makes the engine's
-request of what a client sent. A streamed answer would have begun by then: the server's middleware holds it back. An
-orchestrator's hints are in vLLM's own envelope, `kv_hints`: those are advice, and nobody's request is refused for them.
+request. A streamed answer would have begun by then, so that the server's middleware holds it back. An orchestrator's
+hints are in vLLM's own envelope, `kv_hints`. They are advice, and no request is refused for them.
 """
 
 import difflib
@@ -11,8 +11,9 @@ import reprlib
 import secrets
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from vllm.exceptions import VLLMClientError
@@ -34,9 +35,9 @@ logger = init_logger("vllm.manthan")
 
 PARAMS = "kv_transfer_params"
 ANSWER = {"session_id", "pinned", "refused", "lossy_tokens"}
-"""What a client is told of its hints."""
+"""Keys of the answer to hints."""
 ACTION, ACTION_VERSION = "manthan.hints", "1.0"
-"""An action of vLLM's `kv_hints` whose payload are hints."""
+"""Action of vLLM's `kv_hints` whose payload are hints."""
 CONTENT = "manthan-content-"
 """Beginning of a cache salt that holds the content of an adapter; the request's other salt follows a slash."""
 
@@ -48,20 +49,8 @@ class RequestHintError(VLLMClientError, ValueError):
     """Hints that cannot be used: status 400 from the server, a ValueError from `LLM`."""
 
 
-class Asked(NamedTuple):
-    """What of a request says whose it is, before vLLM has made it."""
-
-    kv_transfer_params: Any
-    kv_hints: "KvHintsEnvelope | None"
-    cache_salt: str | None
-
-
 class Incoming:
-    """A request on its way through the server.
-
-    Args:
-        headers: as ASGI has them.
-    """
+    """Request on its way through the server. headers: as ASGI has them."""
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         self.headers = headers
@@ -72,7 +61,7 @@ class Incoming:
 
 
 def keep(headers: Iterable[tuple[bytes, bytes]]) -> Incoming:
-    """Begin a request: from now on its headers are at hand in its tasks."""
+    """Note a request that begins. Its headers are at hand in its tasks from now on."""
     incoming = Incoming(headers)
     _incoming.set(incoming)
     return incoming
@@ -82,7 +71,7 @@ def keep(headers: Iterable[tuple[bytes, bytes]]) -> Incoming:
 
 
 def check_requests() -> None:
-    """Let no request with unusable hints enter an engine with Manthan in this process from now on."""
+    """Refuse requests with unusable hints to the engines of this process from now on."""
     before_engine(_checked, PARAMS)
 
 
@@ -104,14 +93,14 @@ def _checked(vllm_config: "VllmConfig", params: object, session_id: str | None) 
 
 
 def tenant_header(config: "VllmConfig | Namespace") -> str:
-    """`tenants.header` of an engine with Manthan."""
+    """Name of the header that names tenants; empty without one."""
     return from_vllm_config(config).tenants.header
 
 
 def checked_params(params: object, header: str) -> object:
-    """A request's kv_transfer_params, with the tenant that the header names, where one is configured.
+    """Return a request's kv_transfer_params, with the tenant that the header names. Raises RequestHintError.
 
-    Raises RequestHintError.
+    header: name of the header; empty where none names tenants.
     """
     try:
         hints = _hints_in(params)
@@ -130,6 +119,7 @@ def checked_params(params: object, header: str) -> object:
 
 
 def _hints_in(params: object) -> Hints:
+    """Parse a client's hints. Raises HintError."""
     if params is None:
         return NO_HINTS
     if not isinstance(params, Mapping):
@@ -143,13 +133,13 @@ def _hints_in(params: object) -> Hints:
 
 
 def _own(params: Mapping[str, Any]) -> Any:
-    """What there is for Manthan. An answer is nothing: proxies hand it on to the engine that decodes."""
+    """Return the value for Manthan. An answer is ignored, because proxies hand it on to the engine that decodes."""
     own = params.get(EXTRA_KEY)
     return None if isinstance(own, Mapping) and own.keys() == ANSWER else own
 
 
 def tenant_in(header: str) -> str:
-    """What the header of the request at hand says; empty where it has none."""
+    """Tenant that the header of the request at hand names; empty without the header. Raises HintError."""
     headers = (_incoming.get(None) or Incoming()).headers
     values = {value for name, value in headers if name.lower() == header.lower().encode()}
     if len(values) > 1:  # a gateway that adds its own to the client's: which is which?
@@ -165,21 +155,25 @@ def tenant_in(header: str) -> str:
 # -- where requests are scheduled ---------------------------------------------------------------------
 
 
-def hints_of(request: "Request | Asked") -> Hints:
-    """A request's hints: the client's, and of what an orchestrator says in vLLM's envelope whatever is left open by
-    them. What cannot be used was refused before; if it is here all the same, it says nothing."""
+def hints_of(request: "Request") -> Hints:
+    """Return the hints of a request; see `merged_hints`."""
+    return merged_hints(request.kv_transfer_params, request.kv_hints)
+
+
+def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
+    """Return the client's hints, and those of an orchestrator that do not contradict them.
+
+    Hints that cannot be used say nothing here: `check_requests` has refused the client's before. Of several actions in
+    the envelope that say the same hint, the last one counts.
+    """
     try:
-        own = _hints_in(request.kv_transfer_params)
+        hints = _hints_in(params)
     except HintError:
-        own = NO_HINTS
-    return own if request.kv_hints is None else _completed(own, request)
-
-
-def _completed(own: Hints, request: "Request | Asked") -> Hints:
-    """Own hints, and those of the envelope that do not contradict them; of its actions, the last one that says it."""
-    hints, said = own, dict.fromkeys(_own_names(request))
-    assert request.kv_hints is not None
-    for action in reversed(request.kv_hints.actions):
+        hints = NO_HINTS
+    if envelope is None:
+        return hints
+    said = _said(params)
+    for action in reversed(envelope.actions):
         if action.action_type != ACTION:
             continue  # other components'
         try:
@@ -191,36 +185,27 @@ def _completed(own: Hints, request: "Request | Asked") -> Hints:
                 "Manthan: an action of kv_hints is ignored: %s.", str(error).replace(WHERE, f"{ACTION}.payload")
             )
             continue
-        for name in asked.given:
-            if name not in said:
-                hints = _with(hints, name, getattr(asked, name))
-        said |= dict.fromkeys(name for name, value in action.payload.items() if value is not None)
+        for name in [each for each in asked.given if each not in said]:
+            given = {each: getattr(hints, each) for each in hints.given}
+            with suppress(HintError):  # it contradicts one that counts
+                hints = parse_hints(given | {name: getattr(asked, name)})
+        said |= {name for name, value in action.payload.items() if value is not None}
     return hints
 
 
-def _own_names(request: "Request | Asked") -> Iterable[str]:
-    """The hints that the client, or the gateway's header, says something of."""
-    params = request.kv_transfer_params
+def _said(params: object) -> set[str]:
+    """Names of the hints that the client, or the gateway's header, gives a value."""
     own = params.get(EXTRA_KEY) if isinstance(params, Mapping) else None
-    return [name for name, value in own.items() if value is not None] if isinstance(own, Mapping) else []
-
-
-def _with(hints: Hints, name: str, value: object) -> Hints:
-    """With one more, unless that contradicts what is there."""
-    given = {each: getattr(hints, each) for each in hints.given}
-    try:
-        return parse_hints(given | {name: value})
-    except HintError:
-        return hints
+    return {name for name, value in own.items() if value is not None} if isinstance(own, Mapping) else set()
 
 
 def tenant_of(request: "Request") -> str:
-    """Who pays for a request: whom its hints name, else whoever shares its cache salt; empty for nobody.
+    """Tenant of a request: the one its hints name, else one for its cache salt; empty without either.
 
-    A cache salt is a secret: a name is made of it that tells nothing, and that only this process knows to make.
+    A cache salt is a secret, so that the tenant's name is a digest with a key of this process.
     """
     named = hints_of(request).tenant
-    if named or "tenant" in _own_names(request):  # "" is what a header says that is not there
+    if named or "tenant" in _said(request.kv_transfer_params):  # "" is what a header says that is not there
         return named
     own = request.cache_salt or ""
     if own.startswith(CONTENT):
@@ -232,8 +217,10 @@ def tenant_of(request: "Request") -> str:
 
 
 def answer_to(hints: Hints, outcome: "Outcome | None") -> dict[str, Any] | None:
-    """The kv_transfer_params of the response, which tell a client what came of its hints, and how many of its prompt's
-    cached tokens were lossy; None if it gave no hints, and none were."""
+    """Return the response's kv_transfer_params: what came of the hints, and the prompt's lossy cached tokens.
+
+    None if there were neither hints nor lossy tokens.
+    """
     if outcome is None or not (set(hints.given) - {"tenant"} or outcome.lossy_tokens):
         return None
     told = {

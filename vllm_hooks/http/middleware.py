@@ -1,26 +1,42 @@
-"""Middleware of a server with Manthan. It adds /manthan, stores request headers, and answers refused streams by 400."""
+"""ASGI middleware of a server with Manthan.
+
+It adds /manthan behind a gate, stores request headers, and answers refused streams by 400.
+"""
 
 import asyncio
+import ipaddress
+import reprlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import urlsplit
 
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
+from starlette._utils import get_route_path
+from starlette.datastructures import Headers
 
-from manthan.vllm_hooks.http.api import add_api
+from manthan.vllm_hooks.compat import key_check
+from manthan.vllm_hooks.http.api import ApiError, make_router
 from manthan.vllm_hooks.http.hints import Incoming, keep
+from manthan.vllm_hooks.http.page import PATHS, PREFIX, page_router
+from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
 
+App = Callable[..., Awaitable[None]]
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
+LONGEST_BODY = 64 * 1024
+"""Bytes."""
 MOST_HELD = 8
 """Messages of a stream that are held back at most: some routes announce an answer before they make it."""
 HOLD_S = 30.0
 """Seconds after which a stream goes on although nobody has checked a request: it may have none for the engine."""
+SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class Middleware:
-    """ASGI middleware, outside of vLLM's own, of the server of an engine with Manthan."""
+    """Middleware outside of vLLM's own."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
         self._has_begun = False
 
@@ -29,20 +45,37 @@ class Middleware:
             self._has_begun = True
             add_api(scope["app"])
         incoming = keep(scope["headers"]) if "headers" in scope else None  # of a WebSocket, too
-        if incoming is not None and scope.get("method") == "POST":
-            answer = Answer(incoming, scope, receive, send)
-            try:
-                await self._app(scope, receive, answer.send)
-            except Exception:
-                await answer.go_on()
-                if not answer.is_refused:
-                    raise
-        else:
+        if incoming is None or scope.get("method") != "POST":
             await self._app(scope, receive, send)
+            return
+        answer = HeldAnswer(incoming, scope, receive, send)
+        try:
+            await self._app(scope, receive, answer.send)
+        except Exception:
+            await answer.go_on()
+            if not answer.is_refused:
+                raise
 
 
-class Answer:
-    """An answer, whose beginning waits until the request is checked if it is a stream.
+def add_api(app: FastAPI) -> None:
+    """Add the HTTP API and the live page to the server of an engine with Manthan, unless they are off."""
+    args = app.state.args
+    if not is_on(args) or not (config := from_vllm_config(args).api).enabled:
+        return
+    hosts = {*config.hosts, getattr(args, "host", None) or ""} - {""}
+    router: Any = app.router
+    router.middleware_stack = Gate(  # behind vLLM's own middleware
+        router.middleware_stack,
+        has_key=key_check(args),
+        hosts=frozenset(name.lower() for name in hosts),
+        origins=frozenset(getattr(args, "allowed_origins", ())) - {"*"},
+    )
+    app.include_router(make_router(args))
+    app.include_router(page_router())
+
+
+class HeldAnswer:
+    """Answer that waits, if it is a stream, until the request is checked.
 
     vLLM begins a streamed answer, with status 200, before it makes the engine's request.
     """
@@ -55,6 +88,7 @@ class Answer:
         """True if the request was refused in place of the stream."""
 
     async def send(self, message: Message) -> None:
+        """Send a message of the answer, or hold it back."""
         async with self._lock:
             if message["type"] == "http.response.start" and _is_stream(message) and not self._incoming.is_checked:
                 self._held = [message]
@@ -71,7 +105,7 @@ class Answer:
                 await self._send(message)
 
     async def go_on(self) -> None:
-        """Send what was held back."""
+        """Send the messages that were held back."""
         async with self._lock:
             await self._release()
 
@@ -92,3 +126,74 @@ class Answer:
 def _is_stream(message: Message) -> bool:
     headers = dict(message.get("headers", ()))
     return bool(headers.get(b"content-type", b"").startswith(b"text/event-stream"))
+
+
+class Gate:
+    """Middleware that refuses requests below /manthan that may not pass, before their body is read.
+
+    Args:
+        has_key: True for headers with one of the server's API keys; None for a server without keys.
+        hosts: names under which a server without keys may be asked, besides loopback and IP addresses. A page of
+            another site whose name was made to lead here (DNS rebinding) has another one.
+        origins: sites whose pages may steer sessions on a server without keys.
+    """
+
+    def __init__(
+        self, app: App, has_key: Callable[[Headers], bool] | None, hosts: frozenset[str], origins: frozenset[str]
+    ) -> None:
+        self._app, self._has_key, self._hosts, self._origins = app, has_key, hosts, origins
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        path = get_route_path(scope) if scope["type"] == "http" else ""  # as the router reads it
+        if path == PREFIX or path.startswith(f"{PREFIX}/"):
+            try:
+                self._check(scope["method"], path, Headers(scope=scope))
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, method: str, path: str, headers: Headers) -> None:
+        """Raise ApiError for a request that may not pass."""
+        if self._has_key is not None:
+            is_page = method in SAFE and path in PATHS  # a browser cannot send a key when it opens one
+            if not is_page and not self._has_key(headers):
+                raise ApiError(401, "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.")
+        else:
+            self._check_host(headers.get("host", ""))
+            if method not in SAFE:
+                self._check_origin(headers)
+        if "transfer-encoding" in headers:
+            raise ApiError(411, "The body's length is missing: send it as `Content-Length`.", "Content-Length")
+        length = headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit()) or int(length) > LONGEST_BODY:
+            shown = reprlib.repr(length)
+            raise ApiError(413, f"Content-Length must be at most {LONGEST_BODY} bytes, not {shown}.", "Content-Length")
+
+    def _check_host(self, host: str) -> None:
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").rstrip(".").lower()
+        except ValueError:
+            name = ""
+        if name not in self._hosts and not _is_own(name):
+            right = "set an --api-key, or name the host in api.hosts"
+            raise ApiError(403, f"Host {reprlib.repr(host)} is not a name of this server: {right}.", "Host")
+
+    def _check_origin(self, headers: Headers) -> None:
+        """See the Fetch standard on `Origin`, and on `Sec-Fetch-Site`, which browsers leave out without TLS."""
+        origin, site = headers.get("origin", ""), headers.get("sec-fetch-site")
+        is_own = site in ("same-origin", "none") if site else urlsplit(origin).netloc == headers.get("host")
+        if origin and not is_own and origin not in self._origins:
+            right = "set an --api-key, or name it in --allowed-origins"
+            raise ApiError(403, f"Pages of {reprlib.repr(origin)} may not steer sessions: {right}.", "Origin")
+
+
+def _is_own(name: str) -> bool:
+    """True for a name that no other site can have: loopback, or an IP address."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""What the HTTP API takes and gives. Times are Unix seconds, bytes of all ranks together.
+"""Requests and answers of the HTTP API. Times are Unix seconds, bytes of all ranks together.
 
 Descriptions of parameters and fields that are given complete the sentence "NAME must be …".
 """
@@ -17,7 +17,7 @@ MOST_ROWS = 500
 FARTHEST = 1_000_000
 STATES = f"some of {', '.join(SessionState)}, with commas between them"
 RISING = (Sort.ID, Sort.STATE, Sort.EXPECTED)
-"""Sorted so that they rise unless it is said otherwise; all else begins with the largest."""
+"""Keys that rise by default. All others begin with the largest."""
 
 
 def _states(text: str) -> list[str]:
@@ -30,7 +30,7 @@ def _check_states(text: str) -> str:
     return text
 
 
-class Asked(BaseModel):
+class SessionQuery(BaseModel):
     """Filter, order and page of a list of sessions."""
 
     state: Annotated[str, AfterValidator(_check_states)] | None = Field(default=None, description=STATES)
@@ -52,13 +52,13 @@ class Asked(BaseModel):
 
 @dataclass(frozen=True)
 class SessionWithLife(SessionInfo):
-    """life: the newest event last; no more than 64."""
+    """Session with its last 64 events, the newest last."""
 
     life: tuple[LifeEvent, ...] = ()
 
 
 class Sessions(BaseModel):
-    """total: how many there are in all pages."""
+    """Page of a list of sessions. total: number of sessions on all pages."""
 
     total: int
     now: float
@@ -73,24 +73,26 @@ class Policy(BaseModel):
     order: list[str]
 
 
-class Tier(BaseModel):
+class TierState(BaseModel):
     name: str
     used_bytes: int
     budget_bytes: int
 
 
-class Store(BaseModel):
-    """up: whether it answers. codec: that new codes are made in. verdict: none, faithful, slow or unfaithful: the
-    guard's, of the configured codec."""
+class StoreState(BaseModel):
+    """Cold store. up: True if it answers. codec: codec of new blocks.
+
+    verdict: the guard's on the configured codec: none, faithful, slow or unfaithful.
+    """
 
     kind: str
     up: bool
     codec: str
     verdict: str
-    tiers: list[Tier]
+    tiers: list[TierState]
 
 
-class Pool(BaseModel):
+class PoolState(BaseModel):
     """vLLM's KV pool. session_bytes: KV bytes of sessions and requests that are not saved."""
 
     block_tokens: int
@@ -106,8 +108,8 @@ class CoreState(BaseModel):
 
     now: float
     policy: Policy
-    store: Store
-    pool: Pool
+    store: StoreState
+    pool: PoolState
     sessions: dict[SessionState, int]
     totals: dict[str, int]
 
@@ -134,7 +136,7 @@ class ErrorInfo(BaseModel):
 
 
 class Error(BaseModel):
-    """As vLLM's own."""
+    """Error in the form of vLLM's own."""
 
     error: ErrorInfo
 
@@ -157,14 +159,16 @@ class Nothing(BaseModel):
 
 
 class Pin(Nothing):
-    """seconds: for so long; null for good."""
+    """Seconds for which a session is pinned; null for good."""
 
     seconds: Seconds = None
 
 
 class Expect(Pin):
-    """One of them, or both. seconds: until its client is back. tool: what it waits for, which takes as long as it took
-    other sessions of the tenant, as soon as that is known."""
+    """Seconds until the client is back, or the tool that it waits for, or both.
+
+    A tool takes as long as it took other sessions of the tenant, as soon as that is known.
+    """
 
     tool: ToolName = Field(default="", description=TOOL_NAME)
 
@@ -175,5 +179,7 @@ class Expect(Pin):
         return self
 
 
-RIGHTS = {name: str(field.description) for model in (Asked, Expect) for name, field in model.model_fields.items()}
-"""What parameters and fields must be."""
+RIGHTS = {
+    name: str(field.description) for model in (SessionQuery, Expect) for name, field in model.model_fields.items()
+}
+"""Description of each parameter and field."""

@@ -1,6 +1,6 @@
-"""The live page at `/manthan/`: files of the folder `page`, served as they are.
+"""Live page at `/manthan/`: files of the folder `page`, served as they are.
 
-They carry no data: the page asks the API for it. So they need no API key, and the page asks for one.
+They need no API key, because they carry no data. The page asks its user for the key, and the API for the data.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,6 @@ from fastapi import APIRouter
 from fastapi.responses import RedirectResponse, Response
 
 PREFIX = "/manthan"
-INDEX = "index.html"
 HEADERS = {
     # Nothing is loaded from or sent to another host, no script stands in the HTML, and no site may frame the page.
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -25,24 +24,19 @@ FILES = {
     for file in resources.files(__package__).joinpath("page").iterdir()
     if PurePath(file.name).suffix in KINDS
 }
-
-
 PATHS = frozenset({PREFIX, f"{PREFIX}/", *(f"{PREFIX}/{name}" for name in FILES)})
+"""Paths that need no API key."""
 
 
 def page_router() -> APIRouter:
-    """The page and its files, for the server's app to include."""
+    """Return the routes of the page and its files."""
     router = APIRouter(prefix=PREFIX, include_in_schema=False)
-    router.add_api_route("", _to_the_page, methods=["GET"])
-    router.add_api_route("/", _sender(INDEX), methods=["GET"])
+    # The redirect is relative, because a proxy may put a path before it.
+    router.add_api_route("", lambda: RedirectResponse("manthan/"), methods=["GET"], response_model=None)
+    router.add_api_route("/", _sender("index.html"), methods=["GET"])
     for name in FILES:
         router.add_api_route(f"/{name}", _sender(name), methods=["GET"])
     return router
-
-
-def _to_the_page() -> RedirectResponse:
-    """Relative, so that it holds behind a proxy that puts a path before."""
-    return RedirectResponse("manthan/")
 
 
 def _sender(name: str) -> Callable[[], Response]:

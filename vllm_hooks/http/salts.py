@@ -1,34 +1,46 @@
-"""Cache salts of tenants: no two of them share a prefix in vLLM's cache, in the cold store or in KV events.
+"""Cache salts: tenants share no prefix in vLLM's cache, in the cold store or in KV events, nor do LoRA adapters.
 
-vLLM makes a request's `cache_salt` part of the hash of its first block, and so of all that follow; these hashes are the
-keys of whatever knows blocks. A request of a tenant gets a salt made of the tenant's name and of the salt that its
-client gave, so who sends another's prompt, name or salt still asks for blocks of its own. A salt also holds the content
-of the request's LoRA adapter, which vLLM tells apart by name and path only.
+vLLM makes a request's `cache_salt` part of the hash of its first block, and so of all that follow. A request of a
+tenant gets a salt made of the tenant's name and of its client's own salt. So a client that sends another's prompt,
+name or salt still asks for blocks of its own. vLLM tells LoRA adapters apart by name and path only, and compressed
+blocks outlive the engine that loaded an adapter. A salt therefore holds the content of the request's adapter, too.
 """
 
 import hashlib
 import secrets
-from typing import TYPE_CHECKING, Any
+import time
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.logger import init_logger
 
 from manthan.manager.config.resolve import ManthanConfig
 from manthan.manager.tiers.sealed import derived, keys_of
-from manthan.vllm_hooks.adapters import Adapters
-from manthan.vllm_hooks.http.hints import CONTENT, Asked, hints_of
+from manthan.vllm_hooks.http.hints import CONTENT, merged_hints
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.kv_hints import KvHintsEnvelope
 
+logger = init_logger("vllm.manthan")
+
 MARK = "manthan-"
-"""What all of them begin with. Nobody else has one that does: a client's that does is made anew, too."""
+"""Prefix of all salts made here. A client's own salt with this prefix is replaced."""
 NBYTES = 24
 PURPOSE = "cache salts of tenants"
+FILES = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
+"""Files of an adapter's folder that decide what it computes."""
 
 
 class Salts:
-    """key: of the digest that salts are, 64 bytes at most: who has it not cannot tell a tenant or a salt by them.
-    isolate: whether tenants have salts of their own; in any case nobody comes by another's, which another engine may
-    have stored by."""
+    """Cache salts of one engine.
+
+    Args:
+        key: key of the digests, at most 64 bytes. Without it, nobody can tell a tenant or a salt by a digest.
+        isolate: True if tenants have salts of their own. If not, a client's salt that looks like one is replaced
+            nevertheless, because another engine may have stored blocks by it.
+    """
 
     def __init__(self, key: bytes, isolate: bool) -> None:
         self._key, self._isolate = key, isolate
@@ -48,24 +60,89 @@ class Salts:
         Args:
             is_known: False if media of the prompt are missing, so that no other engine may have the request's blocks.
         """
-        salted = self._of_tenant(params, envelope, salt)
-        parts = ["" if adapter is None else self.adapters.content(adapter), "" if is_known else self._unknown]
-        content = "-".join(filter(None, parts))
+        tenant, own, salted = merged_hints(params, envelope).tenant if self._isolate else "", salt or "", salt
+        if tenant or own.startswith(MARK):
+            parts = [part.encode("utf-8", "surrogatepass") for part in (tenant, own)]
+            said = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+            salted = MARK + hashlib.blake2b(said, digest_size=NBYTES, key=self._key).hexdigest()
+        contents = ["" if adapter is None else self.adapters.content(adapter), "" if is_known else self._unknown]
+        content = "-".join(filter(None, contents))
         return f"{CONTENT}{content}/{salted or ''}" if content else salted
-
-    def _of_tenant(self, params: Any, envelope: "KvHintsEnvelope | None", salt: str | None) -> str | None:
-        tenant = hints_of(Asked(params, envelope, salt)).tenant if self._isolate else ""
-        own = salt or ""
-        if not tenant and not own.startswith(MARK):
-            return salt
-        parts = [part.encode("utf-8", "surrogatepass") for part in (tenant, own)]
-        said = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
-        return MARK + hashlib.blake2b(said, digest_size=NBYTES, key=self._key).hexdigest()
 
 
 def salts_of(config: ManthanConfig) -> Salts:
-    """Those of an engine; where codes outlive it, they are the same at its next start, and on all that share them."""
+    """Return an engine's salts. If compressed blocks outlive it, each engine that shares them has the same salts."""
     store, isolate = config.tiers, config.tenants.isolate
     if keys := keys_of(config.sealing):
         return Salts(derived(keys[-1], PURPOSE), isolate)
     return Salts(PURPOSE.encode() if store.is_lasting else secrets.token_bytes(32), isolate)
+
+
+# -- LoRA adapters ------------------------------------------------------------------------------------
+
+
+class FileState(NamedTuple):
+    """State that changes when a file does. changed_ns: the file system's own time, which nobody can set."""
+
+    path: Path
+    nbytes: int
+    changed_ns: int
+    inode: int
+
+
+class Adapters:
+    """Digest of each adapter's files, by the number that vLLM gives the adapter.
+
+    vLLM may read the files at any time. Files that changed since this object was made therefore have no digest.
+    """
+
+    def __init__(self) -> None:
+        self._began_ns = time.time_ns()
+        self._known: dict[int, tuple[list[FileState], str]] = {}
+
+    def content(self, adapter: "LoRARequest") -> str:
+        """Return the digest of the files; a name that no other engine has, if vLLM may have read others."""
+        files = files_in(folder_of(adapter.lora_path))
+        known = self._known.get(adapter.lora_int_id)
+        if known is None or known[0] != files:
+            is_settled = known is None and files and max(file.changed_ns for file in files) < self._began_ns
+            digest = digest_of(files) if is_settled and not adapter.load_inplace else ""
+            if not digest:
+                logger.warning(
+                    "Manthan: LoRA adapter %s: its files in %s have changed since the engine began, or may be loaded "
+                    "anew at any time: its sessions are kept for this engine alone.",
+                    adapter.lora_name,
+                    adapter.lora_path,
+                )
+            known = self._known[adapter.lora_int_id] = files, digest or f"unknown-{secrets.token_hex(16)}"
+        return known[1]
+
+
+@cache
+def folder_of(path: str) -> Path:
+    """Return an adapter's folder. A name of the Hugging Face Hub is looked up once, because that asks the hub."""
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    return Path(get_adapter_absolute_path(path))
+
+
+def files_in(folder: Path) -> list[FileState]:
+    """Return the states of an adapter's files; none if its folder is missing or changes just now."""
+    try:
+        stats = [(path, path.stat()) for path in sorted({path for name in FILES for path in folder.glob(name)})]
+    except OSError:
+        return []
+    return [FileState(path, stat.st_size, stat.st_ctime_ns, stat.st_ino) for path, stat in stats]
+
+
+def digest_of(files: list[FileState]) -> str:
+    """Return the digest of the files' names and content; empty if they change meanwhile."""
+    digest = hashlib.sha256()
+    try:
+        for each in files:
+            digest.update(f"{each.path.name}:{each.nbytes}:".encode())
+            with each.path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError:
+        return ""
+    return digest.hexdigest()[:32] if files == files_in(files[0].path.parent) else ""

@@ -1,4 +1,4 @@
-"""What the log says: what is on, once at start, who goes cold and returns."""
+"""Log lines: settings at start, evictions, restores, and verdicts of the guard."""
 
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ logger = init_logger("vllm.manthan")
 
 
 def human_bytes(nbytes: int) -> str:
-    """A size for people: 1.6MiB."""
+    """Return a size for people, such as 1.6MiB."""
     return ByteSize(nbytes).human_readable()
 
 
@@ -38,9 +38,11 @@ def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -
 def announce(
     vllm_config: "VllmConfig", config: ManthanConfig, shape: "MemoryShape", capacity: int, place: str = ""
 ) -> None:
-    """One line: policy, codec and its ratio for this model, cold budget and how many tokens that is.
+    """Log policy, codec, its ratio for this model, the cold store's budget, and its number of tokens.
 
-    capacity: usable bytes of the cold store. place: the namespace of a store that outlives the engine.
+    Args:
+        capacity: usable bytes of the cold store.
+        place: namespace of a store that outlives the engine.
     """
     store, codec = config.tiers, config.codec
     host_bytes = store.front_bytes or store.host_bytes
@@ -66,12 +68,12 @@ def announce(
 
 
 def _beside(blocks: int) -> str:
-    """Blocks of other KV cache groups than that of full attention."""
+    """Phrase for the blocks of other KV cache groups than that of full attention."""
     return f" and {blocks} of windows or states" if blocks else ""
 
 
 def printable(name: str) -> str:
-    """The name, with escapes for what a terminal would obey."""
+    """Return the name with escapes for characters that a terminal would obey."""
     return name if name.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
 
 
@@ -94,7 +96,7 @@ def tell_eviction(eviction: "Evicted") -> None:
 
 
 def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
-    """What came back of a session; vLLM recomputes the rest."""
+    """Log the blocks that a session got back. vLLM recomputes the rest."""
     causes = ", ".join(sorted(set(restored.causes)))
     logger.info(
         "Manthan: session %s %s %d of %d blocks (%d tokens)%s in %.0f ms%s",
@@ -110,7 +112,7 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
 
 
 def tell_guard(configured: str, finest: str) -> None:
-    """Log which codec is used until the guard has a verdict on the configured one."""
+    """Log the codec that is used until the guard has a verdict on the configured one."""
     logger.info("Manthan: codec %s is used until it is measured what %s does to this model's KV", finest, configured)
 
 

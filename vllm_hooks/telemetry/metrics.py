@@ -1,4 +1,4 @@
-"""Metrics: collected by the scheduler half, carried in vLLM's stats, shown on /metrics as vllm:manthan_…"""
+"""Metrics. The scheduler half collects them, vLLM's stats carry them, and /metrics shows them as vllm:manthan_…"""
 
 import collections
 from collections import defaultdict
@@ -6,10 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge, Histogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from manthan.manager.events import DropCause, Judged
 from manthan.manager.session.hints import Hints
@@ -22,17 +19,18 @@ FAILURE_CAUSES = (
     *("truncated", "trailing", "magic", "version", "checksum", "codec", "size", "key", "fingerprint"),
     "seal",
 )
-"""Why blocks cannot be stored or restored."""
+"""Causes for which blocks cannot be stored or restored."""
 
 CALLS = (
     *("new_request", "match", "allocated", "step", "worker_output", "finished"),
     *("submit_loads", "submit_spills", "_transfer_results", "take_report"),
 )
-"""Calls of the scheduler half, after an exception in which vLLM serves as without Manthan, and of the worker half."""
+"""Calls of the scheduler half and of the worker half. After an exception in one of the scheduler half's, vLLM serves as
+without Manthan."""
 
 
 class _Metric(NamedTuple):
-    """values: of a counter's label, those that are known beforehand."""
+    """Metric of /metrics. values: those of a counter's label that are known beforehand."""
 
     kind: type[Gauge] | type[Counter] | type[Histogram]
     text: str
@@ -104,8 +102,14 @@ METRICS: dict[str, _Metric] = {
 }
 
 
+PARTS = ("gauges", "counters", "observations")
+
+
 class ManthanStats(KVConnectorStats):
-    """`data`: gauges (the last value counts) and counters (added up) as name to label to number; observations."""
+    """Statistics on their way to /metrics.
+
+    data: gauges (the last value counts) and counters (added up) as name to label to number; lists of observations.
+    """
 
     def reset(self) -> None:
         self.data = {}
@@ -114,27 +118,13 @@ class ManthanStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> "ManthanStats":
-        def both(part: str) -> tuple[dict[str, Any], dict[str, Any]]:
-            return self.data.get(part, {}), other.data.get(part, {})
-
-        gauges, later_gauges = both("gauges")
-        counters, more_counters = both("counters")
-        observations, more_observations = both("observations")
-        return ManthanStats(
-            data={
-                "gauges": gauges | later_gauges,
-                "counters": {
-                    name: dict(
-                        collections.Counter(counters.get(name, {})) + collections.Counter(more_counters.get(name, {}))
-                    )
-                    for name in counters | more_counters
-                },
-                "observations": {
-                    name: [*observations.get(name, ()), *more_observations.get(name, ())]
-                    for name in observations | more_observations
-                },
-            }
-        )
+        gauges, counters, observations = (dict(self.data.get(part, {})) for part in PARTS)
+        later_gauges, more_counters, more_observations = (other.data.get(part, {}) for part in PARTS)
+        for name, values in more_counters.items():
+            counters[name] = dict(collections.Counter(counters.get(name, {})) + collections.Counter(values))
+        for name, observed in more_observations.items():
+            observations[name] = [*observations.get(name, ()), *observed]
+        return ManthanStats(data=dict(zip(PARTS, (gauges | later_gauges, counters, observations), strict=True)))
 
     def reduce(self) -> dict[str, int | float]:
         totals = {name: sum(values.values()) for name, values in self.data.get("counters", {}).items() if values}
@@ -142,7 +132,7 @@ class ManthanStats(KVConnectorStats):
 
 
 class StatsRecorder:
-    """Counts what happens in the scheduler half until vLLM fetches it."""
+    """Counters, gauges and observations of the scheduler half, until vLLM fetches them."""
 
     def __init__(self, manager: SessionManager) -> None:
         self._manager = manager
@@ -166,7 +156,7 @@ class StatsRecorder:
         self._observations[name].append(value)
 
     def take(self) -> ManthanStats | None:
-        """What happened since the last call, or None if nothing did."""
+        """Return the statistics since the last call; None if nothing happened."""
         gauges = self._gauges()
         if not self._counters and gauges == self._sent_gauges:
             return None
@@ -210,15 +200,11 @@ def _noise(judged: Judged | None) -> dict[str, float]:
 
 
 class ManthanPromMetrics(KVConnectorPromMetrics):
-    """The Prometheus side, in the process that serves /metrics."""
+    """Prometheus metrics in the process that serves /metrics."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        kinds = {
-            Gauge: self._gauge_cls,
-            Counter: self._counter_cls,
-            Histogram: self._histogram_cls,
-        }
+        kinds = {Gauge: self._gauge_cls, Counter: self._counter_cls, Histogram: self._histogram_cls}
         self._metrics = {}
         for name, metric in METRICS.items():
             extra: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
@@ -228,13 +214,7 @@ class ManthanPromMetrics(KVConnectorPromMetrics):
             self._metrics[name] = kinds[metric.kind](
                 name=f"vllm:manthan_{name}", documentation=metric.text, labelnames=labels, **extra
             )
-        self._begin_at_zero()
-
-    def _begin_at_zero(self) -> None:
-        """Show counters and histograms before anything happens: of a series that begins with its first event,
-        Prometheus sees no increase by it. Gauges come with the first statistics."""
-        for name, metric in METRICS.items():
-            if metric.kind is not Gauge:
+            if metric.kind is not Gauge:  # Prometheus sees no increase by an event that begins a series
                 for engine in self.per_engine_labelvalues.values():
                     for value in metric.values if metric.label else ("",):
                         self._child(name, engine, value)
@@ -244,12 +224,13 @@ class ManthanPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]
-        for name, values in transfer_stats_data.get("gauges", {}).items():
+        gauges, counters, observations = (transfer_stats_data.get(part, {}) for part in PARTS)
+        for name, values in gauges.items():
             for label, value in values.items():
                 self._child(name, engine, label).set(value)
-        for name, values in transfer_stats_data.get("counters", {}).items():
+        for name, values in counters.items():
             for label, value in values.items():
                 self._child(name, engine, label).inc(value)
-        for name, observed in transfer_stats_data.get("observations", {}).items():
+        for name, observed in observations.items():
             for value in observed:
                 self._child(name, engine, "").observe(value)

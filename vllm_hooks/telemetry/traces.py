@@ -1,12 +1,12 @@
-"""Spans of evictions and restores, where vLLM traces requests (`--otlp-traces-endpoint`).
+"""Spans of evictions and restores, if vLLM traces requests (`--otlp-traces-endpoint`).
 
-A restore's span is in the trace that its request came with, beside vLLM's own `llm_request`, and so is that of an
-eviction for which a request waits. Other evictions, and prefetches, are traces of their own.
+A restore's span is in the trace of its request, like vLLM's own `llm_request`. Evictions and prefetches are traces of
+their own.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm.tracing import extract_trace_context, instrument_manual, is_tracing_available
 
@@ -17,30 +17,23 @@ if TYPE_CHECKING:
     from manthan.manager.session.blocks import MemoryShape
 
 NANO = 1_000_000_000
-EVICT, RESTORE, PREFETCH = "manthan.evict", "manthan.restore", "manthan.prefetch"
 REQUEST_ID = "gen_ai.request.id"
-"""vLLM's own name for it."""
-
-
-class _Begun(NamedTuple):
-    """A restore: when, in nanoseconds since 1970, and which tiers have its codes."""
-
-    at: int
-    tiers: Sequence[str]
+"""Attribute of a request's id, as vLLM names it."""
 
 
 class Traces:
-    """One engine's. tiers: where codes go, the fastest first. vLLM has set up who takes spans."""
+    """Spans of one engine. tiers: names of the tiers, the fastest first. vLLM has set up the exporter."""
 
     def __init__(self, tiers: Sequence[str]) -> None:
         from opentelemetry.context import Context  # it is there: tracing is on
 
         self._tiers, self._none = tiers, Context()
         self._headers: dict[str, Mapping[str, str] | None] = {}  # by id of a request that has not ended
-        self._begun: dict[str, _Begun] = {}
+        self._begun: dict[str, tuple[int, Sequence[str]]] = {}
+        """Restores by request id: nanoseconds since 1970, and the tiers that have the blocks."""
 
     def began(self, request_id: str, headers: Mapping[str, str] | None) -> None:
-        """A request came, with these trace headers."""
+        """Note a request that came, and its trace headers."""
         self._headers[request_id] = headers
 
     def ended(self, request_id: str) -> None:
@@ -48,13 +41,13 @@ class Traces:
         self._begun.pop(request_id, None)
 
     def restoring(self, request_id: str, tiers: Sequence[str]) -> None:
-        """Codes in these tiers are about to be read for a request."""
-        self._begun[request_id] = _Begun(time.time_ns(), tiers)
+        """Note a restore that is about to read these tiers."""
+        self._begun[request_id] = time.time_ns(), tiers
 
     def restored(self, restored: "Restored", shape: "MemoryShape") -> None:
-        """Of a restore, or a prefetch, whose times on the ranks are known."""
+        """Send the span of a restore or a prefetch that has ended."""
         now, request_id = time.time_ns(), restored.request_id or ""
-        begun = self._begun.pop(request_id, _Begun(now - int(restored.seconds * NANO), self._tiers))
+        began, tiers = self._begun.pop(request_id, (now - int(restored.seconds * NANO), self._tiers))
         attributes = {
             "manthan.session_id": restored.session_id,
             "manthan.blocks": restored.blocks,
@@ -62,14 +55,14 @@ class Traces:
             "manthan.blocks_beside": restored.beside,
             "manthan.tokens": restored.good * shape.block_tokens,
             "manthan.bytes": restored.nbytes,
-            "manthan.tier": ",".join(begun.tiers),
+            "manthan.tier": ",".join(tiers),
             "manthan.load_seconds": restored.seconds,
         }
         if restored.causes:
             attributes["manthan.causes"] = sorted(set(restored.causes))
         if not restored.is_prefetch:
             attributes[REQUEST_ID] = request_id
-        self._span(PREFETCH if restored.is_prefetch else RESTORE, begun.at, now, attributes, request_id)
+        self._span(f"manthan.{'prefetch' if restored.is_prefetch else 'restore'}", began, now, attributes, request_id)
 
     def evicted(self, eviction: "Evicted") -> None:
         """A session is cold."""
@@ -87,16 +80,18 @@ class Traces:
             "manthan.reason": "pressure" if eviction.is_pressed else "idle",
         }
         began = now - int(eviction.took_s * NANO)
-        self._span(EVICT, began, now, attributes, "")
+        self._span("manthan.evict", began, now, attributes, "")
 
     def _span(self, name: str, began: int, ended: int, attributes: dict[str, Any], request_id: str) -> None:
-        """In the trace of that request, if it came with one and has not ended; else in none, since vLLM would take that
-        of its own start."""
+        """Send a span in the trace of the request, if the request has one and has not ended.
+
+        Without one the context is empty, because vLLM would take the trace of its own start.
+        """
         context = extract_trace_context(self._headers.get(request_id))
         instrument_manual(name, began, ended, attributes, self._none if context is None else context)
 
 
 def make_traces(vllm_config: "VllmConfig", tiers: Sequence[str]) -> Traces | None:
-    """None where tracing is off: then nothing is kept, and nothing is asked but that."""
+    """Return the engine's traces; None if tracing is off."""
     endpoint = vllm_config.observability_config.otlp_traces_endpoint
     return Traces(tiers) if endpoint is not None and is_tracing_available() else None

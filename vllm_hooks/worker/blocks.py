@@ -1,4 +1,4 @@
-"""Blocks of the paged cache as the CPU reads and writes them, and their way to compressed blocks and back."""
+"""Blocks of the paged cache that the CPU reads, encodes, decodes and writes."""
 
 import math
 from abc import ABC, abstractmethod
@@ -27,28 +27,28 @@ Copies: TypeAlias = list[tuple[Numbers, Numbers]]
 
 
 class PagedMemory(ABC):
-    """A paged cache whose blocks are read and written by the CPU.
+    """Paged cache whose blocks are read and written by the CPU.
 
-    Keys and values are [layers, heads, tokens, head_dim] in the cache's numbers, bf16 and fp8 as their bits; other
-    blocks have what `BlockShape` says in their places.
+    Keys and values are [layers, heads, tokens, head_dim] in the cache's numbers, bf16 and fp8 as their bits. Other
+    blocks have the arrays that `BlockShape` names in their places.
     """
 
     @abstractmethod
     def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
-        """A block's keys and values."""
+        """Return a block's keys and values."""
 
     def gather_soon(self, block_id: int) -> Callable[[], tuple[Numbers, Numbers]]:
-        """What gives the same, to be called when the current stream has come so far."""
+        """Begin to gather a block. The function returned gives it once the current stream has come this far."""
         found = self.gather(block_id)
         return lambda: found
 
     @abstractmethod
     def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
-        """Write what `gather` returns into a block."""
+        """Write a block's keys and values, and wait until they are written."""
 
 
 class HostMemory(PagedMemory):
-    """The paged cache is in this machine's memory, in whatever order the CPU's attention kernels like."""
+    """Paged cache in this machine's memory, in the order of the CPU's attention kernels."""
 
     def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
         self._layers = [(_as_numpy(layer.rows), layer.keys, layer.values) for layer in layers]
@@ -69,22 +69,19 @@ class HostMemory(PagedMemory):
 
 
 class LatentMemory(PagedMemory):
-    """The paged cache is a GPU's and holds latents (MLA): a block's numbers of all layers are copied as they lie, and
-    sorted by the CPU."""
+    """Paged cache of a GPU that holds latents (MLA). Blocks are copied as they lie, and sorted by the CPU."""
 
     def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
         self._layers, self._shape = list(layers), shape
 
     def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
-        return self._parts(torch.stack([layer.rows[block_id] for layer in self._layers]).cpu())
+        return self._split(torch.stack([layer.rows[block_id] for layer in self._layers]).cpu())
 
     def gather_soon(self, block_id: int) -> Callable[[], tuple[Numbers, Numbers]]:
-        there = torch.stack([layer.rows[block_id] for layer in self._layers])
-        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.device.type == "cuda")
-        here.copy_(there, non_blocking=True)
-        return lambda: self._parts(here)
+        here = _copied_soon(torch.stack([layer.rows[block_id] for layer in self._layers]))
+        return lambda: self._split(here)
 
-    def _parts(self, copied: torch.Tensor) -> tuple[Numbers, Numbers]:
+    def _split(self, copied: torch.Tensor) -> tuple[Numbers, Numbers]:
         rows = _as_numpy(copied)
         keys = np.stack([row[layer.keys] for row, layer in zip(rows, self._layers, strict=True)])
         latents = np.stack([row[layer.values] for row, layer in zip(rows, self._layers, strict=True)])
@@ -96,41 +93,33 @@ class LatentMemory(PagedMemory):
         for n, layer in enumerate(self._layers):
             rows[n, layer.keys] = keys[n].reshape(-1)
             rows[n, layer.values] = values[n].reshape(-1)
-        device = targets[0].device
-        torch._foreach_copy_(targets, list(torch.from_numpy(rows).view(targets[0].dtype).to(device)))
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        torch._foreach_copy_(targets, list(torch.from_numpy(rows).view(targets[0].dtype).to(targets[0].device)))
+        _wait(targets[0].device)
 
 
 class DeviceMemory(PagedMemory):
-    """The paged cache is a GPU's: blocks are copied to the CPU's memory and back, and each thread waits for its own
-    copies only. For GPUs that share the CPU's memory, and for comparison."""
+    """Paged cache of a GPU. Each thread waits for its own copies only.
+
+    For GPUs that share the CPU's memory, and for comparison.
+    """
 
     def __init__(self, layout: PagedLayout) -> None:
         self._layout = layout
 
     def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
-        both = _as_numpy(self._both(block_id).cpu())
-        return both[0], both[1]
+        keys, values = _as_numpy(self._both(block_id).cpu())
+        return keys, values
 
     def gather_soon(self, block_id: int) -> Callable[[], tuple[Numbers, Numbers]]:
-        there = self._both(block_id)
-        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.device.type == "cuda")
-        here.copy_(there, non_blocking=True)
-
-        def numbers() -> tuple[Numbers, Numbers]:
-            both = _as_numpy(here)
-            return both[0], both[1]
-
-        return numbers
+        here = _as_numpy(_copied_soon(self._both(block_id)))
+        return lambda: (here[0], here[1])
 
     def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
         device, dtype = self._layout.caches[0].device, self._layout.caches[0].dtype
         for numbers, at in zip((keys, values), self._layout.ats, strict=True):
             host = torch.from_numpy(np.array(numbers)).view(dtype)  # a copy: torch wants memory that it may write to
             torch._foreach_copy_(self._views(block_id, at), list(host.to(device)))
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        _wait(device)
 
     def _both(self, block_id: int) -> torch.Tensor:
         """[2, layers, heads, tokens, head_dim], on the device."""
@@ -146,7 +135,7 @@ class DeviceMemory(PagedMemory):
 
 
 class PackedMemory(PagedMemory):
-    """The blocks are bytes that nobody looks into, in the CPU's memory or a GPU's: they are copied layer by layer."""
+    """Paged cache whose blocks are bytes that are not looked into, in the CPU's memory or a GPU's."""
 
     def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
         self._rows, self._shape = [layer.rows for layer in layers], shape
@@ -161,23 +150,36 @@ class PackedMemory(PagedMemory):
         parts = host.to(device).split([rows.shape[1] for rows in self._rows])
         for rows, part in zip(self._rows, parts, strict=True):
             rows[block_id].copy_(part)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        _wait(device)
+
+
+def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    """Return the same memory; bf16 as its bits in uint16."""
+    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def _copied_soon(there: torch.Tensor) -> torch.Tensor:
+    """Begin to copy a tensor to the CPU's memory, on the current stream."""
+    here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.device.type == "cuda")
+    return here.copy_(there, non_blocking=True)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 class CpuBlocks:
-    """Gathers, encodes and decodes blocks of one KV cache group on the CPU's cores. Safe to call from several threads.
-
-    formats: that it reads and writes; the first is that of jobs that name no codec.
-    """
+    """Blocks of one KV cache group, gathered, encoded and decoded on the CPU's cores. Several threads may call it."""
 
     def __init__(
         self, memory: PagedMemory, format: BlockFormat, *others: BlockFormat, exacts: Sequence[int] = (0,)
     ) -> None:
-        """Make it ready: nothing compiles later.
+        """Compile all kernels now.
 
         Args:
-            others: formats that can be read as well, and written where a job names their codec.
+            format: format of jobs that name no codec.
+            others: formats that can be read as well, and written if a job names their codec.
             exacts: numbers of a block's first tokens that may have to be kept exact.
         """
         self.formats, self._memory = (format, *others), memory
@@ -191,12 +193,12 @@ class CpuBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a block that is gathered."""
+        """Number of bytes of a gathered block."""
         shape = self.format.shape
         return (math.prod(shape.numbers) + math.prod(shape.value_numbers)) * shape.dtype.numpy.itemsize
 
     def format_named(self, codec: str) -> BlockFormat:
-        """Return the format in this codec, or the first where none is named. Raises UnknownCodecError."""
+        """Return the format in this codec, or the first if `codec` is empty. Raises UnknownCodecError."""
         for format in self.formats:
             if codec in ("", format.codec):
                 return format
@@ -204,7 +206,7 @@ class CpuBlocks:
         raise UnknownCodecError(f"no blocks are in codec {codec!r} here: there are {known}.")
 
     def format_of(self, buf: Buffer) -> BlockFormat:
-        """Return the format whose fingerprint a block carries; the first where none fits, which says what is wrong."""
+        """Return the format whose fingerprint a block carries. Without one, return the first, whose checks fail."""
         try:
             mark = wire.peek(np.frombuffer(buf, np.uint8)).fingerprint
         except WireError:
@@ -216,7 +218,7 @@ class CpuBlocks:
         return [self._memory.gather(block_id) for block_id in job.block_ids.tolist()]
 
     def encode(self, job: Transfer, copies: Copies) -> list[Buffer | str]:
-        """Compressed blocks of a store, made of copies of its blocks; for one that cannot be encoded, the cause."""
+        """Return a store's compressed blocks; the cause for one that cannot be encoded."""
         tokens, codec = self.format.shape.tokens, "" if self.format.shape.is_raw else job.codec
         told = zip(job.block_hashes, copies, job.first_tokens(tokens), job.exacts(tokens), strict=True)
         encoded: list[Buffer | str] = []
@@ -232,10 +234,10 @@ class CpuBlocks:
         return encoded
 
     def decode(self, key: bytes, block_id: int, found: Found) -> str | None:
-        """Check a compressed block and write it into a paged block, which is written to only after every check.
+        """Check a compressed block, then write it into a paged block.
 
         Returns:
-            The cause, if it cannot be used or was not found; None if all is well.
+            Cause of a failure; None for a good block.
         """
         if found is None or isinstance(found, str):
             return MISSING if found is None else found
@@ -247,8 +249,3 @@ class CpuBlocks:
             return "decode"
         self._memory.scatter(block_id, keys, values)
         return None
-
-
-def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """The same memory; bf16 as its bits in uint16."""
-    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()

@@ -1,4 +1,4 @@
-"""How many bytes the cold store holds, and the GPU memory that is set aside for it."""
+"""Memory of the tiers: usable bytes, and the share of RAM and GPU memory that vLLM does not get."""
 
 import math
 from collections.abc import Callable, Collection
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 STAGING_BYTES = 32 << 20
-"""Of a buffer on the GPU for codes on their way: of evictions, and of prefetches, for which nobody waits."""
+"""Size of each staging buffer on the GPU for stores and for prefetches."""
 COPIES_BYTES = 128 << 20
-"""Of blocks of a rank that the CPU has copied and has not encoded yet."""
+"""Most bytes of a rank's blocks that the CPU has copied and not encoded yet."""
 RESTORE_STAGING_BYTES = 128 << 20
-"""The same of restores: what is begun at once. Most of a restore's time was the model's thread's, for each chunk."""
+"""Size of a staging buffer for restores. It is large, because each chunk costs time of the model's thread."""
 RESTORE_STAGINGS = 2
-"""One is decoded while the next is copied."""
+"""Number of staging buffers for restores. One is decoded while the next is copied."""
 PRIMARY_BYTES = 256 << 20
-"""Least RAM beside a GPU that blocks take on their way to and from a secondary tier."""
+"""Least RAM of the primary tier in front of a secondary one, beside a GPU."""
 CPU_ENCODE_THREADS = 4
 """Number of threads that encode on the CPU for a GPU, as on a GB10. vLLM's CPU build uses one."""
 STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
-"""All of them."""
+"""Size of all staging buffers."""
 
 
 class TierBytes(NamedTuple):
-    """The budget of each tier; 0 for one that there is not."""
+    """Budget of each primary tier; 0 for none."""
 
     device: int
     host: int
 
     @classmethod
     def of_a_rank(cls, store: TiersConfig, ranks: int) -> "TierBytes":
-        """What one of so many ranks may use."""
+        """Return the budgets of one of `ranks`."""
         if store.kind == "device":
             return cls(store.max_bytes // ranks, store.host_bytes // ranks)
         return cls(0, store.max_bytes // ranks)
 
     def usable(self, sizes: Collection[int]) -> int:
-        """How many bytes may be promised to blocks that take at most one of these sizes each.
+        """Number of bytes that may be promised to blocks of these sizes.
 
-        Blocks of several sizes leave a part of each tier free, so that holes stay large. A block lies in one tier, so
-        that the room left over in two may be too little for it in either.
+        Blocks of several sizes leave a part of each tier free, so that holes stay large. The last block may fit into
+        neither of two tiers, because it lies in one.
         """
         device, host = (tier - tier % GRANULE for tier in self)
         if len(sizes) > 1:
@@ -62,15 +62,19 @@ class TierBytes(NamedTuple):
 
 
 def usable_nbytes(store: TiersConfig, ranks: int, sizes: Collection[int], in_arenas: bool) -> int:
-    """How many bytes may be promised to blocks of these sizes on each rank, on all ranks together. in_arenas: whether
-    blocks are in memory that is one range of addresses."""
+    """Number of bytes that may be promised to blocks of these sizes, on all ranks together.
+
+    Args:
+        sizes: bytes of a block on each rank.
+        in_arenas: True if blocks lie in memory that is one range of addresses.
+    """
     if store.places[-1] == "disk":
         return disk.usable(store.max_bytes // ranks) * ranks
     return TierBytes.of_a_rank(store, ranks).usable(sizes if in_arenas else {max(sizes)}) * ranks
 
 
 def room_in(config: ManthanConfig) -> Callable[[int], int]:
-    """What an encoded block of so many bytes takes of the budget, at most."""
+    """Return the function from a compressed block's bytes to the most that it takes of the budget."""
     room = disk.room if config.tiers.places[-1] == "disk" else arena.room
     return (lambda nbytes: room(nbytes + OVERHEAD)) if config.sealing.key_file else room
 
@@ -86,9 +90,9 @@ def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
 
 
 def share_memory(vllm_config: "VllmConfig") -> None:
-    """Give vLLM what `memory_bytes` leaves beside the tiers in RAM: weights, activations, and the KV pool as the rest.
+    """Give vLLM the part of `memory_bytes` that the tiers in RAM leave for weights, activations and the KV pool.
 
-    Raises ConfigError where CPU and GPU have memories of their own, or for a budget that cannot be kept.
+    Raises ConfigError if CPU and GPU have memories of their own, or for a budget that cannot be kept.
     """
     from vllm.platforms import current_platform
 
@@ -125,9 +129,9 @@ def share_memory(vllm_config: "VllmConfig") -> None:
 
 
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
-    """Take what the tier on the device and the staging buffers need out of what vLLM would give its KV pool.
+    """Take the tier on the device and the staging buffers out of the memory of vLLM's KV pool.
 
-    Raises ConfigError if the GPU has not so much.
+    Raises ConfigError if that memory is too small.
     """
     from vllm.platforms import current_platform
 

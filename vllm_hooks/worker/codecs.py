@@ -1,4 +1,4 @@
-"""The codecs of a GPU's paged cache: by KV cache group, name, number, and by what a compressed block says of itself."""
+"""Codecs of a GPU's paged cache, found by KV cache group, name or number, or by a compressed block's header."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +11,12 @@ from manthan.manager.tiers.tier import Buffer
 
 
 class Codecs:
-    """Args:
-    codecs: by KV cache group, that of the sessions' blocks first; all on one device.
-    make: makes a group's codec by its name. names: of codecs that jobs may name.
+    """Codecs of one rank.
+
+    Args:
+        codecs: configured codecs by KV cache group, the group of the sessions' blocks first; all on one device.
+        make: makes a group's codec by its name.
+        names: names of the codecs that jobs may name.
     """
 
     def __init__(
@@ -26,16 +29,16 @@ class Codecs:
 
     @property
     def first(self) -> int:
-        """Group of the sessions' blocks."""
+        """KV cache group of the sessions' blocks."""
         return next(iter(self.by_group))
 
     @property
     def largest(self) -> int:
-        """Most bytes of a compressed block."""
+        """Number of bytes of the largest compressed block."""
         return max(codec.form(codec.layout.tokens).nbytes for codec in self.by_group.values())
 
     def get(self, group: int, name: str = "") -> PagedCodec:
-        """Return a group's codec of this name, or the configured one. Bytes as they are have no other."""
+        """Return a group's codec of this name, or the configured one if `name` is empty or blocks are raw bytes."""
         codec = self.by_group[group]
         if name in ("", codec.format.codec) or codec.format.shape.is_raw:
             return codec
@@ -45,7 +48,7 @@ class Codecs:
         return self._others[group, name]
 
     def number(self, codec: PagedCodec) -> int:
-        """Number by which tiers know a codec."""
+        """Return the number by which tiers know a codec."""
         name = codec.format.codec
         with self._lock:
             if name not in self._numbered:
@@ -53,12 +56,13 @@ class Codecs:
             return self._numbered.index(name)
 
     def numbered(self, group: int, number: int) -> PagedCodec:
+        """Return a group's codec with this number."""
         return self.get(group, self._numbered[number])
 
     def look_into(self, group: int, buf: Buffer) -> tuple[int, int, int, int] | str:
-        """Exact tokens, first token, mark and codec number that a block's header tells; or why it is no block.
+        """Return exact tokens, first token, mark and codec number of a block's header; the cause for a bad block.
 
-        All of its header is compared with them when it is decoded.
+        The whole header is compared with them when the block is decoded.
         """
         try:
             front = wire.peek(buf)

@@ -16,22 +16,19 @@ from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 logger = init_logger("vllm.manthan.worker")
 
 MISSING = "missing"
-"""Cause of a failure: nothing is there."""
+"""Cause of a failure: the block is in no tier."""
 REST_S = sys.getswitchinterval()
-"""Most seconds that the model's thread stands aside for a load in a step in which nothing is computed. Any thread of
-Python may keep it waiting for as long. Steps that follow each other at once would take half of the interpreter's time,
-which the thread that loads needs."""
+"""Most seconds for which the model's thread stands aside for a load, in a step in which nothing is computed. Any thread
+of Python may keep it waiting for as long. Without a rest, such steps would take half of the interpreter's time from
+the thread that loads."""
 
 
 class CancelledError(Exception):
-    """The prefix cache is reset, or the engine is shut down."""
+    """Reset of the prefix cache, or shutdown of the engine."""
 
 
 class Ended(NamedTuple):
-    """Requests whose loads have ended, those of them of which vLLM may use nothing, and blocks that it may not use.
-
-    The blocks of loads that failed as a whole are not among `bad_blocks`.
-    """
+    """Loads that have ended: the requests, those whose load failed as a whole, and the bad blocks of the others."""
 
     requests: set[str]
     failed: set[str]
@@ -39,11 +36,11 @@ class Ended(NamedTuple):
 
 
 class Engine:
-    """Takes jobs, works on them in the background, and reports what has ended.
+    """Worker of transfers: takes jobs, works on them in the background, and reports those that have ended.
 
     This class itself does nothing, and serves until there is a KV cache. The driver references the blocks of each store
-    until it is gathered or answered, so that nobody else writes to them. The caller is the model's thread: nothing here
-    raises, and nothing waits but what says so.
+    until it is gathered or answered, so that no request writes to them. The caller is the model's thread. Nothing here
+    raises, and nothing waits unless its docstring says so.
 
     Args:
         fails_whole: True if a request's load fails as a whole. Otherwise only its blocks from the first bad one on do.
@@ -51,20 +48,20 @@ class Engine:
 
     def __init__(self, fails_whole: bool = False) -> None:
         self.decode_s: Mapping[str, float] | None = None
-        """Seconds to decode a token by codec, on a GPU; None where the CPU decodes."""
+        """Seconds to decode a token by codec, on a GPU; None if the CPU decodes."""
         self._fails_whole = fails_whole
         self._lock = threading.Condition()
         self._begun = set[int]()
         """Ids of the last step's jobs that will be answered, should submitting them raise."""
         self._open: dict[str, set[int]] = {}
-        """By request id, its loads that have not ended."""
+        """Loads that have not ended, by request id."""
         self._bad: dict[str, set[int]] = {}
-        """By request id, blocks that vLLM may not use."""
+        """Blocks that vLLM may not use, by request id."""
         self._report = ManthanWorkerMetadata()
         self._ended = Ended(set(), set(), set())
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
-        """Carry out what a step's metadata says but for stores: resets and drops first, then loads."""
+        """Carry out a step's resets and drops, then begin its loads."""
         self._begun.clear()
         self._open_all(metadata.loads)
         self._prepare(metadata)
@@ -73,7 +70,7 @@ class Engine:
             self._load(job)
 
     def submit_stores(self, metadata: ManthanMetadata) -> None:
-        """Begin the stores, once what the model computes in this step was begun: they come after it."""
+        """Begin a step's stores. The model's work of this step was begun before, and they come after it."""
         for job in metadata.stores:
             self._begun.add(job.job_id)
             self._store(job)
@@ -91,25 +88,25 @@ class Engine:
         """Wait until nothing that was begun reads or writes the paged cache."""
 
     def shutdown(self) -> None:
-        """Wait for what is under way and let go of threads and memory."""
+        """Wait for the jobs under way, and free threads and memory."""
 
     def rest(self) -> None:
-        """Stand aside for a moment, if threads load what a request waits for. The model computes nothing now."""
+        """Wait a moment if threads load blocks for a request. The model computes nothing now."""
         with self._lock:
             self._lock.wait_for(lambda: not self._awaits_threads(), REST_S)
 
     def _awaits_threads(self) -> bool:
-        """True if threads load, and there is nothing to be told or done yet."""
+        """True if threads load, and no load has ended yet."""
         return False
 
     def take_ended(self) -> Ended:
-        """Return what vLLM is to hear since the last call."""
+        """Return the loads that ended since the last call, for vLLM."""
         with self._lock:
             taken, self._ended = self._ended, Ended(set(), set(), set())
             return taken
 
     def take_report(self) -> ManthanWorkerMetadata | None:
-        """Return what the scheduler half is to hear since the last call."""
+        """Return the transfers that ended since the last call, for the scheduler half; None without any."""
         with self._lock:
             taken, self._report = self._report, ManthanWorkerMetadata()
             return taken if taken.results or taken.gathered else None
@@ -122,7 +119,11 @@ class Engine:
                 self._refuse(job, "internal")
 
     def fail_requests(self, blocks: Mapping[str, Sequence[int]]) -> None:
-        """End loads that vLLM waits for and that are no jobs. Their blocks are given by request id."""
+        """End loads that vLLM waits for and that are no jobs.
+
+        Args:
+            blocks: blocks of the loads by request id.
+        """
         for request_id, block_ids in blocks.items():
             self._open.setdefault(request_id, set())
             self._end(request_id, -1, block_ids)
@@ -172,7 +173,7 @@ class Engine:
 
 
 def of_blocks(sizes: Sequence[int], count: int) -> NDArray[np.int64]:
-    """int64 [count]: these sizes, and 0 for the blocks behind them."""
+    """Return int64 [count]: these sizes, and 0 for the blocks behind them."""
     nbytes = np.zeros(count, np.int64)
     nbytes[: len(sizes)] = sizes
     return nbytes
@@ -181,11 +182,11 @@ def of_blocks(sizes: Sequence[int], count: int) -> NDArray[np.int64]:
 def other_causes(
     job: Transfer, behind: Sequence[int], found: Found, values: Iterator[Found], store: Tier
 ) -> Mapping[int, str]:
-    """Causes of further blocks that cannot be read, because a session is not to fail once for each of them.
+    """Causes of further blocks that cannot be read, so that a session does not fail once for each of them.
 
     Args:
-        behind: places in the job of blocks behind the first that cannot be. `values` are what is read of them.
-        found: what was read of the first.
+        behind: positions in the job of the blocks behind the first bad one. `values` gives what is read of them.
+        found: value that was read of the first bad block.
     """
     if found is None:
         absent = set(store.absent(job.group, [job.block_hashes[at] for at in behind]))
@@ -196,7 +197,7 @@ def other_causes(
 
 
 def cause_of(error: Exception) -> str:
-    """Cause of a job's failure, for metrics; whatever it is costs the job, not the thread."""
+    """Cause of a job's failure, for metrics. An unknown exception is logged."""
     if isinstance(error, CancelledError):
         return RESET
     if isinstance(error, TierError):

@@ -1,4 +1,4 @@
-"""Engine on the CPU's cores: blocks are gathered, encoded, kept, read and decoded on threads beside the model's."""
+"""Engine on the CPU's cores: threads beside the model's gather, encode, store, read and decode blocks."""
 
 import threading
 import time
@@ -15,17 +15,18 @@ from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import Copies, CpuBlocks
 from manthan.vllm_hooks.worker.capacity import COPIES_BYTES
 from manthan.vllm_hooks.worker.engine import CancelledError, Engine, cause_of, of_blocks, other_causes
-from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
+from manthan.vllm_hooks.worker.threads import JobThreads, allowed_cpus
 
 BATCH = 16
-"""Blocks that a thread encodes and keeps at once."""
+"""Number of blocks that a thread encodes and stores at once."""
 
 
 @dataclass(eq=False)
 class Gathering:
-    """A store. nbytes: of each block; left: number of blocks that are neither kept nor refused yet.
+    """Store under way.
 
-    is_begun, is_given_up: True once its blocks are gathered, and once they are to be read no more.
+    nbytes: bytes of each block. left: number of blocks that are neither stored nor refused yet. is_begun: True once its
+    first blocks are gathered. is_given_up: True once its blocks are to be read no more.
     """
 
     job: Transfer
@@ -40,17 +41,17 @@ class Gathering:
 
 
 class CpuEngine(Engine):
-    """Encodes on the CPU's cores into a store that the CPU reaches.
+    """Engine that encodes on the CPU's cores into a tier that the CPU reaches.
 
-    Loads and prefetches have threads of their own, so that they never wait behind stores. Blocks are gathered first:
-    then the pool has them back, whatever the store does.
+    Loads and prefetches have threads of their own, so that they never wait behind stores. Blocks are gathered first, so
+    that the pool has them back whatever the tier does.
 
     Args:
         blocks: codec and paged memory of each KV cache group.
         store: primary tier, or one with secondary tiers behind it.
         encode_threads: number of threads that encode.
-        device: of the paged cache. On a GPU, a job runs on a stream of its own, behind the model's work so far.
-        staging_nbytes: most bytes of gathered blocks, if one does not take more.
+        device: device of the paged cache. On a GPU, a job runs on a stream of its own, behind the model's work so far.
+        staging_nbytes: most bytes of gathered blocks; one block is gathered in any case.
     """
 
     def __init__(
@@ -67,18 +68,18 @@ class CpuEngine(Engine):
         self._device = device
         cpus = allowed_cpus() if device.type == "cpu" else set()
         self._cancelled = threading.Event()
-        """Of the jobs that were ordered since the last reset."""
+        """Event that cancels the jobs since the last reset."""
         self._ungathered: list[Gathering] = []
         """Stores whose blocks are not all gathered."""
         self._staging_nbytes, self._staged = staging_nbytes, 0
-        self._gatherers = Threads(1, "manthan-gather", cpus)
-        self._encoders = Threads(encode_threads, "manthan-encode", cpus)
-        self._loaders = Threads(1, "manthan-restore", cpus)
-        self._prefetchers = Threads(1, "manthan-prefetch", cpus)
+        self._gatherers = JobThreads(1, "manthan-gather", cpus)
+        self._encoders = JobThreads(encode_threads, "manthan-encode", cpus)
+        self._loaders = JobThreads(1, "manthan-restore", cpus)
+        self._prefetchers = JobThreads(1, "manthan-prefetch", cpus)
         self._all = (self._gatherers, self._encoders, self._loaders, self._prefetchers)
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
-        """Only the dictionary work of drops is done on the caller's thread."""
+        """Carry out resets, drops and revocations. Of a drop, only dictionaries are changed on the caller's thread."""
         if metadata.cancels:
             self._cancelled.set()
             self._cancelled = threading.Event()
@@ -114,7 +115,7 @@ class CpuEngine(Engine):
     # -- store ----------------------------------------------------------------------------------------
 
     def _give_up(self) -> None:
-        """Give back what is not gathered yet: requests need the blocks now."""
+        """Give up the blocks that are not gathered yet, because requests need them now."""
         with self._lock:
             given_up, self._ungathered = self._ungathered, []
             for gathering in given_up:
@@ -125,14 +126,14 @@ class CpuEngine(Engine):
             self._refuse(job, NEEDED)
 
     def _gather(self, gathering: Gathering, model: torch.cuda.Event | None) -> None:
-        """Copy a store's blocks, some at a time, once there is room for the copies, and have them encoded."""
+        """Copy a store's blocks, some at a time, as room for the copies allows, and have them encoded."""
         job, blocks = gathering.job, self.blocks[gathering.job.group]
         step = max(1, min(BATCH, self._staging_nbytes // blocks.nbytes))
         for start in range(0, len(job), step):
             part = job.part(start, start + step, blocks.format.shape.tokens)
             nbytes = len(part) * blocks.nbytes
             with self._lock:
-                while not (gathering.is_given_up or self._has_room(nbytes)):
+                while self._staged and self._staged + nbytes > self._staging_nbytes and not gathering.is_given_up:
                     self._lock.wait()
                 if gathering.is_given_up and not start:
                     return
@@ -151,7 +152,7 @@ class CpuEngine(Engine):
             self._ungathered = [other for other in self._ungathered if other is not gathering]
 
     def _copied(self, gathering: Gathering, part: Transfer, model: torch.cuda.Event | None) -> tuple[Copies, str]:
-        """Copies of some of a store's blocks, or the cause why there are none."""
+        """Return copies of some of a store's blocks, or the cause of a failure."""
         if gathering.is_given_up:
             return [], NEEDED
         try:
@@ -162,9 +163,6 @@ class CpuEngine(Engine):
         except Exception as error:
             return [], cause_of(error)
 
-    def _has_room(self, nbytes: int) -> bool:
-        return not self._staged or self._staged + nbytes <= self._staging_nbytes
-
     def _leave(self, nbytes: int) -> None:
         """Free `nbytes` of staging."""
         with self._lock:
@@ -172,7 +170,7 @@ class CpuEngine(Engine):
             self._lock.notify_all()
 
     def _encode(self, gathering: Gathering, start: int, part: Transfer, copies: Copies) -> None:
-        """Encode some of a job's blocks, from the one at `start` on, and keep them together."""
+        """Encode some of a job's blocks, from the one at `start` on, and store them together."""
         blocks, store, keys = self.blocks[part.group], gathering.store, part.block_hashes
         sizes: list[int] = []
         try:
@@ -190,7 +188,7 @@ class CpuEngine(Engine):
         self._settle(gathering, start, failed, sizes or [0] * len(part))
 
     def _settle(self, gathering: Gathering, start: int, failed: Mapping[int, str], sizes: Sequence[int] = ()) -> None:
-        """Take note of some of a store's blocks, and answer it with the last of them."""
+        """Note the outcome of some of a store's blocks. The last of them answers the store."""
         with self._lock:
             gathering.nbytes[start : start + len(sizes)] = sizes
             gathering.failed.update(failed)
@@ -203,7 +201,7 @@ class CpuEngine(Engine):
     # -- load -----------------------------------------------------------------------------------------
 
     def _read(self, job: Transfer, store: Tier, model: torch.cuda.Event | None, cancelled: threading.Event) -> None:
-        """Read blocks and decode each, up to the first that cannot be."""
+        """Read and decode blocks up to the first bad one, and answer the load."""
         began = time.monotonic()
         sizes: list[int] = []
         failed: dict[int, str] = {}
@@ -247,7 +245,7 @@ def model_event(device: torch.device) -> torch.cuda.Event | None:
 
 @contextmanager
 def behind(model: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
-    """GPU work in this context runs on a stream of its own, after what the model's stream was given before."""
+    """Run GPU work on a stream of its own, behind an event of the model's stream."""
     if model is None:
         yield
         return

@@ -34,7 +34,7 @@ from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, cause_of, o
 from manthan.vllm_hooks.worker.promotion import Primary, Reading
 from manthan.vllm_hooks.worker.slabs import Demotion, Numbers, Run, Slab, Slabs, Stored, Taken
 from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
-from manthan.vllm_hooks.worker.threads import Threads
+from manthan.vllm_hooks.worker.threads import JobThreads
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -187,8 +187,8 @@ class CudaEngine(Engine):
         self._may_pause = False
         self.decode_s = self._warm_up(forms)
         threads = int(secondary is not None)
-        self._writers = Threads(threads, "manthan-write")
-        self._readers = [Threads(threads, f"manthan-{name}") for name in ("restore", "prefetch")]
+        self._writers = JobThreads(threads, "manthan-write")
+        self._readers = [JobThreads(threads, f"manthan-{name}") for name in ("restore", "prefetch")]
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
         self.tiers.start()

@@ -1,4 +1,4 @@
-"""Measure what codecs do to KV of the model that is being served, on a thread beside the model's, for good."""
+"""Guard on a rank: measures the loss of codecs on KV of the served model, on a thread beside the model's."""
 
 import subprocess
 import sys
@@ -19,31 +19,34 @@ from manthan.codec.rope import Rope
 from manthan.manager.events import Verdict
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.worker.blocks import PagedMemory
-from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
+from manthan.vllm_hooks.worker.threads import JobThreads, allowed_cpus
 
 logger = init_logger("vllm.manthan.worker")
 
 BATCH = 16
-"""Blocks that are measured together."""
+"""Number of blocks that are measured together."""
 COMPILE_S = 300.0
 """Seconds that readiness waits for kernels to be compiled."""
 BATCHES = 4
-"""Measurements that make the first verdict, of 64 blocks; later ones are made of up to twice as many."""
+"""Number of measurements, of 64 blocks, that make the first verdict. Later verdicts are made of up to twice as many."""
 A_STEP = 4
-"""Blocks of a step that are measured before the first verdict, at most, so that it is made of several sessions."""
+"""Most blocks of a step that are measured before the first verdict, so that it is made of several sessions."""
 EVERY = 1000
-"""Of so many encoded blocks one is measured after the first verdict."""
+"""Number of encoded blocks of which one is measured after the first verdict."""
 LEAST_PROMPT = 128
-"""Tokens of a step whose time tells how fast the model computes prompts."""
+"""Least number of tokens of a step that is timed as a prompt."""
 TIMED_STEPS = 32
+"""Number of steps that are timed."""
 
 
-class Guard:
-    """Args:
-    formats: the configured one first, then those that may take its place, finer ones last.
-    rope: how the model turns keys; None if that is not known.
-    rank: this rank's number.
-    decode_s: seconds for a token by codec, of the GPU's kernels; None where the CPU decodes.
+class RankGuard:
+    """Measurements of one rank.
+
+    Args:
+        formats: the configured format first, then those that may take its place, finer ones last.
+        rope: RoPE of the model's keys; None if it is not known.
+        rank: number of this rank.
+        decode_s: seconds to decode a token by codec, of the GPU's kernels; None if the CPU decodes.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Guard:
         self._samples: list[tuple[Callable[[], tuple[Numbers, Numbers]], Transfer]] = []
         self._seen = self._age = 0
         self._is_busy = self._was_judged = False
-        self._threads: Threads | None = None
+        self._threads: JobThreads | None = None
         self._warm_up: threading.Thread | None = None
         self._prompts = Prompts(device)
 
@@ -93,13 +96,13 @@ class Guard:
             format.warm_up()
 
     def begin(self, tokens: int) -> None:
-        """The model is about to compute so many tokens."""
+        """Note a step in which the model is about to compute `tokens`."""
         self._prompts.begin(tokens)
 
     def submit(self, jobs: Sequence[Transfer]) -> None:
-        """Copy some of these blocks, behind what the model's stream was given, and measure them when there are enough.
+        """Copy some blocks of these stores, and measure them when there are enough.
 
-        Because the copy is on the model's stream, nothing that is computed later can overwrite a block before.
+        The copy is on the model's stream, so that no later computation overwrites a block before.
         """
         self._prompts.end()
         group, tokens = self._formats[0].group, self._formats[0].shape.tokens
@@ -116,25 +119,25 @@ class Guard:
         if len(self._samples) == BATCH:
             samples, self._samples, self._is_busy = self._samples, [], True
             if self._threads is None:
-                self._threads = Threads(1, "manthan-guard", allowed_cpus() if self._device.type == "cpu" else ())
+                self._threads = JobThreads(1, "manthan-guard", allowed_cpus() if self._device.type == "cpu" else ())
             copied = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device).record_event()
             self._threads.submit(self._measure, samples, copied, self._age)
 
     def take(self) -> list[Verdict]:
-        """Return what was found since the last call."""
+        """Return the verdicts since the last call."""
         with self._lock:
             taken, self._verdicts = self._verdicts, []
             return taken
 
     def reset(self) -> None:
-        """Forget what was measured: other weights compute from now on."""
+        """Forget all measurements, because other weights compute from now on."""
         with self._lock:
             self._age += 1
             self._found.clear()
             self._verdicts, self._samples, self._was_judged = [], [], False
 
     def shutdown(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the measurement under way."""
         if self._threads is not None:
             self._threads.shutdown()
 
@@ -169,17 +172,14 @@ class Guard:
             self._found.append(found)
             if len(self._found) >= BATCHES:
                 self._was_judged = True
-                middle = [self._timed(Fidelity.median(of_codec)) for of_codec in zip(*self._found, strict=True)]
+                middle = [Fidelity.median(of_codec) for of_codec in zip(*self._found, strict=True)]
+                if self._decode_s is not None:
+                    middle = [each.timed(self._decode_s.get(each.codec, 0.0)) for each in middle]
                 self._verdicts.append(Verdict(self._rank, middle, self._prompts.seconds))
-
-    def _timed(self, found: Fidelity) -> Fidelity:
-        if self._decode_s is None:
-            return found
-        return found.timed(self._decode_s.get(found.codec, 0.0))
 
 
 class Prompts:
-    """Time that the model takes to compute a token of a prompt, from the first real ones: of the fastest step."""
+    """Time that the model takes to compute a token of a prompt: that of the fastest of the first steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"
@@ -187,7 +187,7 @@ class Prompts:
         self._start: torch.cuda.Event | None = None
         self._pairs: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
         self.seconds = 0.0
-        """For a token; 0 until it is known."""
+        """Seconds for a token; 0 until they are known."""
 
     def begin(self, tokens: int) -> None:
         self._tokens = tokens if self._left and tokens >= LEAST_PROMPT else 0

@@ -30,7 +30,7 @@ from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, e
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_redis, namespace_of
-from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of, latent_of, page_nbytes
+from manthan.vllm_hooks.support import KvCacheGroup, UnsupportedError, groups_of, latent_of, page_nbytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
 from manthan.vllm_hooks.worker.blocks import (
     CpuBlocks,
@@ -47,15 +47,8 @@ from manthan.vllm_hooks.worker.capacity import (
 )
 from manthan.vllm_hooks.worker.engine import Engine
 from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
-from manthan.vllm_hooks.worker.guard import Guard
-from manthan.vllm_hooks.worker.layout import (
-    Layer,
-    packed_layers,
-    paged_layout,
-    placed_layers,
-    probe_layers,
-    raw_layout,
-)
+from manthan.vllm_hooks.worker.guard import RankGuard
+from manthan.vllm_hooks.worker.layout import Layer, packed_layers, paged_layout, placed_layers, probe_layers
 from manthan.vllm_hooks.worker.rope import running_rope
 from manthan.vllm_hooks.worker.weights import loaded_of
 
@@ -91,7 +84,9 @@ class GroupCache:
     @property
     def layout(self) -> PagedLayout | RawLayout:
         """The paged cache as a GPU reads and writes it. Raises UnsupportedError."""
-        return raw_layout(self.layers, self.shape) if self.shape.is_raw else self._paged()
+        if self.shape.is_raw:
+            return RawLayout(tuple(layer.rows for layer in self.layers), self.shape)
+        return self._paged()
 
     def _paged(self) -> PagedLayout:
         return paged_layout(self.layers, self.shape)
@@ -111,7 +106,7 @@ class WorkerHalf:
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = bool(self._groups.windows)
         self.engine = Engine()
-        self._guard: Guard | None = None
+        self._guard: RankGuard | None = None
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
         """Take note that the model is about to compute a step."""
@@ -170,7 +165,7 @@ class WorkerHalf:
         if self._guard is not None:
             self._guard.wait()
 
-    def _layers(self, group: Group, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
+    def _layers(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
         """Where the group's blocks lie. Raises UnsupportedError."""
         config = self._kv_cache_config
         if group.is_packed and self._groups.windows:
@@ -183,7 +178,7 @@ class WorkerHalf:
         modules: dict[str, Any] = attention_modules(self._vllm_config)
         return probe_layers(caches, modules, self._num_blocks, block_shape(group))
 
-    def _beside(self, group: Group, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
+    def _beside(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
         """The blocks of another group than that of the chains. namespace: see `fingerprint`."""
         layers, config = self._layers(group, kv_caches), self._config.codec
         codec = codec_beside(config.name, group, config.state)
@@ -193,18 +188,18 @@ class WorkerHalf:
         forms = [self._format(name, group, self._facts(name, group, rope), namespace) for name in names]
         return GroupCache(layers, forms, self._exacts(group))
 
-    def _exacts(self, group: Group) -> Sequence[int]:
+    def _exacts(self, group: KvCacheGroup) -> Sequence[int]:
         """How many first tokens of its blocks may have to be kept exact."""
         return [0] if group.is_packed else sorted(exact_counts(self._config.codec, group.spec.block_size))
 
-    def _rope(self, group: Group) -> Rope | None:
+    def _rope(self, group: KvCacheGroup) -> Rope | None:
         """How keys of the group's layers are turned, if that is known; latents are not, and bytes are no keys."""
         if group.latent or group.is_packed:
             return None
         tell = takes_facts(self._config.codec.name)
         return running_rope(self._vllm_config, group.spec.head_size, tell, group.names)
 
-    def _facts(self, codec: str, group: Group, rope: Rope | None) -> ModelFacts:
+    def _facts(self, codec: str, group: KvCacheGroup, rope: Rope | None) -> ModelFacts:
         """What the codec may know. Raises ConfigError for a profile that does not fit."""
         if not takes_facts(codec):
             return NO_FACTS
@@ -213,7 +208,7 @@ class WorkerHalf:
         parallel, profile = self._vllm_config.parallel_config, settled_profile(self._vllm_config)
         return ModelFacts(rope, rank_facts(profile, group, parallel.rank, parallel.world_size).profile)
 
-    def _format(self, codec: str, group: Group, facts: ModelFacts, namespace: str) -> BlockFormat:
+    def _format(self, codec: str, group: KvCacheGroup, facts: ModelFacts, namespace: str) -> BlockFormat:
         """namespace: see `fingerprint`. Raises ConfigError."""
         facts = with_states(codec, group, facts)
         try:
@@ -222,9 +217,9 @@ class WorkerHalf:
         except ProfileError as error:
             raise ConfigError(str(error)) from None
 
-    def _make_guard(self, chain: GroupCache, rope: Rope | None) -> Guard:
+    def _make_guard(self, chain: GroupCache, rope: Rope | None) -> RankGuard:
         device, rank = chain.layers[0].rows.device, self._vllm_config.parallel_config.rank
-        guard = Guard(chain.memory, chain.forms, rope, device, rank, self.engine.decode_s)
+        guard = RankGuard(chain.memory, chain.forms, rope, device, rank, self.engine.decode_s)
         guard.warm_up()
         return guard
 

@@ -1,9 +1,9 @@
-"""How an attention backend lays keys and values, or latents (MLA), out inside a block, found by asking the backend.
+"""Layout of keys and values, or latents (MLA), inside a block, found by probing the attention backend.
 
-Nothing here assumes a layout. At start, known numbers are written through the backend's own cache-write operation into
-a scratch block, once a base-256 digit of each element's ordinal, since every cache dtype holds 0 to 255 exactly. Where
-the digits turn up is where the element lies. fp8 does not hold them, and has a scale: there it is a bit at a time, and
-what is not zero is a one.
+No layout is assumed. At start the backend's own cache-write operation writes each element's ordinal into a scratch
+block. It does this one base-256 digit at a time, because every cache dtype holds 0 to 255 exactly. The element lies
+where its digits turn up. fp8 does not hold them, and has a scale. There it is one bit at a time, and a number that is
+not zero is a one.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from manthan.codec.block import BlockShape
-from manthan.codec.gpu.paged import PagedLayout, RawLayout
+from manthan.codec.gpu.paged import PagedLayout
 from manthan.vllm_hooks.compat import write_kv, write_latents
 from manthan.vllm_hooks.support import UnsupportedError
 
@@ -27,15 +27,16 @@ Index = NDArray[np.int64]
 
 SCRATCH_BLOCK = 1  # block 0 is vLLM's null block; no request owns any block yet
 ONE = 16.0
-"""What is written for a bit of fp8: no scale that anybody has makes it zero."""
+"""Number written for a one in fp8. No usual scale makes it zero."""
 NOWHERE: Index = np.empty(0, np.int64)
 
 
 class Layer(NamedTuple):
-    """A layer's cache as [blocks, elements] in the order of memory, and where a block's keys and values are in a row.
+    """Cache of a layer, and the positions of a block's keys and values.
 
-    rows: fp8 as uint8. keys, values: the positions of a block's, in the order head, token, element; of RoPE's part and
-    of latents in pieces where there are latents, and none of either where blocks are bytes that nobody looks into.
+    rows: [blocks, elements] in the order of memory; fp8 as uint8. keys, values: positions in a row, in the order head,
+    token, element. With latents, `keys` are RoPE's part, and `values` the latents in pieces. Blocks of bytes that are
+    not looked into have none.
     """
 
     name: str
@@ -45,15 +46,17 @@ class Layer(NamedTuple):
 
 
 def probe_layers(
-    caches: Mapping[str, torch.Tensor],
-    modules: Mapping[str, Any],
-    num_blocks: int,
-    shape: BlockShape,
+    caches: Mapping[str, torch.Tensor], modules: Mapping[str, Any], num_blocks: int, shape: BlockShape
 ) -> list[Layer]:
-    """The layers that have a cache of their own; some models share one between layers.
+    """Return the layers that have a cache of their own. Some models share one between layers.
 
-    caches: each layer's paged cache by layer name, blocks first. modules: the attention modules by the same names, with
-    `impl`. shape: of a block; its number of layers does not matter. Raises UnsupportedError.
+    Args:
+        caches: each layer's paged cache by layer name, blocks first.
+        modules: attention modules by the same names, with `impl`.
+        shape: shape of a block; its number of layers does not matter.
+
+    Raises:
+        UnsupportedError: for a layout that cannot be found.
     """
     distinct = {cache.data_ptr(): name for name, cache in reversed(list(caches.items()))}
     names = [name for name in caches if name in distinct.values()]
@@ -66,9 +69,13 @@ def probe_layers(
 
 
 def packed_layers(caches: Mapping[str, torch.Tensor], num_blocks: int, nbytes: Sequence[int]) -> list[Layer]:
-    """The layers of a cache whose blocks are bytes that nobody looks into. nbytes: a block's in each layer.
+    """Return the layers of a cache whose blocks are bytes that are not looked into.
 
-    Raises UnsupportedError.
+    Args:
+        nbytes: bytes of a block in each layer.
+
+    Raises:
+        UnsupportedError: if blocks take other numbers of bytes.
     """
     rows = {name: _block_rows(cache, num_blocks, name).view(torch.uint8) for name, cache in caches.items()}
     found = [each.shape[1] for each in rows.values()]
@@ -81,9 +88,10 @@ def packed_layers(caches: Mapping[str, torch.Tensor], num_blocks: int, nbytes: S
 
 
 def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Mapping[str, int]) -> list[Layer]:
-    """The same, where vLLM has put the layers in its one allocation, whatever views it makes of it.
+    """Return the layers of bytes that lie in vLLM's one allocation, whatever views it makes of them.
 
-    nbytes: a block's in each layer of the group.
+    Args:
+        nbytes: bytes of a block in each layer of the group.
     """
     places = {name: (each, at) for each in config.kv_cache_tensors for at, name in enumerate(each.layers)}
     layers = []
@@ -97,13 +105,8 @@ def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Ma
     return layers
 
 
-def raw_layout(layers: Sequence[Layer], shape: BlockShape) -> RawLayout:
-    """The layers of a cache whose blocks are bytes that nobody looks into, as a GPU moves them."""
-    return RawLayout(tuple(layer.rows for layer in layers), shape)
-
-
 def paged_layout(layers: list[Layer], shape: BlockShape) -> PagedLayout:
-    """The layers as strides, which GPU kernels want; raises UnsupportedError if they are not that regular."""
+    """Return the layers as strides for GPU kernels. Raises UnsupportedError if they are not that regular."""
     first = layers[0]
     keys, values = _run(first.keys, shape.numbers), _run(first.values, shape.value_numbers)
     alike = all(
@@ -118,7 +121,7 @@ def paged_layout(layers: list[Layer], shape: BlockShape) -> PagedLayout:
             "layers alike; choose another with --attention-backend, such as FLASH_ATTN."
         )
 
-    def laid_out(numbers: tuple[int, int, int, int], run: _Run, value_at: int | None) -> PagedLayout:
+    def laid_out(numbers: tuple[int, int, int, int], run: _Strides, value_at: int | None) -> PagedLayout:
         _, heads, tokens, head_dim = numbers
         caches, stride = tuple(layer.rows for layer in layers), first.rows.stride(0)
         fp8 = shape.dtype if shape.dtype.is_fp8 else None
@@ -130,16 +133,19 @@ def paged_layout(layers: list[Layer], shape: BlockShape) -> PagedLayout:
     return replace(laid_out(shape.numbers, keys, None), latents=laid_out(shape.value_numbers, values, None))
 
 
-class _Run(NamedTuple):
-    """Where in a block vectors lie: the first, and how far it is to the next head, and to the next token."""
+class _Strides(NamedTuple):
+    """Positions of vectors in a block: the first one, and the distances to the next head and to the next token."""
 
     at: int
     head_stride: int
     token_stride: int
 
 
-def _run(positions: Index, numbers: tuple[int, int, int, int]) -> _Run | None:
-    """Of vectors [layers, heads, tokens, head_dim] of which these are a layer's; None if they are not that regular."""
+def _run(positions: Index, numbers: tuple[int, int, int, int]) -> _Strides | None:
+    """Return the strides of a layer's positions; None if they are not that regular.
+
+    numbers: shape of a block, [layers, heads, tokens, head_dim].
+    """
     _, heads, tokens, head_dim = numbers
     found = positions.reshape(heads, tokens, head_dim)
     at = int(found[0, 0, 0])
@@ -147,11 +153,11 @@ def _run(positions: Index, numbers: tuple[int, int, int, int]) -> _Run | None:
     token_stride = int(found[0, -1, 0] - at) // max(1, tokens - 1)
     head, token, element = np.ogrid[:heads, :tokens, :head_dim]
     steps = head * head_stride + token * token_stride + element
-    return _Run(at, head_stride, token_stride) if np.array_equal(found, at + steps) else None
+    return _Strides(at, head_stride, token_stride) if np.array_equal(found, at + steps) else None
 
 
 def _block_rows(cache: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
-    """A layer's cache as [blocks, elements] over the same memory, in its order."""
+    """Return a layer's cache as [blocks, elements] over the same memory, in its order."""
     numel = cache[0].numel()
     dense = 1
     for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
@@ -165,6 +171,7 @@ def _block_rows(cache: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor
 
 
 def _probe(rows: torch.Tensor, cache: torch.Tensor, module: Any, shape: BlockShape) -> tuple[Index, Index]:
+    """Return the positions of a block's keys and values. Raises UnsupportedError."""
     shapes = (shape.numbers[1:], shape.value_numbers[1:])
     sizes = [math.prod(each) for each in shapes]
     size = sum(sizes)

@@ -1,4 +1,4 @@
-"""How the running model turns its keys: what its configuration says, held against what vLLM made of it."""
+"""RoPE of the running model: its configuration, checked against the modules that vLLM has made."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,22 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan.worker")
 
 CHECKED = tuple(range(0, 64, 7)) + tuple(range(64, 4097, 252))
-"""Places at which cosines and sines are compared."""
+"""Positions at which cosines and sines are compared."""
 TOLERANCE = 2.0**-6
-"""vLLM keeps them in the model's dtype: bf16 is off by 2**-9, and float32 angles by some 1e-3 at the last place."""
+"""Most difference of a cosine. vLLM's are in the model's dtype: bf16 is off by 2**-9, float32 angles by some 1e-3
+at the last position."""
 
 
 def running_rope(
     vllm_config: "VllmConfig", head_dim: int, tell: bool = True, layers: Sequence[str] = ()
 ) -> Rope | None:
-    """How these layers turn their keys, or all of the model's; head_dim: of their heads. None where keys are turned in
-    a way that is not understood, or in several; tell: with a line in the log."""
+    """Return the RoPE of some layers, or of all. None if it is not understood, or if there are several kinds.
+
+    Args:
+        head_dim: head dimension of the layers.
+        tell: True to log why there is none.
+        layers: names of the layers; empty for all.
+    """
     kind = layer_type(vllm_config.model_config.hf_text_config, layers)
     modules = [module for module in rotary_modules() if module.head_dim == head_dim]
     found = {_rope_of(vllm_config, module, kind) for module in modules}
@@ -41,8 +47,13 @@ def running_rope(
 
 
 def layer_type(config: Any, layers: Sequence[str]) -> str:
-    """What a Transformers configuration calls all of these layers, such as sliding_attention, where it has RoPE by kind
-    of layer; else empty. layers: names as vLLM gives them, model.layers.3.self_attn.attn."""
+    """Return the kind of these layers in a Transformers configuration, such as sliding_attention.
+
+    Empty if they are of several kinds, or if RoPE does not differ by kind.
+
+    Args:
+        layers: names as vLLM gives them, such as model.layers.3.self_attn.attn.
+    """
     kinds, parameters = getattr(config, "layer_types", None) or (), getattr(config, "rope_parameters", None) or {}
     numbers = [int(found[1]) for name in layers if (found := re.search(r"\blayers\.(\d+)\.", name))]
     named = {kinds[number] for number in numbers if number < len(kinds)}
@@ -51,7 +62,7 @@ def layer_type(config: Any, layers: Sequence[str]) -> str:
 
 
 def _rope_of(vllm_config: "VllmConfig", module: RotaryModule, kind: str) -> Rope | None:
-    """What the module does, if it is understood, and that of layers of this kind where there are several."""
+    """Return the RoPE of a module; None if it is not understood. kind: see `layer_type`."""
     if module.base is None:
         configured = Rope.of_config(vllm_config.model_config.hf_text_config, module.head_dim, kind)
     else:

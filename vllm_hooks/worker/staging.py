@@ -1,4 +1,4 @@
-"""Codes on their way between a paged cache and where they are kept."""
+"""Staging buffers for compressed blocks on their way between a paged cache and a tier."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,30 +9,34 @@ import torch
 from manthan.manager.tiers.arena import Extent
 
 Places = Sequence[tuple[Extent, ...]]
-"""The extents of each block of some."""
+"""Extents of each block."""
 
 
 class Staging:
-    """A buffer on the device for as many blocks as fit. codes: uint8 [nbytes]."""
+    """Buffer on the device. codes: uint8 [nbytes]."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.codes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._places: dict[int, list[tuple[Extent]]] = {}
 
     def places(self, nbytes: int) -> Sequence[tuple[Extent]]:
-        """One behind the other, for blocks of so many bytes."""
+        """Extents of the blocks of `nbytes` that fit, one behind the other."""
         if nbytes not in self._places:
             fit = range(len(self.codes) // nbytes)
             self._places[nbytes] = [(Extent(n * nbytes, nbytes),) for n in fit]
         return self._places[nbytes]
 
     def starts(self, nbytes: int) -> npt.NDArray[np.int64]:
-        """The same, int64 [blocks]: where each begins."""
+        """Offsets of the blocks of `nbytes` that fit: int64 [blocks]."""
         return nbytes * np.arange(len(self.codes) // nbytes)
 
 
 def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Tensor:
-    """How to copy blocks of so many bytes: int64 [3, n], where pieces begin, where they go, and their sizes."""
+    """Return the pieces in which blocks are copied: int64 [3, n], source offsets, target offsets and sizes.
+
+    Args:
+        nbytes: size of each block.
+    """
     if max(map(len, sources)) == max(map(len, targets)) == 1:
         starts = [source[0].start for source in sources], [target[0].start for target in targets]
         return torch.tensor([*starts, nbytes], dtype=torch.int64)
@@ -41,7 +45,7 @@ def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Ten
 
 
 def _pieces(source: tuple[Extent, ...], target: tuple[Extent, ...], left: int) -> Iterator[tuple[int, int, int]]:
-    """Of one block: a piece ends where an extent of either side does."""
+    """Pieces of one block. A piece ends where an extent of either side does."""
     froms, tos = iter(source), iter(target)
     (at, here), (to, there) = next(froms), next(tos)
     while left:

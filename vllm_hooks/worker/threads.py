@@ -12,11 +12,14 @@ from vllm.logger import init_logger
 logger = init_logger("vllm.manthan.worker")
 
 
-class Threads:
-    """So many threads that do jobs in the order they are given. Giving them one neither waits nor raises; what a job
-    raises costs a line in the log.
+class JobThreads:
+    """Threads that do jobs in the order in which they are given.
 
-    cpus: where they may run; if there are none, where the caller may.
+    Giving one neither waits nor raises. An exception of a job costs a line in the log.
+
+    Args:
+        count: number of threads.
+        cpus: CPUs on which they may run; empty for those of the caller.
     """
 
     def __init__(self, count: int, name: str, cpus: Collection[int] = ()) -> None:
@@ -28,30 +31,19 @@ class Threads:
             thread.start()
 
     def submit(self, job: Callable[..., object], *args: object) -> None:
+        """Give the threads a job."""
         self._jobs.put(partial(job, *args))
 
     def wait(self) -> None:
-        """Until all jobs that were given are done; after a shutdown there are none."""
-        self.on_each(lambda: None)
-
-    def on_each(self, job: Callable[[], object]) -> None:
-        """Have each thread do a job once it has done its others, and wait for them all."""
-        if not any(thread.is_alive() for thread in self._threads):
-            return
-        all_idle = threading.Barrier(len(self._threads) + 1)
-
-        def do() -> None:
-            try:
-                job()
-            finally:
-                all_idle.wait()
-
-        for _ in self._threads:
-            self.submit(do)
-        all_idle.wait()
+        """Wait until all jobs that were given are done. After a shutdown there are none."""
+        if any(thread.is_alive() for thread in self._threads):
+            all_idle = threading.Barrier(len(self._threads) + 1)
+            for _ in self._threads:
+                self.submit(all_idle.wait)
+            all_idle.wait()
 
     def shutdown(self) -> None:
-        """Forget what was not begun, and wait for what was."""
+        """Drop the jobs that have not begun, and wait for the others."""
         try:
             while True:
                 self._jobs.get_nowait()
@@ -63,7 +55,11 @@ class Threads:
             thread.join()
 
     def _run(self, cpus: Collection[int]) -> None:
-        move_to(cpus)
+        try:
+            if cpus:
+                os.sched_setaffinity(0, cpus)
+        except OSError as error:
+            logger.warning("Manthan: a thread stays on the model's CPUs: %s", error)
         while (job := self._jobs.get()) is not None:
             try:
                 job()
@@ -72,10 +68,10 @@ class Threads:
 
 
 def allowed_cpus() -> set[int]:
-    """The CPUs that a CPU worker was given, by taskset or a cgroup; none where that cannot be told.
+    """CPUs that a CPU worker was given, by taskset or a cgroup; empty if that cannot be told.
 
-    vLLM binds it to some of them, and its threads inherit that: ours would only run when the model does not. The
-    process that started it has no such binding.
+    vLLM binds the worker to some of them, and its threads inherit that. They would run only when the model does not.
+    The parent process has no such binding.
     """
     parent = multiprocessing.parent_process()
     try:
@@ -83,12 +79,3 @@ def allowed_cpus() -> set[int]:
     except (AttributeError, OSError) as error:  # not on Linux, or the parent is gone
         logger.debug("Manthan: the CPUs that may be used are not known: %s", error)
         return set()
-
-
-def move_to(cpus: Collection[int]) -> None:
-    """Run the calling thread on these CPUs, if there are any."""
-    try:
-        if cpus:
-            os.sched_setaffinity(0, cpus)
-    except OSError as error:
-        logger.warning("Manthan: a thread stays on the model's CPUs: %s", error)

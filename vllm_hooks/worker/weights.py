@@ -1,4 +1,4 @@
-"""Weights of a model: a digest of what its loader read, and one of what lies in memory."""
+"""Weights of a model: a digest of the tensors that its loader read, and one of those in memory."""
 
 import hashlib
 import json
@@ -25,22 +25,22 @@ THREADS = 4
 
 
 class Loaded:
-    """Weights that loaders have read for the models of one engine in this process, before anything was made of them.
+    """Weights that loaders have read for the models of one engine in this process.
 
     Every rank reads all tensors of the files, so that the digest is the same for every tensor and pipeline parallel
-    size. Where a loader bypasses `load_weights`, the tensors of the loaded model stand for what was read. Weights that
-    nobody saw, or that cannot be read, are those of no other engine.
+    size. If a loader bypasses `load_weights`, the loaded model's tensors count. If no weights were seen, or some cannot
+    be read, the digest is that of no other engine.
     """
 
     def __init__(self) -> None:
         self._unknown = secrets.token_hex(16)
         self.loads = 0
-        """Loads up to now, the first included."""
+        """Number of loads, the first included."""
         self._digests: dict[str, str] = {}
         self._models: dict[str, ref[torch.nn.Module]] = {}
 
     def watch(self, model: torch.nn.Module, name: str) -> None:
-        """Note what is loaded into a model from now on. name: tells it from the engine's other models."""
+        """Note the weights that are loaded into a model from now on. name: unique among the engine's models."""
         self._models[name] = ref(model)
 
         def noting(load: Any) -> Any:
@@ -65,7 +65,7 @@ class Loaded:
             return self._unknown
 
     def digest(self) -> str:
-        """32 hex digits over the name, dtype, shape and bytes of every tensor."""
+        """Return 32 hex digits over the name, dtype, shape and bytes of every tensor."""
         found = dict(self._digests)
         for name, known in self._models.items():
             model = known()
@@ -76,11 +76,11 @@ class Loaded:
 
 
 _loaded: dict[int, Loaded] = {}
-"""By the id of an engine's transfer configuration, which its models share."""
+"""Weights by the id of an engine's transfer configuration, which its models share."""
 
 
 def watch_model(vllm_config: "VllmConfig", model_config: "ModelConfig", model: torch.nn.Module) -> None:
-    """A model of an engine was made, and is about to be loaded."""
+    """Note a model of an engine that is about to be loaded."""
     is_main = model_config.runner_type != "draft"
     if is_main:
         _loaded[id(vllm_config.kv_transfer_config)] = Loaded()
@@ -88,12 +88,12 @@ def watch_model(vllm_config: "VllmConfig", model_config: "ModelConfig", model: t
 
 
 def loaded_of(vllm_config: "VllmConfig") -> Loaded:
-    """What was loaded for an engine in this process."""
+    """Return the weights that were loaded for an engine in this process."""
     return _loaded.setdefault(id(vllm_config.kv_transfer_config), Loaded())
 
 
 def loaded_digest(worker: Any) -> str:
-    """Digest of what a worker has loaded; see `Loaded`."""
+    """Digest of the weights that a worker has loaded; see `Loaded`."""
     return loaded_of(worker.vllm_config).digest()
 
 
@@ -103,7 +103,7 @@ def loads(worker: Any) -> int:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Of dtype, shape and bytes, wherever the tensor lies."""
+    """Digest of a tensor's dtype, shape and bytes, on any device."""
     made = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     data = tensor.detach().contiguous().view(-1)
     if data.numel():
@@ -118,7 +118,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _of_pieces(octets: memoryview) -> list[bytes]:
-    """Digests of a tensor's pieces. Each core makes some GB a second, and a model is loaded by one thread."""
+    """Digests of a tensor's pieces, on several cores, because each makes only some GB a second."""
     pieces = [octets[at : at + PIECE_BYTES] for at in range(0, len(octets), PIECE_BYTES)]
     if len(pieces) == 1:
         return [xxhash.xxh3_128_digest(pieces[0])]
@@ -127,13 +127,15 @@ def _of_pieces(octets: memoryview) -> list[bytes]:
 
 
 def weights_state(worker: Any) -> tuple[int, str]:
-    """Number of loads of weights up to now, and the digest of what they are."""
+    """Number of loads of weights up to now, and the digest of the weights in memory."""
     return loads(worker), weights_digest(worker)
 
 
 def weights_digest(worker: Any) -> str:
-    """Of the bits of all parameters and buffers of a vLLM worker's model; sums of them, made where they lie: each byte
-    is read twice, and next to nothing is copied."""
+    """Digest of all parameters and buffers of a worker's model.
+
+    The digest is of sums that are made on the tensors' device, so that next to nothing is copied.
+    """
     digest = hashlib.blake2b(digest_size=16)
     seen = set()
     for tensor in model_tensors(worker):
@@ -148,8 +150,10 @@ def weights_digest(worker: Any) -> str:
 
 
 def _sums(octets: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Sums modulo 2**64 over rows and over columns, so that a place counts too, and what does not make up a row as it
-    is. octets: uint8 [bytes]."""
+    """Sums modulo 2**64 over rows and over columns, so that positions count, and the bytes that do not fill a row.
+
+    octets: uint8 [bytes].
+    """
     whole = octets.numel() // (8 * COLUMNS) * (8 * COLUMNS)
     rows = octets[:whole].view(torch.int64).view(-1, COLUMNS)
     yield rows.sum(0)
