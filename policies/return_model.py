@@ -186,7 +186,7 @@ class ReturnModel:
         self.version += 1
 
     def table(self) -> list[list[float]]:
-        """Index by kind and level, in pieces of age, smoothed to rise to one peak and then fall. All places share it."""
+        """Index by kind and level, in pieces of age, smoothed to one peak. All places share it."""
         if self._table[0] != self.version:
             self._table = self.version, _with_one_peak(self.index()).reshape(-1, len(self._widths)).tolist()
         return self._table[1]
