@@ -14,7 +14,8 @@ import numpy as np
 
 from manthan.codec.base import Codes, Dtype, Numbers, Positions, Section, SectionKind, align16
 from manthan.codec.cpu.exact import EXACT
-from manthan.codec.cpu.fp8 import Fp8Codec
+from manthan.codec.cpu.numbers import Fp8Codec
+from manthan.codec.cpu.state import STATE_CODECS
 from manthan.codec.errors import (
     CodecError,
     DtypeError,
@@ -26,7 +27,6 @@ from manthan.codec.errors import (
 )
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.registry import get_codec, needs_profile
-from manthan.codec.state import STATE_CODECS
 from manthan.codec.wire import BlockHeader, Buffer, block_nbytes, head, parse, seal
 
 

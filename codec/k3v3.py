@@ -50,7 +50,7 @@ SMALLEST = np.float32(2.0**-126)
 
 
 @dataclass(frozen=True)
-class K3v3:
+class K3v3Preset:
     """Three bits for each number of keys and of values, and a scale for each vector."""
 
     name: str = "k3v3"
@@ -60,7 +60,7 @@ class K3v3:
         return K3v3Codec(self.name, head_dim)
 
 
-K3V3 = K3v3()
+K3V3 = K3v3Preset()
 
 
 class Quantizer(NamedTuple):

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from manthan.codec.cpu.state import StateLayout
 from manthan.codec.profile import Profile
 from manthan.codec.rope import Rope
-from manthan.codec.state import StateLayout
 
 
 @dataclass(frozen=True)

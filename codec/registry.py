@@ -9,13 +9,12 @@ from typing import Protocol
 from manthan.codec.base import Codec
 from manthan.codec.cpu import klt
 from manthan.codec.cpu.exact import EXACT, ExactCodec
-from manthan.codec.cpu.klt import Klt
-from manthan.codec.cpu.state import StateCodec
+from manthan.codec.cpu.klt import KltPreset
+from manthan.codec.cpu.state import STATE_CODECS, StateCodec
 from manthan.codec.errors import UnknownCodecError
 from manthan.codec.k3v3 import K3V3
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.state import STATE_CODECS
-from manthan.codec.wht import FINER, Wht
+from manthan.codec.wht import FINER, WhtPreset
 from manthan.codec.wht import NAME as WHT
 from manthan.codec.wht import PRESETS as WHTS
 
@@ -52,12 +51,12 @@ def codec_names() -> list[str]:
 
 def takes_facts(name: str) -> bool:
     """True if the codec of this name depends on the model, so that its codes are of no use to another."""
-    return isinstance(PRESETS.get(name), Wht | Klt)
+    return isinstance(PRESETS.get(name), WhtPreset | KltPreset)
 
 
 def needs_profile(name: str) -> bool:
     """True if the codec of this name is made from a profile of the model."""
-    return isinstance(PRESETS.get(name), Klt)
+    return isinstance(PRESETS.get(name), KltPreset)
 
 
 def get_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:

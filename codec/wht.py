@@ -1,5 +1,6 @@
-"""Keys and values rotated, rounded to steps and entropy-coded, without a profile: the layout of such codes, and the
-arithmetic that every backend reproduces bit for bit.
+"""Keys and values rotated, rounded to steps and entropy-coded, without a profile.
+
+Here are the layout of the codes, and the arithmetic that every backend reproduces bit for bit.
 
 The Walsh-Hadamard transform makes the numbers of any vector look Gaussian, so that nothing need be known of the model.
 An entropy coder behind a uniform quantizer is within a quarter of a bit of what is possible there (Gish and Pierce,
@@ -49,7 +50,7 @@ is its own:
     | version u8, 1 | d u8 | 2 zero bytes |
     | keys: step of each run's mean, bf16 | 5 planes of the means | step of each row, bf16 |
     | values: octave and T bytes of each run |
-    | j of each run's table, u8 | zeros up to a multiple of 4 | rows as `manthan.codec.cpu.rows` has them |
+    | j of each run's table, u8 | zeros up to a multiple of 4 | rows as `manthan.codec.cpu.rans` has them |
 
 A plane of a run is D/8 bytes; its bit i (bit i % 8 of byte i // 8) belongs to element i. The first plane is the sign, 1
 for minus; the others are the magnitude of c, highest bit first.
@@ -68,8 +69,7 @@ import numpy.typing as npt
 
 from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
 from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers
-from manthan.codec.cpu.rans import Coder, Rows, streams_of
-from manthan.codec.cpu.rows import MOST_DOUBLINGS, bound, encode_rows, parse, row_front
+from manthan.codec.cpu.rans import MOST_DOUBLINGS, Coder, Integers, Rows, bound, row_front, streams_of
 from manthan.codec.errors import DamagedError, NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Floats, Rope
@@ -85,26 +85,25 @@ SCALE_MAX, SCALE_END = 0xFEF, 0xFF0
 FINITE_STEPS = 0x7F80
 """bf16 bits of infinity: a step is below it."""
 FINEST = np.float32(2.0**-8)
-"""Of the largest mean's step, that a row's step is at least."""
+"""Least step of a row, in parts of its largest mean's step."""
 MOST_STEPS = 8191
-"""Of a mean."""
+"""Most steps of a mean."""
 ROW_STEP_END = (127 + 64) << 7
 """bf16 bits that no encoder writes, nor any above: nothing overflows before numbers are turned."""
 VERSION, START = 1, 4
 LIMIT = 40
 LIMIT_BITS = (127 + LIMIT) << 23
-"""Of float32, without the sign."""
+"""Bits of 2**LIMIT as float32."""
 FIRST_NORMAL = np.float32(2.0**-126)
 NO_ROPE = Rope(())
 SHAPE = SHAPES.index(2.0)
 TABLES: npt.NDArray[np.uint8] = (SHAPE * len(DEVIATIONS) + np.arange(len(DEVIATIONS))).astype(np.uint8)
 LIMITS: npt.NDArray[np.float64] = DEVIATIONS[:-1] * DEVIATIONS[1:] + 1 / 12
 """Mean squares, with what rounding adds to them, at which the next table is better."""
-Integers = npt.NDArray[np.int16]
 
 
 @dataclass(frozen=True)
-class Wht:
+class WhtPreset:
     """Randomized Hadamard transform, one step for a layer's keys and one for each value, and an entropy coder.
 
     Args:
@@ -122,15 +121,15 @@ class Wht:
         return WhtCodec(self, head_dim, facts.rope)
 
 
-PRESETS = {preset.name: preset for preset in (Wht("wht-5x", 0.35, 0.76), Wht("wht-4x", 0.22, 0.48))}
+PRESETS = {preset.name: preset for preset in (WhtPreset("wht-5x", 0.35, 0.76), WhtPreset("wht-4x", 0.22, 0.48))}
 NAME, FINER = PRESETS
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Places of the parts ahead of the rows, in bytes from the codes' beginning; empty where the section has none.
+    """Slices of the codes for the parts ahead of the rows; empty for parts that the section does not have.
 
-    runs, rows: numbers of them, of keys or of values.
+    runs, rows: numbers of runs and rows of keys, or of values.
     """
 
     kinds: tuple[SectionKind, ...]
@@ -166,15 +165,17 @@ class Parts:
 
 
 class WhtCodec(Codec):
-    """Args:
-    preset: its steps.
-    head_dim: numbers of a vector. Raises HeadDimError.
-    rope: how the model turns its keys; with None, they are coded as they are.
+    """Codec on the CPU.
+
+    Args:
+        preset: the steps.
+        head_dim: numbers of a vector. Raises HeadDimError.
+        rope: RoPE of the model; None for keys that are coded as they are.
     """
 
     varies = True
 
-    def __init__(self, preset: Wht, head_dim: int, rope: Rope | None = None) -> None:
+    def __init__(self, preset: WhtPreset, head_dim: int, rope: Rope | None = None) -> None:
         check_head_dim(head_dim)
         self.name, self.head_dim = preset.name, head_dim
         self._steps = {
@@ -209,8 +210,8 @@ class WhtCodec(Codec):
         chosen = table_numbers(_squares(whole), section.tokens * section.head_dim)
         out[parts.tables] = chosen
         out[parts.tables.stop : parts.end] = 0
-        doublings, nbytes = encode_rows(
-            self._coder, whole.ravel(), lambda doublings: _rows(chosen, section, doublings), out[parts.end : limit]
+        doublings, nbytes = self._coder.write(
+            whole.ravel(), lambda doublings: _rows(chosen, section, doublings), out[parts.end : limit]
         )
         out[:START] = (VERSION, doublings, 0, 0)
         return parts.end + nbytes
@@ -226,8 +227,7 @@ class WhtCodec(Codec):
         chosen = codes[parts.tables]
         if (chosen >= len(TABLES)).any():
             raise DamagedError("a table of frequencies has a number that no encoder writes: the codes are damaged.")
-        rows = _rows(chosen, section, doublings)
-        whole = self._coder.decode(parse(codes[parts.end :], rows), rows)
+        whole = self._coder.read(codes[parts.end :], _rows(chosen, section, doublings))
         shape = (len(parts.kinds), parts.runs, section.head_dim, section.tokens)
         made = [
             self._keys_back(q, section, positions, parts, codes, doublings)
@@ -242,14 +242,18 @@ class WhtCodec(Codec):
         kernels, bf16 = self._kernels(), x.dtype == np.uint16
         ordered = np.require(x if self._order is None else x[:, :, self._order], requirements=["C", "A"])
         words = ordered if bf16 else ordered.view(np.uint32)
-        y, _ = self._rotated(kernels.turned_back(words, bf16, *self._rope.tables(positions)))
+        cos, sin = self._rope.tables(positions)
+        y, _ = kernels.rotated(
+            kernels.turned_back(words, bf16, cos, -sin), self._rotation.weights, self._rotation.blocks
+        )
         average = _over_tokens(y) * np.float32(1 / section.tokens)
         rounded = _bf16(np.abs(average).max(axis=1) * MEAN_INVERSE)
         mean_steps = np.where(rounded < 1 << 7, 0, rounded).astype(np.uint16)
         code = _mean_codes(average, mean_steps)
         out[parts.steps], out[parts.means] = mean_steps.astype("<u2").view(np.uint8), _pack(code).ravel()
         means = code * _wide(mean_steps)[:, None]
-        total = _fold(kernels.energies(y, means).reshape(section.layers, -1))
+        left = y - means[:, :, None]
+        total = _fold(kernels.products(left, left).reshape(section.layers, -1))
         numbers = section.heads * section.tokens * section.head_dim
         least = _wide(mean_steps.reshape(section.layers, -1).max(axis=1)) * FINEST
         deviations = np.sqrt(total * np.float32(1 / numbers))
@@ -259,10 +263,11 @@ class WhtCodec(Codec):
         return _divided(y, steps[:, None, None], _whole_means(means, steps) * steps[:, None])
 
     def _values(self, x: Numbers, parts: Parts, out: Codes) -> Integers:
-        y, energies = self._rotated(as_floats(x))
+        kernels, floats = self._kernels(), np.require(as_floats(x), requirements=["C", "A"])
+        y, energies = kernels.rotated(floats, self._rotation.weights, self._rotation.blocks)
         steps = np.sqrt(energies) * self._rotation.root * self._steps[SectionKind.VALUES]
         q = _divided(y.copy(), steps[:, None, :])
-        kept = energies / np.maximum(self._kernels().products(y, q), FIRST_NORMAL)
+        kept = energies / np.maximum(kernels.products(y, q.astype(np.float32)), FIRST_NORMAL)
         out[parts.scales] = to_bytes(_bf16(kept).astype(np.uint16)).ravel()
         return q
 
@@ -306,10 +311,6 @@ class WhtCodec(Codec):
         x += np.float32(0)  # no negative zeros
         return as_numbers(x, section.dtype)
 
-    def _rotated(self, x: Floats) -> tuple[Floats, Floats]:
-        """[runs, tokens, head_dim] to [runs, head_dim, tokens], and the energy of each vector, [runs, tokens]."""
-        return self._kernels().rotated(x, self._rotation.weights, self._rotation.blocks)  # type: ignore[no-any-return]
-
     def _check(self, x: Numbers, section: Section) -> None:
         bits: Any = x.view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
         sign = np.iinfo(bits.dtype).max >> 1
@@ -326,13 +327,13 @@ class WhtCodec(Codec):
         return Coder(family())
 
     def _kernels(self) -> ModuleType:
-        from manthan.codec.cpu import numba_wht
+        from manthan.codec.cpu import numba_kernels
 
-        return numba_wht
+        return numba_kernels
 
 
 def halves(rope: Rope | None, head_dim: int) -> npt.NDArray[np.int64] | None:
-    """Return which number of a vector comes where, [head_dim]; None where they stay, because pairs are halves."""
+    """Return the order that makes pairs halves, [head_dim]; None where they are halves already."""
     if rope is None or not rope.interleaved:
         return None
     turned = 2 * len(rope.frequencies)
@@ -414,7 +415,7 @@ def _whole_means(means: Floats, steps: Floats) -> Floats:
 
 
 def _mean_codes(average: Floats, step: npt.NDArray[np.uint16]) -> Floats:
-    """Whole numbers, [runs, head_dim]."""
+    """Means in whole steps, [runs, head_dim]."""
     code: Floats = np.rint(average / np.maximum(_wide(step), FIRST_NORMAL)[:, None])
     np.clip(code, -MEAN_TOP, MEAN_TOP, out=code)
     code[step == 0] = 0
@@ -438,7 +439,7 @@ def _unpack(planes: Codes) -> Floats:
 
 
 def _over_tokens(y: Floats) -> Floats:
-    """Sums of [runs, head_dim, tokens] in the order that the format prescribes."""
+    """Sum over tokens of [runs, head_dim, tokens], in the order that the format prescribes."""
     sums = np.zeros((*y.shape[:2], 8), np.float32)
     for first in range(0, y.shape[2], 8):
         eight = y[:, :, first : first + 8]
@@ -449,13 +450,13 @@ def _over_tokens(y: Floats) -> Floats:
 
 
 def _coarse(x: Floats) -> npt.NDArray[np.uint32]:
-    """The nearest bf16 bits with two bits of mantissa, ties to even."""
+    """Round to bf16 bits with two bits of mantissa, ties to even."""
     words = np.ascontiguousarray(x).view(np.uint32)
     return (words + np.uint32(0xFFFFF) + ((words >> np.uint32(21)) & np.uint32(1))) >> np.uint32(21) << np.uint32(5)
 
 
 def _fold(rows: Floats) -> Floats:
-    """The sum of each row's numbers: the upper half onto the lower, until one is left. Overwrites rows."""
+    """Sum of each row's numbers: the upper half onto the lower, until one is left. Overwrites rows."""
     n = rows.shape[1]
     while n > 1:
         half = (n + 1) // 2
@@ -466,7 +467,7 @@ def _fold(rows: Floats) -> Floats:
 
 
 def _bf16(x: Floats) -> npt.NDArray[np.uint32]:
-    """The nearest bits, ties to even."""
+    """Round to bf16 bits, ties to even."""
     words = np.ascontiguousarray(x).view(np.uint32)
     return (words + np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
@@ -477,7 +478,7 @@ def _wide(bf16: npt.NDArray[np.unsignedinteger]) -> Floats:
 
 
 def _check_steps(bf16: npt.NDArray[np.unsignedinteger], end: int = FINITE_STEPS) -> None:
-    """Raise NonFiniteError for one that is not finite, or negative. end: bits that are too large."""
+    """Raise NonFiniteError for a negative step, or one of bits `end` or more."""
     bad = bf16 >= end
     if bad.any():
         at = int(bad.argmax())

@@ -1,5 +1,4 @@
-"""Sections in a calibrated codec: keys before RoPE and values, to the components of their model's profile, rounded to
-steps, entropy-coded.
+"""Calibrated codec: components by the model's profile, of keys before RoPE and of values, rounded and entropy-coded.
 
 Transform coding of the KV cache (Karhunen and Loeve's transform with a calibrated mean: Staniszewski and Lancucki,
 "KV Cache Transform Coding", 2025). The numbers of a token, all heads of a layer side by side, are a vector x:
@@ -13,7 +12,7 @@ rounded to bf16. The integers are the same everywhere.
 
 Codes, little-endian. A row is a layer's keys or values, [C, tokens]; of keys and values together, keys come first:
 
-    | version u8, 1 | d u8 | 2 zero bytes | rows as `manthan.codec.cpu.rows` has them |
+    | version u8, 1 | d u8 | 2 zero bytes | rows as `manthan.codec.cpu.rans` has them |
 
 A section takes 1.35 times the bytes that the tables let expect, at most. Numbers that are further from the profile's
 double their steps until they fit, d times: q / 2**d rounded to a whole number, ties to even, is coded with the same
@@ -31,8 +30,7 @@ import numpy.typing as npt
 
 from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, SectionKind, check_head_dim
 from manthan.codec.cpu.numbers import as_floats, as_numbers
-from manthan.codec.cpu.rans import Coder, Integers, Rows, streams_of
-from manthan.codec.cpu.rows import FURTHEST, bound, encode_rows, parse, row_front
+from manthan.codec.cpu.rans import FURTHEST, Coder, Integers, Rows, bound, row_front, streams_of
 from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS as RATIOS
@@ -55,16 +53,11 @@ Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Klt:
-    """Calibrated transform to components that do not correlate, one step for all of a layer's, and an entropy coder.
-
-    Args:
-        name: in the configuration, in profiles and in encoded blocks.
-        ratio: how many times smaller than bf16 it makes text of the kind that it was calibrated on.
-    """
+class KltPreset:
+    """Calibrated transform to components that do not correlate, one step for all of a layer's, and an entropy coder."""
 
     name: str
-    ratio: float
+    """In the configuration, in profiles and in encoded blocks."""
 
     def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> "KltCodec":
         """Return the codec on the CPU. Raises HeadDimError, ProfileError where a profile is missing or does not fit."""
@@ -73,11 +66,11 @@ class Klt:
         return KltCodec(self.name, head_dim, facts.profile, facts.rope)
 
 
-PRESETS = {name: Klt(name, ratio) for name, ratio in RATIOS.items()}
+PRESETS = {name: KltPreset(name) for name in RATIOS}
 
 
 class _Bases(NamedTuple):
-    """Of rows, the step in them. mean: [rows, C]. forward, inverse: [rows, C, C]. tables: uint8 [rows, C]."""
+    """Bases of rows, in steps. mean: [rows, C]. forward, inverse: [rows, C, C]. tables: uint8 [rows, C]."""
 
     mean: Floats
     forward: Floats
@@ -92,19 +85,13 @@ class _Bases(NamedTuple):
         means, tables = [basis.mean for basis in bases], [basis.tables[preset] for basis in bases]
         return cls(np.stack(means), forward, inverse, np.stack(tables))
 
-    def some(self, first: int, last: int) -> Self:
-        at = slice(first, last)
-        return self._replace(
-            mean=self.mean[at], forward=self.forward[at], inverse=self.inverse[at], tables=self.tables[at]
-        )
-
     def rounded(self, x: Floats | Doubles) -> Any:
-        """[rows, tokens, C] to [rows, C, tokens] of the same dtype."""
+        """Round [rows, tokens, C] to whole steps [rows, C, tokens] of the same dtype."""
         with np.errstate(over="ignore", invalid="ignore"):
             return np.rint((x - self.mean[:, None]) @ self.forward.astype(x.dtype)).transpose(0, 2, 1)
 
     def back(self, q: Floats, doublings: int) -> Any:
-        """[rows, C, tokens] to [rows, tokens, C]; float64 where steps are doubled, so that nothing overflows."""
+        """Undo `rounded`. Returns float64 where steps are doubled, so that nothing overflows."""
         made: Any = q.transpose(0, 2, 1) @ self.inverse
         if doublings:
             made = np.ldexp(made.astype(np.float64), doublings)
@@ -113,9 +100,13 @@ class _Bases(NamedTuple):
 
 
 class KltCodec(Codec):
-    """profile: of the section's layers and the rank's heads. rope: the model's; it must be the profile's.
+    """Codec on the CPU. Raises HeadDimError; ProfileError for a profile that does not fit.
 
-    Raises ProfileError for a profile that does not fit.
+    Args:
+        name: of the preset.
+        head_dim: numbers of a vector.
+        profile: of the section's layers and the rank's heads.
+        rope: RoPE of the model; it must be the profile's.
     """
 
     varies = True
@@ -125,14 +116,16 @@ class KltCodec(Codec):
         self.name = name
         self._profile, self._rope, self._head_dim = profile, profile.info.rope, head_dim
         _check(name, head_dim, profile, rope)
+        layers = profile.layers
+        self._of_layers = {
+            SectionKind.KEYS: [layer.keys for layer in layers],
+            SectionKind.VALUES: [layer.values for layer in layers],
+        }
         self._coder = Coder(profile.frequencies)
 
     @cached_property
     def _bases(self) -> dict[SectionKind, _Bases]:
-        layers = self._profile.layers
-        keys = _Bases.of([layer.keys for layer in layers], self.name)
-        values = _Bases.of([layer.values for layer in layers], self.name)
-        return {SectionKind.KEYS: keys, SectionKind.VALUES: values}
+        return {kind: _Bases.of(bases, self.name) for kind, bases in self._of_layers.items()}
 
     def max_nbytes(self, section: Section) -> int:
         return bound(self.expected_nbytes(section))
@@ -146,20 +139,19 @@ class KltCodec(Codec):
 
     @cached_property
     def _expected(self) -> dict[SectionKind, list[int]]:
-        """Of each layer's keys and of its values, what a token takes, in UNITs of a bit."""
+        """Size of a token's keys and values in each layer, in UNITs of a bit."""
         table = expected(self._profile.frequencies)
-        found: dict[SectionKind, list[int]] = {SectionKind.KEYS: [], SectionKind.VALUES: []}
-        for layer in self._profile.layers:
-            found[SectionKind.KEYS].append(int(table[layer.keys.tables[self.name]].sum()))
-            found[SectionKind.VALUES].append(int(table[layer.values.tables[self.name]].sum()))
-        return found
+        return {
+            kind: [int(table[basis.tables[self.name]].sum()) for basis in bases]
+            for kind, bases in self._of_layers.items()
+        }
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
         """Raises NonFiniteError."""
         vectors, bases = as_floats(x), self._of(section)
         numbers = self._numbers(vectors, section, positions, bases)
         rows = _rows(section, bases)
-        doublings, nbytes = encode_rows(self._coder, numbers, lambda _: rows, out[START : self.max_nbytes(section)])
+        doublings, nbytes = self._coder.write(numbers, lambda _: rows, out[START : self.max_nbytes(section)])
         out[:START] = (VERSION, doublings, 0, 0)
         return START + nbytes
 
@@ -172,12 +164,11 @@ class KltCodec(Codec):
         if tuple(codes[:START]) != (VERSION, doublings, 0, 0) or doublings > MOST_DOUBLINGS:
             raise DamagedError(f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 does.")
         bases = self._of(section)
-        rows = _rows(section, bases)
-        numbers = self._coder.decode(parse(codes[START:], rows), rows)
+        numbers = self._coder.read(codes[START:], _rows(section, bases))
         return as_numbers(self._vectors(numbers, doublings, section, positions, bases), section.dtype)
 
     def _check_section(self, section: Section) -> None:
-        """Raises SizeError for one that the profile is not of."""
+        """Raise SizeError for a section that is not of the profile."""
         layers, size = len(self._profile.layers), section.heads * section.head_dim
         last = section.first_layer + section.layers
         fits = last <= layers and section.head_dim == self._head_dim and size == self._profile.layers[0].keys.mean.size
@@ -185,12 +176,11 @@ class KltCodec(Codec):
             raise SizeError(f"{section} is not of the profile of {self._profile.info.model}, {layers} layers.")
 
     def _of(self, section: Section) -> _Bases:
-        """Of each row of the section."""
-        found = [self._bases[kind] for kind in PARTS[section.kind]]
-        if section.layers < len(self._profile.layers):
-            found = [bases.some(section.first_layer, section.first_layer + section.layers) for bases in found]
-        joined: list[Any] = [np.concatenate(parts) for parts in zip(*found, strict=True)]
-        return found[0] if len(found) == 1 else _Bases(*joined)
+        """Bases of each row of the section."""
+        at = slice(section.first_layer, section.first_layer + section.layers)
+        parts = [[part[at] for part in self._bases[kind]] for kind in PARTS[section.kind]]
+        joined: list[Any] = parts[0] if len(parts) == 1 else [np.concatenate(pair) for pair in zip(*parts, strict=True)]
+        return _Bases(*joined)
 
     def _numbers(self, x: Floats, section: Section, positions: Positions, bases: _Bases) -> Integers | Doubles:
         """Return whole steps of all rows; float64 where they take more than 16 bits. Raises NonFiniteError."""
@@ -236,11 +226,10 @@ def _check(name: str, head_dim: int, profile: Profile, rope: Rope | None) -> Non
         raise ProfileError(
             f"the profile of {info.model} was made for another RoPE than the model has: calibrate it again."
         )
-    _ = profile.layers
 
 
 def _same(one: Rope | None, other: Rope | None) -> bool:
-    """But for how frequencies were rounded."""
+    """True if both turn alike, but for the rounding of frequencies."""
     if one is None or other is None:
         return one is other
     alike = (one.interleaved, len(one.frequencies)) == (other.interleaved, len(other.frequencies))

@@ -8,7 +8,9 @@ from manthan.codec import wire
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.calibration import ProfileBuilder
-from manthan.codec.cpu.fp8 import FORMS, narrowed, widened
+from manthan.codec.cpu.numbers import FORMS
+from manthan.codec.cpu.numbers import as_floats as widened
+from manthan.codec.cpu.numbers import as_numbers as narrowed
 from manthan.codec.fidelity import Sample, measure
 from manthan.codec.profile import ProfileInfo
 

@@ -7,7 +7,7 @@ import pytest
 
 from manthan.codec import CodecError, HeadDimError, UnknownCodecError, codec_names, get_codec, registry
 from manthan.codec.k3v3 import K3v3Codec
-from manthan.codec.wht import Wht
+from manthan.codec.wht import WhtPreset
 
 OURS = ["wht-5x", "wht-4x", "klt-5x", "klt-8x", "klt-12x", "k3v3"]
 
@@ -40,7 +40,7 @@ def test_entry_points_add_codecs():
 
 
 def test_a_preset_is_a_frozen_dataclass_whose_fields_are_its_options():
-    preset = Wht("finer", key_step=0.1, value_step=0.2)
+    preset = WhtPreset("finer", key_step=0.1, value_step=0.2)
     assert [field.name for field in fields(preset)] == ["name", "key_step", "value_step"]
     assert preset.codec(64).name == "finer"
     with pytest.raises(FrozenInstanceError):

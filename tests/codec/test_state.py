@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.cpu.state import STATE_CODECS, StateLayout, StatePart
 from manthan.codec.errors import NonFiniteError, ShapeError, SizeError, WireError
 from manthan.codec.model import ModelFacts
-from manthan.codec.state import STATE_CODECS, StateLayout, StatePart
 
 LAYERS, CONV, HEADS, ROWS, ROW, PADDING = 3, 96, 2, 8, 16, 64
 STATE = 4 * HEADS * ROWS * ROW

@@ -10,8 +10,7 @@ import xxhash
 from manthan.codec import NonFiniteError, get_codec
 from manthan.codec.base import Dtype, Section, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.codec.cpu.rans import Coder, Rows, streams_of
-from manthan.codec.cpu.rows import MOST_DOUBLINGS, parse
+from manthan.codec.cpu.rans import MOST_DOUBLINGS, Coder, Rows, streams_of
 from manthan.codec.errors import CodecError, DamagedError, SizeError
 from manthan.codec.model import ModelFacts
 from manthan.codec.rope import Rope
@@ -70,7 +69,7 @@ def test_decoding_follows_the_format(head_dim, turning):
     assert at == Parts.of(section).end
     numbers = 5 * HEADS * head_dim
     layout = Rows(np.full(2 * LAYERS, numbers // 5), np.repeat(parts[4], head_dim), 5, streams_of(numbers))
-    q = Coder(family()).decode(parse(codes[at:], layout), layout).reshape(2, runs, head_dim, 5)
+    q = Coder(family()).read(codes[at:], layout).reshape(2, runs, head_dim, 5)
     bf16 = lambda bits: float((np.array([bits], np.uint32) << 16).view(np.float32)[0])  # noqa: E731
 
     hadamard = np.zeros((head_dim, head_dim))
