@@ -104,6 +104,13 @@ class Section:
         return (2, *shape) if self.kind is SectionKind.BOTH else shape
 
     @property
+    def vector_kind(self) -> Kind:
+        """Kind of the vectors. Raises KindError for a section of both kinds or of none."""
+        if len(self.vector_kinds) != 1:
+            raise KindError(f"a section of kind {self.kind.name} is not of one kind of vectors, keys or values.")
+        return self.vector_kinds[0]
+
+    @property
     def vector_kinds(self) -> tuple[Kind, ...]:
         """What its vectors are, in order; raises KindError where it has none."""
         kinds: dict[SectionKind, tuple[Kind, ...]] = {

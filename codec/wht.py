@@ -44,8 +44,7 @@ bf16, ties to even. Sums of q are whole numbers below 2**24, and so the same in 
 A value's bf16 step becomes a byte: of exponent and mantissa, (bits + 4) >> 3 keeps four bits of mantissa, at most 4079;
 octave = max(of the run >> 4, 15) - 15; byte = max(that - 16 * octave, 0).
 
-Codes, little-endian; a section of keys and values has keys first in each part, and one of keys or of values only what
-is its own:
+Codes, little-endian, of a section of keys or of values:
 
     | version u8, 1 | d u8 | 2 zero bytes |
     | keys: step of each run's mean, bf16 | 5 planes of the means | step of each row, bf16 |
@@ -67,7 +66,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
+from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, check_head_dim
 from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers
 from manthan.codec.cpu.rans import MOST_DOUBLINGS, Coder, Integers, Rows, bound, row_front, streams_of
 from manthan.codec.errors import DamagedError, NonFiniteError, SizeError
@@ -127,14 +126,10 @@ NAME, FINER = PRESETS
 
 @dataclass(frozen=True)
 class Parts:
-    """Slices of the codes for the parts ahead of the rows; empty for parts that the section does not have.
+    """Slices of the codes for the parts ahead of the rows; empty for parts that the section does not have."""
 
-    runs, rows: numbers of runs and rows of keys, or of values.
-    """
-
-    kinds: tuple[SectionKind, ...]
+    are_keys: bool
     runs: int
-    rows: int
     steps: slice
     means: slice
     row_steps: slice
@@ -144,19 +139,17 @@ class Parts:
     @classmethod
     @lru_cache
     def of(cls, section: Section) -> Self:
-        """Raises KindError for a section without vectors."""
-        kinds = tuple(SectionKind.KEYS if kind == "key" else SectionKind.VALUES for kind in section.vector_kinds)
-        runs, rows = section.layers * section.heads, section.layers
-        keys, values = SectionKind.KEYS in kinds, SectionKind.VALUES in kinds
+        """Return the parts of a section. Raises KindError for one that is neither of keys nor of values."""
+        keys, runs = section.vector_kind == "key", section.layers * section.heads
         sizes = (
             2 * runs * keys,
             runs * MEAN_BITS * section.head_dim // 8 * keys,
-            2 * rows * keys,
-            runs * (1 + section.tokens) * values,
-            runs * len(kinds),
+            2 * section.layers * keys,
+            runs * (1 + section.tokens) * (not keys),
+            runs,
         )
         ends = np.cumsum([START, *sizes]).tolist()
-        return cls(kinds, runs, rows, *(slice(*pair) for pair in itertools.pairwise(ends)))
+        return cls(keys, runs, *(slice(*pair) for pair in itertools.pairwise(ends)))
 
     @property
     def end(self) -> int:
@@ -178,10 +171,7 @@ class WhtCodec(Codec):
     def __init__(self, preset: WhtPreset, head_dim: int, rope: Rope | None = None) -> None:
         check_head_dim(head_dim)
         self.name, self.head_dim = preset.name, head_dim
-        self._steps = {
-            SectionKind.KEYS: np.float32(preset.key_step),
-            SectionKind.VALUES: np.float32(preset.value_step),
-        }
+        self._key_step, self._value_step = np.float32(preset.key_step), np.float32(preset.value_step)
         self._rope, self._order = rope or NO_ROPE, halves(rope, head_dim)
         self._rotation = rotation(head_dim)
 
@@ -190,23 +180,17 @@ class WhtCodec(Codec):
 
     def expected_nbytes(self, section: Section) -> int:
         parts, numbers = Parts.of(section), section.tokens * section.heads * section.head_dim
-        bits = sum(_expected(float(self._steps[kind])) for kind in parts.kinds)
-        rows = parts.rows * len(parts.kinds)
-        return parts.end + rows * row_front(numbers) + -(-parts.rows * numbers * bits // (8 * UNIT))
+        bits = _expected(float(self._key_step if parts.are_keys else self._value_step))
+        return parts.end + section.layers * row_front(numbers) + -(-section.layers * numbers * bits // (8 * UNIT))
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
         """Raises NonFiniteError, for numbers of 2**LIMIT and more too."""
         self._check(x, section)
         parts, limit = Parts.of(section), self.max_nbytes(section)
-        runs = x.reshape(len(parts.kinds), parts.runs, section.tokens, section.head_dim)
-        wide = runs.astype(np.float32) if runs.dtype == np.float16 else runs
-        numbers = [
-            self._keys(each, section, positions, parts, out)
-            if kind is SectionKind.KEYS
-            else self._values(each, parts, out)
-            for kind, each in zip(parts.kinds, wide, strict=True)
-        ]
-        whole = np.concatenate(numbers)
+        runs = x.reshape(parts.runs, section.tokens, section.head_dim)
+        if runs.dtype == np.float16:
+            runs = runs.astype(np.float32)
+        whole = self._keys(runs, section, positions, parts, out) if parts.are_keys else self._values(runs, parts, out)
         chosen = table_numbers(_squares(whole), section.tokens * section.head_dim)
         out[parts.tables] = chosen
         out[parts.tables.stop : parts.end] = 0
@@ -228,14 +212,12 @@ class WhtCodec(Codec):
         if (chosen >= len(TABLES)).any():
             raise DamagedError("a table of frequencies has a number that no encoder writes: the codes are damaged.")
         whole = self._coder.read(codes[parts.end :], _rows(chosen, section, doublings))
-        shape = (len(parts.kinds), parts.runs, section.head_dim, section.tokens)
-        made = [
-            self._keys_back(q, section, positions, parts, codes, doublings)
-            if kind is SectionKind.KEYS
-            else self._values_back(q, section, parts, codes, doublings)
-            for kind, q in zip(parts.kinds, whole.reshape(shape), strict=True)
-        ]
-        return np.stack(made).reshape(section.shape)
+        q = whole.reshape(parts.runs, section.head_dim, section.tokens)
+        if parts.are_keys:
+            made = self._keys_back(q, section, positions, parts, codes, doublings)
+        else:
+            made = self._values_back(q, section, parts, codes, doublings)
+        return made.reshape(section.shape)
 
     def _keys(self, x: Numbers, section: Section, positions: Positions, parts: Parts, out: Codes) -> Integers:
         """Return the whole numbers of all runs, [runs, head_dim, tokens]; write steps and means."""
@@ -257,7 +239,7 @@ class WhtCodec(Codec):
         numbers = section.heads * section.tokens * section.head_dim
         least = _wide(mean_steps.reshape(section.layers, -1).max(axis=1)) * FINEST
         deviations = np.sqrt(total * np.float32(1 / numbers))
-        row_steps = _coarse(np.maximum(deviations * self._steps[SectionKind.KEYS], least))
+        row_steps = _coarse(np.maximum(deviations * self._key_step, least))
         out[parts.row_steps] = row_steps.astype("<u2").view(np.uint8)
         steps = np.repeat(_wide(row_steps), section.heads)
         return _divided(y, steps[:, None, None], _whole_means(means, steps) * steps[:, None])
@@ -265,7 +247,7 @@ class WhtCodec(Codec):
     def _values(self, x: Numbers, parts: Parts, out: Codes) -> Integers:
         kernels, floats = self._kernels(), np.require(as_floats(x), requirements=["C", "A"])
         y, energies = kernels.rotated(floats, self._rotation.weights, self._rotation.blocks)
-        steps = np.sqrt(energies) * self._rotation.root * self._steps[SectionKind.VALUES]
+        steps = np.sqrt(energies) * self._rotation.root * self._value_step
         q = _divided(y.copy(), steps[:, None, :])
         kept = energies / np.maximum(kernels.products(y, q.astype(np.float32)), FIRST_NORMAL)
         out[parts.scales] = to_bytes(_bf16(kept).astype(np.uint16)).ravel()

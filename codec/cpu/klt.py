@@ -10,7 +10,7 @@ in float32. Products of matrices round as the machine's BLAS does: where it diff
 q what lies half-way between two steps, and a decoder's numbers differ by 2**-20 or so of their size, before they are
 rounded to bf16. The integers are the same everywhere.
 
-Codes, little-endian. A row is a layer's keys or values, [C, tokens]; of keys and values together, keys come first:
+Codes, little-endian. A row is a layer's keys or values, [C, tokens]:
 
     | version u8, 1 | d u8 | 2 zero bytes | rows as `manthan.codec.cpu.rans` has them |
 
@@ -43,11 +43,6 @@ MOST_DOUBLINGS = 254
 """More than the largest float32 needs, by 2**100."""
 LARGEST = float(np.finfo(np.float32).max)
 
-PARTS = {
-    SectionKind.KEYS: (SectionKind.KEYS,),
-    SectionKind.VALUES: (SectionKind.VALUES,),
-    SectionKind.BOTH: (SectionKind.KEYS, SectionKind.VALUES),
-}
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
@@ -70,7 +65,7 @@ PRESETS = {name: KltPreset(name) for name in RATIOS}
 
 
 class _Bases(NamedTuple):
-    """Bases of rows, in steps. mean: [rows, C]. forward, inverse: [rows, C, C]. tables: uint8 [rows, C]."""
+    """Bases of a section's rows, in steps. mean: [rows, C]. forward, inverse: [rows, C, C]. tables: uint8 [rows, C]."""
 
     mean: Floats
     forward: Floats
@@ -79,11 +74,17 @@ class _Bases(NamedTuple):
 
     @classmethod
     def of(cls, bases: Sequence[Basis], preset: str) -> Self:
+        """Join the bases of all layers."""
         steps = np.array([basis.steps[preset] for basis in bases], np.float32)[:, None, None]
         forward: Floats = np.stack([basis.forward for basis in bases]) / steps
         inverse: Floats = np.stack([basis.inverse for basis in bases]) * steps
         means, tables = [basis.mean for basis in bases], [basis.tables[preset] for basis in bases]
         return cls(np.stack(means), forward, inverse, np.stack(tables))
+
+    def rows(self, tokens: int) -> Rows:
+        """Return the layout of the rows for the entropy coder."""
+        count, size = self.tables.shape
+        return Rows(np.full(count, size, np.int64), self.tables.ravel(), tokens, streams_of(tokens * size))
 
     def rounded(self, x: Floats | Doubles) -> Any:
         """Round [rows, tokens, C] to whole steps [rows, C, tokens] of the same dtype."""
@@ -131,27 +132,28 @@ class KltCodec(Codec):
         return bound(self.expected_nbytes(section))
 
     def expected_nbytes(self, section: Section) -> int:
-        self._check_section(section)
-        first, last = section.first_layer, section.first_layer + section.layers
-        bits = [bits for kind in PARTS[section.kind] for bits in self._expected[kind][first:last]]
-        size = section.heads * section.head_dim
-        return START + len(bits) * row_front(section.tokens * size) + -(-section.tokens * sum(bits) // (8 * UNIT))
+        profile, size = self._profile, section.heads * section.head_dim
+        shape = section.first_layer, section.layers, section.head_dim, size
+        fits = shape == (0, len(profile.layers), self._head_dim, profile.layers[0].keys.mean.size)
+        if not fits or section.kind not in self._of_layers:
+            raise SizeError(f"{section} is not of the profile of {profile.info.model}, {len(profile.layers)} layers.")
+        bits = section.tokens * self._expected[section.kind]
+        return START + section.layers * row_front(section.tokens * size) + -(-bits // (8 * UNIT))
 
     @cached_property
-    def _expected(self) -> dict[SectionKind, list[int]]:
-        """Size of a token's keys and values in each layer, in UNITs of a bit."""
+    def _expected(self) -> dict[SectionKind, int]:
+        """Expected size of a token's keys, and of its values, in UNITs of a bit."""
         table = expected(self._profile.frequencies)
         return {
-            kind: [int(table[basis.tables[self.name]].sum()) for basis in bases]
+            kind: sum(int(table[basis.tables[self.name]].sum()) for basis in bases)
             for kind, bases in self._of_layers.items()
         }
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
         """Raises NonFiniteError."""
-        vectors, bases = as_floats(x), self._of(section)
-        numbers = self._numbers(vectors, section, positions, bases)
-        rows = _rows(section, bases)
-        doublings, nbytes = self._coder.write(numbers, lambda _: rows, out[START : self.max_nbytes(section)])
+        limit, bases = self.max_nbytes(section), self._bases[section.kind]
+        numbers, rows = self._numbers(as_floats(x), section, positions, bases), bases.rows(section.tokens)
+        doublings, nbytes = self._coder.write(numbers, lambda _: rows, out[START:limit])
         out[:START] = (VERSION, doublings, 0, 0)
         return START + nbytes
 
@@ -163,24 +165,9 @@ class KltCodec(Codec):
         doublings = int(codes[1])
         if tuple(codes[:START]) != (VERSION, doublings, 0, 0) or doublings > MOST_DOUBLINGS:
             raise DamagedError(f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 does.")
-        bases = self._of(section)
-        numbers = self._coder.read(codes[START:], _rows(section, bases))
+        bases = self._bases[section.kind]
+        numbers = self._coder.read(codes[START:], bases.rows(section.tokens))
         return as_numbers(self._vectors(numbers, doublings, section, positions, bases), section.dtype)
-
-    def _check_section(self, section: Section) -> None:
-        """Raise SizeError for a section that is not of the profile."""
-        layers, size = len(self._profile.layers), section.heads * section.head_dim
-        last = section.first_layer + section.layers
-        fits = last <= layers and section.head_dim == self._head_dim and size == self._profile.layers[0].keys.mean.size
-        if not fits or section.kind not in PARTS:
-            raise SizeError(f"{section} is not of the profile of {self._profile.info.model}, {layers} layers.")
-
-    def _of(self, section: Section) -> _Bases:
-        """Bases of each row of the section."""
-        at = slice(section.first_layer, section.first_layer + section.layers)
-        parts = [[part[at] for part in self._bases[kind]] for kind in PARTS[section.kind]]
-        joined: list[Any] = parts[0] if len(parts) == 1 else [np.concatenate(pair) for pair in zip(*parts, strict=True)]
-        return _Bases(*joined)
 
     def _numbers(self, x: Floats, section: Section, positions: Positions, bases: _Bases) -> Integers | Doubles:
         """Return whole steps of all rows; float64 where they take more than 16 bits. Raises NonFiniteError."""
@@ -195,25 +182,23 @@ class KltCodec(Codec):
         far: Doubles = bases.rounded(self._turned_back(x.astype(np.float64), section, positions))
         return far.ravel()
 
-    def _turned_back(self, x: Floats | Doubles, section: Section, positions: Positions) -> Any:
+    def _turned_back(self, x: Any, section: Section, positions: Positions) -> Any:
         """Return the section's rows, [rows, tokens, C], keys as they are at place 0."""
-        parts = x.reshape(-1, *x.shape[-4:])
-        if section.kind is not SectionKind.VALUES and self._rope is not None:
+        if section.kind is SectionKind.KEYS and self._rope is not None:
             with np.errstate(over="ignore", invalid="ignore"):
-                turned = self._rope.turn_back(parts[0], positions)
-            parts = np.concatenate([turned[None], parts[1:]])
-        return parts.transpose(0, 1, 3, 2, 4).reshape(section.layers * len(parts), section.tokens, -1)
+                x = self._rope.turn_back(x, positions)
+        return x.transpose(0, 2, 1, 3).reshape(section.layers, section.tokens, -1)
 
     def _vectors(
         self, numbers: Integers, doublings: int, section: Section, positions: Positions, bases: _Bases
     ) -> Floats:
-        rows = bases.back(numbers.astype(np.float32).reshape(len(bases.mean), -1, section.tokens), doublings)
-        heads = rows.reshape(-1, section.layers, section.tokens, section.heads, section.head_dim)
-        x = np.ascontiguousarray(heads.transpose(0, 1, 3, 2, 4))
-        if section.kind is not SectionKind.VALUES and self._rope is not None:
-            x[0] = self._rope.turn(x[0], positions)
+        rows = bases.back(numbers.astype(np.float32).reshape(section.layers, -1, section.tokens), doublings)
+        heads = rows.reshape(section.layers, section.tokens, section.heads, section.head_dim)
+        x = np.ascontiguousarray(heads.transpose(0, 2, 1, 3))
+        if section.kind is SectionKind.KEYS and self._rope is not None:
+            x = self._rope.turn(x, positions)
         made: Floats = np.clip(x, -LARGEST, LARGEST).astype(np.float32) if doublings else x
-        return made.reshape(section.shape)
+        return made
 
 
 def _check(name: str, head_dim: int, profile: Profile, rope: Rope | None) -> None:
@@ -236,8 +221,3 @@ def _same(one: Rope | None, other: Rope | None) -> bool:
     return alike and bool(
         np.allclose((*one.frequencies, one.scale), (*other.frequencies, other.scale), rtol=1e-5, atol=0)
     )
-
-
-def _rows(section: Section, bases: _Bases) -> Rows:
-    count, size = bases.tables.shape
-    return Rows(np.full(count, size, np.int64), bases.tables.ravel(), section.tokens, streams_of(section.tokens * size))

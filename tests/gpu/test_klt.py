@@ -52,7 +52,7 @@ def coded_again(world: World, i: int) -> None:
     block = wire.parse(world.block(i), key=KEYS[i], fingerprint=b"f" * 16, group=GROUP)
     codec = world.format._codecs[world.format.codec]
     for section, codes in zip(block.header.sections[-2:], block.payloads[-2:], strict=True):
-        rows = klt._rows(section, codec._of(section))
+        rows = codec._bases[section.kind].rows(section.tokens)
         written = codes[klt.START :]
         again = np.zeros_like(written)
         whole = codec._coder.read(written, rows)
