@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from kv import packed
 
 from manthan.codec import NonFiniteError, ShapeError, get_codec, wire
 from manthan.codec.base import Dtype, Section, SectionKind
@@ -53,7 +54,7 @@ def test_a_block_comes_back(name, exact, dtype, vectors):
     form, both = BlockFormat(name, shape, PRINT, group=3), numbers(shape, vectors)
     buf = encode(form, both, exact, first_token=160)
     assert len(buf) <= form.max_nbytes(exact)
-    assert len(buf) == form.max_nbytes(exact) or form.varies(exact)
+    assert len(buf) == form.max_nbytes(exact) or form.codes_vary(exact)
     found = wire.parse(buf, key=KEY, fingerprint=PRINT, group=3)
     assert found.header == form.header(KEY, 160, exact)
     assert form.exact_of(found.header) == exact
@@ -89,7 +90,7 @@ def forged(form, exact, change, sizes=None):
     """A block in good order whose header says something else."""
     header = change(form.header(KEY, 0, exact))
     sizes = form.max_sizes(exact) if sizes is None else sizes
-    return wire.pack(header, [np.zeros(size, np.uint8) for size in sizes])
+    return packed(header, [np.zeros(size, np.uint8) for size in sizes])
 
 
 def with_section(index, **change):

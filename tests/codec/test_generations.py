@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from kv import error, places_from
 from typer.testing import CliRunner
 
 from manthan.codec import get_codec
@@ -15,7 +16,6 @@ from manthan.codec.profile import Profile
 from manthan.codec.rope import Rope
 from manthan.codec.wht import PRESETS
 from manthan.manager.cli import app
-from tests.helpers.kv import error, places_from
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import xxhash
+from kv import sums
 
 from manthan.codec import NonFiniteError, get_codec
 from manthan.codec.base import Dtype, Section, SectionKind
 from manthan.codec.errors import SizeError
 from manthan.codec.k3v3 import quantizer
 from manthan.codec.tables.rotation import block_sizes, sign
-from tests.helpers.kv import sums
 
 HEAD_DIMS = [32, 40, 64, 80, 96, 128, 192, 256, 512]
 LARGEST = float.fromhex("0x1.fep127")

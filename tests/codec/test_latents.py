@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from kv import packed
 
 from manthan.codec import wire
 from manthan.codec.base import Dtype, SectionKind
@@ -83,7 +84,7 @@ def forged(change, exact=4):
     form = BlockFormat("wht-5x", SHAPE, PRINT)
     header = form.header(KEY, 0, exact)
     header = replace(header, sections=tuple(change(list(header.sections))))
-    return wire.pack(header, [np.zeros(64, np.uint8)] * len(header.sections))
+    return packed(header, [np.zeros(64, np.uint8)] * len(header.sections))
 
 
 @pytest.mark.parametrize(

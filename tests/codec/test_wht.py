@@ -6,6 +6,7 @@ import numpy as np
 import plain_wht
 import pytest
 import xxhash
+from kv import ROPES, as_floats, error, in_cache, integers, keys, places_from, rope
 
 from manthan.codec import NonFiniteError, get_codec
 from manthan.codec.base import Dtype, Section, SectionKind
@@ -17,7 +18,6 @@ from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import family
 from manthan.codec.tables.rotation import weights
 from manthan.codec.wht import FINER, NAME, PRESETS, START, TABLES, Parts, WhtCodec, from_bytes, halves
-from tests.helpers.kv import ROPES, as_floats, error, in_cache, integers, keys, places_from, rope
 
 LAYERS, HEADS, TOKENS = 2, 3, 16
 DTYPES = [Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32]

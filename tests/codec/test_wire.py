@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import xxhash
+from kv import packed
 
 from manthan.codec import errors, wire
 from manthan.codec.base import Dtype, Section, SectionKind
@@ -26,7 +27,7 @@ def payloads(sizes=SIZES, seed=0):
 
 
 def block(header=HEADER, sizes=SIZES, seed=0):
-    return wire.pack(header, payloads(sizes, seed))
+    return packed(header, payloads(sizes, seed))
 
 
 def resealed(data, offset, replacement):

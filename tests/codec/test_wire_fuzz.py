@@ -8,6 +8,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv import packed
 
 from manthan.codec import wire
 from manthan.codec.base import Dtype, Section, SectionKind
@@ -175,7 +176,7 @@ SECTIONS = st.builds(
 )
 def test_whatever_is_packed_is_parsed(sections, key, fingerprint, tokens, group, first_token):
     header = wire.BlockHeader(key, fingerprint, tokens, tuple(s for s, _ in sections), group, first_token)
-    block = wire.pack(header, [np.frombuffer(payload, np.uint8) for _, payload in sections])
+    block = packed(header, [np.frombuffer(payload, np.uint8) for _, payload in sections])
     found = wire.parse(block.tobytes(), key=key, fingerprint=fingerprint, group=group)
     assert found.header == header
     assert [payload.tobytes() for payload in found.payloads] == [payload for _, payload in sections]

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from manthan.codec import wire
 from manthan.codec.base import Dtype
 from manthan.codec.rope import Rope
 
@@ -61,3 +62,13 @@ def sums(shape):
 def integers(shape):
     """Those, and a bias in every eighth channel."""
     return sums(shape) + (np.arange(shape[-1]) % 8 == 3).astype(np.float32) * 3000
+
+
+def packed(header, payloads):
+    """Compressed block of these sections, uint8."""
+    sizes = [payload.nbytes for payload in payloads]
+    block = np.zeros(wire.block_nbytes(header, sizes), np.uint8)
+    block[: header.nbytes] = wire.head(header, sizes)
+    for at, payload in zip(wire.starts(header, sizes), payloads, strict=True):
+        block[at : at + payload.nbytes] = payload
+    return wire.seal(block)
