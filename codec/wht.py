@@ -318,9 +318,9 @@ def halves(rope: Rope | None, head_dim: int) -> npt.NDArray[np.int64] | None:
     """Return the order that makes pairs halves, [head_dim]; None where they are halves already."""
     if rope is None or not rope.interleaved:
         return None
-    turned = 2 * len(rope.frequencies)
+    numbers, (first, second) = np.arange(head_dim), rope.pairs
     order: npt.NDArray[np.int64] = np.concatenate(
-        [np.arange(0, turned, 2), np.arange(1, turned, 2), np.arange(turned, head_dim)]
+        [numbers[first], numbers[second], numbers[2 * len(rope.frequencies) :]]
     )
     return order
 
