@@ -51,7 +51,7 @@ SMALLEST = np.float32(2.0**-126)
 
 @dataclass(frozen=True)
 class K3v3Preset:
-    """Three bits for each number of keys and of values, and a scale for each vector."""
+    """Preset: three bits for each number, and a scale for each vector."""
 
     name: str = "k3v3"
 
@@ -64,7 +64,7 @@ K3V3 = K3v3Preset()
 
 
 class Quantizer(NamedTuple):
-    """The positive half of the symmetric quantizer: magnitudes, and the thresholds between them, ascending."""
+    """Positive half of the symmetric quantizer: magnitudes, and the thresholds between them, ascending."""
 
     levels: npt.NDArray[np.float32]
     thresholds: npt.NDArray[np.float32]
@@ -72,7 +72,7 @@ class Quantizer(NamedTuple):
 
 @lru_cache
 def quantizer() -> Quantizer:
-    """Solve for the quantizer of N(0, 1) with 2**BITS levels.
+    """Quantizer of N(0, 1) with 2**BITS levels.
 
     Iterate Lloyd's two conditions until nothing moves by 1e-13: a threshold is the middle of its neighbours, a level is
     the mean of its cell.
@@ -98,7 +98,7 @@ def quantizer() -> Quantizer:
 
 
 class K3v3Codec(Codec):
-    """On the CPU, in numpy."""
+    """Codec on the CPU, in numpy."""
 
     def __init__(self, name: str, head_dim: int) -> None:
         check_head_dim(head_dim)
@@ -159,7 +159,7 @@ def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], Codes]:
 
 
 def _decoded(scales: Floats, planes: Codes) -> Floats:
-    """[n, head_dim] of what `_encoded` returns, scales as float32."""
+    """Undo `_encoded`, with scales as float32. Returns [n, head_dim]."""
     digits = np.unpackbits(planes, axis=2, bitorder="little")
     code = digits[:, 0] << np.uint8(2) | digits[:, 1] << np.uint8(1) | digits[:, 2]
     constants, levels = rotation(digits.shape[2]), quantizer().levels

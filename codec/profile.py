@@ -1,9 +1,9 @@
 """Profile of a model's keys and values, for calibrated codecs: a safetensors file.
 
-It has, for the keys (before RoPE) and the values of each layer, all heads of a rank together: their mean; a transform to
-components that do not correlate, largest first (Karhunen and Loeve's), in whose space all errors weigh the same; and
-for each preset, the quantizer's step, and each component's table of frequencies. With tensor parallelism every rank has
-its own, because a transform over all heads cannot be cut.
+It has, for the keys (before RoPE) and the values of each layer, all heads of a rank together: their mean; a transform
+to components that do not correlate, largest first (Karhunen and Loeve's), in whose space all errors weigh the same; and
+for each preset, the quantizer's step, and each component's table of frequencies. With tensor parallelism every rank
+has its own, because a transform over all heads cannot be cut.
 """
 
 import hashlib

@@ -1,5 +1,8 @@
-"""Presets by name. Others add theirs through entry points of the group `manthan.codecs`: the preset's name, and an
-object with this `name` and a method `codec(head_dim, facts)` that returns a `manthan.codec.base.Codec`."""
+"""Presets by name. Other packages add presets through entry points of the group `manthan.codecs`.
+
+An entry point has the preset's name. Its object has this `name`, and a method `codec(head_dim, facts)` that returns a
+`manthan.codec.base.Codec`.
+"""
 
 import difflib
 from functools import lru_cache
@@ -20,7 +23,7 @@ from manthan.codec.wht import PRESETS as WHTS
 
 GROUP = "manthan.codecs"
 DEFAULT = WHT
-"""Where nothing is known of the model."""
+"""Codec for a model of which nothing is known."""
 FALLBACK = FINER
 """The codec that the guard tries last, before it keeps everything exact."""
 
@@ -39,13 +42,13 @@ PRESETS: dict[str, Preset] = {**WHTS, **klt.PRESETS, K3V3.name: K3V3}
 
 
 def finer_codecs(name: str) -> list[str]:
-    """Codecs to use instead of one that is not faithful to a model, the coarsest first."""
+    """Codecs to use instead of an unfaithful one, coarsest first."""
     without_profile = [WHT] if needs_profile(name) else []  # the text may be of a kind that the profile does not fit
     return [] if name in (FALLBACK, EXACT) else [*without_profile, FALLBACK]
 
 
 def codec_names() -> list[str]:
-    """Every name that `get_codec` knows but "exact", ours first."""
+    """Every name that `get_codec` knows but "exact", Manthan's first."""
     return [*PRESETS, *sorted(_others().keys() - set(PRESETS))]
 
 
@@ -63,7 +66,7 @@ def get_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:
     """Return the codec of this name, or "exact", for sections in the CPU's memory.
 
     Args:
-        name: of a preset; codecs of states are made where `facts` has their layout.
+        name: of a preset, or of a codec of states if `facts` has their layout.
         head_dim: numbers of a vector, a multiple of 8 from 32 to 512.
         facts: of the model.
 

@@ -2,10 +2,10 @@
 
 Needs torch and Transformers.
 
-A metric tells what errors do to the next tokens' probabilities. For small errors that is Fisher's information: the mean
-of g g^T over tokens, where g is the gradient of the log-probability of the model's own prediction in the keys and values
-of a prefix (Amari, 1998). It tells layers, keys and values apart well, and single directions with noise. So it is mixed,
-half and half and of the same size in each layer, with facts about directions that need no gradient:
+A metric tells what errors do to the next tokens' probabilities. For small errors that is Fisher's information: the
+mean of g g^T over tokens, where g is the gradient of the log-probability of the model's own prediction in the keys and
+values of a prefix (Amari, 1998). It tells layers, keys and values apart well, and single directions with noise. It is
+therefore mixed, half and half and of the same size in each layer, with facts that need no gradient:
 
 - for keys, the queries: RoPE turns pairs of numbers by the distance of query and key, so that over all distances both
   numbers of a pair weigh the queries' mean energy in it;
