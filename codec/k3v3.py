@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, align16, check_head_dim
-from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers
+from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, fold
 from manthan.codec.errors import NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Floats
@@ -144,18 +144,17 @@ def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], Codes]:
     y = words.view(np.float32) * np.ldexp(np.float32(1), power)
     y *= constants.weights[:, None]
     hadamard_(y, np.empty_like(y), constants.blocks)
-    square = fold(y * y)
+    square = fold_eights(y * y)
     rms = np.sqrt(square) * constants.root
     code = (y < 0).astype(np.uint8) << np.uint8(BITS - 1)
     np.abs(y, out=y)
     for threshold in made.thresholds:
         code += y > threshold * rms
-    ratio = square / np.maximum(fold(y * made.levels[code & 3]), SMALLEST)
+    ratio = square / np.maximum(fold_eights(y * made.levels[code & 3]), SMALLEST)
     with np.errstate(over="ignore"):
-        bits = (ratio * np.ldexp(np.float32(1), -power)).view(np.uint32)
-    scales = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+        scales = np.minimum(bf16_bits(ratio * np.ldexp(np.float32(1), -power)), 0x7F7F)
     digits = np.ascontiguousarray(code.T)[:, None] >> np.arange(BITS - 1, -1, -1, dtype=np.uint8)[:, None] & np.uint8(1)
-    return np.minimum(scales, 0x7F7F).astype(np.uint16), np.packbits(digits, axis=2, bitorder="little")
+    return scales, np.packbits(digits, axis=2, bitorder="little")
 
 
 def _decoded(scales: Floats, planes: Codes) -> Floats:
@@ -173,15 +172,9 @@ def _decoded(scales: Floats, planes: Codes) -> Floats:
     return np.ascontiguousarray(x.T)
 
 
-def fold(rows: Floats) -> Floats:
+def fold_eights(rows: Floats) -> Floats:
     """Fold [head_dim, n] over its rows, each run of 8 first. Overwrites rows; returns [n]."""
     sums = rows.reshape(len(rows) // 8, 8, -1)
     for half in (4, 2, 1):
         sums[:, :half] += sums[:, half : 2 * half]
-    sums = np.ascontiguousarray(sums[:, 0])
-    while len(sums) > 1:
-        half = (len(sums) + 1) // 2
-        sums[: len(sums) - half] += sums[half:]
-        sums = sums[:half]
-    total: Floats = sums[0]
-    return total
+    return fold(np.ascontiguousarray(sums[:, 0]))

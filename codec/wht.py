@@ -67,7 +67,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, check_head_dim
-from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers
+from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, fold
 from manthan.codec.cpu.rans import MOST_DOUBLINGS, Coder, Integers, Rows, bound, row_front, streams_of
 from manthan.codec.errors import DamagedError, NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
@@ -229,20 +229,21 @@ class WhtCodec(Codec):
             kernels.turned_back(words, bf16, cos, -sin), self._rotation.weights, self._rotation.blocks
         )
         average = _over_tokens(y) * np.float32(1 / section.tokens)
-        rounded = _bf16(np.abs(average).max(axis=1) * MEAN_INVERSE)
+        rounded = bf16_bits(np.abs(average).max(axis=1) * MEAN_INVERSE)
         mean_steps = np.where(rounded < 1 << 7, 0, rounded).astype(np.uint16)
-        code = _mean_codes(average, mean_steps)
+        code = _whole(average, as_floats(mean_steps), MEAN_TOP)
         out[parts.steps], out[parts.means] = mean_steps.astype("<u2").view(np.uint8), _pack(code).ravel()
-        means = code * _wide(mean_steps)[:, None]
+        means = code * as_floats(mean_steps)[:, None]
         left = y - means[:, :, None]
-        total = _fold(kernels.products(left, left).reshape(section.layers, -1))
+        total = fold(kernels.products(left, left).reshape(section.layers, -1).T.copy())
         numbers = section.heads * section.tokens * section.head_dim
-        least = _wide(mean_steps.reshape(section.layers, -1).max(axis=1)) * FINEST
+        least = as_floats(mean_steps.reshape(section.layers, -1).max(axis=1)) * FINEST
         deviations = np.sqrt(total * np.float32(1 / numbers))
         row_steps = _coarse(np.maximum(deviations * self._key_step, least))
         out[parts.row_steps] = row_steps.astype("<u2").view(np.uint8)
-        steps = np.repeat(_wide(row_steps), section.heads)
-        return _divided(y, steps[:, None, None], _whole_means(means, steps) * steps[:, None])
+        steps = np.repeat(as_floats(row_steps), section.heads)
+        y -= (_whole(means, steps, MOST_STEPS) * steps[:, None])[:, :, None]
+        return _divided(y, steps[:, None, None])
 
     def _values(self, x: Numbers, parts: Parts, out: Codes) -> Integers:
         kernels, floats = self._kernels(), np.require(as_floats(x), requirements=["C", "A"])
@@ -250,7 +251,7 @@ class WhtCodec(Codec):
         steps = np.sqrt(energies) * self._rotation.root * self._value_step
         q = _divided(y.copy(), steps[:, None, :])
         kept = energies / np.maximum(kernels.products(y, q.astype(np.float32)), FIRST_NORMAL)
-        out[parts.scales] = to_bytes(_bf16(kept).astype(np.uint16)).ravel()
+        out[parts.scales] = to_bytes(bf16_bits(kept)).ravel()
         return q
 
     def _keys_back(
@@ -263,9 +264,9 @@ class WhtCodec(Codec):
             run = int(bad.argmax())
             raise NonFiniteError(f"the mean of run {run} is not finite, or too large: the codes are damaged.", run)
         _check_steps(rounded, ROW_STEP_END)
-        steps = np.repeat(_wide(rounded), section.heads)
+        steps = np.repeat(as_floats(rounded), section.heads)
         code = _unpack(codes[parts.means].reshape(parts.runs, MEAN_BITS, -1))
-        whole = _whole_means(code * _wide(mean_steps)[:, None], steps).astype(np.int16)
+        whole = _whole(code * as_floats(mean_steps)[:, None], steps, MOST_STEPS).astype(np.int16)
         if doublings:
             q <<= doublings
         q += whole[:, :, None]
@@ -283,7 +284,9 @@ class WhtCodec(Codec):
     def _values_back(self, q: Integers, section: Section, parts: Parts, codes: Codes, doublings: int) -> Numbers:
         scales = from_bytes(codes[parts.scales].reshape(parts.runs, 1 + section.tokens))
         _check_steps(scales)
-        steps = np.minimum(_wide(scales) * np.float32(1 << doublings), LARGEST_BF16) if doublings else _wide(scales)
+        steps = (
+            np.minimum(as_floats(scales) * np.float32(1 << doublings), LARGEST_BF16) if doublings else as_floats(scales)
+        )
         x = self._kernels().unrotated(q, steps, self._rotation.weights, self._rotation.blocks)
         if section.dtype is Dtype.BFLOAT16:
             made: Numbers = np.empty(x.shape, np.uint16)
@@ -372,13 +375,8 @@ def _squares(numbers: Integers) -> npt.NDArray[np.int64]:
     return made
 
 
-def _divided(y: Floats, steps: Floats, less: Floats | None = None) -> Integers:
-    """Return whole steps of [runs, head_dim, tokens] less `less`, [runs, head_dim]; 0 where a step is none.
-
-    Overwrites y.
-    """
-    if less is not None:
-        y -= less[:, :, None]
+def _divided(y: Floats, steps: Floats) -> Integers:
+    """Return whole steps of [runs, head_dim, tokens]; 0 where a step is none. Overwrites y."""
     normal = steps >= FIRST_NORMAL
     y /= np.where(normal, steps, np.float32(1))
     np.rint(y, out=y)
@@ -386,23 +384,15 @@ def _divided(y: Floats, steps: Floats, less: Floats | None = None) -> Integers:
     return y.astype(np.int16)
 
 
-def _whole_means(means: Floats, steps: Floats) -> Floats:
-    """Means [runs, head_dim] in whole steps of their run."""
+def _whole(means: Floats, steps: Floats, most: int) -> Floats:
+    """Means [runs, head_dim] in whole steps of their run, within +-most; 0 where a step is none."""
     normal = (steps >= FIRST_NORMAL)[:, None]
     with np.errstate(over="ignore"):
         whole: Floats = np.rint(means / np.where(normal, steps[:, None], np.float32(1)))
-    np.clip(whole, -MOST_STEPS, MOST_STEPS, out=whole)
+    np.clip(whole, -most, most, out=whole)
     whole *= normal
+    whole += np.float32(0)  # no negative zeros
     return whole
-
-
-def _mean_codes(average: Floats, step: npt.NDArray[np.uint16]) -> Floats:
-    """Means in whole steps, [runs, head_dim]."""
-    code: Floats = np.rint(average / np.maximum(_wide(step), FIRST_NORMAL)[:, None])
-    np.clip(code, -MEAN_TOP, MEAN_TOP, out=code)
-    code[step == 0] = 0
-    code += np.float32(0)  # no negative zeros
-    return code
 
 
 def _pack(code: Floats) -> Codes:
@@ -431,32 +421,10 @@ def _over_tokens(y: Floats) -> Floats:
     return sums[:, :, 0]
 
 
-def _coarse(x: Floats) -> npt.NDArray[np.uint32]:
+def _coarse(x: Floats) -> npt.NDArray[np.uint16]:
     """Round to bf16 bits with two bits of mantissa, ties to even."""
     words = np.ascontiguousarray(x).view(np.uint32)
-    return (words + np.uint32(0xFFFFF) + ((words >> np.uint32(21)) & np.uint32(1))) >> np.uint32(21) << np.uint32(5)
-
-
-def _fold(rows: Floats) -> Floats:
-    """Sum of each row's numbers: the upper half onto the lower, until one is left. Overwrites rows."""
-    n = rows.shape[1]
-    while n > 1:
-        half = (n + 1) // 2
-        rows[:, : n - half] += rows[:, half:n]
-        n = half
-    total: Floats = rows[:, 0]
-    return total
-
-
-def _bf16(x: Floats) -> npt.NDArray[np.uint32]:
-    """Round to bf16 bits, ties to even."""
-    words = np.ascontiguousarray(x).view(np.uint32)
-    return (words + np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-
-
-def _wide(bf16: npt.NDArray[np.unsignedinteger]) -> Floats:
-    made: Floats = (bf16.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return made
+    return ((words + 0xFFFFF + (words >> 21 & 1)) >> 21 << 5).astype(np.uint16)
 
 
 def _check_steps(bf16: npt.NDArray[np.unsignedinteger], end: int = FINITE_STEPS) -> None:

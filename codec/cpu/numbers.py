@@ -57,10 +57,24 @@ def as_numbers(x: Floats, dtype: Dtype) -> Numbers:
         return _as_fp8(x, FORMS[dtype])
     np.clip(x, -LARGEST[dtype], LARGEST[dtype], out=x)
     if dtype is Dtype.BFLOAT16:
-        bits = np.ascontiguousarray(x).view(np.uint32)
-        rounded: Numbers = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-        return rounded
+        return bf16_bits(x)
     return x.astype(dtype.numpy, copy=False)
+
+
+def bf16_bits(x: Floats) -> npt.NDArray[np.uint16]:
+    """Round to bf16 bits, ties to even."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def fold(rows: Floats) -> Floats:
+    """Sum over rows: the upper half onto the lower, until one is left. Overwrites rows."""
+    while len(rows) > 1:
+        half = (len(rows) + 1) // 2
+        rows[: len(rows) - half] += rows[half:]
+        rows = rows[:half]
+    total: Floats = rows[0]
+    return total
 
 
 @lru_cache

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.k3v3 import fold as _fold
+from manthan.codec.k3v3 import fold_eights as _fold
 from manthan.codec.rope import Floats
 from manthan.codec.tables.rotation import hadamard_
 
