@@ -34,8 +34,7 @@ def resealed(data, offset, replacement):
     """The block with some bytes replaced and a checksum that fits."""
     data = bytearray(data)
     data[offset : offset + len(replacement)] = replacement
-    data[8:16] = xxhash.xxh3_64_intdigest(bytes(data[:8] + data[16:])).to_bytes(8, "little")
-    return bytes(data)
+    return bytes(wire.seal(np.frombuffer(data, np.uint8)))
 
 
 @pytest.mark.parametrize("key", [b"", b"\0", b"k" * 32, b"\xff" * 64])
