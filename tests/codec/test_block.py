@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kv import packed
+from kv import in_cache, packed
 
 from manthan.codec import NonFiniteError, ShapeError, get_codec, wire
 from manthan.codec.base import Dtype, SectionKind
@@ -25,7 +25,7 @@ each_shape = pytest.mark.parametrize("shape", [SHAPE, LATENTS], ids=["keys and v
 each_exact = pytest.mark.parametrize("exact", [0, 1, 4, 15, 16])
 
 
-def numbers(shape, vectors, seed=0, bias=0.0, blocks=1):
+def numbers(shape, seed=0, bias=0.0, blocks=1):
     """Keys and values, or RoPE's part and latents behind an RMS norm, in the cache's numbers."""
     rng, made = np.random.default_rng(seed), []
     for layers, heads, tokens, dim in (shape.numbers, shape.value_numbers):
@@ -34,7 +34,7 @@ def numbers(shape, vectors, seed=0, bias=0.0, blocks=1):
             x += bias * rng.standard_normal(shape.latent)
             x /= np.sqrt(np.square(x).mean(axis=2, keepdims=True))
         x = x.reshape(layers, blocks * tokens, heads, dim).swapaxes(1, 2).astype(np.float32)
-        made.append(vectors.to_bf16(x) if shape.dtype is Dtype.BFLOAT16 else x.astype(shape.dtype.numpy))
+        made.append(in_cache(x, shape.dtype))
     return made
 
 
@@ -66,9 +66,9 @@ def test_more_exact_tokens_than_there_are_cannot_be(exact):
 @each_exact
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32])
 @pytest.mark.parametrize("name", ["k3v3", "wht-5x", "exact"])
-def test_a_block_comes_back_as_its_sections_do(name, exact, dtype, shape, vectors):
+def test_a_block_comes_back_as_its_sections_do(name, exact, dtype, shape):
     shape = replace(shape, dtype=dtype)
-    form, both = BlockFormat(name, shape, PRINT, group=3), numbers(shape, vectors)
+    form, both = BlockFormat(name, shape, PRINT, group=3), numbers(shape)
     buf = encode(form, both, exact, first_token=160)
     assert len(buf) <= form.max_nbytes(exact)
     assert len(buf) == form.max_nbytes(exact) or form.codes_vary(exact)
@@ -91,8 +91,8 @@ def test_a_block_comes_back_as_its_sections_do(name, exact, dtype, shape, vector
 
 
 @each_exact
-def test_only_coded_tokens_must_be_finite(exact, vectors):
-    form, both = BlockFormat("k3v3", SHAPE, PRINT), np.array(numbers(SHAPE, vectors))
+def test_only_coded_tokens_must_be_finite(exact):
+    form, both = BlockFormat("k3v3", SHAPE, PRINT), np.array(numbers(SHAPE))
     both[:, 2, 1, :exact, 5] = 0x7FC1
     both[:, 0, 0, :exact, 63] = 0xFF80
     back = form.decode(encode(form, both, exact), key=KEY)
@@ -177,16 +177,16 @@ def test_a_block_of_another_form_is_refused(what):
         (BlockFormat("k3v3", SHAPE, PRINT), b"another", "key"),
     ],
 )
-def test_a_block_of_another_format_or_key_is_refused(other, key, cause, vectors):
-    buf = encode(BlockFormat("k3v3", SHAPE, PRINT), numbers(SHAPE, vectors))
+def test_a_block_of_another_format_or_key_is_refused(other, key, cause):
+    buf = encode(BlockFormat("k3v3", SHAPE, PRINT), numbers(SHAPE))
     with pytest.raises(WireError) as refusal:
         other.decode(buf, key=key)
     assert refusal.value.cause == cause
 
 
-def test_numbers_of_another_block_are_refused(vectors):
-    form, (keys, values) = BlockFormat("k3v3", SHAPE, PRINT), numbers(SHAPE, vectors)
-    turned, latents = numbers(LATENTS, vectors)
+def test_numbers_of_another_block_are_refused():
+    form, (keys, values) = BlockFormat("k3v3", SHAPE, PRINT), numbers(SHAPE)
+    turned, latents = numbers(LATENTS)
     for shape, both in (
         (SHAPE, (keys[:2], values[:2])),
         (LATENTS, (turned, turned)),
@@ -225,8 +225,8 @@ def test_latents_that_cannot_be_coded_are_refused():
 @pytest.mark.parametrize(
     ("codec", "bias", "faithful"), [("wht-5x", 12.0, True), ("k3v3", 12.0, False), ("k3v3", 0.0, True)]
 )
-def test_the_guard_tells_codecs_apart_by_a_bias_of_latents(codec, bias, faithful, vectors):
-    turned, latents = numbers(LATENTS, vectors, bias=bias, blocks=8)
+def test_the_guard_tells_codecs_apart_by_a_bias_of_latents(codec, bias, faithful):
+    turned, latents = numbers(LATENTS, bias=bias, blocks=8)
     at = [slice(n * 16, n * 16 + 16) for n in range(8)]
     samples = [Sample(turned[:, :, some], latents[:, :, some], some.start) for some in at]
     assert measure(BlockFormat(codec, LATENTS, PRINT), samples, None).is_faithful == faithful

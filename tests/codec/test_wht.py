@@ -125,12 +125,12 @@ def test_how_much_smaller_than_bf16_it_is(name, ratio, tokens):
 @pytest.mark.parametrize(
     ("head_dim", "turning"), [(64, "none"), (64, "halves"), (80, "neighbours"), (128, "halves"), (256, "partial")]
 )
-def test_compiled_and_plain_agree_bit_for_bit(head_dim, turning, dtype, kind, vectors):
+def test_compiled_and_plain_agree_bit_for_bit(head_dim, turning, dtype, kind):
     turn = ROPES[turning](head_dim)
     plain, compiled = (codec_of(head_dim, turn, plain) for plain in (True, False))
     for tokens, first, bias in ((16, 0, 0.0), (1, 7, 40.0), (13, 4100, 300.0), (64, 2**33, 1e-4)):
         section, places = section_of(head_dim, tokens, dtype, kind), places_from(first, tokens)
-        x = in_cache(keys(section, turn, first, bias, seed=tokens), dtype, vectors)
+        x = in_cache(keys(section, turn, first, bias, seed=tokens), dtype)
         codes = encoded(plain, x, section, places)
         assert np.array_equal(codes, encoded(compiled, x, section, places))
         a, b = (codec.decode(codes, section, places) for codec in (plain, compiled))
@@ -144,13 +144,13 @@ def test_compiled_and_plain_agree_bit_for_bit(head_dim, turning, dtype, kind, ve
 @pytest.mark.parametrize(("kind", "limit"), [(SectionKind.KEYS, 0.012), (SectionKind.VALUES, 0.056)])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 31, 128])
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128, 256, 504])
-def test_a_round_trip_loses_little(head_dim, tokens, kind, limit, vectors):
+def test_a_round_trip_loses_little(head_dim, tokens, kind, limit):
     turn = rope(head_dim)
     for dtype, first in zip(DTYPES, (0, 100_000, 0), strict=True):
         section = section_of(head_dim, tokens, dtype, kind)
-        x = in_cache(keys(section, turn, first, bias=2.0), dtype, vectors)
+        x = in_cache(keys(section, turn, first, bias=2.0), dtype)
         y = roundtrip(codec_of(head_dim, turn), x, section, first)
-        assert error(as_floats(x, vectors), as_floats(y, vectors)) < limit
+        assert error(as_floats(x), as_floats(y)) < limit
 
 
 @pytest.mark.parametrize("turning", ROPES)

@@ -43,12 +43,18 @@ def encoded(codec, x, section, positions):
     return out[:nbytes].copy()
 
 
-def in_cache(x, dtype, vectors):
-    return vectors.to_bf16(x) if dtype is Dtype.BFLOAT16 else x.astype(dtype.numpy)
+def to_bf16(x):
+    """Round float32 to bf16 bits, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def as_floats(x, vectors):
-    return vectors.from_bf16(x) if x.dtype == np.uint16 else x.astype(np.float32)
+def in_cache(x, dtype=Dtype.BFLOAT16):
+    return to_bf16(x) if dtype is Dtype.BFLOAT16 else x.astype(dtype.numpy)
+
+
+def as_floats(x):
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
 
 
 def error(x, y):
