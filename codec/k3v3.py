@@ -30,15 +30,12 @@ whose scale falls below 2**-126 loses digits; below 2**-134 it decodes to zeros.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, align16, check_head_dim
-from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, fold
+from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, check_finite, fold
 from manthan.codec.errors import NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Floats
@@ -47,6 +44,10 @@ from manthan.codec.tables.rotation import hadamard_, rotation
 BITS = 3
 EXPONENT, MAGNITUDE = np.uint32(0x7F800000), np.uint32(0x7FFFFFFF)
 SMALLEST = np.float32(2.0**-126)
+LEVELS: Floats = np.array([0.24509418, 0.7560053, 1.3439093, 2.1519456], np.float32)
+"""Magnitudes of the Lloyd-Max quantizer of N(0, 1) with 2**BITS levels: each is the mean of its cell."""
+THRESHOLDS: Floats = np.array([0.50054973, 1.0499573, 1.7479275], np.float32)
+"""Thresholds between these levels, in their middles."""
 
 
 @dataclass(frozen=True)
@@ -61,40 +62,6 @@ class K3v3Preset:
 
 
 K3V3 = K3v3Preset()
-
-
-class Quantizer(NamedTuple):
-    """Positive half of the symmetric quantizer: magnitudes, and the thresholds between them, ascending."""
-
-    levels: npt.NDArray[np.float32]
-    thresholds: npt.NDArray[np.float32]
-
-
-@lru_cache
-def quantizer() -> Quantizer:
-    """Quantizer of N(0, 1) with 2**BITS levels.
-
-    Iterate Lloyd's two conditions until nothing moves by 1e-13: a threshold is the middle of its neighbours, a level is
-    the mean of its cell.
-    """
-
-    def density(x: float) -> float:
-        return math.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
-
-    def upper_tail(x: float) -> float:
-        return 0.5 * math.erfc(x / math.sqrt(2.0))
-
-    def middles(levels: list[float]) -> list[float]:
-        return [(a + b) / 2.0 for a, b in pairwise(levels)]
-
-    count = 2 ** (BITS - 1)
-    levels, moved = [3.0 * (k + 0.5) / count for k in range(count)], 1.0
-    while moved > 1e-13:
-        cells = pairwise([0.0, *middles(levels), math.inf])
-        means = [(density(a) - density(b)) / (upper_tail(a) - upper_tail(b)) for a, b in cells]
-        moved = max(abs(new - old) for new, old in zip(means, levels, strict=True))
-        levels = means
-    return Quantizer(np.array(levels, np.float32), np.array(middles(levels), np.float32))
 
 
 class K3v3Codec(Codec):
@@ -114,10 +81,7 @@ class K3v3Codec(Codec):
         n = len(vectors)
         codes = out[: self.max_nbytes(section)]
         codes[:] = 0
-        finite = np.isfinite(vectors).all(axis=1)
-        if not finite.all():
-            bad = int(finite.argmin())
-            raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.", bad)
+        check_finite(vectors)
         scales, planes = _encoded(vectors)
         codes[: 2 * n], codes[align16(2 * n) :][: planes.size] = scales.astype("<u2").view(np.uint8), planes.ravel()
         return codes.size
@@ -138,7 +102,7 @@ class K3v3Codec(Codec):
 
 def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], Codes]:
     """Scales, bf16 bits [n], and planes [n, BITS, head_dim / 8] of finite [n, head_dim]."""
-    constants, made = rotation(x.shape[1]), quantizer()
+    constants = rotation(x.shape[1])
     words = np.ascontiguousarray(x.T).view(np.uint32)
     power = np.clip(254 - ((words & MAGNITUDE).max(axis=0) >> np.uint32(23)).astype(np.int32), 8, 254) - 127
     y = words.view(np.float32) * np.ldexp(np.float32(1), power)
@@ -148,9 +112,9 @@ def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], Codes]:
     rms = np.sqrt(square) * constants.root
     code = (y < 0).astype(np.uint8) << np.uint8(BITS - 1)
     np.abs(y, out=y)
-    for threshold in made.thresholds:
+    for threshold in THRESHOLDS:
         code += y > threshold * rms
-    ratio = square / np.maximum(fold_eights(y * made.levels[code & 3]), SMALLEST)
+    ratio = square / np.maximum(fold_eights(y * LEVELS[code & 3]), SMALLEST)
     with np.errstate(over="ignore"):
         scales = np.minimum(bf16_bits(ratio * np.ldexp(np.float32(1), -power)), 0x7F7F)
     digits = np.ascontiguousarray(code.T)[:, None] >> np.arange(BITS - 1, -1, -1, dtype=np.uint8)[:, None] & np.uint8(1)
@@ -161,8 +125,8 @@ def _decoded(scales: Floats, planes: Codes) -> Floats:
     """Undo `_encoded`, with scales as float32. Returns [n, head_dim]."""
     digits = np.unpackbits(planes, axis=2, bitorder="little")
     code = digits[:, 0] << np.uint8(2) | digits[:, 1] << np.uint8(1) | digits[:, 2]
-    constants, levels = rotation(digits.shape[2]), quantizer().levels
-    x: Floats = np.take(np.concatenate([levels, -levels]), np.ascontiguousarray(code.T))
+    constants = rotation(digits.shape[2])
+    x: Floats = np.take(np.concatenate([LEVELS, -LEVELS]), np.ascontiguousarray(code.T))
     hadamard_(x, np.empty_like(x), constants.blocks)
     x *= constants.weights[:, None]
     with np.errstate(over="ignore"):

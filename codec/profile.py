@@ -170,23 +170,22 @@ class Profile:
         digest = metadata.pop("digest", "")
         if digest != _digest(metadata, tensors.items()):
             raise ProfileError(f"the profile {path} is damaged: its content is not that of its digest.")
-        return cls._parse(path, metadata, tensors, digest)
-
-    @classmethod
-    def _parse(cls, path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any], digest: str) -> Self:
         try:
             info = ProfileInfo.of_json(metadata["info"])
             frequencies = _checked(tensors["frequencies"], (None, 256), np.uint16)
-            ranks = tuple(
-                tuple(_layer(info, f"{rank}.{layer}", tensors, len(frequencies)) for layer in range(info.layers))
+            sums, largest = frequencies.sum(1, dtype=np.int64), frequencies.max()
+            if (sums != SCALE).any() or largest >= SCALE or (frequencies[:, -1] == 0).any():
+                raise ValueError(f"frequencies have sums of {sums}, and {largest} as their largest")
+            bases = [
+                _basis(info, f"{rank}.{layer}.{kind}", tensors, len(frequencies))
                 for rank in range(metadata["ranks"])
-            )
+                for layer in range(info.layers)
+                for kind in KINDS
+            ]
+            layers = [LayerProfile(*pair) for pair in zip(bases[::2], bases[1::2], strict=True)]
+            ranks = tuple(tuple(layers[at : at + info.layers]) for at in range(0, len(layers), info.layers))
         except (KeyError, TypeError, ValueError) as error:
             raise ProfileError(f"the profile {path} does not fit together: {error}.") from None
-        if (frequencies.sum(1, dtype=np.int64) != SCALE).any() or (frequencies[:, -1] == 0).any():
-            raise ProfileError(f"the profile {path} does not fit together: its frequencies are none.")
-        if frequencies.max() >= SCALE:
-            raise ProfileError(f"the profile {path} does not fit together: a number is certain.")
         return cls(info, frequencies, ranks, digest)
 
 
@@ -194,10 +193,6 @@ def rank_heads(heads: int, rank: int, ranks: int) -> range:
     """KV heads of a rank: its share, or, with more ranks than heads, one that it shares."""
     first = rank * heads // ranks
     return range(first, max(first + 1, (rank + 1) * heads // ranks))
-
-
-def _layer(info: ProfileInfo, name: str, tensors: Mapping[str, Any], tables: int) -> LayerProfile:
-    return LayerProfile(*(_basis(info, f"{name}.{kind}", tensors, tables) for kind in KINDS))
 
 
 def _basis(info: ProfileInfo, name: str, tensors: Mapping[str, Any], tables: int) -> Basis:

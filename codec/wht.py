@@ -68,7 +68,18 @@ import numpy.typing as npt
 
 from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, check_head_dim
 from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, fold
-from manthan.codec.cpu.rans import MOST_DOUBLINGS, Coder, Integers, Rows, bound, row_front, streams_of
+from manthan.codec.cpu.rans import (
+    MOST_DOUBLINGS,
+    START,
+    VERSION,
+    Coder,
+    Integers,
+    Rows,
+    bound,
+    check_front,
+    row_front,
+    streams_of,
+)
 from manthan.codec.errors import DamagedError, NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Floats, Rope
@@ -89,7 +100,6 @@ MOST_STEPS = 8191
 """Most steps of a mean."""
 ROW_STEP_END = (127 + 64) << 7
 """bf16 bits that no encoder writes, nor any above: nothing overflows before numbers are turned."""
-VERSION, START = 1, 4
 LIMIT = 40
 LIMIT_BITS = (127 + LIMIT) << 23
 """Bits of 2**LIMIT as float32."""
@@ -205,9 +215,7 @@ class WhtCodec(Codec):
         limit, parts = self.max_nbytes(section), Parts.of(section)
         if not parts.end <= codes.size <= limit:
             raise SizeError(f"{codes.size} bytes are not the codes of {section}: {parts.end} to {limit} are.")
-        doublings = int(codes[1])
-        if tuple(codes[:START]) != (VERSION, doublings, 0, 0) or doublings > MOST_DOUBLINGS:
-            raise DamagedError(f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 does.")
+        doublings = check_front(codes, section.codec, MOST_DOUBLINGS)
         chosen = codes[parts.tables]
         if (chosen >= len(TABLES)).any():
             raise DamagedError("a table of frequencies has a number that no encoder writes: the codes are damaged.")

@@ -29,16 +29,26 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, SectionKind, check_head_dim
-from manthan.codec.cpu.numbers import as_floats, as_numbers
-from manthan.codec.cpu.rans import FURTHEST, Coder, Integers, Rows, bound, row_front, streams_of
-from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
+from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite
+from manthan.codec.cpu.rans import (
+    FURTHEST,
+    START,
+    VERSION,
+    Coder,
+    Integers,
+    Rows,
+    bound,
+    check_front,
+    row_front,
+    streams_of,
+)
+from manthan.codec.errors import ProfileError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS as RATIOS
 from manthan.codec.profile import Basis, Profile
 from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import UNIT, expected
 
-VERSION, START = 1, 4
 MOST_DOUBLINGS = 254
 """More than the largest float32 needs, by 2**100."""
 LARGEST = float(np.finfo(np.float32).max)
@@ -162,19 +172,14 @@ class KltCodec(Codec):
         limit = self.max_nbytes(section)
         if not START <= codes.size <= limit:
             raise SizeError(f"{codes.size} bytes are not the codes of {section}: {START} to {limit} are.")
-        doublings = int(codes[1])
-        if tuple(codes[:START]) != (VERSION, doublings, 0, 0) or doublings > MOST_DOUBLINGS:
-            raise DamagedError(f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 does.")
+        doublings = check_front(codes, section.codec, MOST_DOUBLINGS)
         bases = self._bases[section.kind]
         numbers = self._coder.read(codes[START:], bases.rows(section.tokens))
         return as_numbers(self._vectors(numbers, doublings, section, positions, bases), section.dtype)
 
     def _numbers(self, x: Floats, section: Section, positions: Positions, bases: _Bases) -> Integers | Doubles:
         """Return whole steps of all rows; float64 where they take more than 16 bits. Raises NonFiniteError."""
-        finite = np.isfinite(x).reshape(-1, section.head_dim).all(1)
-        if not finite.all():
-            bad = int(finite.argmin())
-            raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.", bad)
+        check_finite(x)
         rounded = bases.rounded(self._turned_back(x, section, positions))
         if (np.abs(rounded) <= FURTHEST).all():  # a NaN is not
             near: Integers = rounded.astype(np.int16, order="C").ravel()

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section
+from manthan.codec.errors import NonFiniteError
 
 LARGEST = {Dtype.BFLOAT16: 3.3895313892515355e38, Dtype.FLOAT16: 65504.0, Dtype.FLOAT32: 3.4028234663852886e38}
 LARGEST_BF16 = np.float32(LARGEST[Dtype.BFLOAT16])
@@ -75,6 +76,14 @@ def fold(rows: Floats) -> Floats:
         rows = rows[:half]
     total: Floats = rows[0]
     return total
+
+
+def check_finite(x: Floats) -> None:
+    """Raise NonFiniteError for the first vector of [..., head_dim] with a number that is not finite."""
+    finite = np.isfinite(x).all(axis=-1).ravel()
+    if not finite.all():
+        bad = int(finite.argmin())
+        raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.", bad)
 
 
 @lru_cache

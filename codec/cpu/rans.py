@@ -36,6 +36,8 @@ from manthan.codec.base import Codes
 from manthan.codec.errors import DamagedError, SizeError
 from manthan.codec.tables.frequencies import SCALE
 
+VERSION, START = 1, 4
+"""Version of a section's codes, and bytes of their front: version u8, number of doublings u8, 2 zero bytes."""
 LOWEST = 1 << 16
 STREAM_NUMBERS = 1024
 STREAMS_MAX = 32
@@ -101,6 +103,14 @@ def row_front(numbers: int) -> int:
 
 def _counts(numbers: int) -> np.dtype[np.unsignedinteger]:
     return np.dtype("<u2" if numbers * WORDS_A_NUMBER < 1 << 16 else "<u4")
+
+
+def check_front(codes: Codes, codec: str, most_doublings: int) -> int:
+    """Number of doublings at the front of a section's codes. Raises DamagedError."""
+    front: list[int] = codes[:START].tolist()
+    if front != [VERSION, front[1], 0, 0] or front[1] > most_doublings:
+        raise DamagedError(f"codes of {codec} begin with {bytes(front).hex()}: 01000000 does.")
+    return front[1]
 
 
 class Coder:

@@ -9,13 +9,13 @@ from kv import ROPES, as_floats, encoded, error, in_cache, keys, places_from, ro
 from manthan.codec import KindError, NonFiniteError, get_codec
 from manthan.codec.base import Dtype, Section, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.codec.cpu.rans import MOST_DOUBLINGS, Coder, Rows, streams_of
+from manthan.codec.cpu.rans import MOST_DOUBLINGS, START, Coder, Rows, streams_of
 from manthan.codec.errors import DamagedError, SizeError
 from manthan.codec.model import ModelFacts
 from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import family
 from manthan.codec.tables.rotation import weights
-from manthan.codec.wht import FINER, NAME, PRESETS, START, TABLES, Parts, WhtCodec, from_bytes, halves
+from manthan.codec.wht import FINER, NAME, PRESETS, TABLES, Parts, WhtCodec, from_bytes, halves
 
 LAYERS, HEADS, TOKENS = 2, 3, 16
 DTYPES = [Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32]

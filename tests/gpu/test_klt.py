@@ -12,7 +12,7 @@ from device_blocks import BLOCKS, FIRST_TOKENS, GROUP, IDS, KEYS, LAYERS, TARGET
 
 from manthan.benchmarks import made_up
 from manthan.codec import wire
-from manthan.codec.cpu import klt
+from manthan.codec.cpu.rans import START
 from manthan.codec.gpu.klt_codec import KltPagedCodec
 from manthan.codec.gpu.paged import DTYPES
 from manthan.codec.model import ModelFacts
@@ -53,7 +53,7 @@ def coded_again(world: World, i: int) -> None:
     codec = world.format._codecs[world.format.codec]
     for section, codes in zip(block.header.sections[-2:], block.payloads[-2:], strict=True):
         rows = codec._bases[section.kind].rows(section.tokens)
-        written = codes[klt.START :]
+        written = codes[START:]
         again = np.zeros_like(written)
         whole = codec._coder.read(written, rows)
         assert codec._coder.write(whole, lambda _, rows=rows: rows, again) == (0, written.size)
