@@ -50,6 +50,14 @@ def test_gdsf_is_followed_at_first_and_then_whoever_has_surely_found_more() -> N
         assert list(policy.victims()) == list(told(other).victims())
 
 
+def test_a_victim_stays_in_the_shadows() -> None:
+    policy = told(Mixture())
+    victim = next(policy.victims())
+    policy.forget(victim)
+    assert victim not in list(policy.victims())
+    assert all(victim in shadow.kept for shadow in policy._shadows.values())
+
+
 def test_whoever_goes_on_from_the_middle_of_another_finds_its_kv_in_the_shadows() -> None:
     policy, forked = Mixture(), view("f", 2.0, 2, 800)._replace(created=1.0, left_tokens=50, added_tokens=30)
     in_and_out(policy, view("s", 1.0)._replace(created=1.0))
@@ -136,6 +144,11 @@ def test_two_alike_seldom_change_places() -> None:
 def test_findings_fade() -> None:
     contest = race([(100, 0)] + [(0, 0)] * 512 + [(0, 1)])
     assert contest.found == pytest.approx([50 * DECAY, 1])
+    contest = Contest(("a", "b"), "a")
+    for found in [(0, 1000)] * 5 + [(0, 0)] * 512:
+        contest.add(found)
+    contest.look()
+    assert contest.leader == "b", "it is as sure as it was before"
 
 
 ROOM = 1000

@@ -65,4 +65,6 @@ def test_a_ranking_orders_by_the_last_numbers_and_stays_small() -> None:
         first = ranking.first()
         assert (first and first[2]) == min(expected, key=expected.__getitem__, default=None)
         assert (len(ranking), key in ranking) == (len(expected), key in expected)
-        assert len(ranking._heap) <= 2 * 40 + 65
+    for step in range(20_000):
+        ranking.set(f"k{step % 500}", step)
+        assert len(ranking._heap) <= 2 * len(ranking) + 65
