@@ -24,7 +24,7 @@ from manthan.codec.tables.frequencies import ESCAPE, LARGEST, costs, family
 SINKS = 4
 """First tokens of a text, which are kept exact and do not count."""
 HELD_BACK = 5
-"""One token in five of each call is held back."""
+"""Every fifth token of a call is held back."""
 SAMPLE = 2048
 """Most tokens of a layer that are held back."""
 BLOCK = 16

@@ -163,7 +163,7 @@ class Parts:
 
     @property
     def end(self) -> int:
-        """Where the entropy-coded rows begin."""
+        """Offset of the entropy-coded rows."""
         return -(-int(self.tables.stop) // 4) * 4
 
 

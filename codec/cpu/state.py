@@ -29,7 +29,7 @@ LEVELS = 127
 
 @dataclass(frozen=True)
 class StatePart:
-    """One of a layer's states.
+    """Part of a layer's state.
 
     nbytes: of one layer.
     row: numbers of a row of its matrices, the last dimension; 0 for a part that is kept exact.

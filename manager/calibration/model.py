@@ -40,7 +40,7 @@ DRAWS = 2
 """Tokens drawn at each place, for a gradient each."""
 NAME = "manthan_calibration"
 OUTPUTS = ("o_proj", "out_proj", "dense")
-"""What models call the output projection of their attention, [hidden, query heads * head_dim]."""
+"""Names of the output projection of attention, [hidden, query heads * head_dim]."""
 
 Doubles = npt.NDArray[np.float64]
 

@@ -1,4 +1,4 @@
-"""What tells a codec that is faithful to a model from one that is not, on made-up KV with and without biased keys."""
+"""Fidelity of codecs, measured on made-up KV with and without biased keys."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def test_with_biased_keys_those_that_are_centred_are(codec, faithful, pairs):
 
 
 def test_the_noise_is_what_queries_suffer():
-    """Of logits with the keys that others differ by: a share of 1/100 of their energy is noise of 1/100."""
+    """A share of 1/100 of the energy of keys' differences is noise of 1/100."""
     rng = np.random.default_rng(1)
     keys, values, noise = rng.standard_normal((3, 2, 3, 512, 64), np.float32)
     found = Fidelity.of("some", keys, values, (keys + noise * 0.1, values + noise * 0.2), np.arange(512), None)
@@ -70,7 +70,7 @@ def test_the_noise_is_what_queries_suffer():
 
 
 def test_one_bad_layer_of_many_is_enough():
-    """It is named, and the average alone would hide it."""
+    """The worst layer is named, and the average alone would hide it."""
     shape = replace(SHAPE, layers=64)
     samples = kv(SLOW, bias=15.0, layers=[17], shape=shape, blocks=2)
     found = measure(BlockFormat("k3v3", shape, bytes(16)), samples, ROPE)

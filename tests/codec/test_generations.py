@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 MODEL = "tests/data/tiny-llama"
 BLOCK, PREFIX, NEXT, APART = 32, 512, 128, 6000
 MOST = 1.2
-"""Of the divergence after one cycle, that it may be after many."""
+"""Most divergence after many cycles, in parts of that after one."""
 ROUNDING = 2e-4
 """An error that is the rounding of the numbers to bf16, relative to their size."""
 CODECS = [*PRESETS, *CALIBRATED, "k3v3", "exact"]
@@ -76,7 +76,7 @@ class Predictions:
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory):
-    """Of the test model, as `manthan calibrate` makes it."""
+    """Profile of the test model, as `manthan calibrate` makes it."""
     path = tmp_path_factory.mktemp("profile") / "tiny.safetensors"
     done = CliRunner().invoke(app, ["calibrate", MODEL, "--tokens", "4096", "--out", str(path)])
     assert done.exit_code == 0, done.output

@@ -100,7 +100,7 @@ def test_a_profile_that_does_not_fit(facts, head_dim, sentence):
 
 
 def test_a_block_with_the_first_tokens_exact():
-    """As the cold store has them; and with another profile the fingerprint is another, which is a miss."""
+    """A block of a tier; with another profile the fingerprint is another, which is a miss."""
     shape = BlockShape(profiles.LAYERS, profiles.HEADS, TOKENS, profiles.HEAD_DIM)
     mark = bytes.fromhex(PROFILE.digest)[:16]
     keys, values, _ = profiles.kv(TOKENS, seed=3)

@@ -66,7 +66,7 @@ def test_words_are_as_the_format_has_them(made):
 @settings(deadline=None)
 @given(rows_with_numbers(), st.integers(0, 2**32 - 1))
 def test_damaged_words_are_refused_or_are_other_numbers(made, seed):
-    """As the plain decoder does; and nothing is read that is not there."""
+    """The plain decoder says which. No word behind the end is read."""
     numbers, rows = made
     rng = np.random.default_rng(seed)
     coded = CODER.encode(numbers, rows, 4 * numbers.size + 4)

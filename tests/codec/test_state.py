@@ -27,7 +27,7 @@ def form(option: str, layout: StateLayout = LAYOUT, shape: BlockShape = SHAPE) -
 
 
 def block(numbers: np.ndarray, layout: StateLayout = LAYOUT, shape: BlockShape = SHAPE) -> np.ndarray:
-    """Of states [layers, heads, rows, row], with noise for all else."""
+    """Block of states [layers, heads, rows, row], with noise for all else."""
     found = np.random.default_rng(1).integers(0, 256, (layout.layers, layout.layer_nbytes), np.uint8)
     plain = numbers.reshape(layout.layers, -1).view(np.uint8)
     found[:, CONV : CONV + plain.shape[1]] = plain

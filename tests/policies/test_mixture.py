@@ -18,7 +18,7 @@ from manthan.policies.mixture import DECAY, LOOK_EVERY, SAMPLE, Contest, Mixture
 from manthan.policies.returns import Returns
 
 WORST = 0.01
-"""How much less than the better of lru and gdsf it may find, as a part of that."""
+"""Most that it may find less than the better of lru and gdsf, as a part of that."""
 
 
 def view(name: str, at: float, uses: int = 1, nbytes: int = 1000, gap: float | None = None) -> SessionView:
@@ -88,7 +88,7 @@ def test_a_crowd_of_sessions_is_sampled() -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.booleans()), max_size=150))
 def test_shadows_hold_nobody_who_is_over(events: list[tuple[int, bool, bool]]) -> None:
-    """Who leaves because it is over leaves the shadows; who leaves since it was its turn may stay there."""
+    """A session that is over leaves the shadows; a victim may stay there."""
     policy, over, uses = Mixture(), set[str](), dict[str, int]()
     for at, (number, is_over, is_full) in enumerate(events):
         name = f"s{number}"
