@@ -122,12 +122,12 @@ def write_weights(folder: Path, device: str) -> None:
 
 def main(folder: Annotated[Path, typer.Argument(help="Where the model goes.")]) -> None:
     """Make a model of Qwen3-8B's shape, and its profile."""
-    from manthan.manager.calibration.model import Reader
+    from manthan.manager.calibration.model import ModelReader
 
     began = time.monotonic()
     write_weights(write_model(folder), "cuda" if torch.cuda.is_available() else "cpu")
     typer.echo(f"{folder} is written, {time.monotonic() - began:.0f} s")
-    began, reader = time.monotonic(), Reader(str(folder))
+    began, reader = time.monotonic(), ModelReader(str(folder))
     builder = ProfileBuilder(reader.info("none", ""))
     pieces = [random_tokens(1, index, PIECE, PUBLIC[DEFAULT].config["vocab_size"]) for index in range(PIECES)]
     reader.read(builder, pieces, False, lambda: typer.echo(f"a piece is read, {time.monotonic() - began:.0f} s"))

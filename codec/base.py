@@ -1,6 +1,6 @@
 """Interface of a codec, and arithmetic that several codecs share.
 
-`Codec` takes the numbers of a section of a block, all layers and heads at once, with their places in the chain. A
+`Codec` takes the numbers of a section of a block, all layers and heads at once, with their places in the session. A
 preset is an instance of a frozen dataclass whose fields are its options; its `codec` makes a `Codec`. Every backend
 writes the same bytes as the CPU's, and reads them.
 
@@ -21,13 +21,13 @@ from manthan.codec.errors import HeadDimError, KindError
 
 Kind = Literal["key", "value"]
 Numbers = npt.NDArray[Any]
-"""As the cache has them: float16, float32, uint16 holding bf16 bits, or uint8 holding those of fp8, or any bytes."""
+"""Numbers of the cache: float16, float32, uint16 with bf16 bits, uint8 with fp8 bits, or any bytes."""
 Positions = npt.NDArray[np.int64]
 Codes = npt.NDArray[np.uint8]
 
 
 def align16(nbytes: int) -> int:
-    """nbytes rounded up to a multiple of 16."""
+    """Round up to a multiple of 16."""
     return (nbytes + 15) & ~15
 
 
@@ -38,7 +38,7 @@ def check_head_dim(head_dim: int) -> None:
 
 
 class SectionKind(IntEnum):
-    """What the numbers of a section are."""
+    """Kind of a section's numbers."""
 
     KEYS = 1
     VALUES = 2
@@ -47,13 +47,13 @@ class SectionKind(IntEnum):
     STATE = 4
     """A recurrent layer's state."""
     RAW = 5
-    """Bytes of the cache that nobody looks into."""
+    """Bytes of the cache that are not looked into."""
     LATENT = 6
-    """Latents of MLA, in pieces that stand where heads do; coded as keys are that no RoPE turns."""
+    """Latents of MLA, in pieces that stand where heads do, coded as keys without RoPE."""
 
 
 class Dtype(IntEnum):
-    """What the cache's numbers are, which codes are decoded to."""
+    """Kind of the cache's numbers, to which codes are decoded."""
 
     BFLOAT16 = 1
     FLOAT16 = 2
@@ -66,7 +66,7 @@ class Dtype(IntEnum):
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """What numpy holds such numbers in; bf16 and fp8 as their bits."""
+        """numpy's dtype of the numbers; bf16 and fp8 as their bits."""
         return np.dtype([np.uint16, np.float16, np.float32, np.uint8, np.uint8, np.uint8][self - 1])
 
     @property
@@ -76,10 +76,12 @@ class Dtype(IntEnum):
 
 @dataclass(frozen=True)
 class Section:
-    """What a section of an encoded block says of itself.
+    """Description of a section of a compressed block.
 
-    codec: its name. first_layer, layers: of the KV cache group. first_token, tokens: of the block. heads (of this
-    shard), head_dim: of bytes that are no numbers, how many runs a token has, and how long each is.
+    codec: name of the codec.
+    layers, first_layer: of the KV cache group.
+    tokens, first_token: of the block.
+    heads, head_dim: of this shard; of bytes, the number of a token's runs, and the length of a run.
     """
 
     kind: SectionKind
@@ -94,18 +96,25 @@ class Section:
 
     @property
     def vectors(self) -> int:
-        """How many vectors of keys, or of values, it holds."""
+        """Number of vectors of each kind."""
         return self.layers * self.heads * self.tokens
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[layers, heads, tokens, head_dim], and ahead of that 2 where keys and values are together."""
+        """[layers, heads, tokens, head_dim], preceded by 2 where keys and values are together."""
         shape = (self.layers, self.heads, self.tokens, self.head_dim)
         return (2, *shape) if self.kind is SectionKind.BOTH else shape
 
     @property
+    def vector_kind(self) -> Kind:
+        """Kind of the vectors. Raises KindError for a section of both kinds or of none."""
+        if len(self.vector_kinds) != 1:
+            raise KindError(f"a section of kind {self.kind.name} is not of one kind of vectors, keys or values.")
+        return self.vector_kinds[0]
+
+    @property
     def vector_kinds(self) -> tuple[Kind, ...]:
-        """What its vectors are, in order; raises KindError where it has none."""
+        """Kinds of the vectors, in order. Raises KindError if there are none."""
         kinds: dict[SectionKind, tuple[Kind, ...]] = {
             SectionKind.KEYS: ("key",),
             SectionKind.VALUES: ("value",),
@@ -120,31 +129,31 @@ class Section:
 
 
 class Codec(ABC):
-    """Numbers of a section of a block to bytes and back. Safe to call from several threads at once, on whose cores
-    alone it works.
+    """Numbers of a section of a block to bytes and back.
 
-    x has the section's `shape` and dtype. positions: [tokens], the places of its tokens in the chain.
+    Several threads may call it at once; it works on no other cores than theirs. `x` has the section's `shape` and
+    dtype, and `positions` [tokens] are the places of its tokens in the session.
     """
 
     name: str
     varies: bool = False
-    """Whether sections of one shape may take more or fewer bytes."""
+    """True if sections of one shape may be of different sizes."""
 
     @abstractmethod
     def max_nbytes(self, section: Section) -> int:
-        """The most bytes that such a section can take: what it does take, where the codec has a fixed rate."""
+        """Most bytes of a section; its size where the codec has a fixed rate."""
 
     def expected_nbytes(self, section: Section) -> int:
-        """About how many bytes such a section takes."""
+        """Expected bytes of a section."""
         return self.max_nbytes(section)
 
     @abstractmethod
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
-        """Encode into the front of `out`, which has `max_nbytes`; returns how many bytes it took.
+        """Encode into the front of `out`, which has `max_nbytes`. Returns the number of bytes written.
 
-        Raises NonFiniteError and other CodecErrors for numbers that it cannot encode.
+        Raises: CodecError, such as NonFiniteError, for numbers that it cannot encode.
         """
 
     @abstractmethod
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """The numbers whose codes these are. Raises SizeError for codes of a length that cannot be, CodecError."""
+        """Decode to numbers. Raises SizeError for codes of an impossible length, CodecError."""

@@ -1,5 +1,4 @@
-"""What the codec refuses. Every class is a ValueError whose text is one sentence naming the value and what
-would be right."""
+"""Refusals of the codecs. Each is a ValueError whose text is one sentence with the value and what would be right."""
 
 
 class CodecError(ValueError):
@@ -15,22 +14,19 @@ class HeadDimError(CodecError):
 
 
 class KindError(CodecError):
-    """kind is neither "key" nor "value"."""
+    """A section is not of keys or of values."""
 
 
 class DtypeError(CodecError):
-    """Neither float32 nor uint16 (bf16 bits), or codes that are not uint8."""
+    """Keys and values do not have the block's dtype."""
 
 
 class ShapeError(CodecError):
-    """Vectors or codes do not have the shape that n and head_dim ask for."""
+    """Keys and values, or a section, do not have the block's shape."""
 
 
 class NonFiniteError(CodecError):
-    """A vector to encode, or a scale to decode by, is NaN or infinite.
-
-    index: the first such vector's.
-    """
+    """A vector to encode, or a scale to decode by, is NaN or infinite. index: of the first such vector."""
 
     def __init__(self, message: str, index: int) -> None:
         super().__init__(message)
@@ -38,7 +34,7 @@ class NonFiniteError(CodecError):
 
 
 class DamagedError(CodecError):
-    """Codes that no encoder writes."""
+    """The codes are not those of any encoder."""
 
 
 class ProfileError(CodecError):
@@ -50,10 +46,10 @@ class HeaderError(CodecError):
 
 
 class WireError(CodecError):
-    """An encoded block that cannot be used.
+    """A compressed block cannot be used.
 
-    cause: a word for metric labels: truncated or trailing (shorter or longer than its header says), magic (it is no
-    encoded block), version, checksum, codec (one that such a block cannot have), key (it is another block), fingerprint
+    cause: a word for metric labels: truncated or trailing (shorter or longer than its header says), magic (no
+    compressed block), version, checksum, codec (one that such a block cannot have), key (another block), fingerprint
     (made for another model, dtype, codec or shard) or size (see SizeError).
     """
 

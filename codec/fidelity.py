@@ -1,22 +1,22 @@
-"""How faithful a codec is to the KV of the model that is being served, measured without its queries.
+"""Fidelity of a codec to the KV of the model that is being served, measured without its queries.
 
-Attention asks for the logits q k / sqrt(D) of a query q with each key k. A codec that gives back k + e adds q e, and
-what matters is how large that is beside what tells keys apart. Queries are not in the cache, but they look for what
-keys differ in: the keys of a head less their mean stand for them. So for each layer
+Attention needs the logits q k / sqrt(D) of a query q with each key k. A codec that returns k + e adds q e, which
+matters in comparison to the differences between keys. Queries are not in the cache, but they look for these
+differences: the keys of a head less their mean stand for them. For each layer therefore
 
     noise of the logits = var_j(q_i e_j) / var_j(q_i c_j), of all heads, with q_i = c_i for even i, and odd j
-    c = the keys less their mean, taken before RoPE where that is known: all tokens have it, whatever they are
+    c = the keys less their mean, taken before RoPE where that is known, because all tokens have it
 
 and likewise for values, of which attention takes averages,
 
     noise of the values = |v^ - v|**2 / |v - their mean|**2
 
 On SmolLM2-135M, with biased keys and without, the attention of its own queries diverges by three to nine times the
-noise of the logits, in nats, over three decades (docs/codec.md). Cosines say nothing of it: they hardly change when a
-bias in the keys drowns what tells them apart.
+noise of the logits, in nats, over three decades (docs/codec.md). Cosines do not show it: they hardly change when a bias
+in the keys drowns their differences.
 
 With multi-head latent attention (MLA) a key is the latent and RoPE's part, one head for all, once the projections of
-the heads are in the query; values are made of the latent alone. They are measured so, and c is taken behind RoPE.
+the heads are in the query. Values are made of the latent alone. Both are measured in this form, with c behind RoPE.
 """
 
 import time
@@ -34,35 +34,36 @@ from manthan.codec.errors import CodecError
 from manthan.codec.rope import Rope
 
 LOGIT_NOISE, WORST_LOGIT_NOISE, VALUE_NOISE = 0.065, 0.2, 0.5
-"""What is allowed: of logits on the average of all layers, and in the worst one; of values in the worst one."""
+"""Limits of the noise: of logits on the average of all layers, and in the worst one; of values in the worst one."""
 QUERIES = 64
-"""Of a head, at most."""
+"""Most queries of a head."""
 TINY = 1e-30
 LEAST_SHARE = 2e-5
-"""Of their energy, by which numbers of a head must differ between tokens to be told from bf16's rounding. fp8's
-rounding is larger, but noise is measured against what the cache holds."""
+"""Least difference between the tokens of a head, in parts of its energy, that is more than bf16's rounding.
+
+fp8's rounding is larger, but noise is measured against the numbers in the cache."""
 LEAST_TOKENS = 32
-"""Of different tokens, that a measurement is made of."""
+"""Least number of different tokens for a measurement."""
 
 
 class NothingToMeasureError(CodecError):
-    """Tokens do not differ."""
+    """Too few tokens differ."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Noise of a codec, measured on keys and values of so many tokens: as above by layer, [layers]."""
+    """Noise of a codec by layer, [layers], measured on the keys and values of `tokens` tokens."""
 
     codec: str
     tokens: int
     logit_noise: Floats
     value_noise: Floats
     decode_s: float = 0.0
-    """Seconds that decoding took for each token; 0 if that is not known."""
+    """Decoding time of a token in seconds; 0 if it is unknown."""
 
     @property
     def excess(self) -> float:
-        """The largest noise as a share of its limit."""
+        """Largest noise as a share of its limit."""
         worst, value = float(self.logit_noise.max()), float(self.value_noise.max())
         return max(float(self.logit_noise.mean()) / LOGIT_NOISE, worst / WORST_LOGIT_NOISE, value / VALUE_NOISE)
 
@@ -72,7 +73,7 @@ class Fidelity:
         return self.excess <= 1
 
     def timed(self, decode_s: float) -> "Fidelity":
-        """Return this measurement with another decoding time, of who decodes elsewhere."""
+        """Return this measurement with another decoding time, such as that of a GPU."""
         return replace(self, decode_s=decode_s)
 
     @classmethod
@@ -89,7 +90,7 @@ class Fidelity:
 
     @property
     def worst_layer(self) -> int:
-        """The one whose logits have the most noise, counted from 0."""
+        """Layer with the most noise of its logits, counted from 0."""
         return int(self.logit_noise.argmax())
 
     @classmethod
@@ -102,9 +103,14 @@ class Fidelity:
         positions: Positions,
         rope: Rope | None,
     ) -> Self:
-        """Of keys and values [layers, heads, tokens, head_dim], and what a codec gives back of them.
+        """Measure keys and values [layers, heads, tokens, head_dim].
 
-        positions: [tokens], their places in the chain. rope: how the model turns keys, if that is known.
+        Args:
+            codec: name of the codec.
+            keys, values: as the cache has them.
+            kept: keys and values as the codec returns them.
+            positions: [tokens], places in the session.
+            rope: RoPE of the keys, if it is known.
         """
         pairs = zip(keys, kept[0], strict=True)
         logits = np.array([_of_layer(of_layer, back, positions, rope) for of_layer, back in pairs], np.float32)
@@ -116,8 +122,12 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class Sample:
-    """A block's keys and values [layers, heads, tokens, head_dim] in the cache's numbers, the place of its first token
-    in the chain, and how many of its first tokens are kept exact."""
+    """Block to measure.
+
+    keys, values: [layers, heads, tokens, head_dim], in the cache's numbers.
+    first_token: place of the first token in the session.
+    exact: number of first tokens that are kept exact.
+    """
 
     keys: Numbers
     values: Numbers
@@ -126,10 +136,12 @@ class Sample:
 
 
 def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -> Fidelity:
-    """Measure what a format does to some blocks; tokens that are kept exact are left out, unless there are no others.
+    """Measure the noise of a format on some blocks.
 
-    Tokens whose values repeat those of another one are left out, and heads in which tokens do not differ. Raises
-    NothingToMeasureError where too few tokens are left, CodecError for KV that cannot be encoded.
+    Exact tokens are left out unless there are no others, tokens whose values repeat those of another one, and heads in
+    which tokens do not differ.
+
+    Raises: NothingToMeasureError if too few tokens are left, CodecError for KV that cannot be encoded.
     """
     whole = all(sample.exact >= format.shape.tokens for sample in samples)
     pieces: list[tuple[Floats, ...]] = []
@@ -157,7 +169,7 @@ def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -
 
 
 def _distinct(values: Floats) -> NDArray[np.bool_]:
-    """True for tokens that are unlike each one before. values: of a layer, [heads, tokens, head_dim]."""
+    """True for tokens unlike all earlier ones. values: of a layer, [heads, tokens, head_dim]."""
     rows = values.swapaxes(0, 1).reshape(values.shape[1], -1).astype(np.float64)
     lengths = np.square(rows).sum(axis=1)
     apart = lengths[:, None] + lengths - 2 * rows @ rows.T
@@ -173,17 +185,14 @@ def _differ(centred: Floats, whole: Floats) -> NDArray[np.bool_]:
 
 
 def _attended(turned: Floats, latents: Floats) -> tuple[Floats, Floats]:
-    """Keys and values [layers, 1, tokens, numbers] as attention has them.
-
-    turned: RoPE's part. latents: [layers, pieces, tokens, numbers].
-    """
+    """Keys and values [layers, 1, tokens, numbers] as attention has them, of RoPE's part and latents in pieces."""
     layers, _, tokens, _ = latents.shape
     values = latents.swapaxes(1, 2).reshape(layers, 1, tokens, -1)
     return np.concatenate([values, turned], axis=3), values
 
 
 def _of_layer(keys: Floats, back: Floats, positions: Positions, rope: Rope | None) -> float:
-    """The noise of a layer's logits. keys: [heads, tokens, D]."""
+    """Noise of a layer's logits. keys: [heads, tokens, D]."""
     turned = keys if rope is None else rope.turn_back(keys, positions)
     centred = turned - turned.mean(axis=1, keepdims=True)
     differs = _differ(centred, turned)

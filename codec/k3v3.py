@@ -4,7 +4,7 @@ S. P. Lloyd, "Least squares quantization in PCM", IEEE Trans. Inf. Theory 28 (19
 distortion", IRE Trans. Inf. Theory 6 (1960). Small and of a fixed rate; at equal size `wht-5x` diverges less than a
 quarter as much on a real model, and biased keys break this codec.
 
-Codes of n vectors of D = head_dim numbers, keys before values, little-endian:
+Codes of n vectors of D = head_dim numbers, little-endian:
 
     | n scales, bf16 | pad to 16 | vector 0: 3 bit planes | vector 1: 3 bit planes | ... | pad to 16 |
 
@@ -30,15 +30,12 @@ whose scale falls below 2**-126 loses digits; below 2**-134 it decodes to zeros.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, align16, check_head_dim
-from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers
+from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, check_finite, fold
 from manthan.codec.errors import NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Floats
@@ -47,11 +44,15 @@ from manthan.codec.tables.rotation import hadamard_, rotation
 BITS = 3
 EXPONENT, MAGNITUDE = np.uint32(0x7F800000), np.uint32(0x7FFFFFFF)
 SMALLEST = np.float32(2.0**-126)
+LEVELS: Floats = np.array([0.24509418, 0.7560053, 1.3439093, 2.1519456], np.float32)
+"""Magnitudes of the Lloyd-Max quantizer of N(0, 1) with 2**BITS levels: each is the mean of its cell."""
+THRESHOLDS: Floats = np.array([0.50054973, 1.0499573, 1.7479275], np.float32)
+"""Thresholds between these levels, in their middles."""
 
 
 @dataclass(frozen=True)
-class K3v3:
-    """Three bits for each number of keys and of values, and a scale for each vector."""
+class K3v3Preset:
+    """Preset: three bits for each number, and a scale for each vector."""
 
     name: str = "k3v3"
 
@@ -60,118 +61,72 @@ class K3v3:
         return K3v3Codec(self.name, head_dim)
 
 
-K3V3 = K3v3()
-
-
-class Quantizer(NamedTuple):
-    """The positive half of the symmetric quantizer: magnitudes, and the thresholds between them, ascending."""
-
-    levels: npt.NDArray[np.float32]
-    thresholds: npt.NDArray[np.float32]
-
-
-@lru_cache
-def quantizer() -> Quantizer:
-    """Solve for the quantizer of N(0, 1) with 2**BITS levels.
-
-    Iterate Lloyd's two conditions until nothing moves by 1e-13: a threshold is the middle of its neighbours, a level is
-    the mean of its cell.
-    """
-
-    def density(x: float) -> float:
-        return math.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
-
-    def upper_tail(x: float) -> float:
-        return 0.5 * math.erfc(x / math.sqrt(2.0))
-
-    def middles(levels: list[float]) -> list[float]:
-        return [(a + b) / 2.0 for a, b in pairwise(levels)]
-
-    count = 2 ** (BITS - 1)
-    levels, moved = [3.0 * (k + 0.5) / count for k in range(count)], 1.0
-    while moved > 1e-13:
-        cells = pairwise([0.0, *middles(levels), math.inf])
-        means = [(density(a) - density(b)) / (upper_tail(a) - upper_tail(b)) for a, b in cells]
-        moved = max(abs(new - old) for new, old in zip(means, levels, strict=True))
-        levels = means
-    return Quantizer(np.array(levels, np.float32), np.array(middles(levels), np.float32))
+K3V3 = K3v3Preset()
 
 
 class K3v3Codec(Codec):
-    """On the CPU, in numpy."""
+    """Codec on the CPU, in numpy."""
 
     def __init__(self, name: str, head_dim: int) -> None:
         check_head_dim(head_dim)
         self.name, self.head_dim = name, head_dim
 
     def max_nbytes(self, section: Section) -> int:
-        return len(section.vector_kinds) * nbytes(section.vectors, section.head_dim)
+        n = math.prod(section.shape[:-1])
+        return align16(2 * n) + align16(n * BITS * section.head_dim // 8)
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
         """Raises NonFiniteError."""
-        n, size = section.vectors, nbytes(section.vectors, section.head_dim)
-        kinds = as_floats(x).reshape(-1, n, section.head_dim)
-        for kind, vectors in enumerate(kinds):
-            codes = out[kind * size : (kind + 1) * size]
-            codes[:] = 0
-            finite = np.isfinite(vectors).all(axis=1)
-            if not finite.all():
-                bad = kind * n + int(finite.argmin())
-                raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.", bad)
-            scales, planes = _encoded(vectors)
-            codes[: 2 * n], codes[align16(2 * n) :][: planes.size] = scales.astype("<u2").view(np.uint8), planes.ravel()
-        return len(kinds) * size
+        vectors = as_floats(x).reshape(-1, section.head_dim)
+        n = len(vectors)
+        codes = out[: self.max_nbytes(section)]
+        codes[:] = 0
+        check_finite(vectors)
+        scales, planes = _encoded(vectors)
+        codes[: 2 * n], codes[align16(2 * n) :][: planes.size] = scales.astype("<u2").view(np.uint8), planes.ravel()
+        return codes.size
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
         """Raises SizeError; NonFiniteError for a scale that no encoder writes."""
-        n, size, dim = section.vectors, nbytes(section.vectors, section.head_dim), section.head_dim
+        n, dim = math.prod(section.shape[:-1]), section.head_dim
         if codes.size != self.max_nbytes(section):
             raise SizeError(f"{codes.size} bytes are not the codes of {section}: {self.max_nbytes(section)} are.")
-        made = []
-        for at in range(0, codes.size, size):
-            scales = codes[at : at + 2 * n].copy().view("<u2").astype(np.uint32) << np.uint32(16)
-            infinite = (scales & EXPONENT) == EXPONENT
-            if infinite.any():
-                bad = int(infinite.argmax())
-                raise NonFiniteError(f"the scale of vector {bad} is not finite: the codes are damaged.", bad)
-            planes = codes[at + align16(2 * n) :][: n * BITS * dim // 8].reshape(n, BITS, dim // 8)
-            made.append(_decoded(scales.view(np.float32), planes))
-        return as_numbers(np.stack(made).reshape(section.shape), section.dtype)
-
-
-def nbytes(n: int, head_dim: int) -> int:
-    """Size of the codes of n vectors of keys, or of values."""
-    return align16(2 * n) + align16(n * BITS * head_dim // 8)
+        scales = codes[: 2 * n].copy().view("<u2").astype(np.uint32) << np.uint32(16)
+        infinite = (scales & EXPONENT) == EXPONENT
+        if infinite.any():
+            bad = int(infinite.argmax())
+            raise NonFiniteError(f"the scale of vector {bad} is not finite: the codes are damaged.", bad)
+        planes = codes[align16(2 * n) :][: n * BITS * dim // 8].reshape(n, BITS, dim // 8)
+        return as_numbers(_decoded(scales.view(np.float32), planes).reshape(section.shape), section.dtype)
 
 
 def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], Codes]:
     """Scales, bf16 bits [n], and planes [n, BITS, head_dim / 8] of finite [n, head_dim]."""
-    constants, made = rotation(x.shape[1]), quantizer()
+    constants = rotation(x.shape[1])
     words = np.ascontiguousarray(x.T).view(np.uint32)
     power = np.clip(254 - ((words & MAGNITUDE).max(axis=0) >> np.uint32(23)).astype(np.int32), 8, 254) - 127
     y = words.view(np.float32) * np.ldexp(np.float32(1), power)
     y *= constants.weights[:, None]
     hadamard_(y, np.empty_like(y), constants.blocks)
-    square = fold(y * y)
+    square = fold_eights(y * y)
     rms = np.sqrt(square) * constants.root
     code = (y < 0).astype(np.uint8) << np.uint8(BITS - 1)
     np.abs(y, out=y)
-    for threshold in made.thresholds:
+    for threshold in THRESHOLDS:
         code += y > threshold * rms
-    ratio = square / np.maximum(fold(y * made.levels[code & 3]), SMALLEST)
+    ratio = square / np.maximum(fold_eights(y * LEVELS[code & 3]), SMALLEST)
     with np.errstate(over="ignore"):
-        bits = (ratio * np.ldexp(np.float32(1), -power)).view(np.uint32)
-    scales = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+        scales = np.minimum(bf16_bits(ratio * np.ldexp(np.float32(1), -power)), 0x7F7F)
     digits = np.ascontiguousarray(code.T)[:, None] >> np.arange(BITS - 1, -1, -1, dtype=np.uint8)[:, None] & np.uint8(1)
-    return np.minimum(scales, 0x7F7F).astype(np.uint16), np.packbits(digits, axis=2, bitorder="little")
+    return scales, np.packbits(digits, axis=2, bitorder="little")
 
 
 def _decoded(scales: Floats, planes: Codes) -> Floats:
-    """[n, head_dim] of what `_encoded` returns, scales as float32."""
+    """Undo `_encoded`, with scales as float32. Returns [n, head_dim]."""
     digits = np.unpackbits(planes, axis=2, bitorder="little")
     code = digits[:, 0] << np.uint8(2) | digits[:, 1] << np.uint8(1) | digits[:, 2]
-    constants, levels = rotation(digits.shape[2]), quantizer().levels
-    x: Floats = np.take(np.concatenate([levels, -levels]), np.ascontiguousarray(code.T))
+    constants = rotation(digits.shape[2])
+    x: Floats = np.take(np.concatenate([LEVELS, -LEVELS]), np.ascontiguousarray(code.T))
     hadamard_(x, np.empty_like(x), constants.blocks)
     x *= constants.weights[:, None]
     with np.errstate(over="ignore"):
@@ -181,15 +136,9 @@ def _decoded(scales: Floats, planes: Codes) -> Floats:
     return np.ascontiguousarray(x.T)
 
 
-def fold(rows: Floats) -> Floats:
+def fold_eights(rows: Floats) -> Floats:
     """Fold [head_dim, n] over its rows, each run of 8 first. Overwrites rows; returns [n]."""
     sums = rows.reshape(len(rows) // 8, 8, -1)
     for half in (4, 2, 1):
         sums[:, :half] += sums[:, half : 2 * half]
-    sums = np.ascontiguousarray(sums[:, 0])
-    while len(sums) > 1:
-        half = (len(sums) + 1) // 2
-        sums[: len(sums) - half] += sums[half:]
-        sums = sums[:half]
-    total: Floats = sums[0]
-    return total
+    return fold(np.ascontiguousarray(sums[:, 0]))

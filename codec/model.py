@@ -1,17 +1,20 @@
-"""What a codec may know of the model whose KV it encodes."""
+"""Facts of the model whose KV a codec encodes."""
 
 from dataclasses import dataclass
 
+from manthan.codec.cpu.state import StateLayout
 from manthan.codec.profile import Profile
 from manthan.codec.rope import Rope
-from manthan.codec.state import StateLayout
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """rope: how keys are turned by their place; None where they are not, or nobody knows how. profile: what was
-    measured of the model, cut to the layers of the KV cache group and to the rank's heads. state: where states lie in
-    a block that has them."""
+    """Facts of a model.
+
+    rope: RoPE of the keys; None if there is none, or it is unknown.
+    profile: of the layers of the KV cache group and of the rank's heads.
+    state: layout of a block with recurrent states.
+    """
 
     rope: Rope | None = None
     profile: Profile | None = None

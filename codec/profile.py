@@ -1,9 +1,9 @@
-"""What was measured of a model's keys and values, for codecs that are calibrated: a safetensors file.
+"""Profile of a model's keys and values, for calibrated codecs: a safetensors file.
 
-Of keys (before RoPE) and of values of each layer, all heads of a rank together: their mean; a transform to components
-that do not correlate, largest first (Karhunen and Loeve's), in whose space all errors weigh the same; and, for each
-preset, the quantizer's step, and which table of frequencies each component has. With tensor parallelism every rank has
-its own, for a transform over all heads cannot be cut.
+It has, for the keys (before RoPE) and the values of each layer, all heads of a rank together: their mean; a transform
+to components that do not correlate, largest first (Karhunen and Loeve's), in whose space all errors weigh the same; and
+for each preset, the quantizer's step, and each component's table of frequencies. With tensor parallelism every rank
+has its own, because a transform over all heads cannot be cut.
 """
 
 import hashlib
@@ -24,16 +24,17 @@ from manthan.codec.tables.frequencies import SCALE
 
 FORMAT = "manthan profile 1"
 PRESETS = {"klt-5x": 5.0, "klt-8x": 8.0, "klt-12x": 12.0}
-"""Calibrated codecs, and how many times smaller than bf16 they make what they were calibrated on, at least."""
+"""Calibrated codecs, and the least factor by which they are smaller than bf16 on their calibration text."""
 KINDS = ("keys", "values")
 Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Of keys or of values of one layer: row vectors x to components (x - mean) @ forward, and back.
+    """Transform of one layer's keys or values: row vectors x to components (x - mean) @ forward, and back.
 
-    mean, scale: float32 [C]. transform: float16 [C, C], its rows of length 1; forward is scale[:, None] * transform.
+    mean, scale: float32 [C].
+    transform: float16 [C, C], its rows of length 1; forward is scale[:, None] * transform.
     steps, tables: by preset, the quantizer's step, and uint8 [C], the table of each component.
     """
 
@@ -45,13 +46,13 @@ class Basis:
 
     @cached_property
     def forward(self) -> Floats:
-        """[C, C]."""
+        """Transform to components, [C, C]."""
         made: Floats = self.scale[:, None] * self.transform.astype(np.float32)
         return made
 
     @cached_property
     def inverse(self) -> Floats:
-        """[C, C], of forward as it is stored. Raises ProfileError where there is none."""
+        """Inverse of `forward`, [C, C]. Raises ProfileError if there is none."""
         try:
             found = np.linalg.inv(self.transform.astype(np.float64)) / self.scale
         except np.linalg.LinAlgError:
@@ -63,7 +64,7 @@ class Basis:
 
 @dataclass(frozen=True, eq=False)
 class LayerProfile:
-    """Of one layer, for one rank."""
+    """Bases of one layer, for one rank."""
 
     keys: Basis
     values: Basis
@@ -71,9 +72,16 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class ProfileInfo:
-    """What a profile is of. model: its name or folder. heads: KV heads, of all ranks. rope: how keys were turned back;
-    None if they were not. metric: what errors are weighed by. text: sha256 of what was read; "traffic" for that of a
-    server. tokens: how many. ratios: by preset, bytes of bf16 over those of sections, on tokens that were held out."""
+    """Facts about a profile.
+
+    model: name or folder of the model.
+    heads: KV heads of all ranks.
+    rope: RoPE by which keys were turned back, or None.
+    metric: name of the metric.
+    text: sha256 of the calibration text.
+    tokens: number of tokens read.
+    ratios: by preset, bytes of bf16 over bytes of sections, on tokens held out.
+    """
 
     model: str
     layers: int
@@ -81,13 +89,13 @@ class ProfileInfo:
     head_dim: int
     rope: Rope | None
     metric: str
-    text: str = "traffic"
+    text: str = ""
     tokens: int = 0
     ratios: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of_json(cls, told: Mapping[str, Any]) -> Self:
-        """What `asdict` makes of one, through JSON. Raises KeyError, TypeError."""
+        """Undo `asdict` and JSON. Raises KeyError, TypeError."""
         rope = told["rope"]
         turned = Rope(**rope | {"frequencies": tuple(rope["frequencies"])}) if rope else None
         return cls(**{**told, "rope": turned})
@@ -95,8 +103,12 @@ class ProfileInfo:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """frequencies: uint16 [tables, 256], see `codec.cpu.rans.Coder`. ranks: the layers of each. digest: of all that the
-    file holds; a cut keeps that of the whole."""
+    """Profile of a model.
+
+    frequencies: uint16 [tables, 256], see `codec.cpu.rans.Coder`.
+    ranks: layers of each rank.
+    digest: of the file's whole content, also in a cut.
+    """
 
     info: ProfileInfo
     frequencies: npt.NDArray[np.uint16]
@@ -111,7 +123,7 @@ class Profile:
         return replace(made, digest=_digest(_metadata(made), _tensors(made)))
 
     def for_rank(self, rank: int, ranks: int) -> "Profile":
-        """What one rank of a tensor-parallel model needs. Raises ProfileError for another number of ranks."""
+        """Cut the profile for one rank. Raises ProfileError for another number of ranks."""
         if len(self.ranks) != ranks:
             raise ProfileError(
                 f"the profile of {self.info.model} is for {len(self.ranks)} tensor-parallel ranks, and there are "
@@ -121,7 +133,7 @@ class Profile:
 
     @property
     def layers(self) -> tuple[LayerProfile, ...]:
-        """Of the one rank that a cut is for. Raises ProfileError for a profile of several."""
+        """Layers of the one rank of a cut. Raises ProfileError for a profile of several ranks."""
         if len(self.ranks) != 1:
             raise ProfileError(
                 f"the profile is for {len(self.ranks)} tensor-parallel ranks: cut it with for_rank first."
@@ -129,7 +141,7 @@ class Profile:
         return self.ranks[0]
 
     def save(self, path: Path) -> None:
-        """Whole or not at all. Raises ProfileError without safetensors, OSError."""
+        """Write the file completely or not at all. Raises ProfileError without safetensors, OSError."""
         metadata = {"manthan": json.dumps(_metadata(self) | {"digest": self.digest})}
         made = _safetensors().save(dict(_tensors(self)), metadata)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +154,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Raises ProfileError for a file that cannot be read, is damaged, or was written by another version."""
+        """Read a file. Raises ProfileError if it cannot be read, is damaged, or is of another version."""
         load = _safetensors().load
         try:
             content = path.read_bytes()
@@ -150,7 +162,7 @@ class Profile:
             tensors = load(content)
         except OSError as error:
             raise ProfileError(f"the profile {path} cannot be read: {error.strerror}.") from None
-        except Exception as error:  # the package raises its own class, which has no common base with others
+        except Exception as error:  # the package raises a class of its own, without a common base
             said = " ".join(str(error).split())
             raise ProfileError(f"{path} is no profile, or a damaged one: {type(error).__name__}: {said}.") from None
         if metadata.get("format") != FORMAT:
@@ -158,35 +170,29 @@ class Profile:
         digest = metadata.pop("digest", "")
         if digest != _digest(metadata, tensors.items()):
             raise ProfileError(f"the profile {path} is damaged: its content is not that of its digest.")
-        return cls._parse(path, metadata, tensors, digest)
-
-    @classmethod
-    def _parse(cls, path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any], digest: str) -> Self:
         try:
             info = ProfileInfo.of_json(metadata["info"])
             frequencies = _checked(tensors["frequencies"], (None, 256), np.uint16)
-            ranks = tuple(
-                tuple(_layer(info, f"{rank}.{layer}", tensors, len(frequencies)) for layer in range(info.layers))
+            sums, largest = frequencies.sum(1, dtype=np.int64), frequencies.max()
+            if (sums != SCALE).any() or largest >= SCALE or (frequencies[:, -1] == 0).any():
+                raise ValueError(f"frequencies have sums of {sums}, and {largest} as their largest")
+            bases = [
+                _basis(info, f"{rank}.{layer}.{kind}", tensors, len(frequencies))
                 for rank in range(metadata["ranks"])
-            )
+                for layer in range(info.layers)
+                for kind in KINDS
+            ]
+            layers = [LayerProfile(*pair) for pair in zip(bases[::2], bases[1::2], strict=True)]
+            ranks = tuple(tuple(layers[at : at + info.layers]) for at in range(0, len(layers), info.layers))
         except (KeyError, TypeError, ValueError) as error:
             raise ProfileError(f"the profile {path} does not fit together: {error}.") from None
-        if (frequencies.sum(1, dtype=np.int64) != SCALE).any() or (frequencies[:, -1] == 0).any():
-            raise ProfileError(f"the profile {path} does not fit together: its frequencies are none.")
-        if frequencies.max() >= SCALE:
-            raise ProfileError(f"the profile {path} does not fit together: a number is certain.")
         return cls(info, frequencies, ranks, digest)
 
 
 def rank_heads(heads: int, rank: int, ranks: int) -> range:
-    """Which KV heads a rank has: its share, or, where there are more ranks than heads, one that it shares."""
-    if ranks <= heads:
-        return range(rank * heads // ranks, (rank + 1) * heads // ranks)
-    return range(rank * heads // ranks, rank * heads // ranks + 1)
-
-
-def _layer(info: ProfileInfo, name: str, tensors: Mapping[str, Any], tables: int) -> LayerProfile:
-    return LayerProfile(*(_basis(info, f"{name}.{kind}", tensors, tables) for kind in KINDS))
+    """KV heads of a rank: its share, or, with more ranks than heads, one that it shares."""
+    first = rank * heads // ranks
+    return range(first, max(first + 1, (rank + 1) * heads // ranks))
 
 
 def _basis(info: ProfileInfo, name: str, tensors: Mapping[str, Any], tables: int) -> Basis:
@@ -206,7 +212,7 @@ def _basis(info: ProfileInfo, name: str, tensors: Mapping[str, Any], tables: int
 
 
 def _checked(tensor: Any, shape: tuple[int | None, ...], dtype: Any) -> Any:
-    """The array, if it has this dtype, this shape (None: whatever), and is finite."""
+    """Return the array if it is finite and has this dtype and shape (None: any). Raises ValueError."""
     fits = len(tensor.shape) == len(shape) and all(w in (None, n) for n, w in zip(tensor.shape, shape, strict=True))
     if tensor.dtype != dtype or not fits or not np.isfinite(tensor).all():
         raise ValueError(f"{tensor.dtype} of shape {tensor.shape} is not finite {np.dtype(dtype)} of {shape}")
@@ -240,7 +246,7 @@ def _digest(metadata: Mapping[str, Any], tensors: Any) -> str:
 
 
 def _header(content: bytes) -> dict[str, str]:
-    """The strings beside the tensors, which the package's own reader of bytes leaves out."""
+    """Metadata of a safetensors file, which the package's own reader of bytes leaves out."""
     size = int.from_bytes(content[:8], "little")
     found: dict[str, str] = json.loads(content[8 : 8 + size])["__metadata__"]
     return found

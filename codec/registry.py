@@ -1,5 +1,8 @@
-"""Presets by name. Others add theirs through entry points of the group `manthan.codecs`: the preset's name, and an
-object with this `name` and a method `codec(head_dim, facts)` that returns a `manthan.codec.base.Codec`."""
+"""Presets by name. Other packages add presets through entry points of the group `manthan.codecs`.
+
+An entry point has the preset's name. Its object has this `name`, and a method `codec(head_dim, facts)` that returns a
+`manthan.codec.base.Codec`.
+"""
 
 import difflib
 from functools import lru_cache
@@ -9,19 +12,18 @@ from typing import Protocol
 from manthan.codec.base import Codec
 from manthan.codec.cpu import klt
 from manthan.codec.cpu.exact import EXACT, ExactCodec
-from manthan.codec.cpu.klt import Klt
-from manthan.codec.cpu.state import StateCodec
+from manthan.codec.cpu.klt import KltPreset
+from manthan.codec.cpu.state import STATE_CODECS, StateCodec
 from manthan.codec.errors import UnknownCodecError
 from manthan.codec.k3v3 import K3V3
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.state import STATE_CODECS
-from manthan.codec.wht import FINER, Wht
+from manthan.codec.wht import FINER, WhtPreset
 from manthan.codec.wht import NAME as WHT
 from manthan.codec.wht import PRESETS as WHTS
 
 GROUP = "manthan.codecs"
 DEFAULT = WHT
-"""Where nothing is known of the model."""
+"""Codec for a model of which nothing is known."""
 FALLBACK = FINER
 """The codec that the guard tries last, before it keeps everything exact."""
 
@@ -40,31 +42,31 @@ PRESETS: dict[str, Preset] = {**WHTS, **klt.PRESETS, K3V3.name: K3V3}
 
 
 def finer_codecs(name: str) -> list[str]:
-    """Codecs to use instead of one that is not faithful to a model, the coarsest first."""
+    """Codecs to use instead of an unfaithful one, coarsest first."""
     without_profile = [WHT] if needs_profile(name) else []  # the text may be of a kind that the profile does not fit
     return [] if name in (FALLBACK, EXACT) else [*without_profile, FALLBACK]
 
 
 def codec_names() -> list[str]:
-    """Every name that `get_codec` knows but "exact", ours first."""
+    """Every name that `get_codec` knows but "exact", Manthan's first."""
     return [*PRESETS, *sorted(_others().keys() - set(PRESETS))]
 
 
 def takes_facts(name: str) -> bool:
     """True if the codec of this name depends on the model, so that its codes are of no use to another."""
-    return isinstance(PRESETS.get(name), Wht | Klt)
+    return isinstance(PRESETS.get(name), WhtPreset | KltPreset)
 
 
 def needs_profile(name: str) -> bool:
     """True if the codec of this name is made from a profile of the model."""
-    return isinstance(PRESETS.get(name), Klt)
+    return isinstance(PRESETS.get(name), KltPreset)
 
 
 def get_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:
     """Return the codec of this name, or "exact", for sections in the CPU's memory.
 
     Args:
-        name: of a preset; codecs of states are made where `facts` has their layout.
+        name: of a preset, or of a codec of states if `facts` has their layout.
         head_dim: numbers of a vector, a multiple of 8 from 32 to 512.
         facts: of the model.
 

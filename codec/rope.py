@@ -1,7 +1,7 @@
-"""How a model turns its keys by their place (RoPE; Su et al., 2021), undone and done again.
+"""RoPE, by which a model turns its keys by their place (Su et al., 2021), done and undone.
 
 A head's first 2n numbers are n pairs. At place p, pair i is turned by p * frequencies[i] radians, and multiplied by
-`scale`, which YaRN has (Peng et al., 2023). Numbers behind the pairs are left alone.
+`scale`, which YaRN has (Peng et al., 2023). Numbers behind the pairs stay.
 """
 
 from collections.abc import Mapping
@@ -16,17 +16,29 @@ from manthan.codec.base import Positions
 Floats = npt.NDArray[np.float32]
 
 STEADY = ("default", "linear", "llama3", "yarn", "proportional")
-"""Kinds of RoPE whose frequencies do not depend on how long a prompt is, by their names in Transformers."""
+"""Kinds of RoPE whose frequencies do not depend on a prompt's length, by their names in Transformers."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """frequencies: radians a token, of each pair. interleaved: a pair is two neighbours; else the first of one half of
-    the 2n numbers and the first of the other, and so on."""
+    """RoPE of a model.
+
+    frequencies: radians a token, of each pair.
+    scale: of turned pairs.
+    interleaved: True if a pair is two neighbours, False if number i of one half and number i of the other.
+    """
 
     frequencies: tuple[float, ...]
     scale: float = 1.0
     interleaved: bool = False
+
+    @property
+    def pairs(self) -> tuple[Any, Any]:
+        """Indices of the first and of the second numbers of all pairs in [..., head_dim]."""
+        n = len(self.frequencies)
+        if self.interleaved:
+            return np.s_[..., 0 : 2 * n : 2], np.s_[..., 1 : 2 * n : 2]
+        return np.s_[..., :n], np.s_[..., n : 2 * n]
 
     def tables(self, positions: Positions) -> tuple[Floats, Floats]:
         """Cosines and sines, [tokens, pairs] each, without the scale."""
@@ -34,33 +46,32 @@ class Rope:
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
     def turn(self, x: Floats, positions: Positions) -> Floats:
-        """[..., tokens, head_dim] as the model turns it: a new array."""
+        """Turn [..., tokens, head_dim] as the model does. Returns a new array."""
         cos, sin = self.tables(positions)
         return self._turned(x, cos * np.float32(self.scale), sin * np.float32(self.scale))
 
     def turn_back(self, x: Floats, positions: Positions) -> Floats:
-        """What the model made [..., tokens, head_dim] of: a new array."""
+        """Undo `turn`. Returns a new array."""
         cos, sin = self.tables(positions)
         return self._turned(x, cos / np.float32(self.scale), -sin / np.float32(self.scale))
 
     def _turned(self, x: Floats, cos: Floats, sin: Floats) -> Floats:
-        turned, n = x.copy(), len(self.frequencies)
-        first, second = (
-            (np.s_[..., 0 : 2 * n : 2], np.s_[..., 1 : 2 * n : 2])
-            if self.interleaved
-            else (np.s_[..., :n], np.s_[..., n : 2 * n])
-        )
+        turned, (first, second) = x.copy(), self.pairs
         turned[first] = x[first] * cos - x[second] * sin
         turned[second] = x[second] * cos + x[first] * sin
         return turned
 
     @classmethod
     def of_config(cls, config: Any, head_dim: int, layer_type: str = "") -> Self | None:
-        """That of a Transformers configuration (of the text part); None where it turns nothing, or in a way that is not
-        understood: by kind of input, by the length of the prompt, or by kind of layer, such as sliding_attention,
-        without layer_type, which names one.
+        """RoPE of a Transformers configuration; None if it turns nothing, or by the kind of input or a prompt's length.
 
-        Which halves make a pair a configuration does not say: it is the half and the other half, as in Llama.
+        A configuration does not tell the pairs: they are halves, as in Llama.
+
+        Args:
+            config: of the text part.
+            head_dim: numbers of a head.
+            layer_type: kind of layer, such as sliding_attention, where RoPE differs between kinds. Without it such a
+                model has None.
         """
         parameters = getattr(config, "rope_parameters", None) or {}
         of_layers = isinstance(parameters, Mapping) and isinstance(parameters.get(layer_type), Mapping)

@@ -1,5 +1,6 @@
-"""Keys and values rotated, rounded to steps and entropy-coded, without a profile: the layout of such codes, and the
-arithmetic that every backend reproduces bit for bit.
+"""Keys and values rotated, rounded to steps and entropy-coded, without a profile.
+
+Here are the layout of the codes, and the arithmetic that every backend reproduces bit for bit.
 
 The Walsh-Hadamard transform makes the numbers of any vector look Gaussian, so that nothing need be known of the model.
 An entropy coder behind a uniform quantizer is within a quarter of a bit of what is possible there (Gish and Pierce,
@@ -43,13 +44,12 @@ bf16, ties to even. Sums of q are whole numbers below 2**24, and so the same in 
 A value's bf16 step becomes a byte: of exponent and mantissa, (bits + 4) >> 3 keeps four bits of mantissa, at most 4079;
 octave = max(of the run >> 4, 15) - 15; byte = max(that - 16 * octave, 0).
 
-Codes, little-endian; a section of keys and values has keys first in each part, and one of keys or of values only what
-is its own:
+Codes, little-endian, of a section of keys or of values:
 
     | version u8, 1 | d u8 | 2 zero bytes |
     | keys: step of each run's mean, bf16 | 5 planes of the means | step of each row, bf16 |
     | values: octave and T bytes of each run |
-    | j of each run's table, u8 | zeros up to a multiple of 4 | rows as `manthan.codec.cpu.rows` has them |
+    | j of each run's table, u8 | zeros up to a multiple of 4 | rows as `manthan.codec.cpu.rans` has them |
 
 A plane of a run is D/8 bytes; its bit i (bit i % 8 of byte i // 8) belongs to element i. The first plane is the sign, 1
 for minus; the others are the magnitude of c, highest bit first.
@@ -66,10 +66,20 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
-from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers
-from manthan.codec.cpu.rans import Coder, Rows, streams_of
-from manthan.codec.cpu.rows import MOST_DOUBLINGS, bound, encode_rows, parse, row_front
+from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, check_head_dim
+from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, fold
+from manthan.codec.cpu.rans import (
+    MOST_DOUBLINGS,
+    START,
+    VERSION,
+    Coder,
+    Integers,
+    Rows,
+    bound,
+    check_front,
+    row_front,
+    streams_of,
+)
 from manthan.codec.errors import DamagedError, NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Floats, Rope
@@ -85,26 +95,24 @@ SCALE_MAX, SCALE_END = 0xFEF, 0xFF0
 FINITE_STEPS = 0x7F80
 """bf16 bits of infinity: a step is below it."""
 FINEST = np.float32(2.0**-8)
-"""Of the largest mean's step, that a row's step is at least."""
+"""Least step of a row, in parts of its largest mean's step."""
 MOST_STEPS = 8191
-"""Of a mean."""
+"""Most steps of a mean."""
 ROW_STEP_END = (127 + 64) << 7
 """bf16 bits that no encoder writes, nor any above: nothing overflows before numbers are turned."""
-VERSION, START = 1, 4
 LIMIT = 40
 LIMIT_BITS = (127 + LIMIT) << 23
-"""Of float32, without the sign."""
+"""Bits of 2**LIMIT as float32."""
 FIRST_NORMAL = np.float32(2.0**-126)
 NO_ROPE = Rope(())
 SHAPE = SHAPES.index(2.0)
 TABLES: npt.NDArray[np.uint8] = (SHAPE * len(DEVIATIONS) + np.arange(len(DEVIATIONS))).astype(np.uint8)
 LIMITS: npt.NDArray[np.float64] = DEVIATIONS[:-1] * DEVIATIONS[1:] + 1 / 12
 """Mean squares, with what rounding adds to them, at which the next table is better."""
-Integers = npt.NDArray[np.int16]
 
 
 @dataclass(frozen=True)
-class Wht:
+class WhtPreset:
     """Randomized Hadamard transform, one step for a layer's keys and one for each value, and an entropy coder.
 
     Args:
@@ -122,20 +130,16 @@ class Wht:
         return WhtCodec(self, head_dim, facts.rope)
 
 
-PRESETS = {preset.name: preset for preset in (Wht("wht-5x", 0.35, 0.76), Wht("wht-4x", 0.22, 0.48))}
+PRESETS = {preset.name: preset for preset in (WhtPreset("wht-5x", 0.35, 0.76), WhtPreset("wht-4x", 0.22, 0.48))}
 NAME, FINER = PRESETS
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Places of the parts ahead of the rows, in bytes from the codes' beginning; empty where the section has none.
+    """Slices of the codes for the parts ahead of the rows; empty for parts that the section does not have."""
 
-    runs, rows: numbers of them, of keys or of values.
-    """
-
-    kinds: tuple[SectionKind, ...]
+    are_keys: bool
     runs: int
-    rows: int
     steps: slice
     means: slice
     row_steps: slice
@@ -145,42 +149,39 @@ class Parts:
     @classmethod
     @lru_cache
     def of(cls, section: Section) -> Self:
-        """Raises KindError for a section without vectors."""
-        kinds = tuple(SectionKind.KEYS if kind == "key" else SectionKind.VALUES for kind in section.vector_kinds)
-        runs, rows = section.layers * section.heads, section.layers
-        keys, values = SectionKind.KEYS in kinds, SectionKind.VALUES in kinds
+        """Return the parts of a section. Raises KindError for one that is neither of keys nor of values."""
+        keys, runs = section.vector_kind == "key", section.layers * section.heads
         sizes = (
             2 * runs * keys,
             runs * MEAN_BITS * section.head_dim // 8 * keys,
-            2 * rows * keys,
-            runs * (1 + section.tokens) * values,
-            runs * len(kinds),
+            2 * section.layers * keys,
+            runs * (1 + section.tokens) * (not keys),
+            runs,
         )
         ends = np.cumsum([START, *sizes]).tolist()
-        return cls(kinds, runs, rows, *(slice(*pair) for pair in itertools.pairwise(ends)))
+        return cls(keys, runs, *(slice(*pair) for pair in itertools.pairwise(ends)))
 
     @property
     def end(self) -> int:
-        """Where the entropy-coded rows begin."""
+        """Offset of the entropy-coded rows."""
         return -(-int(self.tables.stop) // 4) * 4
 
 
 class WhtCodec(Codec):
-    """Args:
-    preset: its steps.
-    head_dim: numbers of a vector. Raises HeadDimError.
-    rope: how the model turns its keys; with None, they are coded as they are.
+    """Codec on the CPU.
+
+    Args:
+        preset: the steps.
+        head_dim: numbers of a vector. Raises HeadDimError.
+        rope: RoPE of the model; None for keys that are coded as they are.
     """
 
     varies = True
 
-    def __init__(self, preset: Wht, head_dim: int, rope: Rope | None = None) -> None:
+    def __init__(self, preset: WhtPreset, head_dim: int, rope: Rope | None = None) -> None:
         check_head_dim(head_dim)
         self.name, self.head_dim = preset.name, head_dim
-        self._steps = {
-            SectionKind.KEYS: np.float32(preset.key_step),
-            SectionKind.VALUES: np.float32(preset.value_step),
-        }
+        self._key_step, self._value_step = np.float32(preset.key_step), np.float32(preset.value_step)
         self._rope, self._order = rope or NO_ROPE, halves(rope, head_dim)
         self._rotation = rotation(head_dim)
 
@@ -189,28 +190,22 @@ class WhtCodec(Codec):
 
     def expected_nbytes(self, section: Section) -> int:
         parts, numbers = Parts.of(section), section.tokens * section.heads * section.head_dim
-        bits = sum(_expected(float(self._steps[kind])) for kind in parts.kinds)
-        rows = parts.rows * len(parts.kinds)
-        return parts.end + rows * row_front(numbers) + -(-parts.rows * numbers * bits // (8 * UNIT))
+        bits = _expected(float(self._key_step if parts.are_keys else self._value_step))
+        return parts.end + section.layers * row_front(numbers) + -(-section.layers * numbers * bits // (8 * UNIT))
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
         """Raises NonFiniteError, for numbers of 2**LIMIT and more too."""
         self._check(x, section)
         parts, limit = Parts.of(section), self.max_nbytes(section)
-        runs = x.reshape(len(parts.kinds), parts.runs, section.tokens, section.head_dim)
-        wide = runs.astype(np.float32) if runs.dtype == np.float16 else runs
-        numbers = [
-            self._keys(each, section, positions, parts, out)
-            if kind is SectionKind.KEYS
-            else self._values(each, parts, out)
-            for kind, each in zip(parts.kinds, wide, strict=True)
-        ]
-        whole = np.concatenate(numbers)
+        runs = x.reshape(parts.runs, section.tokens, section.head_dim)
+        if runs.dtype == np.float16:
+            runs = runs.astype(np.float32)
+        whole = self._keys(runs, section, positions, parts, out) if parts.are_keys else self._values(runs, parts, out)
         chosen = table_numbers(_squares(whole), section.tokens * section.head_dim)
         out[parts.tables] = chosen
         out[parts.tables.stop : parts.end] = 0
-        doublings, nbytes = encode_rows(
-            self._coder, whole.ravel(), lambda doublings: _rows(chosen, section, doublings), out[parts.end : limit]
+        doublings, nbytes = self._coder.write(
+            whole.ravel(), lambda doublings: _rows(chosen, section, doublings), out[parts.end : limit]
         )
         out[:START] = (VERSION, doublings, 0, 0)
         return parts.end + nbytes
@@ -220,50 +215,51 @@ class WhtCodec(Codec):
         limit, parts = self.max_nbytes(section), Parts.of(section)
         if not parts.end <= codes.size <= limit:
             raise SizeError(f"{codes.size} bytes are not the codes of {section}: {parts.end} to {limit} are.")
-        doublings = int(codes[1])
-        if tuple(codes[:START]) != (VERSION, doublings, 0, 0) or doublings > MOST_DOUBLINGS:
-            raise DamagedError(f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 does.")
+        doublings = check_front(codes, section.codec, MOST_DOUBLINGS)
         chosen = codes[parts.tables]
         if (chosen >= len(TABLES)).any():
             raise DamagedError("a table of frequencies has a number that no encoder writes: the codes are damaged.")
-        rows = _rows(chosen, section, doublings)
-        whole = self._coder.decode(parse(codes[parts.end :], rows), rows)
-        shape = (len(parts.kinds), parts.runs, section.head_dim, section.tokens)
-        made = [
-            self._keys_back(q, section, positions, parts, codes, doublings)
-            if kind is SectionKind.KEYS
-            else self._values_back(q, section, parts, codes, doublings)
-            for kind, q in zip(parts.kinds, whole.reshape(shape), strict=True)
-        ]
-        return np.stack(made).reshape(section.shape)
+        whole = self._coder.read(codes[parts.end :], _rows(chosen, section, doublings))
+        q = whole.reshape(parts.runs, section.head_dim, section.tokens)
+        if parts.are_keys:
+            made = self._keys_back(q, section, positions, parts, codes, doublings)
+        else:
+            made = self._values_back(q, section, parts, codes, doublings)
+        return made.reshape(section.shape)
 
     def _keys(self, x: Numbers, section: Section, positions: Positions, parts: Parts, out: Codes) -> Integers:
         """Return the whole numbers of all runs, [runs, head_dim, tokens]; write steps and means."""
         kernels, bf16 = self._kernels(), x.dtype == np.uint16
         ordered = np.require(x if self._order is None else x[:, :, self._order], requirements=["C", "A"])
         words = ordered if bf16 else ordered.view(np.uint32)
-        y, _ = self._rotated(kernels.turned_back(words, bf16, *self._rope.tables(positions)))
+        cos, sin = self._rope.tables(positions)
+        y, _ = kernels.rotated(
+            kernels.turned_back(words, bf16, cos, -sin), self._rotation.weights, self._rotation.blocks
+        )
         average = _over_tokens(y) * np.float32(1 / section.tokens)
-        rounded = _bf16(np.abs(average).max(axis=1) * MEAN_INVERSE)
+        rounded = bf16_bits(np.abs(average).max(axis=1) * MEAN_INVERSE)
         mean_steps = np.where(rounded < 1 << 7, 0, rounded).astype(np.uint16)
-        code = _mean_codes(average, mean_steps)
+        code = _whole(average, as_floats(mean_steps), MEAN_TOP)
         out[parts.steps], out[parts.means] = mean_steps.astype("<u2").view(np.uint8), _pack(code).ravel()
-        means = code * _wide(mean_steps)[:, None]
-        total = _fold(kernels.energies(y, means).reshape(section.layers, -1))
+        means = code * as_floats(mean_steps)[:, None]
+        left = y - means[:, :, None]
+        total = fold(kernels.products(left, left).reshape(section.layers, -1).T.copy())
         numbers = section.heads * section.tokens * section.head_dim
-        least = _wide(mean_steps.reshape(section.layers, -1).max(axis=1)) * FINEST
+        least = as_floats(mean_steps.reshape(section.layers, -1).max(axis=1)) * FINEST
         deviations = np.sqrt(total * np.float32(1 / numbers))
-        row_steps = _coarse(np.maximum(deviations * self._steps[SectionKind.KEYS], least))
+        row_steps = _coarse(np.maximum(deviations * self._key_step, least))
         out[parts.row_steps] = row_steps.astype("<u2").view(np.uint8)
-        steps = np.repeat(_wide(row_steps), section.heads)
-        return _divided(y, steps[:, None, None], _whole_means(means, steps) * steps[:, None])
+        steps = np.repeat(as_floats(row_steps), section.heads)
+        y -= (_whole(means, steps, MOST_STEPS) * steps[:, None])[:, :, None]
+        return _divided(y, steps[:, None, None])
 
     def _values(self, x: Numbers, parts: Parts, out: Codes) -> Integers:
-        y, energies = self._rotated(as_floats(x))
-        steps = np.sqrt(energies) * self._rotation.root * self._steps[SectionKind.VALUES]
+        kernels, floats = self._kernels(), np.require(as_floats(x), requirements=["C", "A"])
+        y, energies = kernels.rotated(floats, self._rotation.weights, self._rotation.blocks)
+        steps = np.sqrt(energies) * self._rotation.root * self._value_step
         q = _divided(y.copy(), steps[:, None, :])
-        kept = energies / np.maximum(self._kernels().products(y, q), FIRST_NORMAL)
-        out[parts.scales] = to_bytes(_bf16(kept).astype(np.uint16)).ravel()
+        kept = energies / np.maximum(kernels.products(y, q.astype(np.float32)), FIRST_NORMAL)
+        out[parts.scales] = to_bytes(bf16_bits(kept)).ravel()
         return q
 
     def _keys_back(
@@ -276,9 +272,9 @@ class WhtCodec(Codec):
             run = int(bad.argmax())
             raise NonFiniteError(f"the mean of run {run} is not finite, or too large: the codes are damaged.", run)
         _check_steps(rounded, ROW_STEP_END)
-        steps = np.repeat(_wide(rounded), section.heads)
+        steps = np.repeat(as_floats(rounded), section.heads)
         code = _unpack(codes[parts.means].reshape(parts.runs, MEAN_BITS, -1))
-        whole = _whole_means(code * _wide(mean_steps)[:, None], steps).astype(np.int16)
+        whole = _whole(code * as_floats(mean_steps)[:, None], steps, MOST_STEPS).astype(np.int16)
         if doublings:
             q <<= doublings
         q += whole[:, :, None]
@@ -296,7 +292,9 @@ class WhtCodec(Codec):
     def _values_back(self, q: Integers, section: Section, parts: Parts, codes: Codes, doublings: int) -> Numbers:
         scales = from_bytes(codes[parts.scales].reshape(parts.runs, 1 + section.tokens))
         _check_steps(scales)
-        steps = np.minimum(_wide(scales) * np.float32(1 << doublings), LARGEST_BF16) if doublings else _wide(scales)
+        steps = (
+            np.minimum(as_floats(scales) * np.float32(1 << doublings), LARGEST_BF16) if doublings else as_floats(scales)
+        )
         x = self._kernels().unrotated(q, steps, self._rotation.weights, self._rotation.blocks)
         if section.dtype is Dtype.BFLOAT16:
             made: Numbers = np.empty(x.shape, np.uint16)
@@ -305,10 +303,6 @@ class WhtCodec(Codec):
             return made
         x += np.float32(0)  # no negative zeros
         return as_numbers(x, section.dtype)
-
-    def _rotated(self, x: Floats) -> tuple[Floats, Floats]:
-        """[runs, tokens, head_dim] to [runs, head_dim, tokens], and the energy of each vector, [runs, tokens]."""
-        return self._kernels().rotated(x, self._rotation.weights, self._rotation.blocks)  # type: ignore[no-any-return]
 
     def _check(self, x: Numbers, section: Section) -> None:
         bits: Any = x.view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
@@ -326,18 +320,18 @@ class WhtCodec(Codec):
         return Coder(family())
 
     def _kernels(self) -> ModuleType:
-        from manthan.codec.cpu import numba_wht
+        from manthan.codec.cpu import numba_kernels
 
-        return numba_wht
+        return numba_kernels
 
 
 def halves(rope: Rope | None, head_dim: int) -> npt.NDArray[np.int64] | None:
-    """Return which number of a vector comes where, [head_dim]; None where they stay, because pairs are halves."""
+    """Return the order that makes pairs halves, [head_dim]; None where they are halves already."""
     if rope is None or not rope.interleaved:
         return None
-    turned = 2 * len(rope.frequencies)
+    numbers, (first, second) = np.arange(head_dim), rope.pairs
     order: npt.NDArray[np.int64] = np.concatenate(
-        [np.arange(0, turned, 2), np.arange(1, turned, 2), np.arange(turned, head_dim)]
+        [numbers[first], numbers[second], numbers[2 * len(rope.frequencies) :]]
     )
     return order
 
@@ -389,13 +383,8 @@ def _squares(numbers: Integers) -> npt.NDArray[np.int64]:
     return made
 
 
-def _divided(y: Floats, steps: Floats, less: Floats | None = None) -> Integers:
-    """Return whole steps of [runs, head_dim, tokens] less `less`, [runs, head_dim]; 0 where a step is none.
-
-    Overwrites y.
-    """
-    if less is not None:
-        y -= less[:, :, None]
+def _divided(y: Floats, steps: Floats) -> Integers:
+    """Return whole steps of [runs, head_dim, tokens]; 0 where a step is none. Overwrites y."""
     normal = steps >= FIRST_NORMAL
     y /= np.where(normal, steps, np.float32(1))
     np.rint(y, out=y)
@@ -403,23 +392,15 @@ def _divided(y: Floats, steps: Floats, less: Floats | None = None) -> Integers:
     return y.astype(np.int16)
 
 
-def _whole_means(means: Floats, steps: Floats) -> Floats:
-    """Means [runs, head_dim] in whole steps of their run."""
+def _whole(means: Floats, steps: Floats, most: int) -> Floats:
+    """Means [runs, head_dim] in whole steps of their run, within +-most; 0 where a step is none."""
     normal = (steps >= FIRST_NORMAL)[:, None]
     with np.errstate(over="ignore"):
         whole: Floats = np.rint(means / np.where(normal, steps[:, None], np.float32(1)))
-    np.clip(whole, -MOST_STEPS, MOST_STEPS, out=whole)
+    np.clip(whole, -most, most, out=whole)
     whole *= normal
+    whole += np.float32(0)  # no negative zeros
     return whole
-
-
-def _mean_codes(average: Floats, step: npt.NDArray[np.uint16]) -> Floats:
-    """Whole numbers, [runs, head_dim]."""
-    code: Floats = np.rint(average / np.maximum(_wide(step), FIRST_NORMAL)[:, None])
-    np.clip(code, -MEAN_TOP, MEAN_TOP, out=code)
-    code[step == 0] = 0
-    code += np.float32(0)  # no negative zeros
-    return code
 
 
 def _pack(code: Floats) -> Codes:
@@ -438,7 +419,7 @@ def _unpack(planes: Codes) -> Floats:
 
 
 def _over_tokens(y: Floats) -> Floats:
-    """Sums of [runs, head_dim, tokens] in the order that the format prescribes."""
+    """Sum over tokens of [runs, head_dim, tokens], in the order that the format prescribes."""
     sums = np.zeros((*y.shape[:2], 8), np.float32)
     for first in range(0, y.shape[2], 8):
         eight = y[:, :, first : first + 8]
@@ -448,36 +429,14 @@ def _over_tokens(y: Floats) -> Floats:
     return sums[:, :, 0]
 
 
-def _coarse(x: Floats) -> npt.NDArray[np.uint32]:
-    """The nearest bf16 bits with two bits of mantissa, ties to even."""
+def _coarse(x: Floats) -> npt.NDArray[np.uint16]:
+    """Round to bf16 bits with two bits of mantissa, ties to even."""
     words = np.ascontiguousarray(x).view(np.uint32)
-    return (words + np.uint32(0xFFFFF) + ((words >> np.uint32(21)) & np.uint32(1))) >> np.uint32(21) << np.uint32(5)
-
-
-def _fold(rows: Floats) -> Floats:
-    """The sum of each row's numbers: the upper half onto the lower, until one is left. Overwrites rows."""
-    n = rows.shape[1]
-    while n > 1:
-        half = (n + 1) // 2
-        rows[:, : n - half] += rows[:, half:n]
-        n = half
-    total: Floats = rows[:, 0]
-    return total
-
-
-def _bf16(x: Floats) -> npt.NDArray[np.uint32]:
-    """The nearest bits, ties to even."""
-    words = np.ascontiguousarray(x).view(np.uint32)
-    return (words + np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-
-
-def _wide(bf16: npt.NDArray[np.unsignedinteger]) -> Floats:
-    made: Floats = (bf16.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return made
+    return ((words + 0xFFFFF + (words >> 21 & 1)) >> 21 << 5).astype(np.uint16)
 
 
 def _check_steps(bf16: npt.NDArray[np.unsignedinteger], end: int = FINITE_STEPS) -> None:
-    """Raise NonFiniteError for one that is not finite, or negative. end: bits that are too large."""
+    """Raise NonFiniteError for a negative step, or one of bits `end` or more."""
     bad = bf16 >= end
     if bad.any():
         at = int(bad.argmax())

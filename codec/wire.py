@@ -1,13 +1,13 @@
-"""The encoded block: one KV block as cold stores keep it, and what is needed to trust it. Version 1.
+"""Compressed block, version 1: one KV block as tiers keep it, and all that is needed to trust it.
 
     | header, 128 bytes | an entry of 64 bytes for each section | section | section | ... |
 
-A section holds some of the block's numbers in some codec: the keys of all layers as 3-bit codes, the first four tokens
-as they are, a recurrent state. Sections begin at multiples of 16 bytes; what lies between them is zero.
+A section holds some of the block's numbers in some codec, such as the keys of all layers, or the first four tokens
+exact. Sections begin at multiples of 16 bytes; the bytes between them are zero.
 
 Header, little-endian: magic "MNTH"; version u16; length of header and entries u16; xxh3-64 of every other byte of the
-block, u64; fingerprint, 16 bytes; length of the block u64; place of the block's first token in its chain u64; KV cache
-group u16; number of sections u16; tokens u32; length of the block key u8; mark u8; 6 zero bytes; block key, 64
+block, u64; fingerprint, 16 bytes; length of the block u64; place of the block's first token in its session u64; KV
+cache group u16; number of sections u16; tokens u32; length of the block key u8; mark u8; 6 zero bytes; block key, 64
 bytes.
 
 Entry: kind u8; dtype u8; first layer, layers, heads, head size, u16 each; 2 zero bytes; first token of the block,
@@ -20,6 +20,7 @@ Vectors stand in the order [layers, heads, tokens].
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -38,18 +39,20 @@ KEY_AT, MARK_AT = 64, 57
 KEY_MAX, FINGERPRINT_LEN, CODEC_NAME_MAX = 64, 16, 24
 SECTIONS_MAX = 256
 PLACE_MAX = 2**62
-"""The last place in a chain, and more than any chain has."""
+"""Last place in a session, beyond any real one."""
 
 Buffer = bytes | bytearray | memoryview | Codes
 
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """What an encoded block says of itself.
+    """Header and entries of a compressed block.
 
-    key: the block key, at most 64 bytes. group: the KV cache group. fingerprint: 16 bytes that stand for the model,
-    how it was loaded, the codec with its profile, and the shard. tokens: of the block. first_token: the place in the
-    chain of the first of them. mark: 0 for KV that was computed exactly, 1 for KV that was computed behind decoded KV.
+    key: block key, at most 64 bytes.
+    fingerprint: 16 bytes that stand for the model, how it was loaded, the codec with its profile, and the shard.
+    group: KV cache group.
+    first_token: place of the block's first token in the session.
+    mark: 0 for KV that was computed exactly, 1 for KV that was computed behind decoded KV.
     """
 
     key: bytes
@@ -62,19 +65,19 @@ class BlockHeader:
 
     @property
     def nbytes(self) -> int:
-        """Of the header and the entries."""
+        """Size of the header and the entries."""
         return HEADER.size + ENTRY.size * len(self.sections)
 
 
 class EncodedBlock(NamedTuple):
-    """A parsed block. payloads: a read-only view of each section's bytes."""
+    """Parsed block. payloads: a read-only view of each section's bytes."""
 
     header: BlockHeader
     payloads: tuple[Codes, ...]
 
 
 class Front(NamedTuple):
-    """The fields of a header, in order."""
+    """Fields of a header, in order."""
 
     magic: bytes
     version: int
@@ -92,21 +95,17 @@ class Front(NamedTuple):
 
 
 def block_nbytes(header: BlockHeader, sizes: Sequence[int]) -> int:
-    """Size in bytes of a block whose sections have these sizes."""
+    """Size of a block whose sections have these sizes."""
     return header.nbytes + sum(map(align16, sizes))
 
 
 def starts(header: BlockHeader, sizes: Sequence[int]) -> list[int]:
-    """Where each section begins in the block."""
-    at, found = header.nbytes, []
-    for size in sizes:
-        found.append(at)
-        at += align16(size)
-    return found
+    """Offset of each section in the block."""
+    return list(accumulate(map(align16, sizes), initial=header.nbytes))[:-1]
 
 
 def head(header: BlockHeader, sizes: Sequence[int]) -> Codes:
-    """Header and entries, uint8 [header.nbytes], the checksum left zero. Raises HeaderError."""
+    """Header and entries, uint8 [header.nbytes], with a checksum of zero. Raises HeaderError."""
     _check(header, sizes)
     h, sections = header, header.sections
     shapes = [(s.first_layer, s.layers, s.heads, s.head_dim, s.first_token, s.tokens) for s in sections]
@@ -126,9 +125,9 @@ def heads(
     keys: Sequence[bytes],
     first_tokens: Sequence[int] | npt.NDArray[np.int64],
 ) -> Codes:
-    """[len(keys), header.nbytes] uint8: `head` of blocks that differ only in their key and place.
+    """`head` of blocks that differ only in their key and place, uint8 [len(keys), header.nbytes].
 
-    The keys are of one length. Raises HeaderError.
+    Raises HeaderError, also for keys of different lengths.
     """
     if len(set(map(len, keys))) > 1:
         raise HeaderError("the block keys are of different lengths: headers are made for one at a time.")
@@ -140,25 +139,18 @@ def heads(
 
 
 def seal(block: Codes) -> Codes:
-    """Write the checksum into a block that is whole otherwise, uint8; returns it."""
+    """Write the checksum into a block that is complete otherwise, uint8. Returns the block."""
     block[CHECKSUM] = np.frombuffer(_checksum(block), np.uint8)
     return block
 
 
-def pack(header: BlockHeader, payloads: Sequence[Codes]) -> Codes:
-    """The block of these sections, uint8. Raises HeaderError."""
-    sizes = [payload.nbytes for payload in payloads]
-    block = np.zeros(block_nbytes(header, sizes), np.uint8)
-    block[: header.nbytes] = head(header, sizes)
-    for at, payload in zip(starts(header, sizes), payloads, strict=True):
-        block[at : at + payload.nbytes] = payload
-    return seal(block)
-
-
 def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = None, group: int = 0) -> EncodedBlock:
-    """Read an encoded block without copying it, or refuse it with the WireError that names the cause.
+    """Read a compressed block without copying it. Raises WireError with the cause.
 
-    key, fingerprint: what the block must carry, if given.
+    Args:
+        buf: the block.
+        key, fingerprint: values that the block must carry, if given.
+        group: KV cache group that it must carry.
     """
     data = np.frombuffer(buf, np.uint8)
     data.flags.writeable = False
@@ -184,9 +176,17 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
 
 
 def peek(data: Codes) -> Front:
-    """The header of a block that is whole and of this version, uint8; whether it is as it was sealed is not asked.
-    Raises WireError."""
-    _check_version(data)
+    """Return the header of a block of the right length and version, uint8, without a look at its checksum.
+
+    Raises WireError.
+    """
+    magic, version = data[:4].tobytes(), int.from_bytes(data[4:6].tobytes(), "little")
+    if data.size >= 4 and magic != MAGIC:
+        raise WireError(f"the block begins with {magic!r}, not {MAGIC!r}.", "magic")
+    if data.size >= 6 and version != VERSION:
+        raise WireError(f"format {version} cannot be read: it must be {VERSION}.", "version")
+    if data.size < HEADER.size:
+        raise WireError(f"{data.size} bytes are fewer than a header's {HEADER.size}.", "truncated")
     front = Front(*HEADER.unpack_from(data.data))
     if data.size != front.nbytes:
         cause = "truncated" if data.size < front.nbytes else "trailing"
@@ -195,14 +195,14 @@ def peek(data: Codes) -> Front:
 
 
 def peek_sections(data: Codes, front: Front) -> tuple[Section, ...]:
-    """The sections that a block with this header says it has. Raises SizeError."""
+    """Sections that a block with this header claims to have. Raises SizeError."""
     if HEADER.size + ENTRY.size * front.sections > data.size:
         raise SizeError(f"a block of {data.size} bytes cannot have {front.sections} sections.")
     return tuple(_entry(data, HEADER.size + ENTRY.size * n)[0] for n in range(front.sections))
 
 
 def field_cause(offset: int) -> str:
-    """The `WireError.cause` that fits a header whose byte at `offset` is not as expected."""
+    """`WireError.cause` of a header with a wrong byte at `offset`."""
     return next(cause for cause, end in FIELD_ENDS if offset < end)
 
 
@@ -217,11 +217,11 @@ FIELD_ENDS = (
     ("key", HEADER.size),
     ("size", HEADER.size + ENTRY.size * SECTIONS_MAX),
 )
-"""What the bytes of a header are about, as causes of refusal, each with the offset behind it."""
+"""Causes of refusal by the bytes of a header, each with the offset behind its bytes."""
 
 
 def _front(data: Codes) -> Front:
-    """The header of a block that is whole, of this version, and as it was sealed."""
+    """Return the header of a block that is as it was sealed. Raises WireError."""
     front = peek(data)
     if front.checksum != int.from_bytes(_checksum(data), "little"):
         raise WireError(f"the block's checksum is not the {front.checksum:#018x} that its header says.", "checksum")
@@ -238,20 +238,8 @@ def _front(data: Codes) -> Front:
     return front
 
 
-def _check_version(data: Codes) -> None:
-    """Whether this is a block of a version that can be read."""
-    start = data[:6].tobytes()
-    magic, version = start[:4], int.from_bytes(start[4:], "little")
-    if data.size >= len(MAGIC) and magic != MAGIC:
-        raise WireError(f"the block begins with {magic!r}, not {MAGIC!r}.", "magic")
-    if len(start) == 6 and version != VERSION:
-        raise WireError(f"format {version} cannot be read: it must be {VERSION}.", "version")
-    if data.size < HEADER.size:
-        raise WireError(f"{data.size} bytes are fewer than a header's {HEADER.size}.", "truncated")
-
-
 def _entry(data: Codes, at: int) -> tuple[Section, int]:
-    """A section, and its length in bytes."""
+    """Section of the entry at this offset, and its length in bytes."""
     kind, dtype, first_layer, layers, n_heads, head_dim, first_token, tokens, size, name = ENTRY.unpack_from(
         data.data, at
     )

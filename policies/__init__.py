@@ -1,4 +1,4 @@
-"""Who goes first: eviction policies, pure decisions over session views."""
+"""Eviction policies: pure decisions over session views."""
 
 from manthan.policies.base import EvictionPolicy, PolicyOptions, RankedPolicy, SessionView, in_order
 from manthan.policies.registry import BadPolicyError, UnknownPolicyError, get_policy, policy_names

@@ -1,4 +1,4 @@
-"""What a policy is told of a session, and what it answers."""
+"""Interface of an eviction policy, and the facts about a session that it decides by."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
@@ -11,15 +11,16 @@ from manthan.policies.ranking import Ranking
 
 
 class SessionView(NamedTuple):
-    """One session as a policy sees it. Times are seconds on the manager's clock.
+    """Facts about one session. Times are seconds on the manager's clock.
 
-    tokens: of all full blocks of its chain. nbytes: what they take in this place, bf16 in the hot pool and codes in the
-    cold store. uses: requests so far; the one that runs counts.
+    tokens: of all full blocks of the session.
+    nbytes: size of these blocks in this place: bf16 in the hot pool, compressed in a tier.
+    uses: requests up to now, the running one included.
     gap: seconds between the last request's end and the next one's begin; None before the second request.
-    added_tokens: what its last request brought that was not known before. answer_tokens: what was generated then.
-    left_tokens: what of the conversation the last request left behind, by changing what had been said.
-    expected: when the client said that it would be back, which it does when an agent waits for a tool; None if it did
-    not say.
+    added_tokens: tokens that the last request added to what was known.
+    answer_tokens: tokens that were generated for it.
+    left_tokens: tokens of the conversation that the last request changed and left behind.
+    expected: time at which the client said it would return; None if it said nothing.
     """
 
     session_id: str
@@ -43,56 +44,61 @@ class PolicyOptions(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool(cls, value: object, info: ValidationInfo) -> object:
-        """Python takes True for 1, a user who writes `true` does not."""
+        """Refuse `true` for a number, which Python would take for 1."""
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in (int, float):
             raise ValueError("a truth value is not a number")
         return value
 
 
 class EvictionPolicy(ABC):
-    """Orders the sessions of one place by who goes first. A policy decides; it never acts.
+    """Order of the sessions of one place, first victim first. A policy decides and never acts.
 
-    An engine has an instance for each place that fills up: the hot pool (who is evicted), the cold store (who is
-    dropped), and a fast tier in front of a slower one (who moves). Where clients set priorities or tenants have quotas
-    there are more. Each is told of every session that enters its place, is used in it, or leaves it.
+    An engine has an instance for each place that fills up: the hot pool, the cold store, and a fast tier before a
+    slower one. Client priorities and tenants' quotas add more. Each hears of every session that enters its place, is
+    used there, or leaves.
     """
 
     name: ClassVar[str]
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
 
     def __init__(self, options: Any = None) -> None:
-        """options: an instance of `Options`; None for the defaults."""
+        """Take an instance of `Options`, or None for the defaults."""
         self.options = self.Options() if options is None else options
 
     @classmethod
     def family(cls, options: Any = None) -> Callable[[], Self]:
-        """What makes an engine's instances; a policy that learns may let them share what it has learned."""
+        """Return a maker of an engine's instances. Instances of a policy that learns may share what it learned."""
         return lambda: cls(options)
 
     @abstractmethod
     def used(self, session: SessionView) -> None:
-        """A session entered this place, or a request of it began or ended there: `uses` tells requests apart."""
+        """Take note that a session entered this place, or that a request of it began or ended there.
+
+        `uses` tells requests apart.
+        """
 
     @abstractmethod
     def forget(self, session_id: str) -> None:
-        """A session left this place, for whatever reason; unknown ids are ignored."""
+        """Take note that a session left this place for any reason. Ignore unknown ids."""
 
     def evicted(self, session_id: str) -> None:
-        """A session left this place because this policy had it go first. It may come back."""
+        """Take note that a session left this place because this policy chose it. It may come back."""
         self.forget(session_id)
 
     def superseded(self, session_id: str) -> None:  # noqa: B027 most policies need not know
-        """Another session went on from the middle of this one, as when a user edits an earlier message."""
+        """Take note that another session continues from the middle of this one, as after an edited message."""
 
     @abstractmethod
     def victims(self) -> Iterator[str]:
-        """Session ids, the one to go first first. While one iterates, sessions may leave, but none is used."""
+        """Session ids, first victim first. During an iteration sessions may leave, but none is used."""
 
 
 def in_order(queue: Collection[str], begin: Callable[[Any], Iterator[str]] = iter) -> Iterator[str]:
-    """The keys of a dict or the like, while keys may be taken out of it. O(1) a key.
+    """Keys of a dict or the like, from which keys may be removed meanwhile. O(1) a key.
 
-    begin: `reversed` for the last come first.
+    Args:
+        queue: the dict.
+        begin: `reversed` to begin with the last key.
     """
     passed: set[str] = set()
     while fresh := [key for key in islice(begin(queue), 2 * len(passed) + 8) if key not in passed]:
@@ -103,7 +109,7 @@ def in_order(queue: Collection[str], begin: Callable[[Any], Iterator[str]] = ite
 
 
 class RankedPolicy(EvictionPolicy):
-    """Base of policies that give each session a number when it is used; the lowest goes first, of equals the older.
+    """Base of policies that give a session a number at each use. The lowest goes first, of equals the older.
 
     O(log n) an event.
     """
@@ -114,7 +120,7 @@ class RankedPolicy(EvictionPolicy):
 
     @abstractmethod
     def rank(self, session: SessionView) -> float:
-        """The number of a session that was just used."""
+        """Number of a session that was just used."""
 
     def used(self, session: SessionView) -> None:
         self._ranking.set(session.session_id, self.rank(session))

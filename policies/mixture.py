@@ -1,33 +1,131 @@
-"""Our own: predicts who comes back, unless a simpler rule does better on the requests at hand."""
+"""The policy `returns` as users choose it: a prediction of returns, unless a simpler rule finds more.
 
-from collections.abc import Callable, Iterator
+Shadows tell how much each of three policies would find. A shadow is a simulated cache on a sample of the sessions
+(C. Waldspurger et al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017: a cache scaled
+down together with its requests, chosen by a hash, finds about the share that the whole one would).
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from typing import Any, ClassVar, Self
 from zlib import crc32
 
 from manthan.policies.base import EvictionPolicy, SessionView, in_order
-from manthan.policies.byte_queue import ByteQueue
-from manthan.policies.contest import Contest
 from manthan.policies.gdsf import GDSF
 from manthan.policies.lru import LRU
 from manthan.policies.return_model import ReturnModel
 from manthan.policies.returns import Returns, ReturnsOptions
-from manthan.policies.shadow import ShadowCache
 
+DECAY = 0.5 ** (1 / 512)
+"""Weight of a finding after one more request: a half after 512."""
+SURE = 2.0
+"""Standard deviations by which another must have found more than the leader.
+
+A smaller number changes the leader too often where few sessions fit."""
 SAMPLE = 512
-"""Sessions in the fullest shadow, to twice as many."""
+"""Sessions in the fullest shadow, up to twice this number."""
 LOOK_EVERY = 8
 """Sampled requests between two choices."""
 DRIFT = 0.02
-"""How much of the difference the room that shadows have moves towards that of the place at each look for victims."""
+"""Part of its difference from the place's room by which the shadows' room changes at each look for victims."""
+
+
+class Contest:
+    """Choice of a leader among policies, by the bytes that each found at the same requests.
+
+    A leader stays until another policy has surely found more. Two policies differ at few requests, and by whole
+    sessions. So each difference counts as one draw. Their sum is compared with the root of the sum of their squares,
+    its standard deviation if it were chance.
+    """
+
+    def __init__(self, names: Sequence[str], leader: str) -> None:
+        self.names, self.leader = tuple(names), leader
+        self.found = [0.0] * len(self.names)
+        """Bytes that each policy found, with decay."""
+        self._squares = dict.fromkeys(combinations(range(len(self.names)), 2), 0.0)
+        """Squared differences of two policies' findings, with decay."""
+
+    def add(self, found: Sequence[float]) -> None:
+        """Count the bytes that each policy found at one request, in the order of their names."""
+        self.found = [DECAY * before + now for before, now in zip(self.found, found, strict=True)]
+        for (one, other), squares in self._squares.items():
+            self._squares[one, other] = DECAY**2 * squares + (found[one] - found[other]) ** 2
+
+    def look(self) -> None:
+        """Make the best policy the leader if it has surely found more."""
+        best, leader = max(range(len(self.names)), key=self.found.__getitem__), self.names.index(self.leader)
+        if best != leader:
+            squares = self._squares[min(best, leader), max(best, leader)]
+            if self.found[best] - self.found[leader] > SURE * squares**0.5:
+                self.leader = self.names[best]
+
+
+class ShadowCache:
+    """Sessions that a place under `policy` would hold, and bytes of each, without any KV.
+
+    As in a real place, the first victim loses its tail, and no more than is needed. A session whose own turn it is
+    keeps the part that fits.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.kept: dict[str, int] = {}
+        self.nbytes = 0
+
+    def request(self, session: SessionView, known: float, capacity: float) -> float:
+        """Keep the session of a request that ended, and make room for it.
+
+        Args:
+            session: with its full length.
+            known: bytes of it that an unlimited cache would have found.
+            capacity: bytes.
+
+        Returns: the bytes that were found.
+        """
+        found = min(self.kept.get(session.session_id, 0), known)
+        self._keep(session.session_id, max(1, session.nbytes))
+        self.policy.used(session)
+        if self.nbytes > capacity:
+            self._make_room(session.session_id, capacity)
+        return found
+
+    def forget(self, session_id: str) -> None:
+        """Drop a session that is over. Ignore unknown ids."""
+        if session_id in self.kept:
+            self._keep(session_id, 0)
+            self.policy.forget(session_id)
+
+    def inherit(self, session_id: str, origin: str) -> None:
+        """Give a session that continues from the middle of `origin` the KV of that one, whose own end is worthless."""
+        if nbytes := self.kept.get(origin, 0):
+            self.forget(origin)
+            self._keep(session_id, nbytes)
+
+    def _make_room(self, newcomer: str, capacity: float) -> None:
+        for victim in self.policy.victims():
+            short = self.nbytes - capacity
+            if short <= 0:
+                return
+            left = self.kept[victim] - short
+            self._keep(victim, max(0, int(left)))
+            if left < 1:
+                self.policy.evicted(victim)
+            if victim == newcomer:
+                return
+
+    def _keep(self, session_id: str, nbytes: int) -> None:
+        self.nbytes += nbytes - self.kept.pop(session_id, 0)
+        if nbytes:
+            self.kept[session_id] = nbytes
 
 
 class Mixture(EvictionPolicy):
     """Follows the best of three: the prediction of returns (see `Returns`), lru, and gdsf.
 
-    What each would find is known from shadows: caches that hold no KV, as large as the place, in which each policy goes
-    on undisturbed. gdsf is followed until another's shadow has surely found more (see `Contest`); then that one is. In
-    a place of many sessions, shadows are caches of a sample of them, which a hash of the id chooses, scaled down alike;
-    so they cost little. O(log n) an event.
+    Shadows as large as the place tell how much each would find. gdsf is followed until another policy has surely found
+    more (see `Contest`). In a place of many sessions, shadows see a sample of them, chosen by a hash of the id, with
+    their room scaled down alike. O(log n) an event.
     """
 
     name: ClassVar[str] = "returns"
@@ -36,21 +134,20 @@ class Mixture(EvictionPolicy):
 
     def __init__(self, options: Any = None, model: ReturnModel | None = None) -> None:
         super().__init__(options)
-        self._returns = Returns(self.options, model)
+        self._returns, self._gdsf, self._gdsf_shadow = Returns(self.options, model), GDSF(), GDSF()
         self.model = self._returns.model
-        self._gdsf, gdsf = GDSF(), GDSF()
-        self._gdsf_shadow = gdsf
-        self._present = ByteQueue()
-        """Who is there, the one unused for longest first."""
-        policies: dict[str, EvictionPolicy] = {"returns": Returns(self.options, self.model), "lru": LRU(), "gdsf": gdsf}
+        self._present: OrderedDict[str, int] = OrderedDict()
+        """Bytes of the sessions in this place, least recently used first. A session takes at least one."""
+        self._nbytes = 0
+        policies = {"returns": Returns(self.options, self.model), "lru": LRU(), "gdsf": self._gdsf_shadow}
         self._shadows = {name: ShadowCache(policy) for name, policy in policies.items()}
         self._contest = Contest(tuple(policies), "gdsf")
         self._running: dict[str, SessionView] = {}
-        """Sampled sessions that were told of once with their present request."""
+        """Sampled sessions that reported their present request once."""
         self._told: dict[str, tuple[int, float]] = {}
-        """Requests of sampled sessions when the shadows were told last, and when they began."""
+        """Requests of sampled sessions when the shadows heard of them last, and when the sessions began."""
         self._origins: dict[float, str] = {}
-        """Superseded sessions by when they began, which is what whoever goes on from them has of them."""
+        """Superseded sessions by their begin, which the session that continues from them has too."""
         self._mask = 0
         """A session is sampled if these bits of its hash are 0."""
         self._room = 0.0
@@ -66,8 +163,10 @@ class Mixture(EvictionPolicy):
     def used(self, session: SessionView) -> None:
         session_id = self._last = session.session_id
         self._offered = ""
-        self._present.put_last(session_id, session.nbytes)
-        if self._contest.leader != "gdsf":  # whoever goes then says nothing of how old gdsf would let them be
+        self._take(session_id)
+        self._present[session_id] = nbytes = max(1, session.nbytes)
+        self._nbytes += nbytes
+        if self._contest.leader != "gdsf":  # another policy's victims do not age gdsf
             self._gdsf.age = self._gdsf_shadow.age
         self._gdsf.used(session)
         self._returns.used(session)
@@ -77,7 +176,7 @@ class Mixture(EvictionPolicy):
     def forget(self, session_id: str) -> None:
         if session_id in self._present:
             self._left(session_id)
-            if session_id != self._offered:  # it is over; else it was its own turn, which is this policy's choice alone
+            if session_id != self._offered:  # a victim stays in shadows: it was this policy's choice alone
                 for shadow in self._shadows.values():
                     shadow.forget(session_id)
 
@@ -92,10 +191,10 @@ class Mixture(EvictionPolicy):
         if session_id in self._told:
             self._origins[self._told[session_id][1]] = session_id
         for shadow in self._shadows.values():
-            shadow.superseded(session_id)
+            shadow.policy.superseded(session_id)
 
     def victims(self) -> Iterator[str]:
-        room = self._present.nbytes - self._present.size(self._last)
+        room = self._nbytes - self._present.get(self._last, 0)
         self._room += (DRIFT if self._room else 1.0) * (room - self._room)
         for victim in self._order():
             self._offered = victim
@@ -106,21 +205,24 @@ class Mixture(EvictionPolicy):
             return in_order(self._present)
         return (self._gdsf if self._contest.leader == "gdsf" else self._returns).victims()
 
+    def _take(self, session_id: str) -> None:
+        self._nbytes -= self._present.pop(session_id, 0)
+
     def _left(self, session_id: str) -> None:
-        self._present.pop(session_id)
+        self._take(session_id)
         self._gdsf.forget(session_id)
         self._returns.forget(session_id)
         if (session := self._running.pop(session_id, None)) is not None:
             self._request(session)
 
-    # -- shadows --------------------------------------------------------------------------------------
-
     def _is_sampled(self, session_id: str) -> bool:
         return not self._mask or not crc32(session_id.encode()) & self._mask
 
     def _tell_shadows(self, session: SessionView) -> None:
-        """Once for each request, when it ends: how much it could find is not known before. A place that is told of a
-        request once learns of its end with the next one."""
+        """Tell the shadows of a request once, when it ends, because its findings are not known before.
+
+        A place that hears of a request only once learns of its end with the next one.
+        """
         session_id = session.session_id
         before = self._running.pop(session_id, None)
         if before is not None and before.uses != session.uses:
@@ -132,14 +234,14 @@ class Mixture(EvictionPolicy):
             self._running[session_id] = session
 
     def _request(self, session: SessionView) -> None:
-        """A request of a sampled session has ended."""
+        """Play a sampled session's request that ended in the shadows."""
         if session.session_id not in self._told and (origin := self._origins.pop(session.created, None)) is not None:
             for shadow in self._shadows.values():
                 shadow.inherit(session.session_id, origin)
         self._told[session.session_id] = session.uses, session.created
         new = session.added_tokens + session.answer_tokens
         known = session.nbytes * max(0.0, 1 - new / session.tokens) if session.uses > 1 and session.tokens else 0.0
-        room = (self._room or self._present.nbytes) / (self._mask + 1)
+        room = (self._room or self._nbytes) / (self._mask + 1)
         self._contest.add([shadow.request(session, known, room) for shadow in self._shadows.values()])
         self._looks += 1
         if self._looks % LOOK_EVERY == 0:
@@ -147,6 +249,7 @@ class Mixture(EvictionPolicy):
             self._keep_small()
 
     def _keep_small(self) -> None:
+        """Halve the sample when shadows hold too many sessions, and forget the sessions that none of them holds."""
         most = max(len(shadow.kept) for shadow in self._shadows.values())
         if most <= 2 * SAMPLE and len(self._told) <= 4 * len(self._shadows) * most + SAMPLE:
             return

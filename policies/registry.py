@@ -1,4 +1,4 @@
-"""Policies by name: ours, and those that other packages register under the entry point `manthan.policies`."""
+"""Policies by name: Manthan's, and policies of other packages under the entry point `manthan.policies`."""
 
 import difflib
 import inspect
@@ -17,7 +17,7 @@ class UnknownPolicyError(ValueError):
 
 
 class BadPolicyError(ValueError):
-    """What another package registered under that name is no policy."""
+    """The object that another package registered is no policy."""
 
 
 def policy_names() -> list[str]:
@@ -26,9 +26,9 @@ def policy_names() -> list[str]:
 
 
 def get_policy(name: str) -> type[EvictionPolicy]:
-    """The policy class of that name.
+    """Return the policy class of this name.
 
-    Raises UnknownPolicyError, which lists the names there are; BadPolicyError if a package's does not load or is none.
+    Raises: UnknownPolicyError, which lists all names; BadPolicyError if another package's does not load or is none.
     """
     if name in BUILTIN:
         return BUILTIN[name]

@@ -1,16 +1,14 @@
-"""When does a session come back? Proportional hazards of its return, learned online.
+"""Model of when sessions return: proportional hazards, learned online.
 
-The hazard of a session's return at age t (seconds since its last use) is modelled as base_k(t) · exp(Σ w_f[bucket]): a
-curve over age, and a factor for what is known of the session, feature by feature. There are a few curves, for kinds k
-of sessions by the pause before their last request: whoever was back after four seconds will be soon or not at all. All
-are estimated from the last few thousand requests, recent ones counting more: events (it came back) over exposure (it
-was waited for), as in Poisson regression with piecewise exponential lifetimes (Friedman, "Piecewise Exponential Models
-for Survival Data with Covariates", Annals of Statistics 1982). Sessions that never return count as exposure, so the
-model learns which do not.
+The hazard of a session's return at age t (seconds since its last use) is base_k(t) · exp(Σ w_f[bucket]): a curve over
+age, and a factor for each known feature of the session. There are a few curves, for kinds k of sessions by the pause
+before their last request: a session that returned after four seconds returns soon or not at all. All are estimated
+from the last few thousand requests, of which recent ones count more. An estimate is events (returns) over exposure
+(waiting time), as in Poisson regression with piecewise exponential lifetimes (Friedman, "Piecewise Exponential Models
+for Survival Data with Covariates", Annals of Statistics 1982). Sessions that never return count as exposure, so that
+the model learns to recognize them.
 """
 
-import math
-from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,7 +23,7 @@ Floats = NDArray[np.float64]
 AGES = (2, 5, 8, 12, 20, 30, 40, 50, 60, 75, 90, 105, 120, 150, 180, 240, 300, 400, 520, 690, 1100, 2000)
 """Seconds at which one piece of the base curve ends and the next begins."""
 HORIZON = 4 * 3600.0
-"""Seconds after which nobody is waited for."""
+"""Age in seconds after which the model no longer waits for a session."""
 FEATURES: dict[str, tuple[float, ...]] = {
     "requests so far": (1, 2, 3, 4, 6, 9, 14, 24),
     "tokens that its last request added": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
@@ -36,54 +34,39 @@ FEATURES: dict[str, tuple[float, ...]] = {
     "seconds after which the client said it would be back": (-1, 2, 5, 10, 30, 60, 300),
     "its last pause, in parts of what the client had said": (-1, 0.5, 2),
 }
-"""What is known of a session: the upper ends, included, of each feature's buckets but the last."""
-_ENDS = tuple(FEATURES.values())
+"""Features of a session: the upper ends, included, of each feature's buckets but the last."""
 GAP = list(FEATURES).index("seconds between its last two requests")
 SAID = list(FEATURES).index("seconds after which the client said it would be back")
 KIND_OF_GAP = (0, 1, 1, 1, 2, 2, 3, 3, 3, 3)
-"""Which curve a session's return follows, by the bucket of that feature: there was none, 10 s, a minute, or more."""
+"""Curve by the bucket of the gap: none, up to 10 s, up to a minute, longer."""
 KIND_OF_SAID = (None, 4, 4, 4, 5, 5, 6, 6)
-"""And where the client said when it would be back: in 10 s, a minute, or more."""
+"""Curve by the bucket of the announced return, where there is one: up to 10 s, up to a minute, later."""
 KINDS = 7
+STEP, LEVELS = 0.5, 17
+LOG_FACTORS: Floats = STEP * np.arange(-(LEVELS // 2), LEVELS // 2 + 1, dtype=np.float64)
+"""Levels that sessions are kept by: logarithms of their factor, in steps."""
 HALF_LIVES = 4
-"""A request counts half as much after so many parts of the window."""
+"""A request counts half as much after this part of the window."""
 FITS = 16
-"""As many estimates are made while the requests in the window are replaced."""
+"""Estimates while all requests in the window are replaced, at most."""
+_KIND_OF = np.array([[gap if said is None else said for said in KIND_OF_SAID] for gap in KIND_OF_GAP])
 
 
 def kind_of(known: Sequence[int]) -> int:
-    """Which curve the return follows of a session with these buckets."""
-    said = KIND_OF_SAID[known[SAID]]
-    return KIND_OF_GAP[known[GAP]] if said is None else said
-
-
-_KIND_OF = np.array([[kind if kind is not None else gap for kind in KIND_OF_SAID] for gap in KIND_OF_GAP])
+    """Curve of a session with these buckets."""
+    return int(_KIND_OF[known[GAP], known[SAID]])
 
 
 def said_s(session: SessionView) -> float | None:
-    """For how long it said it would be away; None if it did not."""
+    """Seconds for which the client said it would be away; None if it said nothing."""
     return None if session.expected is None else max(0.0, session.expected - session.last_used)
 
 
-def buckets(session: SessionView, kept: float = -1.0) -> tuple[int, ...]:
-    """The bucket of each feature. kept: the last pause in parts of what the client had said; -1 if it had not."""
-    requests, added, answer, pause, tokens, left, said, held = _ENDS
-    away = said_s(session)
-    return (
-        bisect_left(requests, session.uses),
-        bisect_left(added, session.added_tokens),
-        bisect_left(answer, session.answer_tokens),
-        bisect_left(pause, -1.0 if session.gap is None else session.gap),
-        bisect_left(tokens, session.tokens),
-        bisect_left(left, session.left_tokens),
-        bisect_left(said, -1.0 if away is None else away),
-        bisect_left(held, kept),
-    )
+class LastRequest(NamedTuple):
+    """A session's last request: its number, the session's `uses`, the announced pause behind it, and the kept part.
 
-
-class _Last(NamedTuple):
-    """A session's last request: its number, `uses` then, what the client said of the pause that follows, and how the
-    pause before was to what had been said of that, as in `buckets`."""
+    kept: the pause before it in parts of the announced one; -1 if none was announced.
+    """
 
     number: int
     uses: int
@@ -91,102 +74,94 @@ class _Last(NamedTuple):
     kept: float
 
 
-NOBODY = _Last(-1, 0, None, -1.0)
-
-
-class _Window:
-    """The last requests in a ring of `size`: what was known [size, features], when each began and returned (NaN: not
-    yet) and what it counts for [size]. Arrays of plain numbers, as these are written one by one."""
-
-    def __init__(self, size: int) -> None:
-        self._known = bytearray(size * len(FEATURES))
-        self.began, self.weight = array("d", bytes(8 * size)), array("d", bytes(8 * size))
-        self.returned = array("d", [math.nan]) * size
-
-    def put(self, slot: int, known: tuple[int, ...], began: float, weight: float) -> None:
-        self._known[slot * len(known) : (slot + 1) * len(known)] = bytes(known)
-        self.began[slot], self.weight[slot], self.returned[slot] = began, weight, math.nan
-
-    def first(self, n: int) -> tuple[NDArray[np.int64], Floats, Floats, Floats]:
-        """Copies of the first `n` rows: known, began, returned, weight."""
-        known = np.frombuffer(self._known, np.uint8).reshape(-1, len(FEATURES))[:n].astype(np.int64)
-        return known, np.array(self.began[:n]), np.array(self.returned[:n]), np.array(self.weight[:n])
+NO_REQUEST = LastRequest(-1, 0, None, -1.0)
 
 
 class ReturnModel:
-    """Learns from requests as they come, and says how likely a return is.
+    """Chance of a return, learned from requests as they come.
 
-    window: how many requests it learns from. refit_every: requests between two estimates, or a sixteenth of those that
-    it learns from if that is more, so that an estimate costs a request the same however many there are. prior: events
-    that each factor is taken to have seen at the average rate, which pulls what is rare towards 1.
+    Args:
+        window: number of requests to learn from.
+        refit_every: requests between two estimates, or a sixteenth of the requests in the window if that is more.
+            An estimate so costs a request the same in any window.
+        prior: events at the average rate that are added to each factor, which pulls rare ones towards 1.
     """
 
     def __init__(self, window: int, refit_every: int, prior: float) -> None:
-        self._refit_every, self._prior = refit_every, prior
-        self._window, self._size = _Window(window), window
+        self._refit_every, self._prior, self._size = refit_every, prior, window
+        self._known = np.zeros((window, len(FEATURES)), np.uint8)
+        self._began, self._returned, self._weight = np.zeros(window), np.full(window, np.nan), np.zeros(window)
+        """Requests in a ring: buckets, begin, time of the return (NaN: none yet), and weight."""
         self._count = 0
         self._next_fit = refit_every
-        self._open: dict[str, _Last] = {}
+        self._open: dict[str, LastRequest] = {}
         self._begins = np.array((0.0, *AGES))
         self._widths = np.array((*AGES, HORIZON)) - self._begins
         self.base: Floats = np.tile(1 / np.array((*AGES, HORIZON)), (KINDS, 1))
         """Returns per second of a session whose factors are all 1, [kinds, pieces of age]."""
         self.weights = [np.zeros(len(ends) + 1) for ends in FEATURES.values()]
-        """The logarithm of each bucket's factor."""
+        """Logarithm of each bucket's factor."""
         self._logs: list[list[float]] = [weights.tolist() for weights in self.weights]  # plain numbers are read faster
         self.version = 0
-        """How often it was estimated."""
+        """Number of estimates so far."""
         self._table: tuple[int, list[list[float]]] = -1, []
 
     def log_factor(self, known: tuple[int, ...]) -> float:
-        """Σ w_f of a session."""
-        total = 0.0
-        for logs, bucket in zip(self._logs, known, strict=True):
-            total += logs[bucket]
-        return total
+        """Σ w_f of a session with these buckets."""
+        return sum(logs[bucket] for logs, bucket in zip(self._logs, known, strict=True))
 
     def buckets(self, session: SessionView) -> tuple[int, ...]:
-        """The bucket of each feature, with what the client said of earlier pauses."""
-        return buckets(session, self._kept(session))
+        """Bucket of each feature of a session."""
+        away = said_s(session)
+        values = (
+            session.uses,
+            session.added_tokens,
+            session.answer_tokens,
+            -1.0 if session.gap is None else session.gap,
+            session.tokens,
+            session.left_tokens,
+            -1.0 if away is None else away,
+            self._kept(session),
+        )
+        return tuple(map(bisect_left, FEATURES.values(), values))
 
     def _kept(self, session: SessionView) -> float:
-        last = self._open.get(session.session_id, NOBODY)
+        last = self._open.get(session.session_id, NO_REQUEST)
         if last.uses == session.uses:
             return last.kept
         return -1.0 if last.said is None or session.gap is None else session.gap / max(last.said, 1.0)
 
     def observe(self, session: SessionView, known: tuple[int, ...]) -> None:
-        """A request of the session ended. What is told again of the same request only corrects what is known."""
-        last = self._open.get(session.session_id, NOBODY)
+        """Learn from a request that ended. A second call for the same request only corrects its facts."""
+        last = self._open.get(session.session_id, NO_REQUEST)
         number, is_new = last.number, last.uses != session.uses
         if is_new and number >= self._count - self._size and session.gap is not None:
-            slot = number % self._size
-            self._window.returned[slot] = self._window.began[slot] + session.gap
+            self._returned[number % self._size] = self._began[number % self._size] + session.gap
         if is_new:
             number = self._count
             self._count += 1
         if is_new or session.expected is not None:
-            self._open[session.session_id] = _Last(number, session.uses, said_s(session), self._kept(session))
+            self._open[session.session_id] = LastRequest(number, session.uses, said_s(session), self._kept(session))
             if len(self._open) > 2 * self._size:
                 oldest = self._count - self._size
                 self._open = {key: entry for key, entry in self._open.items() if entry.number >= oldest}
         if number < self._count - self._size:
             return
         slot = number % self._size
-        weight = max(1, session.tokens) ** 0.5  # long ones matter more, but not as their size
-        self._window.put(slot, known, session.last_used, weight)
+        self._known[slot], self._began[slot], self._returned[slot] = known, session.last_used, np.nan
+        self._weight[slot] = max(1, session.tokens) ** 0.5  # long ones matter more, but not as their size
         if is_new and self._count >= self._next_fit:
             self._fit(session.last_used)
             self._next_fit = self._count + max(self._refit_every, min(self._count, self._size) // FITS)
 
     def _fit(self, now: float) -> None:
-        """Two rounds of: the curves given the factors, each factor given the curves and the others."""
+        """Estimate twice: the curves given the factors, then each factor given the curves and the others."""
         n, pieces = min(self._count, self._size), len(self._widths)
-        known, began, returned, weight = self._window.first(n)
+        known, returned = self._known[:n].astype(np.int64), self._returned[:n]
         ago = (self._count - 1 - np.arange(n)) % self._size
-        weight *= 0.5 ** (ago * HALF_LIVES / self._size) / weight.mean()
+        weight = self._weight[:n] * (0.5 ** (ago * HALF_LIVES / self._size) / self._weight[:n].mean())
         came = ~np.isnan(returned)
-        age = np.where(came, returned, now) - began
+        age = np.where(came, returned, now) - self._began[:n]
         kind = _KIND_OF[known[:, GAP], known[:, SAID]]
         cell = kind[came] * pieces + np.searchsorted(AGES, age[came], side="left")
         events = np.bincount(cell, weight[came], KINDS * pieces).reshape(KINDS, pieces)
@@ -195,7 +170,7 @@ class ReturnModel:
         log_factor = np.sum([weights[known[:, f]] for f, weights in enumerate(self.weights)], axis=0)
         for _ in range(2):
             waited = (is_kind * np.exp(log_factor)) @ exposure
-            # As if two returns had been seen in each piece at the rate of one per age, which any scale of time has.
+            # Two returns in each piece at the rate of one per age, which any scale of time has.
             prior = 2 * (self._begins + self._widths).clip(30)
             mean = (events.sum(axis=0) + 2) / (waited.sum(axis=0) + prior)
             self.base = mean * (events + self._prior) / (mean * waited + self._prior)
@@ -210,19 +185,19 @@ class ReturnModel:
         self._logs = [weights.tolist() for weights in self.weights]
         self.version += 1
 
-    def table(self, log_factors: Floats) -> list[list[float]]:
-        """The index, row by row, smoothed so that it rises with age to one peak and then falls. All places share it."""
+    def table(self) -> list[list[float]]:
+        """Index by kind and level, in pieces of age, smoothed to one peak. All places share it."""
         if self._table[0] != self.version:
-            self._table = self.version, _with_one_peak(self.index(log_factors)).reshape(-1, len(self._widths)).tolist()
+            self._table = self.version, _with_one_peak(self.index()).reshape(-1, len(self._widths)).tolist()
         return self._table[1]
 
-    def index(self, log_factors: Floats) -> Floats:
-        """The Gittins index of waiting, [kinds, factors, pieces of age]: returns per second of room.
+    def index(self) -> Floats:
+        """Gittins index of waiting from the begin of each piece of age, [kinds, levels, pieces].
 
-        That is, if one stops when it is best, max over τ of P(return within τ) / E[seconds until the return or τ], from
-        where each piece begins (Gittins, "Bandit Processes and Dynamic Allocation Indices", JRSS B 1979).
+        Returns per second of room, if waiting stops at the best moment: max over τ of P(return within τ) /
+        E[seconds until the return or τ] (Gittins, "Bandit Processes and Dynamic Allocation Indices", JRSS B 1979).
         """
-        hazard = self.base[:, None] * np.exp(log_factors)[:, None]
+        hazard = self.base[:, None] * np.exp(LOG_FACTORS)[:, None]
         returns = 1 - np.exp(-hazard * self._widths)
         waited = returns / hazard
         index: Floats = np.zeros_like(hazard)

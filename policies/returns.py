@@ -1,24 +1,19 @@
-"""Our own: who is least likely to come back soon goes first."""
+"""Sessions that are least likely to return soon go first."""
 
 import heapq
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
-import numpy as np
 from pydantic import Field
 
 from manthan.policies.base import EvictionPolicy, PolicyOptions, SessionView, in_order
-from manthan.policies.return_model import AGES, KINDS, ReturnModel, kind_of
-
-STEP, LEVELS = 0.5, 17
-LOG_FACTORS = STEP * np.arange(-(LEVELS // 2), LEVELS // 2 + 1, dtype=np.float64)
-"""Sessions are kept by the logarithm of their return's factor, in steps."""
+from manthan.policies.return_model import AGES, KINDS, LEVELS, STEP, ReturnModel, kind_of
 
 
 class ReturnsOptions(PolicyOptions):
-    """How it learns."""
+    """Options of the model."""
 
     window: int = Field(default=4096, ge=64, le=1 << 20, description="a number of requests to learn from, 64 or more")
     refit_every: int = Field(
@@ -28,15 +23,13 @@ class ReturnsOptions(PolicyOptions):
 
 
 class Returns(EvictionPolicy):
-    """Predicts from kind and history when a session returns, and keeps those that pay most for their room.
+    """Predicts when a session returns, and keeps the sessions that pay most for their room.
 
-    Most sessions never return, and the others do so after times that have a shape. A model (see return_model) learns
-    both online: from how many requests a session had, what the last one added, how long the answer was, the pause
-    before it, how long the session is, whether it went on from the middle of another, and when the client said that it
-    would be back, which counts for as much as was true of it before. What a session is worth is the Gittins index of
-    waiting for it: returns per second of room, at the best moment to give up.
+    Most sessions never return, and the others return after times that have a shape. A model (see return_model) learns
+    both online from the features of a session. A session's worth is the Gittins index of waiting for it: returns per
+    second of room, at the best moment to give up.
 
-    Sessions of one kind and of about the same factor (a level) share a queue, in which only age tells them apart; the
+    Sessions of one kind and of about the same factor (a level) share a queue, in which only age tells them apart. The
     index rises with age to a peak and then falls, so the least of a queue is at one of its ends. O(levels) a victim,
     O(1) a use.
     """
@@ -53,13 +46,6 @@ class Returns(EvictionPolicy):
         self._levels: list[OrderedDict[str, float]] = [OrderedDict() for _ in range(KINDS * LEVELS)]
         self._level_of: dict[str, int] = {}
         self._superseded: OrderedDict[str, None] = OrderedDict()
-        self._index: list[list[float]] = []
-        self._version = -1
-
-    @classmethod
-    def family(cls, options: Any = None) -> Callable[[], Self]:
-        first = cls(options)
-        return lambda: cls(options, first.model)
 
     def used(self, session: SessionView) -> None:
         self.forget(session.session_id)
@@ -83,32 +69,29 @@ class Returns(EvictionPolicy):
 
     def victims(self) -> Iterator[str]:
         yield from in_order(self._superseded)
-        if self._version != self.model.version:
-            self._version, self._index = self.model.version, self.model.table(LOG_FACTORS)
-        ends = list(self._ends())
-        heapq.heapify(ends)
-        queues: dict[tuple[int, bool], Iterator[str]] = {}
+        index = self.model.table()
         passed: set[str] = set()
+        ends: list[tuple[float, float, int, bool, str]] = []
+        """Worth, last use, level, whether from the newest end, and session id of each queue's two ends."""
+        queues = {
+            (level, newest): in_order(queue, reversed if newest else iter)
+            for level, queue in enumerate(self._levels)
+            if queue
+            for newest in (False, True)
+        }
+
+        def push(level: int, newest: bool) -> None:
+            session_id = next((key for key in queues[level, newest] if key not in passed), None)
+            if session_id is not None:
+                last_used = self._levels[level][session_id]
+                worth = index[level][bisect_left(AGES, self._now - last_used)]
+                heapq.heappush(ends, (worth, last_used, level, newest, session_id))
+
+        for end in queues:
+            push(*end)
         while ends:
             _, _, level, newest, session_id = heapq.heappop(ends)
-            queue = self._levels[level]
-            if session_id in queue and session_id not in passed:
+            if session_id in self._levels[level] and session_id not in passed:
                 passed.add(session_id)
                 yield session_id
-            rest = queues.setdefault((level, newest), in_order(queue, reversed if newest else iter))
-            following = next((key for key in rest if key not in passed), None)
-            if following is not None:
-                last_used = queue[following]
-                heapq.heappush(ends, (self._worth(level, last_used), last_used, level, newest, following))
-
-    def _ends(self) -> Iterator[tuple[float, float, int, bool, str]]:
-        """The oldest and the newest of each queue: its worth, when it was used, the level, whether it is the newest."""
-        for level, queue in enumerate(self._levels):
-            if queue:
-                oldest, newest = next(iter(queue)), next(reversed(queue))
-                yield self._worth(level, queue[oldest]), queue[oldest], level, False, oldest
-                if newest != oldest:
-                    yield self._worth(level, queue[newest]), queue[newest], level, True, newest
-
-    def _worth(self, level: int, last_used: float) -> float:
-        return self._index[level][bisect_left(AGES, self._now - last_used)]
+            push(level, newest)

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 REPO = Path(__file__).parents[1]
 FROM_VLLM = {"numba", "torch"}
-OF_VLLM = ("codec.cpu.numba_", "codec.cpu.jit", "codec.gpu", "codec.transformers", "manager.calibration.model")
+OF_VLLM = ("codec.cpu.numba_", "codec.gpu", "codec.transformers", "manager.calibration.model")
 """Modules that import what comes with vLLM; nothing imports them where that is missing."""
 MAIN = "import sys; from manthan.manager.cli import app; sys.argv[0] = 'manthan'; app()"
 IMPORT_ALL = """

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.cpu.exact import EXACT
+from manthan.codec.cpu.state import STATE_CODECS, StateLayout, StatePart
 from manthan.codec.gpu.paged import DTYPES
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import Profile
 from manthan.codec.registry import FALLBACK, finer_codecs, needs_profile
-from manthan.codec.state import STATE_CODECS, StateLayout, StatePart
 from manthan.codec.wht import NAME as WHT
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig, ConfigError

@@ -1,4 +1,4 @@
-"""The codec that changes nothing: a section's numbers as the cache has them, bit for bit."""
+"""Codec that keeps a section's numbers as the cache has them, bit for bit."""
 
 import math
 
@@ -9,7 +9,7 @@ EXACT = "exact"
 
 
 class ExactCodec(Codec):
-    """Any numbers will do, also those that are not finite."""
+    """Codec of any numbers, finite or not."""
 
     name = EXACT
 
@@ -22,7 +22,7 @@ class ExactCodec(Codec):
         return nbytes
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """A view of the codes."""
+        """Return a view of the codes."""
         nbytes = self.max_nbytes(section)
         if codes.size != nbytes:
             raise SizeError(f"{codes.size} bytes are not {section.shape} in {section.dtype.name}: {nbytes} are.")

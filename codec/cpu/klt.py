@@ -1,5 +1,4 @@
-"""Sections in a calibrated codec: keys before RoPE and values, to the components of their model's profile, rounded to
-steps, entropy-coded.
+"""Calibrated codec: components by the model's profile, of keys before RoPE and of values, rounded and entropy-coded.
 
 Transform coding of the KV cache (Karhunen and Loeve's transform with a calibrated mean: Staniszewski and Lancucki,
 "KV Cache Transform Coding", 2025). The numbers of a token, all heads of a layer side by side, are a vector x:
@@ -11,9 +10,9 @@ in float32. Products of matrices round as the machine's BLAS does: where it diff
 q what lies half-way between two steps, and a decoder's numbers differ by 2**-20 or so of their size, before they are
 rounded to bf16. The integers are the same everywhere.
 
-Codes, little-endian. A row is a layer's keys or values, [C, tokens]; of keys and values together, keys come first:
+Codes, little-endian. A row is a layer's keys or values, [C, tokens]:
 
-    | version u8, 1 | d u8 | 2 zero bytes | rows as `manthan.codec.cpu.rows` has them |
+    | version u8, 1 | d u8 | 2 zero bytes | rows as `manthan.codec.cpu.rans` has them |
 
 A section takes 1.35 times the bytes that the tables let expect, at most. Numbers that are further from the profile's
 double their steps until they fit, d times: q / 2**d rounded to a whole number, ties to even, is coded with the same
@@ -30,41 +29,40 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, SectionKind, check_head_dim
-from manthan.codec.cpu.numbers import as_floats, as_numbers
-from manthan.codec.cpu.rans import Coder, Integers, Rows, streams_of
-from manthan.codec.cpu.rows import FURTHEST, bound, encode_rows, parse, row_front
-from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
+from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite
+from manthan.codec.cpu.rans import (
+    FURTHEST,
+    START,
+    VERSION,
+    Coder,
+    Integers,
+    Rows,
+    bound,
+    check_front,
+    row_front,
+    streams_of,
+)
+from manthan.codec.errors import ProfileError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS as RATIOS
 from manthan.codec.profile import Basis, Profile
 from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import UNIT, expected
 
-VERSION, START = 1, 4
 MOST_DOUBLINGS = 254
 """More than the largest float32 needs, by 2**100."""
 LARGEST = float(np.finfo(np.float32).max)
 
-PARTS = {
-    SectionKind.KEYS: (SectionKind.KEYS,),
-    SectionKind.VALUES: (SectionKind.VALUES,),
-    SectionKind.BOTH: (SectionKind.KEYS, SectionKind.VALUES),
-}
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Klt:
-    """Calibrated transform to components that do not correlate, one step for all of a layer's, and an entropy coder.
-
-    Args:
-        name: in the configuration, in profiles and in encoded blocks.
-        ratio: how many times smaller than bf16 it makes text of the kind that it was calibrated on.
-    """
+class KltPreset:
+    """Calibrated transform to components that do not correlate, one step for all of a layer's, and an entropy coder."""
 
     name: str
-    ratio: float
+    """In the configuration, in profiles and in encoded blocks."""
 
     def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> "KltCodec":
         """Return the codec on the CPU. Raises HeadDimError, ProfileError where a profile is missing or does not fit."""
@@ -73,11 +71,11 @@ class Klt:
         return KltCodec(self.name, head_dim, facts.profile, facts.rope)
 
 
-PRESETS = {name: Klt(name, ratio) for name, ratio in RATIOS.items()}
+PRESETS = {name: KltPreset(name) for name in RATIOS}
 
 
 class _Bases(NamedTuple):
-    """Of rows, the step in them. mean: [rows, C]. forward, inverse: [rows, C, C]. tables: uint8 [rows, C]."""
+    """Bases of a section's rows, in steps. mean: [rows, C]. forward, inverse: [rows, C, C]. tables: uint8 [rows, C]."""
 
     mean: Floats
     forward: Floats
@@ -86,25 +84,25 @@ class _Bases(NamedTuple):
 
     @classmethod
     def of(cls, bases: Sequence[Basis], preset: str) -> Self:
+        """Join the bases of all layers."""
         steps = np.array([basis.steps[preset] for basis in bases], np.float32)[:, None, None]
         forward: Floats = np.stack([basis.forward for basis in bases]) / steps
         inverse: Floats = np.stack([basis.inverse for basis in bases]) * steps
         means, tables = [basis.mean for basis in bases], [basis.tables[preset] for basis in bases]
         return cls(np.stack(means), forward, inverse, np.stack(tables))
 
-    def some(self, first: int, last: int) -> Self:
-        at = slice(first, last)
-        return self._replace(
-            mean=self.mean[at], forward=self.forward[at], inverse=self.inverse[at], tables=self.tables[at]
-        )
+    def rows(self, tokens: int) -> Rows:
+        """Return the layout of the rows for the entropy coder."""
+        count, size = self.tables.shape
+        return Rows(np.full(count, size, np.int64), self.tables.ravel(), tokens, streams_of(tokens * size))
 
     def rounded(self, x: Floats | Doubles) -> Any:
-        """[rows, tokens, C] to [rows, C, tokens] of the same dtype."""
+        """Round [rows, tokens, C] to whole steps [rows, C, tokens] of the same dtype."""
         with np.errstate(over="ignore", invalid="ignore"):
             return np.rint((x - self.mean[:, None]) @ self.forward.astype(x.dtype)).transpose(0, 2, 1)
 
     def back(self, q: Floats, doublings: int) -> Any:
-        """[rows, C, tokens] to [rows, tokens, C]; float64 where steps are doubled, so that nothing overflows."""
+        """Undo `rounded`. Returns float64 where steps are doubled, so that nothing overflows."""
         made: Any = q.transpose(0, 2, 1) @ self.inverse
         if doublings:
             made = np.ldexp(made.astype(np.float64), doublings)
@@ -113,9 +111,13 @@ class _Bases(NamedTuple):
 
 
 class KltCodec(Codec):
-    """profile: of the section's layers and the rank's heads. rope: the model's; it must be the profile's.
+    """Codec on the CPU. Raises HeadDimError; ProfileError for a profile that does not fit.
 
-    Raises ProfileError for a profile that does not fit.
+    Args:
+        name: of the preset.
+        head_dim: numbers of a vector.
+        profile: of the section's layers and the rank's heads.
+        rope: RoPE of the model; it must be the profile's.
     """
 
     varies = True
@@ -125,41 +127,43 @@ class KltCodec(Codec):
         self.name = name
         self._profile, self._rope, self._head_dim = profile, profile.info.rope, head_dim
         _check(name, head_dim, profile, rope)
+        layers = profile.layers
+        self._of_layers = {
+            SectionKind.KEYS: [layer.keys for layer in layers],
+            SectionKind.VALUES: [layer.values for layer in layers],
+        }
         self._coder = Coder(profile.frequencies)
 
     @cached_property
     def _bases(self) -> dict[SectionKind, _Bases]:
-        layers = self._profile.layers
-        keys = _Bases.of([layer.keys for layer in layers], self.name)
-        values = _Bases.of([layer.values for layer in layers], self.name)
-        return {SectionKind.KEYS: keys, SectionKind.VALUES: values}
+        return {kind: _Bases.of(bases, self.name) for kind, bases in self._of_layers.items()}
 
     def max_nbytes(self, section: Section) -> int:
         return bound(self.expected_nbytes(section))
 
     def expected_nbytes(self, section: Section) -> int:
-        self._check_section(section)
-        first, last = section.first_layer, section.first_layer + section.layers
-        bits = [bits for kind in PARTS[section.kind] for bits in self._expected[kind][first:last]]
-        size = section.heads * section.head_dim
-        return START + len(bits) * row_front(section.tokens * size) + -(-section.tokens * sum(bits) // (8 * UNIT))
+        profile, size = self._profile, section.heads * section.head_dim
+        shape = section.first_layer, section.layers, section.head_dim, size
+        fits = shape == (0, len(profile.layers), self._head_dim, profile.layers[0].keys.mean.size)
+        if not fits or section.kind not in self._of_layers:
+            raise SizeError(f"{section} is not of the profile of {profile.info.model}, {len(profile.layers)} layers.")
+        bits = section.tokens * self._expected[section.kind]
+        return START + section.layers * row_front(section.tokens * size) + -(-bits // (8 * UNIT))
 
     @cached_property
-    def _expected(self) -> dict[SectionKind, list[int]]:
-        """Of each layer's keys and of its values, what a token takes, in UNITs of a bit."""
+    def _expected(self) -> dict[SectionKind, int]:
+        """Expected size of a token's keys, and of its values, in UNITs of a bit."""
         table = expected(self._profile.frequencies)
-        found: dict[SectionKind, list[int]] = {SectionKind.KEYS: [], SectionKind.VALUES: []}
-        for layer in self._profile.layers:
-            found[SectionKind.KEYS].append(int(table[layer.keys.tables[self.name]].sum()))
-            found[SectionKind.VALUES].append(int(table[layer.values.tables[self.name]].sum()))
-        return found
+        return {
+            kind: sum(int(table[basis.tables[self.name]].sum()) for basis in bases)
+            for kind, bases in self._of_layers.items()
+        }
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
         """Raises NonFiniteError."""
-        vectors, bases = as_floats(x), self._of(section)
-        numbers = self._numbers(vectors, section, positions, bases)
-        rows = _rows(section, bases)
-        doublings, nbytes = encode_rows(self._coder, numbers, lambda _: rows, out[START : self.max_nbytes(section)])
+        limit, bases = self.max_nbytes(section), self._bases[section.kind]
+        numbers, rows = self._numbers(as_floats(x), section, positions, bases), bases.rows(section.tokens)
+        doublings, nbytes = self._coder.write(numbers, lambda _: rows, out[START:limit])
         out[:START] = (VERSION, doublings, 0, 0)
         return START + nbytes
 
@@ -168,36 +172,14 @@ class KltCodec(Codec):
         limit = self.max_nbytes(section)
         if not START <= codes.size <= limit:
             raise SizeError(f"{codes.size} bytes are not the codes of {section}: {START} to {limit} are.")
-        doublings = int(codes[1])
-        if tuple(codes[:START]) != (VERSION, doublings, 0, 0) or doublings > MOST_DOUBLINGS:
-            raise DamagedError(f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 does.")
-        bases = self._of(section)
-        rows = _rows(section, bases)
-        numbers = self._coder.decode(parse(codes[START:], rows), rows)
+        doublings = check_front(codes, section.codec, MOST_DOUBLINGS)
+        bases = self._bases[section.kind]
+        numbers = self._coder.read(codes[START:], bases.rows(section.tokens))
         return as_numbers(self._vectors(numbers, doublings, section, positions, bases), section.dtype)
-
-    def _check_section(self, section: Section) -> None:
-        """Raises SizeError for one that the profile is not of."""
-        layers, size = len(self._profile.layers), section.heads * section.head_dim
-        last = section.first_layer + section.layers
-        fits = last <= layers and section.head_dim == self._head_dim and size == self._profile.layers[0].keys.mean.size
-        if not fits or section.kind not in PARTS:
-            raise SizeError(f"{section} is not of the profile of {self._profile.info.model}, {layers} layers.")
-
-    def _of(self, section: Section) -> _Bases:
-        """Of each row of the section."""
-        found = [self._bases[kind] for kind in PARTS[section.kind]]
-        if section.layers < len(self._profile.layers):
-            found = [bases.some(section.first_layer, section.first_layer + section.layers) for bases in found]
-        joined: list[Any] = [np.concatenate(parts) for parts in zip(*found, strict=True)]
-        return found[0] if len(found) == 1 else _Bases(*joined)
 
     def _numbers(self, x: Floats, section: Section, positions: Positions, bases: _Bases) -> Integers | Doubles:
         """Return whole steps of all rows; float64 where they take more than 16 bits. Raises NonFiniteError."""
-        finite = np.isfinite(x).reshape(-1, section.head_dim).all(1)
-        if not finite.all():
-            bad = int(finite.argmin())
-            raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.", bad)
+        check_finite(x)
         rounded = bases.rounded(self._turned_back(x, section, positions))
         if (np.abs(rounded) <= FURTHEST).all():  # a NaN is not
             near: Integers = rounded.astype(np.int16, order="C").ravel()
@@ -205,25 +187,23 @@ class KltCodec(Codec):
         far: Doubles = bases.rounded(self._turned_back(x.astype(np.float64), section, positions))
         return far.ravel()
 
-    def _turned_back(self, x: Floats | Doubles, section: Section, positions: Positions) -> Any:
+    def _turned_back(self, x: Any, section: Section, positions: Positions) -> Any:
         """Return the section's rows, [rows, tokens, C], keys as they are at place 0."""
-        parts = x.reshape(-1, *x.shape[-4:])
-        if section.kind is not SectionKind.VALUES and self._rope is not None:
+        if section.kind is SectionKind.KEYS and self._rope is not None:
             with np.errstate(over="ignore", invalid="ignore"):
-                turned = self._rope.turn_back(parts[0], positions)
-            parts = np.concatenate([turned[None], parts[1:]])
-        return parts.transpose(0, 1, 3, 2, 4).reshape(section.layers * len(parts), section.tokens, -1)
+                x = self._rope.turn_back(x, positions)
+        return x.transpose(0, 2, 1, 3).reshape(section.layers, section.tokens, -1)
 
     def _vectors(
         self, numbers: Integers, doublings: int, section: Section, positions: Positions, bases: _Bases
     ) -> Floats:
-        rows = bases.back(numbers.astype(np.float32).reshape(len(bases.mean), -1, section.tokens), doublings)
-        heads = rows.reshape(-1, section.layers, section.tokens, section.heads, section.head_dim)
-        x = np.ascontiguousarray(heads.transpose(0, 1, 3, 2, 4))
-        if section.kind is not SectionKind.VALUES and self._rope is not None:
-            x[0] = self._rope.turn(x[0], positions)
+        rows = bases.back(numbers.astype(np.float32).reshape(section.layers, -1, section.tokens), doublings)
+        heads = rows.reshape(section.layers, section.tokens, section.heads, section.head_dim)
+        x = np.ascontiguousarray(heads.transpose(0, 2, 1, 3))
+        if section.kind is SectionKind.KEYS and self._rope is not None:
+            x = self._rope.turn(x, positions)
         made: Floats = np.clip(x, -LARGEST, LARGEST).astype(np.float32) if doublings else x
-        return made.reshape(section.shape)
+        return made
 
 
 def _check(name: str, head_dim: int, profile: Profile, rope: Rope | None) -> None:
@@ -236,19 +216,13 @@ def _check(name: str, head_dim: int, profile: Profile, rope: Rope | None) -> Non
         raise ProfileError(
             f"the profile of {info.model} was made for another RoPE than the model has: calibrate it again."
         )
-    _ = profile.layers
 
 
 def _same(one: Rope | None, other: Rope | None) -> bool:
-    """But for how frequencies were rounded."""
+    """True if both turn alike, but for the rounding of frequencies."""
     if one is None or other is None:
         return one is other
     alike = (one.interleaved, len(one.frequencies)) == (other.interleaved, len(other.frequencies))
     return alike and bool(
         np.allclose((*one.frequencies, one.scale), (*other.frequencies, other.scale), rtol=1e-5, atol=0)
     )
-
-
-def _rows(section: Section, bases: _Bases) -> Rows:
-    count, size = bases.tables.shape
-    return Rows(np.full(count, size, np.int64), bases.tables.ravel(), section.tokens, streams_of(section.tokens * size))

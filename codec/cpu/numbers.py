@@ -1,31 +1,137 @@
-"""The cache's numbers as float32, and float32 as the cache's numbers."""
+"""Numbers of the KV cache as float32, and float32 as numbers of the cache.
+
+fp8 numbers are bytes: the highest bit is the sign, the next ones are the exponent, and the `mantissa` lowest ones the
+fraction. Below the first exponent numbers are subnormal.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Dtype, Numbers
-from manthan.codec.cpu.fp8 import widened
+from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section
+from manthan.codec.errors import NonFiniteError
 
 LARGEST = {Dtype.BFLOAT16: 3.3895313892515355e38, Dtype.FLOAT16: 65504.0, Dtype.FLOAT32: 3.4028234663852886e38}
 LARGEST_BF16 = np.float32(LARGEST[Dtype.BFLOAT16])
+SIGN = 0x80
 Floats = npt.NDArray[np.float32]
 
 
+@dataclass(frozen=True)
+class Fp8:
+    """Kind of fp8.
+
+    mantissa: bits of the fraction.
+    least: exponent of the smallest normal number, as float32 has it.
+    largest: largest finite number.
+    """
+
+    mantissa: int
+    least: int
+    largest: float
+
+
+FORMS = {Dtype.FLOAT8_E4M3: Fp8(3, 127 - 6, 448.0), Dtype.FLOAT8_E5M2: Fp8(2, 127 - 14, 57344.0)}
+
+
 def as_floats(x: Numbers, dtype: Dtype = Dtype.BFLOAT16) -> Floats:
-    """uint16 is bf16's bits. dtype: of the numbers, without which fp8's bits cannot be told."""
+    """Return the numbers as float32; exact.
+
+    Args:
+        x: numbers of any shape; uint16 holds bf16's bits.
+        dtype: of the numbers, without which fp8's bits cannot be told.
+    """
     if dtype.is_fp8:
-        return widened(x, dtype)
-    if x.dtype == np.uint16:
-        made: Floats = (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return made
-    return x.astype(np.float32, copy=False)
+        made: Floats = table(dtype)[x]
+    elif x.dtype == np.uint16:
+        made = (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        made = x.astype(np.float32, copy=False)
+    return made
 
 
 def as_numbers(x: Floats, dtype: Dtype) -> Numbers:
-    """Rounded, ties to even, within the dtype's range. x is overwritten."""
+    """Round to the nearest numbers of a dtype, ties to even, within its range. Overwrites x."""
+    if dtype.is_fp8:
+        return _as_fp8(x, FORMS[dtype])
     np.clip(x, -LARGEST[dtype], LARGEST[dtype], out=x)
     if dtype is Dtype.BFLOAT16:
-        bits = np.ascontiguousarray(x).view(np.uint32)
-        rounded: Numbers = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-        return rounded
+        return bf16_bits(x)
     return x.astype(dtype.numpy, copy=False)
+
+
+def bf16_bits(x: Floats) -> npt.NDArray[np.uint16]:
+    """Round to bf16 bits, ties to even."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def fold(rows: Floats) -> Floats:
+    """Sum over rows: the upper half onto the lower, until one is left. Overwrites rows."""
+    while len(rows) > 1:
+        half = (len(rows) + 1) // 2
+        rows[: len(rows) - half] += rows[half:]
+        rows = rows[:half]
+    total: Floats = rows[0]
+    return total
+
+
+def check_finite(x: Floats) -> None:
+    """Raise NonFiniteError for the first vector of [..., head_dim] with a number that is not finite."""
+    finite = np.isfinite(x).all(axis=-1).ravel()
+    if not finite.all():
+        bad = int(finite.argmin())
+        raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.", bad)
+
+
+@lru_cache
+def table(dtype: Dtype) -> Floats:
+    """Number of each fp8 byte, [256]."""
+    form = FORMS[dtype]
+    code = np.arange(SIGN)
+    exponent, fraction = code >> form.mantissa, code % (1 << form.mantissa)
+    whole = fraction + (exponent > 0) * (1 << form.mantissa)
+    made = np.ldexp(whole.astype(np.float64), np.maximum(exponent, 1) - 1 + form.least - 127 - form.mantissa)
+    finite = made <= form.largest
+    made[~finite] = np.nan
+    if dtype is Dtype.FLOAT8_E5M2:
+        made[np.flatnonzero(~finite)[0]] = np.inf
+    both: Floats = np.concatenate([made, -made]).astype(np.float32)
+    both.flags.writeable = False
+    return both
+
+
+def _as_fp8(x: Floats, form: Fp8) -> Numbers:
+    size = np.minimum(np.abs(x), np.float32(form.largest))
+    exponent = np.maximum(size.view(np.uint32) >> 23, form.least)
+    unit = ((exponent - form.mantissa) << 23).astype(np.uint32).view(np.float32)
+    whole = np.rint(size / unit).astype(np.uint32)  # up to twice 2**mantissa, which carries into the exponent
+    code = ((exponent - form.least) << form.mantissa) + whole
+    made: Numbers = (code | np.signbit(x) * np.uint32(SIGN)).astype(np.uint8)
+    return made
+
+
+class Fp8Codec(Codec):
+    """Codec of float32 for sections of fp8. Scales of the cache's numbers do not matter: the codes are of its bytes."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.name, self.varies, self._codec = codec.name, codec.varies, codec
+
+    def max_nbytes(self, section: Section) -> int:
+        return self._codec.max_nbytes(_wide(section))
+
+    def expected_nbytes(self, section: Section) -> int:
+        return self._codec.expected_nbytes(_wide(section))
+
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+        return self._codec.encode(as_floats(x, section.dtype), _wide(section), positions, out)
+
+    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+        return as_numbers(self._codec.decode(codes, _wide(section), positions), section.dtype)
+
+
+@lru_cache
+def _wide(section: Section) -> Section:
+    return replace(section, dtype=Dtype.FLOAT32)

@@ -9,7 +9,7 @@ from manthan.codec.registry import needs_profile
 
 
 def main(dtype: str, codecs: Sequence[str]) -> None:
-    """Compile what the codecs run, all but those that need a model's profile.
+    """Compile the kernels of all codecs but those that need a profile.
 
     Args:
         dtype: name of the KV cache's dtype in `Dtype`.

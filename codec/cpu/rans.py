@@ -1,8 +1,8 @@
-"""Small integers to words and back, by range asymmetric numeral systems (rANS; Duda, 2013), many streams side by side.
+"""Small integers to bytes and back, by range asymmetric numeral systems (rANS; Duda, 2013), many streams side by side.
 
 Integers come in rows: a row is a layer's, [components, tokens], and every component has a table of frequencies. Number
 i of a row belongs to stream i % streams; all streams of a row share one run of words (Giesen, "Interleaved entropy
-coders", 2014), so that as many threads can decode it in step: each knows from the others' states which word is its.
+coders", 2014), so that many threads can decode it in step: each knows from the others' states which word is its own.
 
     x = state of the stream, 2**16 to 2**32 - 1; f, c = frequency and sum of those before it, of 2**12
     encode, from the last number to the first:
@@ -12,53 +12,109 @@ coders", 2014), so that as many threads can decode it in step: each knows from t
         s = the symbol with c <= x % 2**12 < c + f;  x = f * (x // 2**12) + x % 2**12 - c
         x < 2**16:  x = x * 2**16 + the next word
 
-A state begins at 2**16, where the decoder must find it again. Integers of -127 to 127 are symbols; what has no
+A state begins at 2**16, where the decoder must find it again. Integers of -127 to 127 are symbols. An integer without a
 frequency is the symbol ESCAPE, and behind it, as a word of its own, the integer: -32,768 to 32,767. Words stand in the
-order in which they are decoded.
+order in which they are decoded. As bytes, little-endian:
+
+    | words of each row | states of each row's streams, u32 | words of all rows, u16 |
+
+The number of words of a row is u16, or u32 where a row is so long that it might not fit.
+
+A section that does not fit its bound doubles its steps until it does, and so does one with a number of more than 16
+bits. Its whole numbers are divided by 2 to the number of doublings and rounded, ties to even. They end as zeros, which
+take less than any table lets expect.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.errors import DamagedError
+from manthan.codec.base import Codes
+from manthan.codec.errors import DamagedError, SizeError
 from manthan.codec.tables.frequencies import SCALE
 
+VERSION, START = 1, 4
+"""Version of a section's codes, and bytes of their front: version u8, number of doublings u8, 2 zero bytes."""
 LOWEST = 1 << 16
 STREAM_NUMBERS = 1024
 STREAMS_MAX = 32
+WORDS_A_NUMBER = 28 / 16
+"""Most words of a number: 12 bits for the escape, and 16 behind it."""
+SLACK = 27, 20
+"""Most bytes of a section over its expected ones: 1.35, as whole numbers."""
+MOST_DOUBLINGS = 16
+"""Doublings after which all 16-bit numbers are 0."""
+FURTHEST = 32767
+"""Largest number that is written, of either sign."""
 
 Integers = npt.NDArray[np.int16]
-Words = npt.NDArray[np.uint16]
 
 
 class Rows(NamedTuple):
-    """What is known of rows before their numbers are. components: int64 [rows]. tables: uint8 [sum of components], the
-    frequencies of each. tokens, streams: of every row."""
+    """Layout of rows, known before their numbers are.
+
+    components: int64 [rows].
+    tables: uint8 [sum of components], the frequencies of each.
+    tokens, streams: of every row.
+    """
 
     components: npt.NDArray[np.int64]
     tables: npt.NDArray[np.uint8]
     tokens: int
     streams: int
 
+    @property
+    def counts(self) -> np.dtype[np.unsignedinteger]:
+        """Type of a row's number of words."""
+        return _counts(int(self.components[0]) * self.tokens)
+
+    @property
+    def front(self) -> int:
+        """Bytes ahead of the words."""
+        return len(self.components) * (self.counts.itemsize + 4 * self.streams)
+
 
 class Coded(NamedTuple):
-    """states: uint32 [rows, streams]. sizes: int64 [rows], of each row in words. words: of all rows."""
+    """Entropy-coded rows. states: uint32 [rows, streams]. sizes: int64 [rows], words of a row. words: of all rows."""
 
     states: npt.NDArray[np.uint32]
     sizes: npt.NDArray[np.int64]
-    words: Words
+    words: npt.NDArray[np.uint16]
 
 
 def streams_of(numbers: int) -> int:
-    """How many streams a row of so many numbers has: a power of 2, about 1,024 numbers each, at most 32."""
+    """Number of streams of a row of `numbers` numbers: a power of 2, about 1,024 numbers each, at most 32."""
     return min(STREAMS_MAX, 1 << max(0, (numbers - 1) // STREAM_NUMBERS).bit_length())
 
 
+def bound(expected_nbytes: int) -> int:
+    """Most bytes of a section with these expected ones."""
+    times, of = SLACK
+    return -(-expected_nbytes * times // of)
+
+
+def row_front(numbers: int) -> int:
+    """Bytes ahead of the words for a row of `numbers` numbers."""
+    return _counts(numbers).itemsize + 4 * streams_of(numbers)
+
+
+def _counts(numbers: int) -> np.dtype[np.unsignedinteger]:
+    return np.dtype("<u2" if numbers * WORDS_A_NUMBER < 1 << 16 else "<u4")
+
+
+def check_front(codes: Codes, codec: str, most_doublings: int) -> int:
+    """Number of doublings at the front of a section's codes. Raises DamagedError."""
+    front: list[int] = codes[:START].tolist()
+    if front != [VERSION, front[1], 0, 0] or front[1] > most_doublings:
+        raise DamagedError(f"codes of {codec} begin with {bytes(front).hex()}: 01000000 does.")
+    return front[1]
+
+
 class Coder:
-    """frequencies: uint16 [tables, 256], each table's sum 4,096, that of ESCAPE at least 1 and none 4,096."""
+    """Coder with frequencies uint16 [tables, 256]: each table's sum is 4,096, ESCAPE's is at least 1, none 4,096."""
 
     def __init__(self, frequencies: npt.NDArray[np.uint16]) -> None:
         wide = frequencies.astype(np.uint32)
@@ -70,12 +126,12 @@ class Coder:
         self._decoding = symbols << np.uint32(24) | f << np.uint32(12) | (slots - c)
 
     def _kernels(self) -> ModuleType:
-        from manthan.codec.cpu import numba_rans
+        from manthan.codec.cpu import numba_kernels
 
-        return numba_rans
+        return numba_kernels
 
     def encode(self, numbers: Integers, rows: Rows, most: int) -> Coded | None:
-        """The rows' numbers, one row behind the other; None where they take more than `most` words."""
+        """Encode the rows' numbers, one row behind the other. Returns None if they take more than `most` words."""
         states = np.empty((len(rows.components), rows.streams), np.uint32)
         sizes = np.empty(len(rows.components), np.int64)
         words = np.empty(most, np.uint16)
@@ -83,9 +139,48 @@ class Coder:
         return None if first < 0 else Coded(states, sizes, words[first:])
 
     def decode(self, coded: Coded, rows: Rows) -> Integers:
-        """The rows' numbers. Raises DamagedError for words that no encoder writes."""
+        """Decode the rows' numbers. Raises DamagedError for words that no encoder writes."""
         numbers = np.empty(int(rows.components.sum()) * rows.tokens, np.int16)
         whole = int(coded.sizes.sum()) == coded.words.size and bool((coded.states >= LOWEST).all())
         if not whole or not self._kernels().decode(*coded, *rows, self._decoding, numbers):
             raise DamagedError("entropy-coded numbers do not end where they should: the codes are damaged.")
         return numbers
+
+    def write(
+        self, numbers: Integers | npt.NDArray[np.float64], rows_of: Callable[[int], Rows], out: Codes
+    ) -> tuple[int, int]:
+        """Write whole numbers into the front of `out`, with the fewest doublings of their steps that fit.
+
+        Args:
+            numbers: of all rows, one row behind the other; float64 where some take more than 16 bits.
+            rows_of: returns the rows for a number of doublings.
+            out: uint8, the room that the rows may take.
+
+        Returns: the number of doublings, and of bytes that were written.
+        """
+        short = numbers.dtype == np.int16
+        least = 0 if short else max(0, int(np.frexp(np.abs(numbers).max())[1]) - 15)
+        for doublings in range(least, least + MOST_DOUBLINGS + 1):
+            rows = rows_of(doublings)
+            halved = np.rint(np.ldexp(numbers.astype(np.float64), -doublings)) if doublings else numbers
+            if not short and np.abs(halved).max() > FURTHEST:
+                continue
+            coded = self.encode(halved.astype(np.int16, copy=False), rows, (out.size - rows.front) // 2)
+            if coded is not None:
+                at = 0
+                for part in (coded.sizes.astype(rows.counts), coded.states.astype("<u4"), coded.words.astype("<u2")):
+                    out[at : at + part.nbytes] = part.ravel().view(np.uint8)
+                    at += part.nbytes
+                return doublings, at
+        raise AssertionError(f"{numbers.size} zeros do not fit into {out.size} bytes")
+
+    def read(self, codes: Codes, rows: Rows) -> Integers:
+        """Undo `write`, but for the doublings. Raises SizeError, DamagedError."""
+        count, begin, dtype = len(rows.components), rows.front, rows.counts
+        if codes.size < begin or (codes.size - begin) % 2:
+            raise SizeError(f"{codes.size} bytes are not {count} entropy-coded rows: {begin} and words of 2 bytes are.")
+        at = count * dtype.itemsize
+        sizes = codes[:at].copy().view(dtype).astype(np.int64)
+        states = codes[at:begin].copy().view("<u4").reshape(count, rows.streams).astype(np.uint32)
+        words = codes[begin:].copy().view("<u2").astype(np.uint16, copy=False)
+        return self.decode(Coded(states, sizes, words), rows)

@@ -1,4 +1,7 @@
-"""Recurrent states in bf16, or in 8 bits with a scale for each row; what lies around them as it is.
+"""Recurrent states of Mamba and linear attention layers, in bf16 or in 8 bits with a scale for each row.
+
+A layer's state is all that it knows of the tokens so far: a matrix for each head, a tenth of a session's bytes or more
+in float32, and the last inputs of a short convolution, which are few and kept exact.
 
     each part of a state, one behind the other:
         kept exact     its bytes, layer after layer
@@ -10,6 +13,7 @@ Padding is not kept: it comes back as zeros.
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,23 +21,53 @@ import numpy.typing as npt
 from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section
 from manthan.codec.cpu.numbers import Floats, as_floats, as_numbers
 from manthan.codec.errors import NonFiniteError, ShapeError, SizeError
-from manthan.codec.state import STATE_CODECS, StateLayout, StatePart
 
+STATE_CODECS = {"bf16": "state-bf16", "int8": "state-int8"}
+"""Codecs of states, by their names in the configuration."""
 LEVELS = 127
 
 
+@dataclass(frozen=True)
+class StatePart:
+    """Part of a layer's state.
+
+    nbytes: of one layer.
+    row: numbers of a row of its matrices, the last dimension; 0 for a part that is kept exact.
+    dtype: of its numbers.
+    """
+
+    nbytes: int
+    row: int = 0
+    dtype: Dtype = Dtype.UINT8
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Layout of a block's bytes: `layer_nbytes` for each layer, which begin with its parts and end with padding."""
+
+    layers: int
+    layer_nbytes: int
+    parts: tuple[StatePart, ...]
+
+
 class StateCodec(Codec):
-    """name: one of STATE_CODECS. Raises ShapeError, in each method, for sections that are not of this layout."""
+    """Codec of states. Each method raises ShapeError for a section that is not of the layout.
+
+    Args:
+        name: one of STATE_CODECS.
+        layout: of the sections.
+    """
 
     def __init__(self, name: str, layout: StateLayout) -> None:
         self.name, self.layout, self.is_int8 = name, layout, name == STATE_CODECS["int8"]
 
     def max_nbytes(self, section: Section) -> int:
-        self._check(section)
+        expected = self.layout.layers * self.layout.layer_nbytes
+        if section.dtype is not Dtype.UINT8 or math.prod(section.shape) != expected:
+            raise ShapeError(f"{section.shape} in {section.dtype.name} are not the {expected} bytes of states.")
         return sum(map(self.coded_nbytes, self.layout.parts))
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
-        self._check(section)
         pages, start, end = x.reshape(self.layout.layers, self.layout.layer_nbytes), 0, 0
         for part in self.layout.parts:
             found = np.ascontiguousarray(pages[:, start : start + part.nbytes])
@@ -56,28 +90,19 @@ class StateCodec(Codec):
             start, end = start + part.nbytes, end + some.size
         return pages.reshape(section.shape)
 
-    def _check(self, section: Section) -> None:
-        expected = self.layout.layers * self.layout.layer_nbytes
-        if section.dtype is not Dtype.UINT8 or math.prod(section.shape) != expected:
-            raise ShapeError(f"{section.shape} in {section.dtype.name} are not the {expected} bytes of states.")
-
     def is_exact(self, part: StatePart) -> bool:
-        """Whether the part would become no smaller, or must not."""
+        """True if the part would become no smaller, or must not."""
         return not part.row or (part.dtype.numpy.itemsize <= 2 and not self.is_int8)
 
-    def _numbers(self, part: StatePart) -> int:
-        """Of all layers."""
-        return self.layout.layers * part.nbytes // part.dtype.numpy.itemsize
-
     def coded_nbytes(self, part: StatePart) -> int:
-        """Of all layers."""
+        """Bytes of a part of all layers."""
         if self.is_exact(part):
             return self.layout.layers * part.nbytes
-        numbers = self._numbers(part)
+        numbers = self.layout.layers * part.nbytes // part.dtype.numpy.itemsize
         return numbers + 4 * (numbers // part.row) if self.is_int8 else 2 * numbers
 
     def _encoded(self, found: Codes, part: StatePart) -> list[npt.NDArray[np.generic]]:
-        """What is written for a part of all layers, uint8 [layers, bytes]."""
+        """Arrays to write for a part of all layers, uint8 [layers, bytes]."""
         if self.is_exact(part):
             return [found]
         x = as_floats(found.reshape(-1).view(part.dtype.numpy)).reshape(-1, part.row)
@@ -92,12 +117,11 @@ class StateCodec(Codec):
         return [scales, np.clip(np.rint(steps), -LEVELS, LEVELS).astype(np.int8)]
 
     def _decoded(self, codes: Codes, part: StatePart) -> npt.NDArray[np.generic]:
-        """A part's bytes or numbers, of all layers."""
+        """Bytes or numbers of a part of all layers."""
         if self.is_exact(part):
             return codes
-        numbers = self._numbers(part)
         if not self.is_int8:
             return as_numbers(as_floats(codes.view(np.uint16)), part.dtype)
-        rows = numbers // part.row
+        rows = codes.size // (part.row + 4)
         scales, steps = codes[: 4 * rows].copy().view(np.float32), codes[4 * rows :].view(np.int8)
         return as_numbers(steps.reshape(rows, part.row) * scales[:, None], part.dtype)

@@ -10,7 +10,7 @@ from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.cuda_codec import Job, addresses, as_bits, constants, exact_jobs, is_aligned, sources
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, PagedLayout
-from manthan.codec.k3v3 import BITS, quantizer
+from manthan.codec.k3v3 import BITS, LEVELS, THRESHOLDS
 
 SOURCES = ("common.cu", "k3v3.cu", "exact.cu", "seal.cu")
 
@@ -81,6 +81,6 @@ class K3v3PagedCodec(PagedCodec):
 @lru_cache
 def _module(head_dim: int, dtype: Dtype, device: torch.device, aligned: bool) -> Module:
     """The kernels for vectors of this size and dtype. Raises CompileError."""
-    levels, cuts = quantizer()
+    levels, cuts = LEVELS, THRESHOLDS
     words = {"LEVELS": as_bits(levels), "CUTS": as_bits(cuts)}
     return Module(f"{constants(head_dim, dtype, aligned, words=words)}\n{sources(SOURCES)}", device)

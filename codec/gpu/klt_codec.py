@@ -20,8 +20,8 @@ from torch import Tensor
 
 from manthan.codec.base import Dtype, Kind
 from manthan.codec.block import BlockFormat
-from manthan.codec.cpu.klt import MOST_DOUBLINGS, VERSION
-from manthan.codec.cpu.rans import streams_of
+from manthan.codec.cpu.klt import MOST_DOUBLINGS
+from manthan.codec.cpu.rans import VERSION, streams_of
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
 from manthan.codec.gpu.klt_tables import RowTables, Transforms

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat
-from manthan.codec.cpu.state import StateCodec
+from manthan.codec.cpu.state import STATE_CODECS, StateCodec
 from manthan.codec.errors import ShapeError
 from manthan.codec.gpu.cuda_codec import Job, constants, sources
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import ALIGNMENT, GOOD, Batch, PagedCodec, RawLayout
 from manthan.codec.gpu.states import StateCoder
-from manthan.codec.state import STATE_CODECS
 
 BYTES_AT_ONCE = 2**27
 """Of encoded blocks: temporaries are about three times as large."""

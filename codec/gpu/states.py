@@ -10,9 +10,8 @@ from torch import Tensor
 
 from manthan.codec.base import Dtype
 from manthan.codec.cpu.numbers import LARGEST
-from manthan.codec.cpu.state import LEVELS, StateCodec
+from manthan.codec.cpu.state import LEVELS, StateCodec, StatePart
 from manthan.codec.gpu.paged import DTYPES, GOOD
-from manthan.codec.state import StatePart
 
 BYTES_AT_ONCE = 2**26
 """Of float32: temporaries are about four times as large."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from manthan.codec.base import Dtype, align16
 from manthan.codec.block import BlockFormat, sections
-from manthan.codec.cpu.rows import MOST_DOUBLINGS
+from manthan.codec.cpu.rans import MOST_DOUBLINGS, START, VERSION
 from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
 from manthan.codec.gpu.klt_codec import Sections
 from manthan.codec.gpu.nvrtc import ALONE, Module
@@ -29,9 +29,7 @@ from manthan.codec.wht import (
     MEAN_BITS,
     PRESETS,
     ROW_STEP_END,
-    START,
     TABLES,
-    VERSION,
     Parts,
 )
 

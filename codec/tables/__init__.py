@@ -1,1 +1,1 @@
-"""The constants of codecs: quantizers, rotations."""
+"""Constants of the codecs: frequencies and rotations."""

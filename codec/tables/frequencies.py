@@ -1,4 +1,4 @@
-"""Frequencies of rounded numbers whose distribution is known but for its width: what an entropy coder counts on.
+"""Frequencies of rounded numbers whose distribution is known but for its width, for the entropy coder.
 
 A component of a transform is somewhere between Gaussian and Laplacian, with heavier tails now and then: the generalized
 Gaussian's density is exp(-|x|**shape), scaled to a standard deviation. A table is one of a few shapes and of many
@@ -18,23 +18,23 @@ DEVIATIONS = 2.0 ** (np.arange(-10, 18) / OCTAVE)
 SCALE = 1 << 12
 LARGEST = 127
 ESCAPE = 255
-"""The symbol of all other numbers."""
+"""Symbol of all other numbers."""
 RAREST = 0.5 / SCALE
-"""What is less likely is an escape."""
+"""Least probability of a number that is not escaped."""
 UNIT = 256
-"""Of a bit, that sizes are reckoned in."""
+"""Parts of a bit in which sizes are computed."""
 
 
 @lru_cache
 def family() -> npt.NDArray[np.uint16]:
-    """[tables, 256]: how often of 4,096 the numbers -127 to 127 are met, and, last, another one: at least once."""
+    """Frequencies [tables, 256], of 4,096: of the numbers -127 to 127, and last of all others, at least 1."""
     made = np.array([_table(shape, deviation) for shape in SHAPES for deviation in DEVIATIONS], np.uint16)
     made.flags.writeable = False
     return made
 
 
 def costs(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
-    """[tables, 256] bits of each number; the escape's with the 16 behind it. What has no frequency is escaped."""
+    """Bits of each number, [tables, 256], with 16 behind an escape. Numbers without a frequency are escaped."""
     with np.errstate(divide="ignore"):
         bits = np.log2(SCALE) - np.log2(frequencies.astype(np.float64))
     escape = bits[:, -1:] + 16
@@ -43,7 +43,7 @@ def costs(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
 
 
 def expected(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
-    """[tables], in UNITs of a bit: what a number takes that is as often this or that as the table says."""
+    """Mean size of a number that is distributed as its table says, [tables], in UNITs of a bit."""
     bits = (costs(frequencies) * (frequencies / SCALE)).sum(1)
     found: npt.NDArray[np.int64] = np.rint(bits * UNIT).astype(np.int64)
     return found
@@ -61,7 +61,7 @@ def _table(shape: float, deviation: float) -> npt.NDArray[np.int64]:
 
 
 def _masses(shape: float, deviation: float) -> npt.NDArray[np.float64]:
-    """Of -127 to 127, summed over points of the density."""
+    """Masses of -127 to 127, summed over points of the density."""
     points = np.linspace(0, 24 * deviation, 400_001)
     density = np.exp(-((points / deviation * _root(shape)) ** shape))
     right = np.bincount(np.minimum(np.rint(points), LARGEST + 1).astype(np.int64), density, LARGEST + 2)
@@ -72,7 +72,7 @@ def _masses(shape: float, deviation: float) -> npt.NDArray[np.float64]:
 
 
 def _root(shape: float) -> float:
-    """The deviation of exp(-|x|**shape)."""
+    """Deviation of exp(-|x|**shape)."""
     x = np.linspace(0, 60 ** (1 / shape), 400_001)
     density = np.exp(-(x**shape))
     return float(np.sqrt((density * x * x).sum() / density.sum()))

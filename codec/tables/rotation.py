@@ -1,5 +1,4 @@
-"""The fixed randomized Hadamard rotation: x -> H S x, orthonormal, the same for every vector, process and
-machine.
+"""Fixed randomized Hadamard rotation: x -> H S x, orthonormal, the same for every vector, process and machine.
 
 S flips signs; H is the Walsh-Hadamard transform in natural order over 1/sqrt(size). Where head_dim is no
 power of two, H is block-diagonal over the powers of two in its binary expansion, largest first (96 = 64 + 32,
@@ -25,7 +24,7 @@ _MASK = 2**64 - 1
 
 
 def sign(i: int) -> int:
-    """+1 or -1, the sign that element i of a vector is multiplied by."""
+    """Sign of element i of a vector, +1 or -1."""
     z = (SEED + (i + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -33,15 +32,14 @@ def sign(i: int) -> int:
 
 
 def block_sizes(head_dim: int) -> tuple[int, ...]:
-    """The powers of two that add up to head_dim, largest first."""
+    """Powers of two that add up to head_dim, largest first."""
     return tuple(1 << k for k in reversed(range(head_dim.bit_length())) if head_dim >> k & 1)
 
 
 def weights(head_dim: int) -> npt.NDArray[np.float32]:
-    """[head_dim] float32: each element's sign over the square root of its block's size.
+    """Sign of each element over the square root of its block's size, [head_dim] float32.
 
-    Rotate: multiply by these, then transform each block. Rotate back: transform each block, then multiply by
-    these.
+    Multiply by these before the transform of each block, and after it to rotate back.
     """
     scale = np.concatenate([np.full(size, size**-0.5) for size in block_sizes(head_dim)])
     signs = np.array([sign(i) for i in range(head_dim)])
@@ -49,7 +47,7 @@ def weights(head_dim: int) -> npt.NDArray[np.float32]:
 
 
 class Rotation(NamedTuple):
-    """weights: [head_dim] float32. blocks: int64, sizes of the Hadamard blocks. root: 1 / sqrt(head_dim)."""
+    """Constants. weights: [head_dim] float32. blocks: int64, sizes of the blocks. root: 1 / sqrt(head_dim)."""
 
     weights: npt.NDArray[np.float32]
     blocks: npt.NDArray[np.int64]

@@ -1,1 +1,1 @@
-"""Calibrating a model: what it reads, and how its keys and values are measured."""
+"""Calibration of a model: the text that it reads, and the measurement of its keys and values."""

@@ -1,15 +1,15 @@
-"""What a model computes while it reads a text, for a profile of it: keys and values of its cache, and what they weigh.
+"""Measurement of a model while it reads a text, for its profile: keys and values of its cache, and their metrics.
 
 Needs torch and Transformers.
 
-What errors weigh is what they do to the next tokens' probabilities. For small ones that is Fisher's information: the
-mean of g g^T over tokens, with g the gradient of the log-probability of what the model itself would say, in the keys
-and values of a prefix (Amari, 1998). It tells layers, keys and values apart well, and single directions with noise, so
-it is mixed, half and half and of the same size in each layer, with what is known of directions without a gradient:
+A metric tells what errors do to the next tokens' probabilities. For small errors that is Fisher's information: the
+mean of g g^T over tokens, where g is the gradient of the log-probability of the model's own prediction in the keys and
+values of a prefix (Amari, 1998). It tells layers, keys and values apart well, and single directions with noise. It is
+therefore mixed, half and half and of the same size in each layer, with facts that need no gradient:
 
-- of keys, what queries make of them: RoPE turns pairs of numbers by the distance of query and key, so that over all
-  distances both numbers of a pair weigh the queries' mean energy in it;
-- of values, what the output projection makes of them: W^T W of the part of its matrix W that takes a head.
+- for keys, the queries: RoPE turns pairs of numbers by the distance of query and key, so that over all distances both
+  numbers of a pair weigh the queries' mean energy in it;
+- for values, the output projection: W^T W of the part of its matrix W that takes a head.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils import logging
 
 from manthan.codec.base import Positions
-from manthan.codec.calibration import ProfileBuilder
+from manthan.codec.calibration import SINKS, ProfileBuilder
 from manthan.codec.errors import ProfileError
 from manthan.codec.profile import ProfileInfo
 from manthan.codec.rope import Rope
@@ -40,13 +40,13 @@ DRAWS = 2
 """Tokens drawn at each place, for a gradient each."""
 NAME = "manthan_calibration"
 OUTPUTS = ("o_proj", "out_proj", "dense")
-"""What models call the output projection of their attention, [hidden, query heads * head_dim]."""
+"""Names of the output projection of attention, [hidden, query heads * head_dim]."""
 
 Doubles = npt.NDArray[np.float64]
 
 
-class Reader:
-    """The model in bf16, or, on a CPU, in float32. Raises ProfileError for one that cannot be calibrated."""
+class ModelReader:
+    """Model in bf16, or on a CPU in float32. Raises ProfileError if it cannot be calibrated."""
 
     def __init__(self, model: str, device: str | None = None) -> None:
         self._name = model
@@ -62,7 +62,7 @@ class Reader:
         self._model = loaded.eval().to(self._device).requires_grad_(False)
 
     def info(self, metric: str, text: str) -> ProfileInfo:
-        """text: its sha256."""
+        """Facts of the profile. text: sha256 of the text."""
         config = self._config
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -71,7 +71,7 @@ class Reader:
         return ProfileInfo(self._name, config.num_hidden_layers, kv_heads, head_dim, rope, metric, text)
 
     def pieces(self, text: str, tokens: int) -> list[list[int]]:
-        """At most so many tokens of it, in pieces of at most PIECE. Raises ProfileError for none."""
+        """Cut the first `tokens` tokens of a text into pieces of PIECE at most. Raises ProfileError for none."""
         longest = getattr(self._config, "max_position_embeddings", None) or PIECE
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._name)
@@ -88,42 +88,37 @@ class Reader:
         return whole
 
     def read(self, builder: ProfileBuilder, pieces: Sequence[list[int]], weigh: bool, step: Callable[[], None]) -> None:
-        """Add all pieces' keys and values, and, if so, what they weigh; step: called after each piece."""
+        """Add the keys and values of all pieces, and their metrics if `weigh`. Call `step` after each piece."""
         info = self.info("", "")
         weights = [_Weights(info) for _ in range(info.layers)]
         with _seen(self._model, info) as seen:
             for number, piece in enumerate(pieces):
                 layers = self._read(builder, piece)
                 if weigh:
-                    self._feel(weights, piece, layers, builder.sinks, number)
+                    self._feel(weights, piece, layers, number)
                 step()
         if weigh:
             for layer, attention in seen.items():
                 builder.weigh(layer, *weights[layer].with_directions(attention.keys(), attention.values()))
 
     @torch.no_grad()
-    def _compute(self, ids: list[int]) -> list[Any]:
-        """The layers of the cache."""
+    def _read(self, builder: ProfileBuilder, ids: list[int]) -> list[Any]:
+        """Add the keys and values of a piece. Returns the layers of the cache."""
         cache: Any = DynamicCache(config=self._config)
         self._model(torch.tensor([ids], device=self._device), past_key_values=cache, logits_to_keep=1)
         if not all(type(layer) is DynamicLayer for layer in cache.layers):
             raise ProfileError(
                 f"{self._name} cannot be calibrated: its cache is not keys and values of all tokens in all layers."
             )
+        for layer, found in enumerate(cache.layers):
+            builder.add(layer, _numpy(found.keys[0]), _numpy(found.values[0]), np.arange(len(ids)))
         return list(cache.layers)
 
-    def _read(self, builder: ProfileBuilder, ids: list[int]) -> list[Any]:
-        """The layers of the cache."""
-        layers = self._compute(ids)
-        for layer, found in enumerate(layers):
-            builder.add(layer, _numpy(found.keys[0]), _numpy(found.values[0]), np.arange(len(ids)))
-        return layers
+    def _feel(self, weights: Sequence["_Weights"], ids: list[int], layers: Sequence[Any], seed: int) -> None:
+        """Add the gradients of the last tokens' probabilities in the keys and values of the others.
 
-    def _feel(
-        self, weights: Sequence["_Weights"], ids: list[int], layers: Sequence[Any], sinks: int, seed: int
-    ) -> None:
-        """Add what the last tokens' probabilities feel of the others' keys and values; but not of the first tokens,
-        which are felt more than all others together, and are exact."""
+        The first tokens are left out: they weigh more than all others together, and are exact.
+        """
         cut, cache, leaves = len(ids) - len(ids) // ASKED, DynamicCache(config=self._config), []
         for number, layer in enumerate(layers):
             prefix = [x[:, :, :cut].detach().requires_grad_() for x in (layer.keys, layer.values)]
@@ -137,11 +132,11 @@ class Reader:
             said = told.gather(-1, tokens).sum()
             found = torch.autograd.grad(said, leaves, retain_graph=draw < DRAWS - 1)
             for weight, keys, values in zip(weights, found[::2], found[1::2], strict=True):
-                weight.add(_numpy(keys[0, :, sinks:]), _numpy(values[0, :, sinks:]), np.arange(sinks, cut))
+                weight.add(_numpy(keys[0, :, SINKS:]), _numpy(values[0, :, SINKS:]), np.arange(SINKS, cut))
 
 
 class _Weights:
-    """What errors in a layer's keys, before RoPE, and values weigh: Fisher's information, [C, C] each."""
+    """Fisher's information in a layer's keys, before RoPE, and values, [C, C] each."""
 
     def __init__(self, info: ProfileInfo) -> None:
         size = info.heads * info.head_dim
@@ -149,7 +144,7 @@ class _Weights:
         self._keys, self._values = np.zeros((size, size)), np.zeros((size, size))
 
     def add(self, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32], positions: Positions) -> None:
-        """Gradients, [heads, tokens, head_dim], of what the cache has at these places."""
+        """Add gradients, [heads, tokens, head_dim], in the cache's numbers at these places."""
         if self._rope is not None:
             keys = self._rope.turn_back(keys, positions)
         for total, x in ((self._keys, keys), (self._values, values)):
@@ -157,7 +152,7 @@ class _Weights:
             total += rows.T @ rows
 
     def with_directions(self, keys: Doubles, values: Doubles) -> tuple[Doubles, Doubles]:
-        """Half of it, and half of these, made as large."""
+        """Mix half of it with half of these, scaled to the same size."""
         mixed = [
             (fisher + known * (np.trace(fisher) / np.trace(known))) / 2
             for fisher, known in ((self._keys, keys), (self._values, values))
@@ -166,32 +161,27 @@ class _Weights:
 
 
 class _Attention:
-    """What a layer's attention asks of keys and does with values. energy: of queries, [query heads, head_dim]."""
+    """Attention of a layer. energy: of its queries, [query heads, head_dim]."""
 
     def __init__(self, module: Any, info: ProfileInfo) -> None:
         self._module, self._info = module, info
         self.energy: Any = 0.0
 
     def see(self, queries: Any) -> None:
-        """[1, query heads, tokens, head_dim], turned as the model turns them."""
+        """Add queries, [1, query heads, tokens, head_dim], behind RoPE."""
         self.energy = self.energy + queries[0].detach().float().square().sum(1)
 
     def keys(self) -> Doubles:
-        """[C, C], diagonal."""
+        """Metric of keys, [C, C], diagonal."""
         info = self._info
         energy = self.energy.double().cpu().numpy().reshape(info.heads, -1, info.head_dim).sum(1)
         if info.rope is not None:
-            pairs = len(info.rope.frequencies)
-            first, second = (
-                (np.s_[:, 0 : 2 * pairs : 2], np.s_[:, 1 : 2 * pairs : 2])
-                if info.rope.interleaved
-                else (np.s_[:, :pairs], np.s_[:, pairs : 2 * pairs])
-            )
+            first, second = info.rope.pairs
             energy[first] = energy[second] = (energy[first] + energy[second]) / 2
         return np.diag(energy.ravel())
 
     def values(self) -> Doubles:
-        """[C, C], of each head by itself; all alike where there is no output projection that is known."""
+        """Metric of values, [C, C], of each head by itself; the identity for an unknown output projection."""
         info = self._info
         size = info.heads * info.head_dim
         weight = next((getattr(self._module, name).weight for name in OUTPUTS if hasattr(self._module, name)), None)
@@ -206,7 +196,7 @@ class _Attention:
 
 @contextmanager
 def _seen(model: Any, info: ProfileInfo) -> Iterator[dict[int, _Attention]]:
-    """By layer, what the model's attention is asked while this lasts."""
+    """Watch the model's attention, by layer."""
     seen: dict[int, _Attention] = {}
 
     def attend(module: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:

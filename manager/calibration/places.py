@@ -1,4 +1,4 @@
-"""Where profiles are kept, and by which name they are found again."""
+"""Places of profiles: their folder, and a name by the model's content."""
 
 import hashlib
 import json
@@ -13,13 +13,13 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 def profiles_folder() -> Path:
-    """$XDG_CACHE_HOME/manthan/profiles, or that in ~/.cache."""
+    """Return $XDG_CACHE_HOME/manthan/profiles, or the one in ~/.cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "manthan" / "profiles"
 
 
 def profile_path(model: str, ranks: int = 1, revision: str | None = None) -> Path:
-    """Of a model, a folder or a name on the Hugging Face Hub, for so many tensor-parallel ranks."""
+    """Path of the profile of a model, a folder or a name on the Hugging Face Hub, for its tensor-parallel ranks."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", Path(model).name if Path(model).exists() else model).strip("-").lower()
     split = f"-tp{ranks}" if ranks > 1 else ""
     return profiles_folder() / f"{slug}-{_identity(model, revision)[:16]}{split}.safetensors"
@@ -32,7 +32,7 @@ def has_weights(model: str, revision: str | None = None) -> bool:
 
 
 def _identity(model: str, revision: str | None) -> str:
-    """Of its configuration and its weights, all their bytes; of its name where there is no folder."""
+    """Digest of the configuration and of all bytes of the weights, or of the name where there is no folder."""
     folder = _folder(model, revision)
     if folder is None:
         return hashlib.sha256(f"{model} {revision}".encode()).hexdigest()
@@ -48,7 +48,7 @@ def _weights(folder: Path) -> list[Path]:
 
 @lru_cache
 def _content(path: Path, changed: int) -> str:
-    """Digest of a file as it was when it was changed last."""
+    """Digest of a file that was last changed at this time."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while part := file.read(2**24):
@@ -63,5 +63,5 @@ def _folder(model: str, revision: str | None) -> Path | None:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception:  # not there, or another source: the name must do
+    except Exception:  # not there, or another source: the name has to suffice
         return None

@@ -56,11 +56,11 @@ def made(console: Console, model: str, text: Path | None, tokens: int, ranks: in
     missing = [name for name in NEEDED if not find_spec(name)]
     if missing:
         raise ProfileError(f"it takes {' and '.join(missing)}, which is not installed here.")
-    from manthan.manager.calibration.model import Reader
+    from manthan.manager.calibration.model import ModelReader
 
     source = text or files("manthan.manager.calibration") / "text.txt"
     words = source.read_bytes().decode("utf-8", "replace")
-    reader = Reader(model)
+    reader = ModelReader(model)
     info = reader.info(metric, hashlib.sha256(words.encode()).hexdigest())
     if info.rope is None:
         console.print(f"{model}: how its keys are turned by their place is not understood; they are taken as they are.")

@@ -1,42 +1,59 @@
-"""A block's form: every number in one section, bit for bit where it is exact, and nothing else is read."""
+"""Formats of blocks: every number in one section, bit for bit where it is exact, and no other block is read."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from kv import in_cache, packed
 
 from manthan.codec import NonFiniteError, ShapeError, get_codec, wire
-from manthan.codec.base import Dtype, Section, SectionKind
-from manthan.codec.block import BlockFormat, BlockShape, sections
-from manthan.codec.errors import DtypeError, SizeError, UnknownCodecError, WireError
+from manthan.codec.base import Dtype, SectionKind
+from manthan.codec.block import BlockFormat, BlockShape, piece_dim, sections
+from manthan.codec.errors import DtypeError, HeadDimError, ProfileError, SizeError, UnknownCodecError, WireError
+from manthan.codec.fidelity import Sample, measure
 
-PRINT = bytes(range(16))
-KEY = b"k" * 32
+PRINT, KEY = bytes(range(16)), b"k" * 32
 SHAPE = BlockShape(layers=3, heads=2, tokens=16, head_dim=64)
-EXACTS = [0, 1, 4, 15, 16]
+LATENTS = BlockShape(layers=3, heads=1, tokens=16, head_dim=64, latent=512)
+PLACES = {
+    SectionKind.KEYS: (0,),
+    SectionKind.VALUES: (1,),
+    SectionKind.BOTH: (0, 1),
+    SectionKind.LATENT: (1,),
+}
+each_shape = pytest.mark.parametrize("shape", [SHAPE, LATENTS], ids=["keys and values", "latents"])
+each_exact = pytest.mark.parametrize("exact", [0, 1, 4, 15, 16])
 
 
-def numbers(shape, vectors, seed=0):
-    """Keys and values in the cache's numbers."""
-    x = np.random.default_rng(seed).standard_normal((2, *shape.numbers), np.float32)
-    return vectors.to_bf16(x) if shape.dtype is Dtype.BFLOAT16 else x.astype(shape.dtype.numpy)
+def numbers(shape, seed=0, bias=0.0, blocks=1):
+    """Keys and values, or RoPE's part and latents behind an RMS norm, in the cache's numbers."""
+    rng, made = np.random.default_rng(seed), []
+    for layers, heads, tokens, dim in (shape.numbers, shape.value_numbers):
+        x = rng.standard_normal((layers, blocks * tokens, heads * dim))
+        if shape.latent and len(made):
+            x += bias * rng.standard_normal(shape.latent)
+            x /= np.sqrt(np.square(x).mean(axis=2, keepdims=True))
+        x = x.reshape(layers, blocks * tokens, heads, dim).swapaxes(1, 2).astype(np.float32)
+        made.append(in_cache(x, shape.dtype))
+    return made
 
 
 def encode(form, both, exact=0, first_token=0, key=KEY):
-    return form.encode(both[0], both[1], key=key, first_token=first_token, exact=exact)
+    return form.encode(*both, key=key, first_token=first_token, exact=exact)
 
 
+@each_shape
 @pytest.mark.parametrize("exact", range(SHAPE.tokens + 1))
-def test_every_number_is_in_one_section(exact):
-    covered = np.zeros((2, *SHAPE.numbers), int)
-    for section in sections("k3v3", SHAPE, exact):
-        which = {SectionKind.KEYS: [0], SectionKind.VALUES: [1], SectionKind.BOTH: [0, 1]}[section.kind]
-        layers = slice(section.first_layer, section.first_layer + section.layers)
+def test_every_number_is_in_one_section(shape, exact):
+    covered = [np.zeros(shape.numbers, int), np.zeros(shape.value_numbers, int)]
+    for section in sections("k3v3", shape, exact):
         tokens = slice(section.first_token, section.first_token + section.tokens)
-        covered[which, layers, : section.heads, tokens, : section.head_dim] += 1
-        assert section.codec == ("exact" if section.first_token < exact else "k3v3")
-        assert section.dtype is SHAPE.dtype
-    assert (covered == 1).all()
+        for place in PLACES[section.kind]:
+            covered[place][: section.layers, : section.heads, tokens, : section.head_dim] += 1
+        is_rope_part = shape.latent and section.kind is SectionKind.KEYS
+        assert section.codec == ("exact" if section.first_token < exact or is_rope_part else "k3v3")
+        assert section.dtype is shape.dtype
+    assert all((count == 1).all() for count in covered)
 
 
 @pytest.mark.parametrize("exact", [-1, SHAPE.tokens + 1])
@@ -45,40 +62,41 @@ def test_more_exact_tokens_than_there_are_cannot_be(exact):
         sections("k3v3", SHAPE, exact)
 
 
+@each_shape
+@each_exact
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32])
-@pytest.mark.parametrize("exact", EXACTS)
 @pytest.mark.parametrize("name", ["k3v3", "wht-5x", "exact"])
-def test_a_block_comes_back(name, exact, dtype, vectors):
-    shape = replace(SHAPE, dtype=dtype)
-    form, both = BlockFormat(name, shape, PRINT, group=3), numbers(shape, vectors)
+def test_a_block_comes_back_as_its_sections_do(name, exact, dtype, shape):
+    shape = replace(shape, dtype=dtype)
+    form, both = BlockFormat(name, shape, PRINT, group=3), numbers(shape)
     buf = encode(form, both, exact, first_token=160)
     assert len(buf) <= form.max_nbytes(exact)
-    assert len(buf) == form.max_nbytes(exact) or form.varies(exact)
-    found = wire.parse(buf, key=KEY, fingerprint=PRINT, group=3)
-    assert found.header == form.header(KEY, 160, exact)
-    assert form.exact_of(found.header) == exact
-    codec, places = get_codec(name, 64), np.arange(160 + exact, 160 + shape.tokens)
-    kinds = (SectionKind.KEYS, SectionKind.VALUES)
-    for kind, x, back in zip(kinds, both, form.decode(buf.tobytes(), key=KEY), strict=True):
-        assert (back.shape, back.dtype) == (x.shape, x.dtype)
-        assert back[:, :, :exact].tobytes() == x[:, :, :exact].tobytes()
-        if name == "exact":
-            assert np.array_equal(back, x)
-        elif exact < shape.tokens:
-            section = Section(kind, name, 3, len(places), 2, 64, dtype, 0, exact)
+    assert len(buf) == form.max_nbytes(exact) or form.codes_vary(exact)
+    header = wire.parse(buf, key=KEY, fingerprint=PRINT, group=3).header
+    assert header == form.header(KEY, 160, exact)
+    assert form.exact_of(header) == (exact or (shape.tokens if name == "exact" and shape.latent else 0))
+    back, coded = form.decode(buf.tobytes(), key=KEY), set()
+    for section in header.sections:
+        if section.codec != "exact":
+            codec, places = get_codec(name, section.head_dim), np.arange(160 + exact, 160 + shape.tokens)
+            place = PLACES[section.kind][0]
             codes = np.zeros(codec.max_nbytes(section), np.uint8)
-            size = codec.encode(np.ascontiguousarray(x[:, :, exact:]), section, places, codes)
-            assert np.array_equal(back[:, :, exact:], codec.decode(codes[:size], section, places))
+            size = codec.encode(np.ascontiguousarray(both[place][:, :, exact:]), section, places, codes)
+            assert np.array_equal(back[place][:, :, exact:], codec.decode(codes[:size], section, places))
+            coded.add(place)
+    for place, (x, y) in enumerate(zip(both, back, strict=True)):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        kept = slice(exact) if place in coded else slice(None)
+        assert x[:, :, kept].tobytes() == y[:, :, kept].tobytes()
 
 
-@pytest.mark.parametrize("exact", EXACTS)
-def test_only_codes_mind_what_is_not_finite(exact, vectors):
-    form, both = BlockFormat("k3v3", SHAPE, PRINT), numbers(SHAPE, vectors)
+@each_exact
+def test_only_coded_tokens_must_be_finite(exact):
+    form, both = BlockFormat("k3v3", SHAPE, PRINT), np.array(numbers(SHAPE))
     both[:, 2, 1, :exact, 5] = 0x7FC1
     both[:, 0, 0, :exact, 63] = 0xFF80
-    keys, values = form.decode(encode(form, both, exact), key=KEY)
-    assert np.array_equal(keys[:, :, :exact], both[0][:, :, :exact])
-    assert np.array_equal(values[:, :, :exact], both[1][:, :, :exact])
+    back = form.decode(encode(form, both, exact), key=KEY)
+    assert np.array_equal(np.stack(back)[:, :, :, :exact], both[:, :, :, :exact])
     if exact < SHAPE.tokens:
         both[1, 1, 1, exact, 0] = 0x7F80
         with pytest.raises(NonFiniteError, match="holds a NaN or an infinity"):
@@ -88,8 +106,8 @@ def test_only_codes_mind_what_is_not_finite(exact, vectors):
 def forged(form, exact, change, sizes=None):
     """A block in good order whose header says something else."""
     header = change(form.header(KEY, 0, exact))
-    sizes = form.max_sizes(exact) if sizes is None else sizes
-    return wire.pack(header, [np.zeros(size, np.uint8) for size in sizes])
+    sizes = [*form.max_sizes(exact), 64][: len(header.sections)] if sizes is None else sizes
+    return packed(header, [np.zeros(size, np.uint8) for size in sizes])
 
 
 def with_section(index, **change):
@@ -101,61 +119,114 @@ def with_section(index, **change):
     return changed
 
 
+def with_sections(change):
+    return lambda header: replace(header, sections=tuple(change(header.sections)))
+
+
 FORGED = {
-    "none": (4, lambda header: replace(header, sections=()), SizeError, ()),
-    "keys twice": (0, lambda header: replace(header, sections=header.sections[:1] * 2), SizeError, None),
-    "another order": (0, lambda header: replace(header, sections=header.sections[::-1]), SizeError, None),
-    "exact tokens overlap": (4, with_section(0, tokens=5), SizeError, None),
-    "too many exact tokens": (16, with_section(0, tokens=17), SizeError, None),
-    "layers": (0, with_section(0, layers=2), SizeError, None),
-    "heads": (4, with_section(2, heads=1), SizeError, None),
-    "dtype": (4, with_section(1, dtype=Dtype.FLOAT16), SizeError, None),
-    "kind": (4, with_section(1, kind=SectionKind.STATE), SizeError, None),
-    "tokens of the block": (4, lambda header: replace(header, tokens=15), SizeError, None),
-    "exact where codes should be": (0, with_section(0, codec="exact"), SizeError, None),
-    "codes where exact should be": (4, with_section(0, codec="k3v3"), SizeError, None),
-    "another of our codecs": (0, with_section(1, codec="wht-5x"), WireError, None),
-    "a codec that nobody has": (0, with_section(1, codec="k9"), WireError, None),
-    "payloads traded": (4, lambda header: header, SizeError, (3072 - 16, 2976, 2976)),
-    "a payload too long": (0, lambda header: header, SizeError, (4992, 4992)),
+    "none": (SHAPE, 4, with_sections(lambda found: ()), "size", ()),
+    "keys twice": (SHAPE, 0, with_sections(lambda found: found[:1] * 2), "size", None),
+    "another order": (SHAPE, 0, with_sections(lambda found: found[::-1]), "size", None),
+    "exact tokens overlap": (SHAPE, 4, with_section(0, tokens=5), "size", None),
+    "too many exact tokens": (SHAPE, 16, with_section(0, tokens=17), "size", None),
+    "layers": (SHAPE, 0, with_section(0, layers=2), "size", None),
+    "heads": (SHAPE, 4, with_section(2, heads=1), "size", None),
+    "dtype": (SHAPE, 4, with_section(1, dtype=Dtype.FLOAT16), "size", None),
+    "kind": (SHAPE, 4, with_section(1, kind=SectionKind.STATE), "size", None),
+    "tokens of the block": (SHAPE, 4, lambda header: replace(header, tokens=15), "size", None),
+    "exact where codes should be": (SHAPE, 0, with_section(0, codec="exact"), "size", None),
+    "codes where exact should be": (SHAPE, 4, with_section(0, codec="k3v3"), "size", None),
+    "another of our codecs": (SHAPE, 0, with_section(1, codec="wht-5x"), "codec", None),
+    "a codec that nobody has": (SHAPE, 0, with_section(1, codec="k9"), "codec", None),
+    "payloads traded": (SHAPE, 4, lambda header: header, "size", (3072 - 16, 2976, 2976)),
+    "a payload too long": (SHAPE, 0, lambda header: header, "size", (4992, 4992)),
+    "no keys": (LATENTS, 4, with_sections(lambda found: found[1:]), "size", None),
+    "no codes": (LATENTS, 4, with_sections(lambda found: found[:2]), "size", None),
+    "values for latents": (LATENTS, 4, with_section(2, kind=SectionKind.VALUES), "size", None),
+    "fewer numbers": (LATENTS, 4, with_section(0, head_dim=32), "size", None),
+    "other pieces": (LATENTS, 4, with_section(2, heads=2, head_dim=256), "size", None),
+    "keys and values": (
+        LATENTS,
+        4,
+        with_sections(lambda found: sections("k3v3", replace(LATENTS, latent=0), 4)),
+        "size",
+        None,
+    ),
 }
 
 
 @pytest.mark.parametrize("what", FORGED)
 def test_a_block_of_another_form_is_refused(what):
-    exact, change, error, sizes = FORGED[what]
-    form = BlockFormat("k3v3", SHAPE, PRINT)
+    shape, exact, change, cause, sizes = FORGED[what]
+    form = BlockFormat("k3v3", shape, PRINT)
     form.decode(forged(form, exact, lambda header: header), key=KEY)
-    with pytest.raises(error) as refusal:
+    with pytest.raises(WireError) as refusal:
         form.decode(forged(form, exact, change, sizes), key=KEY)
-    assert refusal.value.cause == ("size" if error is SizeError else "codec")
+    assert refusal.value.cause == cause
+    assert isinstance(refusal.value, SizeError) == (cause == "size")
 
 
 @pytest.mark.parametrize(
-    ("other", "cause"),
+    ("other", "key", "cause"),
     [
-        (BlockFormat("k3v3", SHAPE, b"p" * 16), "fingerprint"),
-        (BlockFormat("k3v3", SHAPE, PRINT, group=1), "key"),
-        (BlockFormat("wht-5x", SHAPE, PRINT), "codec"),
-        (BlockFormat("k3v3", replace(SHAPE, layers=2), PRINT), "size"),
-        (BlockFormat("k3v3", replace(SHAPE, tokens=8), PRINT), "size"),
+        (BlockFormat("k3v3", SHAPE, b"p" * 16), KEY, "fingerprint"),
+        (BlockFormat("k3v3", SHAPE, PRINT, group=1), KEY, "key"),
+        (BlockFormat("wht-5x", SHAPE, PRINT), KEY, "codec"),
+        (BlockFormat("k3v3", replace(SHAPE, layers=2), PRINT), KEY, "size"),
+        (BlockFormat("k3v3", replace(SHAPE, tokens=8), PRINT), KEY, "size"),
+        (BlockFormat("k3v3", SHAPE, PRINT), b"another", "key"),
     ],
 )
-def test_a_block_of_another_format_is_refused(other, cause, vectors):
-    buf = encode(BlockFormat("k3v3", SHAPE, PRINT), numbers(SHAPE, vectors))
+def test_a_block_of_another_format_or_key_is_refused(other, key, cause):
+    buf = encode(BlockFormat("k3v3", SHAPE, PRINT), numbers(SHAPE))
     with pytest.raises(WireError) as refusal:
-        other.decode(buf, key=KEY)
+        other.decode(buf, key=key)
     assert refusal.value.cause == cause
-    with pytest.raises(WireError) as refusal:
-        BlockFormat("k3v3", SHAPE, PRINT).decode(buf, key=b"another")
-    assert refusal.value.cause == "key"
 
 
-def test_numbers_of_another_block_are_refused(vectors):
-    form, both = BlockFormat("k3v3", SHAPE, PRINT), numbers(SHAPE, vectors)
-    with pytest.raises(ShapeError, match="are not a block of"):
-        encode(form, both[:, :2])
+def test_numbers_of_another_block_are_refused():
+    form, (keys, values) = BlockFormat("k3v3", SHAPE, PRINT), numbers(SHAPE)
+    turned, latents = numbers(LATENTS)
+    for shape, both in (
+        (SHAPE, (keys[:2], values[:2])),
+        (LATENTS, (turned, turned)),
+        (replace(LATENTS, latent=0), (turned, latents)),
+    ):
+        with pytest.raises(ShapeError, match="are not a block of"):
+            encode(BlockFormat("k3v3", shape, PRINT), both)
     with pytest.raises(DtypeError, match="float32"):
-        encode(form, both.astype(np.float32))
+        encode(form, (keys.astype(np.float32), values.astype(np.float32)))
     with pytest.raises(UnknownCodecError, match="did you mean 'k3v3'"):
         BlockFormat("k3v4", SHAPE, PRINT)
+
+
+# ---- latents
+
+
+def test_a_token_of_latents_takes_the_documented_bytes():
+    """DeepSeek-V3: 61 layers, 1,152 bytes each in bf16; see docs/codec.md."""
+    token = BlockFormat("wht-5x", replace(LATENTS, layers=61), PRINT).expected_nbytes(0) / 16
+    assert 61 * 1152 / token == pytest.approx(2.96, abs=0.01)
+
+
+@pytest.mark.parametrize(("latent", "piece"), [(512, 128), (256, 128), (384, 128), (320, 80), (64, 64), (96, 96)])
+def test_pieces_are_as_large_as_they_may_be(latent, piece):
+    assert piece_dim(latent) == piece
+    assert replace(LATENTS, latent=latent).value_numbers == (3, latent // piece, 16, piece)
+
+
+def test_latents_that_cannot_be_coded_are_refused():
+    with pytest.raises(HeadDimError, match=r"^a latent of 500 numbers is not supported"):
+        BlockFormat("wht-5x", replace(LATENTS, latent=500), PRINT)
+    with pytest.raises(ProfileError, match=r"klt-8x is calibrated, and latents \(MLA\) take no profile: use wht"):
+        BlockFormat("klt-8x", LATENTS, PRINT)
+
+
+@pytest.mark.parametrize(
+    ("codec", "bias", "faithful"), [("wht-5x", 12.0, True), ("k3v3", 12.0, False), ("k3v3", 0.0, True)]
+)
+def test_the_guard_tells_codecs_apart_by_a_bias_of_latents(codec, bias, faithful):
+    turned, latents = numbers(LATENTS, bias=bias, blocks=8)
+    at = [slice(n * 16, n * 16 + 16) for n in range(8)]
+    samples = [Sample(turned[:, :, some], latents[:, :, some], some.start) for some in at]
+    assert measure(BlockFormat(codec, LATENTS, PRINT), samples, None).is_faithful == faithful

@@ -1,9 +1,10 @@
-"""What tells a codec that is faithful to a model from one that is not, on made-up KV with and without biased keys."""
+"""Fidelity of codecs, measured on made-up KV with and without biased keys."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from kv import as_floats, to_bf16
 
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.fidelity import (
@@ -23,7 +24,7 @@ ROPE = Rope(tuple(10000.0 ** (-np.arange(0, 64, 2) / 64)))
 SLOW, FAST = (29, 30, 31), (0, 1, 2)
 
 
-def kv(vectors, pairs=(), bias=40.0, blocks=4, layers=range(4), seed=0, shape=SHAPE):
+def kv(pairs=(), bias=40.0, blocks=4, layers=range(4), seed=0, shape=SHAPE):
     """Blocks of noise, and of keys with a bias in some pairs of some layers before RoPE."""
     rng = np.random.default_rng(seed)
     numbers = (shape.layers, shape.heads, blocks * shape.tokens, shape.head_dim)
@@ -32,7 +33,7 @@ def kv(vectors, pairs=(), bias=40.0, blocks=4, layers=range(4), seed=0, shape=SH
         keys[list(layers), :, :, pair] += bias
         keys[list(layers), :, :, pair + 32] -= 0.7 * bias
     keys = ROPE.turn(keys, np.arange(numbers[2]))
-    keys, values = vectors.to_bf16(keys), vectors.to_bf16(values)
+    keys, values = to_bf16(keys), to_bf16(values)
     at = [slice(first, first + shape.tokens) for first in range(0, numbers[2], shape.tokens)]
     return [Sample(keys[:, :, some], values[:, :, some], some.start) for some in at]
 
@@ -46,21 +47,21 @@ def of(codec, samples, rope=ROPE):
 
 
 @pytest.mark.parametrize("codec", ["k3v3", "wht-5x", "wht-4x", "exact"])
-def test_without_a_bias_all_codecs_are_faithful(codec, vectors):
-    found = of(codec, kv(vectors))
+def test_without_a_bias_all_codecs_are_faithful(codec):
+    found = of(codec, kv())
     assert found.is_faithful
     assert (found.codec, found.tokens) == (codec, 128)
 
 
 @pytest.mark.parametrize("pairs", [SLOW, FAST])
 @pytest.mark.parametrize(("codec", "faithful"), [("k3v3", 0), ("wht-5x", 1), ("wht-4x", 1)])
-def test_with_biased_keys_those_that_are_centred_are(codec, faithful, pairs, vectors):
-    found = of(codec, kv(vectors, pairs))
+def test_with_biased_keys_those_that_are_centred_are(codec, faithful, pairs):
+    found = of(codec, kv(pairs))
     assert found.is_faithful == bool(faithful)
 
 
-def test_the_noise_is_what_queries_suffer(vectors):
-    """Of logits with the keys that others differ by: a share of 1/100 of their energy is noise of 1/100."""
+def test_the_noise_is_what_queries_suffer():
+    """A share of 1/100 of the energy of keys' differences is noise of 1/100."""
     rng = np.random.default_rng(1)
     keys, values, noise = rng.standard_normal((3, 2, 3, 512, 64), np.float32)
     found = Fidelity.of("some", keys, values, (keys + noise * 0.1, values + noise * 0.2), np.arange(512), None)
@@ -68,10 +69,10 @@ def test_the_noise_is_what_queries_suffer(vectors):
     assert found.value_noise == pytest.approx(0.04, rel=0.1)
 
 
-def test_one_bad_layer_of_many_is_enough(vectors):
-    """It is named, and the average alone would hide it."""
+def test_one_bad_layer_of_many_is_enough():
+    """The worst layer is named, and the average alone would hide it."""
     shape = replace(SHAPE, layers=64)
-    samples = kv(vectors, SLOW, bias=15.0, layers=[17], shape=shape, blocks=2)
+    samples = kv(SLOW, bias=15.0, layers=[17], shape=shape, blocks=2)
     found = measure(BlockFormat("k3v3", shape, bytes(16)), samples, ROPE)
     assert found.worst_layer == 17
     assert found.logit_noise[17] > WORST_LOGIT_NOISE
@@ -80,12 +81,12 @@ def test_one_bad_layer_of_many_is_enough(vectors):
     assert not found.is_faithful
 
 
-def test_bad_values_count_too(vectors):
-    samples = kv(vectors)
+def test_bad_values_count_too():
+    samples = kv()
     for sample in samples:
-        values = vectors.from_bf16(sample.values)
+        values = as_floats(sample.values)
         values[..., 5] += 100
-        sample.values[:] = vectors.to_bf16(values)
+        sample.values[:] = to_bf16(values)
     found = of("k3v3", samples)
     assert found.logit_noise.mean() < LOGIT_NOISE
     assert found.value_noise.max() > VALUE_NOISE
@@ -95,8 +96,8 @@ def test_bad_values_count_too(vectors):
 # ---- of what it is measured
 
 
-def test_tokens_that_are_kept_exact_are_not_looked_at(vectors):
-    samples = kv(vectors)
+def test_tokens_that_are_kept_exact_are_not_looked_at():
+    samples = kv()
     with_exact = [replace(samples[0], exact=20), *samples[1:]]
     assert of("k3v3", with_exact).tokens == 108
     assert of("k3v3", with_exact).logit_noise.mean() == pytest.approx(of("k3v3", samples).logit_noise.mean(), rel=0.2)
@@ -107,15 +108,15 @@ def test_tokens_that_are_kept_exact_are_not_looked_at(vectors):
     assert one_whole.tokens == 96
 
 
-def test_places_are_those_of_the_chain(vectors):
+def test_places_are_those_of_the_chain():
     """Blocks from anywhere in it: taken for others, the mean before RoPE would not be found."""
-    samples = kv(vectors, FAST, blocks=8)[5:]
+    samples = kv(FAST, blocks=8)[5:]
     assert of("wht-5x", samples).is_faithful
     moved = [replace(sample, first_token=0) for sample in samples]
     assert of("k3v3", moved).logit_noise.mean() < 0.5 * of("k3v3", samples).logit_noise.mean()
 
 
-def test_nothing_can_be_said_of_tokens_that_are_all_alike(vectors):
-    [sample] = kv(vectors, blocks=1)
+def test_nothing_can_be_said_of_tokens_that_are_all_alike():
+    [sample] = kv(blocks=1)
     with pytest.raises(NothingToMeasureError, match="only 1 differ from each other"):
         of("k3v3", [Sample(sample.keys * 0, sample.values * 0, 0)])

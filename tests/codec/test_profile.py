@@ -21,23 +21,14 @@ def saved(tmp_path, profile=PROFILE):
     return path
 
 
-def assert_same(one, other):
-    assert (one.info, one.digest) == (other.info, other.digest)
-    for ours, theirs in zip(one.ranks, other.ranks, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            for x, y in ((a.keys, b.keys), (a.values, b.values)):
-                assert (x.steps, list(x.tables)) == (y.steps, list(y.tables))
-                assert np.array_equal(x.forward, y.forward)
-                assert np.array_equal(x.inverse, y.inverse)
-                assert all(np.array_equal(x.tables[name], y.tables[name]) for name in x.tables)
-
-
 @pytest.mark.parametrize("rope", [None, profiles.ROPE, Rope((1.0, 0.1), 1.2, True)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_saved_is_loaded(tmp_path, rope, ranks):
     made = profiles.built(rope=rope, ranks=ranks)
     path = saved(tmp_path, made)
-    assert_same(Profile.load(path), made)
+    found = Profile.load(path)
+    assert (found.info, found.digest) == (made.info, made.digest)
+    assert Profile.of(found.info, found.frequencies, found.ranks).digest == made.digest  # of all tensors
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
@@ -147,41 +138,43 @@ def test_heads_of_ranks(heads, ranks, each):
     assert [rank_heads(heads, rank, ranks) for rank in range(ranks)] == each
 
 
+def errors(basis, x, preset):
+    """Errors of rows [tokens, C] that are rounded to the preset's step."""
+    step = basis.steps[preset]
+    return np.rint((x - basis.mean) @ basis.forward / step) * step @ basis.inverse + basis.mean - x
+
+
+def rows(numbers):
+    """[tokens, C] of the first layer of [layers, heads, tokens, head_dim]."""
+    return numbers[0].transpose(1, 0, 2).reshape(numbers.shape[2], -1)
+
+
 def test_a_metric_moves_errors_to_where_they_weigh_little():
-    """Of the same size, but the heavy numbers come back better than the light ones."""
-    made = profiles.built(metric=True)
-    errors = []
-    for profile in (PROFILE, made):
-        basis = profile.layers[0].keys
-        keys, _, positions = profiles.kv(512, seed=5)
-        x = profiles.ROPE.turn_back(keys, positions)[0].transpose(1, 0, 2).reshape(512, -1)
-        step = basis.steps["klt-8x"]
-        q = np.rint((x - basis.mean) @ basis.forward / step)
-        wrong = np.square(q * step @ basis.inverse + basis.mean - x).mean(0)
-        errors.append(wrong[-16:].mean() / wrong[:16].mean())
-    assert errors[1] < 0.5 * errors[0]
+    keys, _, positions = profiles.kv(512, seed=5)
+    x, shares = rows(profiles.ROPE.turn_back(keys, positions)), []
+    for profile in (PROFILE, profiles.built(metric=True)):
+        wrong = np.square(errors(profile.layers[0].keys, x, "klt-8x")).mean(0)
+        shares.append(wrong[-16:].mean() / wrong[:16].mean())
+    assert shares[1] < 0.5 * shares[0]
 
 
 def test_without_a_metric_keys_stand_for_queries():
     """Errors are smallest where keys differ most; those of values are everywhere alike."""
     keys, values, positions = profiles.kv(4096, seed=5)
-    shares = []
-    for basis, kind in (
-        (PROFILE.layers[0].keys, profiles.ROPE.turn_back(keys, positions)),
-        (PROFILE.layers[0].values, values),
-    ):
-        x = kind[0].transpose(1, 0, 2).reshape(4096, -1)
+    layer, shares = PROFILE.layers[0], []
+    for basis, x in ((layer.keys, rows(profiles.ROPE.turn_back(keys, positions))), (layer.values, rows(values))):
         _, directions = np.linalg.eigh(np.cov(x.T))
-        step = basis.steps["klt-5x"]
-        back = np.rint((x - basis.mean) @ basis.forward / step) * step @ basis.inverse + basis.mean
-        wrong = np.square((back - x) @ directions).mean(0)
+        wrong = np.square(errors(basis, x, "klt-5x") @ directions).mean(0)
         shares.append(wrong[-8:].mean() / wrong[-40:-32].mean())
     assert shares[0] < 0.6 * shares[1]
     assert 0.7 < shares[1] < 1.4
 
 
+INFO = ProfileInfo("m", 1, profiles.HEADS, profiles.HEAD_DIM, None, "none")
+
+
 def test_first_tokens_and_what_is_not_finite_do_not_count():
-    clean, dirty = (ProfileBuilder(ProfileInfo("m", 1, profiles.HEADS, profiles.HEAD_DIM, None, "none")) for _ in "12")
+    clean, dirty = ProfileBuilder(INFO), ProfileBuilder(INFO)
     keys, values, positions = profiles.kv(300, rope=None)
     clean.add(0, keys[0][:, 4:], values[0][:, 4:], positions[4:])
     keys, values = keys.copy(), values.copy()
@@ -193,7 +186,7 @@ def test_first_tokens_and_what_is_not_finite_do_not_count():
 
 
 def test_too_few_tokens():
-    builder = ProfileBuilder(ProfileInfo("m", 1, profiles.HEADS, profiles.HEAD_DIM, None, "none"))
+    builder = ProfileBuilder(INFO)
     keys, values, positions = profiles.kv(69, rope=None)
     builder.add(0, keys[0], values[0], positions)
     with pytest.raises(ProfileError, match="52 tokens do not calibrate 64 numbers"):
@@ -201,11 +194,10 @@ def test_too_few_tokens():
 
 
 def test_a_few_tokens_are_held_back_however_many_come():
-    builder = ProfileBuilder(ProfileInfo("m", 1, profiles.HEADS, profiles.HEAD_DIM, None, "none"))
+    builder = ProfileBuilder(INFO)
     keys, values, _ = profiles.kv(4000, rope=None)
     for turn in range(8):
         builder.add(0, keys[0], values[0], np.arange(4 + 4000 * turn, 4004 + 4000 * turn))
-        held = sum(map(len, builder._layers[0][0].held))
-        assert held == builder._layers[0][0].held_tokens <= SAMPLE
+        assert SAMPLE / 4 < len(builder._layers[0][0].held) <= SAMPLE
     assert builder.tokens == 8 * 3200
     assert set(builder.finish().info.ratios) == set(PRESETS)

@@ -7,7 +7,7 @@ import pytest
 
 from manthan.codec import CodecError, HeadDimError, UnknownCodecError, codec_names, get_codec, registry
 from manthan.codec.k3v3 import K3v3Codec
-from manthan.codec.wht import Wht
+from manthan.codec.wht import WhtPreset
 
 OURS = ["wht-5x", "wht-4x", "klt-5x", "klt-8x", "klt-12x", "k3v3"]
 
@@ -22,25 +22,20 @@ class TwoThirds:
         return K3v3Codec(self.name, head_dim)
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    """As if a package declared the entry point `two-thirds` in the group `manthan.codecs`."""
+def test_entry_points_add_codecs(monkeypatch):
     point = EntryPoint("two-thirds", "a_package:TWO_THIRDS", "manthan.codecs")
     monkeypatch.setattr(EntryPoint, "load", lambda self: TwoThirds())
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "manthan.codecs" else [])
     registry._others.cache_clear()
-    yield
-    registry._others.cache_clear()
-
-
-@pytest.mark.usefixtures("installed")
-def test_entry_points_add_codecs():
-    assert codec_names() == [*OURS, "two-thirds"]
-    assert get_codec("two-thirds", 64).name == "two-thirds"
+    try:
+        assert codec_names() == [*OURS, "two-thirds"]
+        assert get_codec("two-thirds", 64).name == "two-thirds"
+    finally:
+        registry._others.cache_clear()
 
 
 def test_a_preset_is_a_frozen_dataclass_whose_fields_are_its_options():
-    preset = Wht("finer", key_step=0.1, value_step=0.2)
+    preset = WhtPreset("finer", key_step=0.1, value_step=0.2)
     assert [field.name for field in fields(preset)] == ["name", "key_step", "value_step"]
     assert preset.codec(64).name == "finer"
     with pytest.raises(FrozenInstanceError):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.cpu.state import STATE_CODECS, StateLayout, StatePart
 from manthan.codec.errors import NonFiniteError, ShapeError, SizeError, WireError
 from manthan.codec.model import ModelFacts
-from manthan.codec.state import STATE_CODECS, StateLayout, StatePart
 
 LAYERS, CONV, HEADS, ROWS, ROW, PADDING = 3, 96, 2, 8, 16, 64
 STATE = 4 * HEADS * ROWS * ROW
@@ -27,7 +27,7 @@ def form(option: str, layout: StateLayout = LAYOUT, shape: BlockShape = SHAPE) -
 
 
 def block(numbers: np.ndarray, layout: StateLayout = LAYOUT, shape: BlockShape = SHAPE) -> np.ndarray:
-    """Of states [layers, heads, rows, row], with noise for all else."""
+    """Block of states [layers, heads, rows, row], with noise for all else."""
     found = np.random.default_rng(1).integers(0, 256, (layout.layers, layout.layer_nbytes), np.uint8)
     plain = numbers.reshape(layout.layers, -1).view(np.uint8)
     found[:, CONV : CONV + plain.shape[1]] = plain

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import xxhash
+from kv import packed
 
 from manthan.codec import errors, wire
 from manthan.codec.base import Dtype, Section, SectionKind
@@ -26,15 +27,14 @@ def payloads(sizes=SIZES, seed=0):
 
 
 def block(header=HEADER, sizes=SIZES, seed=0):
-    return wire.pack(header, payloads(sizes, seed))
+    return packed(header, payloads(sizes, seed))
 
 
 def resealed(data, offset, replacement):
     """The block with some bytes replaced and a checksum that fits."""
     data = bytearray(data)
     data[offset : offset + len(replacement)] = replacement
-    data[8:16] = xxhash.xxh3_64_intdigest(bytes(data[:8] + data[16:])).to_bytes(8, "little")
-    return bytes(data)
+    return bytes(wire.seal(np.frombuffer(data, np.uint8)))
 
 
 @pytest.mark.parametrize("key", [b"", b"\0", b"k" * 32, b"\xff" * 64])

@@ -8,7 +8,7 @@ from device_blocks import IDS, KEYS, LAYERS, TARGETS, World
 
 from manthan.benchmarks import made_up
 from manthan.codec.base import Dtype
-from manthan.codec.cpu.fp8 import table
+from manthan.codec.cpu.numbers import table
 from manthan.codec.gpu.klt_codec import KltPagedCodec
 from manthan.codec.gpu.raw import RawPagedCodec
 from manthan.codec.gpu.wht_codec import WhtPagedCodec

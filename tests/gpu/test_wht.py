@@ -9,12 +9,12 @@ import torch
 from device_blocks import IDS, KEYS, TARGETS, World, rope_of
 
 from manthan.codec import registry
-from manthan.codec.cpu import rows
+from manthan.codec.cpu import rans
 from manthan.codec.errors import CodecError
 from manthan.codec.gpu import wht_codec
 from manthan.codec.gpu.paged import DTYPES, GOOD
 from manthan.codec.rope import Rope
-from manthan.codec.wht import NAME, PRESETS, Wht
+from manthan.codec.wht import NAME, PRESETS, WhtPreset
 
 KEY_NUMBERS, VALUE_NUMBERS = slice(64), slice(64, 128)
 
@@ -94,10 +94,10 @@ def test_rows_and_tables_may_be_outside_of_shared_memory(
 @pytest.fixture
 def fine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds so small that only zeros fit without larger steps."""
-    fine = Wht(NAME, 0.05, 0.05)
+    fine = WhtPreset(NAME, 0.05, 0.05)
     monkeypatch.setitem(PRESETS, NAME, fine)
     monkeypatch.setitem(registry.PRESETS, NAME, fine)
-    monkeypatch.setattr(rows, "SLACK", (1, 2))
+    monkeypatch.setattr(rans, "SLACK", (1, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,11 +12,11 @@ import torch
 from manthan.codec import wire
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape, piece_dim
+from manthan.codec.cpu.state import STATE_CODECS, StateLayout, StatePart
 from manthan.codec.errors import CodecError
 from manthan.codec.gpu.paged import Batch, PagedCodec, PagedLayout, RawLayout, status_cause
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Rope
-from manthan.codec.state import STATE_CODECS, StateLayout, StatePart
 
 BLOCKS, LAYERS, GROUP = 24, 3, 2
 IDS, SLOTS, TARGETS = [3, 7, 1, 20], [2, 0, 5, 1], [10, 11, 12, 13]

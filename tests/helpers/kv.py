@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from manthan.codec import wire
 from manthan.codec.base import Dtype
 from manthan.codec.rope import Rope
 
@@ -34,12 +35,26 @@ def keys(section, turn=None, first=0, bias=0.0, seed=0):
     return x if turn is None else turn.turn(x, places_from(first, section.tokens))
 
 
-def in_cache(x, dtype, vectors):
-    return vectors.to_bf16(x) if dtype is Dtype.BFLOAT16 else x.astype(dtype.numpy)
+def encoded(codec, x, section, positions):
+    """Return the codes, which fit their bound though there is more room."""
+    out = np.full(2 * codec.max_nbytes(section), 255, np.uint8)
+    nbytes = codec.encode(x, section, positions, out)
+    assert nbytes <= codec.max_nbytes(section)
+    return out[:nbytes].copy()
 
 
-def as_floats(x, vectors):
-    return vectors.from_bf16(x) if x.dtype == np.uint16 else x.astype(np.float32)
+def to_bf16(x):
+    """Round float32 to bf16 bits, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def in_cache(x, dtype=Dtype.BFLOAT16):
+    return to_bf16(x) if dtype is Dtype.BFLOAT16 else x.astype(dtype.numpy)
+
+
+def as_floats(x):
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
 
 
 def error(x, y):
@@ -48,16 +63,21 @@ def error(x, y):
     return ((x - y) ** 2).sum() / (x**2).sum()
 
 
-def sums(shape):
-    """float32, exact and the same in any language: sums of four bytes of splitmix64, about zero."""
+def integers(shape):
+    """float32, the same in any language: sums of four bytes of splitmix64, and a bias in every eighth channel."""
     with np.errstate(over="ignore"):
         z = (np.arange(np.prod(shape), dtype=np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     four = z.view(np.uint8).reshape(*shape, 8)[..., 4:].astype(np.float32)
-    return four.sum(-1) - 510
+    return four.sum(-1) - 510 + (np.arange(shape[-1]) % 8 == 3).astype(np.float32) * 3000
 
 
-def integers(shape):
-    """Those, and a bias in every eighth channel."""
-    return sums(shape) + (np.arange(shape[-1]) % 8 == 3).astype(np.float32) * 3000
+def packed(header, payloads):
+    """Compressed block of these sections, uint8."""
+    sizes = [payload.nbytes for payload in payloads]
+    block = np.zeros(wire.block_nbytes(header, sizes), np.uint8)
+    block[: header.nbytes] = wire.head(header, sizes)
+    for at, payload in zip(wire.starts(header, sizes), payloads, strict=True):
+        block[at : at + payload.nbytes] = payload
+    return wire.seal(block)

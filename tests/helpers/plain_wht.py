@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.k3v3 import fold as _fold
+from manthan.codec.k3v3 import fold_eights as _fold
 from manthan.codec.rope import Floats
 from manthan.codec.tables.rotation import hadamard_
 
@@ -32,8 +32,8 @@ def unrotated(q: npt.NDArray[np.int16], steps: Floats, weights: Floats, blocks: 
 
 
 def turned_back(words: Any, bf16: bool, cos: Floats, sin: Floats) -> Floats:
-    """The bits of keys, [runs, tokens, head_dim] uint16 of bf16 or uint32 of float32, as they are before RoPE."""
-    return _turned((words.astype(np.uint32) << np.uint32(16 * bf16)).view(np.float32), cos, -sin)
+    """Turn keys [runs, tokens, head_dim], bits of bf16 (uint16) or float32 (uint32), by angles with these sines."""
+    return _turned((words.astype(np.uint32) << np.uint32(16 * bf16)).view(np.float32), cos, sin)
 
 
 def turned(x: Floats, cos: Floats, sin: Floats, bf16: bool, largest: np.float32, out: Any) -> None:
@@ -46,24 +46,14 @@ def turned(x: Floats, cos: Floats, sin: Floats, bf16: bool, largest: np.float32,
     out[:] = _round(words) if bf16 else words
 
 
-def energies(y: Floats, means: Floats) -> Floats:
-    """fold of the squares of [runs, head_dim, tokens] less their means, [runs, head_dim]."""
-    left = y - means[:, :, None]
-    return _folds(left * left)
-
-
-def products(y: Floats, q: npt.NDArray[np.int16]) -> Floats:
-    """fold(y * q) of [runs, head_dim, tokens]."""
-    return _folds(y * q.astype(np.float32))
-
-
-def _folds(products: Floats) -> Floats:
-    runs, dim, tokens = products.shape
-    return _fold(np.ascontiguousarray(products.transpose(1, 0, 2)).reshape(dim, -1)).reshape(runs, tokens)
+def products(x: Floats, y: Floats) -> Floats:
+    """fold(x * y) of [runs, head_dim, tokens]."""
+    runs, dim, tokens = x.shape
+    return _fold(np.ascontiguousarray((x * y).transpose(1, 0, 2)).reshape(dim, -1)).reshape(runs, tokens)
 
 
 def _turned(x: Floats, cos: Floats, sin: Floats) -> Floats:
-    """[runs, tokens, head_dim] turned: a new array. With -sin, turned back."""
+    """Turn [runs, tokens, head_dim] by angles: a new array."""
     n = cos.shape[1]
     turned = x.copy()
     first, second = x[:, :, :n], x[:, :, n : 2 * n]

@@ -39,35 +39,24 @@ def calibrated(tmp_path_factory):
     return result.output, Profile.load(path)
 
 
-def test_what_it_says(calibrated):
+def test_a_profile_tells_its_model_and_every_rank_has_its_heads(calibrated):
     said, profile = calibrated
+    info = profile.info
     assert "4 layers, 2 KV heads of 128 numbers" in said
     assert "metric fisher" in said
-    for preset, ratio in profile.info.ratios.items():
+    for preset, ratio in info.ratios.items():
         assert f"{preset}: {ratio:.2f} times smaller than bf16" in said
         assert ratio >= PRESETS[preset]
-
-
-def test_what_the_profile_is_of(calibrated):
-    info = calibrated[1].info
     assert (info.model, info.layers, info.heads, info.head_dim) == (str(MODEL), 4, 2, 128)
     assert info.rope == Rope(tuple(10000.0 ** (-np.arange(0, 128, 2) / 128)))
     assert info.tokens > 2000
     assert len(info.text) == 64
-
-
-def test_every_rank_has_its_heads(calibrated):
-    profile = calibrated[1]
     for rank in range(2):
         layers = profile.for_rank(rank, 2).layers
         assert len(layers) == 4
         assert all(layer.keys.mean.shape == layer.values.mean.shape == (128,) for layer in layers)
     assert not np.array_equal(profile.ranks[0][0].keys.mean, profile.ranks[1][0].keys.mean)
-
-
-def test_the_metric_is_not_none(calibrated):
-    """Numbers in which errors do little get a small row in the transform; layers in which they do, a large step."""
-    layers = calibrated[1].for_rank(0, 2).layers
+    # Numbers in which errors do little get a small row in the transform; layers in which they do, a large step.
     assert layers[0].keys.scale.max() > 1.5 * layers[0].keys.scale.min()
     spread = [np.sqrt(np.square(layer.keys.forward).sum() / 128) / layer.keys.steps["klt-8x"] for layer in layers]
     assert max(spread) > 1.2 * min(spread)
@@ -107,25 +96,23 @@ def test_places(monkeypatch, tmp_path):
         assert profile_path(str(tmp_path)) != before
 
 
-def test_a_text_of_one_s_own(tmp_path):
-    text, out = tmp_path / "short.txt", tmp_path / "p.safetensors"
-    text.write_text("Too short.")
-    result = run(MODEL, "--text", text, "--out", out)
-    assert result.exit_code == 1
-    assert "the text has" in result.output
-    assert "calibrating takes 1023 at least" in result.output
-    assert not out.exists()
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
-    [(("no/such-model",), "no/such-model cannot be loaded by Transformers"), ((MODEL, "--text", "nowhere"), "nowhere")],
+    [
+        (("no/such-model",), "no/such-model cannot be loaded by Transformers"),
+        ((MODEL, "--text", "nowhere"), "nowhere"),
+        ((MODEL, "--text", "short.txt"), "tokens, and calibrating takes 1023 at least"),
+    ],
 )
-def test_what_is_refused(words, sentence):
-    result = run(*words)
+def test_refusals_are_sentences(words, sentence, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "short.txt").write_text("Too short.")
+    monkeypatch.chdir(tmp_path)
+    result = run(*words, "--out", tmp_path / "p.safetensors")
     assert result.exit_code == 1
     assert sentence in result.output
     assert "Traceback" not in result.output
+    assert not (tmp_path / "p.safetensors").exists()
 
 
 def test_without_torch(monkeypatch):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from integrity import check_store
 from key_files import write_keys
+from kv import packed
 from redis_server import RedisServer, running
 from some_blocks import until
 
@@ -286,7 +287,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def block(key: bytes, nbytes: int, seed: int = 0) -> Buffer:
     """A compressed block of random numbers, of about this size."""
     body = np.random.default_rng([seed, *key[:4]]).integers(0, 256, nbytes, np.uint8)
-    return wire.pack(wire.BlockHeader(key, b"f" * 16, 16, (SECTION,)), [body])
+    return packed(wire.BlockHeader(key, b"f" * 16, 16, (SECTION,)), [body])
 
 
 def blocks_of(count: int, nbytes: int = 20_000, seed: int = 0, first: int = 0) -> dict[bytes, Buffer]:

@@ -1,6 +1,7 @@
-"""The policy `returns`: which of three it follows, and that it is never much worse than the best of the others."""
+"""The policy `returns`: the leader that it follows, its shadows, and that it finds about as much as the best."""
 
 import random
+from collections import OrderedDict
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +14,11 @@ from manthan.manager.simulator.traces import read_trace
 from manthan.policies import EvictionPolicy, SessionView
 from manthan.policies.gdsf import GDSF
 from manthan.policies.lru import LRU
-from manthan.policies.mixture import LOOK_EVERY, SAMPLE, Mixture
+from manthan.policies.mixture import DECAY, LOOK_EVERY, SAMPLE, Contest, Mixture, ShadowCache
 from manthan.policies.returns import Returns
 
 WORST = 0.01
-"""How much less than the better of lru and gdsf it may find, as a part of that."""
+"""Most that it may find less than the better of lru and gdsf, as a part of that."""
 
 
 def view(name: str, at: float, uses: int = 1, nbytes: int = 1000, gap: float | None = None) -> SessionView:
@@ -49,13 +50,21 @@ def test_gdsf_is_followed_at_first_and_then_whoever_has_surely_found_more() -> N
         assert list(policy.victims()) == list(told(other).victims())
 
 
+def test_a_victim_stays_in_the_shadows() -> None:
+    policy = told(Mixture())
+    victim = next(policy.victims())
+    policy.forget(victim)
+    assert victim not in list(policy.victims())
+    assert all(victim in shadow.kept for shadow in policy._shadows.values())
+
+
 def test_whoever_goes_on_from_the_middle_of_another_finds_its_kv_in_the_shadows() -> None:
     policy, forked = Mixture(), view("f", 2.0, 2, 800)._replace(created=1.0, left_tokens=50, added_tokens=30)
     in_and_out(policy, view("s", 1.0)._replace(created=1.0))
     policy.superseded("s")
     in_and_out(policy, forked)
     contest = policy._contest
-    assert contest.found == [pytest.approx((800 - 300) * contest._unit)] * 3
+    assert contest.found == [800 - 300] * 3
     assert all(set(shadow.kept) == {"f"} for shadow in policy._shadows.values())
 
 
@@ -79,7 +88,7 @@ def test_a_crowd_of_sessions_is_sampled() -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.booleans()), max_size=150))
 def test_shadows_hold_nobody_who_is_over(events: list[tuple[int, bool, bool]]) -> None:
-    """Who leaves because it is over leaves the shadows; who leaves since it was its turn may stay there."""
+    """A session that is over leaves the shadows; a victim may stay there."""
     policy, over, uses = Mixture(), set[str](), dict[str, int]()
     for at, (number, is_over, is_full) in enumerate(events):
         name = f"s{number}"
@@ -105,3 +114,78 @@ def test_it_is_never_much_worse_than_the_better_of_lru_and_gdsf(percent: int) ->
         tally = replay(trace.requests, Setup(policy, pool_blocks=pool, cold_blocks=cold))
         found[policy.name] = sum(one.resident + one.restored for one in tally.served if one is not None)
     assert found["returns"] >= (1 - WORST) * max(found["lru"], found["gdsf"]), found
+
+
+def race(found: list[tuple[float, float]], contest: Contest | None = None) -> Contest:
+    contest = contest or Contest(("a", "b"), "a")
+    for both in found:
+        contest.add(both)
+        contest.look()
+    return contest
+
+
+def test_one_large_session_is_chance_and_several_are_not() -> None:
+    one = race([(0, 1000), (50, 50)])
+    assert one.leader == "a"
+    assert race([(0, 1000)] * 4, one).leader == "b"
+
+
+def test_two_alike_seldom_change_places() -> None:
+    changes = 0
+    for seed in range(20):
+        rng, contest, leader = random.Random(seed), Contest(("a", "b"), "a"), "a"
+        for _ in range(512):
+            race([(rng.choice((0, 10)), rng.choice((0, 10)))], contest)
+            changes += contest.leader != leader
+            leader = contest.leader
+    assert changes < 30, "looking after each request; without asking whether it is sure there are hundreds"
+
+
+def test_findings_fade() -> None:
+    contest = race([(100, 0)] + [(0, 0)] * 512 + [(0, 1)])
+    assert contest.found == pytest.approx([50 * DECAY, 1])
+    contest = Contest(("a", "b"), "a")
+    for found in [(0, 1000)] * 5 + [(0, 0)] * 512:
+        contest.add(found)
+    contest.look()
+    assert contest.leader == "b", "it is as sure as it was before"
+
+
+ROOM = 1000
+REQUESTS = st.lists(st.tuples(st.integers(0, 9).map(str), st.integers(1, 400), st.booleans()), max_size=80)
+"""Session, bytes by which it grows, and whether it was over before."""
+
+
+@given(REQUESTS)
+def test_a_shadow_of_lru_is_a_plain_lru_cache(events: list[tuple[str, int, bool]]) -> None:
+    shadow, books = ShadowCache(LRU()), ShadowCache(Returns())
+    plain, sizes = OrderedDict[str, int](), dict[str, int]()
+    for number, (name, more, is_over) in enumerate(events):
+        if is_over:
+            sizes.pop(name, None)
+            plain.pop(name, None)
+            shadow.forget(name)
+        known = sizes.get(name, 0)
+        sizes[name] = known + more
+        session = SessionView(name, sizes[name], sizes[name], last_used=number, uses=number + 1)
+        assert shadow.request(session, known, ROOM) == min(plain.pop(name, 0), known)
+        plain[name] = sizes[name]
+        while (over := sum(plain.values()) - ROOM) > 0:  # the tail of the one unused for longest goes first
+            first, size = next(iter(plain.items()))
+            plain[first] = size - over
+            if size <= over:
+                del plain[first]
+        assert shadow.kept == plain
+        books.request(session, known, ROOM)
+        assert books.nbytes == sum(books.kept.values()) <= ROOM
+        assert sorted(books.policy.victims()) == sorted(books.kept)
+
+
+def test_a_fork_finds_the_kv_of_its_origin() -> None:
+    shadow = ShadowCache(LRU())
+    shadow.request(SessionView("origin", 600, 600), 0, ROOM)
+    shadow.inherit("fork", "origin")
+    shadow.inherit("other", "nobody")
+    assert shadow.request(SessionView("fork", 500, 500, last_used=1.0), 400, ROOM) == 400
+    assert shadow.kept == {"fork": 500}
+    assert list(shadow.policy.victims()) == ["fork"]

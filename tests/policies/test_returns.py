@@ -3,14 +3,26 @@
 import random
 
 import numpy as np
+import pytest
 
 from manthan.policies import SessionView
-from manthan.policies.return_model import AGES, ReturnModel, buckets
+from manthan.policies.mixture import Mixture
+from manthan.policies.return_model import AGES, ReturnModel
 from manthan.policies.returns import Returns, ReturnsOptions
 
 
 def view(name: str, at: float, uses: int = 1, gap: float | None = None, added: int = 100, **more: int) -> SessionView:
     return SessionView(name, 1000, last_used=at, uses=uses, gap=gap, added_tokens=added, **more)
+
+
+def play(policy: Returns, sessions: list[SessionView]) -> float:
+    """Use sessions in the order of time, then evict all. Returns the time of the last use."""
+    in_time = sorted(sessions, key=lambda session: session.last_used)
+    for session in in_time:
+        policy.used(session)
+    for session in in_time:
+        policy.evicted(session.session_id)
+    return in_time[-1].last_used
 
 
 def taught(policy: Returns, sessions: int = 600, seed: int = 0) -> float:
@@ -22,15 +34,11 @@ def taught(policy: Returns, sessions: int = 600, seed: int = 0) -> float:
     events = []
     for i in range(sessions):
         begin = i * 3.0
-        events.append((begin, view(f"s{i}", begin, added=100 if i % 2 else 20_000)))
+        events.append(view(f"s{i}", begin, added=100 if i % 2 else 20_000))
         if i % 2:
             gap = chance.uniform(40, 80)
-            events.append((begin + gap, view(f"s{i}", begin + gap, 2, gap, added=20_000)))
-    for _, session in sorted(events, key=lambda event: event[0]):
-        policy.used(session)
-    for i in range(sessions):
-        policy.evicted(f"s{i}")
-    return sessions * 3.0 + 100
+            events.append(view(f"s{i}", begin + gap, 2, gap, added=20_000))
+    return play(policy, events) + 100
 
 
 def quick() -> Returns:
@@ -44,29 +52,21 @@ def test_before_it_has_learned_the_one_unused_for_longest_goes_first() -> None:
     assert list(policy.victims()) == [f"s{i}" for i in range(50)]
 
 
-def test_who_will_not_return_goes_before_older_ones_who_will() -> None:
+@pytest.mark.parametrize(
+    ("uses", "order"),
+    [
+        ([("chat", 0, 100), ("document", 20, 20_000), ("last", 30, 100)], ["document"]),
+        ([("late", 0, 100), ("new", 300, 100)], ["late", "new"]),
+        ([("soon", 0, 100), ("in a while", 45, 100)], ["in a while", "soon"]),
+    ],
+    ids=["never returns", "waited for too long", "its time has come"],
+)
+def test_sessions_that_pay_least_for_their_room_go_first(uses: list[tuple[str, int, int]], order: list[str]) -> None:
     policy = quick()
     now = taught(policy)
-    policy.used(view("chat", now))
-    policy.used(view("document", now + 20, added=20_000))
-    policy.used(view("last", now + 30))
-    assert next(policy.victims()) == "document"
-
-
-def test_who_stays_away_for_longer_than_anybody_goes_before_new_ones() -> None:
-    policy = quick()
-    now = taught(policy)
-    policy.used(view("late", now))
-    policy.used(view("new", now + 300))
-    assert list(policy.victims()) == ["late", "new"]
-
-
-def test_of_those_likely_to_return_the_one_whose_time_has_come_stays() -> None:
-    policy = quick()
-    now = taught(policy)
-    policy.used(view("soon", now))
-    policy.used(view("in a while", now + 45))
-    assert list(policy.victims()) == ["in a while", "soon"]
+    for name, after, added in uses:
+        policy.used(view(name, now + after, added=added))
+    assert list(policy.victims())[: len(order)] == order
 
 
 def test_whose_conversation_went_on_elsewhere_goes_first_until_it_is_used() -> None:
@@ -86,7 +86,7 @@ def test_whose_conversation_went_on_elsewhere_goes_first_until_it_is_used() -> N
 
 
 def test_all_places_learn_from_all_and_count_a_request_once() -> None:
-    make = Returns.family(ReturnsOptions(window=64, refit_every=4))
+    make = Mixture.family(ReturnsOptions(window=64, refit_every=4))
     hot, cold = make(), make()
     assert hot.model is cold.model
     for i in range(8):
@@ -107,9 +107,9 @@ def test_hazards_are_found_that_made_the_data() -> None:
         if i + gap < 4000:
             events.append((i + gap, view(f"s{i}", i + gap, 9, gap, added=200_000)))
     for _, session in sorted(events, key=lambda event: event[0]):
-        model.observe(session, buckets(session))
+        model.observe(session, model.buckets(session))
     model._fit(4000.0)
-    short, long = (buckets(view("x", 0.0, added=added)) for added in (10, 5000))
+    short, long = (model.buckets(view("x", 0.0, added=added)) for added in (10, 5000))
     factors = [np.exp(model.log_factor(known)) for known in (short, long)]
     assert 2.5 < factors[0] / factors[1] < 3.5
     piece = AGES.index(30)
@@ -123,30 +123,18 @@ def said(policy: Returns, true: bool, sessions: int = 400) -> float:
     for i in range(sessions):
         begin, says = i * 5.0, i % 2 == 0
         first = view(f"t{i}", begin)
-        events.append((begin, first._replace(expected=begin + 30.0) if says else first))
+        events.append(first._replace(expected=begin + 30.0) if says else first)
         if says == true:
             gap = 30.0 if says else 40.0
-            events.append((begin + gap, view(f"t{i}", begin + gap, 2, gap, added=20_000)))
-    for _, session in sorted(events, key=lambda event: event[0]):
-        policy.used(session)
-    for i in range(sessions):
-        policy.evicted(f"t{i}")
-    return sessions * 5.0 + 100
+            events.append(view(f"t{i}", begin + gap, 2, gap, added=20_000))
+    return play(policy, events) + 100
 
 
-def first_of_both(policy: Returns, now: float) -> str:
-    """Who goes first: one who has said that it will be back, or one used at the same time that has not."""
+@pytest.mark.parametrize(("true", "first"), [(True, "silent"), (False, "says")])
+def test_an_announced_return_counts_where_earlier_ones_were_true(true: bool, first: str) -> None:
+    policy = quick()
+    now = said(policy, true)
     policy.used(view("says", now)._replace(expected=now + 30.0))
     policy.used(view("silent", now))
     policy.used(view("last", now + 10.0))
-    return next(name for name in policy.victims() if name != "last")
-
-
-def test_who_says_when_it_will_be_back_stays_where_that_was_true() -> None:
-    policy = quick()
-    assert first_of_both(policy, said(policy, true=True)) == "silent"
-
-
-def test_what_is_said_is_worth_nothing_where_it_was_not_true() -> None:
-    policy = quick()
-    assert first_of_both(policy, said(policy, true=False)) == "says"
+    assert next(name for name in policy.victims() if name != "last") == first

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_engine import MODEL
 
 from manthan.codec.base import Dtype
-from manthan.codec.cpu.fp8 import widened
+from manthan.codec.cpu.numbers import as_floats
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.memory import Shards, block_format, block_shape, group_shape
@@ -66,7 +66,7 @@ def test_a_block_that_vllm_wrote_is_found_whatever_the_scale(cache_dtype: str, d
     slots = 3 * spec.block_size + torch.arange(spec.block_size)
     for n, (name, layer) in enumerate(layers.items()):
         layer.impl.do_kv_cache_update(layer, data[0, n], data[1, n], caches[name], slots)
-    found = scale * widened(np.stack(memory.gather(3)), dtype)
+    found = scale * as_floats(np.stack(memory.gather(3)), dtype)
     right = data.transpose(2, 3).float().numpy()
     # vLLM's CPU kernels cut bits off: by less than a step, which is 2**-3 or 2**-2 of the number.
     assert (np.abs(found - right) <= np.abs(right) * (0.126 if dtype is Dtype.FLOAT8_E4M3 else 0.251) + 0.01).all()
@@ -80,7 +80,7 @@ def test_a_block_that_vllm_wrote_is_found_whatever_the_scale(cache_dtype: str, d
     after = np.stack(memory.gather(5))
     assert np.array_equal(before[:, :, :, :4], after[:, :, :, :4])
     assert not np.array_equal(before, after)
-    assert np.square(widened(after, dtype) - widened(before, dtype)).mean() < 0.06 * np.square(found / scale).mean()
+    assert np.square(as_floats(after, dtype) - as_floats(before, dtype)).mean() < 0.06 * np.square(found / scale).mean()
 
 
 def test_a_gpus_cache_of_fp8_is_read_by_way_of_the_cpu() -> None:

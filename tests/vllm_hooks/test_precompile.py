@@ -12,8 +12,8 @@ import sys
 from manthan.codec import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 BlockFormat("wht-5x", BlockShape(2, 8, 16, 128, Dtype.BFLOAT16), bytes(16)).warm_up()
-from manthan.codec.cpu import numba_wht
-found = [f for f in vars(numba_wht).values() if hasattr(f, "stats") and f.signatures]
+from manthan.codec.cpu import numba_kernels
+found = [f for f in vars(numba_kernels).values() if hasattr(f, "stats") and f.signatures]
 print(sum(sum(f.stats.cache_misses.values()) for f in found), len(found))
 """
 

@@ -22,12 +22,11 @@ from manthan.vllm_hooks.transfer_config import EXTRA_KEY, kv_transfer_config
 def loaded(worker: Any) -> dict[str, list[Any]]:
     """What numba has compiled, or loaded from its cache, in a worker, by the function's name."""
     found = {}
-    for name in ("numba_wht", "numba_rans"):
-        module = sys.modules.get(f"manthan.codec.cpu.{name}")
-        for function, made in vars(module).items() if module else ():
-            if hasattr(made, "stats"):
-                misses, hits = made.stats.cache_misses, made.stats.cache_hits
-                found[f"{name}.{function}"] = [len(made.signatures), sum(misses.values()), sum(hits.values())]
+    module = sys.modules.get("manthan.codec.cpu.numba_kernels")
+    for function, made in vars(module).items() if module else ():
+        if hasattr(made, "stats"):
+            misses, hits = made.stats.cache_misses, made.stats.cache_hits
+            found[function] = [len(made.signatures), sum(misses.values()), sum(hits.values())]
     return found
 
 

@@ -8,14 +8,14 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.codec.cpu.klt import Klt
+from manthan.codec.cpu.klt import KltPreset
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout, RawLayout
-from manthan.codec.k3v3 import K3v3
+from manthan.codec.k3v3 import K3v3Preset
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.registry import PRESETS, finer_codecs, needs_profile, takes_facts
 from manthan.codec.rope import Rope
-from manthan.codec.wht import Wht
+from manthan.codec.wht import WhtPreset
 from manthan.manager.config.model import ConfigError
 from manthan.manager.tiers.ram import RamTier
 from manthan.manager.tiers.redis_schema import Namespace
@@ -294,7 +294,11 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
     from manthan.codec.gpu.raw import RawPagedCodec
     from manthan.codec.gpu.wht_codec import WhtPagedCodec
 
-    made: dict[type, Callable[..., PagedCodec]] = {Wht: WhtPagedCodec, Klt: KltPagedCodec, K3v3: K3v3PagedCodec}
+    made: dict[type, Callable[..., PagedCodec]] = {
+        WhtPreset: WhtPagedCodec,
+        KltPreset: KltPagedCodec,
+        K3v3Preset: K3v3PagedCodec,
+    }
     try:
         if isinstance(layout, RawLayout):
             return RawPagedCodec(layout, form)
