@@ -152,8 +152,8 @@ class Driver:
         self._again, self._last_tokens = again, last_tokens
         self._low, self._high = int(low * pool.size), int(high * pool.size)
         self._window = max(1, pool.size // WINDOW_SHARE)
-        manager.bind(pool, self._high)
         self.runway = Runway(pool, self._high)
+        manager.bind(pool, self._high, self.runway.forget)
         self.fronts = FrontTiers(manager, fronts)
         walk, taken = self.runway.length, self.runway.taken
         self.prefetcher = Prefetcher(manager, pool, walk, taken, ranks, self._low, prefetch_lead_s)
@@ -179,7 +179,6 @@ class Driver:
     def _happened(self, event: Event) -> None:
         if isinstance(event, BlocksDropped):
             self._drops.append(event)
-            self.runway.forget()
 
     # -- requests -------------------------------------------------------------------------------------
 

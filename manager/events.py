@@ -106,7 +106,7 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True)
-class Storing:
+class EncodingBegins:
     """Blocks of these marks are about to be encoded."""
 
     marks: Sequence[Mark]
@@ -216,7 +216,7 @@ Event: TypeAlias = (
     | Restored
     | Lost
     | Pinned
-    | Storing
+    | EncodingBegins
     | BlocksSaved
     | BlocksDropped
     | StoreFailed

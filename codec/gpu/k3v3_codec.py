@@ -15,7 +15,7 @@ from manthan.codec.k3v3 import BITS, LEVELS, THRESHOLDS
 SOURCES = ("common.cu", "k3v3.cu", "exact.cu", "seal.cu")
 
 
-class Plan(NamedTuple):
+class K3v3Plan(NamedTuple):
     """Arguments of the kernels for blocks of one form. coded: None where all tokens are exact. seal: launched last."""
 
     exact: list[Job]
@@ -30,7 +30,7 @@ class K3v3PagedCodec(PagedCodec):
 
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
         super().__init__(layout, format)
-        self._addresses, self._plans = addresses(layout), dict[int, Plan]()
+        self._addresses, self._plans = addresses(layout), dict[int, K3v3Plan]()
         self._kernels = _module(layout.coded.head_dim, layout.dtype, self.device, is_aligned(layout))
 
     def encode(self, batch: Batch, codes: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ class K3v3PagedCodec(PagedCodec):
         of_batch = job.of(batch, codes)
         self._kernels.launch(name, of_batch, of_batch.n * warps)
 
-    def _plan(self, exact: int) -> Plan:
+    def _plan(self, exact: int) -> K3v3Plan:
         if exact not in self._plans:
             layout, form, coded = self.layout.coded, self.form(exact), None
             kept = exact_jobs(self.layout, self._addresses, form, exact)
@@ -74,7 +74,7 @@ class K3v3PagedCodec(PagedCodec):
                     planes = start + align16(2 * vectors)
                     coded.ends[2 * at] = start + 2 * vectors
                     coded.ends[2 * at + 1] = planes + vectors * BITS * layout.head_dim // 8
-            self._plans[exact] = Plan(kept, coded, coded or kept[-1])
+            self._plans[exact] = K3v3Plan(kept, coded, coded or kept[-1])
         return self._plans[exact]
 
 

@@ -108,7 +108,7 @@ class Sections(ctypes.Structure):
         return job
 
 
-class Plan(NamedTuple):
+class KltPlan(NamedTuple):
     """How blocks of one form are worked on. exact: None where no token is. sections: None where all are. seal: with no
     header where one is written before."""
 
@@ -162,7 +162,7 @@ class KltPagedCodec(PagedCodec):
         self._addresses = addresses(layout)
         self._transforms = Transforms.of(profile, format.codec, self.device)
         self._tables = RowTables.of(profile, format.codec, self.device)
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, KltPlan] = {}
         largest = max(self._tables.encoding.nbytes, self._tables.decoding.nbytes)
         properties: Any = torch.cuda.get_device_properties(self.device)  # of more than its stubs know
         self._shared = largest <= properties.shared_memory_per_block_optin
@@ -256,17 +256,17 @@ class KltPagedCodec(PagedCodec):
         of_batch.sizes = batch.nbytes.data_ptr()
         self._kernels.launch(name, of_batch, of_batch.n * ALONE)
 
-    def _plan(self, exact: int) -> Plan:
+    def _plan(self, exact: int) -> KltPlan:
         if exact not in self._plans:
             layout, form = self.layout, self.form(exact)
             kept = next(iter(exact_jobs(layout, self._addresses, form, exact)), None)
             if exact == layout.tokens:
                 assert kept is not None
-                self._plans[exact] = Plan(kept, None, kept)
+                self._plans[exact] = KltPlan(kept, None, kept)
             else:
                 sections = Sections.plan(layout, self._addresses, form, exact, self._rope)
                 sections.mean, sections.pool = self._transforms.mean.data_ptr(), self._tables.pool
-                self._plans[exact] = Plan(kept, sections, Job())
+                self._plans[exact] = KltPlan(kept, sections, Job())
         return self._plans[exact]
 
 

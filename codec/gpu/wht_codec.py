@@ -127,7 +127,7 @@ class Threads(NamedTuple):
     blocks: int = 0
 
 
-class Plan(NamedTuple):
+class WhtPlan(NamedTuple):
     """How blocks of one form are worked on. exact: sections that stay as they are. rows: None where all do. seal: with
     no header where one is written before."""
 
@@ -150,7 +150,7 @@ class WhtPagedCodec(PagedCodec):
         self._addresses, self._coded = addresses(layout), layout.coded
         self._tables = [torch.from_numpy(x.view(np.uint8)).to(self.device) for x in (_encoding(), _decoding())]
         self._most_shared: int = properties_of(self.device).shared_memory_per_block_optin
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, WhtPlan] = {}
         self._shared = self._tables[1].nbytes <= self._most_shared
         shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
         kinds = len(self._coded.ats)
@@ -265,15 +265,15 @@ class WhtPagedCodec(PagedCodec):
         of_batch.sizes = batch.nbytes.data_ptr()
         self._kernels.launch(name, of_batch, of_batch.n * ALONE)
 
-    def _plan(self, exact: int) -> Plan:
+    def _plan(self, exact: int) -> WhtPlan:
         if exact not in self._plans:
             layout, form = self.layout, self.form(exact)
             kept = exact_jobs(layout, self._addresses, form, exact)
             if exact == layout.tokens:
-                self._plans[exact] = Plan(kept, None, kept[-1])
+                self._plans[exact] = WhtPlan(kept, None, kept[-1])
             else:
                 rows = Wht.plan(self._coded, self.format, self._addresses, form, exact, self._rope)
-                self._plans[exact] = Plan(kept, rows, Job())
+                self._plans[exact] = WhtPlan(kept, rows, Job())
         return self._plans[exact]
 
 

@@ -23,7 +23,7 @@ REDIS_COMMANDS = "DEL, HSET f 1, HGET f, PEXPIREAT 1, SET 1 PX 1000, GET, STRLEN
 """Commands that engines send to Redis, once each, without the key."""
 
 
-class Mark(StrEnum):
+class Grade(StrEnum):
     """Outcome of a check. SKIPPED: nothing to check. WARNING: it works, but not well. WRONG: it does not work."""
 
     OK = auto()
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
     """Result of a check. said: one sentence; where something is wrong, it says what would be right."""
 
     check: str
-    mark: Mark
+    mark: Grade
     said: str
 
 
@@ -50,13 +50,13 @@ def check_memlock(store: TiersConfig, has_gpu: bool, limit: int | None = None) -
     wanted = store.max_bytes if store.kind == "host" else store.front_bytes or store.host_bytes
     if not has_gpu or not wanted:
         why = "no compressed blocks are kept in RAM" if has_gpu else "there is no GPU"
-        return Finding(name, Mark.SKIPPED, f"{why}, so that no RAM is pinned.")
+        return Finding(name, Grade.SKIPPED, f"{why}, so that no RAM is pinned.")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     if limit == resource.RLIM_INFINITY or limit >= wanted:
-        return Finding(name, Mark.OK, f"the limit allows the {_size(wanted)} that are pinned for the GPU.")
+        return Finding(name, Grade.OK, f"the limit allows the {_size(wanted)} that are pinned for the GPU.")
     return Finding(
         name,
-        Mark.WARNING,
+        Grade.WARNING,
         f"the limit is {_size(limit)}, but {_size(wanted)} of RAM are pinned for the GPU, and some drivers keep to the "
         "limit: raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, --ulimit memlock=-1).",
     )
@@ -66,14 +66,14 @@ def check_disk(config: ManthanConfig, mounts: Path = Path("/proc/self/mounts")) 
     """Check the folder of a cold store on disk: there, writable, local, and large enough."""
     name, store, path = "disk", config.tiers, config.tiers.disk.path
     if not store.is_on_disk:
-        return Finding(name, Mark.SKIPPED, f"tiers.kind is {store.kind}, which keeps nothing on a disk.")
+        return Finding(name, Grade.SKIPPED, f"tiers.kind is {store.kind}, which keeps nothing on a disk.")
     busy = ""
     try:
         check_folder(path)
     except FolderBusyError:
         busy = "; a server uses it now"
     except ConfigError as error:
-        return Finding(name, Mark.WRONG, str(error))
+        return Finding(name, Grade.WRONG, str(error))
     kind = file_system(Path(path), mounts)
     budget = store.front_disk_bytes or store.max_bytes
     free, taken = shutil.disk_usage(path).free, _taken(Path(path))
@@ -85,8 +85,8 @@ def check_disk(config: ManthanConfig, mounts: Path = Path("/proc/self/mounts")) 
         why = f"too small: {_size(taken + free)} for {_size(budget)} of compressed blocks; lower that, or make room"
     else:
         said = f"{path} is a folder on {kind} with {_size(free)} free, for {_size(budget)} of compressed blocks{busy}."
-        return Finding(name, Mark.OK, said)
-    return Finding(name, Mark.WRONG, f"tiers.disk.path is {path!r}, which is {why}.")
+        return Finding(name, Grade.OK, said)
+    return Finding(name, Grade.WRONG, f"tiers.disk.path is {path!r}, which is {why}.")
 
 
 def file_system(path: Path, mounts: Path) -> str:
@@ -104,7 +104,7 @@ def check_redis(config: ManthanConfig) -> Iterator[Finding]:
     """Check that Redis answers, takes what engines send, and evicts when it is full."""
     name, redis = "Redis", config.tiers.redis
     if "redis" not in config.tiers.places:
-        yield Finding(name, Mark.SKIPPED, f"tiers.kind is {config.tiers.kind}, which does not use Redis.")
+        yield Finding(name, Grade.SKIPPED, f"tiers.kind is {config.tiers.kind}, which does not use Redis.")
         return
     try:
         with closing(connect(redis)) as client:
@@ -113,13 +113,13 @@ def check_redis(config: ManthanConfig) -> Iterator[Finding]:
             commands = [command.split() for command in REDIS_COMMANDS.split(", ")]
             pipelined(client, [(command, key, *more) for command, *more in commands])
     except ConfigError as error:
-        yield Finding(name, Mark.WRONG, str(error))
+        yield Finding(name, Grade.WRONG, str(error))
         return
     except RedisError as error:
-        yield Finding(name, Mark.WRONG, f"Redis at {redis.url} refuses a command that engines send: {error}.")
+        yield Finding(name, Grade.WRONG, f"Redis at {redis.url} refuses a command that engines send: {error}.")
         return
-    yield Finding(name, Mark.OK, f"{redis.url} answers, and takes keys that begin with {redis.prefix}.")
-    yield Finding("Redis memory", Mark.WARNING if said else Mark.OK, said or "Redis evicts when it is full.")
+    yield Finding(name, Grade.OK, f"{redis.url} answers, and takes keys that begin with {redis.prefix}.")
+    yield Finding("Redis memory", Grade.WARNING if said else Grade.OK, said or "Redis evicts when it is full.")
 
 
 def _taken(path: Path) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from manthan.manager.config.model import ConfigError
-from manthan.manager.doctor.checks import Finding, Mark
+from manthan.manager.doctor.checks import Finding, Grade
 
 TEMPLATE = "chat template"
 Message: TypeAlias = dict[str, Any]
@@ -147,11 +147,11 @@ def check_template(renderer: Renderer) -> Finding:
     worst = min(found, key=lambda one: one.kept / one.tokens if one.rewrites else 1.0)
     if not worst.rewrites:
         tried = ", ".join(one.of for one in found)
-        return Finding(TEMPLATE, Mark.OK, f"the next prompt repeats the turn before it, token by token ({tried}).")
+        return Finding(TEMPLATE, Grade.OK, f"the next prompt repeats the turn before it, token by token ({tried}).")
     also = ", ".join(f"{one.of}: {one.kept} of {one.tokens}" for one in found if one.rewrites and one is not worst)
     return Finding(
         TEMPLATE,
-        Mark.WRONG,
+        Grade.WRONG,
         f"it rewrites history ({worst.of}): the next prompt repeats {worst.kept} of a turn's {worst.tokens} tokens, up "
         f"to {worst.before!r}, and goes on with {worst.comes!r} where {worst.was!r} was{f' ({also})' if also else ''}; "
         "what is behind that is computed anew in each turn: use a template that only appends (--chat-template).",

@@ -393,7 +393,8 @@ class BlockTable:
 
     def is_droppable(self, rows: Rows) -> Mask:
         """Return a mask of the rows whose compressed block may be dropped: saved, and not pinned."""
-        return self.is_saved(rows) & (self.pins[rows] == 0)
+        droppable: Mask = self.is_saved(rows) & (self.pins[rows] == 0)
+        return droppable
 
     def reserve(self, rows: Rows, bounds: ArrayLike, tenant: str) -> None:
         """Begin to store rows, each of which takes at most these bytes. A saved one is to be replaced."""

@@ -22,7 +22,7 @@ from manthan.manager.events import (
     Lost,
     Overwritten,
     Pinned,
-    Storing,
+    EncodingBegins,
     Turn,
 )
 from manthan.manager.pool import BlockName, Mark, Owner, Pool
@@ -124,7 +124,7 @@ class Outcome(NamedTuple):
     lossy_tokens: int = 0
 
 
-class Begun(NamedTuple):
+class StoresBegun(NamedTuple):
     """Stores that were begun, of the first `taken` of some rows. is_gone: True if the pool does not have the next one,
     or has it decoded only. lost: number of rows that the pool does not have."""
 
@@ -218,9 +218,14 @@ class SessionManager:
         """Numbers of the sessions whose blocks the pool overwrites first."""
         self.table.gone.append(self._forgotten)
 
-    def bind(self, pool: Pool, spare: int) -> None:
-        """Use this pool. spare: number of saved blocks at the head of its free queue that are kept saved."""
-        self.pool, self._spare = pool, spare
+    def bind(self, pool: Pool, spare: int, unkept: Callable[[], None]) -> None:
+        """Use this pool.
+
+        Args:
+            spare: number of saved blocks at the head of its free queue that are kept saved.
+            unkept: called when fewer blocks than before are overwritten before the first unsaved one.
+        """
+        self.pool, self._spare, self._unkept = pool, spare, unkept
 
     def recode(self, shape: MemoryShape, capacity_nbytes: int, all_exact: bool = False) -> None:
         """Encode in another codec from now on. Blocks that are saved stay. all_exact: keep every token exact."""
@@ -560,6 +565,9 @@ class SessionManager:
                     self.events(Overwritten(begun.lost))
                 self.cut(session, int(blocks.depth[needed[begun.taken]]), DropCause.ABANDONED)
             elif begun.taken < len(needed):
+                saved = rows[blocks.is_saved(rows)]  # by age, as all that is not saved
+                self.pool.forget(self.shape.main, blocks.hashes(saved))
+                self._unkept()
                 self._put_off(session, now)
                 return plans
         if session in self._saving and self.table.by_id.get(session.session_id) is session:
@@ -593,6 +601,7 @@ class SessionManager:
         unsaved = self.pool.unsaved(most + self._spare)  # a block may have copies
         rows = self.blocks.find(main, list(dict.fromkeys(each.block_hash for each in unsaved if each.group == main)))
         rows = rows[rows >= 0]
+        self.pool.keep(main, self.blocks.hashes(rows[self.blocks.is_saved(rows)]))
         rows = rows[(self.blocks.status[rows] == 0) & (self.blocks.users[rows] > 0)]
         plans: list[StorePlan] = []
         for number in dict.fromkeys(self._origins(rows).tolist()):
@@ -638,14 +647,14 @@ class SessionManager:
         needed = rows[self.blocks.status[rows] == 0][:most]
         return self._begin(needed, request.session, is_pressed=not self._is_exclusive).plans if len(needed) else []
 
-    def _begin(self, rows: Rows, session: Session, *, is_pressed: bool, exact: int | None = None) -> Begun:
+    def _begin(self, rows: Rows, session: Session, *, is_pressed: bool, exact: int | None = None) -> StoresBegun:
         """Begin to store rows of one group, in the order of their depths, as far as the pool has them and they fit.
 
         Args:
             exact: number of exact tokens of each; None for what is configured.
         """
         if not len(rows):
-            return Begun([], 0)
+            return StoresBegun([], 0)
         group = int(self.blocks.group[rows[0]])
         hashes = self.blocks.hashes(rows)
         ids = self.pool.lookup(group, hashes)
@@ -663,9 +672,9 @@ class SessionManager:
         is_gone = is_gone and fits == length
         rows, marks, counts = rows[:fits], marks[:fits], counts[:fits].astype(np.uint16)
         if not fits:
-            return Begun([], 0, is_gone, lost)
+            return StoresBegun([], 0, is_gone, lost)
         self.blocks.reserve(rows, bounds[:fits], session.tenant)
-        self.events(Storing([Mark(mark) for mark in marks.tolist()]))
+        self.events(EncodingBegins([Mark(mark) for mark in marks.tolist()]))
         whole = counts == shape.tokens
         breaks = np.zeros(fits, np.int32)
         breaks[1:] = (counts[1:] > 0) & ~whole[:-1]
@@ -686,7 +695,7 @@ class SessionManager:
                 session.tenant,
             )
             plans.append(StorePlan(transfer, rows[part], counts[part]))
-        return Begun(plans, fits, is_gone, lost)
+        return StoresBegun(plans, fits, is_gone, lost)
 
     def _exact_tokens(self, rows: Rows, marks: NDArray[np.uint8], group: int, tenant: str) -> NDArray[np.int64]:
         """Return how many of each block's first tokens are to be kept exact."""
@@ -1082,6 +1091,7 @@ class SessionManager:
                 hashes = self.blocks.hashes(of_group)
                 self.events(BlocksDropped(number, hashes, cause))
                 self.pool.forget(number, hashes)
+                self._unkept()
             self.blocks.drop(of_group)
 
     def _drop_unneeded(self, rows: Rows) -> None:

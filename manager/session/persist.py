@@ -277,7 +277,7 @@ def _facts(session: Session, offset: float) -> dict[str, object]:
 
 
 @dataclass(slots=True)
-class _Lookup:
+class _PromptLookup:
     """A lookup of those of a request's `hashes` that are behind the first `first`.
 
     deadline: time at which the request goes on without an answer; None until it could begin.
@@ -307,7 +307,7 @@ class RedisLink(_Link):
     ) -> None:
         super().__init__(manager, fronts)
         self._sessions, self._needed = sessions, needed
-        self._lookups: dict[str, _Lookup] = {}
+        self._lookups: dict[str, _PromptLookup] = {}
         self.start, self.close = sessions.start, sessions.close
 
     @property
@@ -338,7 +338,7 @@ class RedisLink(_Link):
 
         known = None if self._needed is None else needed
         if self._sessions.look_up(request.request_id, session_id, main, hashes[first:], known):
-            self._lookups[request.request_id] = _Lookup(request, hashes, first)
+            self._lookups[request.request_id] = _PromptLookup(request, hashes, first)
 
     def _parts(self, hashes: Sequence[bytes], depth: int) -> list[tuple[int, bytes, int]]:
         """Return group, hash and position of each block of other groups that is needed behind `depth` blocks."""
@@ -373,7 +373,7 @@ class RedisLink(_Link):
             is_of_use = result.sizes and (self._needed is None or result.point is not None)
             self._manager.events(LookedUp(lookup.request.session.session_id, "found" if is_of_use else "nothing"))
 
-    def _found(self, lookup: _Lookup, result: LookupResult) -> None:
+    def _found(self, lookup: _PromptLookup, result: LookupResult) -> None:
         """Enter blocks that another engine has stored. The request's session goes on with them, if it ended before."""
         manager, session = self._manager, lookup.request.session
         rows = lookup.request.rows[: lookup.first + len(result.sizes)]

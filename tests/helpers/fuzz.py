@@ -16,12 +16,9 @@ from hypothesis.stateful import run_state_machine_as_test
 sys.path.insert(0, str(Path(__file__).parent))
 from machine import CONFIGURATIONS, PROFILE, Sessions
 
-EXAMPLES = 20
-"""Number of examples in a round."""
 
-
-def run(machine: type[Sessions], profile: settings, number: int | None = None) -> Counter[str]:
-    """Run a machine with a seed. Return what came to pass. Raises what the machine raises."""
+def run(machine: type[Sessions], number: int, profile: settings = PROFILE) -> Counter[str]:
+    """Run a round with this seed. Return what came to pass. Raises what the machine raises."""
     seen: Counter[str] = Counter()
     before = machine.steps
 
@@ -31,7 +28,7 @@ def run(machine: type[Sessions], profile: settings, number: int | None = None) -
             seen.update(self.world.seen)
 
     Watched.__name__ = machine.__name__
-    run_state_machine_as_test(Watched if number is None else seed(number)(Watched), settings=profile)
+    run_state_machine_as_test(seed(number)(Watched), settings=profile)
     seen["steps"] = Watched.steps - before
     return seen
 
@@ -45,12 +42,12 @@ def main() -> None:
     parser.add_argument("--no-shrink", action="store_true", help="stop at the first failure, however long it is")
     args = parser.parse_args()
     phases = [Phase.generate] if args.no_shrink else PROFILE.phases
-    profile = settings(PROFILE, max_examples=EXAMPLES, derandomize=False, phases=phases)
+    profile = settings(PROFILE, phases=phases)
     seen: dict[str, Counter[str]] = {name: Counter() for name in ([args.only] if args.only else CONFIGURATIONS)}
     began, number = time.monotonic(), args.seed
     for name in cycle(seen):
         try:
-            seen[name] += run(CONFIGURATIONS[name], profile, number)
+            seen[name] += run(CONFIGURATIONS[name], number, profile)
         except BaseException:
             print(f"FAILED: python tests/helpers/fuzz.py --only {name} --seed {number} --steps 1", flush=True)
             raise

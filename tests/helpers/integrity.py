@@ -85,7 +85,10 @@ def _rows(manager: SessionManager) -> Findings:
     needed = (blocks.users[rows] > 0) | (blocks.holds[rows] > 0) | (blocks.pins[rows] > 0) | (status > 0)
     yield bool(needed.all()), f"rows {rows[~needed].tolist()} are needed by nobody"
     beside = group >= 0 if manager.shape.stores_main else group == NO_GROUP
-    yield bool(((blocks.nbytes[rows] > 0) == (saved & (group != NO_GROUP))).all()), "bytes are not those of saved blocks"
+    yield (
+        bool(((blocks.nbytes[rows] > 0) == (saved & (group != NO_GROUP))).all()),
+        "bytes are not those of saved blocks",
+    )
     yield bool(((blocks.reserved[rows] > 0) == storing).all()), "bytes are reserved for what is not being stored"
     yield bool((saved | (blocks.moved[rows] == 0)).all()), "a block has moved that is not saved"
     yield bool((saved | (blocks.pins[rows] == 0)).all()), "a block is read that is not saved"

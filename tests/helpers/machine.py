@@ -4,7 +4,6 @@ import sys
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
-from examples import examples
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from integrity import check_empty, check_integrity, check_store
@@ -89,7 +88,9 @@ class Sessions(RuleBasedStateMachine):
 
     def _some(self, which: int, **states: bool) -> Asked | None:
         """Return one of the requests that are in these states."""
-        some = [each for each in self.world.asked if all(getattr(each, state) is is_so for state, is_so in states.items())]
+        some = [
+            each for each in self.world.asked if all(getattr(each, state) is is_so for state, is_so in states.items())
+        ]
         return some[which % len(some)] if some else None
 
     @precondition(lambda self: self.world.asked)
@@ -359,15 +360,15 @@ class Sessions(RuleBasedStateMachine):
 
 
 PROFILE = settings(
-    max_examples=examples(200),
+    max_examples=20,
     stateful_step_count=60,
-    derandomize=True,
     deadline=None,
     report_multiple_bugs=False,
     phases=[Phase.generate, Phase.shrink],  # explanations take minutes
     suppress_health_check=list(HealthCheck),
     database=None,
 )
+"""Of a round: about 1,200 steps."""
 
 CONFIGURATIONS: dict[str, type[Sessions]] = {"Sessions": Sessions}
 

@@ -966,7 +966,9 @@ class World:
             rows = session.rows[blocks.status[session.rows] == 0]
             hashes = blocks.hashes(rows)
             for block_hash, block in zip(hashes, self.pool.lookup(0, hashes), strict=True):
-                assert block >= 0 or (0, block_hash) in self.pool.lost, f"{session.session_id} has {block_hash!r} nowhere"
+                assert block >= 0 or (0, block_hash) in self.pool.lost, (
+                    f"{session.session_id} has {block_hash!r} nowhere"
+                )
 
 
 FAULTS = {"store": ("disk", STORE_FULL, STORE_DOWN, "internal"), "load": ("disk", STORE_DOWN)}

@@ -44,10 +44,20 @@ def push_out(talks: Talks) -> None:
         ([("a b", "alice"), ("x y", "bob"), ("a b c d", "alice")], {"alice": "a b c d", "bob": "x y"}),
         ([("a b", "alice"), ("a b c d", None)], {"alice": "a b c d"}),
         ([("a", "alice"), ("a b", "bob"), ("a b c d", None)], {"alice": "a", "bob": "a b c d"}),
+        ([("a b", "alice"), ("a b c d", "bob")], {"alice": "a b", "bob": "a b c d"}),
         ([("sys a b", "alice")] * 2, {"alice": "sys a b"}),
         ([("sys a b", "alice"), ("sys a c", "alice")], {"alice": "sys a b", "alice~2": "sys a c"}),
     ],
-    ids=["extended", "asked again", "by name", "without its name", "the longest", "answered alike", "a branch"],
+    ids=[
+        "extended",
+        "asked again",
+        "by name",
+        "without its name",
+        "the longest",
+        "another name",
+        "answered alike",
+        "a branch",
+    ],
 )
 def test_a_request_continues_its_session(
     talks: Talks, turns: list[tuple[str, str | None]], texts: dict[str, str]

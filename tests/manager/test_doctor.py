@@ -11,7 +11,7 @@ from redis_server import RedisServer, running
 
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.resolve import resolve_config
-from manthan.manager.doctor.checks import Finding, Mark, check_disk, check_memlock, check_redis, file_system
+from manthan.manager.doctor.checks import Finding, Grade, check_disk, check_memlock, check_redis, file_system
 from manthan.manager.doctor.template import Message, Parting, check_template, partings
 from manthan.manager.tiers.disk_folder import open_root
 
@@ -31,16 +31,16 @@ def on_disk(path: Path, **options: object) -> ManthanConfig:
 # -- memlock ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("limit", "mark"), [(8 << 20, Mark.WARNING), (GIB << 3, Mark.OK), (-1, Mark.OK)])
-def test_a_memlock_limit_below_what_is_pinned(limit: int, mark: Mark) -> None:
+@pytest.mark.parametrize(("limit", "mark"), [(8 << 20, Grade.WARNING), (GIB << 3, Grade.OK), (-1, Grade.OK)])
+def test_a_memlock_limit_below_what_is_pinned(limit: int, mark: Grade) -> None:
     found = check_memlock(config().tiers, has_gpu=True, limit=limit)
     assert found.mark is mark
-    assert ("the limit is 8.0MiB, but 4.0GiB of RAM are pinned" in found.said) == (mark is Mark.WARNING)
+    assert ("the limit is 8.0MiB, but 4.0GiB of RAM are pinned" in found.said) == (mark is Grade.WARNING)
 
 
 def test_nothing_is_pinned_without_a_gpu_or_ram(tmp_path: Path) -> None:
-    assert check_memlock(config().tiers, has_gpu=False, limit=0).mark is Mark.SKIPPED
-    assert check_memlock(on_disk(tmp_path).tiers, has_gpu=True, limit=0).mark is Mark.SKIPPED
+    assert check_memlock(config().tiers, has_gpu=False, limit=0).mark is Grade.SKIPPED
+    assert check_memlock(on_disk(tmp_path).tiers, has_gpu=True, limit=0).mark is Grade.SKIPPED
 
 
 # -- a disk ----------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def test_nothing_is_pinned_without_a_gpu_or_ram(tmp_path: Path) -> None:
 def test_a_folder_that_is_good(tmp_path: Path) -> None:
     found = check_disk(on_disk(tmp_path, tiers__max_bytes="1MiB"))
     kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True).stdout
-    assert found.mark is Mark.OK or kind.startswith("tmpfs"), found.said
+    assert found.mark is Grade.OK or kind.startswith("tmpfs"), found.said
 
 
 def test_a_folder_in_ram(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_folder_in_ram(tmp_path: Path) -> None:
     found = check_disk(on_disk(Path("/dev/shm")))
     assert found == Finding(
         "disk",
-        Mark.WRONG,
+        Grade.WRONG,
         "tiers.disk.path is '/dev/shm', which is on tmpfs, which is RAM and empty after a restart: name a folder on "
         "a disk.",
     )
@@ -70,13 +70,13 @@ def test_a_folder_on_another_machine(tmp_path: Path) -> None:
     line = f"nas:/codes {str(shared).replace(' ', chr(92) + '040')} nfs4 rw 0 0\n"
     mounts.write_text("/dev/vda / ext4 rw 0 0\n" + line)
     found = check_disk(on_disk(shared / "codes"), mounts)
-    assert (found.mark, "which is on nfs4, which is not of this machine" in found.said) == (Mark.WRONG, True)
+    assert (found.mark, "which is on nfs4, which is not of this machine" in found.said) == (Grade.WRONG, True)
     assert file_system(tmp_path, mounts) == "ext4"
 
 
 def test_too_little_room(tmp_path: Path) -> None:
     found = check_disk(on_disk(tmp_path, tiers__max_bytes="8000TiB"))
-    assert found.mark is Mark.WRONG
+    assert found.mark is Grade.WRONG
     assert "for 7.8PiB of compressed blocks; lower that, or make room." in found.said
 
 
@@ -121,8 +121,8 @@ def in_redis(url: str) -> ManthanConfig:
 def test_a_redis_that_is_good(server: RedisServer) -> None:
     server.client.config_set("maxmemory-policy", "volatile-ttl")
     assert [(one.check, one.mark) for one in check_redis(in_redis(server.url))] == [
-        ("Redis", Mark.OK),
-        ("Redis memory", Mark.OK),
+        ("Redis", Grade.OK),
+        ("Redis memory", Grade.OK),
     ]
     assert server.client.dbsize() == 0
 
@@ -130,7 +130,7 @@ def test_a_redis_that_is_good(server: RedisServer) -> None:
 def test_a_redis_that_evicts_nothing(server: RedisServer) -> None:
     server.client.config_set("maxmemory-policy", "noeviction")
     server.client.config_set("maxmemory", 1 << 30)
-    [found] = [one for one in check_redis(in_redis(server.url)) if one.mark is Mark.WARNING]
+    [found] = [one for one in check_redis(in_redis(server.url)) if one.mark is Grade.WARNING]
     assert "has maxmemory-policy noeviction, so that it refuses writes when it is full" in found.said
 
 
@@ -138,16 +138,16 @@ def test_a_user_without_rights(server: RedisServer, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MANTHAN_REDIS_PASSWORD", PASSWORD)
     allow(server, without="unlink")
     [found] = check_redis(in_redis(server.url.replace("//", "//manthan@")))
-    assert found.mark is Mark.WRONG
+    assert found.mark is Grade.WRONG
     assert "refuses a command that engines send" in found.said
     assert "'unlink' command" in found.said
     allow(server)
-    assert next(iter(check_redis(in_redis(server.url.replace("//", "//manthan@"))))).mark is Mark.OK
+    assert next(iter(check_redis(in_redis(server.url.replace("//", "//manthan@"))))).mark is Grade.OK
 
 
 def test_nobody_answers() -> None:
     [found] = check_redis(in_redis("redis://127.0.0.1:1/0"))
-    assert found.mark is Mark.WRONG
+    assert found.mark is Grade.WRONG
     assert "redis://127.0.0.1:1/0 does not answer" in found.said
 
 
@@ -188,7 +188,7 @@ def rewritten(words: Words) -> set[str]:
 def test_what_only_appends_is_good() -> None:
     for words in (Words(), Words(knows=False)):
         assert rewritten(words) == set()
-        assert check_template(words).mark is Mark.OK
+        assert check_template(words).mark is Grade.OK
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_what_only_appends_is_good() -> None:
 )
 def test_what_rewrites_history_is_told(words: Words, of: set[str]) -> None:
     assert rewritten(words) == of
-    assert check_template(words).mark is Mark.WRONG
+    assert check_template(words).mark is Grade.WRONG
 
 
 def test_where_turns_part_is_shown() -> None:

@@ -1,16 +1,19 @@
-"""What every tier promises. A new tier gets a `World` here and passes all of it; `DictTier` is an example."""
+"""Promises of every tier. A new tier gets a `World` here and passes all of it. `DictTier` is an example."""
 
 import os
 import random
+import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from deployment import script
+from documents import REPO
 from integrity import check_store
 from key_files import write_keys
 from kv import packed
@@ -34,59 +37,9 @@ from manthan.manager.transfer import STORE_DOWN
 
 BUDGET = 2 << 20
 KEYS = [bytes([n]) * 32 for n in range(100)]
+EXAMPLE = REPO / "docs" / "examples" / "manthan_tier_dict.py"
+DictTier = script(EXAMPLE).DictTier
 SECTION = Section(SectionKind.KEYS, "wht-5x", 1, 16, 1, 8)
-
-
-# -- an example -----------------------------------------------------------------------------------------
-
-
-class DictTier(Tier):
-    """The least that a tier is: a dict with a budget. Reading is a copy, so that what is dropped can be erased."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.blocks: dict[tuple[int, bytes], Buffer] = {}
-        self.lock = threading.Lock()
-
-    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
-        with self.lock:
-            return {key: STORE_FULL for key, buf in blocks.items() if not self._put((group, key), buf)}
-
-    def _put(self, name: tuple[int, bytes], buf: Buffer) -> bool:
-        self._remove(name)
-        if sum(kept.nbytes for kept in self.blocks.values()) + buf.nbytes > self.max_bytes:
-            return False
-        self.blocks[name] = buf.copy()
-        return True
-
-    def _remove(self, name: tuple[int, bytes]) -> None:
-        if name in self.blocks:
-            self.blocks.pop(name)[:] = 0
-
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
-        for key in keys:
-            with self.lock:
-                buf = self.blocks.get((group, key))
-                yield None if buf is None else buf.copy()
-
-    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        return [key for key in keys if (group, key) not in self.blocks]
-
-    def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        with self.lock:
-            for key in keys:
-                self._remove((group, key))
-
-    def cleared(self, place: str) -> "DictTier":
-        for group, key in list(self.blocks):
-            self.drop(group, [key])
-        return self
-
-    def close(self) -> None:
-        self.cleared("")
-
-    def room(self, nbytes: int) -> int:
-        return nbytes
 
 
 # -- where each tier lies -------------------------------------------------------------------------------
@@ -314,6 +267,12 @@ def are_right(tier: Tier, blocks: Mapping[bytes, Buffer], group: int = 0) -> boo
 
 
 # -- what holds -----------------------------------------------------------------------------------------
+
+
+def test_the_document_shows_the_example() -> None:
+    text = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (module,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert module == EXAMPLE.read_text(encoding="utf-8")
 
 
 def test_what_is_put_comes_back_in_the_order_asked_and_what_is_not_is_a_miss(world: World) -> None:

@@ -50,7 +50,7 @@ class Engine:
         self.pool = BlockPool(99, True, TOKENS, enable_kv_cache_events=True)
         shape = MemoryShape({n: GroupShape(spec.block_size, 500, {0: 100}) for n, spec in enumerate(specs)})
         self.manager = SessionManager(get_policy("lru"), shape, 10_000, 10.0, Events())
-        self.manager.bind(SimulatedPool(99), 0)
+        self.manager.bind(SimulatedPool(99), 0, lambda: None)
         self.groups = groups_of(config, CacheConfig())
         self.events = KvEvents(self.manager, self.groups, config, place)
         self.now = 0.0

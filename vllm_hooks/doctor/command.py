@@ -15,15 +15,15 @@ from manthan.manager.commands.sessions import KEY_ENV, AskError, ask
 from manthan.manager.config.model import ConfigError
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import resolve_config
-from manthan.manager.doctor.checks import Finding, Mark, check_disk, check_memlock, check_redis
+from manthan.manager.doctor.checks import Finding, Grade, check_disk, check_memlock, check_redis
 from manthan.manager.doctor.template import TEMPLATE, check_template, load_renderer
 from manthan.vllm_hooks.support import VLLM, check_version
 
 MARKS = {
-    Mark.OK: ("✓", "green"),
-    Mark.SKIPPED: ("–", "dim"),
-    Mark.WARNING: ("!", "yellow"),
-    Mark.WRONG: ("✗", "bold red"),
+    Grade.OK: ("✓", "green"),
+    Grade.SKIPPED: ("–", "dim"),
+    Grade.WARNING: ("!", "yellow"),
+    Grade.WRONG: ("✗", "bold red"),
 }
 
 doctor = typer.Typer(add_completion=False)
@@ -42,7 +42,7 @@ def examine(
     With --model it also renders two turns of a chat, and says where their prompts part.
     """
     found = list(_examined(model, config, url, chat_template))
-    is_wrong = any(one.mark is Mark.WRONG for one in found)
+    is_wrong = any(one.mark is Grade.WRONG for one in found)
     if as_json:
         typer.echo(json.dumps({"healthy": not is_wrong, "findings": [one._asdict() for one in found]}, indent=2))
     else:
@@ -56,7 +56,7 @@ def _examined(model: str, file: str, url: str, template: str) -> Iterator[Findin
         resolved = resolve_config(file or None)
         check_registered(resolved)
     except ConfigError as error:
-        yield Finding("configuration", Mark.WRONG, str(error))
+        yield Finding("configuration", Grade.WRONG, str(error))
         return
     yield check_memlock(resolved.config.tiers, _has_gpu())
     yield check_disk(resolved.config)
@@ -64,27 +64,27 @@ def _examined(model: str, file: str, url: str, template: str) -> Iterator[Findin
     if url:
         yield _check_host(url)
     if not model:
-        yield Finding(TEMPLATE, Mark.SKIPPED, "give --model to see whether it rewrites history.")
+        yield Finding(TEMPLATE, Grade.SKIPPED, "give --model to see whether it rewrites history.")
         return
     try:
         yield check_template(load_renderer(model, template))
     except ConfigError as error:
-        yield Finding(TEMPLATE, Mark.WRONG, str(error))
+        yield Finding(TEMPLATE, Grade.WRONG, str(error))
     except ImportError as error:
-        yield Finding(TEMPLATE, Mark.WRONG, f"{error.name} is not installed, which comes with vLLM.")
+        yield Finding(TEMPLATE, Grade.WRONG, f"{error.name} is not installed, which comes with vLLM.")
 
 
 def _versions() -> Iterator[Finding]:
-    yield Finding("versions", Mark.OK, f"Python {platform.python_version()}, Manthan {version('manthan-kv')}.")
+    yield Finding("versions", Grade.OK, f"Python {platform.python_version()}, Manthan {version('manthan-kv')}.")
     try:
         found = version("vllm")
         check_version(found)
     except PackageNotFoundError:
-        yield Finding("vLLM", Mark.WRONG, f"it is not installed: pip install 'manthan-kv[vllm]' (vllm{VLLM}).")
+        yield Finding("vLLM", Grade.WRONG, f"it is not installed: pip install 'manthan-kv[vllm]' (vllm{VLLM}).")
     except ConfigError as error:
-        yield Finding("vLLM", Mark.WRONG, str(error))
+        yield Finding("vLLM", Grade.WRONG, str(error))
     else:
-        yield Finding("vLLM", Mark.OK, f"{found}, of those that are supported ({VLLM}).")
+        yield Finding("vLLM", Grade.OK, f"{found}, of those that are supported ({VLLM}).")
 
 
 def _has_gpu() -> bool:
@@ -99,10 +99,12 @@ def _print(found: list[Finding]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for one in found:
         sign, style = MARKS[one.mark]
-        table.add_row(Text(sign, style), Text(one.check), Text(one.said, "" if one.mark is not Mark.SKIPPED else "dim"))
+        table.add_row(
+            Text(sign, style), Text(one.check), Text(one.said, "" if one.mark is not Grade.SKIPPED else "dim")
+        )
     console = make_console()
     console.print(table)
-    wrong = sum(one.mark is Mark.WRONG for one in found)
+    wrong = sum(one.mark is Grade.WRONG for one in found)
     console.print()
     console.print(Text("Nothing is wrong.", "green") if not wrong else Text(f"Wrong: {wrong}.", "bold red"))
 
@@ -112,5 +114,5 @@ def _check_host(url: str) -> Finding:
     try:
         ask(url, "/state")
     except AskError as error:
-        return Finding("Host", Mark.WRONG, str(error))
-    return Finding("Host", Mark.OK, f"Manthan answers at {url}.")
+        return Finding("Host", Grade.WRONG, str(error))
+    return Finding("Host", Grade.OK, f"Manthan answers at {url}.")

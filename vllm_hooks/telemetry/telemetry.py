@@ -15,7 +15,7 @@ from manthan.manager.events import (
     Restored,
     StoreFailed,
     StoreIsUp,
-    Storing,
+    EncodingBegins,
     Turn,
     Unjudged,
 )
@@ -100,7 +100,7 @@ class Telemetry:
                 self._evicted(event)
             case Restored():
                 self._restored(event)
-            case Storing(marks):
+            case EncodingBegins(marks):
                 stats.count_all("encodings", [mark.name.lower() for mark in marks])
             case BlocksSaved(block_hashes=hashes, seconds=seconds) if seconds is not None:
                 stats.count("encoded_blocks", len(hashes))
