@@ -2,8 +2,8 @@
 # make test-all  the same with all tests, and branches covered  make setup  the virtual environment only
 # make test-gpu  the tests that need a GPU, with PYTHON=python3 that has vLLM's CUDA build
 # make lint      ruff and mypy only                             make docs   what is generated in docs/
+# make handoffs  files that a block passes on its way, counted  make fuzz   random steps of the manager, STEPS=1000000
 # make site      the documents as a site, in build/site         make soak   two servers and all faults, for MINUTES=60
-# make fuzz      the manager's state machines, STEPS=1000000
 SHELL := /usr/bin/env bash
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -21,7 +21,7 @@ export VLLM_CPU_KVCACHE_SPACE := 1
 WORKERS := 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test test-all test-gpu lint demo fuzz soak docs site clean
+.PHONY: setup test test-all test-gpu lint demo fuzz handoffs soak docs site clean
 
 setup: $(VENV)/.installed
 
@@ -56,6 +56,10 @@ soak: $(VENV)/.installed
 STEPS := 1000000
 fuzz: $(VENV)/.installed
 	$(BIN)/python tests/helpers/fuzz.py --steps $(STEPS) $(FUZZ)
+
+# Pairs of files one of which calls the other, on a block's way out and back. It fails above its limits.
+handoffs: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/helpers/handoffs.py
 
 # configuration.md and metrics.md, from the code and configs/default.yaml.
 docs: $(VENV)/.installed

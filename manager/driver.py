@@ -400,9 +400,10 @@ class Driver:
     def wanted(self) -> int:
         """Number of blocks to save because memory is short; 0 if it is not."""
         storing = self.manager.blocks.storing
-        if self.runway.length(self._low) + storing >= self._low:
+        short = self._low - storing
+        if short <= 0 or (left := self.runway.length(short)) >= short:
             return 0
-        return max(0, self._high - self.runway.length(self._high) - storing)
+        return max(0, self._high - left - storing)  # the queue was walked up to the high watermark just now
 
     @property
     def _is_short(self) -> bool:
@@ -476,6 +477,7 @@ class Driver:
     def _settle_store(self, store: Store, now: float) -> None:
         plan, results = store.plan, store.answers.results
         self._let_go(store)
+        self._give_back()  # before the pool is told that they are saved, and puts them in order
         self._was_answered = True
         causes: dict[int, set[str]] = {}
         for result in results:

@@ -1,4 +1,4 @@
-"""The example of docs/extending.md, built and installed as its reader would, down to a server that uses it."""
+"""The example of docs/codec.md, built and installed as its reader would, down to a server that uses it."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from example_package import EXAMPLES, install, path_with, run
 from manthan.benchmarks.server import VllmServer
 
 EXAMPLE = EXAMPLES / "manthan-codec-int8"
-TEXT = (REPO / "docs" / "extending.md").read_text(encoding="utf-8")
+TEXT = (REPO / "docs" / "codec.md").read_text(encoding="utf-8")
 MODEL = REPO / "tests" / "data" / "tiny-llama"
 THERE_AND_BACK = """
 import numpy as np

@@ -11,7 +11,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, takewhile
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -797,11 +797,9 @@ class VllmPool:
 
     def redundant(self, spare: int) -> Iterator[Unsaved]:
         """See Pool."""
-        first = islice(self._free.iter_blocks_after(None), spare)
-        empty = sum(1 for _ in takewhile(lambda block: block.block_hash is None, first))
         used = [block for block_id in self._saved if (block := self._pool.blocks[block_id]).ref_cnt > 0]
         kept = [block for block in self._kept.values() if block.ref_cnt == 0 and block.block_hash is not None]
-        later = kept[max(0, spare - empty) :][::-1]
+        later = kept[spare:][::-1]
         return (_named(block) for block in (*used, *later) if block.block_hash is not None)
 
     def _copies(self, group: int, block_hashes: "Sequence[bytes]") -> "list[KVCacheBlock]":

@@ -233,7 +233,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def _transfer_results(self) -> KVConnectorTransferResults:
         engine = self.worker.engine
         if self._metadata.model_rests:
-            engine.rest()
+            self._try(engine.rest, otherwise=None)
         ended = engine.take_ended()
         self._told_blocks |= ended.bad_blocks
         return KVConnectorTransferResults(finished_recving=ended.requests, failed_recving=ended.failed)

@@ -323,7 +323,7 @@ class SessionManager:
         self.blocks.hold(np.concatenate([held, more]), -1)
         if request.hints.release and len(session.rows) and session.requests == {request_id}:
             self.table.end(session, request_id)
-            self.forget_session(session, DropCause.RELEASED, held=1)
+            self.forget_session(session, DropCause.RELEASED)
         else:
             self._end_use(session, request_id, now)
         self._drop_unneeded(held)
@@ -1099,14 +1099,10 @@ class SessionManager:
         unneeded = rows[(self.blocks.users[rows] == 0) & (self.blocks.holds[rows] == 0)]
         self._drop(unneeded[self.blocks.is_droppable(unneeded)], DropCause.ABANDONED)
 
-    def forget_session(self, session: Session, cause: DropCause, held: int = 0) -> None:
-        """Keep nothing of a session, neither compressed blocks nor KV nor its name.
-
-        Args:
-            held: number of its own requests that still hold its blocks. Blocks of other requests stay resident.
-        """
+    def forget_session(self, session: Session, cause: DropCause) -> None:
+        """Keep nothing of a session, neither compressed blocks nor KV nor its name, but for blocks of other requests."""
         hashes = self.blocks.hashes(session.rows)
-        own = (self.blocks.users[session.rows] == 1) & (self.blocks.holds[session.rows] <= held)
+        own = (self.blocks.users[session.rows] == 1) & (self.blocks.holds[session.rows] == 0)
         self.table.forget_tip(session)
         self.cut(session, 0, cause)
         released = [name for name, is_own in zip(hashes, own.tolist(), strict=True) if is_own]

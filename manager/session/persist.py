@@ -374,13 +374,12 @@ class RedisLink(_Link):
             self._manager.events(LookedUp(lookup.request.session.session_id, "found" if is_of_use else "nothing"))
 
     def _found(self, lookup: _PromptLookup, result: LookupResult) -> None:
-        """Enter blocks that another engine has stored. The request's session goes on with them, if it ended before."""
+        """Enter blocks that another engine has stored. Because nothing tells their mark, they count as derived."""
         manager, session = self._manager, lookup.request.session
         rows = lookup.request.rows[: lookup.first + len(result.sizes)]
         known = common_prefix(session.rows, rows)
         if known == len(session.rows):
             manager.table.extend(session, rows[known:])
-        # nothing tells what they were made from, so they count as derived
         self._enter_saved(rows[lookup.first :], result.sizes, 0, Mark.DERIVED, NOBODY)
         depth = lookup.first + result.point.blocks if result.point else 0
         if result.point and session.has(int(rows[depth - 1]), depth - 1):

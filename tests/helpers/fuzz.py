@@ -39,17 +39,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--only", choices=CONFIGURATIONS, help="the only configuration to be run")
-    parser.add_argument("--no-shrink", action="store_true", help="stop at the first failure, however long it is")
+    parser.add_argument("--shrink", action="store_true", help="look for a short way to a failure, for minutes")
     args = parser.parse_args()
-    phases = [Phase.generate] if args.no_shrink else PROFILE.phases
-    profile = settings(PROFILE, phases=phases)
+    profile = settings(PROFILE, phases=[Phase.generate, Phase.shrink] if args.shrink else PROFILE.phases)
     seen: dict[str, Counter[str]] = {name: Counter() for name in ([args.only] if args.only else CONFIGURATIONS)}
     began, number = time.monotonic(), args.seed
     for name in cycle(seen):
         try:
             seen[name] += run(CONFIGURATIONS[name], number, profile)
         except BaseException:
-            print(f"FAILED: python tests/helpers/fuzz.py --only {name} --seed {number} --steps 1", flush=True)
+            print(f"FAILED: python tests/helpers/fuzz.py --only {name} --seed {number} --steps 1 --shrink", flush=True)
             raise
         done = sum(counts["steps"] for counts in seen.values())
         if name == list(seen)[-1]:

@@ -111,15 +111,19 @@ class Waiting(SteppedEngine):
         return self.serve()
 
     def overwritten(self) -> dict[str, Any]:
-        """Others' prompts take the return's blocks, which may not be saved, while it waits behind them."""
-        talk = prompt(90)
-        talk += self.ask(talk, "gone", 8, store=False)
+        """Others' prompts take the return's blocks, of which none could be saved in time, while it waits."""
+        manager, talk = self.half.manager, prompt(90)
+        planned = manager.plan_stores, manager.save_running
+        manager.plan_stores = manager.save_running = lambda *_: []
+        talk += self.ask(talk, "gone", 8)
         self.admitted.clear()
         for at in range(7):
             self.add(f"first-{at}", prompt(91 + at), 0.1 * at)
         self.add("gone", talk, 3.0)
         self.add("short", prompt(98, 300), 3.5)
-        return self.serve()
+        report = self.serve()
+        manager.plan_stores, manager.save_running = planned
+        return report
 
     def aborted(self) -> dict[str, Any]:
         self.add_all(50, 1.0)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from integrity import check_integrity
 from talks import Talks
 
 from manthan.manager.events import BlocksDropped
@@ -75,6 +76,7 @@ class SharedTalks(Talks):
         self.tier |= {(self.redis.main, block_hash): nbytes for block_hash in asked[:blocks]}
         self.redis.answers[request_id] = LookupResult([nbytes] * blocks, point, own)
         self.driver.hear()
+        check_integrity(self.manager)
 
     def match(self, request_id: str) -> int:
         """Return how many blocks can be loaded for a request that finds nothing in the pool."""

@@ -17,13 +17,14 @@ Time stands still unless a test moves `now`. Transfers end at once, unless resul
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
 
 from manthan.manager.driver import Driver, Work
-from manthan.manager.events import Event, Events
+from manthan.manager.events import BlocksDropped, DropCause, Event, Events
 from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import NO_GROUP, SAVED, GroupShape, MemoryShape
 from manthan.manager.session.hints import parse_hints
@@ -41,13 +42,18 @@ MOST_STEPS = 10_000
 """A driver that finds something to do for longer than this never comes to rest."""
 
 AnyEvent = TypeVar("AnyEvent", bound=Event)
+_TEXTS: dict[bytes, str] = {}
+"""By block hash."""
 
 
 def name(text: str) -> bytes:
-    """Return the block hash of a text's last word. It covers all words before."""
-    padded = " ".join(text.split()).encode().ljust(HASH_NBYTES, b"_")
-    assert len(padded) == HASH_NBYTES, f"{text!r} is longer than a block hash"
-    return padded
+    """Return the block hash of a text's last word. It covers all words before, and shows them if they are few."""
+    words = " ".join(text.split())
+    block_hash = words.encode().ljust(HASH_NBYTES, b"_")
+    if len(block_hash) > HASH_NBYTES:
+        block_hash = sha256(block_hash).hexdigest().encode()
+    _TEXTS[block_hash] = words
+    return block_hash
 
 
 def names(text: str) -> list[bytes]:
@@ -58,7 +64,12 @@ def names(text: str) -> list[bytes]:
 
 def text_of(block_hash: bytes) -> str:
     """Return the text that a block hash covers."""
-    return block_hash.rstrip(b"_").decode()
+    return _TEXTS[block_hash]
+
+
+def long_text(stem: str, words: int) -> str:
+    """Return a text of this number of words, which are the stem with a number."""
+    return " ".join(f"{stem}{number}" for number in range(words))
 
 
 def last_words(block_hashes: Iterable[bytes]) -> str:
@@ -322,6 +333,12 @@ class Talks:
         self.now += self.manager.idle_after_s if seconds is None else seconds
         return self.save()
 
+    def go_cold(self, *texts: str, **hints: Any) -> None:
+        """Have sessions that are called as their texts. Each is saved before the next one comes."""
+        for text in texts:
+            self.talk(text, text, **hints)
+            self.rest()
+
     def overwrite(self, blocks: int | None = None) -> None:
         """Overwrite this number of free blocks of the pool, or all."""
         taken = self.pool.take(len(self.pool) if blocks is None else blocks)
@@ -367,6 +384,10 @@ class Talks:
         wanted = self.manager.shape.session_group if group is None else group
         rows = rows[(blocks.group[rows] == wanted) & (blocks.status[rows] & SAVED > 0)]
         return set(map(text_of, blocks.hashes(rows))) if wanted != NO_GROUP and len(rows) else set()
+
+    def dropped(self) -> list[tuple[str, DropCause]]:
+        """Return the last words of the blocks that were dropped together, and the cause, in their order."""
+        return [(last_words(event.block_hashes), event.cause) for event in self.told(BlocksDropped)]
 
     def resident(self, text: str) -> int:
         """Return how many of a text's blocks, from the first on, are in the prefix cache."""

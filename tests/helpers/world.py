@@ -217,6 +217,13 @@ class WatchedPool(SimulatedPool):
             self.lost.discard(kv.name)
         super().cache_all(block_ids, block_hashes, group)
 
+    def release(self, group: int, block_hashes: Iterable[bytes]) -> None:
+        block_hashes = list(block_hashes)
+        for block_hash in block_hashes:  # an answer that is the same as one that is forgotten goes with it
+            if any(map(self.users, self._blocks_of(group, [block_hash]))) and not self.is_asked(block_hash):
+                self.lost.add((group, block_hash))
+        super().release(group, block_hashes)
+
     def named(self) -> Iterator[tuple[int, BlockName]]:
         """Yield the blocks that hold something, and their names."""
         return ((block, name) for block, name in enumerate(self._name) if name is not None)
@@ -228,8 +235,7 @@ class WatchedPool(SimulatedPool):
     def _lose(self, block: int) -> None:
         name = self._name[block]
         super()._lose(block)
-        is_answer = self.users(block) and name is not None and not self.is_asked(name[1])  # it was released meanwhile
-        if (self._is_taking or is_answer) and name is not None and name not in self._cached:
+        if self._is_taking and name is not None and name not in self._cached:
             self.lost.add(name)
 
 
@@ -400,10 +406,19 @@ class World:
         if session.name is None and session.kin is None:
             self._numbers[session.owner] = session.number
         if parsed.store is not None:
-            self._private[session] = not parsed.store
+            self._say_store(session, parsed.store)
         is_private = self._private.get(session, False)
         uid = self._uid(session.owner)
         self.asked.append(Asked(request, hashes, prompt, rest, uid, is_private, prompt))
+
+    def _say_store(self, session: Session, may_store: bool) -> None:
+        """Note what a client said of all sessions of a name. What it allows may be of earlier requests."""
+        sessions = self.manager.table.by_id.values()
+        named = [one for one in sessions if (one.tenant, one.name) == (session.tenant, session.name or "")]
+        for one in {session, *named}:
+            self._private[one] = not may_store
+            if may_store:
+                self.allowed.update(self.manager.blocks.hashes(one.rows))
 
     def _hits(self, asked: Asked, usable: int) -> int:
         """Return how many blocks the pool may serve, where all that is needed behind them is there."""

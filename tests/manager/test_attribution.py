@@ -45,18 +45,12 @@ def push_out(talks: Talks) -> None:
         ([("a b", "alice"), ("a b c d", None)], {"alice": "a b c d"}),
         ([("a", "alice"), ("a b", "bob"), ("a b c d", None)], {"alice": "a", "bob": "a b c d"}),
         ([("a b", "alice"), ("a b c d", "bob")], {"alice": "a b", "bob": "a b c d"}),
+        (
+            [("a b", "bob"), ("a b c d", "alice"), ("a b x y", "alice")],
+            {"bob": "a b", "alice": "a b c d", "alice~2": "a b x y"},
+        ),
         ([("sys a b", "alice")] * 2, {"alice": "sys a b"}),
         ([("sys a b", "alice"), ("sys a c", "alice")], {"alice": "sys a b", "alice~2": "sys a c"}),
-    ],
-    ids=[
-        "extended",
-        "asked again",
-        "by name",
-        "without its name",
-        "the longest",
-        "another name",
-        "answered alike",
-        "a branch",
     ],
 )
 def test_a_request_continues_its_session(

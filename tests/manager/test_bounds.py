@@ -1,30 +1,33 @@
-"""What clients make up, names, salts and times, leaves nothing behind."""
+"""Names, salts and times that clients make up leave nothing behind."""
 
 import gc
 import tracemalloc
 
 import pytest
+from talks import SHAPE
 
-from manthan.manager.sessions.hints import HintError, Hints, check_session_id, parse_hints
-from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import MemoryShape
+from manthan.manager.driver import Driver
+from manthan.manager.events import Events
+from manthan.manager.session.hints import HintError, Hints, check_session_id, parse_hints
+from manthan.manager.session.manager import SessionManager
+from manthan.manager.simulator.pool import SimulatedPool
 from manthan.policies import get_policy
 
-MANY = 15_000
+MANY = 1500
 
 
 @pytest.mark.parametrize(("name", "tenant"), [("session-%d", ""), (None, "salt-%d")])
 def test_nothing_is_left_of_sessions_that_are_gone(name: str | None, tenant: str) -> None:
-    made = SessionMemoryManager(get_policy("lru"), MemoryShape(16, 1000, {0: 200}), 10**9, 300.0)
+    manager = SessionManager(get_policy("lru"), SHAPE, 10**9, 300.0, Events())
+    pool = SimulatedPool(16)
+    driver = Driver(manager, pool)
     hints = Hints(release=True, ttl_s=1e6, priority=3)
 
     def ask(n: int) -> None:
-        keys = [n.to_bytes(32, "big")]
-        made.request_started("r", keys, name and name % n, float(n), hints=hints, tenant=tenant and tenant % n)
-        made.request_finished("r", keys, n + 0.5)
-        made.take_news()
-        made.take_drops()
-        made.take_releases()
+        hashes, told = [n.to_bytes(32, "big")], {"hints": hints, "tenant": tenant and tenant % n}
+        driver.started("r", hashes, name and name % n, float(n), tokens=17, blocks=1, **told)
+        driver.finished("r", hashes, n + 0.5, 17)
+        driver.step(0, n + 0.5)
 
     ask(0)
     gc.collect()
@@ -34,9 +37,10 @@ def test_nothing_is_left_of_sessions_that_are_gone(name: str | None, tenant: str
     gc.collect()
     left, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert not made.table.by_id
-    assert made.next_deadline is None
-    assert left < 2**17
+    assert not manager.table.by_id
+    assert len(manager.blocks) == 0
+    assert driver.next_deadline is None
+    assert left < 2**16
 
 
 @pytest.mark.parametrize("session_id", ["x" * 257, "a\nb", "\x1b[2J"])

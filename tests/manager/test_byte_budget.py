@@ -1,36 +1,44 @@
-"""The cold store's budget in bytes: an upper bound is reserved, and what was not needed comes back."""
+"""The tiers' budget in bytes: an upper bound is reserved, and what was not needed comes back."""
 
-from engine import Engine
+from talks import Talks
 
 
-def test_what_codes_did_not_take_is_free_again() -> None:
-    engine = Engine(capacity=6)  # and 99 bytes
-    engine.talk("a b c", "alice")
-    engine.sweep()
-    assert engine.manager.blocks.reserved == 300
-    engine.stored(engine.spill(), nbytes=60)
-    assert engine.manager.blocks.reserved == 180
-    assert engine.manager.budget.free == 699 - 180
-    engine.talk("v w x y z", "bob")
-    engine.evict()
-    assert engine.cold() == {"a", "b", "c", *"vwxyz"}  # by their bounds they would not fit
+def test_bytes_that_compressed_blocks_did_not_take_are_free_again() -> None:
+    talks = Talks(capacity=6, holds=True)  # and 99 bytes
+    talks.nbytes = 60
+    talks.talk("a b c", "alice")
+    talks.now += talks.manager.idle_after_s
+    talks.step()
+    assert (talks.manager.blocks.reserved_nbytes, talks.manager.free_nbytes) == (300, 699 - 300)
+    talks.answer()
+    assert (talks.manager.blocks.saved_nbytes, talks.manager.free_nbytes) == (180, 699 - 180)
+    talks.holds = False
+    talks.talk("v w x y z", "bob")
+    talks.rest()
+    assert talks.states() == {"alice": "cold", "bob": "cold"}  # by their bounds they would not fit
 
 
 def test_a_bound_is_never_overdrawn_though_it_may_turn_out_too_much() -> None:
-    engine = Engine(capacity=3)
-    engine.talk("a b c d", "alice")
-    engine.sweep()
-    assert len(engine.spill()) == 3
-    assert engine.chains() == {"alice": "a b c"}
+    talks = Talks(capacity=3, holds=True)
+    talks.nbytes = 60
+    talks.talk("a b c d", "alice")
+    talks.now += talks.manager.idle_after_s
+    assert [len(store) for store in talks.step().stores] == [3]
+    assert talks.manager.free_nbytes == 99
+    assert not talks.step().stores
+    talks.answer()
+    assert talks.saved() == {"a", "a b", "a b c"}
+    assert talks.texts() == {"alice": "a b c d"}, "the last block is in the pool"
 
 
-def test_as_much_is_dropped_as_is_short() -> None:
-    engine = Engine(capacity=5)
-    engine.talk("a b c d e", "alice")
-    engine.sweep()
-    engine.stored(engine.spill(), nbytes=90)  # 450 of 599
-    engine.now += 1
-    engine.talk("x y", "bob")
-    engine.sweep()
-    assert engine.manager.blocks.reserved == 450 - 90 + 200
-    assert engine.chains() == {"alice": "a b c d", "bob": "x y"}
+def test_no_more_is_dropped_than_is_short() -> None:
+    talks = Talks(capacity=5)
+    talks.nbytes = 90
+    talks.talk("a b c d e", "alice")
+    talks.rest()  # 450 of 599 bytes
+    talks.holds = True
+    talks.talk("x y", "bob")
+    talks.now += talks.manager.idle_after_s
+    talks.step()
+    assert talks.manager.blocks.taken_nbytes == 450 - 90 + 200
+    assert talks.texts() == {"alice": "a b c d", "bob": "x y"}

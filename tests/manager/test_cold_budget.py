@@ -22,27 +22,14 @@ def dropped(talks: Talks, cause: DropCause = DropCause.BUDGET) -> str:
     return last_words(block_hash for drop in drops for block_hash in drop.block_hashes)
 
 
-def save(talks: Talks, *texts: str, **hints: Any) -> None:
-    """Have sessions that are called as their texts, each saved before the next one comes."""
-    for text in texts:
-        talks.talk(text, text, **hints)
-        talks.rest()
-
-
-def saved(talks: Talks) -> set[str]:
-    """Return the last words of all saved blocks."""
-    return {text.split()[-1] for text in talks.saved()}
-
-
 # -- a full tier --------------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_session_makes_room_tail_first() -> None:
     talks = Talks(capacity=6)
-    save(talks, "a b c", "d e f", "x y")
+    talks.go_cold("a b c", "d e f", "x y")
     assert dropped(talks) == "b c"
     assert talks.texts() == {"a b c": "a", "d e f": "d e f", "x y": "x y"}
-    assert saved(talks) == {"a", "d", "e", "f", "x", "y"}
 
 
 def test_a_head_that_sessions_share_is_stored_once_and_dropped_last() -> None:
@@ -52,22 +39,22 @@ def test_a_head_that_sessions_share_is_stored_once_and_dropped_last() -> None:
     assert sorted(last_words(talks.rest()).split()) == ["a", "b", "c", "sys"]
     drops = []
     for text in ("x y", "z w", "u v"):
-        save(talks, text)
+        talks.go_cold(text)
         drops.append(dropped(talks))
     assert drops == ["a", "a b c", "a b c sys y"]
 
 
 def test_a_session_larger_than_the_tier_is_saved_from_its_head_on() -> None:
     talks = Talks(capacity=3)
-    save(talks, "old", "a b c d e")
+    talks.go_cold("old", "a b c d e")
     assert dropped(talks) == "old"
     assert (talks.texts(), talks.states()) == ({"a b c d e": "a b c d e"}, {"a b c d e": "idle"})
-    assert saved(talks) == {"a", "b", "c"}
+    assert talks.saved() == {"a", "a b", "a b c"}
 
 
 def test_a_session_worth_less_than_all_that_is_saved_is_given_up_when_memory_is_short() -> None:
     talks = Talks(capacity=2, **SHORT)
-    save(talks, "a b")
+    talks.go_cold("a b")
     talks.talk("old older oldest one", "old")
     talks.finish(talks.start("a b", "a b"), "a b")
     talks.save()
@@ -84,7 +71,7 @@ def test_an_idle_session_is_saved_into_free_room_only_if_the_tier_is_exclusive(
     is_exclusive: bool, drops: str, stored: str
 ) -> None:
     talks = Talks(capacity=4, is_exclusive=is_exclusive)
-    save(talks, "a b", "c d")
+    talks.go_cold("a b", "c d")
     talks.talk("x y", "x y")
     assert last_words(talks.rest()) == stored
     assert dropped(talks) == drops
@@ -93,14 +80,14 @@ def test_an_idle_session_is_saved_into_free_room_only_if_the_tier_is_exclusive(
 
 def test_an_exclusive_tier_takes_as_much_of_a_session_as_it_has_room_for() -> None:
     talks = Talks(capacity=3, is_exclusive=True)
-    save(talks, "a b", "x y")
-    assert saved(talks) == {"a", "b", "x"}
+    talks.go_cold("a b", "x y")
+    assert talks.saved() == {"a", "a b", "x"}
     assert talks.states() == {"a b": "cold", "x y": "idle"}
 
 
 def test_a_session_for_which_there_was_no_room_is_saved_once_there_is_some() -> None:
     talks = Talks(capacity=4, is_exclusive=True)
-    save(talks, "a b", "c d", "x y")
+    talks.go_cold("a b", "c d", "x y")
     assert talks.states()["x y"] == "idle"
     talks.talk("a b", "a b", release=True)
     talks.rest(2 * talks.manager.idle_after_s)
@@ -111,7 +98,7 @@ def test_a_session_for_which_there_was_no_room_is_saved_once_there_is_some() -> 
 def test_redundant_copies_make_room_first_if_the_tier_is_exclusive(is_exclusive: bool, drops: str) -> None:
     """The running request's blocks are in the pool. They can be stored again when it has ended."""
     talks = Talks(capacity=4, is_exclusive=is_exclusive, **SHORT)
-    save(talks, "a b", "c d")
+    talks.go_cold("a b", "c d")
     request = talks.start("c d", "c d")
     talks.talk("x y", "x y")
     talks.save()
@@ -122,7 +109,7 @@ def test_redundant_copies_make_room_first_if_the_tier_is_exclusive(is_exclusive:
 
 def test_the_policy_decides_if_an_exclusive_tier_has_no_redundant_copies() -> None:
     talks = Talks(capacity=4, is_exclusive=True, **SHORT)
-    save(talks, "a b", "c d")
+    talks.go_cold("a b", "c d")
     talks.talk("x y", "x y")
     talks.overwrite(2)
     talks.talk("u v", "u v")
@@ -148,7 +135,7 @@ def test_saved_blocks_behind_the_resident_ones_are_loaded_without_a_gap(
     prompt: str, resident: int, loaded: int
 ) -> None:
     talks = Talks(blocks=7)
-    save(talks, "a b c")
+    talks.go_cold("a b c")
     talks.overwrite(7 - resident)
     found = talks.running[talks.start(prompt, "a b c")]
     assert (found.resident, found.loaded) == (resident, loaded)
@@ -156,7 +143,7 @@ def test_saved_blocks_behind_the_resident_ones_are_loaded_without_a_gap(
 
 def test_blocks_that_are_being_read_are_not_dropped() -> None:
     talks = Talks(capacity=2, shape=LOSSLESS)
-    save(talks, "a b")
+    talks.go_cold("a b")
     talks.overwrite()
     talks.holds = True
     request = talks.start("a b", "reader")
@@ -164,17 +151,18 @@ def test_blocks_that_are_being_read_are_not_dropped() -> None:
     talks.talk("x y", "x y")
     talks.now += talks.manager.idle_after_s
     talks.step()
-    assert (dropped(talks), saved(talks)) == ("", {"a", "b"})
+    assert (dropped(talks), talks.saved()) == ("", {"a", "a b"})
+    assert talks.states()["a b"] == "cold"
     talks.holds = False
     talks.answer()
     talks.finish(request, "")
     talks.rest(2 * talks.manager.idle_after_s)
-    assert saved(talks) == {"x", "y"}
+    assert talks.saved() == {"x", "x y"}
 
 
 def test_blocks_that_cannot_be_read_are_dropped_and_stored_anew() -> None:
     talks = Talks()
-    save(talks, "a b c")
+    talks.go_cold("a b c")
     talks.overwrite()
     del talks.tier[0, names("a b")[1]]
     request = talks.start("a b c", "a b c")
@@ -184,11 +172,12 @@ def test_blocks_that_cannot_be_read_are_dropped_and_stored_anew() -> None:
 
 
 def test_many_sessions_may_lose_their_common_head_at_once() -> None:
-    talks = Talks(capacity=2000, blocks=1000, shape=LOSSLESS)
+    talks = Talks(capacity=2000, blocks=1000, driver={"prefetch_lead_s": 1.0})
     for at in range(500):
         talks.talk(f"sys {at}", f"{at}")
     talks.rest()
     talks.overwrite()
     talks.tier.clear()
-    talks.finish(talks.start("sys x", "reader"), "")
+    talks.driver.steer("prefetch", talks.session("0"), talks.now)
+    assert talks.step().loads
     check_empty(talks.manager)

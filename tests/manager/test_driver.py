@@ -1,174 +1,145 @@
 """The serving loop by example: what of a session that went cold is restored."""
 
-from dataclasses import replace
-
 import jobs
+import numpy as np
 import pytest
-from engine import IDLE_AFTER_S, SHAPE, chain
 from integrity import check_integrity
-from spills import spilled, take_spills
+from talks import GROUP, IDLE_AFTER_S, SHAPE, Talks, name, names
 
 from manthan.manager.driver import A_STEP, Driver
-from manthan.manager.observer import Observer
-from manthan.manager.sessions.hints import Hints
-from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import Place
+from manthan.manager.events import Events, PrefetchHit, Restored
+from manthan.manager.session.blocks import GroupShape, MemoryShape
+from manthan.manager.session.manager import SessionManager
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.policies import get_policy
 
-KEYS = chain("a b c d e f")
-MORE = chain("a b c d e f g h")
+TEXT, MORE = "a b c d e f", "a b c d e f g h"
+PREFETCHES = {"prefetch_lead_s": 1.0}
+WINDOW = 1
 
 
-class Hits(Observer):
-    def __init__(self) -> None:
-        self.prefetched = 0
-
-    def prefetch_hit(self) -> None:
-        self.prefetched += 1
-
-
-class Served:
-    """An engine that computes so many blocks again of those that it finds. One session has been there."""
-
-    def __init__(self, again: int, hints: Hints) -> None:
-        manager = SessionMemoryManager(
-            get_policy("lru"), SHAPE, 100 * SHAPE.cold_nbytes, IDLE_AFTER_S, prefetch_lead_s=1.0
-        )
-        self.pool, self.hits = SimulatedPool(50), Hits()
-        self.driver: Driver[int] = Driver(manager, self.pool, 50, low=0.05, high=0.1, observer=self.hits, again=again)
-        self.driver.started("first", KEYS, "A", 0.0, tokens=96, blocks=6, hints=hints)
-        blocks = self.pool.take(6)
-        for block, key in zip(blocks, KEYS, strict=True):
-            self.pool.cache(block, key)
-        self.driver.finished("first", KEYS, 1.0, 97)
-        self.pool.give_back(blocks)
-
-    def go_cold(self) -> None:
-        spilled = []
-        while len(spilled) < len(KEYS):
-            work = self.driver.step(0, 2.0 + IDLE_AFTER_S)
-            assert 0 < len(jobs.names(work.stores)) <= self.driver.pressure.window
-            spilled += jobs.names(work.stores)
-            self.driver.answered([jobs.done(job, 100) for job in work.stores], 12.0)
-        assert set(spilled) == set(KEYS)
-        assert len(self.pool.hit(KEYS)) == len(KEYS), "what is saved stays in the pool"
-        self.pool.give_back(self.pool.take(len(self.pool)))  # until others overwrite it
-
-    def come_back(self, now: float, hot: int) -> int | None:
-        """How many blocks behind those that the engine takes from its pool are restored."""
-        self.driver.started("second", MORE, "A", now, tokens=128, blocks=8)
-        wanted = self.driver.wanted("second", MORE[: self.driver.usable(128)], hot, 8, now)
-        self.driver.admitted("second", MORE, hot, self.driver.usable(128), 8 - hot)
-        return wanted
+def went_cold(again: int = 0, **hints: object) -> Talks:
+    """An engine that computes this number of found blocks again, with a session that went cold and was overwritten."""
+    talks = Talks(blocks=50, low=0.05, high=0.1, again=again, driver=PREFETCHES)
+    talks.finish(talks.start(TEXT, "A", **hints))
+    assert set(talks.rest()) == set(names(TEXT))
+    assert talks.resident(TEXT) == 6, "saved blocks stay in the pool"
+    talks.overwrite()
+    return talks
 
 
 @pytest.mark.parametrize("again", [0, 1])
-def test_what_is_computed_again_is_not_restored(again: int) -> None:
-    served = Served(again, Hints())
-    served.go_cold()
-    assert served.come_back(20.0, hot=0) == 6 - again
+def test_blocks_that_are_computed_again_are_not_restored(again: int) -> None:
+    talks = went_cold(again)
+    request = talks.running[talks.start(MORE, "A")]
+    assert (request.resident, request.loaded) == (0, 6 - again)
 
 
 def test_nothing_is_restored_where_the_last_block_alone_would_be() -> None:
-    served = Served(1, Hints())
-    served.go_cold()
-    assert served.come_back(20.0, hot=5) == 0
+    talks = went_cold(again=1)
+    request = talks.ask(MORE, "A")
+    assert talks.driver.matched(request, 5, 8, 8, talks.now) == 0
 
 
 @pytest.mark.parametrize("again", [0, 1])
 def test_a_prefetched_session_is_found_although_some_is_computed_again(again: int) -> None:
-    served = Served(again, Hints(expect_return_s=19.0))
-    served.go_cold()
-    [load] = served.driver.step(0, 19.5).loads
-    served.driver.answered([jobs.done(load, 100)], 19.6)
-    assert len(served.pool.hit(KEYS)) == 6
-    assert served.come_back(20.0, hot=6 - again) == 0
-    assert served.hits.prefetched == 1
+    talks = went_cold(again, expect_return_s=19.0)
+    talks.now = 18.5
+    assert [len(load) for load in talks.step().loads] == [6]
+    assert talks.resident(TEXT) == 6
+    request = talks.running[talks.start(MORE, "A")]
+    assert (request.resident, request.loaded) == (6 - again, 0)
+    assert len(talks.told(PrefetchHit)) == 1
 
 
-def test_a_restore_reads_the_anchor_behind_the_block_that_is_computed_again() -> None:
-    """What stands there is needed before it, and is not dropped while it is read."""
-    window = 1
-    shape = replace(SHAPE, beside={window: {0: 50}}, hot_beside={window: 200})
-    manager = SessionMemoryManager(get_policy("lru"), shape, 100 * SHAPE.cold_nbytes, IDLE_AFTER_S)
-    driver: Driver[int] = Driver(manager, SimulatedPool(50), 50, low=0.05, high=0.1, again=1, last_tokens=0)
-    manager.request_started("first", KEYS, "A", 0.0, tokens=96)
-    manager.request_finished("first", KEYS, 1.0, places=[Place(6, [(window, KEYS[4], 4)])])
-    manager.sweep(2.0 + IDLE_AFTER_S)
-    for order in take_spills(manager, 100):
-        spilled(manager, order.key, order.nbytes, 12.0, order.group)
-    driver.started("second", MORE, "A", 20.0, tokens=96, blocks=8)
-    assert driver.usable(96) == 6
-    assert driver.wanted("second", MORE[:6], 0, 8, 20.0) == 5
-    driver.restoring("second", MORE[:6], [1, 2, 3, 4, 5], [(window, [KEYS[4]], [6])])
-    chains, states = driver.step(0, 20.0).loads
-    assert [chains.block_hashes, states.block_hashes] == [KEYS[:5], [KEYS[4]]]
-    [part] = manager.table.by_id["A"].beside
-    assert part.pins == 1
-    driver.answered([jobs.done(chains, 100)], 20.5)
-    assert part.pins == 1, "one job of two has ended"
-    driver.answered([jobs.done(states, failed={0: "missing"})], 21.0)
-    assert manager.match(KEYS) == 0, "nobody looks for it again"
-    check_integrity(manager)
+def test_a_load_reads_the_resume_point_behind_the_block_that_is_computed_again() -> None:
+    """Its blocks are needed before that block, and are not dropped while they are read."""
+    shape = MemoryShape({0: GROUP, WINDOW: GroupShape(16, 200, {0: 50})})
+    talks = Talks(shape=shape, blocks=50, again=1, driver={"last_tokens": 0}, holds=True)
+    talks.finish(talks.start(TEXT, "A"), points=[talks.point(TEXT, {WINDOW: 1})])
+    talks.holds = False
+    talks.rest()
+    talks.overwrite()
+    talks.holds = True
+    request = talks.ask(TEXT, "A")
+    assert talks.driver.usable(96) == 6
+    assert talks.driver.matched(request, 0, 6, 8, talks.now) == 5
+    talks.driver.loading(request, 0, 6, [1, 2, 3, 4, 5], [(WINDOW, [name(TEXT)], [6])])
+    main, window = talks.step().loads
+    assert [main.block_hashes, window.block_hashes] == [names(TEXT)[:5], [name(TEXT)]]
+    blocks = talks.manager.blocks
+    part = talks.session("A").points[-1].rows
+    assert blocks.pins[part].tolist() == [1]
+    talks.driver.answered([jobs.done(main, 100)], talks.now)
+    assert blocks.pins[part].tolist() == [1], "one job of two has ended"
+    talks.driver.answered([jobs.done(window, failed={0: "missing"})], talks.now)
+    assert talks.manager.match(talks.manager.requests[request], 0, 6) == 0, "nobody looks for it again"
+    check_integrity(talks.manager)
 
 
 def test_who_rests_begins_nothing_until_it_goes_on() -> None:
-    served = Served(0, Hints())
-    served.driver.rests = True
-    assert not served.driver.step(0, 2.0 + IDLE_AFTER_S).stores
-    served.driver.rests = False
-    served.go_cold()
+    talks = Talks()
+    talks.talk(TEXT)
+    talks.driver.rests = True
+    assert talks.rest() == []
+    talks.driver.rests = False
+    assert talks.rest() == names(TEXT)
 
 
-def test_what_was_found_of_a_prompt_is_what_was_hot_and_what_was_restored() -> None:
-    served = Served(0, Hints())
-    served.go_cold()
-    served.come_back(20.0, hot=0)
-    served.driver.restoring("second", KEYS, [1, 2, 3, 4, 5, 6])
-    [load] = served.driver.step(0, 20.0).loads
-    served.driver.answered([jobs.done(load, 100, {4: "missing"})], 20.1)
-    served.driver.admitted("second", MORE, 0, served.driver.usable(128), 8)
-    assert served.driver.found("second") == 4 * 16
-    served.driver.finished("second", MORE, 21.0, 129)
-    assert served.driver.found("second") == 0
+def test_what_was_found_of_a_prompt_is_what_was_resident_and_what_was_restored() -> None:
+    talks = went_cold()
+    del talks.tier[0, names(TEXT)[4]]
+    request = talks.start(MORE, "A")
+    assert talks.driver.found(request) == 4 * 16
+    [event] = talks.told(Restored)
+    assert (event.blocks, event.good, event.causes) == (6, 4, ["missing"])
+    talks.finish(request)
+    assert talks.driver.found(request) == 0
+    check_integrity(talks.manager)
 
 
-def test_a_long_session_goes_cold_by_so_many_blocks_a_step() -> None:
-    """Tail first, and released likewise; and when it goes cold again, with nothing to encode, too."""
+def test_loaded_blocks_are_saved_as_they_were_when_their_request_ends() -> None:
+    talks = went_cold()
+    talks.finish(talks.start(MORE, "A"))
+    assert talks.pool.runway(50) == 50 - 2
+    assert talks.rest() == names(MORE)[6:]
+
+
+def test_a_long_session_goes_cold_by_some_blocks_a_step() -> None:
+    """Its tail is overwritten first, however many steps that takes, and also when it goes cold again as it is."""
     blocks = 2 * A_STEP + 10
-    keys = [n.to_bytes(32, "big") for n in range(blocks)]
-    manager = SessionMemoryManager(get_policy("lru"), SHAPE, blocks * SHAPE.bounds[0], IDLE_AFTER_S)
+    hashes = [n.to_bytes(32, "big") for n in range(blocks)]
+    manager = SessionManager(get_policy("lru"), SHAPE, blocks * GROUP.bounds[0], IDLE_AFTER_S, Events())
     pool = SimulatedPool(8 * blocks)
-    driver: Driver[int] = Driver(manager, pool, 8 * blocks, low=0.0, high=0.0)
+    driver = Driver(manager, pool, low=0.0, high=0.0)
 
     def turn(now: float) -> None:
-        driver.started("request", keys, "A", now, tokens=16 * blocks, blocks=blocks)
+        driver.started("request", hashes, "A", now, tokens=16 * blocks, blocks=blocks)
         taken = pool.take(blocks)
-        for block, key in zip(taken, keys, strict=True):
-            pool.cache(block, key)
-        driver.finished("request", keys, now, 16 * blocks)
-        pool.give_back(taken)
+        pool.cache_all(taken, hashes)
+        driver.finished("request", hashes, now, 16 * blocks)
+        pool.free(taken)
+
+    def overwritten() -> list[int]:
+        """Positions of the session's blocks, in the order in which they are overwritten."""
+        at = dict(zip(pool.lookup(0, hashes), range(blocks), strict=True))
+        return [at[block] for block in pool.take(len(pool)) if block in at]
 
     turn(1.0)
-    spilled, kept = [], []
-    while driver.has_work or not spilled:
+    stored: list[bytes] = []
+    while driver.has_work or not stored:
         work = driver.step(0, 2.0 + IDLE_AFTER_S)
-        assert len(jobs.names(work.stores)) <= A_STEP
-        spilled += jobs.names(work.stores)
+        ordered = [block_hash for job in work.stores for block_hash in job.block_hashes]
+        assert len(ordered) <= A_STEP
+        stored += ordered
         driver.answered([jobs.done(job, 1) for job in work.stores], 12.0)
-        kept.append(len(pool._kept))
         check_integrity(manager)
-    assert spilled == keys[::-1]
-    assert (min(kept), kept[-1]) == (A_STEP, blocks)
-    assert [name for name in pool.names() if name is not None] == spilled
-    pool.give_back(pool.take(len(pool)))
+    assert stored == hashes
+    assert pool.runway(len(pool)) == len(pool)
+    assert overwritten() == [*reversed(range(blocks))]
+    pool.free(np.arange(8 * blocks).tolist())
     turn(20.0)
-    kept = [0]
-    while driver.has_work or len(kept) < 2:
+    while driver.has_work or pool.runway(len(pool)) < len(pool):
         assert not driver.step(0, 22.0 + IDLE_AFTER_S).stores
-        kept.append(len(pool._kept))
-        assert kept[-1] - kept[-2] <= A_STEP
-    assert (len(kept) > 3, kept[-1]) == (True, blocks)
-    assert [name for name in pool.names() if name is not None] == spilled
+    assert overwritten() == [*reversed(range(blocks))]
     check_integrity(manager)

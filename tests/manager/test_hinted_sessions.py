@@ -4,24 +4,8 @@ import pytest
 from integrity import check_empty
 from talks import IDLE_AFTER_S, Talks, last_words, names
 
-from manthan.manager.events import BlocksDropped, DropCause
+from manthan.manager.events import DropCause
 from manthan.manager.session.manager import Shares
-
-
-def save(talks: Talks, *texts: str, **hints: object) -> None:
-    """Have sessions that are called as their texts, each saved before the next one comes."""
-    for text in texts:
-        talks.talk(text, text, **hints)
-        talks.rest()
-
-
-def saved(talks: Talks) -> set[str]:
-    """Return the last words of all saved blocks."""
-    return {text.split()[-1] for text in talks.saved()}
-
-
-def dropped(talks: Talks) -> list[tuple[str, DropCause]]:
-    return [(last_words(event.block_hashes), event.cause) for event in talks.told(BlocksDropped)]
 
 
 # -- pins ---------------------------------------------------------------------------------------------
@@ -33,8 +17,8 @@ def test_a_pinned_session_stays_while_younger_ones_go(pin: bool) -> None:
     assert talks.talk("a b", "old", pin=True).is_pinned
     assert talks.talk("a b", "old", pin=None if pin else False).is_pinned is pin
     talks.rest()
-    save(talks, *(f"c{at} d{at} e{at}" for at in range(3)))
-    assert ({"a", "b"} <= saved(talks)) is pin
+    talks.go_cold(*(f"c{at} d{at} e{at}" for at in range(3)))
+    assert ("a b" in talks.saved()) is pin
     assert len(talks.saved()) == 8
 
 
@@ -55,7 +39,7 @@ def test_a_pinned_session_that_outgrows_the_share_goes_in_its_turn() -> None:
     outcome = talks.talk("a b c", "old")
     assert (outcome.is_pinned, outcome.refused[:14]) == (False, "pin is refused")
     talks.rest()
-    save(talks, "s t u v w x y z")
+    talks.go_cold("s t u v w x y z")
     assert set(talks.texts()) == {"s t u v w x y z"}
 
 
@@ -71,7 +55,7 @@ def test_a_session_is_forgotten_when_its_time_is_over() -> None:
     for talks.now, texts in ((99.9, {"short": "a b", "long": "c d"}), (100, {"long": "c d"})):
         talks.step()
         assert talks.texts() == texts
-    assert dropped(talks) == [("a b", DropCause.EXPIRED)]
+    assert talks.dropped() == [("a b", DropCause.EXPIRED)]
 
 
 def test_each_use_begins_the_time_anew() -> None:
@@ -101,10 +85,10 @@ def test_a_session_that_is_forgotten_while_it_is_saved_leaves_nothing() -> None:
 
 def test_lower_priorities_go_first_whatever_the_policy_says() -> None:
     talks = Talks(capacity=4)
-    save(talks, "a b", priority=3)
-    save(talks, "c d", priority=-1)
-    save(talks, "e f", priority=3)
-    assert saved(talks) == {"a", "b", "e", "f"}
+    talks.go_cold("a b", priority=3)
+    talks.go_cold("c d", priority=-1)
+    talks.go_cold("e f", priority=3)
+    assert set(talks.texts()) == {"a b", "e f"}
 
 
 def test_a_released_session_leaves_only_what_others_have() -> None:
@@ -113,7 +97,7 @@ def test_a_released_session_leaves_only_what_others_have() -> None:
     talks.talk("sys c", "other")
     talks.rest()
     talks.talk("sys a b d e", "s", release=True)
-    assert dropped(talks) == [("a b", DropCause.RELEASED)]
+    assert talks.dropped() == [("a b", DropCause.RELEASED)]
     assert talks.texts() == {"other": "sys c"}
     assert (talks.resident("sys a"), talks.resident("sys c")) == (1, 2)
 
@@ -134,9 +118,9 @@ def test_nothing_of_a_session_is_stored_until_its_client_allows_it() -> None:
 
 def test_what_is_stored_before_a_session_stays_out_stays_stored() -> None:
     talks = Talks()
-    save(talks, "a b")
+    talks.go_cold("a b")
     talks.talk("a b c d", "a b", store=False)
-    assert (talks.rest(), saved(talks)) == ([], {"a", "b"})
+    assert (talks.rest(), talks.saved()) == ([], {"a", "a b"})
 
 
 def test_a_session_that_stays_out_is_not_saved_when_memory_is_short_or_on_demand() -> None:
@@ -203,7 +187,7 @@ def test_a_tenant_makes_room_among_its_own_sessions() -> None:
     for at in range(5):
         talks.talk(f"x{at} y{at}", tenant="loud")
         talks.rest()
-    assert saved(talks) == {"a", "b", "c", "x3", "y3", "x4", "y4"}
+    assert set(talks.texts().values()) == {"a b c", "x3 y3", "x4 y4"}
 
 
 # -- prefetch -----------------------------------------------------------------------------------------
@@ -219,4 +203,4 @@ def test_blocks_are_not_dropped_while_they_are_prefetched() -> None:
     talks.talk("c d", "other")
     talks.now += IDLE_AFTER_S
     talks.step()
-    assert saved(talks) == {"a", "b"}
+    assert talks.saved() == {"a", "a b"}

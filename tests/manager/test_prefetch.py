@@ -1,103 +1,198 @@
-"""Which sessions are restored before their request comes, by example."""
+"""Sessions that are loaded before their request comes: which ones, when, and into which room."""
 
+import jobs
 import pytest
-from engine import IDLE_AFTER_S, Engine, chain
+from integrity import check_integrity
+from talks import IDLE_AFTER_S, Talks, names
 
-from manthan.manager.sessions.session import DropCause
+from manthan.manager.events import BlocksDropped, DropCause, PrefetchHit, Restored
+from manthan.manager.session.prefetch import RETRY_S
+from manthan.manager.transfer import STORE_DOWN
 
 LEAD_S = 2.0
 
 
+class Prefetching(Talks):
+    """An engine that prefetches. The arguments are those of Talks."""
+
+    def __init__(self, **more: object) -> None:
+        super().__init__(driver={"prefetch_lead_s": LEAD_S}, **more)
+
+    def go_cold(self, text: str, who: str, **hints: object) -> None:
+        """Have a session talk, and be saved. The pool loses everything."""
+        self.talk(text, who, **hints)
+        self.rest()
+        self.overwrite()
+
+    def taken(self) -> list[list[bytes]]:
+        """Return the block hashes of the loads that a step begins."""
+        return [list(load.block_hashes) for load in self.step().loads]
+
+    def prefetches(self) -> int:
+        return sum(event.is_prefetch for event in self.told(Restored))
+
+
 @pytest.fixture
-def engine() -> Engine:
-    return Engine(prefetch_lead_s=LEAD_S)
+def talks() -> Prefetching:
+    return Prefetching()
 
 
-def taken(engine: Engine, room: int = 100) -> str | None:
-    prefetch = engine.manager.take_prefetch(room, engine.now)
-    return None if prefetch is None else prefetch.session_id
+# -- which, and when ----------------------------------------------------------------------------------
 
 
-def test_a_session_is_due_so_long_before_it_is_expected(engine: Engine) -> None:
-    engine.talk("a b c", "A", expect_return_s=20)
-    engine.evict()
-    assert engine.manager.next_deadline == 20 - LEAD_S
-    engine.now = 17.9
-    assert (engine.manager.prefetch_blocks(engine.now), taken(engine)) == (0, None)
-    engine.now = 18.0
-    assert engine.manager.prefetch_blocks(engine.now) == 3
-    prefetch = engine.manager.take_prefetch(3, engine.now)
-    assert prefetch is not None
-    assert (prefetch.session_id, prefetch.keys) == ("A", chain("a b c"))
-    engine.manager.prefetch_finished("A", True, (), engine.now)
-    assert engine.states() == {"A": "idle"}
-    assert taken(engine) is None
+def test_a_session_is_loaded_some_time_before_it_is_expected(talks: Prefetching) -> None:
+    talks.go_cold("a b c", "A", expect_return_s=20)
+    assert talks.driver.next_deadline == 20 - LEAD_S
+    talks.now = 17.9
+    assert talks.taken() == []
+    talks.now = 18.0
+    assert talks.taken() == [names("a b c")]
+    assert talks.resident("a b c") == 3
+    assert talks.states() == {"A": "cold"}
+    assert talks.taken() == []
+    assert talks.driver.next_deadline is None
 
 
-def test_one_that_goes_cold_when_it_is_due_already_is_restored_then(engine: Engine) -> None:
-    engine.talk("a b", "A", expect_return_s=IDLE_AFTER_S + 1)
-    engine.now = IDLE_AFTER_S - 0.5
-    assert taken(engine) is None  # it is hot still
-    engine.now = 0.0
-    engine.evict()
-    assert taken(engine) == "A"
+def test_a_session_that_goes_cold_when_it_is_due_already_is_loaded_then(talks: Prefetching) -> None:
+    talks.talk("a b", "A", expect_return_s=IDLE_AFTER_S + 1)
+    talks.now = IDLE_AFTER_S - 0.5
+    assert talks.taken() == []
+    talks.now = IDLE_AFTER_S
+    assert talks.taken() == []
+    talks.overwrite()
+    assert talks.taken() == [names("a b")]
 
 
-def test_one_that_does_not_fit_is_taken_until_it_is_late(engine: Engine) -> None:
-    engine.talk("a b c", "A", expect_return_s=20)
-    engine.talk("x y", "X", expect_return_s=20)
-    engine.evict()
-    engine.now = 18.0
-    assert taken(engine, room=2) == "X"
-    engine.now = 20.0
-    assert taken(engine, room=3) == "A"
-    engine.talk("q r s", "Q", expect_return_s=20)
-    engine.evict()
-    engine.now += 11.0
-    assert taken(engine) is None
+def test_a_session_that_does_not_fit_is_loaded_later_until_its_time_has_passed() -> None:
+    talks = Prefetching(blocks=6)
+    for text, who in (("a b c", "A"), ("x y", "X")):
+        talks.talk(text, who, expect_return_s=20)
+    talks.rest()
+    talks.overwrite()
+    request = talks.ask("p q r s")
+    talks.now = 18.0
+    assert (talks.taken(), talks.taken()) == ([names("x y")], [])
+    talks.finish(request, "")
+    talks.now = 20.0
+    assert talks.taken() == [names("a b c")]
+    talks.go_cold("q r s", "Q", expect_return_s=5)
+    assert (talks.taken(), talks.prefetches()) == ([], 2)
 
 
-def test_another_session_s_request_can_ask_for_it_even_when_it_is_late(engine: Engine) -> None:
-    engine.talk("a b c", "A", expect_return_s=1)
-    engine.evict()
-    assert taken(engine) is None
-    engine.talk("x y", "X", prefetch=("A", "unheard of", "X"))
-    assert taken(engine) == "A"
-    engine.evict()
-    assert taken(engine) is None  # X was hot when it was asked for
+def test_another_session_s_request_can_ask_for_it(talks: Prefetching) -> None:
+    talks.go_cold("a b c", "A", expect_return_s=1)
+    assert talks.taken() == []
+    talks.talk("x y", "X", prefetch=("A", "unheard of", "X"))
+    assert talks.taken() == [names("a b c")]
+    talks.rest()
+    talks.overwrite()
+    assert talks.taken() == [], "X ran when it was asked for"
 
 
-def test_one_that_was_back_meanwhile_is_not_restored_when_it_is_cold_again(engine: Engine) -> None:
-    engine.talk("a b c", "A")
-    engine.evict()
-    engine.talk("x y", "X", prefetch=("A",))
-    engine.now += 1
-    engine.talk("a b c d", "A")
-    engine.manager.relieve(99, engine.now)
-    engine.stored(engine.spill())
-    assert engine.states()["A"] == "cold"
-    assert taken(engine) is None
+def test_a_session_that_was_back_meanwhile_is_not_loaded_when_it_is_cold_again(talks: Prefetching) -> None:
+    talks.go_cold("a b c", "A")
+    talks.talk("x y", "X", prefetch=("A",))
+    talks.go_cold("a b c d", "A")
+    assert (talks.states()["A"], talks.taken(), talks.prefetches()) == ("cold", [], 0)
 
 
-def test_one_that_no_pool_can_hold_is_given_up(engine: Engine) -> None:
-    engine.talk("a b c", "A", expect_return_s=20)
-    engine.talk("x y", "X", expect_return_s=20)
-    engine.evict()
-    engine.now = 18.0
-    assert engine.manager.prefetch_blocks(engine.now, most=2) == 2
-    assert taken(engine) == "X"
+def test_a_session_that_is_on_its_way_is_not_loaded_again(talks: Prefetching) -> None:
+    talks.go_cold("a b c", "A")
+    talks.talk("x y", "X", prefetch=("A",))
+    talks.holds = True
+    [load] = talks.step().loads
+    talks.talk("x y z", "X", prefetch=("A",))
+    assert talks.taken() == []
+    talks.answer([load], failed={2: "missing"})
+    assert talks.told(BlocksDropped) == [BlocksDropped(0, names("a b c")[2:], DropCause.FAILED)]
+    check_integrity(talks.manager)
+    talks.overwrite()
+    assert talks.taken() == [names("a b")]
 
 
-def test_one_that_is_on_its_way_is_not_taken_again(engine: Engine) -> None:
-    engine.talk("a b c", "A")
-    engine.evict()
-    engine.talk("x y", "X", prefetch=("A",))
-    assert taken(engine) == "A"
-    engine.talk("x y z", "X", prefetch=("A",))
-    assert (engine.manager.prefetch_blocks(engine.now), taken(engine)) == (0, None)
-    engine.manager.prefetch_finished("A", False, chain("a b c")[2:], engine.now)
-    assert engine.manager.take_drops()[0].cause is DropCause.FAILED
-    assert all(block.pins == 0 for block in engine.manager.blocks)
-    prefetch = engine.manager.take_prefetch(100, engine.now)  # what is left of it
-    assert prefetch is not None
-    assert prefetch.keys == chain("a b")
+def test_the_next_session_s_turn_asks_for_a_step(talks: Prefetching) -> None:
+    """An engine without requests takes a step only while there is work."""
+    texts = {who: f"{who} 1 2" for who in "ABC"}
+    for who, text in texts.items():
+        talks.talk(text, who)
+    talks.rest()
+    talks.overwrite()
+    talks.talk("x y", "X", prefetch=tuple(texts))
+    talks.holds = True
+    for text in texts.values():
+        [load] = talks.step().loads
+        assert load.block_hashes == names(text)
+        assert talks.driver.prefetcher.has_work
+        talks.answer([load])
+        assert talks.driver.prefetcher.has_work
+    assert talks.taken() == []
+    assert not talks.driver.prefetcher.has_work
+    assert talks.prefetches() == 3
+
+
+# -- room ---------------------------------------------------------------------------------------------
+
+
+def test_a_session_that_no_pool_can_hold_is_not_waited_for() -> None:
+    talks = Prefetching(blocks=10, low=0.2)
+    talks.go_cold("a b c d e f g h i", "A")
+    talks.go_cold("a b c d e f g x", "B")
+    talks.talk("q r", "Q", prefetch=("A", "B"))
+    talks.overwrite()
+    assert talks.taken() == [names("a b c d e f g x")]
+    assert talks.taken() + talks.taken() == []
+    assert talks.driver.prefetcher.deadline is None
+
+
+def test_room_that_a_waiting_request_needs_is_left_to_it() -> None:
+    talks = Prefetching(blocks=12)
+    talks.go_cold("a b c d e f g h", "A")
+    request = talks.ask("p q r s t")
+    talks.talk("x", "X", prefetch=("A",))
+    assert talks.taken() == []
+    talks.finish(request, "")
+    assert talks.taken() == [], "it does not look again at once"
+    assert talks.driver.prefetcher.deadline == talks.now + RETRY_S
+    talks.now += RETRY_S
+    assert talks.taken() == [names("a b c d e f g h")]
+    assert talks.driver.prefetcher.deadline is None
+
+
+# -- results ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("resident", "hits"), [(5, 1), (4, 0), (0, 0)])
+def test_a_hit_is_a_request_that_finds_all_of_it(talks: Prefetching, resident: int, hits: int) -> None:
+    text = "a b c d e"
+    talks.go_cold(text, "A")
+    talks.talk("x y", "X", prefetch=("A",))
+    assert talks.taken() == [names(text)]
+    talks.pool.release(0, names(text)[resident:])
+    talks.talk(f"{text} f g", "A")
+    assert len(talks.told(PrefetchHit)) == hits
+    if resident:
+        talks.talk(f"{text} f g h i", "A")
+        assert len(talks.told(PrefetchHit)) == hits, "a prefetch counts once"
+
+
+def test_blocks_before_a_failure_on_any_rank_are_resident() -> None:
+    talks = Prefetching(ranks=2)
+    talks.go_cold("a b c d e f", "A")
+    talks.talk("x y", "X", prefetch=("A",))
+    talks.holds = True
+    [load] = talks.step().loads
+    for failed, resident in ((4, 0), (2, 2)):
+        assert talks.driver.prefetcher.is_busy
+        talks.driver.answered([jobs.done(load, failed={failed: "missing"})], talks.now)
+        assert talks.resident("a b c d e f") == resident
+    assert len(talks.pool) == talks.pool.size
+    assert (talks.texts()["A"], talks.states()["A"]) == ("a b", "cold")
+
+
+def test_compressed_blocks_in_a_store_that_is_down_are_kept(talks: Prefetching) -> None:
+    talks.go_cold("a b c", "A")
+    talks.talk("x y", "X", prefetch=("A",))
+    talks.holds = True
+    [load] = talks.step().loads
+    talks.answer([load], failed={0: STORE_DOWN})
+    assert (talks.texts()["A"], talks.resident("a b c")) == ("a b c", 0)

@@ -1,69 +1,80 @@
-"""How far a pool is from what is worth keeping, and when its queue has to be walked again."""
+"""Distance of a pool from overwriting unsaved blocks, and when its free queue has to be walked again."""
 
-from collections.abc import Iterator
+import pytest
+from talks import Talks, long_text
 
-from engine import Engine
+from manthan.manager.driver import Runway
+from manthan.manager.events import DropCause
+from manthan.manager.simulator.pool import SimulatedPool
 
-from manthan.manager.sessions.pressure import Pressure, Runway
-from manthan.manager.sessions.session import BlockName, Drop, DropCause
+BLOCKS = 64
 
 
-class Queue:
-    """Free blocks by name, and how often they were looked at."""
+class Queue(SimulatedPool):
+    """Counts how often it is looked through."""
 
-    def __init__(self, names: str) -> None:
-        self._names = [name.encode() for name in names.split()]
-        self.walks = 0
+    walks = 0
 
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def names(self) -> Iterator[BlockName | None]:
+    def runway(self, most: int) -> int:
         self.walks += 1
-        return iter(self._names)
+        return super().runway(most)
 
 
-def keys_of(engine: Engine, name: str) -> list[bytes]:
-    return [block.key for block in engine.session(name).chain]
+def engine(low: float, high: float) -> tuple[Talks, Queue]:
+    """Return an engine whose results are held, with sessions "a" and "b" of 20 blocks each, and its pool."""
+    queue = Queue(BLOCKS)
+    talks = Talks(1000, pool=queue, low=low, high=high, holds=True)
+    for who in "ab":
+        talks.finish(talks.start(long_text(who, 20), who))
+    return talks, queue
 
 
-def test_dropped_codes_count_where_the_blocks_are_hot() -> None:
-    engine = Engine()
-    engine.talk("cold one", "cold")
-    engine.evict()
-    engine.talk("hot one", "hot")
-    engine.evict()
-    engine.talk("hot one two", "hot")
-    engine.talk("risk", "risk")
-    queue = Queue("")
-    queue._names = [*keys_of(engine, "cold"), *keys_of(engine, "hot")[:2], *keys_of(engine, "risk"), b"free", b"free"]
-    runway = Runway(queue, engine.manager, ahead=6)
-    assert runway.length(3) == 4
-    cold, hot = keys_of(engine, "cold"), keys_of(engine, "hot")[:2]
-    engine.manager._pruning.cut(engine.session("cold"), 0, DropCause.BUDGET)
-    runway.dropped(Drop(0, cold, DropCause.BUDGET))
-    assert runway.length(3) == 4
-    assert queue.walks == 1, "what is cold is not missed in the pool"
-    session = engine.session("hot")
-    engine.manager._pruning.give(session, session.chain[:2], DropCause.BUDGET)
-    runway.dropped(Drop(0, hot, DropCause.BUDGET))
-    assert runway.length(3) == 2
-    assert queue.walks == 2
+def test_the_queue_is_walked_only_when_too_many_may_have_been_taken() -> None:
+    queue = Queue(BLOCKS)
+    runway = Runway(queue, ahead=30)
+    assert runway.length(10) == 30
+    runway.taken(20)
+    assert (runway.length(10), queue.walks) == (10, 1)
+    runway.taken(1)
+    assert (runway.length(10), queue.walks) == (30, 2)
+    assert (runway.length(40), queue.walks) == (40, 3)
+    runway.forget()
+    assert (runway.length(1), queue.walks) == (30, 4)
 
 
-def test_the_queue_is_not_walked_while_all_that_could_be_wanted_is_on_its_way() -> None:
-    engine = Engine()
-    engine.talk("a b c d", "alice")
-    engine.talk("x y z", "bob")
-    queue = Queue("")
-    queue._names = [b"free", *keys_of(engine, "alice"), *keys_of(engine, "bob")]
-    pressure = Pressure(engine.manager, queue, blocks=8, low=0.25, high=0.5)
-    for _ in range(3):
-        pressure.relieve(engine.now)
-        assert queue.walks == 1
-    assert sorted(engine.states().values()) == ["evicting", "idle"]
-    engine.stored(engine.spill())
-    del queue._names[1:5]  # released, and taken
-    pressure.relieve(engine.now)
-    assert queue.walks == 2
-    assert sorted(engine.states().values()) == ["cold", "evicting"]
+@pytest.mark.parametrize("is_resident", [True, False])
+def test_dropped_blocks_count_where_the_pool_has_them(is_resident: bool) -> None:
+    talks, _ = engine(low=0.0, high=0.0)
+    talks.holds = False
+    talks.rest()
+    if not is_resident:
+        talks.overwrite()
+    assert talks.driver.runway.length(BLOCKS) == BLOCKS
+    talks.manager._drop(talks.session("a").rows, DropCause.BUDGET)
+    assert talks.driver.runway.length(BLOCKS) == BLOCKS - 20 * is_resident
+
+
+def test_memory_is_not_short_while_enough_is_being_stored() -> None:
+    talks, queue = engine(low=0.5, high=0.75)
+    assert talks.pool.runway(BLOCKS) == 24
+    assert talks.driver.wanted == 0.75 * BLOCKS - 24
+    while talks.manager.blocks.storing < 8:  # a sixteenth of the pool each step
+        assert talks.step().stores
+        talks.gathered()
+    assert talks.driver.wanted == 0
+    walks = queue.walks
+    talks.step()
+    assert queue.walks == walks, "a walk would change nothing"
+    talks.answer()
+    assert talks.driver.wanted == 0
+    assert talks.pool.runway(BLOCKS) == 24 + len(talks.saved()) > 32
+
+
+def test_a_session_is_saved_when_the_pool_is_about_to_overwrite_it_and_others_are_not() -> None:
+    talks, _ = engine(low=0.25, high=0.3)
+    talks.holds = False
+    assert talks.save() == []
+    talks.start(long_text("new", 10))
+    talks.save()
+    assert talks.states() == {"a": "cold", "b": "idle", "anonymous-1": "active"}
+    assert talks.session("a").is_pressed

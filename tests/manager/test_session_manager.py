@@ -7,7 +7,7 @@ import pytest
 from integrity import check_empty, check_integrity
 from talks import GROUP, IDLE_AFTER_S, Talks, last_words, names
 
-from manthan.manager.events import BlocksDropped, DropCause, Evicted, Overwritten, StoreFailed
+from manthan.manager.events import DropCause, Evicted, Overwritten, StoreFailed
 from manthan.manager.session.blocks import MemoryShape
 
 SHORT: dict[str, Any] = {"blocks": 64, "low": 0.04, "high": 0.0626}
@@ -28,10 +28,6 @@ def slow() -> Talks:
 def stored(talks: Talks) -> str:
     """Take a step, and return the last words of the blocks that it begins to store."""
     return last_words(name for job in talks.step().stores for name in job.block_hashes)
-
-
-def dropped(talks: Talks) -> list[tuple[str, DropCause]]:
-    return [(last_words(event.block_hashes), event.cause) for event in talks.told(BlocksDropped)]
 
 
 # -- saving -------------------------------------------------------------------------------------------
@@ -127,7 +123,7 @@ def test_a_failed_store_leaves_the_session_idle_and_is_tried_again() -> None:
     talks.step()
     talks.answer(failed={1: "no space"})
     assert talks.states() == {"s": "idle"}
-    assert dropped(talks) == [("b", DropCause.FAILED)], "a rank may have stored it"
+    assert talks.dropped() == [("b", DropCause.FAILED)], "a rank may have stored it"
     assert talks.told(StoreFailed) == [StoreFailed(["no space"])]
     assert talks.driver.next_deadline == talks.now + IDLE_AFTER_S
     talks.holds = False
@@ -208,7 +204,7 @@ def test_what_was_saved_of_a_request_goes_with_it_if_it_is_aborted(text: str) ->
 def test_a_reset_drops_what_was_saved_of_running_requests() -> None:
     talks, request = under_pressure("a b c d e f g h i j k l m n")
     talks.driver.reset(talks.now)
-    assert dropped(talks) == [("a b c d e f g h i j k l m n", DropCause.RESET)]
+    assert talks.dropped() == [("a b c d e f g h i j k l m n", DropCause.RESET)]
     talks.finish(request, "")
     check_empty(talks.manager)
 
@@ -274,7 +270,7 @@ def test_nothing_of_before_a_reset_is_found_afterwards(talks: Talks) -> None:
     reset(talks)
     check_empty(talks.manager)
     talks.step()
-    assert (dropped(talks), talks.tier) == ([("a b", DropCause.RESET)], {})
+    assert (talks.dropped(), talks.tier) == ([("a b", DropCause.RESET)], {})
     assert talks.running[talks.start("a b", "s")].loaded == 0
 
 
@@ -287,7 +283,7 @@ def test_a_store_under_way_at_a_reset_is_void(failed: dict[int, str]) -> None:
     reset(talks)
     talks.talk("a b", "s")  # computed anew, under the same block hashes
     talks.answer(failed=failed)
-    assert (talks.saved(), dropped(talks)) == (set(), [("a b", DropCause.RESET)])
+    assert (talks.saved(), talks.dropped()) == (set(), [("a b", DropCause.RESET)])
     check_integrity(talks.manager, talks.driver)
     talks.holds = False
     assert last_words(talks.rest()) == "a b"

@@ -65,10 +65,10 @@ class TwoPools(RuleBasedStateMachine):
     def load(self, text: str, group: int) -> None:
         """Enter one block, which stays referenced."""
         if len(self.ours):
+            self.held.append(self.ours.take(1))
+            assert self.theirs.take(1) == [self.held[-1][0] + 1]
             for pool, first in self.both:
-                [block] = pool.take(1)
-                pool.cache(block, group, names(text)[-1], len(names(text)) - 1)
-            self.held.append([block - first])
+                pool.cache(self.held[-1][0] + first, group, names(text)[-1], len(names(text)) - 1)
 
     @rule(text=TEXT, group=st.sampled_from([0, WINDOW]))
     def hold(self, text: str, group: int) -> None:
