@@ -14,9 +14,14 @@ from manthan.manager.pool import Mark
 
 
 class DropCause(StrEnum):
-    """Reason for dropping compressed blocks: no room, unreadable, used by nobody, a reset, too old, or released."""
+    """Reason for dropping compressed blocks.
+
+    BUDGET: no room. REDUNDANT: no room, and the pool has their computed KV. FAILED: unreadable. ABANDONED: no session
+    uses them. RESET: all KV is void. EXPIRED: too old. RELEASED: the client said so.
+    """
 
     BUDGET = auto()
+    REDUNDANT = auto()
     FAILED = auto()
     ABANDONED = auto()
     RESET = auto()

@@ -14,7 +14,7 @@ class SessionView(NamedTuple):
     """Facts about one session. Times are seconds on the manager's clock.
 
     tokens: of all full blocks of the session.
-    nbytes: size of these blocks in this place: bf16 in the hot pool, compressed in a tier.
+    nbytes: size of these blocks in a tier, compressed.
     uses: requests up to now, the running one included.
     gap: seconds between the last request's end and the next one's begin; None before the second request.
     added_tokens: tokens that the last request added to what was known.
@@ -51,11 +51,10 @@ class PolicyOptions(BaseModel):
 
 
 class EvictionPolicy(ABC):
-    """Order of the sessions of one place, first victim first. A policy decides and never acts.
+    """Order of sessions, first victim first. A policy decides and never acts.
 
-    An engine has an instance for each place that fills up: the hot pool, the cold store, and a fast tier before a
-    slower one. Client priorities and tenants' quotas add more. Each hears of every session that enters its place, is
-    used there, or leaves.
+    Victims lose their compressed blocks first, and vLLM overwrites their saved blocks first. An engine has one instance,
+    and more for client priorities and tenants' quotas. Each hears of every session that enters, is used, or leaves.
     """
 
     name: ClassVar[str]

@@ -978,8 +978,8 @@ class SessionManager:
             resident = gone[: first_false(self._pool_marks(gone) != Mark.DECODED)]
             gone = gone[len(resident) :]
             end = int(blocks.depth[gone[0]]) if len(gone) else end
-            self._tell_lost(victim, resident, DropCause.BUDGET)
-            self._drop(resident, DropCause.BUDGET)
+            self._tell_lost(victim, resident, DropCause.REDUNDANT)
+            self._drop(resident, DropCause.REDUNDANT)
             self._save_later(victim)
         if end == 0 or not blocks.status[rows[:end]].any():
             self.table.leave_order(victim, evicted=was_cold and end == 0)
@@ -1018,7 +1018,7 @@ class SessionManager:
             short -= int(blocks.nbytes[rows].sum(dtype=np.int64))
             for number in np.unique(blocks.origin[rows]).tolist():
                 self._save_later(self.table.by_number[number])
-            self._drop(rows, DropCause.BUDGET)
+            self._drop(rows, DropCause.REDUNDANT)
 
     # -- dropping -------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Interface of a tier, a place for the compressed blocks of one rank. tests/manager/test_tiers.py has an example."""
+"""Interface of a tier, a place for the compressed blocks of one rank. docs/architecture.md has an example."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -380,6 +380,11 @@ class World:
         """The tier of each rank that has all blocks."""
         return [tier.behind if isinstance(tier, StackedTier) else tier for tier in self.tiers]  # type: ignore[misc]
 
+    def _know(self, session: Session) -> None:
+        """Note which session without a name has an id now."""
+        if session.name is None and session.kin is None:
+            self._numbers[session.owner] = session.number
+
     def _uid(self, owner: Owner) -> Uid:
         return Uid(owner, self._numbers.get(owner, 0))
 
@@ -403,8 +408,7 @@ class World:
         session = request.session
         assert session.tenant == tenant, "the session is another tenant's"
         assert name in (None, session.name), "the session has another name"
-        if session.name is None and session.kin is None:
-            self._numbers[session.owner] = session.number
+        self._know(session)
         if parsed.store is not None:
             self._say_store(session, parsed.store)
         is_private = self._private.get(session, False)
@@ -600,6 +604,9 @@ class World:
         home = self.manager.table.by_id.get(qualified(outcome.session_id, session.tenant))
         if home is not None and home is not session:
             self._private[home] = was_out or self._private.get(home, False)
+            self._know(home)
+            for block_hash in hashes:
+                self.brought[block_hash].add(self._uid(home.owner))
         if not asked.is_loading:
             self._free(asked)
 
@@ -870,7 +877,7 @@ class World:
             users += [s for s in self.manager.table.by_id.values() for point in s.points if row in point.rows]
             if not users:
                 continue
-            assert cause is DropCause.BUDGET, f"{block_hash!r} is dropped, {cause}, and {len(users)} sessions use it"
+            assert cause in (DropCause.BUDGET, DropCause.REDUNDANT), f"{block_hash!r} is dropped, {cause}, and {len(users)} sessions use it"
             assert len(users) == 1, f"{block_hash!r} makes room, and {len(users)} sessions use it"
             assert not users[0].is_pinned, f"{block_hash!r} of a pinned session makes room"
             [block] = self.pool.lookup(group, [block_hash])

@@ -7,7 +7,7 @@ import pytest
 from integrity import check_empty, check_integrity
 from talks import GROUP, Talks, last_words, names
 
-from manthan.manager.events import BlocksDropped, DropCause
+from manthan.manager.events import DropCause
 from manthan.manager.session.blocks import MemoryShape
 
 LOSSLESS = MemoryShape({0: replace(GROUP, is_lossless=True)})
@@ -16,10 +16,9 @@ SHORT: dict[str, Any] = {"blocks": 6, "low": 0.5, "high": 0.5}
 
 
 def dropped(talks: Talks, cause: DropCause = DropCause.BUDGET) -> str:
-    """Return the last words of all blocks dropped so far, all for one reason."""
-    drops = talks.told(BlocksDropped)
-    assert {drop.cause for drop in drops} <= {cause}
-    return last_words(block_hash for drop in drops for block_hash in drop.block_hashes)
+    """Return the last words of the blocks dropped so far, all for this reason."""
+    assert {of_event for _, of_event in talks.dropped()} <= {cause}
+    return " ".join(words for words, _ in talks.dropped())
 
 
 # -- a full tier --------------------------------------------------------------------------------------

@@ -1,20 +1,19 @@
 """The codec follows what ranks measure: the finest first, and changes in both directions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine import SHAPE, Engine
-from spills import take_spills
+from talks import GROUP, IDLE_AFTER_S, SHAPE, Talks
 
 from manthan.codec.fidelity import LOGIT_NOISE, Fidelity
+from manthan.manager.events import Event, Judged, Unjudged, Verdict
 from manthan.manager.guard import Choice, Guard
-from manthan.manager.observer import Judgement, Observer
-from manthan.manager.sessions.session import MemoryShape
-from manthan.manager.work import Verdict
+from manthan.manager.session.blocks import MemoryShape
 
-FINER = MemoryShape(16, 500, {0: 140, 4: 180, 16: 500}, codec="finer")
-WHOLE = MemoryShape(16, 500, dict.fromkeys((0, 4, 16), 500))
+FINER = MemoryShape({0: replace(GROUP, bounds={0: 140, 4: 180, 16: 500}, codec="finer")})
+WHOLE = MemoryShape({0: replace(GROUP, bounds=dict.fromkeys((0, 4, 16), 500))})
 
 
 def fidelity(codec: str, noise: float, decode_s: float = 0.0) -> Fidelity:
@@ -27,41 +26,44 @@ def verdict(coarse: float, finer: float = 0.1, rank: int = 0) -> Verdict:
     return Verdict(rank, [fidelity("coarse", coarse), fidelity("finer", finer)])
 
 
-class Told(Observer):
-    def __init__(self) -> None:
-        self.codecs: list[str | None] = []
-        self.slow: list[bool] = []
-
-    def judged(self, judgement: Judgement | None) -> None:
-        self.slow.append(judgement is not None and judgement.is_slow)
-        self.codecs.append(None if judgement is None else judgement.codec)
-
-
 class World:
     def __init__(self, ranks: int = 1) -> None:
-        self.engine, self.told = Engine(), Told()
-        self.manager = self.engine.manager
+        self.talks = Talks(holds=True)
+        self.manager = self.talks.manager
+        self.codecs: list[str | None] = []
+        self.slow: list[bool] = []
+        self.manager.events.subscribe(self._happened)
         choices = [Choice(SHAPE, 10_099), Choice(FINER, 9_999), Choice(WHOLE, 8_888)]
-        self.guard = Guard(self.manager, choices, ranks, self.told)
+        self.guard = Guard(self.manager, choices, ranks)
+
+    def _happened(self, event: Event) -> None:
+        match event:
+            case Judged():
+                self.codecs.append(event.codec)
+                self.slow.append(event.is_slow)
+            case Unjudged():
+                self.codecs.append(None)
 
     def used(self, *verdicts: Verdict) -> MemoryShape:
-        """What blocks are encoded in after these."""
+        """Return what blocks are encoded in after these."""
         self.guard.answered(verdicts)
         return self.manager.shape
 
-    def orders(self, name: str) -> list[tuple[str, int, int]]:
-        """What is ordered for another session: codec, exact tokens and bytes of each block."""
-        self.engine.talk(f"{name}1 {name}2", name)
-        self.engine.sweep()
-        return [(order.codec, order.exact, order.nbytes) for order in take_spills(self.manager, 10)]
+    def stored(self, name: str) -> list[tuple[str, list[int], int]]:
+        """Have another session of two blocks be saved. Return codec, exact tokens and bytes of the stores."""
+        before = self.manager.blocks.reserved_nbytes
+        self.talks.talk(f"{name}1 {name}2", name)
+        self.talks.now += IDLE_AFTER_S
+        stores = self.talks.step().stores
+        return [(job.codec, job.exacts(16), self.manager.blocks.reserved_nbytes - before) for job in stores]
 
 
 def test_sessions_go_cold_before_a_verdict_in_the_finest_codec() -> None:
     world = World()
-    assert world.orders("one") == [("finer", 0, 140)] * 2
-    assert world.manager.budget.nbytes == 9_999
+    assert world.stored("one") == [("finer", [0, 0], 280)]
+    assert world.manager.budget_nbytes == 9_999
     assert world.used(verdict(0.5)) is SHAPE
-    assert world.orders("two") == [("", 0, 100)] * 2
+    assert world.stored("two") == [("", [0, 0], 200)]
 
 
 def test_it_opens_and_closes() -> None:
@@ -69,11 +71,11 @@ def test_it_opens_and_closes() -> None:
     assert world.used(verdict(0.5)) is SHAPE
     assert world.used(verdict(9.0)) is FINER
     assert world.used(verdict(9.0, 9.0)) is WHOLE
-    assert world.orders("one") == [("", 16, 500)] * 2
+    assert world.stored("one") == [("", [16, 16], 1000)]
     assert world.used(verdict(9.0)) is FINER
     assert world.used(verdict(0.5)) is SHAPE
-    assert world.orders("two") == [("", 0, 100)] * 2
-    assert world.told.codecs == ["coarse", "finer", "exact", "finer", "coarse"]
+    assert world.stored("two") == [("", [0, 0], 200)]
+    assert world.codecs == ["coarse", "finer", "exact", "finer", "coarse"]
 
 
 def test_it_does_not_flap_about_the_limit() -> None:
@@ -90,9 +92,9 @@ def test_the_worst_rank_decides_when_all_have_answered(order: int) -> None:
     world = World(ranks=3)
     answers: Sequence[Verdict] = [verdict(0.1, rank=0), verdict(9.0, rank=1), verdict(0.2, rank=2)][::order]
     world.guard.answered(answers[:2])
-    assert (world.manager.shape, world.told.codecs) == (FINER, [])
+    assert (world.manager.shape, world.codecs) == (FINER, [])
     assert world.used(answers[2]) is FINER
-    assert world.told.codecs == ["finer"]
+    assert world.codecs == ["finer"]
     assert world.used(verdict(0.1, rank=1)) is SHAPE
 
 
@@ -119,7 +121,7 @@ def test_no_codec_is_chosen_that_takes_longer_than_to_compute(compute_s: float, 
     found = verdict(9.0)
     measured = [found.measured[0].timed(first_s), found.measured[1].timed(0.1)]
     world.used(Verdict(0, measured, compute_s))
-    assert world.told.codecs == [codec]
+    assert world.codecs == [codec]
 
 
 @pytest.mark.parametrize(
@@ -129,23 +131,14 @@ def test_nor_is_the_configured_one(first_s: float, second_s: float, codec: str) 
     world = World()
     measured = [each.timed(seconds) for each, seconds in zip(verdict(0.5).measured, (first_s, second_s), strict=True)]
     world.used(Verdict(0, measured, 1.0))
-    assert world.told.codecs == [codec]
-    assert world.told.slow == [codec != "coarse"]
+    assert world.codecs == [codec]
+    assert world.slow == [codec != "coarse"]
 
 
-def test_blocks_of_the_codec_before_stay_what_they_are() -> None:
-    """A switch at any time: what is queued keeps its codec and its bytes, and what comes later has the other's."""
-    engine = Engine()
-    engine.talk("a b", "one")
-    engine.sweep()
-    engine.manager.recode(FINER, 5_000)
-    engine.talk("x y", "two")
-    engine.sweep()
-    orders = take_spills(engine.manager, 10)
-    assert [(order.key[-1:], order.codec, order.nbytes) for order in orders] == [
-        (b"b", "", 100),
-        (b"a", "", 100),
-        (b"y", "finer", 140),
-        (b"x", "finer", 140),
-    ]
-    assert engine.manager.blocks.reserved == 480
+def test_stores_under_way_keep_the_codec_and_the_bytes_of_before() -> None:
+    world = World()
+    world.manager.recode(SHAPE, 10_000)
+    assert world.stored("one") == [("", [0, 0], 200)]
+    world.manager.recode(FINER, 5_000)
+    assert world.stored("two") == [("finer", [0, 0], 280)]
+    assert world.manager.blocks.reserved_nbytes == 480

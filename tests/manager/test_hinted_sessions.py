@@ -7,7 +7,6 @@ from talks import IDLE_AFTER_S, Talks, last_words, names
 from manthan.manager.events import DropCause
 from manthan.manager.session.manager import Shares
 
-
 # -- pins ---------------------------------------------------------------------------------------------
 
 

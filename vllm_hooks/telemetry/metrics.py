@@ -44,10 +44,10 @@ METRICS: dict[str, _Metric] = {
     "hot_bytes": _Metric(Gauge, "KV bytes of sessions and requests that are not saved, in full attention."),
     "anchors": _Metric(
         Gauge,
-        "Places from which sessions can be gone on, in models with sliding windows or states: with all they need cold.",
+        "Resume points of which everything is saved, in models with sliding windows or states.",
     ),
     "cold_bytes": _Metric(
-        Gauge, "Bytes of codes in the cold store, of all KV cache groups, as its budget counts them."
+        Gauge, "Bytes of compressed blocks in the tiers, of all KV cache groups, as its budget counts them."
     ),
     "exact_blocks": _Metric(Gauge, "Cold blocks that keep all or some of their tokens exact."),
     "cold_budget_bytes": _Metric(Gauge, "The cold store's budget in bytes."),
@@ -65,7 +65,7 @@ METRICS: dict[str, _Metric] = {
     "restores": _Metric(Counter, "Requests that had blocks restored."),
     "prefetches": _Metric(Counter, "Sessions restored before their request came."),
     "prefetched_blocks": _Metric(Counter, "Blocks restored before their request came."),
-    "prefetch_hits": _Metric(Counter, "Prefetched sessions whose request found them hot."),
+    "prefetch_hits": _Metric(Counter, "Prefetched sessions whose request found them resident."),
     "encoded_blocks": _Metric(Counter, "Blocks encoded into the cold store, of all KV cache groups."),
     "encodings": _Metric(
         Counter,
@@ -98,7 +98,7 @@ METRICS: dict[str, _Metric] = {
     "encode_seconds": _Metric(Histogram, "Time to encode and store a block.", None, _SECONDS),
     "restore_seconds": _Metric(Histogram, "Time to fetch and decode a restore.", None, _SECONDS),
     "restore_bytes": _Metric(Histogram, "Encoded bytes of a restore.", None, _BYTES),
-    "encode_bytes": _Metric(Histogram, "Bytes of the codes that an eviction made.", None, _BYTES),
+    "encode_bytes": _Metric(Histogram, "Bytes of compressed blocks that an eviction made.", None, _BYTES),
 }
 
 
