@@ -33,6 +33,8 @@ A_STEP = 512
 """Most blocks of stores under way: about what a GPU encodes while a step is computed."""
 LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
 """Shares of the pool that should hold nothing unsaved. Below the low one, blocks are saved until the high one."""
+RUNNING_S = 0.1
+"""Seconds until a running request is looked at again of which nothing could be saved."""
 LED = 256
 """Most saved blocks that are put into the policy's order after a request."""
 WINDOW_SHARE = 16
@@ -45,8 +47,8 @@ class Serving:
 
     lossy: cached tokens of its prompt that are not exact. exact: block ids that were loaded for it and are exact.
     found: blocks of its prompt that were resident or loaded; None before it was admitted. computed: full blocks that
-    the pool has of it. was_loaded: True if blocks were loaded for it. is_unserved: True if a store did not answer: it
-    does not ask again.
+    the pool has of it. saves_after: time from which these are looked at, to be saved. was_loaded: True if blocks were
+    loaded for it. is_unserved: True if a store did not answer: it does not ask again.
     """
 
     request: Request
@@ -54,6 +56,7 @@ class Serving:
     exact: set[int] = field(default_factory=set)
     found: int | None = None
     computed: int = 0
+    saves_after: float = 0.0
     was_loaded: bool = False
     is_unserved: bool = False
 
@@ -425,8 +428,11 @@ class Driver:
             room = A_STEP - self.manager.blocks.storing
             if room <= 0:
                 return
-            if serving.computed:
-                self._begin(self.manager.save_running(request_id, serving.computed, room, now))
+            if serving.computed and serving.saves_after <= now:
+                plans = self.manager.save_running(request_id, serving.computed, room, now)
+                self._begin(plans)
+                if not plans:  # all is saved, or there is no room: no use to look again at once
+                    serving.saves_after = now + RUNNING_S
 
     def _begin(self, plans: Iterable[StorePlan]) -> None:
         for plan in plans:

@@ -53,8 +53,9 @@ class PolicyOptions(BaseModel):
 class EvictionPolicy(ABC):
     """Order of sessions, first victim first. A policy decides and never acts.
 
-    Victims lose their compressed blocks first, and vLLM overwrites their saved blocks first. An engine has one instance,
-    and more for client priorities and tenants' quotas. Each hears of every session that enters, is used, or leaves.
+    Victims lose their compressed blocks first, and vLLM overwrites their saved blocks first. An engine has one
+    instance, and more for client priorities and tenants' quotas. Each hears of every session that enters, is used, or
+    leaves.
     """
 
     name: ClassVar[str]

@@ -77,7 +77,9 @@ def memory_shapes(
     return shapes
 
 
-def group_shape(codec: CodecConfig, group: "KvCacheGroup", shards: Shards, profile: Profile | None = None) -> GroupShape:
+def group_shape(
+    codec: CodecConfig, group: "KvCacheGroup", shards: Shards, profile: Profile | None = None
+) -> GroupShape:
     """Return the sizes of one group's blocks in this codec. Raises ConfigError."""
     tokens, count, room = group.spec.block_size, shards.ranks, shards.room
     facts = [with_states(codec.name, group, rank_facts(profile, group, rank, count)) for rank in range(count)]

@@ -506,7 +506,7 @@ class SchedulerHalf:
     def _drains(self) -> bool:
         """True while sessions are being saved before the engine ends. Only lasting tiers keep them."""
         tiers, now = self.config.tiers, time.monotonic()
-        if not tiers.is_lasting or self.is_out_of_use or self._is_unsure:
+        if not (tiers.is_lasting and tiers.drain_s) or self.is_out_of_use or self._is_unsure:
             return False
         if self._drained_at is None:
             self._drained_at = now + tiers.drain_s
@@ -514,10 +514,11 @@ class SchedulerHalf:
                 logger.info("Manthan: %d sessions are saved before the engine ends.", saving)
         if now < self._drained_at:
             return self.driver.has_work
-        if self.manager.saving:
+        if self._drained_at and self.manager.saving:
             logger.warning(
                 "Manthan: %d sessions were not saved within tiers.drain_s, %g s.", self.manager.saving, tiers.drain_s
             )
+        self._drained_at = 0.0  # vLLM asks again
         return False
 
     def take_events(self) -> "Sequence[KVCacheEvent]":

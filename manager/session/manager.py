@@ -17,12 +17,12 @@ from manthan.manager.events import (
     BlocksDropped,
     BlocksSaved,
     DropCause,
+    EncodingBegins,
     Events,
     Evicted,
     Lost,
     Overwritten,
     Pinned,
-    EncodingBegins,
     Turn,
 )
 from manthan.manager.pool import BlockName, Mark, Owner, Pool
@@ -30,6 +30,7 @@ from manthan.manager.session.blocks import (
     NO_GROUP,
     NO_ROWS,
     NOBODY,
+    SAVED,
     STORING,
     BlockTable,
     Mask,
@@ -107,11 +108,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorePlan:
-    """A store to begin. The pool's blocks are referenced already. exact: number of exact tokens of each block."""
+    """A store to begin. The pool's blocks are referenced already.
+
+    exact: number of exact tokens of each block. replaces: True for blocks that are saved already.
+    """
 
     transfer: Transfer
     rows: Rows
     exact: NDArray[np.uint16]
+    replaces: NDArray[np.bool_]
 
 
 class Outcome(NamedTuple):
@@ -557,7 +562,7 @@ class SessionManager:
         needed = rows[blocks.status[rows] == 0][:room]
         plans: list[StorePlan] = []
         if len(needed):
-            makes_room = session.is_pinned or session.is_pressed and not self._is_exclusive
+            makes_room = session.is_pinned or (session.is_pressed and not self._is_exclusive)
             begun = self._begin(needed, session, is_pressed=makes_room)
             plans = begun.plans
             if begun.is_gone:  # what follows a lost block is of no use
@@ -651,6 +656,7 @@ class SessionManager:
         """Begin to store rows of one group, in the order of their depths, as far as the pool has them and they fit.
 
         Args:
+            is_pressed: True if others make room for them.
             exact: number of exact tokens of each; None for what is configured.
         """
         if not len(rows):
@@ -673,6 +679,7 @@ class SessionManager:
         rows, marks, counts = rows[:fits], marks[:fits], counts[:fits].astype(np.uint16)
         if not fits:
             return StoresBegun([], 0, is_gone, lost)
+        replaces = self.blocks.is_saved(rows)
         self.blocks.reserve(rows, bounds[:fits], session.tenant)
         self.events(EncodingBegins([Mark(mark) for mark in marks.tolist()]))
         whole = counts == shape.tokens
@@ -694,7 +701,7 @@ class SessionManager:
                 Mark(int(marks[part.start])),
                 session.tenant,
             )
-            plans.append(StorePlan(transfer, rows[part], counts[part]))
+            plans.append(StorePlan(transfer, rows[part], counts[part], replaces[part]))
         return StoresBegun(plans, fits, is_gone, lost)
 
     def _exact_tokens(self, rows: Rows, marks: NDArray[np.uint8], group: int, tenant: str) -> NDArray[np.int64]:
@@ -716,6 +723,10 @@ class SessionManager:
         """Note that every rank has stored these blocks of a plan, by index, and what they take of the budget."""
         blocks, transfer = self.blocks, plan.transfer
         good = np.array(sorted(nbytes), np.int64)
+        dropped = plan.replaces[good] & ~blocks.is_saved(plan.rows[good])
+        if dropped.any():  # the order to drop the older block may have removed this one
+            self.store_failed(plan, good[dropped].tolist(), now, is_void=False, is_full=False)
+            good = good[~dropped]
         rows = plan.rows[good]
         for row in rows[blocks.is_saved(rows)][:1].tolist():  # who shares the others of a head shares the first
             for session in self.table.holders(row, int(blocks.depth[row])):
@@ -729,7 +740,7 @@ class SessionManager:
             self._check_cold(session, now)
 
     def announce(self, rows: Rows, seconds: float | None = None) -> None:
-        """Tell subscribers and the pool that rows are saved. seconds: that a store took on the slowest rank, by block."""
+        """Tell subscribers and the pool that rows are saved. seconds: time of a block's store on the slowest rank."""
         blocks = self.blocks
         groups = blocks.group[rows]
         for part in runs(rows, (groups,), blocks.depth[rows], len(rows)):
@@ -872,9 +883,10 @@ class SessionManager:
             rows = np.array([row], np.int32)
             if needed <= 0 or blocks.users[row] >= users:
                 break
-            is_own = blocks.tenant[row] == self._payer(session)
-            if is_own and blocks.is_droppable(rows)[0] and self._pool_marks(rows)[0] == Mark.EXACT:
-                left = self._sink - int(blocks.depth[row]) * self.shape.block_tokens
+            is_own = blocks.tenant[row] == self._payer(session) and blocks.status[row] == SAVED
+            left = self._sink - int(blocks.depth[row]) * self.shape.block_tokens
+            can_shrink = is_own and left < self.shape.block_tokens and blocks.pins[row] == 0
+            if can_shrink and self._pool_marks(rows)[0] == Mark.EXACT:
                 plans += self._begin(rows, session, is_pressed=False, exact=max(0, left)).plans
                 needed -= int(blocks.nbytes[row])
                 self._heads.discard(row)
@@ -1100,7 +1112,7 @@ class SessionManager:
         self._drop(unneeded[self.blocks.is_droppable(unneeded)], DropCause.ABANDONED)
 
     def forget_session(self, session: Session, cause: DropCause) -> None:
-        """Keep nothing of a session, neither compressed blocks nor KV nor its name, but for blocks of other requests."""
+        """Keep nothing of a session: no compressed blocks, no KV but for other requests', and not its name."""
         hashes = self.blocks.hashes(session.rows)
         own = (self.blocks.users[session.rows] == 1) & (self.blocks.holds[session.rows] == 0)
         self.table.forget_tip(session)

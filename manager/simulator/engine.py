@@ -31,8 +31,8 @@ def total_blocks(request: TracedRequest, block_tokens: int) -> int:
 class _Request:
     """A request that has come, and its blocks of the pool.
 
-    resident, restored: number of its blocks that were found. entered: number of them in the prefix cache. began: time of
-    its first token.
+    resident, restored: number of its blocks that were found. entered: number of them in the prefix cache. began: time
+    of its first token.
     """
 
     number: int

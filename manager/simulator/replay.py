@@ -77,8 +77,8 @@ class Tally:
     """What a replay came to. Counts begin with the first request that is measured.
 
     served: by request. order: the numbers of the requests as they were let in; some may pass one that waits for room.
-    stored, restored, dropped: blocks. peak_used, peak_cold: the most blocks of the pool in use, or being encoded, and of
-    the cold store taken or reserved, over all of the trace.
+    stored, restored, dropped: blocks. peak_used, peak_cold: the most blocks of the pool in use, or being encoded, and
+    of the cold store taken or reserved, over all of the trace.
     """
 
     served: list[Served | None]

@@ -24,8 +24,8 @@ class TraceError(ValueError):
 class TracedRequest(NamedTuple):
     """One request of a trace.
 
-    at: seconds. session: as the client called it; None if it did not. hashes: block hashes of all full blocks, first the
-    prompt's, then the answer's as far as the trace tells. prompt_blocks: number of the prompt's among them.
+    at: seconds. session: as the client called it; None if it did not. hashes: block hashes of all full blocks, first
+    the prompt's, then the answer's as far as the trace tells. prompt_blocks: number of the prompt's among them.
     expect_return_s, tool: the hints of these names, if the client gave them.
     """
 

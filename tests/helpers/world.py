@@ -631,6 +631,8 @@ class World:
         self.pool.fresh.clear()
         for job in work.stores:
             self._occupy(job)
+            again = all((job.group, block_hash) in self.stored[0] for block_hash in job.block_hashes)
+            self.seen["stored again"] += again
         for rank in range(self.setup.ranks):
             self._take_orders(rank, work)
         self.clears = False

@@ -93,15 +93,19 @@ def test_a_session_for_which_there_was_no_room_is_saved_once_there_is_some() -> 
     assert talks.states() == {"c d": "cold", "x y": "cold"}
 
 
-@pytest.mark.parametrize(("is_exclusive", "drops"), [(False, "b a"), (True, "c")])
-def test_redundant_copies_make_room_first_if_the_tier_is_exclusive(is_exclusive: bool, drops: str) -> None:
+@pytest.mark.parametrize(
+    ("is_exclusive", "drops", "cause"), [(False, "b a", DropCause.BUDGET), (True, "c", DropCause.REDUNDANT)]
+)
+def test_redundant_copies_make_room_first_if_the_tier_is_exclusive(
+    is_exclusive: bool, drops: str, cause: DropCause
+) -> None:
     """The running request's blocks are in the pool. They can be stored again when it has ended."""
     talks = Talks(capacity=4, is_exclusive=is_exclusive, **SHORT)
     talks.go_cold("a b", "c d")
     request = talks.start("c d", "c d")
     talks.talk("x y", "x y")
     talks.save()
-    assert dropped(talks) == drops
+    assert dropped(talks, cause) == drops
     check_integrity(talks.manager, talks.driver)
     talks.finish(request, "c d")
 

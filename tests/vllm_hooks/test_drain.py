@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -117,7 +118,8 @@ def second(folder: Path, drained: End) -> Iterator[VllmServer]:
 
 def test_the_server_ends_once_its_idle_sessions_are_saved(drained: End) -> None:
     assert drained.exit_status == 0
-    assert f"{len(GUESTS)} {SAVED}" in drained.log
+    [saved] = re.findall(rf"(\d+) {SAVED}", drained.log)
+    assert int(saved) in (len(GUESTS), len(GUESTS) + 1), "and the one that was aborted, if it was long enough"
     assert "not saved within" not in drained.log
     engine = [line for line in drained.log.splitlines() if line.startswith("(EngineCore")]
     assert not any(" ERROR " in line for line in engine)

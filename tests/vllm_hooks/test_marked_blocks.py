@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from manthan.manager.sessions.marks import Mark, Owner
+from manthan.manager.pool import Mark, Owner
 from manthan.vllm_hooks.compat import VllmPool, watch_lookups
 
 TOKENS, PART = 32, 16
@@ -29,6 +29,10 @@ def _none_hash() -> None:
     init_none_hash(sha256)
 
 
+def ids(blocks: Sequence[KVCacheBlock]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
 class Asked:
     """vLLM's KV cache with four blocks of a prompt, which alice's session has brought back.
 
@@ -42,13 +46,15 @@ class Asked:
         self.pool = self.manager.block_pool
         self.pool.hash_block_size = tokens
         self.hash = get_request_block_hasher(tokens, sha256)
-        self.blocks = VllmPool(self.pool, 0, TOKENS)
+        self.blocks = VllmPool(self.pool, 0, {0: TOKENS})
         self.marks = self.blocks.marks
         watch_lookups(self.pool, self.marks, self)
         self.owner: Owner | None = None
         """Whose request looks blocks up."""
         self.lossy_for: Owner | None = None
+        """Whose requests compute behind lossy blocks."""
         self.told: list[list[int]] = []
+        """Blocks that were found for a request, by group."""
         self.count = 0
         self.decoded = self.enter(4 * TOKENS, Mark.DECODED)
 
@@ -56,10 +62,9 @@ class Asked:
         return call(*args)
 
     def computed(self, request: Request, block_ids: Sequence[int]) -> bool:
-        """A request behind decoded blocks computes what has no mark."""
+        """Mark the blocks without a mark as computed behind lossy ones."""
         if self.lossy_for is not None:
-            new = [block_id for block_id in block_ids if not self.marks[block_id]]
-            self.marks.set(new, Mark.DERIVED, self.lossy_for)
+            self.marks.set(set(block_ids) - self.marks.lossy(block_ids), Mark.DERIVED, self.lossy_for)
         return True
 
     def asker(self, request: Any) -> Owner | None:
@@ -73,19 +78,19 @@ class Asked:
         return Request(str(self.count), PROMPT, SamplingParams(max_tokens=1), None, block_hasher=self.hash)
 
     def enter(self, tokens: int, mark: Mark = Mark.EXACT) -> list[KVCacheBlock]:
-        """Blocks of a request that has computed or loaded so much of the prompt."""
+        """Return the blocks of a request that has computed or loaded this number of the prompt's tokens."""
         request = self.request()
         new = self.manager.allocate_slots(request, len(PROMPT), delay_cache_blocks=True)
         assert new is not None
         blocks = list(new.blocks[0])
         if mark:
-            self.marks.set(self.blocks.block_ids(blocks[:4]), mark, ALICE)
+            self.marks.set(ids(blocks[:4]), mark, ALICE)
         request.num_computed_tokens = tokens
         self.manager.cache_blocks(request, tokens)
         return blocks
 
     def served(self, owner: Owner | None) -> list[KVCacheBlock]:
-        """What a lookup of the prompt finds for this asker."""
+        """Return the blocks that a lookup of the prompt finds for this asker."""
         self.owner = owner
         found, _, _ = self.manager.get_computed_blocks(self.request())
         return list(found.blocks[0])
@@ -112,7 +117,7 @@ def test_a_request_is_told_of_when_it_is_admitted(asked: Asked) -> None:
     asked.owner = ALICE
     found, tokens, _ = asked.manager.get_computed_blocks(request)
     asked.manager.allocate_slots(request, 1, tokens, found)
-    assert asked.told[0][:4] == asked.blocks.block_ids(asked.decoded[:4])
+    assert asked.told[0][:4] == ids(asked.decoded[:4])
     asked.told = []
     request.num_computed_tokens = tokens + 1
     asked.manager.allocate_slots(request, 1)
@@ -149,7 +154,7 @@ def test_a_free_lossy_block_that_loses_its_hash_is_overwritten_next(asked: Asked
     asked.pool.free_blocks(reversed(asked.decoded))
     asked.enter(2 * TOKENS)
     queue = asked.pool.free_block_queue.get_all_free_blocks()
-    assert {queue[0].block_id, queue[1].block_id} == set(asked.blocks.block_ids(asked.decoded[:2]))
+    assert {*ids(queue[:2])} == {*ids(asked.decoded[:2])}
     assert asked.decoded[2] in queue[2:]
 
 

@@ -126,6 +126,8 @@ def test_after_a_reset_nothing_is_entered() -> None:
     assert not talks.real.vllm.reset_prefix_cache(), "blocks are referenced"
     talks.driver.reset(talks.now)
     assert not talks.is_loading()
+    talks.talk(TEXT, "a")
+    talks.overwrite()
     talks.answer(talks.loads)
     assert talks.found() == [False] * 5
     assert talks.real.vllm.reset_prefix_cache()

@@ -107,7 +107,7 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
     profile, codec = Profile.load(tiny_profile), CodecConfig(name="klt-8x", sink_tokens=4)
     shape = group_shape(codec, group(), Shards(1), profile)
     centred = group_shape(CodecConfig(name="wht-5x", sink_tokens=4), group(), Shards(1))
-    assert shape.pool_nbytes / shape.cold_nbytes == pytest.approx(8, rel=0.15)  # tables' own entropy, not what they cost
+    assert shape.pool_nbytes / shape.cold_nbytes == pytest.approx(8, rel=0.15)  # the tables' own entropy
     assert centred.pool_nbytes / centred.cold_nbytes == pytest.approx(4.88, abs=0.01)
     for exact in (0, 4):
         assert shape.cold_nbytes < shape.bounds[exact] <= centred.bounds[exact]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from manthan.manager.events import (
     BlocksDropped,
     BlocksSaved,
+    EncodingBegins,
     Event,
     Evicted,
     Judged,
@@ -15,7 +16,6 @@ from manthan.manager.events import (
     Restored,
     StoreFailed,
     StoreIsUp,
-    EncodingBegins,
     Turn,
     Unjudged,
 )
