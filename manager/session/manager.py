@@ -359,7 +359,7 @@ class SessionManager:
         self._due.set(session.session_id, None)
         if not session.requests:
             self.said.returned(session, now)
-            session.stored = session.stored_nbytes = 0
+            session.stored = session.stored_nbytes = session.refusals = 0
             if session.uses:
                 session.gap = max(0.0, now - session.last_used)
         before = session.tokens if session.tokens and not session.left_tokens else known_tokens
@@ -511,7 +511,7 @@ class SessionManager:
             if session is not None and not session.requests:
                 self._forget_overwritten(session, now)
                 self._save_soon(session, now, is_pressed=False)
-        plans = self._save_next_overwritten(min(room, wanted), now) if wanted > 0 else []
+        plans = self._save_next_overwritten(room, wanted, now) if wanted > 0 else []
         room -= sum(len(plan.rows) for plan in plans)
         for session in list(self._saving):
             if room <= 0:
@@ -570,9 +570,9 @@ class SessionManager:
                     self.events(Overwritten(begun.lost))
                 self.cut(session, int(blocks.depth[needed[begun.taken]]), DropCause.ABANDONED)
             elif begun.taken < len(needed):
-                saved = rows[blocks.is_saved(rows)]  # by age, as all that is not saved
-                self.pool.forget(self.shape.main, blocks.hashes(saved))
-                self._unkept()
+                if not session.refusals:  # its saved blocks are overwritten by age, as the others of a full tier
+                    self.pool.forget(self.shape.main, blocks.hashes(rows[blocks.is_saved(rows)]))
+                    self._unkept()
                 self._put_off(session, now)
                 return plans
         if session in self._saving and self.table.by_id.get(session.session_id) is session:
@@ -595,18 +595,22 @@ class SessionManager:
         if not session.requests:
             self._due.set(session.session_id, now + self.idle_after_s * 2**session.refusals)
 
-    def _save_next_overwritten(self, most: int, now: float) -> list[StorePlan]:
+    def _save_next_overwritten(self, room: int, wanted: int, now: float) -> list[StorePlan]:
         """Begin to store the unsaved blocks that the pool overwrites first, and save their idle sessions soon.
 
         A session for which no room can be made is worth less than all that the tiers have. It is given up.
         """
-        if most <= 0 or not self.shape.stores_main:
+        if not self.shape.stores_main:
             return []
         main = self.shape.main
-        unsaved = self.pool.unsaved(most + self._spare)  # a block may have copies
+        unsaved = self.pool.unsaved(wanted + self._spare)  # a block may have copies
         rows = self.blocks.find(main, list(dict.fromkeys(each.block_hash for each in unsaved if each.group == main)))
         rows = rows[rows >= 0]
-        self.pool.keep(main, self.blocks.hashes(rows[self.blocks.is_saved(rows)]))
+        saved = rows[self.blocks.is_saved(rows)][:wanted]
+        self.pool.keep(main, self.blocks.hashes(saved))
+        most = min(room, wanted - len(saved))
+        if most <= 0:
+            return []
         rows = rows[(self.blocks.status[rows] == 0) & (self.blocks.users[rows] > 0)]
         plans: list[StorePlan] = []
         for number in dict.fromkeys(self._origins(rows).tolist()):
@@ -943,12 +947,14 @@ class SessionManager:
         total = np.cumsum(bounds)
         wanted, tenant = int(total[-1]), session.tenant
         self.table.enter_order_again(session)  # so that its turn comes
+        may_drop = is_pressed or not self._is_exclusive
         if self.shares.of_tenant(tenant) < 1:
-            self._drop_until(lambda: wanted - self.left_to(tenant), session, tenant)
+            if may_drop:
+                self._drop_until(lambda: wanted - self.left_to(tenant), session, tenant, is_pressed=is_pressed)
             wanted = max(0, min(wanted, self.left_to(tenant)))
         if self._is_exclusive and wanted > self.free_nbytes and is_pressed:
             self._drop_redundant(wanted - self.free_nbytes)
-        if is_pressed or not self._is_exclusive:
+        if may_drop:
             self._drop_until(lambda: wanted - self.free_nbytes, session, is_pressed=is_pressed)
         return int(np.searchsorted(total, min(wanted, self.free_nbytes), side="right"))
 

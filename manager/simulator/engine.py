@@ -68,6 +68,7 @@ class EngineReplay:
         self._waiting: deque[_Request] = deque()
         self._starved: list[tuple[Callable[[_Request], None], _Request]] = []
         self._promised = 0  # blocks that those let in will yet take
+        self._taken = 0  # blocks since the last step
         self._encoded_until = 0.0
 
     def _size(self, request: TracedRequest) -> int:
@@ -220,7 +221,7 @@ class EngineReplay:
             return False
         request.blocks += self._pool.take(more)
         self._promised -= more
-        self._driver.runway.taken(more)
+        self._taken += more
         return True
 
     def _enter(self, request: _Request, length: int) -> None:
@@ -242,7 +243,8 @@ class EngineReplay:
     # -- a step ---------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        work = self._driver.step(0, self.now)
+        work = self._driver.step(self._taken, self.now)
+        self._taken = 0
         self._counting.look_at_store()
         if work.stores:
             hashes = [block_hash for job in work.stores for block_hash in job.block_hashes]

@@ -237,8 +237,8 @@ class FailedLoads(SteppedEngine):
         return self.told_of(before, running | asked)
 
     def aborted(self) -> dict[str, Any]:
-        """A request is aborted while its load is under way, which then fails. Another request runs, and takes the blocks
-        that are free again. Then the session comes back."""
+        """A request is aborted while its load is under way, which then fails. Another request runs, and takes the
+        blocks that are free again. Then the session comes back."""
         running = {"runs": self.question(40)[:SHORT]}
         self.add(running, LONG)
         before = self.learn({})

@@ -240,7 +240,8 @@ def _orders(manager: SessionManager) -> Findings:
         if not session.is_cold:  # others may have stored what it had in common with them
             gives &= blocks.origin[rows] == session.number
         is_free = not gives.any() or session.is_pinned or session.session_id in listed
-        is_free |= not session.is_cold and session.session_id in manager._due  # it is listed again when it is saved
+        waits = session.session_id in manager._due or session in manager._saving  # it is listed again when it is saved
+        is_free |= not session.is_cold and waits
         yield is_free, f"{session.session_id} has compressed blocks that nobody would drop"
 
 

@@ -188,6 +188,15 @@ class Sessions(RuleBasedStateMachine):
         ranks = [at for at, reports in enumerate(self.world.reports) if reports]
         self.world.report(ranks[rank % len(ranks)], most)
 
+    @precondition(lambda self: self.world.jobs)
+    @rule(rank=INDEX, fault=FAULT, at=INDEX)
+    def rank_works(self, rank: int, fault: int, at: int) -> None:
+        """One rank ends all that it has, and the driver hears of it."""
+        rank %= len(self.world.tiers)
+        while jobs := [job for job in self.world.jobs if job.rank == rank]:
+            self._work(jobs[0], fault, at)
+        self.world.report(rank, 1 << 30)
+
     @rule(fault=FAULT)
     def all_work(self, fault: int) -> None:
         """All transfers end, and the driver hears of it."""

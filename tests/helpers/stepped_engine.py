@@ -44,23 +44,23 @@ class SteppedEngine:
 
         def noting_step(*args: Any) -> Any:
             metadata = step(*args)
-            self.actions += [["drop", key.hex()] for drop in metadata.drops for key in drop.block_hashes]
-            self.actions += [["spill", key.hex()] for job in metadata.stores for key in reversed(job.block_hashes)]
+            self.actions += [["drop", name.hex()] for drop in metadata.drops for name in drop.block_hashes]
+            self.actions += [["store", name.hex()] for job in metadata.stores for name in job.block_hashes]
             return metadata
 
         def noting_allocated(request: Any, block_ids: Any, tokens: int) -> None:
             first = half._hot.get(request.request_id)
-            if first is not None:  # otherwise a restore has ended, and it goes on
+            if first is not None:  # otherwise a load has ended, and it goes on
                 more = tokens // vllm_engine.BLOCK
                 self.found = [first, more]
-                self.actions += [["restore", key.hex()] for key in request.block_hashes[first : first + more]]
+                self.actions += [["restore", name.hex()] for name in request.block_hashes[first : first + more]]
             allocated(request, block_ids, tokens)
 
         def noting_finished(request: Any, blocks: int) -> Any:
             full = min(blocks, request.num_computed_tokens // vllm_engine.BLOCK)
             self.requests.append(
                 {
-                    "keys": [key.hex() for key in request.block_hashes[:full]],
+                    "hashes": [name.hex() for name in request.block_hashes[:full]],
                     "input_tokens": request.num_prompt_tokens,
                     "output_tokens": request.num_output_tokens,
                     "session": request.session_id,
@@ -137,7 +137,7 @@ def converse(engine: ClockedEngine, requests: int, seed: int, every_s: float) ->
 def main(job: Any) -> Any:
     engine = ClockedEngine(job["blocks"], **job["manthan"])
     converse(engine, job["requests"], job["seed"], job["every_s"])
-    cold_blocks = engine.half.manager.budget.nbytes // engine.half.manager.shape.cold_nbytes
+    cold_blocks = engine.half.manager.budget_nbytes // engine.half.manager.shape.cold_nbytes
     return {"actions": engine.actions, "requests": engine.requests, "cold_blocks": cold_blocks}
 
 

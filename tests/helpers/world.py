@@ -161,6 +161,9 @@ class Uid(NamedTuple):
     number: int
 
 
+NOBODY = Uid(("", ""), -1)
+
+
 class WatchedPool(SimulatedPool):
     """The simulator's pool, with the KV of each block on each rank.
 
@@ -423,6 +426,9 @@ class World:
             self._private[one] = not may_store
             if may_store:
                 self.allowed.update(self.manager.blocks.hashes(one.rows))
+                for asked in self.asked:
+                    asked.is_private &= asked.request.session is not one
+                    self._allow(asked, len(asked.hashes))
 
     def _hits(self, asked: Asked, usable: int) -> int:
         """Return how many blocks the pool may serve, where all that is needed behind them is there."""
@@ -817,8 +823,7 @@ class World:
         for job in jobs:
             self.reading.pop(job.job_id, None)
             for block in job.block_ids.tolist():
-                if session is not None:
-                    self.pool.uids[block] = self._uid(session.owner)
+                self.pool.uids[block] = NOBODY if session is None else self._uid(session.owner)
 
     def _end_load(self, asked: Asked, jobs: Sequence[Transfer], failed: Mapping[BlockName, str]) -> None:
         """vLLM hears that a load has ended, and what it may not use."""
@@ -941,8 +946,8 @@ class World:
         for block, name in self.pool.named():
             kv, mark = self.pool.content(block), self.pool.marks[block]
             assert mark is kv.mark, f"{kv} is marked {mark.name}"
-            assert kv.name == name
-            assert kv.is_exact or block in self.pool.uids
+            assert kv.name == name, f"{kv} is named {name}"
+            assert kv.is_exact or block in self.pool.uids, f"nobody has brought {kv}"
 
     def _check_stored(self) -> None:
         blocks, shape = self.manager.blocks, self.manager.shape
@@ -980,7 +985,11 @@ class World:
             assert kv.is_exact == is_exact, f"{kv} counts as exact: {is_exact}"
 
     def _check_holes(self) -> None:
-        """Assert that no session keeps a block which neither a tier nor the pool has, but for those just overwritten."""
+        """Assert that no session keeps a block which neither a tier nor the pool has.
+
+        Left out are blocks that were overwritten, which the manager finds out later, and those that a request has in its
+        prompt, which it computes.
+        """
         if not self.setup.stores_main:
             return
         blocks = self.manager.blocks
@@ -988,11 +997,12 @@ class World:
             if session.requests:
                 continue
             rows = session.rows[blocks.status[session.rows] == 0]
-            hashes = blocks.hashes(rows)
-            for block_hash, block in zip(hashes, self.pool.lookup(0, hashes), strict=True):
-                assert block >= 0 or (0, block_hash) in self.pool.lost, (
-                    f"{session.session_id} has {block_hash!r} nowhere"
-                )
+            names = [(0, block_hash) for block_hash in blocks.hashes(rows)]
+            self.pool.lost.update(name for row, name in zip(rows, names, strict=True) if blocks.holds[row])
+            found = self.pool.lookup(0, [block_hash for _, block_hash in names])
+            nowhere = {name for name, block in zip(names, found, strict=True) if block < 0} - self.pool.lost
+            assert not nowhere, f"{session.session_id} has {nowhere} nowhere"
+
 
 
 FAULTS = {"store": ("disk", STORE_FULL, STORE_DOWN, "internal"), "load": ("disk", STORE_DOWN)}

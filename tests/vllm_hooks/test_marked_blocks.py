@@ -124,12 +124,6 @@ def test_a_request_is_told_of_when_it_is_admitted(asked: Asked) -> None:
     assert asked.told == []
 
 
-def test_an_allocated_block_has_no_mark(asked: Asked) -> None:
-    asked.pool.free_blocks(reversed(asked.decoded))
-    asked.pool.get_new_blocks(len(asked.blocks))
-    assert not asked.marks
-
-
 def test_a_copy_has_the_mark_of_its_source(asked: Asked) -> None:
     source, [copy, moved] = asked.decoded[0], asked.pool.get_new_blocks(2)
     [manager] = asked.manager.coordinator.single_type_managers

@@ -1,6 +1,6 @@
 """The simulator against a real engine: 140 requests, one after the other, more sessions than there is room for.
 
-The engine says which requests it served; the simulator is told no more than their keys, lengths and order.
+The engine says which requests it served; the simulator is told no more than their block hashes, lengths and order.
 """
 
 import json
@@ -23,9 +23,9 @@ CODE_NBYTES, EXACT_NBYTES = 25856, 131328
 IDLE_AFTER_S, EVERY_S = 2.0, 1000.0
 INSTANT = CostModel(
     restore_s_per_token=1e-6,
-    spill_s_per_token=0,
+    store_s_per_token=0,
     kv_bytes_per_token=EXACT_NBYTES / BLOCK,
-    code_bytes_per_token=CODE_NBYTES / BLOCK,
+    cold_bytes_per_token=CODE_NBYTES / BLOCK,
 )
 """As the engine's threads are waited for after each step. What is stored in the step in which a request is restored is
 settled before that request goes on."""
@@ -47,19 +47,19 @@ def real(policy: str, count: int) -> dict[str, Any]:
 
 
 def traced(number: int, said: dict[str, Any]) -> TracedRequest:
-    keys = [bytes.fromhex(key) for key in said["keys"]]
+    hashes = [bytes.fromhex(name) for name in said["hashes"]]
     full = said["input_tokens"] // BLOCK
-    return TracedRequest(number * EVERY_S, said["session"], keys, full, said["input_tokens"], said["output_tokens"])
+    return TracedRequest(number * EVERY_S, said["session"], hashes, full, said["input_tokens"], said["output_tokens"])
 
 
 @pytest.mark.slow
-def test_the_same_blocks_are_evicted_dropped_and_restored_in_the_same_order() -> None:
+def test_the_same_blocks_are_stored_dropped_and_restored_in_the_same_order() -> None:
     policy = "lru"
     report = real(policy, 140)
     requests = [traced(number, said) for number, said in enumerate(report["requests"])]
     setup = Setup(
         get_policy(policy),
-        hot_blocks=POOL,
+        pool_blocks=POOL,
         cold_blocks=report["cold_blocks"],
         block_tokens=BLOCK,
         cost=INSTANT,
@@ -68,8 +68,8 @@ def test_the_same_blocks_are_evicted_dropped_and_restored_in_the_same_order() ->
     )
     tally = replay(requests, setup, journal=True)
     assert tally.journal is not None
-    what = ("spill", "drop", "restore")
-    simulated = [[action.what, key.hex()] for action in tally.journal if action.what in what for key in action.keys]
+    what = ("store", "drop", "restore")
+    simulated = [[action.what, name.hex()] for action in tally.journal if action.what in what for name in action.hashes]
     assert min(Counter(action[0] for action in simulated).values()) > 15
     assert [list(served[1:3]) for served in tally.served if served] == [said["found"] for said in report["requests"]]
     assert simulated == report["actions"]
