@@ -146,7 +146,7 @@ class Sessions(RuleBasedStateMachine):
         has_slept: all were idle before, and others have used the pool.
         """
         if has_slept:
-            self.sleep()
+            self.sleep(True)
             self.world.crowd(99)
         self.ask(base, LONGEST, more, answer, 0, name, "", hints)
         asked = self.world.asked[-1]
@@ -189,13 +189,14 @@ class Sessions(RuleBasedStateMachine):
         self.world.report(ranks[rank % len(ranks)], most)
 
     @precondition(lambda self: self.world.jobs)
-    @rule(rank=INDEX, fault=FAULT, at=INDEX)
-    def rank_works(self, rank: int, fault: int, at: int) -> None:
-        """One rank ends all that it has, and the driver hears of it."""
+    @rule(rank=INDEX, fault=FAULT, at=INDEX, blocks=st.sampled_from([0, 99]))
+    def rank_works(self, rank: int, fault: int, at: int, blocks: int) -> None:
+        """One rank ends all that it has, the driver hears of it, and others use the pool."""
         rank %= len(self.world.tiers)
         while jobs := [job for job in self.world.jobs if job.rank == rank]:
             self._work(jobs[0], fault, at)
         self.world.report(rank, 1 << 30)
+        self.world.crowd(blocks)
 
     @rule(fault=FAULT)
     def all_work(self, fault: int) -> None:
@@ -215,13 +216,14 @@ class Sessions(RuleBasedStateMachine):
 
     # -- time, operators and resets -------------------------------------------------------------------
 
-    @rule()
-    def sleep(self) -> None:
-        """All that is idle is saved, as far as there is room."""
+    @rule(ends=st.sampled_from([True, True, False]))
+    def sleep(self, ends: bool) -> None:
+        """All that is idle is saved, as far as there is room. ends: False if it is only begun."""
         self.world.now += IDLE_AFTER_S
         for _ in range(3):
             self.world.step()
-            self._all_work()
+            if ends:
+                self._all_work()
 
     @rule(seconds=st.sampled_from([1.0, IDLE_AFTER_S]))
     def wait(self, seconds: float) -> None:
@@ -250,17 +252,28 @@ class Sessions(RuleBasedStateMachine):
         if what == "release" and not refused:
             assert session.session_id not in self.manager.table.by_id
 
-    @rule(kind=st.sampled_from([0, 0, 0, 0, 0, 0, 0, 0, 1, 2]))
-    def reset(self, kind: int) -> None:
+    def _begin_transfers(self, which: int) -> None:
+        """Begin to save what is idle, and to prefetch a cold session."""
+        cold = [session for session in self.manager.table.by_id.values() if session.is_cold]
+        if cold:
+            self.world.crowd(99)
+            self.driver.steer("prefetch", cold[which % len(cold)], self.world.now)
+        self.world.now += IDLE_AFTER_S
+        self.world.step()
+
+    @rule(kind=st.sampled_from([0, 0, 0, 0, 0, 0, 0, 0, 1, 2]), which=INDEX)
+    def reset(self, kind: int, which: int) -> None:
         """All KV is dropped: vLLM's as well, or that in tiers only."""
         if kind:
+            self._begin_transfers(which)
             self.world.reset(clears_pool=kind == 1)
 
-    @rule(kind=st.sampled_from([0, 0, 0, 0, 1, 2, 3]))
-    def halt(self, kind: int) -> None:
+    @rule(kind=st.sampled_from([0, 0, 0, 0, 1, 2, 3]), which=INDEX)
+    def halt(self, kind: int, which: int) -> None:
         """Transfers are ended; then vLLM's KV is dropped, or nothing is."""
         if not kind:
             return
+        self._begin_transfers(which)
         self.world.halt()
         if kind == 1:
             return

@@ -107,7 +107,9 @@ class SameStep(ExactSessions):
         self.report["codes"] = self.codes_are_right("first")
         self.go_cold()
         self.ask(table, 3, "second", [])
-        self.report |= {"restored": self.engine.requests[-1]["found"][1], "steps": self.steps}
+        last = self.engine.requests[-1]
+        self.report |= {"restored": last["found"][1], "asked": last["input_tokens"] // vllm_engine.BLOCK}
+        self.report["steps"] = self.steps
 
 
 def main(job: Any) -> Any:

@@ -300,9 +300,13 @@ class Job:
 
 
 class Stored(NamedTuple):
-    """A compressed block that one rank has, and its bytes of the budget. is_bad: True if it was lost or damaged."""
+    """A compressed block that one rank has, the mark of what was encoded, and its bytes of the budget.
+
+    is_bad: True if it was lost or damaged.
+    """
 
     kv: KV
+    mark: Mark
     nbytes: int
     is_bad: bool = False
 
@@ -726,7 +730,7 @@ class World:
             assert not refused, f"a tier has no room for what was reserved: {refused}"
             nbytes[at] = tier.room(buf.nbytes)
             now = kv._replace(generation=kv.generation + is_lossy, is_exact=kv.is_exact and not is_lossy)
-            stored[name] = Stored(now, nbytes[at])
+            stored[name] = Stored(now, kv.mark, nbytes[at])
         used, most = self.rams[rank].used, self.rams[rank].max_bytes
         assert used <= most, f"{used} bytes are used of {most}"
         self._end(job, TransferResult(transfer.job_id, np.array(nbytes, np.int64), failed, 0.1))
@@ -981,6 +985,7 @@ class World:
             [kv] = kvs
             assert kv.epoch == self.pool.epoch, f"{kv} is of an epoch before {self.pool.epoch}"
             assert nbytes == self.setup.ranks * max(one.nbytes for one in each if one is not None)
+            assert mark in {one.mark for one in each if one is not None}, f"{kv} has the mark {mark}"
             is_exact = shape.groups[name[0]].is_exact(exact) and mark == Mark.EXACT
             assert kv.is_exact == is_exact, f"{kv} counts as exact: {is_exact}"
 
