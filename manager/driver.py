@@ -7,9 +7,9 @@
 It does no I/O, waits for nobody, and reads no clock.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -491,20 +491,25 @@ class Driver:
                 causes.setdefault(at, set()).add(cause)
         if store.is_void:
             causes = {at: {RESET} for at in range(len(plan.transfer))}
-        self._refuse(store, causes, now)
+        refused = {at for at in causes if all(result.failed.get(at) in (NEEDED, RESET) for result in results)}
+        self._refuse(store, causes, now, causes.keys() - refused)
         sizes = np.array([result.nbytes for result in results])
         good = [at for at in range(len(plan.transfer)) if at not in causes]
         if good:
             nbytes = {at: self._weigh(sizes[:, at].tolist()) for at in good}
             self.manager.stored(plan, nbytes, now, store.answers.seconds / len(plan.transfer))
 
-    def _refuse(self, store: Store, causes: dict[int, set[str]], now: float) -> None:
-        """Tell the manager of the blocks of a store that were not saved."""
-        for is_void in (False, True):
-            failed = [at for at in causes if (RESET in causes[at] and store.is_void) is is_void]
+    def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Set[int] = frozenset()) -> None:
+        """Tell the manager of the blocks of a store that were not saved. torn: of which some rank began to write."""
+        for is_void, is_torn in product((False, True), repeat=2):
+            failed = [
+                at for at in causes if (RESET in causes[at] and store.is_void) is is_void and (at in torn) is is_torn
+            ]
             if failed:
                 is_full = any(STORE_FULL in causes[at] for at in failed)
-                self.manager.store_failed(store.plan, failed, now, is_void=is_void, is_full=is_full)
+                self.manager.store_failed(
+                    store.plan, failed, now, is_void=is_void, is_full=is_full, is_torn=is_torn and not is_void
+                )
         for told in (each - {NEEDED, RESET} for each in causes.values()):
             if told:
                 self.manager.events(StoreFailed(sorted(told)))

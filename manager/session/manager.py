@@ -212,6 +212,8 @@ class SessionManager:
         """Idle sessions that are being saved."""
         self._loading: dict[str, Rows] = {}
         """By id of a load, the rows that it has pinned."""
+        self._torn: set[int] = set()
+        """Rows that are read now and are to be dropped, because a rank could not store them again."""
         self._pins: dict[Session, int] = {}
         """Bytes that pinned sessions count."""
         self._heads: set[int] = set()
@@ -475,17 +477,23 @@ class SessionManager:
         bad = [row for group, block_hash in failed if (row := blocks.row(group, block_hash)) >= 0]
         blocks.hold(rows, +1)  # they are freed at the end only
         blocks.pin(rows, -1)
-        unreadable = rows[np.isin(rows, bad)]
-        unused = rows[(blocks.users[rows] == 0) & ~np.isin(rows, bad)]
-        hurt = [row for row in unreadable.tolist() if blocks.users[row]]
-        self._drop(unreadable[blocks.is_droppable(unreadable)], DropCause.FAILED)
+        torn = self._torn.intersection(rows[blocks.pins[rows] == 0].tolist())
+        self._torn -= torn
+        is_bad = np.isin(rows, [*bad, *torn])
+        unused = rows[(blocks.users[rows] == 0) & ~is_bad]
         self._drop(unused[blocks.is_droppable(unused)], DropCause.ABANDONED)
-        for row in hurt:
+        self._lose(rows[is_bad])
+        self.read(rows[blocks.is_saved(rows)])
+        blocks.hold(rows, -1)
+
+    def _lose(self, rows: Rows) -> None:
+        """Drop compressed blocks that are of no use, and what nobody can go on with without them. The rows are held."""
+        used = rows[self.blocks.users[rows] > 0]
+        self._drop(rows[self.blocks.is_droppable(rows)], DropCause.FAILED)
+        for row in used.tolist():
             for session in self.points.lose(row, DropCause.FAILED):
                 self._end_at_point(session)
             self._end_sessions_before(row)
-        self.read(rows[blocks.is_saved(rows)])
-        blocks.hold(rows, -1)
 
     def loaded_marks(self, rows: Rows) -> list[Mark]:
         """Return the marks that resident blocks get when these rows are loaded into them.
@@ -539,7 +547,7 @@ class SessionManager:
 
     def _save_soon(self, session: Session, now: float, *, is_pressed: bool) -> None:
         """Save an idle session, as far as there is room each step."""
-        if session.stays_out or session in self._saving:
+        if session.stays_out or session.is_cold or session in self._saving:
             return
         self._due.set(session.session_id, None)
         if self.points.is_needed and not self._end_at_point(session, is_leaving=True):
@@ -676,15 +684,19 @@ class SessionManager:
         counts = self._exact_tokens(rows, marks, group, session.tenant) if exact is None else np.full(length, exact)
         shape = self.shape.groups[group]
         bounds = np.array([shape.bounds[tokens] for tokens in counts.tolist()], np.int64)
-        self.pool.hold(ids[:length])  # to make room may release blocks
+        needed, before = rows, self.blocks.saved_nbytes
+        self.blocks.hold(needed, +1)
         fits = self._make_room(bounds, session, is_pressed) if length else 0
-        self.pool.free(ids[fits:length][::-1])
+        if self.blocks.saved_nbytes < before:  # to make room may release blocks
+            fits = first_false(np.array(self.pool.lookup(group, hashes[:fits])) >= 0)
+        self.pool.hold(ids[:fits])
         is_gone = is_gone and fits == length
         rows, marks, counts = rows[:fits], marks[:fits], counts[:fits].astype(np.uint16)
-        if not fits:
-            return StoresBegun([], 0, is_gone, lost)
         replaces = self.blocks.is_saved(rows)
         self.blocks.reserve(rows, bounds[:fits], session.tenant)
+        self.blocks.hold(needed, -1)
+        if not fits:
+            return StoresBegun([], 0, is_gone, lost)
         self.events(EncodingBegins([Mark(mark) for mark in marks.tolist()]))
         whole = counts == shape.tokens
         breaks = np.zeros(fits, np.int32)
@@ -752,12 +764,15 @@ class SessionManager:
             self.events(BlocksSaved(group, hashes, int(blocks.depth[rows[part.start]]), seconds))
             self.pool.keep(group, hashes[::-1])
 
-    def store_failed(self, plan: StorePlan, failed: Sequence[int], now: float, *, is_void: bool, is_full: bool) -> None:
+    def store_failed(
+        self, plan: StorePlan, failed: Sequence[int], now: float, *, is_void: bool, is_full: bool, is_torn: bool = False
+    ) -> None:
         """Note that a rank could not store these blocks of a plan, by index.
 
         Args:
             is_void: True if the KV is void since a reset.
             is_full: True if there was no room.
+            is_torn: True if ranks may not have the same any more of a block that was saved before.
         """
         blocks, rows = self.blocks, plan.rows[list(failed)]
         is_first = (blocks.status[rows] & STORING) == blocks.status[rows]  # without an older compressed block
@@ -771,9 +786,14 @@ class SessionManager:
             if (session := self.table.by_number.get(number)) is not None:
                 users[session] = None
         points = [session for row in rows.tolist() for session in self.points.lose(row, DropCause.FAILED)]
+        blocks.hold(rows, +1)
         blocks.unreserve(rows)
         for session in points:
             self._end_at_point(session)
+        torn = rows[blocks.is_saved(rows)] if is_torn else NO_ROWS
+        self._torn.update(torn[blocks.pins[torn] > 0].tolist())
+        self._lose(torn[blocks.pins[torn] == 0])
+        blocks.hold(rows, -1)
         for session in users:
             self._put_off(session, now, is_full)
             session.refused_until = now + self.idle_after_s * 2**session.refusals
@@ -802,6 +822,7 @@ class SessionManager:
             return
         began = now if session.saving_since is None else session.saving_since
         self._stop_saving(session)
+        self._due.set(session.session_id, None)
         self.table.set_cold(session, True)
         self.table.enter_order_again(session)
         session.refusals = 0
@@ -850,7 +871,9 @@ class SessionManager:
             self._led = chosen
             own = np.concatenate([NO_ROWS, *rows])[:most]
             is_shared = self.blocks.users[own] > 1
-            ordered = np.concatenate([own[~is_shared], np.unique(own[is_shared])])
+            shared = np.unique(own[is_shared])
+            shared = shared[np.argsort(-self.blocks.depth[shared], kind="stable")]
+            ordered = np.concatenate([own[~is_shared], shared])
             self.pool.lead(self.shape.main, self.blocks.hashes(ordered))
 
     # -- heads that sessions share --------------------------------------------------------------------

@@ -68,7 +68,7 @@ class EngineReplay:
         self._waiting: deque[_Request] = deque()
         self._starved: list[tuple[Callable[[_Request], None], _Request]] = []
         self._promised = 0  # blocks that those let in will yet take
-        self._taken = 0  # blocks since the last step
+        self._taken = 0  # blocks since the last step, for what is computed
         self._encoded_until = 0.0
 
     def _size(self, request: TracedRequest) -> int:
@@ -153,12 +153,13 @@ class EngineReplay:
         resident, name = len(hits), request.name
         self._pool.hold(hits)
         self._driver.hits(name, [hits])
-        self._driver.admitted(name, resident, self.usable(request.traced), taken=resident)
+        self._driver.admitted(name, resident, self.usable(request.traced), taken=resident + cold)
         request.blocks, request.resident, request.restored, request.entered = hits, resident, cold, resident
         self._promised += self._size(request.traced) - resident
         self.tally.order.append(request.number)
         if cold:
             self._grow(request, resident + cold)
+            self._taken -= cold
             self._driver.loading(name, resident, resident + cold, request.blocks[resident:])
             self._counting.restoring(name, request.traced.hashes[resident : resident + cold])
             seconds = self.cost.restore_s_per_token * cold * self.setup.block_tokens
@@ -178,6 +179,7 @@ class EngineReplay:
         if not self._grow(request, self.asked(traced)):
             self._starved.append((self._compute, request))
             return
+        self._driver.cached(request.name, cached)
         self._enter(request, traced.prompt_blocks)
         seconds = self.cost.first_token_s + self.cost.prefill_s(cached * self.setup.block_tokens, traced.input_tokens)
         self._at(self.now + seconds, self._answer, request)

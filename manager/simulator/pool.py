@@ -83,18 +83,16 @@ class SimulatedPool:
         self.cache_all((block_id,), (block_hash,), group)
 
     def cache_all(self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group: int = 0) -> None:
-        """Enter several blocks, which held nothing, into the prefix cache."""
+        """Enter several blocks, which held nothing, into the prefix cache. An exact one evicts lossy ones of its name."""
         for block, block_hash in zip(block_ids, block_hashes, strict=True):
             name = group, block_hash
             self._name[block] = name
             if (first := self._cached.setdefault(name, block)) == block:
                 continue
             copies = self._copies.setdefault(name, [])
-            if self.marks[first] > self.marks[block]:  # the exact copy is the one that is found
-                self._cached[name] = block
-                copies.append(first)
-            else:
-                copies.append(block)
+            copies.append(block)
+            if not self.marks[block]:
+                self._evict([copy for copy in (first, *copies) if self.marks[copy]])
 
     def free(self, block_ids: Iterable[int]) -> None:
         """See Pool."""
@@ -122,7 +120,11 @@ class SimulatedPool:
 
     def release(self, group: int, block_hashes: Iterable[bytes]) -> None:
         """See Pool."""
-        for block in self._blocks_of(group, block_hashes):
+        self._evict(self._blocks_of(group, block_hashes))
+
+    def _evict(self, blocks: Iterable[int]) -> None:
+        """Take blocks out of the prefix cache, and those that nobody references to the head of the free queue."""
+        for block in blocks:
             if not self._users[block]:
                 self._unqueue(block)
                 self._empty.append(block)

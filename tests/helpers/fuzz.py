@@ -1,6 +1,7 @@
 """Run the state machines of machine.py for long: `python tests/helpers/fuzz.py --steps 1000000`, or `make fuzz`.
 
-Each round is one seed of one configuration. A round that fails prints how to run it again, and the calls that lead there.
+Each round is one seed of one configuration. A round that fails prints how to run it again, and the calls that lead
+there.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from manthan.manager.driver import Driver
 from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import NO_GROUP, SAVED, STORING
 from manthan.manager.session.manager import SessionManager
-from manthan.manager.session.table import Deadlines, Order, ResumePoint, Session, SessionTable
+from manthan.manager.session.table import Deadlines, Order, ResumePoint
 from manthan.manager.tiers.arena import GRANULE, Arena
 from manthan.manager.tiers.arena_tier import ArenaTier
 
@@ -379,6 +379,3 @@ def _placed(store: ArenaTier) -> Findings:
     taken = sum(extent.nbytes for extent in extents) + store._dropped_nbytes
     yield bool(store._writing) or taken == arena.used, f"{arena.used} bytes are taken, but blocks take {taken}"
     yield store.peak <= store.max_bytes, f"{store.peak} of {store.max_bytes} bytes were taken"
-
-
-__all__ = ["IntegrityError", "Session", "SessionTable", "check_empty", "check_integrity", "check_store", "stored"]

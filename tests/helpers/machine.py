@@ -263,10 +263,13 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from([0, 0, 0, 0, 0, 0, 0, 0, 1, 2]), which=INDEX)
     def reset(self, kind: int, which: int) -> None:
-        """All KV is dropped: vLLM's as well, or that in tiers only."""
+        """All KV is dropped: vLLM's as well, or that in tiers only. Then somebody comes back before transfers end."""
         if kind:
             self._begin_transfers(which)
             self.world.reset(clears_pool=kind == 1)
+            self.ask(which, LONGEST, "", "", 0, None, "", {})
+            self.finish(len(self.world.asked) - 1, 0, False)
+            self.world.crowd(99 * (which % 2))
 
     @rule(kind=st.sampled_from([0, 0, 0, 0, 1, 2, 3]), which=INDEX)
     def halt(self, kind: int, which: int) -> None:
@@ -320,7 +323,7 @@ class Sessions(RuleBasedStateMachine):
             assert kept in (sink, TOKENS), f"a block keeps {kept} tokens exact, not {sink}"
 
     def teardown(self) -> None:
-        """When all is answered and nobody asks for more, nothing is left to do. When all is forgotten, nothing is left."""
+        """When all is answered, nothing is left to do. When all is forgotten, nothing is left."""
         if sys.exc_info()[0] is None:
             self.settle()
             self.forget_all()
@@ -382,7 +385,7 @@ class Sessions(RuleBasedStateMachine):
 
 
 PROFILE = settings(
-    max_examples=20,
+    max_examples=22,
     stateful_step_count=60,
     deadline=None,
     report_multiple_bugs=False,
@@ -390,7 +393,7 @@ PROFILE = settings(
     suppress_health_check=list(HealthCheck),
     database=None,
 )
-"""Of a round: about 1,200 steps."""
+"""Of a round: about 1,340 steps."""
 
 CONFIGURATIONS: dict[str, type[Sessions]] = {"Sessions": Sessions}
 

@@ -6,7 +6,7 @@ The KV of each block is known apart from what Manthan notes of it, so that a wro
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from zlib import crc32
 
@@ -246,8 +246,10 @@ class WatchedPool(SimulatedPool):
 class Asked:
     """A request as vLLM has it.
 
-    hashes: of prompt and answer. known: number of blocks whose tokens are known. blocks: that it references, by group and
-    position. had: number of first blocks with KV. resident, end: what is loaded is between them. is_private: True if nothing of it may reach a tier.
+    hashes: of prompt and answer. prompt: number of full blocks of the prompt. rest: tokens of it behind them.
+    known: number of blocks whose tokens are known. blocks: that it references, by group and position. had: number of
+    first blocks with KV. resident, end: what is loaded is between them. is_private: True if nothing of it may reach a
+    tier.
     """
 
     request: Request
@@ -745,14 +747,14 @@ class World:
         for at, buf in enumerate(found):
             name, block = (transfer.group, transfer.block_hashes[at]), int(transfer.block_ids[at])
             assert self.pool.users(block), f"{name} is loaded into block {block}, which nobody references"
-            known = stored.get(name)
+            is_bad = (known := stored.get(name)) is not None and known.is_bad
             if job.is_cancelled or (cause and at == bad):
                 failed[at] = RESET if job.is_cancelled else cause
             elif not isinstance(buf, np.ndarray):
-                assert is_void or (known is not None and known.is_bad), f"{name} was dropped while it was read"
+                assert is_void or is_bad, f"{name} was dropped while it was read"
                 failed[at] = "missing"
             elif (kv := decoded(buf, rank)) is None:
-                assert known is not None and known.is_bad, f"{name} is damaged"
+                assert is_bad, f"{name} is damaged"
                 failed[at] = "corrupt"
             else:
                 assert kv.name == name, f"{kv} is loaded as {name}"
@@ -888,7 +890,9 @@ class World:
             users += [s for s in self.manager.table.by_id.values() for point in s.points if row in point.rows]
             if not users:
                 continue
-            assert cause in (DropCause.BUDGET, DropCause.REDUNDANT), f"{block_hash!r} is dropped, {cause}, and {len(users)} sessions use it"
+            assert cause in (DropCause.BUDGET, DropCause.REDUNDANT), (
+                f"{block_hash!r} is dropped, {cause}, and {len(users)} sessions use it"
+            )
             assert len(users) == 1, f"{block_hash!r} makes room, and {len(users)} sessions use it"
             assert not users[0].is_pinned, f"{block_hash!r} of a pinned session makes room"
             [block] = self.pool.lookup(group, [block_hash])
@@ -969,7 +973,7 @@ class World:
                 assert not left, f"{left} stay in a tier, and nobody removes them"
         if self.clears:
             return
-        saved = rows[blocks.is_saved(rows)]
+        saved = rows[blocks.is_saved(rows) & ~np.isin(rows, list(self.manager._torn))]
         columns = (blocks.nbytes, blocks.exact, blocks.mark, blocks.status)
         for name, nbytes, exact, mark, state in zip(
             zip(blocks.group[saved].tolist(), blocks.hashes(saved), strict=True),
@@ -992,8 +996,8 @@ class World:
     def _check_holes(self) -> None:
         """Assert that no session keeps a block which neither a tier nor the pool has.
 
-        Left out are blocks that were overwritten, which the manager finds out later, and those that a request has in its
-        prompt, which it computes.
+        Left out are blocks that were overwritten, which the manager finds out later, and those that a request has in
+        its prompt, which it computes.
         """
         if not self.setup.stores_main:
             return
@@ -1009,8 +1013,5 @@ class World:
             assert not nowhere, f"{session.session_id} has {nowhere} nowhere"
 
 
-
 FAULTS = {"store": ("disk", STORE_FULL, STORE_DOWN, "internal"), "load": ("disk", STORE_DOWN)}
 """Causes of failures, by the direction of a transfer."""
-
-__all__ = ["FAULTS", "IDLE_AFTER_S", "SINK_TOKENS", "TOKENS", "Asked", "Job", "Setup", "World", "replace"]

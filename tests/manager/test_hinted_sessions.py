@@ -101,6 +101,17 @@ def test_a_released_session_leaves_only_what_others_have() -> None:
     assert (talks.resident("sys a"), talks.resident("sys c")) == (1, 2)
 
 
+def test_a_released_session_leaves_blocks_that_another_s_request_has() -> None:
+    talks = Talks()
+    talks.talk("sys a", "s")
+    request = talks.start("sys c", "other")
+    talks.talk("sys a b", "s", release=True)
+    assert (talks.resident("sys a"), talks.resident("sys c")) == (1, 2)
+    talks.finish(request, "sys c d")
+    talks.rest()
+    assert talks.texts() == {"other": "sys c d"}
+
+
 # -- sessions that stay out of the tiers --------------------------------------------------------------
 
 

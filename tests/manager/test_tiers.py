@@ -96,6 +96,7 @@ class DictWorld(World):
 class RamWorld(World):
     def __init__(self) -> None:
         self.tier = self.here = RamTier(BUDGET)
+        self.here._chunks[0] = np.zeros(BUDGET, np.uint8)  # numpy's own may hold bytes of an earlier test
 
     def raw(self) -> bytes:
         return b"".join(chunk.tobytes() for chunk in self.here._chunks.values())

@@ -13,7 +13,8 @@ ALL = ("new", "load", "store", "load, after", "store, after")
 def report(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What became of requests, by call and state. An engine takes a second or two to be started after each."""
     out, _ = run_script("boundary_sessions.py", request.param)
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    reports = [line for line in out.splitlines() if line.startswith("{")]  # vLLM may log something as it ends
+    found: dict[str, Any] = json.loads(reports[-1])
     return found
 
 

@@ -49,15 +49,8 @@ def count(server: VllmServer, name: str, **labels: str) -> float:
     return sum(value for has, value in found if labels.items() <= has.items())
 
 
-def wait_until_cold(server: VllmServer) -> None:
-    """All that has room; then all of it is saved."""
-    states = ("active", "idle")
-    server.wait_for(lambda: not sum(count(server, "sessions", state=s) for s in states), 120, "rest")
-    assert httpx.post(f"{server.url}/reset_prefix_cache").json()["success"]
-
-
 def wait_until_saved(server: VllmServer) -> None:
-    """Wait until nothing more is encoded; then the pool is empty."""
+    """Wait until nothing more is saved, and empty the pool. What has no room in its tenant's share is lost."""
     encoded = [-1.0, -1.0, -1.0]
 
     def rests() -> bool:
@@ -99,7 +92,7 @@ def test_nor_by_a_beam_search_which_hands_no_hints_on(server, table) -> None:
 def test_nor_what_is_cold(server, table) -> None:
     prompt, right = table(52).question(1)
     ask(server, LEFT, prompt)
-    wait_until_cold(server)
+    wait_until_saved(server)
     before = count(server, "restored_blocks_total")
     for tenant in ANYBODY_ELSE:
         assert ask(server, tenant, prompt)[:3] == (right, None, 0)
@@ -143,7 +136,7 @@ def test_hints_are_about_one_s_own_sessions(server, table) -> None:
         for name in ("kept", "left/kept", "expected"):
             for hints in ({"pin": False, "ttl_s": 0.1}, {"release": True}):
                 assert ask(server, tenant, prompt if name == "expected" else short, name, hints).text
-    wait_until_cold(server)
+    wait_until_saved(server)
     before = count(server, "prefetches_total")
     for tenant in ANYBODY_ELSE:
         ask(server, tenant, table(64).question(1)[0], "asks", {"prefetch": ["expected", "left/expected", "kept"]})
@@ -160,7 +153,7 @@ def test_hints_are_about_one_s_own_sessions(server, table) -> None:
 def test_who_takes_all_it_can_get_takes_nothing_of_others(server, table) -> None:
     prompts = [table(70 + n).question(1)[0] for n in range(8)]
     ask(server, LEFT, prompts[0], "left's")
-    wait_until_cold(server)
+    wait_until_saved(server)
     for n, prompt in enumerate(prompts):  # each is 17 blocks, and there is room for 50
         ask(server, RIGHT, prompt, f"right's {n}", {"priority": 10})
     wait_until_saved(server)
