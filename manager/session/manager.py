@@ -454,12 +454,16 @@ class SessionManager:
         return is_exact
 
     def _is_whole(self, rows: Rows) -> Mask:
-        """Return a mask of the saved rows that give back every bit of what was encoded."""
+        """Return a mask of the saved rows that give back every bit of what was encoded.
+
+        A block that is being stored again is not among them: some rank may have a lossy one by now.
+        """
         is_whole = np.zeros(len(rows), np.bool_)
         for number, group in self.shape.groups.items():
             of_group = self.blocks.group[rows] == number
             is_whole |= of_group & (group.is_lossless | (self.blocks.exact[rows] >= group.tokens))
-        return is_whole
+        is_settled: Mask = self.blocks.status[rows] & STORING == 0
+        return is_whole & is_settled
 
     def load_started(self, load_id: str, rows: Rows) -> Rows:
         """Pin the rows of a load, and of the resume point behind the last one. Return the latter's."""

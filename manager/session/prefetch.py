@@ -35,7 +35,7 @@ class _Load:
     """A prefetch under way.
 
     rows: of the session, and of its resume point. block_ids: of these, all referenced, also those that were resident.
-    is_loaded: whether each is being loaded.
+    is_loaded: True for each that is being loaded. marks: of these, as they were saved when the load began.
     """
 
     session_id: str
@@ -43,6 +43,7 @@ class _Load:
     rows: Rows
     block_ids: list[int]
     is_loaded: list[bool]
+    marks: list[Mark]
     answers: Answers
     is_void: bool = False
 
@@ -249,8 +250,8 @@ class Prefetcher:
             for group in numbers
             if len(at := np.nonzero((groups == group) & missing & is_stored)[0])
         ]
-        answers = Answers(jobs, self._ranks)
-        return _Load(session.session_id, session.number, rows, ids.tolist(), missing.tolist(), answers)
+        answers, marks = Answers(jobs, self._ranks), manager.loaded_marks(rows)
+        return _Load(session.session_id, session.number, rows, ids.tolist(), missing.tolist(), marks, answers)
 
     def answered(self, result: TransferResult, now: float) -> None:
         """Take a rank's result of the load under way."""
@@ -300,7 +301,7 @@ class Prefetcher:
                 self._pool.free([ended.block_ids[at]])
                 ended.block_ids[at] = other
                 continue
-            [mark] = manager.loaded_marks(np.array([row], np.int32))
+            mark = ended.marks[at]
             self._pool.marks.set([ended.block_ids[at]], mark, owner if mark is not Mark.EXACT else None)
             self._pool.cache(ended.block_ids[at], group, block_hash, int(blocks.depth[row]))
 

@@ -83,7 +83,7 @@ class SimulatedPool:
         self.cache_all((block_id,), (block_hash,), group)
 
     def cache_all(self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group: int = 0) -> None:
-        """Enter several blocks, which held nothing, into the prefix cache. An exact one evicts lossy ones of its name."""
+        """Enter several blocks, which held nothing, into the prefix cache. An exact one evicts its lossy ones."""
         for block, block_hash in zip(block_ids, block_hashes, strict=True):
             name = group, block_hash
             self._name[block] = name

@@ -96,10 +96,20 @@ class SteppedEngine:
 
 
 class ClockedEngine(SteppedEngine):
-    """Its scheduler half reads a clock that stands still but for `rest`."""
+    """Its scheduler half reads a clock that stands still but for `rest`, and each step ends with the jobs that it began."""
 
     def __init__(self, blocks: int, **manthan: Any) -> None:
         super().__init__(blocks, None, **manthan)
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker: Any = get_kv_transfer_group().worker
+        take_report = worker.take_report
+
+        def report_of_all() -> Any:
+            worker.engine.wait()
+            return take_report()
+
+        worker.take_report = report_of_all
         self.now = time.monotonic()
         scheduler_half.time = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[assignment]
         self.half._sweeper.stop()  # steps that are due are taken by `rest`

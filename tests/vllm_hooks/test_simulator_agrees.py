@@ -1,4 +1,4 @@
-"""The simulator against a real engine: 140 requests, one after the other, more sessions than there is room for.
+"""The simulator against a real engine: 130 requests, one after the other, more sessions than there is room for.
 
 The engine says which requests it served; the simulator is told no more than their block hashes, lengths and order.
 """
@@ -55,7 +55,7 @@ def traced(number: int, said: dict[str, Any]) -> TracedRequest:
 @pytest.mark.slow
 def test_the_same_blocks_are_stored_dropped_and_restored_in_the_same_order() -> None:
     policy = "lru"
-    report = real(policy, 140)
+    report = real(policy, 130)
     requests = [traced(number, said) for number, said in enumerate(report["requests"])]
     setup = Setup(
         get_policy(policy),
