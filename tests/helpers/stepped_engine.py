@@ -96,7 +96,7 @@ class SteppedEngine:
 
 
 class ClockedEngine(SteppedEngine):
-    """Its scheduler half reads a clock that stands still but for `rest`, and each step ends with the jobs that it began."""
+    """Its scheduler half reads a clock that stands still but for `rest`. Each step ends with the jobs that it began."""
 
     def __init__(self, blocks: int, **manthan: Any) -> None:
         super().__init__(blocks, None, **manthan)
