@@ -232,10 +232,6 @@ class WatchedPool(SimulatedPool):
         """Yield the blocks that hold something, and their names."""
         return ((block, name) for block, name in enumerate(self._name) if name is not None)
 
-    def is_kept(self, block: int) -> bool:
-        """True if the pool knows that a block is saved."""
-        return block in self._saved
-
     def _lose(self, block: int) -> None:
         name = self._name[block]
         super()._lose(block)
