@@ -3,6 +3,7 @@
 import contextlib
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,14 +116,29 @@ def ask(server: VllmServer, prompt: str, session: str, tenant: str = "") -> None
 
 @contextlib.contextmanager
 def running(server: VllmServer, prompt: str, session: str) -> Iterator[None]:
-    """A request of the session runs meanwhile, until its client leaves."""
+    """Requests of the session run meanwhile, two of which overlap, until their client leaves."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "session_id": session, "stream": True}
     body |= {"max_tokens": 3400, "ignore_eos": True}
-    url = f"{server.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json=body, headers=AUTHORIZED, timeout=120) as answer:
-        lines = answer.iter_lines()  # were it let go, so would the request be
-        next(lines)
-        yield
+    begun, left = threading.Event(), threading.Event()
+
+    def ask_on(after_s: float) -> None:
+        while not left.wait(after_s):
+            url = f"{server.url}/v1/chat/completions"
+            with httpx.stream("POST", url, json=body, headers=AUTHORIZED, timeout=120) as answer:
+                for _ in answer.iter_lines():
+                    begun.set()
+                    if left.is_set():
+                        return
+            after_s = 0.0
+
+    clients = [threading.Thread(target=ask_on, args=(after_s,)) for after_s in (0.0, 0.5)]
+    for client in clients:
+        client.start()
+    assert begun.wait(60)
+    yield
+    left.set()
+    for client in clients:
+        client.join()
 
 
 def shown(server: VllmServer, session: str) -> httpx.Response:
@@ -384,7 +400,9 @@ def test_a_tenant_sees_its_own(server, table, tabs) -> None:
     row_of(tab, "theirs").get_by_role("button", name="Evict").click()
     expect(state_of(tab, "theirs")).to_contain_text("cold")
     assert shown(server, "gr%C3%BCn%2Ftheirs").json()["state"] == "cold"
-    assert shown(server, "globex%2Ftheirs").json()["state"] == "idle"
+    row_of(tab, "theirs").get_by_role("button", name="Pin").click()
+    expect(row_of(tab, "theirs").locator(".pinned-mark")).to_have_text("pinned")
+    assert [shown(server, f"{tenant}%2Ftheirs").json()["pinned"] for tenant in ("gr%C3%BCn", "globex")] == [True, False]
 
 
 # -- what others write ----------------------------------------------------------------------------------
