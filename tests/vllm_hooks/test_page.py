@@ -116,15 +116,28 @@ def ask(server: VllmServer, prompt: str, session: str, tenant: str = "") -> None
 
 @contextlib.contextmanager
 def running(server: VllmServer, prompt: str, session: str) -> Iterator[None]:
-    """Requests of the session run meanwhile, two of which overlap, until their client leaves."""
+    """A request of the session runs meanwhile, until its client leaves."""
+    with asked(server, prompt, session) as answer:
+        lines = answer.iter_lines()  # were it let go, so would the request be
+        next(lines)
+        yield
+
+
+def asked(server: VllmServer, prompt: str, session: str) -> Any:
+    """Return what streams a long answer."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "session_id": session, "stream": True}
     body |= {"max_tokens": 3400, "ignore_eos": True}
+    return httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, headers=AUTHORIZED, timeout=120)
+
+
+@contextlib.contextmanager
+def always_running(server: VllmServer, prompt: str, session: str) -> Iterator[None]:
+    """Requests of the session run meanwhile, two of which overlap, until their client leaves."""
     begun, left = threading.Event(), threading.Event()
 
     def ask_on(after_s: float) -> None:
         while not left.wait(after_s):
-            url = f"{server.url}/v1/chat/completions"
-            with httpx.stream("POST", url, json=body, headers=AUTHORIZED, timeout=120) as answer:
+            with asked(server, prompt, session) as answer:
                 for _ in answer.iter_lines():
                     begun.set()
                     if left.is_set():
@@ -285,7 +298,7 @@ def test_release_asks_first(server, table, tabs) -> None:
 def test_an_error_is_the_sentence_of_the_api(server, table, tabs) -> None:
     prompt = table(8).question(1)[0]
     tab = tabs()
-    with running(server, prompt, "busy"):
+    with always_running(server, prompt, "busy"):
         expect(state_of(tab, "busy")).to_contain_text("active")
         row_of(tab, "busy").get_by_role("button", name="Evict").click()
         expect(tab.locator("#said.error")).to_contain_text("a request of it runs; it can go cold when that has ended.")
