@@ -104,7 +104,7 @@ Key: TypeAlias = tuple[float | str, str]
 
 
 class Page(NamedTuple):
-    """One page of a list. total: number of sessions on all pages. keys: sort keys of the sessions on this page."""
+    """Page of a list. total: number of sessions on all pages. keys: sort keys of the sessions on this page."""
 
     total: int
     keys: list[Key]

@@ -68,9 +68,9 @@ TOOL_NAME = f"a tool's name, of at most {LONGEST_NAME} printable characters"
 
 
 class Hints(BaseModel):
-    """What a request says of its session. None, false or empty: nothing is said, and what was said before holds.
+    """Hints of a request for its session. None, false or empty says nothing, and what was said before holds.
 
-    pin: keep its codes in the cold store whatever comes, or no longer. ttl_s: forget it so long after its last use.
+    pin: keep its compressed blocks whatever comes, or no longer. ttl_s: forget it so long after its last use.
     priority: sessions of lower priority go before any of higher priority, under every policy; 0 where nobody said.
     release: drop it when this request ends. expect_return_s: the client will be back in about so many seconds. tool:
     when the tool of that name is done, of which is known how long it takes when sessions have waited for it.

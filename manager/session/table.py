@@ -31,7 +31,7 @@ class SessionState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class ResumePoint:
-    """What other KV cache groups need to go on behind a block of a session: the last blocks of a window, or a state.
+    """Blocks of other KV cache groups that are needed to go on behind a block: a window's last ones, or a state.
 
     row: of that block. depth: number of blocks before that point. rows: of the blocks of other groups.
     """
@@ -44,7 +44,7 @@ class ResumePoint:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One conversation or agent.
+    """Conversation or agent.
 
     name: as the client called it; None if it did not. number: of all sessions of this engine. rows: of its blocks.
     Times are seconds on the engine's monotonic clock.
