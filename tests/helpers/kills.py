@@ -24,7 +24,7 @@ from vllm_engine import BLOCK, Answer, Engine, Table, process_of
 from manthan.vllm_hooks.compat import ask_cores
 from manthan.vllm_hooks.inquiries import METHOD
 
-ENOUGH = 0.9
+ENOUGH = 0.95
 """Share of the saved blocks that must come back."""
 GUESTS, TOGETHER = 30, 6
 """Guests that are asked again, the last ones, and requests at a time."""
