@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.kv_hints import KvHintsEnvelope
@@ -335,19 +336,21 @@ def _under_construction(kind: type) -> Any:
     return None
 
 
-def replace_waiting(queue: "ReturnsFirstQueue") -> bool:
-    """Give the scheduler under construction this queue in place of its `waiting`; False if it has one of its own kind.
+def replace_waiting(queue: "ReturnsFirstQueue") -> "Scheduler | None":
+    """Give the scheduler under construction this queue in place of its `waiting`.
+
+    Returns None, and replaces nothing, if it has one of its own kind.
 
     `kv_holding_waiting` stays: vLLM always drains it first.
     """
     from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    scheduler = _under_construction(Scheduler)
+    scheduler: Scheduler | None = _under_construction(Scheduler)
     if scheduler is None or type(scheduler.waiting) not in (FCFSRequestQueue, PriorityRequestQueue):
-        return False
+        return None
     scheduler.waiting = queue
-    return True
+    return scheduler
 
 
 def _ring(core: "EngineCoreProc") -> Callable[[], None]:

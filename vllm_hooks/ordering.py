@@ -1,4 +1,4 @@
-"""The scheduler's waiting queue, in which requests with little to compute go before those with much."""
+"""Returns first: the scheduler's waiting queue, and the number of tokens that it computes in a step."""
 
 import heapq
 from collections.abc import Iterable, Iterator
@@ -11,6 +11,12 @@ from vllm.v1.request import Request, RequestStatus
 
 BOUND_S = 2.0
 """Seconds by which a request with much to compute stands behind its arrival, at most."""
+STEP_S = 0.075
+"""Seconds that a step may take while several requests are there."""
+LEAST_TOKENS = 1024
+"""Tokens that a step may always compute. Steps with fewer say little about how long a token takes."""
+DECAY = 0.8
+"""Weight of the steps before, against the last one."""
 
 
 class _Entry(NamedTuple):
@@ -118,3 +124,43 @@ class ReturnsFirstQueue(RequestQueue):
 
     def __iter__(self) -> Iterator[Request]:
         return iter([entry.request for entry in sorted(self._entries.values())])
+
+
+class StepLimit:
+    """The most tokens of a step, by how long steps took.
+
+    A return waits for the steps that have begun, for its load, and for the steps that began meanwhile. On an H200 a
+    step with 8,192 tokens of an 8B model takes 290 ms. Requests that are computed in several shorter steps end about
+    as soon, and a return waits for a fraction of that. A request that is alone is not divided.
+
+    Args:
+        tokens: Most tokens of a step, as vLLM is configured.
+        block_tokens: Size of the largest block. vLLM computes a state's block whole.
+    """
+
+    def __init__(self, tokens: int, block_tokens: int) -> None:
+        self._most, self._least = tokens, min(tokens, max(LEAST_TOKENS, 2 * block_tokens))
+        self._seconds = self._tokens = 0.0
+        self._last = 0, 0
+        """Tokens of the last two steps. While one runs, vLLM may have scheduled another already."""
+        self._began = 0.0
+
+    def begin(self, tokens: int, now: float, requests: int) -> int:
+        """Take note of a step that begins, and return the most tokens of the next one.
+
+        Args:
+            tokens: Tokens of this step.
+            now: Time in seconds.
+            requests: Number of requests that are running or waiting.
+        """
+        if min(self._last) >= self._least:
+            self._seconds = DECAY * self._seconds + now - self._began
+            self._tokens = DECAY * self._tokens + self._last[0]
+        self._last, self._began = (self._last[1], tokens), now
+        if requests < 2 or not self._seconds:
+            return self._most
+        return min(self._most, max(self._least, int(STEP_S * self._tokens / self._seconds)))
+
+    def rest(self) -> None:
+        """Take note that the engine has nothing to do, so that this time does not count as a step's."""
+        self._last = 0, 0

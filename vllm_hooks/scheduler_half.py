@@ -44,7 +44,7 @@ from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
 from manthan.vllm_hooks.memory import Shards, memory_shapes
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
-from manthan.vllm_hooks.ordering import ReturnsFirstQueue
+from manthan.vllm_hooks.ordering import ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
 from manthan.vllm_hooks.support import (
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import BlockHash
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -170,6 +171,9 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._waiting: ReturnsFirstQueue | None = None
         """The scheduler's waiting requests; None if they stand in vLLM's own queue."""
+        self._scheduler: Scheduler | None = None
+        self._limit: StepLimit | None = None
+        """The most tokens of a step; None if that is left to vLLM."""
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None
         self._step = 0
@@ -202,7 +206,13 @@ class SchedulerHalf:
         if self.config.ordering == "returns":
             scheduling = self._vllm_config.scheduler_config
             waiting = ReturnsFirstQueue(scheduling.max_num_batched_tokens, scheduling.policy == "priority")
-            self._waiting = waiting if replace_waiting(waiting) else None
+            self._scheduler = replace_waiting(waiting)
+            if self._scheduler is not None:
+                self._waiting = waiting
+                if scheduling.enable_chunked_prefill and not scheduling.disable_chunked_mm_input:
+                    groups = self.groups.chain, *(other.group for other in self.groups.others)
+                    largest = max(group.spec.block_size for group in groups)
+                    self._limit = StepLimit(self._scheduler.max_num_scheduled_tokens, largest)
         event = None if self._events is None else self._events.event
         block_tokens = {window.group.index: window.group.spec.block_size for window in self.groups.windows}
         self.pool = VllmPool(pool, self._group, block_tokens | {self._group: self._block_size}, event)
@@ -408,6 +418,8 @@ class SchedulerHalf:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
+        if self._limit is not None and not self._requests:
+            self._limit.rest()
         prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
         self.telemetry.computed(max(0, prompt - self.driver.found(request.request_id)))
         computed = min(blocks, request.num_computed_tokens // self._block_size)
@@ -468,7 +480,10 @@ class SchedulerHalf:
         if self.driver.wanted:
             for request in self._requests.values():
                 self.driver.cached(request.request_id, request.num_computed_tokens // self._block_size)
-        work = self.driver.step(taken, time.monotonic())
+        work = self.driver.step(taken, now := time.monotonic())
+        if self._limit is not None and self._scheduler is not None:
+            limit = self._limit.begin(scheduled_tokens, now, len(self._requests))
+            self._scheduler.max_num_scheduled_tokens = limit
         self._reorder()
         place, self._place = self._place, None
         self._set_deadline()

@@ -147,6 +147,33 @@ class Waiting(SteppedEngine):
         self.add("free", prompt(71), 0.1)
         return self.serve()
 
+    def short_steps(self) -> dict[str, Any]:
+        """The most tokens of a step of one request, and of several after the first, if steps take too long."""
+        limit, report = self.half._limit, {}
+        limit._least, limit._seconds, limit._tokens = 96, 1e9, 1.0
+        for name, count in ("alone", 1), ("together", 3):
+            steps = self.count_tokens(count)
+            for at in range(count):
+                self.add(f"{name}-{at}", prompt(110 + 10 * count + at), 0.1 * at)
+            self.serve()
+            report[name] = max(steps[count > 1 :])
+        return report
+
+    def count_tokens(self, requests: int) -> list[int]:
+        """Tokens of each step from now on, before which so many requests are there."""
+        steps: list[int] = []
+        schedule = type(self.scheduler).schedule
+
+        def counting(*args: Any, **options: Any) -> Any:
+            are_there = len(self.half._requests) == requests
+            found = schedule(self.scheduler, *args, **options)
+            if are_there:
+                steps.append(found.total_num_scheduled_tokens)
+            return found
+
+        self.scheduler.schedule = counting
+        return steps
+
     def priorities(self) -> dict[str, Any]:
         self.add("urgent", prompt(80), 0.5, priority=-1)
         self.add("first", prompt(81), 0.0)

@@ -274,7 +274,7 @@ def restore_worker(worker: Any) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     path = get_kv_transfer_group().worker.engine
-    if not hasattr(path, "store"):  # codes are made on a GPU
+    if not hasattr(path, "blocks"):  # an engine on a GPU
         return
     for part in (path.store, *path.blocks.values()):
         for name in [name for name in vars(part) if name in ("read", "put_all", "encode", "decode")]:

@@ -14,7 +14,7 @@ from scripts import run_script
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from manthan.vllm_hooks.ordering import BOUND_S, ReturnsFirstQueue
+from manthan.vllm_hooks.ordering import BOUND_S, LEAST_TOKENS, STEP_S, ReturnsFirstQueue, StepLimit
 
 STEP = 1000
 NAMES = itertools.count()
@@ -194,9 +194,45 @@ TestAgainstASortedList = Ordered.TestCase
 TestAgainstASortedList.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+# -- tokens of a step -------------------------------------------------------------------------------------
+
+
+def limit_after(steps: int, token_s: float, tokens: int = 8192, block: int = 16, requests: int = 2) -> int:
+    """The limit after steps each of which takes as many tokens as it may, and so many seconds for each."""
+    limit, now, allowed = StepLimit(tokens, block), 0.0, tokens
+    for _ in range(steps):
+        allowed = limit.begin(allowed, now, requests)
+        now += allowed * token_s
+    return allowed
+
+
+@pytest.mark.parametrize(
+    ("token_s", "options", "tokens"),
+    [
+        (STEP_S / 2000, {}, 2000),
+        (STEP_S / 9000, {}, 8192),
+        (1.0, {}, LEAST_TOKENS),
+        (1.0, {"block": 800}, 1600),
+        (1.0, {"tokens": 512}, 512),
+        (1.0, {"requests": 1}, 8192),
+    ],
+)
+def test_steps_are_as_long_as_they_may_take(token_s: float, options: dict[str, int], tokens: int) -> None:
+    assert limit_after(40, token_s, **options) == pytest.approx(tokens, rel=0.01)
+
+
+def test_time_without_requests_and_steps_of_few_tokens_say_nothing() -> None:
+    limit = StepLimit(8192, 16)
+    for now, tokens in (0.0, 8192), (0.01, 8192), (0.02, 8192):
+        before = limit.begin(tokens, now, 2)
+    limit.rest()
+    for now, tokens in (100.0, 8192), (100.01, 9), (200.0, 9), (300.0, 9), (400.0, 9):
+        assert limit.begin(tokens, now, 2) == before == 8192
+
+
 # -- a real engine ----------------------------------------------------------------------------------------
 
-SCENARIOS = ["resident", "late", "saved", "lost", "overwritten", "aborted", "grammar", "preempted"]
+SCENARIOS = ["resident", "late", "saved", "lost", "overwritten", "aborted", "grammar", "preempted", "short_steps"]
 FIRSTS = ["first-0", "first-1", "first-2"]
 
 
@@ -254,6 +290,10 @@ def test_a_preempted_request_resumes_before_a_shorter_one_that_came_earlier(retu
         **dict.fromkeys(["long-0", "long-1"], 200),
         "short": 4,
     }
+
+
+def test_several_requests_are_computed_in_short_steps_and_one_alone_in_whole_ones(returns: dict[str, Any]) -> None:
+    assert returns["short_steps"] == {"alone": 512, "together": 96}
 
 
 def test_priorities_of_users_go_over_the_order() -> None:
