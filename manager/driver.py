@@ -36,7 +36,7 @@ LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
 RUNNING_S = 0.1
 """Seconds until a running request is looked at again of which nothing could be saved."""
 LED = 256
-"""Most saved blocks that are put into the policy's order after a request."""
+"""Saved blocks that are put into the policy's order after a request, or as many as were overwritten since."""
 WINDOW_SHARE = 16
 """At most one in this number of the pool's blocks is referenced until it is gathered."""
 
@@ -174,6 +174,8 @@ class Driver:
         self._done: list[int] = []  # blocks to be given back, all at once
         self._taken = 0
         """Blocks that the last step's requests took at most."""
+        self._overwritten = 0
+        """Blocks that requests took from the head of the free queue, at most, since it was put in order."""
         self._was_answered = self._has_finished = False
         self._was_up: bool | None = None
         self.rests = False
@@ -241,6 +243,7 @@ class Driver:
     def admitted(self, request_id: str, resident: int, usable: int, taken: int) -> None:
         """Note that a request got its blocks. taken: the most that came from the head of the free queue."""
         self.runway.taken(taken)
+        self._overwritten += taken - resident
         serving = self._serving.get(request_id)
         if serving is None:
             return
@@ -370,6 +373,7 @@ class Driver:
         """Return the orders of this step. taken: the most blocks that its requests take out of the queue."""
         manager = self.manager
         self._taken, self._was_answered = taken, False
+        self._overwritten += taken
         self.runway.taken(taken)
         manager.said.expire(now)
         revokes = self._holding > 0 and self._is_short
@@ -378,9 +382,9 @@ class Driver:
             self._begin(manager.plan_stores(now, self._room, wanted))
             if wanted > 0:
                 self._save_running(now)
-            if self._has_finished and taken + wanted > 0:
-                self._has_finished = False
-                manager.lead_overwritten(LED)
+            if (self._has_finished or self._overwritten > LED) and taken + wanted > 0:
+                manager.lead_overwritten(max(LED, self._overwritten))
+                self._has_finished, self._overwritten = False, 0
         self.fronts.settle()
         drops, self._drops = self._drops, []
         if self._redis is not None:

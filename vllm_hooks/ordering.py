@@ -11,7 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 BOUND_S = 2.0
 """Seconds by which a request with much to compute stands behind its arrival, at most."""
-STEP_S = 0.075
+STEP_S = 0.05
 """Seconds that a step may take while several requests are there."""
 LEAST_TOKENS = 1024
 """Tokens that a step may always compute. Steps with fewer say little about how long a token takes."""

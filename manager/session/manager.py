@@ -4,6 +4,7 @@ It does no I/O, starts no thread, reads no clock and knows neither torch nor vLL
 carries out the transfers that it returns.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -221,7 +222,8 @@ class SessionManager:
         self.read: Callable[[Rows], None] = lambda rows: None
         """Called with rows that were read. The estimate of front tiers sets it."""
         self._spare = 0
-        self._led: list[int] = []
+        self._led: list[tuple[int, int]] = []
+        """Number and resident depth of each session whose blocks the pool was last told to overwrite first."""
         """Numbers of the sessions whose blocks the pool overwrites first."""
         self.table.gone.append(self._forgotten)
 
@@ -864,13 +866,16 @@ class SessionManager:
         if not self.shape.stores_main:
             return
         chosen, rows, count = [], list[Rows](), 0
-        for session in self.table.victims():
+        for session in self.table.resident_victims():
             if count >= most:
                 break
-            if session.is_cold:
-                chosen.append(session.number)
-                rows.append(session.rows[::-1])
-                count += len(session.rows)
+            depth = self._resident_depth(session.rows)
+            if not depth:
+                self.table.resident.leave(session.session_id)
+            elif session.is_cold and not session.requests:
+                chosen.append((session.number, depth))
+                rows.append(session.rows[:depth][::-1])
+                count += depth
         if chosen != self._led:
             self._led = chosen
             own = np.concatenate([NO_ROWS, *rows])[:most]
@@ -879,6 +884,14 @@ class SessionManager:
             shared = shared[np.argsort(-self.blocks.depth[shared], kind="stable")]
             ordered = np.concatenate([own[~is_shared], shared])
             self.pool.lead(self.shape.main, self.blocks.hashes(ordered))
+
+    def _resident_depth(self, rows: Rows) -> int:
+        """Return the number of leading blocks that the pool has. O(log n): sessions lose their last blocks first."""
+
+        def is_gone(at: int) -> bool:
+            return self.pool.lookup(self.shape.main, self.blocks.hashes(rows[at : at + 1])) == [-1]
+
+        return bisect_left(range(len(rows)), True, key=is_gone)
 
     # -- heads that sessions share --------------------------------------------------------------------
 

@@ -242,6 +242,8 @@ class SessionTable:
         self.states: Counter[SessionState] = Counter()
         self.order = Order(make_policy)
         """Sessions that may give compressed blocks: neither pinned, nor without any since their turn came."""
+        self.resident = Order(make_policy)
+        """Sessions that the pool may have blocks of: those used since they were last seen to have none there."""
         self.order_of: dict[str, Order] = {}
         """The same for each tenant that has a quota, and sessions."""
         self.changed: dict[str, None] | None = None
@@ -371,6 +373,7 @@ class SessionTable:
         del self.by_id[session.session_id], self.by_number[session.number]
         self.states[session.state] -= 1
         self.leave_order(session)
+        self.resident.leave(session.session_id)
         for name in {session.name, None}:
             del self._named[session.tenant, name][session]
             if not self._named[session.tenant, name]:
@@ -392,11 +395,16 @@ class SessionTable:
         order = self.order if tenant is None else self.order_of[tenant]
         return map(self.by_id.__getitem__, order.victims())
 
+    def resident_victims(self) -> Iterator[Session]:
+        """Yield sessions that may be resident, the one whose blocks are overwritten first first."""
+        return map(self.by_id.__getitem__, self.resident.victims())
+
     def enter_order(self, session: Session) -> None:
         """Note that a session was used, or may give compressed blocks from now on."""
+        view = self._view(session)
+        self.resident.used(view, session.priority)
         if session.is_pinned:
             return
-        view = self._view(session)
         for order in self._orders(session):
             order.used(view, session.priority)
 
@@ -412,7 +420,7 @@ class SessionTable:
 
     def superseded(self, session: Session) -> None:
         """Note that another session went on from the middle of this one."""
-        for order in self._orders(session):
+        for order in (*self._orders(session), self.resident):
             order.superseded(session.session_id)
 
     def _orders(self, session: Session) -> Iterator[Order]:

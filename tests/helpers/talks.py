@@ -32,7 +32,7 @@ from manthan.manager.session.manager import Outcome, PointParts, SessionManager
 from manthan.manager.session.table import Session
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.transfer import Transfer, TransferResult
-from manthan.policies import get_policy
+from manthan.policies import EvictionPolicy, get_policy
 
 IDLE_AFTER_S = 10.0
 HASH_NBYTES = 64
@@ -112,7 +112,7 @@ class Talks:
         capacity: float = 100,
         *,
         blocks: int = 200,
-        policy: str = "lru",
+        policy: str | type[EvictionPolicy] = "lru",
         shape: MemoryShape = SHAPE,
         idle_after_s: float = IDLE_AFTER_S,
         ranks: int = 1,
@@ -128,7 +128,8 @@ class Talks:
         events = Events()
         events.subscribe(self.seen.append)
         nbytes = int(capacity * shape.groups[shape.main].cold_nbytes) + 99
-        self.manager = SessionManager(get_policy(policy), shape, nbytes, idle_after_s, events, **manager)
+        kind = get_policy(policy) if isinstance(policy, str) else policy
+        self.manager = SessionManager(kind, shape, nbytes, idle_after_s, events, **manager)
         self.pool = pool or SimulatedPool(blocks)
         self.ranks, self.again, self.holds = ranks, again, holds
         self.driver = Driver(self.manager, self.pool, ranks=ranks, low=low, high=high, again=again, **driver)

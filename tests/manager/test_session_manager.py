@@ -1,5 +1,6 @@
 """The manager by example: saving, memory pressure, reset."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from talks import GROUP, IDLE_AFTER_S, Talks, last_words, names
 
 from manthan.manager.events import DropCause, Evicted, Overwritten, StoreFailed
 from manthan.manager.session.blocks import MemoryShape
+from manthan.policies.lru import LRU
 
 SHORT: dict[str, Any] = {"blocks": 64, "low": 0.04, "high": 0.0626}
 """Blocks are saved until 4 can be overwritten, once fewer than 2 can."""
@@ -242,6 +244,27 @@ def test_the_pool_puts_a_few_saved_blocks_into_order_at_a_time() -> None:
     talks.pool.lead(0, names("x y z"))
     talks.manager.lead_overwritten(2)
     assert overwritten(talks, "a b c,x y z") == "c b x y z a"
+
+
+class NewestFirst(LRU):
+    """Sessions that were used last go first, as where all return after about as long."""
+
+    name = "newest-first"
+
+    def victims(self) -> Iterator[str]:
+        return iter(list(super().victims())[::-1])
+
+
+def test_sessions_whose_blocks_are_gone_do_not_take_the_turn_of_others() -> None:
+    talks = Talks(blocks=6, policy=NewestFirst)
+    for text in ("a b", "c d", "e f"):
+        talks.talk(text, text)
+        talks.rest()
+    talks.pool.lead(0, names("e f")[::-1])
+    talks.pool.free(talks.pool.take(2))
+    talks.manager.lead_overwritten(2)
+    assert overwritten(talks, "a b,c d") == "d c b a"
+    assert [session.session_id for session in talks.manager.table.resident_victims()] == ["c d", "a b"]
 
 
 def test_blocks_of_sessions_that_are_in_use_keep_their_turn() -> None:
