@@ -33,6 +33,17 @@ def usable(nbytes: int) -> int:
     return nbytes - nbytes // 50
 
 
+def split(extents: Iterable[Extent], nbytes: int) -> tuple[tuple[Extent, ...], list[Extent]]:
+    """Return the extents of the first room(nbytes) bytes of a block, and those of the rest."""
+    left, kept, rest = room(nbytes), list[Extent](), list[Extent]()
+    for start, size in extents:
+        keep = min(size, left)
+        left -= keep
+        kept += [Extent(start, keep)] if keep else []
+        rest += [Extent(start + keep, size - keep)] if keep < size else []
+    return tuple(kept), rest
+
+
 class Arena:
     """Books of addresses from 0 on. It has no memory of its own, and is not thread-safe.
 
@@ -86,17 +97,6 @@ class Arena:
             start, taken = self._take(self._sizes[at], fit * size)
             found += [(Extent(begin, size),) for begin in range(start, start + taken, size)]
         return found
-
-    def shrink(self, extents: Iterable[Extent], nbytes: int) -> tuple[Extent, ...]:
-        """Free all but the first room(nbytes) bytes of a block. Returns the extents that it keeps."""
-        left, kept = room(nbytes), []
-        for start, size in extents:
-            keep = min(size, left)
-            left -= keep
-            if keep:
-                kept.append(Extent(start, keep))
-            self.free([Extent(start + keep, size - keep)])
-        return tuple(kept)
 
     def free(self, extents: Iterable[Extent]) -> None:
         """Free extents that were allocated, or parts of them."""

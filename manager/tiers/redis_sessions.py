@@ -27,10 +27,9 @@ CLOSE_S = 5.0
 REST_S = 0.5
 RENEW = 1 / 16
 """The blocks of a session that is used are renewed when this share of their time to live has passed."""
-FIRST, MOST = 32, 1024
-"""Blocks of the first question of a lookup, so that an unknown prompt costs a short one only, and of the longest."""
-SIZED = 16
-"""Number of blocks of a prompt whose sizes are asked for. The others take about as much as the one before."""
+FIRST, RUN, PARTS = 32, 256, 16
+"""Blocks that a lookup asks for first, so that an unknown prompt costs a short question only, and blocks that it counts
+together behind those. Of blocks with a hole, it counts this number of parts."""
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
 """Causes of drops that delete blocks, though other engines may use them. Drops that only make room delete none."""
 LASTING = (DropCause.EXPIRED, DropCause.RELEASED)
@@ -207,49 +206,39 @@ class RedisSessions:
 
     def _look_up(self, namespace: Namespace, lookup: _Lookup) -> LookupResult:
         try:
-            sizes = self._found(namespace, lookup.group, lookup.hashes)
+            sizes, sampled = self._found(namespace, lookup)
             point = self._point(namespace, len(sizes), lookup.needed) if lookup.needed is not None else None
-            [sampled] = self._ask([("HGET", self._name(namespace, lookup.session_id), "hashes")]) if sizes else [None]
-            return LookupResult(sizes, point, (sampled or b"").decode())
+            return LookupResult(sizes, point, sampled)
         except TierError:
             pass
         except Exception:  # the request must get an answer, and this thread must live
             logger.exception("Manthan: a lookup in Redis failed")
         return LookupResult()
 
-    def _found(self, namespace: Namespace, group: int, hashes: Sequence[bytes]) -> list[int]:
-        """Return sizes of the blocks up to the first that is not there, each on all ranks."""
-        count, size = 0, FIRST
-        while count < len(hashes):
-            some = hashes[count : count + size]
-            found = self._head(namespace, group, some)
-            count, size = count + found, min(4 * size, MOST)
-            if found < len(some):
-                break
-        step = max(1, count // SIZED)
-        sizes = self._sizes(namespace, [(group, block_hash) for block_hash in hashes[:count:step]])
-        return [sizes[at // step] for at in range(count)] if all(sizes) else []
+    def _found(self, namespace: Namespace, lookup: _Lookup) -> tuple[list[int], str]:
+        """Return sizes of the blocks up to the first that is not there, each on all ranks, and the session's sample.
 
-    def _head(self, namespace: Namespace, group: int, hashes: Sequence[bytes]) -> int:
-        """Return how many of these blocks are there up to the first that is not.
-
-        The number of all that are there is a bound, and mostly the answer.
+        Runs of blocks are counted, all in one round trip, and then parts of the first run with a hole. The blocks of a
+        run take about as much as its first one.
         """
-        names = [namespace.block(group, block_hash, rank) for block_hash in hashes for rank in range(self._ranks)]
-        least, most = 0, self._count(names) // self._ranks
-        at = most
-        while least < most:
-            if self._count(names[least * self._ranks : at * self._ranks]) == (at - least) * self._ranks:
-                least = at
+        name, ranks, sizes = self._name(namespace, lookup.session_id), range(self._ranks), list[int]()
+        left, step, sampled = lookup.hashes[:FIRST], FIRST, None
+        while left:
+            runs = [left[at : at + step] for at in range(0, len(left), step)]
+            named = [[namespace.block(lookup.group, each, rank) for each in run for rank in ranks] for run in runs]
+            counts = [("EXISTS", *names) for names in named]
+            lengths = [("STRLEN", shard) for names in named for shard in names[: self._ranks]]
+            sampled, *found = self._ask([("HGET", name, "hashes"), *counts, *lengths])
+            whole = [count == len(names) for count, names in zip(found, named, strict=False)]
+            good = (*whole, False).index(False)
+            for at, run in enumerate(runs[:good]):
+                first = len(runs) + at * self._ranks
+                sizes += [sum(found[first : first + self._ranks])] * len(run)
+            if good == len(runs):
+                left, step = lookup.hashes[len(sizes) :], RUN
             else:
-                most = at - 1
-            at = (least + most + 1) // 2
-        return least
-
-    def _count(self, names: Sequence[str]) -> int:
-        """Number of these keys that Redis has."""
-        [count] = self._ask([("EXISTS", *names)])
-        return int(count)
+                left, step = runs[good] if step > 1 and found[good] else (), max(1, step // PARTS)
+        return sizes, (sampled or b"").decode()
 
     def _point(self, namespace: Namespace, count: int, needed: Needed) -> StoredPoint | None:
         """Return the deepest point, up to `count` blocks, at which all is stored. It is mostly the first one."""

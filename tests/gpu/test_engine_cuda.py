@@ -2,16 +2,18 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jobs
 import pytest
 import torch
+from integrity import check_erased
 
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.manager.events import BlocksDropped, DropCause
-from manthan.manager.tiers.arena import room
+from manthan.manager.tiers.arena import GRANULE, room
+from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
 from manthan.vllm_hooks.worker.half import paged_codec
@@ -52,6 +54,17 @@ class World:
         self.codec.encode(batch, buffer)
         self.codec.decode(batch._replace(block_ids=batch.block_ids * 0 + SOURCES), buffer)
         return self.numbers(SOURCES).clone()
+
+    def raw(self) -> bytes:
+        """All that is in the tiers."""
+        return b"".join(tier.codes.cpu().numpy().tobytes() for tier in self.tiers.all)
+
+    def check_erased(self) -> None:
+        """Nothing but stored blocks is in the tiers."""
+        self.engine.submit_loads(ManthanMetadata())  # what came free last is erased
+        torch.cuda.synchronize()
+        for tier in self.tiers.all:
+            check_erased(tier, GRANULE)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 20
@@ -118,4 +131,58 @@ def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, 
     assert counts["loads"] > 100
     assert counts["good"] > 300
     assert world.tiers.used == sum(sizes[key] for key in stored)
+    world.check_erased()
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("tiers", [(40, 0), (0, 40), (10, 40)], ids=["device", "host", "device and host"])
+def test_what_is_released_is_erased_before_its_room_is_used_again(tiers: tuple[int, int]) -> None:
+    """The model computes meanwhile, and no call waits for it."""
+    world = World(*tiers)
+    engine, keys = world.engine, [bytes([n]) * 32 for n in range(SOURCES)]
+    gone, kept, new = range(0, 36, 2), range(1, 36, 2), range(36, 36 + 18)
+
+    def store(blocks: range) -> list[Transfer]:
+        """Each is a job of its own, exact in all its tokens."""
+        return [jobs.store([keys[n]], [n], TOKENS * n, TOKENS * (n + 1), group=GROUP) for n in blocks]
+
+    def load(blocks: range, first: int) -> Transfer:
+        return jobs.load([keys[n] for n in blocks], range(first, first + len(blocks)), str(first), group=GROUP)
+
+    def finish(jobs_: Sequence[Transfer]) -> None:
+        left = {job.job_id for job in jobs_}
+
+        def poll() -> bool:
+            engine.take_ended()
+            report = engine.take_report()
+            for result in report.results if report else []:
+                assert result.failed == {}
+                left.discard(result.job_id)
+            return not left
+
+        world.wait(poll)
+
+    first = store(range(36))
+    engine.submit_stores(ManthanMetadata(stores=first))
+    finish(first)
+    raw = world.raw()
+    marks = [world.numbers(n)[0, :32].view(torch.uint8).cpu().numpy().tobytes() for n in range(36)]
+    assert all(mark in raw for mark in marks), "what is exact lies there as it is"
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    dropped = [BlocksDropped(GROUP, [keys[n] for n in gone], DropCause.RELEASED)]
+    begun = [load(kept, SOURCES + 1), *store(new)]
+    engine.submit_loads(ManthanMetadata(drops=dropped, loads=begun[:1]))
+    engine.submit_stores(ManthanMetadata(stores=begun[1:]))
+    assert not torch.cuda.current_stream().query()
+    finish(begun)
+    again = load(new, SOURCES + 100)
+    engine.submit_loads(ManthanMetadata(loads=[again]))
+    finish([again])
+    for blocks, at in ((kept, SOURCES + 1), (new, SOURCES + 100)):
+        for n, target in zip(blocks, range(at, at + len(blocks)), strict=True):
+            assert torch.equal(world.numbers(target), world.numbers(n))
+    world.check_erased()
+    raw = world.raw()
+    assert not any(marks[n] in raw for n in gone)
+    assert all(marks[n] in raw for n in kept)
     engine.shutdown()

@@ -8,12 +8,14 @@ from pathlib import Path
 import jobs
 import pytest
 import torch
+from integrity import check_erased
 from redis_server import RedisServer
 from redis_server import running as redis_running
 
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout
 from manthan.manager.config.model import RedisConfig
+from manthan.manager.events import BlocksDropped, DropCause
 from manthan.manager.tiers.disk import DiskTier
 from manthan.manager.tiers.redis import RedisTier
 from manthan.manager.tiers.redis_client import Circuit, connect
@@ -120,6 +122,9 @@ def test_blocks_go_and_come_back(
             world.load(range(count), "request")
             world.load(range(SOURCES - count, SOURCES), None)
         assert not world.engine._primary.pins
+        world.engine.submit_loads(ManthanMetadata(drops=[BlocksDropped(GROUP, world.keys, DropCause.RELEASED)]))
+        torch.cuda.synchronize()
+        check_erased(world.engine.tiers.host)
     finally:
         world.engine.shutdown()
 

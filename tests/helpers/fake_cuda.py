@@ -2,9 +2,10 @@
 
 import ctypes
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
@@ -19,72 +20,160 @@ from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, Batch, Paged
 from manthan.codec.gpu.raw import RawPagedCodec
 from manthan.codec.model import ModelFacts
 from manthan.vllm_hooks import compat
+from manthan.vllm_hooks.worker.slabs import Slab
 
 LAYERS, HEADS, TOKENS, DIM, BLOCKS = 2, 2, 8, 32, 64
 
 
+Clock: TypeAlias = dict["Stream | None", int]
+"""How many uses of memory by each stream, and by the CPU (None), come before."""
+
+
+class Use(NamedTuple):
+    """Use number `number` of memory by a stream or the CPU."""
+
+    start: int
+    end: int
+    writes: bool
+    by: "Stream | None"
+    number: int
+
+
 class Gpu:
     """events: so many were recorded. reached: and those before this one are reached. broken: whatever is asked of the
-    device raises."""
+    device raises.
+
+    All work is done at once. `use` raises where a real device might do it together with other work that it disturbs.
+    raced: that error, should nobody hear of it.
+    """
 
     events = 0
     reached = math.inf
     broken = False
 
+    def __init__(self) -> None:
+        self.ended: Clock = {}
+        """Uses of which the CPU knows that they have ended. What is begun now comes after them."""
+        self.under_way: list[Use] = []
+        self.raced = ""
+        self.on = threading.local()
+        """`stream`: the thread's current one."""
+        self._lock = threading.Lock()
+
     def check(self) -> None:
         if self.broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    def end(self, clock: Clock) -> None:
+        """The CPU has seen that this has ended."""
+        with self._lock:
+            merge(self.ended, clock)
+            self.under_way = [use for use in self.under_way if use.number > self.ended.get(use.by, 0)]
+
+    def use(self, start: int, nbytes: int, writes: bool) -> None:
+        """Note a use of memory on the current stream, or by the CPU without one."""
+        by, end = getattr(self.on, "stream", None), start + nbytes
+        with self._lock:
+            clock = self.ended if by is None else by.clock
+            merge(clock, self.ended)
+            for other in self.under_way:
+                overlaps = other.start < end and start < other.end and (writes or other.writes)
+                if overlaps and other.by is not by and other.number > clock.get(other.by, 0):
+                    self.raced = f"{Use(start, end, writes, by, 0)} may come while {other} is under way"
+                    raise RuntimeError(self.raced)
+            clock[by] = clock.get(by, 0) + 1
+            if by is not None:
+                self.under_way.append(Use(start, end, writes, by, clock[by]))
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    for stream, number in other.items():
+        clock[stream] = max(number, clock.get(stream, 0))
+
 
 class Event:
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu, self._number = gpu, gpu.events
+    def __init__(self, gpu: Gpu, clock: Clock) -> None:
+        self._gpu, self._number, self.clock = gpu, gpu.events, dict(clock)
         gpu.events += 1
 
     def query(self) -> bool:
         self._gpu.check()
-        return self._number < self._gpu.reached
+        is_reached = self._number < self._gpu.reached
+        if is_reached:
+            self._gpu.end(self.clock)
+        return is_reached
 
     def synchronize(self) -> None:
         self._gpu.check()
+        self._gpu.end(self.clock)
 
 
 class Stream:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
+        self.clock: Clock = {}
 
     def record_event(self) -> Event:
         self._gpu.check()
-        return Event(self._gpu)
+        return Event(self._gpu, self.clock)
 
     def wait_event(self, event: Event) -> None:
         self._gpu.check()
+        merge(self.clock, event.clock)
 
     def wait_stream(self, stream: "Stream") -> None:
         self._gpu.check()
+        merge(self.clock, stream.clock)
 
     def synchronize(self) -> None:
         self._gpu.check()
+        self._gpu.end(self.clock)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
+    model = Stream(gpu)
     torch.set_num_threads(1)
 
     @contextmanager
     def current(stream: Stream) -> Iterator[None]:
-        yield
+        before, gpu.on.stream = getattr(gpu.on, "stream", None), stream
+        try:
+            yield
+        finally:
+            gpu.on.stream = before
 
     def copy(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
         gpu.check()
         for source, target, size in zip(*(part.tolist() for part in (sources, targets, sizes)), strict=True):
+            gpu.use(source, size, writes=False)
+            gpu.use(target, size, writes=True)
             ctypes.memmove(target, source, size)
 
+    def watch(owner: Any, name: str, extents: Callable[..., Iterable[tuple[int, int, int]]]) -> None:
+        """Note the memory that a method uses."""
+        call = getattr(owner, name)
+
+        def watched(self: Any, *args: Any) -> Any:
+            for base, start, nbytes in extents(self, *args):
+                gpu.use(base + start, nbytes, writes=name in ("encode", "write"))
+            return call(self, *args)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for name in ("encode", "verify", "decode"):
+        watch(FormatCodec, name, lambda _, batch, codes: _extents(codes, zip(batch.offsets, batch.nbytes, strict=True)))
+    watch(Slab, "write", lambda slab, extents, _: _extents(slab.codes, extents))
+    watch(Slab, "read", lambda slab, stored: _extents(slab.codes, stored.extents))
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream(gpu))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream(gpu))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: model)
     monkeypatch.setattr(torch.cuda, "stream", current)
     monkeypatch.setattr(compat, "copy_blocks", copy)
     return gpu
+
+
+def _extents(codes: torch.Tensor, extents: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
+    return ((codes.data_ptr(), int(start), int(nbytes)) for start, nbytes in extents)
 
 
 class Seals:

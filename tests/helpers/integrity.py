@@ -6,6 +6,7 @@ They take time linear in blocks and sessions.
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +44,22 @@ def check_store(store: Arena | ArenaTier) -> None:
         return
     with store._lock:
         _raise_for(_placed(store))
+
+
+def check_erased(slab: Any, step: int = 1) -> None:
+    """Raise IntegrityError if a byte of a tier beside a GPU is not zero that is no stored block's.
+
+    step: an encoder may write up to a multiple of it.
+    """
+    bytes_ = slab.codes.cpu().numpy().copy()
+    for block in slab.blocks().values():
+        left = -(-block.nbytes // step) * step
+        for start, nbytes in block.extents:
+            bytes_[start : start + min(left, nbytes)] = 0
+            left -= min(left, nbytes)
+    if bytes_.any():
+        [found] = bytes_.nonzero()
+        raise IntegrityError(f"of {len(bytes_)} bytes, {len(found)} are not erased, that at {found[0]} first")
 
 
 def stored(manager: SessionManager) -> Iterator[BlockName]:

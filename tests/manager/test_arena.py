@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from integrity import check_store
 
-from manthan.manager.tiers.arena import GRANULE, Arena, Extent, room
+from manthan.manager.tiers.arena import GRANULE, Arena, Extent, room, split
 
 
 def total(extents: tuple[Extent, ...]) -> int:
@@ -111,7 +111,8 @@ class Blocks(RuleBasedStateMachine):
         block = list(self.blocks)[which % len(self.blocks)]
         extents = self.blocks.pop(block)
         nbytes = round(total(extents) * share)
-        kept = self.arena.shrink(extents, nbytes)
+        kept, rest = split(extents, nbytes)
+        self.arena.free(rest)
         assert total(kept) == room(nbytes)
         assert kept == () or kept[:-1] == extents[: len(kept) - 1]
         self._mark(extents, block, None)

@@ -18,6 +18,7 @@ from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
 from manthan.manager.tiers.tier import TierError
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.worker import engine_cpu
 from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
 
 pytestmark = pytest.mark.usefixtures("engine_config")
@@ -200,6 +201,34 @@ def test_whatever_a_store_does_there_is_an_answer(start: Callable[..., Worker], 
     assert worker.store_all().failed == dict.fromkeys(range(4), cause)
     assert worker.load().failed == {0: cause}
     assert worker.engine.take_ended() == ({"request"}, set(), set(TARGETS))
+
+
+def test_a_job_that_cannot_be_begun_fails_and_costs_no_other(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, event = start(), engine_cpu.model_event
+    worker.store_all()
+    bad, good = (jobs.load(KEYS[n : n + 2], TARGETS[n : n + 2], name, group=GROUP) for n, name in ((0, "a"), (2, "b")))
+    stores = [jobs.store(KEYS[n : n + 1], [n], group=GROUP) for n in range(2)]
+    broken = iter([True, False] * 2)
+
+    def broken_by_turns(device: torch.device) -> torch.cuda.Event | None:
+        if next(broken):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return event(device)
+
+    monkeypatch.setattr(engine_cpu, "model_event", broken_by_turns)
+    worker.engine.submit_loads(ManthanMetadata(loads=[bad, good]))
+    worker.engine.submit_stores(ManthanMetadata(stores=stores))
+    report = worker.wait(4)
+    assert {result.job_id: result.failed for result in report.results} == {
+        **{bad.job_id: {0: "internal"}, good.job_id: {}},
+        **{stores[0].job_id: {0: "internal"}, stores[1].job_id: {}},
+    }
+    assert sorted(report.gathered) == [job.job_id for job in stores]
+    assert worker.engine.take_ended() == ({"a", "b"}, set(), {*TARGETS[:2]})
+    worker.engine.fail([bad, good, *stores])
+    assert worker.engine.take_report() is None, "each is answered once"
 
 
 def test_stores_are_begun_apart_from_loads(start: Callable[..., Worker]) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,24 +65,28 @@ class Engine:
         self._begun.clear()
         self._open_all(metadata.loads)
         self._prepare(metadata)
-        for job in metadata.loads:
-            self._begun.add(job.job_id)
-            self._load(job)
+        self._begin(metadata.loads, self._load)
 
     def submit_stores(self, metadata: ManthanMetadata) -> None:
         """Begin a step's stores. The model's work of this step was begun before, and they come after it."""
-        for job in metadata.stores:
+        self._begin(metadata.stores, self._store)
+
+    def _begin(self, jobs: Sequence[Transfer], begin: Callable[[Transfer], None]) -> None:
+        for job in jobs:
             self._begun.add(job.job_id)
-            self._store(job)
+            try:
+                begin(job)
+            except Exception as error:  # whatever it is costs this job alone
+                self._refuse(job, cause_of(error))
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
         """Carry out resets, drops and revocations. Take note of the step."""
 
     def _load(self, job: Transfer) -> None:
-        """Begin a load. It is answered in any case."""
+        """Begin a load. It is answered in any case, by the caller if this raises."""
 
     def _store(self, job: Transfer) -> None:
-        """Begin a store. It is answered in any case."""
+        """Begin a store. It is answered in any case, by the caller if this raises."""
 
     def wait(self) -> None:
         """Wait until nothing that was begun reads or writes the paged cache."""

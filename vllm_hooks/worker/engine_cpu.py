@@ -95,10 +95,11 @@ class CpuEngine(Engine):
         threads.submit(self._read, job, self.store, model_event(self._device), self._cancelled)
 
     def _store(self, job: Transfer) -> None:
+        model = model_event(self._device)
         gathering = Gathering(job, self.store, self._cancelled, [0] * len(job), len(job))
         with self._lock:
             self._ungathered.append(gathering)
-        self._gatherers.submit(self._gather, gathering, model_event(self._device))
+        self._gatherers.submit(self._gather, gathering, model)
 
     def wait(self) -> None:
         for threads in self._all:

@@ -3,7 +3,8 @@
 The model's thread never waits: work is queued on side streams behind what the model's stream was given before, each
 chunk of it ends in an event, and the events are polled once a step. Blocks are worked on where they lie in the tier on
 the device; all others, by way of a staging buffer on the device. Room in the tiers is given and taken in the order in
-which the streams use it; where it changes hands between streams, one waits for the other.
+which the streams use it; where it changes hands between streams, one waits for the other. What was freed is erased on
+a stream of its own, before anything is written there.
 
 A secondary tier has threads of its own. They copy bytes from pinned RAM to it, and from it to pinned RAM, where a load
 finds them as if they had been there.
@@ -40,6 +41,8 @@ logger = init_logger("vllm.manthan.worker")
 
 LOAD_CHUNK = 4096
 """Blocks of a load that are begun at once, at most: the GPU works on them while more are prepared."""
+ERASE_BYTES = 1 << 20
+"""Bytes that one copy of zeros erases."""
 PAUSE_S = 1e-3
 """What vLLM's engine core sleeps after a step in which the model computes nothing."""
 
@@ -170,6 +173,10 @@ class CudaEngine(Engine):
         nbytes = max(RESTORE_STAGING_BYTES, largest)
         self._load_lanes = [Lane(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
         self._lanes = (self._store_lane, self._prefetch_lane, *self._load_lanes)
+        self._zeros = torch.zeros(ERASE_BYTES, dtype=torch.uint8, device=self._device)
+        self._eraser = torch.cuda.Stream(self._device)
+        self._erased: torch.cuda.Event = self._eraser.record_event()
+        """Event behind the last erasure. Whoever writes to a tier comes after it."""
         self._waiting: deque[Storing] = deque()
         """Stores for which there is no room yet."""
         self._encodings: deque[Begun] = deque()
@@ -180,12 +187,13 @@ class CudaEngine(Engine):
         """The tier on the host, where there is a secondary one."""
         if secondary is not None:
             assert tiers.host is not None
-            self._primary = Primary(tiers.host, self._codecs.look_into, self._lock)
+            self._primary = Primary(tiers.host, self._codecs.look_into, self._lock, self._erase)
         self._age = self._writing = 0
         """Number of resets; number of encodings that are being copied to the secondary tier."""
         self._demoted: torch.cuda.Event | None = None
         self._may_pause = False
         self.decode_s = self._warm_up(forms)
+        self._store_lane.staging.codes.zero_()
         threads = int(secondary is not None)
         self._writers = JobThreads(threads, "manthan-write")
         self._readers = [JobThreads(threads, f"manthan-{name}") for name in ("restore", "prefetch")]
@@ -210,6 +218,8 @@ class CudaEngine(Engine):
                 self.tiers.drop(drop.group, drop.block_hashes)
             if self.store is not None:
                 self.store.drop(drop.group, drop.block_hashes)
+        with suppress(Exception), self._lock:  # a GPU that does not erase reads nothing either
+            self._erase()
 
     def take_ended(self) -> Ended:
         """Polls; vLLM asks for this first in every step."""
@@ -235,8 +245,8 @@ class CudaEngine(Engine):
 
     def wait(self) -> None:
         self._give_up(RESET)
-        for lane in self._lanes:
-            lane.stream.synchronize()
+        for stream in (self._eraser, *(lane.stream for lane in self._lanes)):
+            stream.synchronize()
 
     def shutdown(self) -> None:
         self._stop(self._loadings)
@@ -317,6 +327,7 @@ class CudaEngine(Engine):
         job, encodings, demotions = storing.job, list[Encoding](), list[Demotion]()
         codec, refused, start = self._codecs.get(job.group, job.codec), list[int](), storing.planned
         with self._lock:
+            self._erase()
             for exact, some in groupby(job.exacts(codec.layout.tokens)[start:]):
                 count, nbytes = len(list(some)), codec.form(exact).nbytes
                 if self._primary is not None:
@@ -347,12 +358,32 @@ class CudaEngine(Engine):
         for lane in self._lanes:
             stream.wait_stream(lane.stream)
         device, host = self.tiers.device, self.tiers.host
-        if not demotions or device is None or host is None:
-            return
-        with torch.cuda.stream(stream):
-            _, sources, targets, nbytes = zip(*demotions, strict=True)
-            _copy(device.codes, sources, host.codes, targets, nbytes)
-            self._demoted = stream.record_event()
+        if demotions and device is not None and host is not None:
+            stream.wait_event(self._erased)
+            with torch.cuda.stream(stream):
+                _, sources, targets, nbytes = zip(*demotions, strict=True)
+                _copy(device.codes, sources, host.codes, targets, nbytes)
+                self._demoted = stream.record_event()
+        with self._lock:
+            stream.wait_event(self._erase())
+
+    def _erase(self) -> torch.cuda.Event:
+        """Overwrite what was freed, on a stream of its own. Returns the event behind that.
+
+        The caller holds the lock. A secondary tier's loads wait for the event, so that nothing else may delay it. There
+        no stream uses what is freed.
+        """
+        for tier in self.tiers.all:
+            freed, tier.freed = tier.freed, []
+            if not freed:
+                continue
+            for lane in self._lanes if self._primary is None else ():  # a block may still be read, or on its way here
+                self._eraser.wait_stream(lane.stream)
+            with torch.cuda.stream(self._eraser):
+                zeros = [(Extent(0, ERASE_BYTES),) * -(-size // ERASE_BYTES) for _, size in freed]
+                _copy(self._zeros, zeros, tier.codes, [(extent,) for extent in freed], [size for _, size in freed])
+                self._erased = self._eraser.record_event()
+        return self._erased
 
     def _split(
         self, storing: Storing, start: int, codec: PagedCodec, exact: int, taken: Sequence[Taken]
@@ -381,6 +412,7 @@ class CudaEngine(Engine):
             copied = lane.stream.record_event()
             if not in_place:  # how much of its room a block takes is not known yet
                 _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
+                codes[: len(ours) * nbytes].zero_()  # the next block here may be shorter, and is copied with its rest
             self._encodings.append(Begun(encoding, self._chunk(codec, batch, lane.stream), copied))
 
     def _end_encodings(self) -> None:
@@ -430,7 +462,7 @@ class CudaEngine(Engine):
         with self._lock:
             self.tiers.put(tier, {(job.group, job.block_hashes[at]): stored for at, stored in good.items()})
             for at in failed:
-                tier.arena.free(encoding.places[at - encoding.start])
+                tier.free(encoding.places[at - encoding.start])
         self._stored(storing, {at: room(stored.nbytes) for at, stored in good.items()}, failed)
 
     def _write(self, encoding: Encoding, good: Mapping[int, Stored], failed: dict[int, str]) -> None:
@@ -459,14 +491,14 @@ class CudaEngine(Engine):
                 self.tiers.put(tier, {(job.group, job.block_hashes[at]): stored for at, stored in kept.items()})
                 for at, place in enumerate(encoding.places, encoding.start):
                     if at not in kept:
-                        tier.arena.free(place)
+                        tier.free(place)
                 self._lock.notify_all()
             self._stored(storing, sizes, failed)
 
     def _fail(self, encoding: Encoding, error: Exception, is_copied: bool = False) -> None:
         with self._lock:
             for place in encoding.places:
-                encoding.tier.arena.free(place)
+                encoding.tier.free(place)
         if not is_copied:
             self._copied(encoding.storing)
         blocks = range(encoding.start, encoding.start + len(encoding.places))

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from manthan.manager.tiers.arena import room, usable
 from manthan.manager.tiers.tier import Buffer, Tier
 from manthan.manager.transfer import Transfer
@@ -34,6 +36,7 @@ class Primary:
     Args:
         look_into: tells exact tokens, first token, mark and codec number of a compressed block, or why it is none.
         lock: of the tier. No bytes are copied while it is held.
+        erase: begins to erase what was freed, and returns the event that ends it.
     """
 
     def __init__(
@@ -41,21 +44,24 @@ class Primary:
         slab: Slab,
         look_into: Callable[[int, Buffer], tuple[int, int, int, int] | str],
         lock: threading.Condition,
+        erase: Callable[[], torch.cuda.Event],
     ) -> None:
-        self._slab, self._look_into, self._lock = slab, look_into, lock
+        self._slab, self._look_into, self._lock, self._erase = slab, look_into, lock, erase
         self.pins: Counter[Name] = Counter()
         """Blocks that are being loaded."""
 
     def evict(self, nbytes: int, count: int) -> bool:
-        """Drop what was used least recently. Return True if there is room for so many blocks of `nbytes` bytes."""
+        """Drop what was used least recently. Return True if there is room for so many blocks of `nbytes` bytes.
+
+        Some more is dropped, because it costs little to erase several blocks together.
+        """
         self._slab.grow()
-        arena, need = self._slab.arena, count * room(nbytes)
-        while arena.used + need > usable(arena.nbytes):
-            name = self._slab.oldest_but(self.pins)
-            if name is None:
-                return False
+        arena = self._slab.arena
+        most = usable(arena.nbytes) - count * room(nbytes)
+        goal = most - arena.nbytes // 64 if arena.used > most else most
+        while arena.used > goal and (name := self._slab.oldest_but(self.pins)) is not None:
             self._slab.drop([name])
-        return True
+        return arena.used <= most
 
     def begin(self, job: Transfer) -> tuple[Reading, list[bool]]:
         """Pin a load's blocks, if all are there. Return which ones are."""
@@ -130,10 +136,12 @@ class Primary:
                 self._lock.wait()
             place = self._slab.arena.allocate(buf.nbytes)
             assert place is not None
+            erased = self._erase()
+        erased.synchronize()
         self._slab.write(place, buf)
         with self._lock:
             if reading.is_stopped or (group, key) in self._slab:
-                self._slab.arena.free(place)
+                self._slab.free(place)
             else:
                 self._slab.put({(group, key): Stored(place, buf.nbytes, *told)})
             if reading.is_stopped:

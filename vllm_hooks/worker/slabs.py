@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.tiers.arena import GRANULE, Arena, Extent, room
+from manthan.manager.tiers.arena import GRANULE, Arena, Extent, room, split
 from manthan.manager.tiers.tier import Buffer
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.worker.pinned import PinnedRam
@@ -84,6 +84,8 @@ class Slab:
         """ram: that the codes are in, if it is pinned yet to be used."""
         self.codes, self._ram = codes, ram
         self.arena = Arena(0 if ram else len(codes))
+        self.freed: list[Extent] = []
+        """Extents that are free, and are to be erased before they are written to."""
         self._spans = 0
         self._columns: OrderedDict[Name, int] = OrderedDict()
         self._table = np.zeros((FIELDS, 0), np.int64)
@@ -96,7 +98,7 @@ class Slab:
     def on_device(cls, max_bytes: int, device: torch.device) -> "Slab":
         """GPU memory, allocated now; raises ConfigError if there is not so much."""
         try:
-            return cls(torch.empty(max_bytes, dtype=torch.uint8, device=device))
+            return cls(torch.zeros(max_bytes, dtype=torch.uint8, device=device))
         except torch.OutOfMemoryError:
             free, _ = torch.cuda.mem_get_info(device)
             raise ConfigError(
@@ -151,7 +153,8 @@ class Slab:
         for column, (name, (extents, nbytes, *told)) in zip(columns, blocks.items(), strict=True):
             taken = extents[0][1] if len(extents) == 1 else sum(size for _, size in extents)
             if taken - nbytes >= GRANULE:
-                extents = self.arena.shrink(extents, nbytes)
+                extents, rest = split(extents, nbytes)
+                self.free(rest)
             if len(extents) > 1:
                 self._pieces[column] = extents
             rows.append((extents[0][0] if extents else 0, nbytes, *told, len(extents), name[0]))
@@ -211,7 +214,7 @@ class Slab:
         """Remove blocks; unknown names are ignored."""
         gone = [column for name in names if (column := self._columns.pop(name, None)) is not None]
         for column, start, nbytes in zip(gone, *self._table[START : NBYTES + 1, gone].tolist(), strict=True):
-            self.arena.free(self._extents(column, start, nbytes))
+            self.free(self._extents(column, start, nbytes))
             self._pieces.pop(column, None)
         self._table[GROUP, gone] = -1
         self._spare += gone
@@ -219,6 +222,11 @@ class Slab:
     def clear(self) -> None:
         """Remove all blocks; what is taken stays so."""
         self.drop(list(self._columns))
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        """Free extents, or parts of them. Whoever takes them next has them erased before."""
+        self.arena.free(extents)
+        self.freed += extents
 
     def _find(self, group: int, keys: Sequence[bytes]) -> Numbers:
         """The columns of these blocks, up to the first that is not here.

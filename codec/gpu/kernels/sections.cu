@@ -1,4 +1,4 @@
-// Entropy-coded sections (manthan.codec.cpu.rows) in encoded blocks: where their rows lie, their
+// Entropy-coded sections (manthan.codec.cpu.rans) in encoded blocks: where their rows lie, their
 // headers, and words out of the buffers in which the rows were encoded. A row is a layer's keys or values; rows of keys
 // come first. KINDS is 1 where there are no values: of latents, whose pieces stand where heads of keys do.
 
