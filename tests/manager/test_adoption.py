@@ -11,7 +11,7 @@ from integrity import check_integrity
 from talks import GROUP, SHAPE, Talks, names
 
 from manthan.manager.events import BlocksDropped, BlocksSaved, DropCause
-from manthan.manager.pool import BlockName, Mark
+from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import NO_GROUP, FrontTier, GroupShape, MemoryShape
 from manthan.manager.session.manager import Shares
 from manthan.manager.session.persist import FACTS, HISTORY, TIMES, JournalLink
@@ -359,62 +359,6 @@ def test_a_session_with_damaged_facts_is_left_out(facts: dict[str, object]) -> N
     lengths, link = adopt(talks, left("a", "a b", 1.0, **facts), left("b", "b b", 1.0))
     assert lengths == {"b": 2}
     assert set(link._told) == {"b"}
-
-
-def test_marks_are_kept() -> None:
-    talks = Talks()
-    hashes = names("a b")
-    saved = SavedBlocks((block(0, hashes, 0), block(0, hashes, 1, mark=1)))
-    adopt(talks, JournalSession("a", left("a", "a", 1.0).facts, saved))
-    assert talks.manager.blocks.mark[talks.session("a").rows].tolist() == [Mark.EXACT, Mark.DERIVED]
-
-
-def test_sessions_that_share_a_block_which_was_unreadable_are_written_whole() -> None:
-    talks = Talks()
-    journal, link = linked(talks)
-    talks.talk("s a b", "one")
-    talks.talk("s b", "two")
-    talks.rest()
-    link.tell(talks.now)
-    talks.overwrite()
-    del talks.tier[0, names("s")[0]]
-    talks.talk("s b a", "two")  # the first block is computed, and stored once more
-    link.tell(talks.now)
-    talks.rest()
-    link.tell(talks.now)
-    sessions = talks.manager.table.by_id.values()
-    assert {name: len(saved.blocks) for name, saved in journal.saved.items() if saved.blocks} == {
-        session.session_id: len(session.rows) for session in sessions
-    }
-    assert len(talks.session("two").rows) == 3
-
-
-def test_sessions_that_share_a_head_are_all_written_when_it_is_stored_anew() -> None:
-    """The next process must not take a lossy copy for an exact one, or the reverse."""
-    talks = Talks()
-    journal, link = linked(talks)
-    for text, who, hints in (("sys a", "one", {}), ("sys b", "one", {}), ("sys c", "two", {"quality": "exact"})):
-        talks.talk(text, who, **hints)
-        talks.rest()
-        talks.overwrite()
-        link.tell(talks.now)
-        exact = {session_id: saved.blocks[0].exact for session_id, saved in journal.saved.items()}
-        assert set(exact.values()) == {16 if who == "two" else 0}
-    assert set(exact) == {"one", "one~2", "two"}
-
-
-def test_a_session_is_written_when_it_is_saved_as_far_as_there_is_room() -> None:
-    talks = Talks()
-    journal, link = linked(talks)
-    talks.talk("a " * 30, "one")
-    talks.now += talks.manager.idle_after_s
-    talks.step()
-    assert 0 < talks.manager.blocks.saved_prefix(talks.session("one").rows) < 30
-    link.tell(talks.now)
-    assert journal.saved == {}
-    talks.save()
-    link.tell(talks.now)
-    assert len(journal.saved["one"].blocks) == 30
 
 
 def test_a_pin_for_a_while_ends_with_its_process() -> None:

@@ -73,17 +73,6 @@ def test_a_request_is_never_held_back_while_all_is_to_be_stored() -> None:
         assert chats.wait(f"chat{n}", 12) == 0
 
 
-def test_the_free_queue_is_not_walked_for_a_request() -> None:
-    chats = Chats()
-    for n in range(4):
-        chats.turn(f"chat{n}", 16)
-    chats.step()
-    walks = chats.counted.walks
-    for n in range(100):
-        chats.wait(f"new{n}", 16)
-    assert chats.counted.walks == walks > 0
-
-
 def test_vllm_is_not_told_to_wait_for_blocks_that_are_to_be_stored() -> None:
     chats = Chats()
     chats.turn("chat", 60)
@@ -188,28 +177,6 @@ def test_a_head_that_sessions_share_is_overwritten_behind_what_is_theirs_alone()
         chats.turn(who, 4, head)
     chats.rest()
     assert chats.free_queue()[-4:] == tails_first(head)
-
-
-def test_a_saved_block_stands_in_its_place_whenever_it_comes_free() -> None:
-    """As when a request is preempted, or aborted, or its blocks are freed late."""
-    chats = Chats(low=0.0, high=0.0, holds=False)
-    chats.turn("saved", 8)
-    chats.rest()
-    chats.turn("unsaved", 8)
-    blocks = chats.pool.hit(names(long_text("saved", 8)))
-    chats.pool.hold(blocks)
-    chats.step()
-    chats.pool.free(blocks[::-1])
-    assert chats.free_queue() == tails_first(long_text("saved", 8), long_text("unsaved", 8))
-
-
-def test_a_half_empty_pool_overwrites_nothing() -> None:
-    chats = Chats(low=0.0, high=0.0, holds=False)
-    for turn in range(10):
-        chats.turn("chat", 16 + turn)
-        chats.rest()
-        assert chats.resident(long_text("chat", 16 + turn)) == 16 + turn
-    assert chats.lost == 0
 
 
 def test_blocks_that_a_tier_gives_up_are_not_the_next_to_be_overwritten() -> None:

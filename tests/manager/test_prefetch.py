@@ -1,6 +1,5 @@
 """Sessions that are loaded before their request comes: which ones, when, and into which room."""
 
-import jobs
 import pytest
 from integrity import check_integrity
 from talks import IDLE_AFTER_S, Talks, names
@@ -173,20 +172,6 @@ def test_a_hit_is_a_request_that_finds_all_of_it(talks: Prefetching, resident: i
     if resident:
         talks.talk(f"{text} f g h i", "A")
         assert len(talks.told(PrefetchHit)) == hits, "a prefetch counts once"
-
-
-def test_blocks_before_a_failure_on_any_rank_are_resident() -> None:
-    talks = Prefetching(ranks=2)
-    talks.go_cold("a b c d e f", "A")
-    talks.talk("x y", "X", prefetch=("A",))
-    talks.holds = True
-    [load] = talks.step().loads
-    for failed, resident in ((4, 0), (2, 2)):
-        assert talks.driver.prefetcher.is_busy
-        talks.driver.answered([jobs.done(load, failed={failed: "missing"})], talks.now)
-        assert talks.resident("a b c d e f") == resident
-    assert len(talks.pool) == talks.pool.size
-    assert (talks.texts()["A"], talks.states()["A"]) == ("a b", "cold")
 
 
 def test_compressed_blocks_in_a_store_that_is_down_are_kept(talks: Prefetching) -> None:

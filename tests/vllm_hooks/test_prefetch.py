@@ -125,22 +125,6 @@ def test_a_reset_meanwhile_lets_nothing_stale_into_the_cache(engine, table) -> N
     assert counters["prefetches"] == counters["restores"] == 0
 
 
-def test_codes_that_cannot_be_read_are_recomputed(engine, table) -> None:
-    prompt, right = table(70).question(6)
-    go_cold(engine, {"alice": prompt})
-    failures = engine.metric("manthan_failures_total", cause="checksum")
-    counters = Counters(engine)
-    engine.on_worker(stored_codes.damage, -6)
-    engine.ask("x", prefetch="alice")
-    engine.wait(lambda: engine.metric("manthan_failures_total", cause="checksum") == failures + 1, "a failure")
-    answer = engine.ask(prompt, "alice")
-    assert answer.text == right
-    good = stored_blocks(answer) - 6
-    assert answer.cached_tokens == good * 32  # the run before it is hot
-    assert counters["prefetched_blocks"] == good
-    assert (counters["restores"], counters["prefetch_hits"]) == (0, 0)
-
-
 def test_many_prefetches_beside_requests_leak_no_block(engine, table) -> None:
     tables = {f"user-{n}": table(80 + n) for n in range(6)}
     go_cold(engine, {name: t.question(0)[0] for name, t in tables.items()})

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from scripts import run_script
 from sleeper import MOMENTS, asked_again, asked_again_of_other_weights, converse, sleep, wake
 from vllm_engine import Answer, Engine, Table, running
 
@@ -77,3 +78,9 @@ def test_an_answer_that_is_cut_off_by_a_sleep_goes_on_after_it(engine: Engine) -
 
     assert engine.run(interrupted()).text == whole.text
     assert engine.failures() == 0
+
+
+@pytest.mark.slow
+def test_an_engine_in_its_caller_s_process_comes_to_rest_amid_an_encoding() -> None:
+    told, _ = run_script("sessions.py", {"scenario": "nap"})
+    assert told == {"steps": False, "held": False, "restored": [0, 0, 0]}
