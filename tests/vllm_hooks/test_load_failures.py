@@ -9,15 +9,14 @@ import pytest
 from scripts import run_script
 
 WHAT = ["some", "shared", "beside", "aborted", "preempted"]
-KINDS = {"synchronous": False, "asynchronous": True}
 NOTHING = {"loads": 0, "requests": 0, "referenced": 0}
 
 Report = dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param("synchronous", marks=pytest.mark.slow), "asynchronous"])
 def report(request: pytest.FixtureRequest) -> Report:
-    job = {"is_async": KINDS[request.param], "what": WHAT}
+    job = {"is_async": request.param == "asynchronous", "what": WHAT}
     told: Report = run_script("failed_loads.py", job)[0]
     return told
 

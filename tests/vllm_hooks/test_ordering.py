@@ -208,11 +208,13 @@ def test_a_preempted_request_resumes_before_a_shorter_one_that_came_earlier(retu
     }
 
 
+@pytest.mark.slow
 def test_priorities_of_users_go_over_the_order() -> None:
     found = served(["priorities"], "priority", "returns")
     assert found["priorities"]["admitted"] == ["urgent", "back", "first", "patient"]
 
 
+@pytest.mark.slow
 def test_a_return_that_another_engine_has_served_passes_once_it_is_found(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server:
         tiers = {"kind": "redis", "redis": {"url": server.url}}

@@ -19,17 +19,7 @@ from manthan.vllm_hooks.compat import Resets
 from manthan.vllm_hooks.inquiries import METHOD
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
-
-@pytest.fixture(scope="module")
-def one(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
-    """The pool has room for seven sessions."""
-    yield from start_engine(blocks=131, idle=0.5)
-
-
-@pytest.fixture
-def engine(one: Engine) -> Engine:
-    one.start_afresh()
-    return one
+pytestmark = pytest.mark.usefixtures("sweeping_engine")
 
 
 # -- as a loop of reinforcement learning does it ----------------------------------------------------------
