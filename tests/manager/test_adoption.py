@@ -321,19 +321,6 @@ def test_a_time_to_live_that_ended_meanwhile() -> None:
     assert talks.told(BlocksDropped) == [BlocksDropped(0, names("a a"), DropCause.EXPIRED)]
 
 
-def test_the_resume_point_at_the_end_of_the_prompt_comes_too() -> None:
-    talks = Talks(shape=MemoryShape({0: GROUP, STATE: GROUP}))
-    adopt(talks, left("a", "a b c d", 1.0, depths=(1, 2, 4), prompt_depth=2))
-    assert [point.depth for point in talks.session("a").points] == [2, 4]
-    talks.step()
-    assert set(talks.tier) == {
-        *((0, name) for name in names("a b c d")),
-        *((STATE, names("a b c d")[at]) for at in (1, 3)),
-    }
-    request = talks.ask("a b c", "a")
-    assert talks.manager.match(talks.manager.requests[request], 0, 3) == 2
-
-
 def test_blocks_that_some_rank_lacks_are_dropped_and_those_that_nobody_names(tmp_path: Path) -> None:
     talks = Talks()
     hashes, stray = names("a b c d"), (0, names("stray")[0])

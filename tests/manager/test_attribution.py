@@ -68,25 +68,11 @@ def test_a_named_prompt_that_is_asked_again_belongs_to_its_session_at_first(talk
     assert talks.states() == {"alice": "idle", "alice~2": "idle"}
 
 
-def test_a_prompt_without_a_full_block_belongs_to_no_known_session(talks: Talks) -> None:
-    talks.talk("sys a b", "alice")
-    talks.start("", "alice")
-    assert talks.states() == {"alice": "idle", "alice~2": "active"}
-
-
 def test_a_session_that_only_the_answer_tells_is_continued(talks: Talks) -> None:
     first, second = talks.start("a", "alice"), talks.start("a", "alice")
     talks.finish(first, "a b")
     talks.finish(second, "a b c")
     assert talks.texts() == {"alice": "a b c"}
-
-
-def test_an_abort_with_less_than_the_session_has_changes_nothing(talks: Talks) -> None:
-    talks.talk("a b")
-    talks.talk("a b c d", "alice")
-    talks.finish(talks.start("a b c d e", "alice"), "a b")
-    assert talks.texts() == {"anonymous-1": "a b", "alice": "a b c d"}
-    assert uses(talks)["anonymous-1"] == 1
 
 
 @pytest.mark.parametrize(("text", "texts"), [("a b", []), ("a b c", ["a b c"])])
@@ -161,28 +147,11 @@ def test_a_changed_conversation_goes_on_with_its_history(talks: Talks) -> None:
     assert talks.texts()["old"] == "sys a b c d"
 
 
-def test_a_prompt_that_only_shares_a_beginning_with_many_is_a_new_session(talks: Talks) -> None:
-    for text in ("sys a b", "sys c d", "sys e f"):
-        talks.talk(text)
-    assert list(uses(talks).values()) == [1, 2, 1], "the second might have been a change"
-    assert talks.session("anonymous-3").left_tokens == 0
-
-
 def test_a_session_that_ends_where_others_go_on_stays_as_it_is(talks: Talks) -> None:
     texts = ["sys p a b", "sys p", "sys p c d", "sys p e f"]
     for text in texts:
         talks.talk(text)
     assert sorted(talks.texts().values()) == sorted(texts)
-
-
-def test_tokens_are_counted_exactly_where_they_are_known(talks: Talks) -> None:
-    manager = talks.manager
-    manager.request_started("r", names("a b"), "s", 0.0, tokens=37)
-    manager.request_finished("r", names("a b c"), 1.0, tokens=50)
-    session = talks.session("s")
-    assert (session.added_tokens, session.answer_tokens) == (37, 13)
-    manager.request_started("q", names("a b c"), "s", 2.0, tokens=58)
-    assert (session.added_tokens, session.gap) == (8, 1.0)
 
 
 # -- answers that come back changed -------------------------------------------------------------------

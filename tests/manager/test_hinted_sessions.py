@@ -149,9 +149,3 @@ def test_others_may_store_what_they_have_in_common_with_a_session_that_stays_out
     talks.talk("sys a b", "other")
     assert last_words(talks.rest()) == "sys a b"
     assert talks.states() == {"out": "idle", "other": "cold"}
-
-
-# -- tenants ------------------------------------------------------------------------------------------
-
-
-# -- prefetch -----------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from talks import Talks, long_text, names
 
 from manthan.manager.driver import Work
 from manthan.manager.events import DropCause, Overwritten, StoreFailed
-from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.transfer import NEEDED
 
 BLOCKS = 64
@@ -13,23 +12,12 @@ WINDOW = BLOCKS // 16
 SAVED_AFTER_S = 2.0
 
 
-class CountedPool(SimulatedPool):
-    """Counts how often its free queue is looked through."""
-
-    walks = 0
-
-    def runway(self, most: int) -> int:
-        self.walks += 1
-        return super().runway(most)
-
-
 class Chats(Talks):
     """A pool of 64 blocks, and tiers with room for all. Results are held."""
 
     def __init__(self, low: float = 0.25, high: float = 0.5, ranks: int = 1, holds: bool = True) -> None:
-        self.counted = CountedPool(BLOCKS)
         super().__init__(
-            10_000, pool=self.counted, idle_after_s=SAVED_AFTER_S, low=low, high=high, ranks=ranks, holds=holds
+            10_000, blocks=BLOCKS, idle_after_s=SAVED_AFTER_S, low=low, high=high, ranks=ranks, holds=holds
         )
 
     def turn(self, who: str, blocks: int, head: str = "") -> None:

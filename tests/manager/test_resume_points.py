@@ -127,9 +127,6 @@ def test_groups_are_encoded_in_codecs_of_their_own(talks: Talks) -> None:
     assert {job.group: job.codec for job in talks.jobs.values()} == {WINDOW: "", MAIN: "wht-4x"}
 
 
-# -- room ---------------------------------------------------------------------------------------------
-
-
 # -- windows alone ------------------------------------------------------------------------------------
 
 

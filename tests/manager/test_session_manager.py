@@ -203,28 +203,6 @@ def test_saved_blocks_are_overwritten_in_the_policy_s_order(priority: int, order
     assert overwritten(talks, "sys a b,sys c d") == order
 
 
-def test_the_pool_puts_a_few_saved_blocks_into_order_at_a_time() -> None:
-    talks = Talks(blocks=6)
-    for text in ("a b c", "x y z"):
-        talks.talk(text, text)
-        talks.rest()
-    talks.pool.lead(0, names("x y z"))
-    talks.manager.lead_overwritten(2)
-    assert overwritten(talks, "a b c,x y z") == "c b x y z a"
-
-
-def test_blocks_of_sessions_that_are_in_use_keep_their_turn() -> None:
-    talks = Talks(blocks=6)
-    talks.talk("a b", "used")
-    talks.talk("c d", "cold")
-    talks.rest()
-    talks.start("a b", "used")
-    talks.step(taken=1)
-    talks.pool.take(2)
-    assert overwritten(talks, "c d") == "d c"
-    assert talks.resident("a b") == 2
-
-
 # -- reset --------------------------------------------------------------------------------------------
 
 

@@ -175,18 +175,6 @@ def test_a_tenant_sees_and_steers_its_own_only(api) -> None:
     assert Api(api.server).refused("GET", "/sessions", headers=twice) == (422, sentence)
 
 
-@pytest.mark.parametrize("key", ["", "open"])
-def test_without_the_key_there_is_nothing(api, key: str) -> None:
-    api.talk("alice")
-    stranger = Api(api.server, key=key)
-    sentence = "The API key is missing or wrong: send it as `Authorization: Bearer KEY`."
-    for path in ("/sessions", "/sessions/alice", "/sessions/nobody", "/state", "/config"):
-        assert stranger.refused("GET", path) == (401, sentence)
-    for action in ACTIONS:
-        assert stranger.refused("POST", f"/sessions/alice/{action}", json={"no such": 1}) == (401, sentence)
-    assert api.get("/sessions/alice")["state"] == "idle"
-
-
 # -- mistakes, and what the server says of itself -----------------------------------------------------------
 
 

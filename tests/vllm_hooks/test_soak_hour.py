@@ -67,9 +67,3 @@ def test_all_tiers_are_used_and_dropped_from(found: dict[str, Any]) -> None:
         assert told[f"prompt_tokens_cached_by_source_total{{{source}}}"] > 0
     assert told["evictions_total"] > 50
     assert sum(value for name, value in told.items() if name.startswith("dropped_blocks_total{")) > 0
-
-
-# -- its parts ------------------------------------------------------------------------------------------
-
-
-# -- memory ---------------------------------------------------------------------------------------------
