@@ -95,15 +95,6 @@ def test_a_session_that_lost_its_kv_has_its_history_when_it_returns(small: Talks
     assert (len(session.rows), session.uses, session.gap, session.created) == (0, 3, small.now, 0.0)
 
 
-def test_a_session_that_lost_its_tail_is_known_again(small: Talks) -> None:
-    for text, who in (("a b c", "s"), ("x y z", "other")):
-        small.talk(text, who)
-        small.rest()
-    assert small.texts()["s"] == "a"
-    small.start("a b c d", "s")
-    assert (small.states()["s"], uses(small)["s"]) == ("active", 2)
-
-
 def test_a_session_that_comes_back_gets_another_id_if_its_own_is_taken(small: Talks) -> None:
     small.talk("a b", "s")
     push_out(small)

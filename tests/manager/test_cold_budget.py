@@ -119,28 +119,6 @@ def test_the_policy_decides_if_an_exclusive_tier_has_no_redundant_copies() -> No
 # -- loads --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("prompt", "resident", "loaded"),
-    [
-        ("a b c d", 0, 3),
-        ("a b c d", 1, 2),
-        ("a b c d", 3, 0),
-        ("a b", 0, 2),
-        ("a x", 0, 1),
-        ("x b c", 0, 0),
-        ("", 0, 0),
-    ],
-)
-def test_saved_blocks_behind_the_resident_ones_are_loaded_without_a_gap(
-    prompt: str, resident: int, loaded: int
-) -> None:
-    talks = Talks(blocks=7)
-    talks.go_cold("a b c")
-    talks.overwrite(7 - resident)
-    found = talks.running[talks.start(prompt, "a b c")]
-    assert (found.resident, found.loaded) == (resident, loaded)
-
-
 def test_many_sessions_may_lose_their_common_head_at_once() -> None:
     talks = Talks(capacity=2000, blocks=1000, driver={"prefetch_lead_s": 1.0})
     for at in range(500):

@@ -2,7 +2,7 @@
 
 import pytest
 from integrity import check_empty
-from talks import IDLE_AFTER_S, Talks, last_words, names
+from talks import Talks, last_words, names
 
 from manthan.manager.events import DropCause
 
@@ -102,13 +102,6 @@ def test_nothing_of_a_session_is_stored_until_its_client_allows_it() -> None:
     assert last_words(talks.rest()) == "a b c d e"
 
 
-def test_what_is_stored_before_a_session_stays_out_stays_stored() -> None:
-    talks = Talks()
-    talks.go_cold("a b")
-    talks.talk("a b c d", "a b", store=False)
-    assert (talks.rest(), talks.saved()) == ([], {"a", "a b"})
-
-
 def test_a_session_that_stays_out_is_not_saved_when_memory_is_short_or_on_demand() -> None:
     talks = Talks(blocks=4, low=1, high=1)
     talks.talk("a b", "idle", store=False)
@@ -130,17 +123,6 @@ def test_a_session_that_stays_out_is_forgotten_when_the_pool_has_lost_it() -> No
     talks.overwrite()
     talks.rest(1000)
     check_empty(talks.manager)
-
-
-def test_a_request_that_stays_out_takes_its_session_out_of_saving() -> None:
-    talks = Talks(blocks=16, holds=True)
-    talks.talk("a b", "s")
-    talks.now = IDLE_AFTER_S
-    assert len(talks.step().stores) == 1
-    talks.finish(talks.start("a b", "s", store=False), "a b")
-    talks.holds = False
-    talks.answer()
-    assert talks.rest() == []
 
 
 def test_others_may_store_what_they_have_in_common_with_a_session_that_stays_out() -> None:

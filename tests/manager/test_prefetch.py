@@ -109,26 +109,6 @@ def test_a_session_that_is_on_its_way_is_not_loaded_again(talks: Prefetching) ->
     assert talks.taken() == [names("a b")]
 
 
-def test_the_next_session_s_turn_asks_for_a_step(talks: Prefetching) -> None:
-    """An engine without requests takes a step only while there is work."""
-    texts = {who: f"{who} 1 2" for who in "ABC"}
-    for who, text in texts.items():
-        talks.talk(text, who)
-    talks.rest()
-    talks.overwrite()
-    talks.talk("x y", "X", prefetch=tuple(texts))
-    talks.holds = True
-    for text in texts.values():
-        [load] = talks.step().loads
-        assert load.block_hashes == names(text)
-        assert talks.driver.prefetcher.has_work
-        talks.answer([load])
-        assert talks.driver.prefetcher.has_work
-    assert talks.taken() == []
-    assert not talks.driver.prefetcher.has_work
-    assert talks.prefetches() == 3
-
-
 # -- room ---------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from integrity import check_empty
 from talks import IDLE_AFTER_S, Talks, last_words, names
 
 from manthan.manager.events import DropCause, Evicted, StoreFailed
@@ -40,30 +39,6 @@ def test_sessions_are_saved_when_their_idle_time_is_over(talks: Talks) -> None:
     talks.now = talks.driver.next_deadline or 0.0
     assert talks.save() == names("a b")
     assert talks.states() == {"old": "cold", "new": "idle"}
-
-
-def test_blocks_are_stored_head_first_and_a_few_at_a_time(slow: Talks) -> None:
-    slow.talk("a b")
-    slow.now = IDLE_AFTER_S
-    assert stored(slow) == "a"
-    assert stored(slow) == "", "the pool does not have its block back"
-    slow.gathered()
-    assert stored(slow) == "b"
-
-
-def test_a_session_is_cold_when_all_its_blocks_are_stored_and_stays_resident(slow: Talks) -> None:
-    slow.talk("a b", "s")
-    slow.now = IDLE_AFTER_S
-    slow.step()
-    slow.gathered()
-    slow.step()
-    head, tail = slow.jobs.values()
-    slow.answer([tail])
-    assert (slow.states(), slow.driver.has_work) == ({"s": "idle"}, True)
-    slow.answer([head])
-    slow.step()
-    assert (slow.states(), slow.driver.has_work) == ({"s": "cold"}, False)
-    assert slow.resident("a b") == 2
 
 
 def test_an_eviction_is_accounted_for() -> None:
@@ -209,13 +184,3 @@ def test_saved_blocks_are_overwritten_in_the_policy_s_order(priority: int, order
 def reset(talks: Talks) -> None:
     talks.driver.reset(talks.now)
     talks.pool.clear()
-
-
-def test_nothing_of_before_a_reset_is_found_afterwards(talks: Talks) -> None:
-    talks.talk("a b", "s")
-    talks.rest()
-    reset(talks)
-    check_empty(talks.manager)
-    talks.step()
-    assert (talks.dropped(), talks.tier) == ([("a b", DropCause.RESET)], {})
-    assert talks.running[talks.start("a b", "s")].loaded == 0
