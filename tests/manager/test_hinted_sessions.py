@@ -2,7 +2,7 @@
 
 import pytest
 from integrity import check_empty
-from talks import Talks, last_words, names
+from talks import IDLE_AFTER_S, Talks, last_words, names
 
 from manthan.manager.events import DropCause
 
@@ -123,6 +123,17 @@ def test_a_session_that_stays_out_is_forgotten_when_the_pool_has_lost_it() -> No
     talks.overwrite()
     talks.rest(1000)
     check_empty(talks.manager)
+
+
+def test_a_request_that_stays_out_takes_its_session_out_of_saving() -> None:
+    talks = Talks(blocks=16, holds=True)
+    talks.talk("a b", "s")
+    talks.now = IDLE_AFTER_S
+    assert len(talks.step().stores) == 1
+    talks.finish(talks.start("a b", "s", store=False), "a b")
+    talks.holds = False
+    talks.answer()
+    assert talks.rest() == []
 
 
 def test_others_may_store_what_they_have_in_common_with_a_session_that_stays_out() -> None:

@@ -1,4 +1,4 @@
-"""The manager by example: saving, memory pressure, reset."""
+"""The manager by example: saving and memory pressure."""
 
 from typing import Any
 
@@ -39,6 +39,21 @@ def test_sessions_are_saved_when_their_idle_time_is_over(talks: Talks) -> None:
     talks.now = talks.driver.next_deadline or 0.0
     assert talks.save() == names("a b")
     assert talks.states() == {"old": "cold", "new": "idle"}
+
+
+def test_a_session_is_cold_when_all_its_blocks_are_stored_and_stays_resident(slow: Talks) -> None:
+    slow.talk("a b", "s")
+    slow.now = IDLE_AFTER_S
+    slow.step()
+    slow.gathered()
+    slow.step()
+    head, tail = slow.jobs.values()
+    slow.answer([tail])
+    assert (slow.states(), slow.driver.has_work) == ({"s": "idle"}, True)
+    slow.answer([head])
+    slow.step()
+    assert (slow.states(), slow.driver.has_work) == ({"s": "cold"}, False)
+    assert slow.resident("a b") == 2
 
 
 def test_an_eviction_is_accounted_for() -> None:
@@ -176,11 +191,3 @@ def test_saved_blocks_are_overwritten_in_the_policy_s_order(priority: int, order
     talks.rest()
     talks.step(taken=1)
     assert overwritten(talks, "sys a b,sys c d") == order
-
-
-# -- reset --------------------------------------------------------------------------------------------
-
-
-def reset(talks: Talks) -> None:
-    talks.driver.reset(talks.now)
-    talks.pool.clear()

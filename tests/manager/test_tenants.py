@@ -18,11 +18,6 @@ from manthan.manager.session.table import qualified
 from manthan.policies import policy_names
 
 
-def taken(talks: Talks) -> dict[str, int]:
-    """Return the bytes that the blocks of each tenant take."""
-    return {tenant: nbytes for tenant in ("a", "b") if (nbytes := talks.manager.blocks.taken_by(tenant))}
-
-
 def test_a_tenant_without_a_quota_drops_nobody_s_blocks() -> None:
     talks = Talks(capacity=3, shares=Shares(pinned=1.0, tenants={"b": 0.0}))
     talks.talk("a b c", tenant="a")
