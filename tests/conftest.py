@@ -23,7 +23,7 @@ PURE = ("codec", "manager", "policies")
 START_S = 600
 """Long enough for a start beside all that other tests do."""
 
-SERVERS = re.compile(r"\b(plain|manthan|unguarded|steered)_server\b")
+SHARED = re.compile(r"\b(?:(?:plain|manthan|unguarded|steered)_(server)|sweeping_(engine))\b")
 
 examples.register()
 
@@ -48,20 +48,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @cache
-def has_servers(file: Path) -> bool:
-    """True if tests of this file use servers that other files use, too."""
-    return SERVERS.search(file.read_text(encoding="utf-8")) is not None
+def shared_by(file: Path) -> str:
+    """Return what tests of this file share with those of other files: "server", "engine", or nothing."""
+    found = SHARED.search(file.read_text(encoding="utf-8"))
+    return (found[1] or found[2]) if found else ""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run each file in one process, and all that share servers in one, so that each server is started once."""
+    """Run each file in one process, and all that share servers or an engine in one, so that each is started once."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "servers" if has_servers(config.rootpath / file) else file
+            return shared_by(config.rootpath / file) or file
 
     return Scheduling(config, log)
 

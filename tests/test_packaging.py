@@ -20,7 +20,6 @@ MAY_IMPORT = {
 }
 OURS = [*MAY_IMPORT, "tests", ".ci"]
 COMMANDS = "manthan.benchmarks.cli"
-NOT_INSTALLED = "peers/"
 KNOW_VLLM = {"vllm_hooks", "benchmarks"}
 
 each_package = pytest.mark.parametrize("package", MAY_IMPORT)

@@ -7,10 +7,10 @@ import profiles
 import pytest
 from kv import encoded
 
-from manthan.codec import BlockFormat, BlockShape, ProfileError, get_codec
+from manthan.codec import ProfileError, get_codec
 from manthan.codec.base import Dtype, Section, SectionKind
 from manthan.codec.cpu.numbers import as_floats, as_numbers
-from manthan.codec.errors import SizeError, WireError
+from manthan.codec.errors import SizeError
 from manthan.codec.model import ModelFacts
 from manthan.codec.profile import PRESETS
 from manthan.codec.registry import codec_names, needs_profile
@@ -97,23 +97,3 @@ def test_names():
 def test_a_profile_that_does_not_fit(facts, head_dim, sentence):
     with pytest.raises(ProfileError, match=sentence):
         get_codec("klt-5x", head_dim, facts)
-
-
-def test_a_block_with_the_first_tokens_exact():
-    """A block of a tier; with another profile the fingerprint is another, which is a miss."""
-    shape = BlockShape(profiles.LAYERS, profiles.HEADS, TOKENS, profiles.HEAD_DIM)
-    mark = bytes.fromhex(PROFILE.digest)[:16]
-    keys, values, _ = profiles.kv(TOKENS, seed=3)
-    keys, values = (as_numbers(x.copy(), Dtype.BFLOAT16) for x in (keys, values))
-    form = BlockFormat("klt-8x", shape, mark, facts=FACTS)
-    block = form.encode(keys, values, key=b"k", first_token=0, exact=4)
-    assert block.size < form.max_nbytes(4)
-    assert block.size == pytest.approx(form.expected_nbytes(4), rel=0.12)
-    back = form.decode(block, key=b"k")
-    for x, y in zip((keys, values), back, strict=True):
-        assert np.array_equal(x[:, :, :4], y[:, :, :4])
-        assert not np.array_equal(x[:, :, 4:], y[:, :, 4:])
-    other = profiles.built(512)
-    wrong = BlockFormat("klt-8x", shape, bytes.fromhex(other.digest)[:16], facts=ModelFacts(profiles.ROPE, other))
-    with pytest.raises(WireError, match="fingerprint"):
-        wrong.decode(block, key=b"k")

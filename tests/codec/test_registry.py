@@ -1,13 +1,12 @@
 """Presets by name, ours and those of others, and what is refused."""
 
-from dataclasses import FrozenInstanceError, dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
 import pytest
 
 from manthan.codec import CodecError, HeadDimError, UnknownCodecError, codec_names, get_codec, registry
 from manthan.codec.k3v3 import K3v3Codec
-from manthan.codec.wht import WhtPreset
 
 OURS = ["wht-5x", "wht-4x", "klt-5x", "klt-8x", "klt-12x", "k3v3"]
 
@@ -32,15 +31,6 @@ def test_entry_points_add_codecs(monkeypatch):
         assert get_codec("two-thirds", 64).name == "two-thirds"
     finally:
         registry._others.cache_clear()
-
-
-def test_a_preset_is_a_frozen_dataclass_whose_fields_are_its_options():
-    preset = WhtPreset("finer", key_step=0.1, value_step=0.2)
-    assert [field.name for field in fields(preset)] == ["name", "key_step", "value_step"]
-    assert preset.codec(64).name == "finer"
-    with pytest.raises(FrozenInstanceError):
-        preset.key_step = 1.0
-    assert all(registry.PRESETS[name].name == name for name in OURS)
 
 
 def test_what_takes_the_place_of_a_codec_that_is_not_faithful():

@@ -1,7 +1,6 @@
-"""Rotated, rounded to steps, entropy-coded: the format, both implementations, biases, bounds, refusals."""
+"""Rotated, rounded to steps, entropy-coded: the format, biases, bounds, refusals."""
 
 import numpy as np
-import plain_wht
 import pytest
 import xxhash
 from kv import ROPES, as_floats, encoded, error, in_cache, keys, places_from, rope
@@ -21,15 +20,8 @@ LAYERS, HEADS, TOKENS = 2, 3, 16
 DTYPES = [Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32]
 
 
-class PlainCodec(WhtCodec):
-    """The oracle: the transform in numpy."""
-
-    def _kernels(self):
-        return plain_wht
-
-
-def codec_of(head_dim=64, turn=None, plain=False):
-    return (PlainCodec if plain else WhtCodec)(PRESETS[NAME], head_dim, turn)
+def codec_of(head_dim=64, turn=None):
+    return WhtCodec(PRESETS[NAME], head_dim, turn)
 
 
 def section_of(head_dim=64, tokens=TOKENS, dtype=Dtype.FLOAT32, kind=SectionKind.KEYS):
@@ -115,27 +107,6 @@ def test_how_much_smaller_than_bf16_it_is(name, ratio, tokens):
     assert block.nbytes < 1.01 * keys_.nbytes * 2 / ratio
     assert block.nbytes == pytest.approx(form.expected_nbytes(0), rel=0.02)
     assert block.nbytes <= form.max_nbytes(0)
-
-
-# ---- both implementations
-
-
-@pytest.mark.parametrize("kind", [SectionKind.KEYS, SectionKind.VALUES])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("head_dim", "turning"), [(64, "none"), (64, "halves"), (80, "neighbours"), (128, "halves"), (256, "partial")]
-)
-def test_compiled_and_plain_agree_bit_for_bit(head_dim, turning, dtype, kind):
-    turn = ROPES[turning](head_dim)
-    plain, compiled = (codec_of(head_dim, turn, plain) for plain in (True, False))
-    for tokens, first, bias in ((16, 0, 0.0), (1, 7, 40.0), (13, 4100, 300.0), (64, 2**33, 1e-4)):
-        section, places = section_of(head_dim, tokens, dtype, kind), places_from(first, tokens)
-        x = in_cache(keys(section, turn, first, bias, seed=tokens), dtype)
-        codes = encoded(plain, x, section, places)
-        assert np.array_equal(codes, encoded(compiled, x, section, places))
-        a, b = (codec.decode(codes, section, places) for codec in (plain, compiled))
-        assert a.dtype == b.dtype == dtype.numpy
-        assert a.tobytes() == b.tobytes()
 
 
 # ---- what it is for

@@ -4,13 +4,12 @@ requests is told on standard output as JSON: by call and state the tokens, those
 blocks that stay referenced.
 """
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from scripts import answer
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -163,8 +162,8 @@ def try_case(engine: Engine, prompt: list[int], on_worker: bool, name: str, stat
     }
 
 
-def main() -> None:
-    (stride, *wanted), report = json.load(sys.stdin), dict[str, Any]()
+def main(job: Any) -> Any:
+    (stride, *wanted), report = job, dict[str, Any]()
     engine = Engine()
     calls = [*((True, name) for name in WORKER), *((False, name) for name in (*OTHERS, *SCHEDULER))]
     for n, (on_worker, name) in list(enumerate(calls))[::stride]:
@@ -175,8 +174,8 @@ def main() -> None:
             if engine.connector._is_broken:
                 engine.close()
                 engine = Engine()
-    print(json.dumps(report))
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

@@ -1,6 +1,5 @@
 """Conversations in processes of their own; see group_sessions.py."""
 
-import json
 from typing import Any
 
 from scripts import run_script
@@ -22,15 +21,9 @@ def run(
     prompts: Any = None,
     adapter: str | None = None,
     harm: bool = False,
+    questions: Any = None,
     **engine: Any,
 ) -> tuple[list[Any], str]:
-    """The turns of a conversation, and the log. engine: options of vLLM's."""
-    job = {"model": model, "manthan": manthan, "batched_tokens": batched, "prompts": prompts}
-    return told("group_sessions.py", job | {"adapter": adapter, "harm": harm, "engine": engine})
-
-
-def told(script: str, job: dict[str, Any]) -> tuple[list[Any], str]:
-    """What a script of this folder says of a job, and the log."""
-    out, err = run_script(script, job)
-    line = next(line for line in out.splitlines() if line.startswith("[{"))
-    return json.loads(line), err + out
+    """Return the turns of a conversation, and the log. engine: options of vLLM's."""
+    job = {"model": model, "manthan": manthan, "batched_tokens": batched, "prompts": prompts, "adapter": adapter}
+    return run_script("group_sessions.py", job | {"harm": harm, "questions": questions, "engine": engine})

@@ -1,9 +1,9 @@
 """Random conversations on an engine in this process, and a subscriber to its KV events. Whenever all is quiet, what is
 stored by its events is what is saved by the manager's books, and what it would promise is kept.
 
-On standard input: model, blocks, manthan (its options), seed, folder (for sockets), actions and seconds (of both at
-least so many), resets (whether there are any). On standard output: what came to pass, and what was stored when
-the process ended, which is no shutdown of the engine.
+On standard input: model, blocks, manthan (its options), seed, folder (for sockets), number of actions, resets (whether
+there are any). On standard output: what came to pass, and what was stored when the process ended, which is no shutdown
+of the engine.
 """
 
 import json
@@ -16,15 +16,12 @@ from typing import Any
 
 import vllm_engine  # sets the environment
 from event_subscriber import Name, Subscriber, chain_hashes
-from evicted import evict
 from integrity import check_integrity, stored
-from vllm import EngineArgs, SamplingParams
+from stepped_engine import SteppedEngine, evict
+from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
-
-from manthan.vllm_hooks import kv_transfer_config
 
 PATIENCE_S = 60.0
 LONGEST = 500
@@ -40,28 +37,16 @@ class Talk:
         self.name, self.salt, self.tokens, self.served = name, salt, tokens, 0
 
 
-class Router:
+class Router(SteppedEngine):
     """The engine, its subscriber, and conversations."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.chance = random.Random(job["seed"])
         endpoint, replay = (f"ipc://{job['folder']}/{kind}-{job['seed']}" for kind in ("events", "replay"))
         events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, replay_endpoint=replay)
-        args = EngineArgs(
-            job["model"],
-            block_size=vllm_engine.BLOCK,
-            num_gpu_blocks_override=job["blocks"],
-            max_model_len=2048,
-            max_num_seqs=4,
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            kv_transfer_config=kv_transfer_config(idle=1e6, **job["manthan"]),
-            kv_events_config=events,
-            seed=0,
-        )
-        self.engine = LLMEngine.from_engine_args(args)
-        scheduler = self.engine.engine_core.engine_core.scheduler
-        self.half, self.publisher = scheduler.connector.scheduler, scheduler.kv_event_publisher
+        more = {"max_num_seqs": 4, "skip_tokenizer_init": True, "kv_events_config": events, "seed": 0}
+        super().__init__(job["blocks"], more, model=job["model"], idle=1e6, **job["manthan"])
+        self.publisher = self.scheduler.kv_event_publisher
         self.is_single = not self.half.groups.windows
         self._subscribe: Callable[[], Subscriber] = lambda: Subscriber(endpoint, replay, self.half.groups.hash_tokens)
         self.subscriber: Subscriber | None = None
@@ -232,15 +217,13 @@ def main() -> None:
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
     router = Router(job)
-    began, actions = time.monotonic(), 0
     router.settle()
     first = {key.hex() for _, key in stored(router.half.manager)}
-    while actions < job["actions"] or time.monotonic() < began + job["seconds"]:
+    for action in range(job["actions"]):
         router.act()
         if job["resets"] and router.chance.random() < 0.03:
             router.reset()
-        actions += 1
-        if actions > 3:
+        if action > 2:
             router.check()
     assert router.subscriber is not None
     with report:

@@ -8,24 +8,20 @@ GARBAGE before a load, and so is each block whose load fails.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import vllm_engine
-from evicted import evict
 from scripts import answer
-from stepped_engine import SteppedEngine
+from stepped_engine import ASYNC, SteppedEngine, evict
 from vllm import SamplingParams
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
-ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 GARBAGE = 50.0
 TOLERANCE = 0.05
 """Difference of a block that was computed again, with other tokens beside it in a step, from what it was."""
-ALL, FOREVER = 100_000, 10**9
-"""More first tokens than any session has, and more calls than are made."""
+ALL = 100_000
+"""More first tokens than any session has."""
 PATIENCE_S = 60
 SHORT, LONG = 40, 60
 """Tokens of the prompts and answers of requests that run meanwhile. Their sessions are too small to be saved."""
@@ -53,12 +49,9 @@ class FailedLoads(SteppedEngine):
         super().__init__(
             200, more, idle={"after_s": 3600, "min_tokens": 64}, codec=codec, tiers={"max_bytes": "256MiB"}
         )
-        self.core: Any = self.engine.engine_core.engine_core
         if is_async:  # vLLM's CPU platform does not offer it
             self.core.batch_queue_size, self.core.batch_queue = 2, deque(maxlen=2)
             self.core.step_fn = self.core.step_with_batch_queue
-        self.scheduler: Any = self.core.scheduler
-        self.worker: Any = get_kv_transfer_group().worker
         self.path: Any = self.worker.engine
         [(self.group, self.blocks)] = self.path.blocks.items()
         self.rows = [rows for rows, _, _ in self.blocks._memory._layers]
@@ -283,42 +276,6 @@ class FailedLoads(SteppedEngine):
         opener.join()
         self.finish()
         return self.told_of(before, asked)
-
-    def errors(self) -> dict[str, Any]:
-        """Something raises in the worker half while two sessions are loaded."""
-        places: list[tuple[Any, str, int, int]] = [  # calls that go well before, and those that raise then
-            (self.worker, "begin_step", 0, FOREVER),
-            (self.worker, "submit_loads", 0, 1),
-            (self.path, "_prepare", 0, 1),
-            (self.path, "take_ended", 0, 3),
-            (self.path, "rest", 0, FOREVER),
-            (self.worker, "take_report", 0, 3),
-            (self.path.store, "read", 0, 1),
-            (self.blocks, "decode", 5, 1),
-        ]
-        reports = {}
-        for seed, (owner, name, well, raising) in enumerate(places, 60):
-            asked = {f"{name}0": self.question(2 * seed), f"{name}1": self.question(2 * seed + 1)}
-            before = self.learn(asked)
-            whole = getattr(owner, name)
-            setattr(owner, name, failing(whole, well, raising))
-            reports[name] = self.come_back(asked, before)
-            setattr(owner, name, whole)
-        return reports
-
-
-def failing(call: Callable[..., Any], well: int, raising: int) -> Callable[..., Any]:
-    """The same, but `raising` calls raise after `well` that do not."""
-    calls = 0
-
-    def fails(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if well < calls <= well + raising:
-            raise RuntimeError("a test")
-        return call(*args)
-
-    return fails
 
 
 def main(job: Any) -> Any:

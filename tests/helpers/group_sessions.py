@@ -1,34 +1,35 @@
-"""A conversation on an engine of its own, told on standard output as JSON: each turn's prompt, tokens, their
-log-probabilities, how many of the prompt's were not computed, and how many tokens a draft proposed that were right.
+"""A conversation on an engine of its own, and what became of each turn.
 
-On standard input: model, batched_tokens, manthan (its options, or null for none), prompts (those of another run, or
-null), adapter (a LoRA adapter's folder, or null), harm (true if what is stored beside the chains is damaged before the
-third turn), and options of the engine's besides. With max_logprobs -1 among them each turn tells the log-probabilities
-of all tokens to be its answer's first. The first turn tells also of each KV cache group how keys are turned, as far as
-Manthan knows: the frequencies of RoPE; and what restored blocks have lost.
+Run as a script: a job as JSON on standard input, turns as JSON on standard output. A turn has its prompt, its tokens,
+their log-probabilities, and the log-probabilities of the first token. Further, it has the number of the prompt's
+tokens that were not computed, and of proposed tokens that were right. The first turn also has the frequencies of RoPE
+by KV cache group, as far as Manthan knows them, and what restored blocks have lost.
+
+In the job: model, batched_tokens, manthan (its options, or null for none), prompts (those of another run, or null),
+adapter (a LoRA adapter's folder, or null), harm (true if blocks of other groups are damaged before the third turn),
+and engine (further options). With max_logprobs -1 the first token has the log-probabilities of the whole vocabulary.
+With questions, the number of an image and a text each, these are asked instead.
 """
 
-import json
 import random
-import sys
 import time
 from typing import Any
 
 import numpy as np
 import torch._dynamo
-from evicted import evict
+from image_model import picture
+from scripts import answer
+from stepped_engine import evict_all
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
 from manthan.codec.base import Numbers
 from manthan.codec.cpu.numbers import as_floats
-from manthan.manager.session.table import SessionState
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.worker.blocks import Copies
 
 FIRST, TURNS, MORE = 700, 4, 60
-PATIENCE_S = 300.0
 ANSWER = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False, logprobs=1)
 
 
@@ -68,15 +69,7 @@ def accepted(llm: LLM) -> int:
 def let_go_cold(llm: LLM) -> None:
     """All sessions, and others write over the blocks that they had."""
     core: Any = llm.llm_engine.engine_core
-    half = core.engine_core.scheduler.connector.scheduler
-    manager, until = half.manager, time.monotonic() + PATIENCE_S
-    evict(half)
-    while half.has_work or any(s.state is not SessionState.COLD for s in manager.table.by_id.values()):
-        assert time.monotonic() < until, f"sessions do not go cold: {manager.table.by_id}"
-        half._rung = True
-        llm.llm_engine.step()
-        time.sleep(0.002)
-    assert half.pool._pool.reset_prefix_cache()
+    evict_all(llm.llm_engine, core.engine_core.scheduler.connector.scheduler)
     others = {"prompt_token_ids": [5] * FIRST, "cache_salt": str(time.time())}
     llm.generate([others], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
 
@@ -136,10 +129,28 @@ def lost(before: Numbers, after: Numbers) -> float:
     return float((energies[0] / energies[1]).max())
 
 
-def main() -> None:
-    job = json.load(sys.stdin)
-    llm, chance, answer = engine(job), random.Random(0), ANSWER.clone()
-    answer.logprobs = job["engine"].get("max_logprobs", answer.logprobs)
+def told_of(found: Any) -> dict[str, Any]:
+    """Return an answer's tokens, their log-probabilities, and the prompt's tokens that were not computed."""
+    told = found.outputs[0]
+    logprobs = [next(iter(each.values())).logprob for each in told.logprobs or []]
+    return {"tokens": list(told.token_ids), "logprobs": logprobs, "cached": found.num_cached_tokens}
+
+
+def asked_of_images(job: dict[str, Any]) -> list[Any]:
+    options = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}, "mm_processor_cache_gb": 0}
+    llm, answers = engine(job | {"engine": options}), []
+    for number, text in job["questions"]:
+        prompt = {"prompt": text, "multi_modal_data": {"image": picture(number)}}
+        [found] = llm.generate([prompt], ANSWER, use_tqdm=False)
+        answers.append(told_of(found))
+        if job["manthan"] is not None:
+            let_go_cold(llm)
+    return answers
+
+
+def conversation(job: dict[str, Any]) -> list[Any]:
+    llm, chance, params = engine(job), random.Random(0), ANSWER.clone()
+    params.logprobs = job["engine"].get("max_logprobs", params.logprobs)
     prompt, turns = [chance.randrange(10, 1000) for _ in range(FIRST)], []
     losses = Losses() if job["manthan"] is not None else None
     adapter = LoRARequest("adapter", 1, job["adapter"]) if job["adapter"] else None
@@ -148,19 +159,16 @@ def main() -> None:
         if job["harm"] and turn == 2:
             harm(llm)
         before = accepted(llm)
-        [found] = llm.generate([{"prompt_token_ids": prompt}], answer, use_tqdm=False, lora_request=adapter)
-        told = found.outputs[0]
-        logprobs = [next(iter(each.values())).logprob for each in told.logprobs or []]
-        turns.append({"prompt": prompt, "tokens": list(told.token_ids), "logprobs": logprobs})
-        turns[-1]["first"] = [each.logprob for _, each in sorted(told.logprobs[0].items())]
-        turns[-1] |= {"cached": found.num_cached_tokens, "accepted": accepted(llm) - before}
-        prompt = [*prompt, *told.token_ids, *(chance.randrange(10, 1000) for _ in range(MORE))]
+        [found] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False, lora_request=adapter)
+        first = [each.logprob for _, each in sorted(found.outputs[0].logprobs[0].items())]
+        turns.append(told_of(found) | {"prompt": prompt, "first": first, "accepted": accepted(llm) - before})
+        prompt = [*prompt, *turns[-1]["tokens"], *(chance.randrange(10, 1000) for _ in range(MORE))]
         if losses is not None:
             let_go_cold(llm)
     if losses is not None:
         turns[0] |= {"ropes": ropes(), "losses": losses.by_group}
-    print(json.dumps(turns))
+    return turns
 
 
 if __name__ == "__main__":
-    main()
+    answer(lambda job: asked_of_images(job) if job["questions"] else conversation(job))

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
 
 PIXELS, IMAGE_TOKENS = 112, 64
 TINY = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -41,3 +43,9 @@ def make_image_model(folder: Path) -> str:
     images = BlipImageProcessorPil(size={"height": PIXELS, "width": PIXELS})
     transformers.Blip2Processor(images, tokenizer, num_query_tokens=IMAGE_TOKENS).save_pretrained(folder)
     return str(folder)
+
+
+def picture(number: int) -> Image.Image:
+    """Return an image of random pixels."""
+    pixels = np.random.default_rng(number).integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)

@@ -6,13 +6,11 @@ Run as a script: a job as JSON on standard input, a report as JSON on standard o
 import time
 from typing import Any
 
-from evicted import evict
 from scripts import answer
-from stepped_engine import SteppedEngine
+from stepped_engine import ASYNC, SteppedEngine, evict
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 STEP = 512
 """Tokens that a step computes."""
 
@@ -29,7 +27,6 @@ class Waiting(SteppedEngine):
         kind = ASYNC if is_async else None
         more = {"max_num_batched_tokens": STEP, "scheduling_policy": policy, "scheduler_cls": kind}
         super().__init__(100, more, idle={"after_s": 3600, "min_tokens": 64}, codec={"guard": False}, **manthan)
-        self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
         self.admitted: list[str] = []
         self.answers: dict[str, list[int]] = {}
         self.base = time.time()

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import vllm_engine  # sets the environment
-from evicted import evict
 from scripts import answer
+from stepped_engine import evict
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.engine.llm_engine import LLMEngine

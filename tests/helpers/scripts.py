@@ -17,8 +17,8 @@ from vllm_engine import fork_engines
 HELPERS = Path(__file__).parent
 
 
-def run_script(script: str, job: Any, **environment: str) -> tuple[str, str]:
-    """What it wrote to standard output and to standard error. Its engine is in its own process."""
+def run_script(script: str, job: Any, **environment: str) -> tuple[Any, str]:
+    """Return what a script says of a job, and its log. Its engine is in its own process."""
     from vllm.platforms import current_platform
 
     fork_engines()
@@ -32,7 +32,7 @@ def run_script(script: str, job: Any, **environment: str) -> tuple[str, str]:
         process.join()
         out, err = (Path(folder, stream).read_text() for stream in ("stdout", "stderr"))
     assert process.exitcode == 0, err[-4000:]
-    return out, err
+    return json.loads(out), err
 
 
 def run_alone(script: str, job: Any) -> Any:
@@ -45,16 +45,16 @@ def run_alone(script: str, job: Any) -> Any:
 
 
 def run_sessions(what: list[str], codec: dict[str, Any], cache: str = "", **more: Any) -> dict[str, Any]:
-    """What exact_sessions.py says of sessions in this codec, and its log. cache: where profiles are."""
+    """Return what sessions.py says of a growing session in this codec, and its log. cache: where profiles are."""
     manthan = {
         "idle.min_tokens": 64,
         "idle": 3600,
         "codec": {"sink_tokens": 4, "guard": False} | codec,
         "tiers": {"max_bytes": "64MiB"},
     }
-    job = {"what": what, "blocks": 131, "manthan": manthan} | more
-    out, err = run_script("exact_sessions.py", job, **({"XDG_CACHE_HOME": cache} if cache else {}))
-    return json.loads(out) | {"log": err.splitlines()}
+    job = {"scenario": "growing", "what": what, "blocks": 131, "manthan": manthan} | more
+    found, log = run_script("sessions.py", job, **({"XDG_CACHE_HOME": cache} if cache else {}))
+    return found | {"log": log.splitlines()}
 
 
 def answer(work: Callable[[Any], Any]) -> None:

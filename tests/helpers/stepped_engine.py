@@ -6,6 +6,7 @@ encode and decode are waited for, so that a step sees what the one before has be
 
 import random
 import time
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,28 +15,59 @@ from scripts import answer
 from vllm import EngineArgs, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from manthan.manager.session.table import Session, SessionState
 from manthan.vllm_hooks import kv_transfer_config, scheduler_half
+
+ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+PATIENCE_S = 300.0
+
+
+def evict(half: Any, sessions: Iterable[Session] | None = None) -> None:
+    """Have these sessions saved, or all, but for those of which a request runs.
+
+    half: the engine's scheduler half.
+    """
+    for session in list(half.manager.table.by_id.values() if sessions is None else sessions):
+        half.driver.steer("evict", session, time.monotonic())
+    half.steered()
+
+
+def evict_all(engine: Any, half: Any) -> None:
+    """Step until all sessions are cold, and nothing of them is in the prefix cache."""
+    until = time.monotonic() + PATIENCE_S
+    evict(half)
+    while half.has_work or any(s.state is not SessionState.COLD for s in half.manager.table.by_id.values()):
+        assert time.monotonic() < until, f"sessions do not go cold: {half.manager.table.by_id}"
+        half._rung = True
+        engine.step()
+        time.sleep(0.002)
+    assert half.pool._pool.reset_prefix_cache()
 
 
 class SteppedEngine:
     """Requests one after the other, and after each of them steps until nothing is left to be done."""
 
-    def __init__(self, blocks: int, vllm: dict[str, Any] | None = None, **manthan: Any) -> None:
+    def __init__(
+        self, blocks: int, vllm: dict[str, Any] | None = None, model: str = vllm_engine.MODEL, **manthan: Any
+    ) -> None:
         """vllm: more of its arguments."""
-        args = EngineArgs(
-            vllm_engine.MODEL,
-            block_size=vllm_engine.BLOCK,
-            num_gpu_blocks_override=blocks,
-            max_model_len=2048,
-            enforce_eager=True,
-            gpu_memory_utilization=0.5,  # of no meaning on the CPU
-            kv_transfer_config=kv_transfer_config(**manthan),
-            **(vllm or {}),
-        )
-        self.engine = LLMEngine.from_engine_args(args)
-        self.half = self.engine.engine_core.engine_core.scheduler.connector.scheduler
+        arguments: dict[str, Any] = {
+            "block_size": vllm_engine.BLOCK,
+            "num_gpu_blocks_override": blocks,
+            "max_model_len": 2048,
+            "enforce_eager": True,
+            "gpu_memory_utilization": 0.5,  # of no meaning on the CPU
+            "kv_transfer_config": kv_transfer_config(**manthan),
+        }
+        arguments |= vllm or {}
+        self.block: int = arguments["block_size"]
+        self.engine = LLMEngine.from_engine_args(EngineArgs(model, **arguments))
+        self.core: Any = self.engine.engine_core.engine_core
+        self.scheduler: Any = self.core.scheduler
+        self.half = self.scheduler.connector.scheduler
         self.actions: list[list[Any]] = []
         self.requests: list[dict[str, Any]] = []
+        self.found = [0, 0]
         self._watch()
 
     def _watch(self) -> None:
@@ -51,13 +83,13 @@ class SteppedEngine:
         def noting_allocated(request: Any, block_ids: Any, tokens: int) -> None:
             first = half._hot.get(request.request_id)
             if first is not None:  # otherwise a load has ended, and it goes on
-                more = tokens // vllm_engine.BLOCK
+                more = tokens // self.block
                 self.found = [first, more]
                 self.actions += [["restore", name.hex()] for name in request.block_hashes[first : first + more]]
             allocated(request, block_ids, tokens)
 
         def noting_finished(request: Any, blocks: int) -> Any:
-            full = min(blocks, request.num_computed_tokens // vllm_engine.BLOCK)
+            full = min(blocks, request.num_computed_tokens // self.block)
             self.requests.append(
                 {
                     "hashes": [name.hex() for name in request.block_hashes[:full]],
@@ -71,17 +103,18 @@ class SteppedEngine:
 
         half.step, half.allocated, half.finished = noting_step, noting_allocated, noting_finished
 
-    def ask(self, tokens: list[int], session: str | None, answer_tokens: int, **hints: Any) -> list[int]:
-        """The tokens of the answer."""
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=answer_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"kv_transfer_params": {"manthan": hints}} if hints else None,
-        )
+    @property
+    def worker(self) -> Any:
+        """The worker half."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().worker
+
+    def ask(self, tokens: list[int], session: str | None, answer_tokens: int, **more: Any) -> list[int]:
+        """Return the tokens of the answer. more: arguments of vLLM's `add_request`."""
+        params = SamplingParams(temperature=0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
         name = f"request-{len(self.requests)}"
-        self.engine.add_request(name, {"prompt_token_ids": tokens}, params, session_id=session)
+        self.engine.add_request(name, {"prompt_token_ids": tokens}, params, session_id=session, **more)
         answer: list[int] = []
         while self.engine.has_unfinished_requests() or self.half.has_work:
             for output in self.engine.step():
@@ -90,9 +123,7 @@ class SteppedEngine:
         return answer
 
     def _wait_for_threads(self) -> None:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        get_kv_transfer_group().worker.engine.wait()
+        self.worker.engine.wait()
 
 
 class ClockedEngine(SteppedEngine):
@@ -100,9 +131,7 @@ class ClockedEngine(SteppedEngine):
 
     def __init__(self, blocks: int, **manthan: Any) -> None:
         super().__init__(blocks, None, **manthan)
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        worker: Any = get_kv_transfer_group().worker
+        worker = self.worker
         take_report = worker.take_report
 
         def report_of_all() -> Any:

@@ -1,6 +1,7 @@
 """On a worker: what tests do to the codes of the only session in its store, and to who reads them. To be sent with
 `Engine.on_worker`."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -69,3 +70,14 @@ def at_gate(worker: Any) -> int:
 
 def open_gate(worker: Any) -> None:
     get_kv_transfer_group().worker.engine.store.gate.set()
+
+
+def compiled(worker: Any) -> dict[str, list[Any]]:
+    """What numba has compiled, or loaded from its cache, in a worker, by the function's name."""
+    found = {}
+    module = sys.modules.get("manthan.codec.cpu.numba_kernels")
+    for function, made in vars(module).items() if module else ():
+        if hasattr(made, "stats"):
+            misses, hits = made.stats.cache_misses, made.stats.cache_hits
+            found[function] = [len(made.signatures), sum(misses.values()), sum(hits.values())]
+    return found

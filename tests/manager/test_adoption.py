@@ -11,7 +11,7 @@ from integrity import check_integrity
 from talks import GROUP, SHAPE, Talks, names
 
 from manthan.manager.events import BlocksDropped, BlocksSaved, DropCause
-from manthan.manager.pool import BlockName, Mark
+from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import NO_GROUP, FrontTier, GroupShape, MemoryShape
 from manthan.manager.session.manager import Shares
 from manthan.manager.session.persist import FACTS, HISTORY, TIMES, JournalLink
@@ -321,19 +321,6 @@ def test_a_time_to_live_that_ended_meanwhile() -> None:
     assert talks.told(BlocksDropped) == [BlocksDropped(0, names("a a"), DropCause.EXPIRED)]
 
 
-def test_the_resume_point_at_the_end_of_the_prompt_comes_too() -> None:
-    talks = Talks(shape=MemoryShape({0: GROUP, STATE: GROUP}))
-    adopt(talks, left("a", "a b c d", 1.0, depths=(1, 2, 4), prompt_depth=2))
-    assert [point.depth for point in talks.session("a").points] == [2, 4]
-    talks.step()
-    assert set(talks.tier) == {
-        *((0, name) for name in names("a b c d")),
-        *((STATE, names("a b c d")[at]) for at in (1, 3)),
-    }
-    request = talks.ask("a b c", "a")
-    assert talks.manager.match(talks.manager.requests[request], 0, 3) == 2
-
-
 def test_blocks_that_some_rank_lacks_are_dropped_and_those_that_nobody_names(tmp_path: Path) -> None:
     talks = Talks()
     hashes, stray = names("a b c d"), (0, names("stray")[0])
@@ -359,62 +346,6 @@ def test_a_session_with_damaged_facts_is_left_out(facts: dict[str, object]) -> N
     lengths, link = adopt(talks, left("a", "a b", 1.0, **facts), left("b", "b b", 1.0))
     assert lengths == {"b": 2}
     assert set(link._told) == {"b"}
-
-
-def test_marks_are_kept() -> None:
-    talks = Talks()
-    hashes = names("a b")
-    saved = SavedBlocks((block(0, hashes, 0), block(0, hashes, 1, mark=1)))
-    adopt(talks, JournalSession("a", left("a", "a", 1.0).facts, saved))
-    assert talks.manager.blocks.mark[talks.session("a").rows].tolist() == [Mark.EXACT, Mark.DERIVED]
-
-
-def test_sessions_that_share_a_block_which_was_unreadable_are_written_whole() -> None:
-    talks = Talks()
-    journal, link = linked(talks)
-    talks.talk("s a b", "one")
-    talks.talk("s b", "two")
-    talks.rest()
-    link.tell(talks.now)
-    talks.overwrite()
-    del talks.tier[0, names("s")[0]]
-    talks.talk("s b a", "two")  # the first block is computed, and stored once more
-    link.tell(talks.now)
-    talks.rest()
-    link.tell(talks.now)
-    sessions = talks.manager.table.by_id.values()
-    assert {name: len(saved.blocks) for name, saved in journal.saved.items() if saved.blocks} == {
-        session.session_id: len(session.rows) for session in sessions
-    }
-    assert len(talks.session("two").rows) == 3
-
-
-def test_sessions_that_share_a_head_are_all_written_when_it_is_stored_anew() -> None:
-    """The next process must not take a lossy copy for an exact one, or the reverse."""
-    talks = Talks()
-    journal, link = linked(talks)
-    for text, who, hints in (("sys a", "one", {}), ("sys b", "one", {}), ("sys c", "two", {"quality": "exact"})):
-        talks.talk(text, who, **hints)
-        talks.rest()
-        talks.overwrite()
-        link.tell(talks.now)
-        exact = {session_id: saved.blocks[0].exact for session_id, saved in journal.saved.items()}
-        assert set(exact.values()) == {16 if who == "two" else 0}
-    assert set(exact) == {"one", "one~2", "two"}
-
-
-def test_a_session_is_written_when_it_is_saved_as_far_as_there_is_room() -> None:
-    talks = Talks()
-    journal, link = linked(talks)
-    talks.talk("a " * 30, "one")
-    talks.now += talks.manager.idle_after_s
-    talks.step()
-    assert 0 < talks.manager.blocks.saved_prefix(talks.session("one").rows) < 30
-    link.tell(talks.now)
-    assert journal.saved == {}
-    talks.save()
-    link.tell(talks.now)
-    assert len(journal.saved["one"].blocks) == 30
 
 
 def test_a_pin_for_a_while_ends_with_its_process() -> None:

@@ -1,6 +1,5 @@
 """Room for blocks of different sizes: nothing overlaps, nothing leaks, and all that is free can be used."""
 
-import random
 from copy import deepcopy
 
 import pytest
@@ -31,18 +30,6 @@ def test_the_smallest_hole_that_is_large_enough_is_taken_and_of_equal_ones_the_l
     assert arena.allocate(2 * GRANULE) == (Extent(12 * GRANULE, 2 * GRANULE),)
     assert arena.allocate(2 * GRANULE) == (Extent(0, 2 * GRANULE),)
     assert arena.allocate(4 * GRANULE) == (Extent(7 * GRANULE, 4 * GRANULE),)
-    check_store(arena)
-
-
-def test_where_no_hole_is_large_enough_the_largest_make_up_a_block() -> None:
-    arena = Arena(12 * GRANULE)
-    blocks = [arena.allocate(size * GRANULE) for size in (1, 1, 2, 1, 3, 1, 3)]
-    for at in (0, 2, 4):  # holes of 1 at 0, of 2 at 2, of 3 at 5
-        arena.free(blocks[at])
-    assert arena.allocate(4 * GRANULE) == (Extent(5 * GRANULE, 3 * GRANULE), Extent(0, GRANULE))
-    assert arena.allocate(3 * GRANULE) is None
-    assert arena.allocate(2 * GRANULE) == (Extent(2 * GRANULE, 2 * GRANULE),)
-    assert arena.available == 0
     check_store(arena)
 
 
@@ -129,19 +116,3 @@ class Blocks(RuleBasedStateMachine):
 
 TestBlocks = Blocks.TestCase
 TestBlocks.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
-
-
-@pytest.mark.parametrize("size", [25_760, 460_960, 3 * GRANULE])
-def test_blocks_of_one_size_are_never_in_pieces(size: int) -> None:
-    rng, arena, held = random.Random(size), Arena(1000 * room(size) + room(size) // 2), []
-    for _ in range(20_000):
-        if rng.random() < 0.55:
-            extents = arena.allocate(size)
-            assert (extents is None) == (len(held) == 1000)
-            if extents is not None:
-                assert len(extents) == 1
-                held.append(extents)
-        elif held:
-            arena.free(held.pop(rng.randrange(len(held))))
-    assert len(held) > 900
-    check_store(arena)

@@ -1,12 +1,10 @@
 """The session of each request, and what is remembered of sessions that lost their KV or were changed."""
 
 import pytest
-from integrity import check_empty
 from talks import Talks, names
 
 from manthan.manager.events import BlocksDropped, DropCause
 from manthan.manager.session import table
-from manthan.manager.session.table import SessionState
 
 
 @pytest.fixture
@@ -70,56 +68,11 @@ def test_a_named_prompt_that_is_asked_again_belongs_to_its_session_at_first(talk
     assert talks.states() == {"alice": "idle", "alice~2": "idle"}
 
 
-def test_a_prompt_without_a_full_block_belongs_to_no_known_session(talks: Talks) -> None:
-    talks.talk("sys a b", "alice")
-    talks.start("", "alice")
-    assert talks.states() == {"alice": "idle", "alice~2": "active"}
-
-
-def test_branches_share_the_blocks_of_their_common_beginning(talks: Talks) -> None:
-    for word in "bcd":
-        talks.talk(f"sys a {word}", "alice")
-    assert sorted(talks.texts().values()) == ["sys a b", "sys a c", "sys a d"]
-    assert len(talks.manager.blocks) == 5
-
-
 def test_a_session_that_only_the_answer_tells_is_continued(talks: Talks) -> None:
     first, second = talks.start("a", "alice"), talks.start("a", "alice")
     talks.finish(first, "a b")
     talks.finish(second, "a b c")
     assert talks.texts() == {"alice": "a b c"}
-
-
-def test_a_session_is_active_until_the_last_of_its_requests_ends(talks: Talks) -> None:
-    talks.talk("a b", "alice")
-    first, second = talks.start("a b c", "alice"), talks.start("a b c x", "alice")
-    talks.finish(first, "a b c x")
-    assert talks.states() == {"alice": "active"}
-    talks.finish(second, "a b c x y")
-    assert talks.states() == {"alice": "idle"}
-
-
-def test_requests_of_one_session_that_go_apart_become_two(talks: Talks) -> None:
-    talks.talk("a b", "alice")
-    first, second = talks.start("a b c", "alice"), talks.start("a b d", "alice")
-    talks.finish(first, "a b c")
-    talks.finish(second, "a b d")
-    assert sorted(talks.texts().values()) == ["a b c", "a b d"]
-    assert +talks.manager.table.states == {SessionState.IDLE: 2}
-
-
-def test_an_abort_with_less_than_the_session_has_changes_nothing(talks: Talks) -> None:
-    talks.talk("a b")
-    talks.talk("a b c d", "alice")
-    talks.finish(talks.start("a b c d e", "alice"), "a b")
-    assert talks.texts() == {"anonymous-1": "a b", "alice": "a b c d"}
-    assert uses(talks)["anonymous-1"] == 1
-
-
-def test_an_abort_before_anything_was_computed_leaves_no_trace(talks: Talks) -> None:
-    talks.finish(talks.start("a b c"), "")
-    check_empty(talks.manager)
-    assert talks.driver.next_deadline is None
 
 
 @pytest.mark.parametrize(("text", "texts"), [("a b", []), ("a b c", ["a b c"])])
@@ -128,18 +81,6 @@ def test_short_sessions_are_not_tracked(text: str, texts: list[str]) -> None:
     talks.talk(text)
     assert list(talks.texts().values()) == texts
     assert len(talks.manager.blocks) == len(" ".join(texts).split())
-
-
-def test_conversations_of_one_name_are_told_apart_however_they_come_and_go(talks: Talks) -> None:
-    for n in (5, 3, 8, 1):
-        talks.talk(f"sys t{n} u", "app")
-    talks.finish(talks.start("sys t3 u", "app", release=True), "sys t3 u")
-    talks.talk("sys t1 u v", "app")
-    again = {talks.start(f"sys t{n} u", "app"): n for n in (1, 5, 8)}
-    for session in talks.manager.table.by_id.values():
-        [request] = session.requests
-        assert talks.text(session).startswith(f"sys t{again[request]} u")
-    assert sorted(talks.texts().values()) == ["sys t1 u v", "sys t5 u", "sys t8 u"]
 
 
 # -- sessions that lost their KV ----------------------------------------------------------------------
@@ -152,15 +93,6 @@ def test_a_session_that_lost_its_kv_has_its_history_when_it_returns(small: Talks
     small.start("a b c d", "s")
     session = small.session("s")
     assert (len(session.rows), session.uses, session.gap, session.created) == (0, 3, small.now, 0.0)
-
-
-def test_a_session_that_lost_its_tail_is_known_again(small: Talks) -> None:
-    for text, who in (("a b c", "s"), ("x y z", "other")):
-        small.talk(text, who)
-        small.rest()
-    assert small.texts()["s"] == "a"
-    small.start("a b c d", "s")
-    assert (small.states()["s"], uses(small)["s"]) == ("active", 2)
 
 
 def test_a_session_that_comes_back_gets_another_id_if_its_own_is_taken(small: Talks) -> None:
@@ -206,28 +138,11 @@ def test_a_changed_conversation_goes_on_with_its_history(talks: Talks) -> None:
     assert talks.texts()["old"] == "sys a b c d"
 
 
-def test_a_prompt_that_only_shares_a_beginning_with_many_is_a_new_session(talks: Talks) -> None:
-    for text in ("sys a b", "sys c d", "sys e f"):
-        talks.talk(text)
-    assert list(uses(talks).values()) == [1, 2, 1], "the second might have been a change"
-    assert talks.session("anonymous-3").left_tokens == 0
-
-
 def test_a_session_that_ends_where_others_go_on_stays_as_it_is(talks: Talks) -> None:
     texts = ["sys p a b", "sys p", "sys p c d", "sys p e f"]
     for text in texts:
         talks.talk(text)
     assert sorted(talks.texts().values()) == sorted(texts)
-
-
-def test_tokens_are_counted_exactly_where_they_are_known(talks: Talks) -> None:
-    manager = talks.manager
-    manager.request_started("r", names("a b"), "s", 0.0, tokens=37)
-    manager.request_finished("r", names("a b c"), 1.0, tokens=50)
-    session = talks.session("s")
-    assert (session.added_tokens, session.answer_tokens) == (37, 13)
-    manager.request_started("q", names("a b c"), "s", 2.0, tokens=58)
-    assert (session.added_tokens, session.gap) == (8, 1.0)
 
 
 # -- answers that come back changed -------------------------------------------------------------------

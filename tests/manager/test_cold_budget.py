@@ -1,16 +1,13 @@
 """The manager by example: a full tier, and loads. The tier's room is in blocks."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from integrity import check_empty, check_integrity
-from talks import GROUP, Talks, last_words, names
+from talks import Talks, last_words
 
 from manthan.manager.events import DropCause
-from manthan.manager.session.blocks import MemoryShape
 
-LOSSLESS = MemoryShape({0: replace(GROUP, is_lossless=True)})
 SHORT: dict[str, Any] = {"blocks": 6, "low": 0.5, "high": 0.5}
 """Of a pool of 6 blocks, 3 are to hold nothing unsaved."""
 
@@ -120,58 +117,6 @@ def test_the_policy_decides_if_an_exclusive_tier_has_no_redundant_copies() -> No
 
 
 # -- loads --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("prompt", "resident", "loaded"),
-    [
-        ("a b c d", 0, 3),
-        ("a b c d", 1, 2),
-        ("a b c d", 3, 0),
-        ("a b", 0, 2),
-        ("a x", 0, 1),
-        ("x b c", 0, 0),
-        ("", 0, 0),
-    ],
-)
-def test_saved_blocks_behind_the_resident_ones_are_loaded_without_a_gap(
-    prompt: str, resident: int, loaded: int
-) -> None:
-    talks = Talks(blocks=7)
-    talks.go_cold("a b c")
-    talks.overwrite(7 - resident)
-    found = talks.running[talks.start(prompt, "a b c")]
-    assert (found.resident, found.loaded) == (resident, loaded)
-
-
-def test_blocks_that_are_being_read_are_not_dropped() -> None:
-    talks = Talks(capacity=2, shape=LOSSLESS)
-    talks.go_cold("a b")
-    talks.overwrite()
-    talks.holds = True
-    request = talks.start("a b", "reader")
-    talks.step()
-    talks.talk("x y", "x y")
-    talks.now += talks.manager.idle_after_s
-    talks.step()
-    assert (dropped(talks), talks.saved()) == ("", {"a", "a b"})
-    assert talks.states()["a b"] == "cold"
-    talks.holds = False
-    talks.answer()
-    talks.finish(request, "")
-    talks.rest(2 * talks.manager.idle_after_s)
-    assert talks.saved() == {"x", "x y"}
-
-
-def test_blocks_that_cannot_be_read_are_dropped_and_stored_anew() -> None:
-    talks = Talks()
-    talks.go_cold("a b c")
-    talks.overwrite()
-    del talks.tier[0, names("a b")[1]]
-    request = talks.start("a b c", "a b c")
-    assert dropped(talks, DropCause.FAILED) == "b"
-    talks.finish(request, "a b c")
-    assert last_words(talks.rest()) == "b"
 
 
 def test_many_sessions_may_lose_their_common_head_at_once() -> None:

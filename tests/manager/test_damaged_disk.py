@@ -15,7 +15,6 @@ import pytest
 from disk_faults import small_disk
 
 from manthan.manager.config.model import ConfigError
-from manthan.manager.tiers.disk import DiskTier
 from manthan.manager.tiers.disk_folder import LOCK, check_folder, found_in, open_rank, open_root
 from manthan.manager.tiers.journal import JOURNAL, Journal, JournalBlock, JournalSession, SavedBlocks
 
@@ -217,16 +216,6 @@ def test_only_their_owner_reads_files_and_folders(tmp_path: Path) -> None:
     server.close()
     assert {tmp_path / file for file in FILES} < set(modes)
     assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in modes.items())
-
-
-def test_a_folder_in_use_is_nothing_damaged(tmp_path: Path) -> None:
-    server = Server(tmp_path)
-    with pytest.raises(ConfigError, match="another server uses"):
-        open_root(tmp_path)
-    with pytest.raises(BlockingIOError):
-        DiskTier(tmp_path / MODEL / "rank-0", 1 << 24)
-    server.close()
-    assert not list(tmp_path.rglob("*.bad"))
 
 
 def test_a_file_that_another_user_has_locked_stays(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from talks import IDLE_AFTER_S, Talks, last_words, names
+from talks import IDLE_AFTER_S, Talks
 
 from manthan.manager.session.manager import DOUBLINGS
 from manthan.manager.tiers.tier import STORE_FULL
@@ -62,23 +62,6 @@ def test_a_session_that_was_refused_is_saved_once_there_is_room(full: Talks) -> 
     full.refuses = lambda block: ""
     assert tries(full, 1) == [refused + 2 * IDLE_AFTER_S]
     assert full.states() == {"refused": "cold"}
-
-
-def test_a_session_that_was_saved_waits_no_longer_than_others_when_it_is_refused_again(full: Talks) -> None:
-    tries(full, DOUBLINGS)
-    full.refuses = lambda block: ""
-    tries(full, 1)
-    full.refuses = lambda block: STORE_FULL
-    full.talk("a b c", "refused")
-    assert waits(full, 1) == [2 * IDLE_AFTER_S]
-
-
-def test_blocks_that_found_room_are_kept_while_the_others_wait(full: Talks) -> None:
-    full.refuses = lambda block: STORE_FULL if block[1] == names("a b")[1] else ""
-    tries(full, 1)
-    assert full.saved() == {"a"}
-    full.refuses = lambda block: ""
-    assert last_words(full.rest(2 * IDLE_AFTER_S)) == "b"
 
 
 def test_pressure_does_not_ask_again_for_a_session_that_waits() -> None:

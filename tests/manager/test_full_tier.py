@@ -50,13 +50,6 @@ def test_about_as_much_is_stored_as_is_taken(policy: str, capacity: int) -> None
         check_integrity(talks.manager, talks.driver)
 
 
-def test_a_try_without_room_leaves_the_free_queue_as_it_is() -> None:
-    talks = full()
-    before = free_queue(talks)
-    talks.rest(4 * talks.manager.idle_after_s)
-    assert free_queue(talks) == before
-
-
 def test_saved_blocks_of_a_session_without_room_are_overwritten_by_age() -> None:
     """Otherwise all that was not saved would stand behind what was used just now."""
     talks = full()
@@ -66,17 +59,6 @@ def test_saved_blocks_of_a_session_without_room_are_overwritten_by_age() -> None
     ages = ["x y z", "x y", "x", "a b c d e"]
     assert [text for text in free_queue(talks) if text in ages] == ages
     assert free_queue(talks)[:3] == ages[:3]
-
-
-def test_saved_blocks_that_come_to_the_head_of_the_queue_are_not_stored_again() -> None:
-    talks = full(low=0.3, high=0.4)
-    talks.talk("a b c d e", "a b c d")
-    talks.rest()
-    talks.overwrite(3)
-    running = talks.start(long_text("new", 12))
-    assert names("a b c d") not in talks.save()
-    assert talks.pool.runway(20) == len(talks.pool)
-    talks.finish(running)
 
 
 def test_a_session_whose_blocks_are_saved_bit_by_bit_goes_cold_once() -> None:

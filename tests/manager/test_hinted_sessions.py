@@ -5,7 +5,6 @@ from integrity import check_empty
 from talks import IDLE_AFTER_S, Talks, last_words, names
 
 from manthan.manager.events import DropCause
-from manthan.manager.session.manager import Shares
 
 # -- pins ---------------------------------------------------------------------------------------------
 
@@ -70,18 +69,6 @@ def test_each_use_begins_the_time_anew() -> None:
         assert talks.texts() == texts
 
 
-def test_a_session_that_is_forgotten_while_it_is_saved_leaves_nothing() -> None:
-    talks = Talks(holds=True)
-    talks.talk("a b", "s", ttl_s=IDLE_AFTER_S + 1)
-    talks.now = IDLE_AFTER_S
-    assert talks.step().stores
-    talks.now += 1
-    talks.step()
-    talks.answer()
-    talks.step()
-    assert (talks.texts(), talks.tier) == ({}, {})
-
-
 def test_lower_priorities_go_first_whatever_the_policy_says() -> None:
     talks = Talks(capacity=4)
     talks.go_cold("a b", priority=3)
@@ -101,17 +88,6 @@ def test_a_released_session_leaves_only_what_others_have() -> None:
     assert (talks.resident("sys a"), talks.resident("sys c")) == (1, 2)
 
 
-def test_a_released_session_leaves_blocks_that_another_s_request_has() -> None:
-    talks = Talks()
-    talks.talk("sys a", "s")
-    request = talks.start("sys c", "other")
-    talks.talk("sys a b", "s", release=True)
-    assert (talks.resident("sys a"), talks.resident("sys c")) == (1, 2)
-    talks.finish(request, "sys c d")
-    talks.rest()
-    assert talks.texts() == {"other": "sys c d"}
-
-
 # -- sessions that stay out of the tiers --------------------------------------------------------------
 
 
@@ -126,13 +102,6 @@ def test_nothing_of_a_session_is_stored_until_its_client_allows_it() -> None:
     assert last_words(talks.rest()) == "a b c d e"
 
 
-def test_what_is_stored_before_a_session_stays_out_stays_stored() -> None:
-    talks = Talks()
-    talks.go_cold("a b")
-    talks.talk("a b c d", "a b", store=False)
-    assert (talks.rest(), talks.saved()) == ([], {"a", "a b"})
-
-
 def test_a_session_that_stays_out_is_not_saved_when_memory_is_short_or_on_demand() -> None:
     talks = Talks(blocks=4, low=1, high=1)
     talks.talk("a b", "idle", store=False)
@@ -141,18 +110,6 @@ def test_a_session_that_stays_out_is_not_saved_when_memory_is_short_or_on_demand
     refused = talks.driver.steer("evict", talks.session("idle"), talks.now)
     assert refused == "its client said that nothing of it is to be stored"
     assert talks.save() == []
-
-
-@pytest.mark.parametrize(("prompt", "text"), [("a b", "a b x"), ("a x y", "a x y z")])
-def test_all_branches_of_a_session_stay_out_and_may_be_stored_again(prompt: str, text: str) -> None:
-    talks = Talks()
-    talks.talk("a b c", "s", store=False)
-    talks.finish(talks.start(prompt, "s"), text)
-    assert (talks.rest(), talks.texts()) == ([], {"s": "a b c", "s~2": text})
-    talks.talk("a b c", "s", store=True)
-    talks.finish(talks.start(text, "s"), text)
-    talks.rest()
-    assert talks.saved() >= {"a b c", text}
 
 
 def test_a_session_that_stays_out_is_forgotten_when_the_pool_has_lost_it() -> None:
@@ -185,32 +142,3 @@ def test_others_may_store_what_they_have_in_common_with_a_session_that_stays_out
     talks.talk("sys a b", "other")
     assert last_words(talks.rest()) == "sys a b"
     assert talks.states() == {"out": "idle", "other": "cold"}
-
-
-# -- tenants ------------------------------------------------------------------------------------------
-
-
-def test_a_tenant_makes_room_among_its_own_sessions() -> None:
-    talks = Talks(capacity=8, shares=Shares(tenants={"*": 0.5}))
-    talks.talk("a b c", tenant="quiet")
-    talks.rest()
-    for at in range(5):
-        talks.talk(f"x{at} y{at}", tenant="loud")
-        talks.rest()
-    assert set(talks.texts().values()) == {"a b c", "x3 y3", "x4 y4"}
-
-
-# -- prefetch -----------------------------------------------------------------------------------------
-
-
-def test_blocks_are_not_dropped_while_they_are_prefetched() -> None:
-    talks = Talks(capacity=2, driver={"prefetch_lead_s": 2.0})
-    talks.talk("a b", "agent", expect_return_s=60)
-    talks.rest()
-    talks.overwrite()
-    talks.holds, talks.now = True, 58.0
-    assert [list(job.block_hashes) for job in talks.step().loads] == [names("a b")]
-    talks.talk("c d", "other")
-    talks.now += IDLE_AFTER_S
-    talks.step()
-    assert talks.saved() == {"a", "a b"}

@@ -37,28 +37,6 @@ def talks() -> Talks:
     return made
 
 
-@pytest.mark.parametrize(
-    ("query", "found"),
-    [
-        ({"states": {SessionState.COLD}}, {"acme/a", "b"}),
-        ({"states": {SessionState.IDLE, SessionState.ACTIVE}}, {"acme/c", "dd", "e"}),
-        ({"states": {SessionState.ACTIVE}}, {"e"}),
-        ({"tenant": "acme"}, {"acme/a", "acme/c"}),
-        ({"tenant": ""}, {"b", "dd", "e"}),
-        ({"pinned": True}, {"acme/c"}),
-        ({"pinned": False, "tenant": "acme"}, {"acme/a"}),
-        ({"prefix": "acme/"}, {"acme/a", "acme/c"}),
-        ({"prefix": "d"}, {"dd"}),
-        ({"tier": "0"}, {"acme/a", "b"}),
-        ({"tier": "1"}, set()),
-    ],
-)
-def test_filters(talks: Talks, query: dict[str, object], found: set[str]) -> None:
-    page = listing_of(talks).page(Query(**query))  # type: ignore[arg-type]
-    assert {info.id for info in page.sessions} == found
-    assert page.total == len(found)
-
-
 def test_a_tenant_finds_its_own_by_the_names_it_gave_them(talks: Talks) -> None:
     listing = listing_of(talks)
     page = listing.page(Query(bound="acme"))

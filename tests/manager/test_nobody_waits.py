@@ -5,7 +5,6 @@ from talks import Talks, long_text, names
 
 from manthan.manager.driver import Work
 from manthan.manager.events import DropCause, Overwritten, StoreFailed
-from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.transfer import NEEDED
 
 BLOCKS = 64
@@ -13,23 +12,12 @@ WINDOW = BLOCKS // 16
 SAVED_AFTER_S = 2.0
 
 
-class CountedPool(SimulatedPool):
-    """Counts how often its free queue is looked through."""
-
-    walks = 0
-
-    def runway(self, most: int) -> int:
-        self.walks += 1
-        return super().runway(most)
-
-
 class Chats(Talks):
     """A pool of 64 blocks, and tiers with room for all. Results are held."""
 
     def __init__(self, low: float = 0.25, high: float = 0.5, ranks: int = 1, holds: bool = True) -> None:
-        self.counted = CountedPool(BLOCKS)
         super().__init__(
-            10_000, pool=self.counted, idle_after_s=SAVED_AFTER_S, low=low, high=high, ranks=ranks, holds=holds
+            10_000, blocks=BLOCKS, idle_after_s=SAVED_AFTER_S, low=low, high=high, ranks=ranks, holds=holds
         )
 
     def turn(self, who: str, blocks: int, head: str = "") -> None:
@@ -71,25 +59,6 @@ def test_a_request_is_never_held_back_while_all_is_to_be_stored() -> None:
     assert chats.step().stores
     for n in range(4, 8):
         assert chats.wait(f"chat{n}", 12) == 0
-
-
-def test_the_free_queue_is_not_walked_for_a_request() -> None:
-    chats = Chats()
-    for n in range(4):
-        chats.turn(f"chat{n}", 16)
-    chats.step()
-    walks = chats.counted.walks
-    for n in range(100):
-        chats.wait(f"new{n}", 16)
-    assert chats.counted.walks == walks > 0
-
-
-def test_vllm_is_not_told_to_wait_for_blocks_that_are_to_be_stored() -> None:
-    chats = Chats()
-    chats.turn("chat", 60)
-    assert chats.step().stores
-    assert chats.driver.holds_blocks
-    assert not chats.driver.frees_soon
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -134,36 +103,6 @@ def test_no_more_is_referenced_than_leaves_room_for_the_first_that_waits() -> No
     assert len(chats.pool) == BLOCKS - 1
 
 
-def test_blocks_of_a_session_whose_next_request_waits_are_at_risk_still() -> None:
-    chats = Chats(low=0.0, high=0.0)
-    chats.turn("a", 16)
-    chats.turn("b", 16)
-    chats.pool.take(BLOCKS - 32)
-    assert chats.driver.runway.length(BLOCKS) == 0
-    chats.wait("a", 40)
-    assert chats.driver.runway.length(BLOCKS) == 0
-
-
-def test_a_turn_is_saved_two_seconds_after_it_ended_and_stays_in_the_pool() -> None:
-    chats = Chats(low=0.0, high=0.0)
-    chats.turn("chat", 6)
-    chats.now = SAVED_AFTER_S - 0.1
-    assert not chats.step().stores
-    assert chats.driver.next_deadline == SAVED_AFTER_S
-    chats.now = SAVED_AFTER_S
-    first = chats.step()
-    assert count(first) == WINDOW
-    chats.gathered()
-    chats.answer()
-    assert count(first) + count(chats.step()) == 6
-    chats.gathered()
-    chats.answer()
-    assert chats.states() == {"chat": "cold"}
-    assert chats.wait("chat", 6) == 0, "it is in the pool"
-    assert chats.resident(long_text("chat", 6)) == 6
-    assert len(chats.saved()) == 6
-
-
 def test_saved_blocks_are_overwritten_behind_those_that_hold_nothing_and_before_all_others() -> None:
     for returns in (False, True):
         chats = Chats(low=0.0, high=0.0, holds=False)
@@ -179,37 +118,6 @@ def test_saved_blocks_are_overwritten_behind_those_that_hold_nothing_and_before_
         texts = {who: long_text(who, 8) for who in ("unsaved", "first", "second")}
         order = ["second", "first", "unsaved"] if returns else ["first", "second", "unsaved"]
         assert chats.free_queue() == tails_first(*(texts[who] for who in order))
-
-
-def test_a_head_that_sessions_share_is_overwritten_behind_what_is_theirs_alone() -> None:
-    chats = Chats(low=0.0, high=0.0, holds=False)
-    head = long_text("head", 4)
-    for who in ("one", "two"):
-        chats.turn(who, 4, head)
-    chats.rest()
-    assert chats.free_queue()[-4:] == tails_first(head)
-
-
-def test_a_saved_block_stands_in_its_place_whenever_it_comes_free() -> None:
-    """As when a request is preempted, or aborted, or its blocks are freed late."""
-    chats = Chats(low=0.0, high=0.0, holds=False)
-    chats.turn("saved", 8)
-    chats.rest()
-    chats.turn("unsaved", 8)
-    blocks = chats.pool.hit(names(long_text("saved", 8)))
-    chats.pool.hold(blocks)
-    chats.step()
-    chats.pool.free(blocks[::-1])
-    assert chats.free_queue() == tails_first(long_text("saved", 8), long_text("unsaved", 8))
-
-
-def test_a_half_empty_pool_overwrites_nothing() -> None:
-    chats = Chats(low=0.0, high=0.0, holds=False)
-    for turn in range(10):
-        chats.turn("chat", 16 + turn)
-        chats.rest()
-        assert chats.resident(long_text("chat", 16 + turn)) == 16 + turn
-    assert chats.lost == 0
 
 
 def test_blocks_that_a_tier_gives_up_are_not_the_next_to_be_overwritten() -> None:

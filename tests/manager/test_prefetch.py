@@ -1,6 +1,5 @@
 """Sessions that are loaded before their request comes: which ones, when, and into which room."""
 
-import jobs
 import pytest
 from integrity import check_integrity
 from talks import IDLE_AFTER_S, Talks, names
@@ -110,26 +109,6 @@ def test_a_session_that_is_on_its_way_is_not_loaded_again(talks: Prefetching) ->
     assert talks.taken() == [names("a b")]
 
 
-def test_the_next_session_s_turn_asks_for_a_step(talks: Prefetching) -> None:
-    """An engine without requests takes a step only while there is work."""
-    texts = {who: f"{who} 1 2" for who in "ABC"}
-    for who, text in texts.items():
-        talks.talk(text, who)
-    talks.rest()
-    talks.overwrite()
-    talks.talk("x y", "X", prefetch=tuple(texts))
-    talks.holds = True
-    for text in texts.values():
-        [load] = talks.step().loads
-        assert load.block_hashes == names(text)
-        assert talks.driver.prefetcher.has_work
-        talks.answer([load])
-        assert talks.driver.prefetcher.has_work
-    assert talks.taken() == []
-    assert not talks.driver.prefetcher.has_work
-    assert talks.prefetches() == 3
-
-
 # -- room ---------------------------------------------------------------------------------------------
 
 
@@ -173,20 +152,6 @@ def test_a_hit_is_a_request_that_finds_all_of_it(talks: Prefetching, resident: i
     if resident:
         talks.talk(f"{text} f g h i", "A")
         assert len(talks.told(PrefetchHit)) == hits, "a prefetch counts once"
-
-
-def test_blocks_before_a_failure_on_any_rank_are_resident() -> None:
-    talks = Prefetching(ranks=2)
-    talks.go_cold("a b c d e f", "A")
-    talks.talk("x y", "X", prefetch=("A",))
-    talks.holds = True
-    [load] = talks.step().loads
-    for failed, resident in ((4, 0), (2, 2)):
-        assert talks.driver.prefetcher.is_busy
-        talks.driver.answered([jobs.done(load, failed={failed: "missing"})], talks.now)
-        assert talks.resident("a b c d e f") == resident
-    assert len(talks.pool) == talks.pool.size
-    assert (talks.texts()["A"], talks.states()["A"]) == ("a b", "cold")
 
 
 def test_compressed_blocks_in_a_store_that_is_down_are_kept(talks: Prefetching) -> None:

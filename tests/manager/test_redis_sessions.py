@@ -145,13 +145,6 @@ def test_another_engine_finds_which_of_them_are_the_session_s_own(start: Start, 
     assert other.ask(hashes, session_id="bob").sampled == ""
 
 
-def test_a_block_that_a_rank_does_not_have_is_not_there(start: Start, server: RedisServer) -> None:
-    player, hashes = start(), blocks("a", 6)
-    player.store(hashes)
-    server.client.delete(HERE.block(0, hashes[4], 1))
-    assert player.ask(hashes) == LookupResult([RANKS * NBYTES] * 4)
-
-
 @pytest.mark.parametrize("count", [1, 20, 31, 32, 33, 150, 700])
 def test_what_is_found_ends_before_the_first_hole(start: Start, server: RedisServer, count: int) -> None:
     player, hashes = start(), blocks("a", 800)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from integrity import check_empty, check_integrity
+from integrity import check_integrity
 from talks import Talks, names
 
 from manthan.manager.events import Evicted
@@ -77,29 +77,6 @@ def test_a_resume_point_is_kept_until_a_deeper_one_is_saved(talks: Talks) -> Non
     assert match(talks, words(9)) == 5
 
 
-def test_a_session_without_a_resume_point_is_not_kept(talks: Talks) -> None:
-    talks.refuses = lambda block: "broken" if block[0] == WINDOW else ""
-    turn(talks, words(5))
-    talks.rest()
-    check_empty(talks.manager)
-    assert not talks.tier
-
-
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_load_reads_the_resume_point_too_and_its_loss_ends_the_session(talks: Talks, at: int) -> None:
-    turn(talks, words(5))
-    talks.rest()
-    talks.overwrite()
-    del talks.tier[WINDOW, names(words(5))[3 + at]]
-    request = talks.start(words(6), "s")
-    assert talks.running[request].loaded == 5
-    assert talks.driver.found(request) == 0
-    talks.finish(request, words(6))
-    talks.rest()
-    check_empty(talks.manager)
-    assert not talks.tier
-
-
 def test_a_prompt_is_gone_on_from_though_another_answer_is_wanted(talks: Talks) -> None:
     """Or the answer comes back without what the model thought. There is a resume point where the prompt ends, too."""
     request = talks.start(words(7), "s")
@@ -150,26 +127,6 @@ def test_groups_are_encoded_in_codecs_of_their_own(talks: Talks) -> None:
     assert {job.group: job.codec for job in talks.jobs.values()} == {WINDOW: "", MAIN: "wht-4x"}
 
 
-# -- room ---------------------------------------------------------------------------------------------
-
-
-def test_nobody_is_dropped_for_a_session_that_could_never_fit() -> None:
-    talks = Talks(capacity=10, shape=SHAPE)
-    turn(talks, words(4), "small")
-    talks.rest()
-    turn(talks, words(12, "x"), "large")
-    talks.rest()
-    assert talks.states() == {"small": "cold"}
-    assert match(talks, words(4), "small") == 4
-
-
-def test_resume_points_of_idle_sessions_make_room() -> None:
-    talks = Talks(capacity=2, shape=SHAPE)
-    for who in "abc":
-        turn(talks, words(4, who), who)
-    assert {text[0] for text in talks.saved(WINDOW)} == {"b", "c"}
-
-
 # -- windows alone ------------------------------------------------------------------------------------
 
 
@@ -182,15 +139,6 @@ def test_only_resume_points_are_stored_of_windows_alone() -> None:
     [evicted] = talks.told(Evicted)
     assert (evicted.pool_nbytes, evicted.cold_nbytes) == (1000, 100)
     assert (talks.states(), match(talks, words(4))) == ({"s": "cold"}, 0)
-
-
-def test_whole_sessions_of_windows_alone_make_room() -> None:
-    talks = Talks(capacity=4, shape=WINDOWS)
-    for who in "abc":
-        turn(talks, words(5, who), who)
-        talks.rest()
-    assert talks.manager.usage().saved_nbytes == 200
-    assert talks.states() == {"b": "cold", "c": "cold"}
 
 
 def test_pins_count_windows() -> None:

@@ -1,15 +1,12 @@
-"""The manager by example: saving, memory pressure, reset."""
+"""The manager by example: saving and memory pressure."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from integrity import check_empty, check_integrity
-from talks import GROUP, IDLE_AFTER_S, Talks, last_words, names
+from talks import IDLE_AFTER_S, Talks, last_words, names
 
-from manthan.manager.events import DropCause, Evicted, Overwritten, StoreFailed
-from manthan.manager.session.blocks import MemoryShape
+from manthan.manager.events import DropCause, Evicted, StoreFailed
 from manthan.policies.lru import LRU
 
 SHORT: dict[str, Any] = {"blocks": 64, "low": 0.04, "high": 0.0626}
@@ -44,15 +41,6 @@ def test_sessions_are_saved_when_their_idle_time_is_over(talks: Talks) -> None:
     talks.now = talks.driver.next_deadline or 0.0
     assert talks.save() == names("a b")
     assert talks.states() == {"old": "cold", "new": "idle"}
-
-
-def test_blocks_are_stored_head_first_and_a_few_at_a_time(slow: Talks) -> None:
-    slow.talk("a b")
-    slow.now = IDLE_AFTER_S
-    assert stored(slow) == "a"
-    assert stored(slow) == "", "the pool does not have its block back"
-    slow.gathered()
-    assert stored(slow) == "b"
 
 
 def test_a_session_is_cold_when_all_its_blocks_are_stored_and_stays_resident(slow: Talks) -> None:
@@ -104,18 +92,6 @@ def test_a_request_ends_the_saving_of_its_session(slow: Talks) -> None:
     slow.finish(request, "a b c d")
     slow.holds = False
     assert last_words(slow.rest()) == "b c d"
-
-
-def test_a_session_ends_before_a_block_that_was_overwritten_before_it_was_stored(slow: Talks) -> None:
-    slow.talk("a b c d", "s")
-    slow.now = IDLE_AFTER_S
-    assert stored(slow) == "a"
-    slow.pool.release(0, names("a b c")[2:])
-    slow.holds = False
-    slow.answer()
-    assert last_words(slow.save()) == "b"
-    assert (slow.texts(), slow.states()) == ({"s": "a b"}, {"s": "cold"})
-    assert slow.told(Overwritten) == [Overwritten(1)]
 
 
 def test_a_failed_store_leaves_the_session_idle_and_is_tried_again() -> None:
@@ -194,23 +170,6 @@ def test_pressure_saves_blocks_of_running_requests() -> None:
     assert talks.states() == {"s": "cold"}
 
 
-@pytest.mark.parametrize("text", ["", "a b"])
-def test_what_was_saved_of_a_request_goes_with_it_if_it_is_aborted(text: str) -> None:
-    talks, request = under_pressure()
-    talks.finish(request, text)
-    talks.step()
-    assert set(talks.tier) == {(0, block_hash) for block_hash in names(text)}
-    check_integrity(talks.manager, talks.driver)
-
-
-def test_a_reset_drops_what_was_saved_of_running_requests() -> None:
-    talks, request = under_pressure("a b c d e f g h i j k l m n")
-    talks.driver.reset(talks.now)
-    assert talks.dropped() == [("a b c d e f g h i j k l m n", DropCause.RESET)]
-    talks.finish(request, "")
-    check_empty(talks.manager)
-
-
 # -- the order in which the pool overwrites -----------------------------------------------------------
 
 
@@ -277,65 +236,3 @@ def test_blocks_of_sessions_that_are_in_use_keep_their_turn() -> None:
     talks.pool.take(2)
     assert overwritten(talks, "c d") == "d c"
     assert talks.resident("a b") == 2
-
-
-# -- reset --------------------------------------------------------------------------------------------
-
-
-def reset(talks: Talks) -> None:
-    talks.driver.reset(talks.now)
-    talks.pool.clear()
-
-
-def test_nothing_of_before_a_reset_is_found_afterwards(talks: Talks) -> None:
-    talks.talk("a b", "s")
-    talks.rest()
-    reset(talks)
-    check_empty(talks.manager)
-    talks.step()
-    assert (talks.dropped(), talks.tier) == ([("a b", DropCause.RESET)], {})
-    assert talks.running[talks.start("a b", "s")].loaded == 0
-
-
-@pytest.mark.parametrize("failed", [{}, {0: "no space"}])
-def test_a_store_under_way_at_a_reset_is_void(failed: dict[int, str]) -> None:
-    talks = Talks(holds=True)
-    talks.talk("a b", "s")
-    talks.now = IDLE_AFTER_S
-    talks.step()
-    reset(talks)
-    talks.talk("a b", "s")  # computed anew, under the same block hashes
-    talks.answer(failed=failed)
-    assert (talks.saved(), talks.dropped()) == (set(), [("a b", DropCause.RESET)])
-    check_integrity(talks.manager, talks.driver)
-    talks.holds = False
-    assert last_words(talks.rest()) == "a b"
-
-
-def test_a_load_under_way_at_a_reset_pins_nothing_that_is_computed_later() -> None:
-    talks = Talks(shape=MemoryShape({0: replace(GROUP, is_lossless=True)}))
-    talks.talk("a b", "s")
-    talks.rest()
-    talks.overwrite()
-    talks.holds = True
-    request = talks.start("a b c", "s")
-    talks.step()
-    talks.driver.reset(talks.now)
-    talks.answer()
-    talks.holds = False
-    talks.finish(request, "a b c")
-    assert last_words(talks.rest()) == "a b c"
-    check_integrity(talks.manager, talks.driver)
-    assert not talks.manager.blocks.pins[talks.manager.blocks.rows()].any()
-
-
-def test_a_running_session_survives_a_reset_without_its_past(talks: Talks) -> None:
-    for who in ("runs", "idle"):
-        talks.talk("a b", who)
-    talks.rest()
-    request = talks.start("a b c", "runs")
-    talks.driver.reset(talks.now)
-    assert talks.texts() == {"runs": ""}
-    check_integrity(talks.manager, talks.driver)
-    talks.finish(request, "a b c")
-    assert talks.texts() == {"runs": "a b c"}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import BLOCK, EXCERPT, check_journal, name, request
+from traces import BLOCK, EXCERPT, check_journal, request
 
 from manthan.manager.simulator.cost_model import CostModel
 from manthan.manager.simulator.engine import replay
@@ -76,34 +76,6 @@ def test_whatever_comes_is_served_within_the_budgets(texts, hot, cold, idle_afte
     tally = replay(requests, setup, journal=True)
     check(requests, tally, setup)
     assert tally == replay(requests, setup, journal=True)
-
-
-def test_a_session_that_is_idle_for_long_enough_is_found_in_the_pool_and_restored_if_others_have_overwritten_it() -> (
-    None
-):
-    first = request(0, "abc", answer="def", session="x", rest=0)
-    setup = replace(LRU, pool_blocks=20, cold_blocks=20, cost=SLOW, idle_after_s=10.0)
-    _, second = replay([first, request(100, "abcdefg", session="x")], setup).served
-    assert second is not None
-    assert (second.asked, second.resident, second.restored) == (8, 5, 0)
-    requests = [first, request(90, "tuvwxyz" * 2 + "tuv", rest=0), request(200, "abcdefg", session="x")]
-    setup = replace(LRU, pool_blocks=17, cold_blocks=40, cost=SLOW, idle_after_s=10.0)
-    tally = replay(requests, setup, journal=True)
-    one, _, second = tally.served
-    assert one is not None
-    assert second is not None
-    assert (second.asked, second.resident, second.restored) == (8, 0, 5)  # the answer's last token was never computed
-    assert one.first_token_s == pytest.approx(1 + 12 * 0.1 + SLOW.prefill_s_per_token2 * 12**2)
-    assert second.first_token_s == pytest.approx(1 + 20 * 0.05 + SLOW.prefill_s(20, 29))
-    assert tally.journal is not None
-    saved = sorted(action.what for action in tally.journal[:10])  # a sixteenth of the pool at once
-    assert saved == ["store"] * 5 + ["stored"] * 5
-    stored = [action.hashes for action in tally.journal[:11] if action.what == "store"]
-    assert stored == [[name("abcde"[: n + 1])] for n in range(5)]
-    assert [(action.what, action.who) for action in (tally.journal[10], tally.journal[-1])] == [
-        ("cold", "x"),
-        ("restore", "2"),
-    ]
 
 
 def test_sessions_are_saved_before_they_are_overwritten() -> None:

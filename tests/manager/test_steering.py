@@ -1,7 +1,7 @@
 """What an operator asks of a session."""
 
 import pytest
-from integrity import check_empty, check_integrity
+from integrity import check_empty
 from talks import IDLE_AFTER_S, Talks, last_words
 
 from manthan.manager.events import DropCause, Lost, Pinned, Turn
@@ -102,17 +102,6 @@ def test_a_pin_for_a_while_lasts_over_turns_and_for_good_if_a_hint_says_so(
     assert talks.talk("a one two", "a", **hints).is_pinned
     talks.rest(6.0)
     assert talks.session("a").is_pinned is is_pinned
-
-
-def test_a_pin_stays_when_others_come_to_share_its_head(talks: Talks) -> None:
-    """The head is kept exact then, at the expense of the heads' share: five times what the pin may take."""
-    steer(talks, "pin")
-    talks.talk("a one two b", "b")
-    talks.rest()
-    assert talks.manager.blocks.nbytes[talks.session("a").rows].tolist() == [500, 500, 500]
-    assert talks.talk("a one two", "a").is_pinned
-    check_integrity(talks.manager, talks.driver)
-    assert not talks.talk("a one two three", "a").is_pinned, "its own blocks count as before"
 
 
 # -- release ------------------------------------------------------------------------------------------

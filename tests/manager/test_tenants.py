@@ -13,29 +13,9 @@ from hypothesis import given, settings
 from integrity import check_empty, check_integrity
 from talks import Talks, last_words
 
-from manthan.manager.events import DropCause
 from manthan.manager.session.manager import Shares
 from manthan.manager.session.table import qualified
 from manthan.policies import policy_names
-
-
-def taken(talks: Talks) -> dict[str, int]:
-    """Return the bytes that the blocks of each tenant take."""
-    return {tenant: nbytes for tenant in ("a", "b") if (nbytes := talks.manager.blocks.taken_by(tenant))}
-
-
-def test_a_name_of_two_tenants_is_two_sessions_and_each_is_told_its_own() -> None:
-    talks = Talks()
-    for text, tenant in (("a b c", "a"), ("a b c d", "b"), ("a b c x", ""), ("a b c y z", "a")):
-        assert talks.talk(text, "chat", tenant).session_id == "chat"
-    assert talks.texts() == {"a/chat": "a b c y z", "b/chat": "a b c d", "chat": "a b c x"}
-
-
-def test_what_a_tenant_says_of_a_session_is_said_of_its_own() -> None:
-    talks = Talks()
-    assert talks.talk("a b c", "chat", "a", pin=True).is_pinned
-    assert not talks.talk("a b c d", "chat", "b", store=False).is_pinned
-    assert last_words(talks.rest()) == "a b c"
 
 
 def test_a_tenant_without_a_quota_drops_nobody_s_blocks() -> None:
@@ -44,17 +24,6 @@ def test_a_tenant_without_a_quota_drops_nobody_s_blocks() -> None:
     talks.rest()
     talks.talk("x y", tenant="b")
     assert (talks.rest(), talks.dropped()) == ([], [])
-
-
-def test_blocks_that_two_tenants_use_stay_until_neither_does() -> None:
-    talks = Talks(shares=Shares(tenants={"a": 0.5, "b": 0.5}))
-    for text, tenant in (("sys a", "a"), ("sys b", "b")):
-        talks.talk(text, "chat", tenant)
-        talks.rest()
-    assert taken(talks) == {"a": 200, "b": 100}
-    talks.finish(talks.start("sys a", "chat", "a", release=True), "sys a")
-    assert talks.dropped() == [("a", DropCause.RELEASED)]
-    assert talks.texts() == {"b/chat": "sys b"}
 
 
 NAME = st.text("a/%", max_size=5)

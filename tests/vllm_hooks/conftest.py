@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import stored_codes
 from typer.testing import CliRunner
 from vllm import EngineArgs
 from vllm.config import set_current_vllm_config
@@ -26,7 +27,9 @@ def start_engine() -> Callable[..., Iterator[Engine]]:
 @pytest.fixture(scope="package")
 def sweeping_engine() -> Iterator[Engine]:
     """Sessions go cold after a fifth of a second; the pool has room for seven of them."""
-    yield from running(blocks=131, idle=0.2, tiers={"max_bytes": "64MiB"})
+    for engine in running(blocks=131, idle=0.2, tiers={"max_bytes": "64MiB"}):
+        engine.compiled = engine.on_worker(stored_codes.compiled)
+        yield engine
 
 
 @pytest.fixture(scope="package")

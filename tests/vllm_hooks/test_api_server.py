@@ -1,11 +1,8 @@
 """Sessions over HTTP on a real `vllm serve`: seen and steered, by tenant, behind the API key; also by command."""
 
 import json
-import threading
-import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 import pytest
@@ -98,33 +95,6 @@ def test_sessions_are_listed_filtered_sorted_and_paged(api) -> None:
     assert (cold["hot_blocks"], cold["hot_bytes"], cold["cold_blocks"]) == (0, 0, BLOCKS)
 
 
-def test_a_session_s_life_tells_turns_evictions_and_restores(api) -> None:
-    api.talk("erin")
-    api.post("/sessions/erin/evict")
-    cold = api.wait_for_state("erin", "cold")
-    api.empty_pool()
-    assert api.talk("erin") > TOKENS
-    life = api.wait_for_state("erin", "idle")["life"]
-    assert [event["kind"] for event in life] == ["turn", "evicted", "restored", "turn"]
-    first, evicted, restored, second = life
-    assert first["saved_tokens"] == 0
-    assert (evicted["blocks"], evicted["bytes"]) == (BLOCKS, cold["cold_bytes"])
-    assert second["saved_tokens"] == restored["saved_tokens"] == restored["tokens"] == TOKENS
-    assert restored["seconds"] > 0
-    assert [event["at"] for event in life] == sorted(event["at"] for event in life)
-    assert [event["text"].rstrip(".").count("\n") for event in life] == [0, 0, 0, 0]
-
-
-def test_names_may_have_anything_in_them(api) -> None:
-    acme = Api(api.server, "acme")
-    for name in ("a/b c", "50%", "evict", "é?#", "x/evict"):
-        acme.talk(name)
-        path = f"/sessions/{quote(name, safe='')}"
-        assert acme.get(path)["id"] == name
-        assert acme.post(f"{path}/pin")["pinned"]
-        assert acme.post(f"{path}/unpin")["id"] == name
-
-
 def test_the_state_of_the_whole(api) -> None:
     before = api.get("/state")
     api.talk("alice")
@@ -160,67 +130,6 @@ def test_the_configuration_as_it_was_resolved(api) -> None:
 
 
 # -- what is steered ------------------------------------------------------------------------------------
-
-
-def test_an_evicted_session_is_prefetched(api) -> None:
-    api.talk("frank")
-    reply = api.http.post("/manthan/sessions/frank/evict")
-    assert (reply.status_code, reply.json()["state"]) == (202, "idle")
-    api.wait_for_state("frank", "cold")
-    api.empty_pool()
-    api.talk("somebody")  # before that, the weights may be others
-    reply = api.http.post("/manthan/sessions/frank/prefetch", json={})
-    assert (reply.status_code, reply.json()["state"]) == (202, "cold")
-    there = api.wait("/sessions/frank", lambda session: session["hot_blocks"] == BLOCKS)
-    assert (there["state"], there["cold_blocks"]) == ("cold", BLOCKS)
-    assert [event["kind"] for event in there["life"]] == ["turn", "evicted", "prefetched"]
-    assert there["life"][-1]["saved_tokens"] is None
-    api.talk("frank")
-    assert api.get("/sessions/frank")["life"][-1]["saved_tokens"] == TOKENS
-
-
-def test_pins(api) -> None:
-    api.talk("grace")
-    assert api.post("/sessions/grace/pin")["pinned"]
-    assert api.ids(pinned="true") == ["grace"]
-    assert not api.post("/sessions/grace/unpin")["pinned"]
-    assert api.post("/sessions/grace/pin", seconds=0.2)["pinned"]
-    session = api.wait("/sessions/grace", lambda session: not session["pinned"])
-    assert [event["kind"] for event in session["life"]] == ["turn", "pinned", "unpinned", "pinned", "unpinned"]
-    api.talk("bob", 10 * TEXT)
-    status, sentence = api.refused("POST", "/sessions/bob/pin")
-    assert (status, sentence[:60]) == (409, "Not now: pin is refused: pinned sessions may take 671088 byt")
-
-
-def test_a_client_says_when_it_will_be_back(api) -> None:
-    api.talk("heidi")
-    now = time.time()
-    assert now + 59 < api.post("/sessions/heidi/expect", seconds=60)["expected_return"] < time.time() + 61
-    api.talk("judy")
-    assert api.ids(sort="expected") == ["heidi", "judy"]
-    api.talk("heidi")
-    assert api.get("/sessions/heidi")["expected_return"] is None
-
-
-def test_a_released_session_is_unknown(api) -> None:
-    api.talk("alice")
-    assert api.post("/sessions/alice/release")["id"] == "alice"
-    assert api.refused("GET", "/sessions/alice") == (404, "There is no session 'alice'.")
-    api.talk("alice")
-    assert api.get("/sessions/alice")["life"][-1]["saved_tokens"] == 0
-
-
-def test_a_running_session_is_not_evicted(api) -> None:
-    asked = threading.Thread(target=api.talk, args=("alice",), kwargs={"max_tokens": 800})
-    asked.start()
-    try:
-        api.server.wait_for(lambda: api.ids(state="active") == ["alice"], WAIT_S, "run a request")
-        for action in ("evict", "expect", "release"):
-            status, sentence = api.refused("POST", f"/sessions/alice/{action}", json=ACTIONS[action])
-            assert status == 409
-            assert sentence.startswith("Not now: a request of it runs; it can ")
-    finally:
-        asked.join()
 
 
 def test_a_sleeping_engine_is_looked_at_only(api) -> None:
@@ -264,18 +173,6 @@ def test_a_tenant_sees_and_steers_its_own_only(api) -> None:
     twice = [("X-Tenant-ID", "acme"), ("X-Tenant-ID", "beta")]
     sentence = "the header X-Tenant-ID must be given once, not with 2 different values"
     assert Api(api.server).refused("GET", "/sessions", headers=twice) == (422, sentence)
-
-
-@pytest.mark.parametrize("key", ["", "open"])
-def test_without_the_key_there_is_nothing(api, key: str) -> None:
-    api.talk("alice")
-    stranger = Api(api.server, key=key)
-    sentence = "The API key is missing or wrong: send it as `Authorization: Bearer KEY`."
-    for path in ("/sessions", "/sessions/alice", "/sessions/nobody", "/state", "/config"):
-        assert stranger.refused("GET", path) == (401, sentence)
-    for action in ACTIONS:
-        assert stranger.refused("POST", f"/sessions/alice/{action}", json={"no such": 1}) == (401, sentence)
-    assert api.get("/sessions/alice")["state"] == "idle"
 
 
 # -- mistakes, and what the server says of itself -----------------------------------------------------------

@@ -1,6 +1,5 @@
 """Engines one after the other on one folder: what each finds again, and what it does not."""
 
-import os
 import random
 import shutil
 import sqlite3
@@ -12,8 +11,6 @@ import group_models
 import pytest
 from vllm_engine import Completion, Engine, Table, until_killed
 
-from manthan.manager.tiers.arena_tier import Name
-from manthan.manager.tiers.disk import HEADER, records_in
 from manthan.manager.tiers.journal import JOURNAL
 
 SLOW = pytest.mark.slow
@@ -45,10 +42,6 @@ def all_return(engine: Engine) -> bool:
     return cached == full
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir())
-
-
 def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/rank-0/blocks"))
 
@@ -73,48 +66,19 @@ def left(killed: Path, tmp_path: Path) -> Path:
 
 
 def test_all_that_was_cold_when_it_was_killed_returns(left: Path) -> None:
+    """Behind a reset nothing of it is found again, neither by this engine nor by the next one."""
     with engine(left) as second:
-        full, cached = ask_all(second)
-        assert cached == full
+        assert all_return(second)
         assert second.failures() == 0
-        print(f"{cached} of {full} full blocks came back")
-
-
-def bodies(file: Path) -> dict[Name, bytes]:
-    """Some bytes from the middle of each block on the disk."""
-    raw = file.read_bytes()
-    with file.open("rb") as opened:
-        placed = {record.name: record.placed for record in records_in(opened.fileno())}
-    middles = {name: one.extents[0].start + HEADER + one.nbytes // 2 for name, one in placed.items()}
-    return {name: raw[middle : middle + 32] for name, middle in middles.items()}
-
-
-def test_what_is_released_is_erased_and_what_others_have_stays(tmp_path: Path) -> None:
-    with engine(tmp_path) as alone:
-        for guest in ("alice", "bob"):
-            alone.ask(Table(len(guest)).question(0)[0], guest)
-        alone.wait_until_cold(2)
-        [file] = files_of(tmp_path)
-        before = bodies(file)
-        alone.ask(Table(len("alice")).question(0)[0], "alice", release=True)
-        alone.wait(lambda: alone.sessions("cold") == 1 and len(bodies(file)) < len(before), "one session less")
-        gone = [some for name, some in before.items() if name not in bodies(file)]
-        assert len(gone) >= len(before) // 4
-        alone.wait(lambda: not any(some in raw for raw in [file.read_bytes()] for some in gone), "an erased session")
-        alone.empty_pool()
-        answer = alone.ask(Table(len("bob")).question(0)[0], "bob")
-        assert answer.cached_tokens // 32 == (answer.prompt_tokens - 1) // 32
-        assert alone.failures() == 0
-
-
-@SLOW
-def test_what_was_torn_off_meanwhile_is_computed(left: Path) -> None:
-    for file in files_of(left):
-        os.truncate(file, file.stat().st_blocks * 512 // 2)
-    with engine(left) as other:
-        full, cached = ask_all(other)
-        assert 0 < cached < full
-        assert all_return(other)
+        second.wait(lambda: second.reset(cold=True), "a reset")
+        assert ask_all(second)[1] == 0
+        assert all_return(second), "it is of use until the end"
+        assert files_of(left) == []
+        with sqlite3.connect(next(left.glob("*/sessions.sqlite"))) as db:
+            assert db.execute("SELECT count(*) FROM sessions").fetchone() == (0,)
+    with engine(left) as third:
+        assert third.sessions("cold") == 0
+        assert ask_all(third)[1] == 0
 
 
 def test_with_all_files_damaged_it_starts_and_computes(left: Path) -> None:
@@ -131,34 +95,6 @@ def test_with_all_files_damaged_it_starts_and_computes(left: Path) -> None:
         assert ask_all(other)[1] == 0
         assert all_return(other)
     assert all(file.with_name(f"{file.name}.bad").exists() for file in files if file.name in ("blocks", JOURNAL))
-
-
-@SLOW
-def test_another_configuration_finds_nothing_and_removes_the_old(left: Path) -> None:
-    [old] = names(left)
-    with engine(left, flags={"dtype": "float16"}) as other:
-        assert other.sessions("cold") == 0
-        prompt, _ = Table(0).question(3)
-        assert other.ask(prompt, "guest-0-0").cached_tokens == 0
-        assert other.failures() == 0
-        [new] = names(left)
-        assert new != old
-    with engine(left) as again:
-        assert ask_all(again)[1] == 0
-
-
-def test_behind_a_reset_nothing_is_found_again(left: Path) -> None:
-    with engine(left) as second:
-        assert all_return(second)
-        second.wait(lambda: second.reset(cold=True), "a reset")
-        assert ask_all(second)[1] == 0
-        assert all_return(second), "it is of use until the end"
-        assert files_of(left) == []
-        with sqlite3.connect(next(left.glob("*/sessions.sqlite"))) as db:
-            assert db.execute("SELECT count(*) FROM sessions").fetchone() == (0,)
-    with engine(left) as third:
-        assert third.sessions("cold") == 0
-        assert ask_all(third)[1] == 0
 
 
 @SLOW

@@ -169,13 +169,6 @@ def test_blocks_that_do_not_open_are_told_all_at_once(start: Callable[..., Worke
     assert worker.load(tenant="acme").failed == {0: "seal", 3: "seal"}
 
 
-def test_what_does_not_fit_is_refused_and_takes_nothing(start: Callable[..., Worker]) -> None:
-    nbytes = start().blocks.format.max_nbytes(0)
-    worker = start(max_bytes=RamTier(1 << 20).room(nbytes) * 3)
-    result = worker.store_all()
-    assert (result.failed, result.nbytes.tolist()) == ({3: "store_full"}, [*[worker.store.room(nbytes)] * 3, 0])
-
-
 class Broken(RamTier):
     """A store on fire."""
 

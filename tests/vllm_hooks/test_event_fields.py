@@ -179,18 +179,3 @@ def test_a_reset_of_vllm_s_cache_has_all_that_is_stored_told_again() -> None:
     assert removed == BlockRemoved(stored.block_hashes, "CPU", 0, "LOCAL", "manthan")
     assert again == stored
     assert engine.events.take() == []
-
-
-def test_notes_go_with_their_blocks() -> None:
-    """Sessions whose blocks are overwritten before they are saved make no event."""
-    engine, most = Engine(), 0
-    for number in range(20):
-        request = asked(cache_salt=str(number))
-        engine.manager.request_started("r", request.block_hashes, None, engine.now)
-        engine.manager.request_finished("r", request.block_hashes, engine.now)
-        engine.events.remember(request, BLOCKS)
-        engine.now += 20.0
-        assert engine.manager.plan_stores(engine.now, 99, 0) == []  # the pool has nothing
-        assert engine.events.take() == []
-        most = max(most, len(engine.events.notes))
-    assert most <= 2 * BLOCKS

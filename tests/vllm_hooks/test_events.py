@@ -1,10 +1,6 @@
 """KV events: what a router learns of what is stored is what is stored, neither more nor less."""
 
-import json
-import os
-import random
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +10,6 @@ import pytest
 import redis_server
 from scripts import run_script
 from vllm_engine import MODEL
-
-SCRIPT = "event_sessions.py"
-MINUTES = float(os.environ.get("EVENTS_MINUTES", "10"))
-"""How long the long run takes."""
 
 
 @pytest.fixture
@@ -32,9 +24,9 @@ def live(folder: str, seed: int, store: dict[str, Any], **more: Any) -> dict[str
     environment = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": str(seed % 2)}
     codec = {"name": "k3v3", "sink_tokens": 0, "guard": False}
     manthan = {"idle.min_tokens": 64, "codec": codec} | store
-    job = {"model": MODEL, "blocks": 100, "actions": 25, "seconds": 0, "resets": False} | more
-    out, _ = run_script(SCRIPT, job | {"folder": folder, "seed": seed, "manthan": manthan}, **environment)
-    told: dict[str, Any] = json.loads(out)
+    job = {"model": MODEL, "blocks": 100, "actions": 25, "resets": False} | more
+    job |= {"folder": folder, "seed": seed, "manthan": manthan}
+    told: dict[str, Any] = run_script("event_sessions.py", job, **environment)[0]
     assert told["came"]["stored"] > 0 < told["came"]["hashed"]
     return told
 
@@ -64,26 +56,3 @@ def test_of_what_others_have_in_redis_each_tells_what_it_has_found(sockets: str,
         second = live(sockets, 5, redis, actions=15)
         assert second["first"] == []
         assert second["came"]["restored"] > 0
-
-
-@pytest.mark.slow
-def test_for_ten_minutes(sockets: str, tmp_path: Path) -> None:
-    """Lives of a minute or less on a disk, one after the other, and between them others with windows, states or RAM."""
-    chance, until, told, seed = random.Random(0), time.monotonic() + 60 * MINUTES, [], 100
-    families = {name: group_models.made(name, tmp_path / name) for name in ("gpt-oss", "qwen3-next", "mistral")}
-    left: list[str] = []
-    (tmp_path / "disk").mkdir()
-    while time.monotonic() < until:
-        seed, is_void = seed + 1, chance.random() < 0.3
-        lasts = {"actions": 60, "seconds": min(40.0, max(0.0, until - time.monotonic()))}
-        found = live(sockets, seed, on_disk(tmp_path / "disk"), resets=is_void, **lasts)
-        assert found["first"] == left
-        left = [] if found["came"]["resets"] else found["last"]
-        host = {"tiers": {"kind": "host", "max_bytes": chance.choice(["2MiB", "6MiB"])}}
-        name, model = chance.choice([("llama", MODEL), *families.items()])
-        blocks = {"qwen3-next": 40}.get(name, 160)
-        told += [found, live(sockets, 1000 + seed, host, model=model, blocks=blocks, resets=True, actions=30)]
-    came = [life["came"] for life in told]
-    total = {what: sum(each[what] for each in came) for what in came[0]}
-    print(f"{len(came)} lives: {total}")
-    assert all(total.values())

@@ -8,6 +8,8 @@ import stored_codes
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import BLOCK, Answer, Engine, Table
 
+pytestmark = pytest.mark.usefixtures("sweeping_engine")
+
 
 def note_threads(worker: Any) -> None:
     """From now on, the store notes which threads read and write it."""

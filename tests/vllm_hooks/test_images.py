@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conversation import EXACT, told
+from conversation import EXACT, run
 from image_model import make_image_model
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def answers(model: str, manthan: dict[str, Any] | None) -> list[dict[str, Any]]:
-    found, _ = told("image_sessions.py", {"model": model, "manthan": manthan, "questions": QUESTIONS})
+    found, _ = run(model, manthan, questions=QUESTIONS)
     return found
 
 

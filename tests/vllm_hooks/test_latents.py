@@ -1,6 +1,5 @@
 """Latents (MLA): read and written as the backend does, and sessions of a real engine that go cold and return."""
 
-import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from manthan.vllm_hooks.support import Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, HostMemory, LatentMemory
 from manthan.vllm_hooks.worker.layout import probe_layers
 
-SCRIPT = "latent_sessions.py"
 BLOCK, BLOCKS, FILLED = 16, 8, 21
 SPEC = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + TURNED, dtype=torch.bfloat16)
 NAMES = tuple(f"layer-{n}" for n in range(LAYERS))
@@ -102,12 +100,12 @@ def test_what_is_no_plain_latent_is_refused() -> None:
 @pytest.fixture(scope="module")
 def coded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     job = {
+        "scenario": "latents",
         "model": make_latent_model(tmp_path_factory.mktemp("latents")),
         "manthan": {"idle": {"after_s": 3600, "min_tokens": 64}},
     }
-    out, err = run_script(SCRIPT, job)
-    report: dict[str, Any] = json.loads(out)
-    return report | {"log": err}
+    report, log = run_script("sessions.py", job)
+    return dict(report) | {"log": log}
 
 
 def test_the_default_keeps_rope_s_part_and_the_first_tokens_and_bounds_the_noise(coded: dict[str, Any]) -> None:

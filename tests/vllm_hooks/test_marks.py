@@ -16,30 +16,16 @@ from warm_server import warm_server
 from manthan.benchmarks.server import VllmServer
 
 HELD = np.fromfile(Path(MODEL) / "held_tokens.u16", np.uint16).tolist()
-HEAD = HELD[: 40 * BLOCK]
+HEAD = HELD[: 15 * BLOCK]
+"""As long as a prompt of the plain server may be, but for a question."""
 STRANGERS = 10
-FLAGS = ["--block-size", str(BLOCK), "--enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", "4096"]
-
-
-def manthan(tmp_path_factory: pytest.TempPathFactory, name: str, *more: str, **config: Any) -> Iterator[VllmServer]:
-    folder = tmp_path_factory.mktemp(name)
-    (folder / "manthan.yaml").write_text(json.dumps({"idle": 0.3, **config}))
-    flags = [*FLAGS, "--manthan-config", str(folder / "manthan.yaml"), *more]
-    with warm_server(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
-        server.wait_until_ready(300)
-        yield server
+FLAGS = ["--block-size", str(BLOCK), "--enforce-eager", "--enable-prompt-tokens-details"]
+FLAGS += ["--max-model-len", "3072", "--num-gpu-blocks-override", "100"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    yield from manthan(tmp_path_factory, "roomy", codec={"name": "wht-5x", "guard": False})
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    with warm_server(MODEL, FLAGS, tmp_path_factory.mktemp("plain") / "log") as server:
-        server.wait_until_ready(300)
-        yield server
+def server(unguarded_server: VllmServer) -> VllmServer:
+    return unguarded_server
 
 
 class Said(dict[str, Any]):
@@ -79,7 +65,7 @@ def bring_back(server: VllmServer, head: list[int], session: str) -> Said:
     return ask(server, [*head, *HELD[5100:5124]], session)
 
 
-def test_strangers_are_served_exact_kv(server: VllmServer, plain: VllmServer) -> None:
+def test_strangers_are_served_exact_kv(server: VllmServer, plain_server: VllmServer) -> None:
     back = bring_back(server, HEAD, "alice")
     assert back["cached"] == len(HEAD)
     assert back["told"]["lossy_tokens"] == len(HEAD)
@@ -87,7 +73,7 @@ def test_strangers_are_served_exact_kv(server: VllmServer, plain: VllmServer) ->
     served = [ask(server, [*HEAD, *tail], f"bob{n}") for n, tail in enumerate(tails)]
     cached = [said["cached"] for said in served]
     assert cached == [0] + [len(HEAD)] * (STRANGERS - 1)  # the first one's exact copy serves the others
-    expected = [ask(plain, [*HEAD, *tail]) for tail in tails]
+    expected = [ask(plain_server, [*HEAD, *tail]) for tail in tails]
     assert [said["cached"] for said in expected] == cached
     assert [said["logprobs"] for said in served] == [said["logprobs"] for said in expected]
     assert not any(said["told"] for said in served)
@@ -101,15 +87,15 @@ def test_a_session_and_its_branches_share_what_its_return_decoded(server: VllmSe
     assert branch["told"]["lossy_tokens"] == len(head)
 
 
-def test_exact_kv_for_a_request_that_asks_for_it(server: VllmServer, plain: VllmServer) -> None:
-    head = HELD[12000 : 12000 + 20 * BLOCK]
+def test_exact_kv_for_a_request_that_asks_for_it(server: VllmServer, plain_server: VllmServer) -> None:
+    head = HELD[12000 : 12000 + 15 * BLOCK]
     bring_back(server, head, "dave")
     prompt = [*head, *HELD[5300:5324]]
     exact = ask(server, prompt, "dave", kv_transfer_params={"manthan": {"quality": "exact"}})
     assert exact["cached"] == 0
     assert exact["told"]["lossy_tokens"] == 0
     again = ask(server, [*head, *HELD[5400:5424]], "dave")  # the exact copy has taken the hash
-    assert exact["logprobs"] == ask(plain, prompt)["logprobs"]
+    assert exact["logprobs"] == ask(plain_server, prompt)["logprobs"]
     assert again["cached"] == len(head)
     assert not again["told"]
     session = httpx.get(f"{server.url}/manthan/sessions/dave").json()
@@ -126,8 +112,8 @@ def test_what_is_computed_behind_decoded_kv_is_not_exact_either(server: VllmServ
     assert lossy >= 2 * len(head)
 
 
-def test_a_head_that_sessions_share_is_stored_exact(server: VllmServer, plain: VllmServer) -> None:
-    head = HELD[20000 : 20000 + 20 * BLOCK]
+def test_a_head_that_sessions_share_is_stored_exact(server: VllmServer, plain_server: VllmServer) -> None:
+    head = HELD[20000 : 20000 + 15 * BLOCK]
     for name in ("grace", "heidi"):
         ask(server, [*head, *HELD[21000:21024]], name)
     let_go_cold(server, "grace", "heidi")
@@ -135,14 +121,16 @@ def test_a_head_that_sessions_share_is_stored_exact(server: VllmServer, plain: V
     stranger = ask(server, [*head, *tail], "ivan")
     assert stranger["cached"] == len(head)
     assert not stranger["told"]
-    ask(plain, [*head, *HELD[21000:21024]])
-    expected = ask(plain, [*head, *tail])
+    ask(plain_server, [*head, *HELD[21000:21024]])
+    expected = ask(plain_server, [*head, *tail])
     assert expected["cached"] == len(head)
     assert stranger["logprobs"] == expected["logprobs"]
 
 
-def test_a_head_that_came_back_exact_stays_exact_before_decoded_blocks(server: VllmServer, plain: VllmServer) -> None:
-    head, tails = HELD[24000 : 24000 + 20 * BLOCK], [HELD[start : start + 10 * BLOCK] for start in (25000, 26000)]
+def test_a_head_that_came_back_exact_stays_exact_before_decoded_blocks(
+    server: VllmServer, plain_server: VllmServer
+) -> None:
+    head, tails = HELD[24000 : 24000 + 10 * BLOCK], [HELD[start : start + 5 * BLOCK] for start in (25000, 26000)]
     for name, tail in zip(("judy", "karl"), tails, strict=True):
         ask(server, [*head, *tail, 5], name)
     let_go_cold(server, "judy", "karl")
@@ -155,8 +143,10 @@ def test_a_head_that_came_back_exact_stays_exact_before_decoded_blocks(server: V
     assert not stranger["told"]
     more = server.metrics()["vllm:manthan_restored_blocks_total"] - restored
     assert more in (0, len(head) // BLOCK), "it was in the pool, for all, unless judy has gone cold again"
-    ask(plain, [*head, *tails[0], 5])  # as judy did: how many tokens are computed at once decides on the last bits
-    assert stranger["logprobs"] == ask(plain, [*head, *HELD[27100:27124]])["logprobs"]
+    ask(
+        plain_server, [*head, *tails[0], 5]
+    )  # as judy did: how many tokens are computed at once decides on the last bits
+    assert stranger["logprobs"] == ask(plain_server, [*head, *HELD[27100:27124]])["logprobs"]
 
 
 # -- two chats that take turns, and a cold store that holds 1.7 of them -------------------------------
@@ -193,10 +183,15 @@ def take_turns(server: VllmServer, turns: int) -> tuple[list[bool], int]:
 
 
 @pytest.fixture
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    config = {"codec": {"name": "wht-5x", "sink_tokens": 0, "guard": False}, "tiers": {"max_bytes": "2600KiB"}}
-    small = ["--max-model-len", "3072", "--num-gpu-blocks-override", "100"]  # the pool has room for one of them
-    yield from manthan(tmp_path_factory, "narrow", *small, **config)
+def narrow(tmp_path: Path) -> Iterator[VllmServer]:
+    """The pool has room for one of them."""
+    codec = {"name": "wht-5x", "sink_tokens": 0, "guard": False}
+    config = {"idle": 0.3, "codec": codec, "tiers": {"max_bytes": "2600KiB"}}
+    (tmp_path / "manthan.yaml").write_text(json.dumps(config))
+    flags = [*FLAGS, "--manthan-config", str(tmp_path / "manthan.yaml")]
+    with warm_server(MODEL, flags, tmp_path / "log") as server:
+        server.wait_until_ready(300)
+        yield server
 
 
 def test_no_block_is_encoded_that_was_not_computed(narrow: VllmServer) -> None:

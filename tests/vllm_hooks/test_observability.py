@@ -47,8 +47,8 @@ def attributes(span: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_restore_is_in_the_trace_of_its_request(collector: Collector) -> None:
     """And an eviction by the clock is a trace of its own."""
-    out, _ = run_script("traced_sessions.py", {"endpoint": collector.endpoint}, TRACEPARENT=TRACEPARENT)
-    assert out.endswith("kept: 0"), "nothing is kept of requests that have ended"
+    kept, _ = run_script("sessions.py", {"scenario": "traced", "endpoint": collector.endpoint}, TRACEPARENT=TRACEPARENT)
+    assert kept == 0, "nothing is kept of requests that have ended"
     [restore] = collector.named("manthan.restore")
     assert (restore.trace_id.hex(), restore.parent_span_id.hex()) == (f"{3:032x}", f"{3:016x}")
     [ours] = [span for span in collector.named("llm_request") if span.trace_id == restore.trace_id]

@@ -1,15 +1,11 @@
 """A block may be named to be encoded in the very step that computes it: encodings begin behind the forward pass, and
 behind the draft's, which computes some of the block's layers."""
 
-import json
 from typing import Any
 
 import pytest
 from draft_model import make_draft
 from scripts import run_script
-
-SCRIPT = "same_step.py"
-
 
 LOADS_FIRST, DRAFT = "loads first", "draft"
 
@@ -21,9 +17,8 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == DRAFT:
         draft = make_draft(tmp_path_factory.mktemp("draft"))
         more = {"speculative_config": {"method": "eagle", "model": draft, "num_speculative_tokens": 2}}
-    job = {"loads_first": request.param == LOADS_FIRST, "vllm": more}
-    out, _ = run_script(SCRIPT, job)
-    found: dict[str, Any] = json.loads(out)
+    job = {"scenario": "same_step", "loads_first": request.param == LOADS_FIRST, "vllm": more}
+    found: dict[str, Any] = run_script("sessions.py", job)[0]
     loads = [step.index("loads") < step.index("forward") for step in found["steps"] if "forward" in step]
     assert set(loads) == {request.param == LOADS_FIRST}
     assert any("draft" in step for step in found["steps"]) == (request.param == DRAFT)

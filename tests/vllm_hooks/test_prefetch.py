@@ -1,30 +1,15 @@
 """Sessions that are expected are hot before their request comes, and nobody is worse off for it."""
 
 import asyncio
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import stored_codes
 from vllm_engine import Engine
 
-IDLE_AFTER_S = 2.0
-
-
-@pytest.fixture(scope="module")
-def prefetching(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
-    """The pool has room for seven sessions, of which a tenth stays free."""
-    yield from start_engine(
-        blocks=131,
-        idle=IDLE_AFTER_S,
-        tiers={"max_bytes": "64MiB"},
-    )
-
-
-@pytest.fixture
-def engine(prefetching: Engine) -> Engine:
-    prefetching.start_afresh()
-    return prefetching
+BACK_IN_S = 8.0
+"""Long enough for a session to be cold by then."""
+pytestmark = pytest.mark.usefixtures("sweeping_engine")
 
 
 class Counters:
@@ -65,7 +50,7 @@ def is_whole(answer: Any) -> bool:
 def test_a_session_is_resident_again_before_its_request_comes(engine, table) -> None:
     (prompt, _), (again, right) = table(1).question(2), table(1).question(5)
     counters = Counters(engine)
-    first = engine.ask(prompt, "alice", expect_return_s=IDLE_AFTER_S + 4)
+    first = engine.ask(prompt, "alice", expect_return_s=BACK_IN_S)
     engine.wait_until_cold(1)
     assert engine.metric("manthan_hot_bytes") == 0
     engine.ask("x")  # after a reset nothing is begun until somebody asks
@@ -123,22 +108,6 @@ def test_a_reset_meanwhile_lets_nothing_stale_into_the_cache(engine, table) -> N
     assert answer.text == right
     assert answer.cached_tokens == 0
     assert counters["prefetches"] == counters["restores"] == 0
-
-
-def test_codes_that_cannot_be_read_are_recomputed(engine, table) -> None:
-    prompt, right = table(70).question(6)
-    go_cold(engine, {"alice": prompt})
-    failures = engine.metric("manthan_failures_total", cause="checksum")
-    counters = Counters(engine)
-    engine.on_worker(stored_codes.damage, -6)
-    engine.ask("x", prefetch="alice")
-    engine.wait(lambda: engine.metric("manthan_failures_total", cause="checksum") == failures + 1, "a failure")
-    answer = engine.ask(prompt, "alice")
-    assert answer.text == right
-    good = stored_blocks(answer) - 6
-    assert answer.cached_tokens == good * 32  # the run before it is hot
-    assert counters["prefetched_blocks"] == good
-    assert (counters["restores"], counters["prefetch_hits"]) == (0, 0)
 
 
 def test_many_prefetches_beside_requests_leak_no_block(engine, table) -> None:

@@ -3,23 +3,15 @@
 from collections.abc import Sequence
 
 import pytest
-import torch
 from real_pool import TOKENS, RealPool
 from talks import GROUP, Talks, names
-from vllm import EngineArgs
 from vllm.distributed.kv_events import BlockStored
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm_engine import MODEL
 
 from manthan.manager.events import PrefetchHit, Restored
 from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import GroupShape, MemoryShape
-from manthan.manager.session.hints import Hints
 from manthan.manager.transfer import Transfer
-from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.scheduler_half import LEAD_S, SchedulerHalf
 
 MAIN, WINDOW = 0, 1
 BLOCKS = 20
@@ -132,21 +124,3 @@ def test_after_a_reset_nothing_is_entered() -> None:
     assert talks.found() == [False] * 5
     assert talks.real.vllm.reset_prefix_cache()
     assert (talks.told(Restored), talks.driver.prefetcher.is_busy) == ([], False)
-
-
-SAVED_AFTER_S = 5.0
-
-
-def test_a_session_is_due_two_seconds_before_it_is_expected() -> None:
-    transfer = kv_transfer_config(idle={"after_s": SAVED_AFTER_S, "min_tokens": 64}, codec={"guard": False})
-    vllm_config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=transfer).create_engine_config()
-    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
-    group = KVCacheGroupSpec([f"model.layers.{n}" for n in range(4)], spec)
-    half = SchedulerHalf(vllm_config, KVCacheConfig(10, [], [group]), lambda call, *args, otherwise: call(*args))
-    half.bind(BlockPool(11, True, 32))
-    hashes, hints = [bytes([n]) * 32 for n in range(8)], Hints(expect_return_s=20)
-    half.driver.started("r", hashes, "expected", 0.0, tokens=257, blocks=9, hints=hints)
-    half.driver.finished("r", hashes, 0.0, tokens=257)
-    assert half.driver.next_deadline == SAVED_AFTER_S
-    assert half.driver.prefetcher.deadline == 20 - LEAD_S
-    half.shutdown()

@@ -1,13 +1,12 @@
 """Nothing compiles after an engine is ready, and where kernels cannot be compiled it starts without them."""
 
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import stored_codes
 from logged import warnings
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -19,32 +18,14 @@ from manthan.vllm_hooks import settled
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, kv_transfer_config
 
 
-def loaded(worker: Any) -> dict[str, list[Any]]:
-    """What numba has compiled, or loaded from its cache, in a worker, by the function's name."""
-    found = {}
-    module = sys.modules.get("manthan.codec.cpu.numba_kernels")
-    for function, made in vars(module).items() if module else ():
-        if hasattr(made, "stats"):
-            misses, hits = made.stats.cache_misses, made.stats.cache_hits
-            found[function] = [len(made.signatures), sum(misses.values()), sum(hits.values())]
-    return found
-
-
-@pytest.fixture(scope="module")
-def engine(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
-    yield from start_engine(blocks=131, idle=0.1)
-
-
+@pytest.mark.usefixtures("sweeping_engine")
 def test_first_blocks_to_be_encoded_and_decoded_compile_nothing(engine: Engine) -> None:
-    before = engine.on_worker(loaded)
-    assert before
     prompt, right = Table(1).question(0)
     assert engine.ask(prompt, "first").text == right
     engine.wait_until_cold(1)
-    assert engine.reset()
     assert engine.ask(prompt, "first").cached_tokens > 0
     assert engine.metric("manthan_restored_blocks_total") > 0
-    assert engine.on_worker(loaded) == before
+    assert engine.on_worker(stored_codes.compiled) == engine.compiled != {}
 
 
 @pytest.fixture

@@ -19,17 +19,7 @@ from manthan.vllm_hooks.compat import Resets
 from manthan.vllm_hooks.inquiries import METHOD
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
-
-@pytest.fixture(scope="module")
-def one(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
-    """The pool has room for seven sessions."""
-    yield from start_engine(blocks=131, idle=0.5)
-
-
-@pytest.fixture
-def engine(one: Engine) -> Engine:
-    one.start_afresh()
-    return one
+pytestmark = pytest.mark.usefixtures("sweeping_engine")
 
 
 # -- as a loop of reinforcement learning does it ----------------------------------------------------------
@@ -319,17 +309,6 @@ def go_cold(engine: Engine, *seeds: int) -> None:
     engine.on_worker(slow_store)
 
 
-@pytest.mark.parametrize("cold", [False, True])
-def test_while_sessions_are_encoded(engine: Engine, traffic: Traffic, cold: bool) -> None:
-    go_cold(engine, 1)
-    for seed in (2, 3, 4):
-        traffic.ask(seed).result(60)
-    engine.wait(lambda: engine.on_worker(encodes), "an eviction")
-    assert engine.reset(cold=cold)
-    assert engine.ask(Table(1).question(0)[0], "user-1").cached_tokens == (0 if cold else 544)
-    assert engine.ask(Table(4).question(0)[0], "user-4").cached_tokens == 0
-
-
 @pytest.mark.parametrize("running", [False, True])
 @pytest.mark.parametrize("cold", [False, True])
 def test_while_sessions_are_loaded(engine: Engine, traffic: Traffic, running: bool, cold: bool) -> None:
@@ -352,14 +331,6 @@ def test_a_transfer_that_hangs_is_not_waited_for(engine: Engine, traffic: Traffi
         assert engine.ask(Table(2).question(0)[0]).text == Table(2).question(0)[1]
     finally:
         engine.on_worker(let_reads_go)
-
-
-def test_while_a_session_is_prefetched(engine: Engine, traffic: Traffic) -> None:
-    go_cold(engine, 1)
-    engine.ask("x", prefetch="user-1")
-    engine.wait(lambda: engine.metric("kv_cache_usage_perc") > 0, "a prefetch")
-    assert engine.reset()
-    assert traffic.ask(1).result(60).cached_tokens > 0
 
 
 def test_after_a_reset_that_fails_nothing_cold_is_of_other_weights(engine: Engine, traffic: Traffic) -> None:

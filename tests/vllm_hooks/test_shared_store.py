@@ -1,17 +1,13 @@
 """What a store that outlives the engine asks of the engine: the same keys in every process, and the same model."""
 
 import shutil
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from image_model import make_image_model
-from loaded import load_config
 from logged import warnings
 from redis_server import RedisServer, running
 from vllm import EngineArgs
@@ -25,11 +21,10 @@ from vllm.v1.kv_cache_interface import (
 
 from manthan.manager.config.model import CodecConfig, TenantsConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.tiers.redis_schema import Namespace
 from manthan.vllm_hooks import fingerprint as fingerprint_module
 from manthan.vllm_hooks import kv_transfer_config, settled
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.shared_store import make_redis, namespace_of
+from manthan.vllm_hooks.shared_store import namespace_of
 from manthan.vllm_hooks.support import Groups, KvCacheGroup, Window, groups_of, hash_refusal
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
@@ -165,22 +160,3 @@ def test_no_password_is_carried_to_other_processes(redis_server: RedisServer, mo
     monkeypatch.setenv("MANTHAN_REDIS_PASSWORD", "do-not-carry-me")
     transfer = kv_transfer_config(tiers={"kind": "redis", "redis": redis_server.url})
     assert "do-not-carry-me" not in repr(transfer)
-
-
-def test_all_threads_of_a_worker_have_a_connection_at_once(redis_server: RedisServer) -> None:
-    """Four that encode, one for restores, one for prefetches, and two that read ahead."""
-    flags = {"tiers.redis.url": f"{redis_server.url}?socket_timeout=5"}
-    store = make_redis(load_config(env={}, flags=flags), Namespace.of("manthan:", "tiny", {}), 0)
-    threads = 4 + 2 + 2
-    admin = redis_server.client
-    before = {client["id"] for client in admin.client_list()}
-    admin.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")  # so that none is done before all have begun
-    with ThreadPoolExecutor(threads) as pool:
-        puts = [pool.submit(store.put_all, 0, {b"%d" % n: np.zeros(8, np.uint8)}) for n in range(threads)]
-        while len({client["id"] for client in admin.client_list()} - before) < threads and not any(
-            put.done() for put in puts
-        ):
-            time.sleep(0.02)
-        admin.execute_command("CLIENT", "UNPAUSE")
-    store.close()
-    assert [put.result() for put in puts] == [{}] * threads

@@ -3,7 +3,6 @@
 The engine says which requests it served; the simulator is told no more than their block hashes, lengths and order.
 """
 
-import json
 from collections import Counter
 from typing import Any
 
@@ -17,7 +16,6 @@ from manthan.manager.simulator.replay import Setup
 from manthan.manager.simulator.traces import TracedRequest
 from manthan.policies import get_policy
 
-SCRIPT = "stepped_engine.py"
 POOL, COLD = 95, 200
 CODE_NBYTES, EXACT_NBYTES = 25856, 131328
 IDLE_AFTER_S, EVERY_S = 2.0, 1000.0
@@ -41,8 +39,7 @@ def real(policy: str, count: int) -> dict[str, Any]:
         "tiers": {"max_bytes": COLD * CODE_NBYTES},
     }
     job = {"blocks": POOL + 1, "requests": count, "seed": 7, "every_s": EVERY_S, "manthan": manthan}
-    out, _ = run_script(SCRIPT, job)
-    report: dict[str, Any] = json.loads(out)
+    report: dict[str, Any] = run_script("stepped_engine.py", job)[0]
     return report
 
 

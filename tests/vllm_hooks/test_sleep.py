@@ -5,19 +5,16 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from scripts import run_script
 from sleeper import MOMENTS, asked_again, asked_again_of_other_weights, converse, sleep, wake
-from vllm_engine import Answer, Engine, Table, running
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    yield from running(blocks=131, idle=0.2)
+from vllm_engine import Answer, Engine, Table
 
 
 @pytest.fixture(autouse=True)
-def afresh(engine: Engine) -> None:
-    engine.run(engine.llm.wake_up())
-    engine.start_afresh()
+def awake(sweeping_engine: Engine) -> Iterator[None]:
+    """It is awake for others again, whatever a test has left."""
+    yield
+    sweeping_engine.run(sweeping_engine.llm.wake_up())
 
 
 def test_what_was_cold_is_restored_after(engine: Engine) -> None:
@@ -77,3 +74,9 @@ def test_an_answer_that_is_cut_off_by_a_sleep_goes_on_after_it(engine: Engine) -
 
     assert engine.run(interrupted()).text == whole.text
     assert engine.failures() == 0
+
+
+@pytest.mark.slow
+def test_an_engine_in_its_caller_s_process_comes_to_rest_amid_an_encoding() -> None:
+    told, _ = run_script("sessions.py", {"scenario": "nap"})
+    assert told == {"steps": False, "held": False, "restored": [0, 0, 0]}

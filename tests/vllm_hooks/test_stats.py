@@ -1,20 +1,12 @@
 """What happens between two looks at the statistics is added up."""
 
 import functools
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from manthan.codec import wire
-from manthan.manager.tiers.disk import DISK
-from manthan.manager.tiers.redis_client import RedisFullError
-from manthan.manager.tiers.sealed import SealError
-from manthan.manager.tiers.tier import TierError
-from manthan.manager.transfer import RESET, STORE_DOWN
 from manthan.vllm_hooks.connector import ManthanConnector
-from manthan.vllm_hooks.telemetry.metrics import FAILURE_CAUSES, ManthanPromMetrics, ManthanStats
+from manthan.vllm_hooks.telemetry.metrics import ManthanPromMetrics, ManthanStats
 
 
 def test_counters_add_up_observations_queue_up_and_the_last_gauge_counts() -> None:
@@ -63,17 +55,3 @@ def test_what_counts_begins_at_zero() -> None:
     assert registry.get_sample_value("vllm:manthan_cold_store_up", labels) == 1
     assert registry.get_sample_value("vllm:manthan_failures_total", labels | {"cause": "checksum"}) == 2
     assert registry.get_sample_value("vllm:manthan_failures_total", labels | {"cause": "new"}) == 1
-
-
-def test_causes_of_failures_are_those_of_the_code() -> None:
-    """What a class of errors has as its cause; blocks that cannot be written are a mistake of the writer."""
-
-    def all_of(kind: type) -> set[type]:
-        return {kind}.union(*map(all_of, kind.__subclasses__()))
-
-    causes = {error.cause for error in all_of(SealError) | all_of(TierError)} | {DISK, STORE_DOWN, RESET}
-    raised = set(re.findall(r'WireError\(.*"(\w+)"\)', Path(wire.__file__).read_text()))
-    assert raised >= {"checksum", "fingerprint", "key", "magic", "truncated", "version"}
-    causes |= raised
-    assert RedisFullError.cause in causes
-    assert causes - {"invalid", "header", "store"} <= set(FAILURE_CAUSES)

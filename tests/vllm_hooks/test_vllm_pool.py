@@ -2,7 +2,7 @@
 
 import pytest
 from real_pool import RealPool
-from talks import Talks, last_words, name, names
+from talks import Talks, last_words, names
 
 from manthan.manager.pool import Mark
 
@@ -26,57 +26,6 @@ def enter(pool: RealPool, text: str, group: int = MAIN) -> list[int]:
     return blocks
 
 
-def test_it_finds_blocks_by_group_and_hash(pool: RealPool) -> None:
-    assert pool.lookup(MAIN, names("a b x")) == [1, 2, -1]
-    assert pool.lookup(WINDOW, names("a b")) == [-1, -1]
-    assert pool.lookup(WINDOW, names("u v w")) == [5, 6, 7]
-    assert pool.lookup(MAIN, []) == []
-    assert (pool.size, len(pool)) == (9, 9)
-
-
-def test_saved_blocks_stand_behind_those_that_hold_nothing(pool: RealPool) -> None:
-    pool.keep(MAIN, [name("c"), name("c d")])
-    assert pool.queue() == "- - c d b a w v u"
-    pool.keep(MAIN, names("a"))
-    assert pool.queue() == "- - c d a b w v u"
-    assert last_words(each.block_hash for each in pool.unsaved(9)) == "b w v u"
-    assert last_words(each.block_hash for each in pool.unsaved(7)) == "b w"
-    assert (pool.runway(9), pool.runway(4)) == (5, 4)
-
-
-def test_a_referenced_block_that_is_saved_stands_there_when_it_comes_free(pool: RealPool) -> None:
-    pool.keep(MAIN, names("a"))
-    held = enter(pool, "e f")
-    pool.keep(MAIN, names("e f"))
-    pool.hold(pool.lookup(MAIN, names("a b")))
-    assert pool.queue() == "d c w v u"
-    pool.free(held)
-    pool.free(pool.lookup(MAIN, names("a b"))[::-1])
-    assert pool.queue() == "e f a d c w v u b"
-
-
-def test_saved_blocks_are_put_in_order(pool: RealPool) -> None:
-    for text in ("a b", "c d"):
-        pool.keep(MAIN, names(text))
-    assert pool.queue() == "- - a b c d w v u"
-    pool.hold(pool.lookup(MAIN, names("a")))
-    pool.lead(MAIN, [*names("c d")[::-1], name("a"), name("x")])
-    assert pool.queue() == "- - d c b w v u"
-    pool.free(pool.lookup(MAIN, names("a")))
-    pool.lead(WINDOW, names("u"))  # it is not saved
-    assert pool.queue() == "- - d c b a w v u"
-
-
-def test_blocks_that_are_saved_no_more_are_overwritten_last(pool: RealPool) -> None:
-    pool.keep(MAIN, [*names("a b"), *names("c d")])
-    pool.forget(MAIN, [*names("a b"), name("x")])
-    assert pool.queue() == "- - c d w v u b a"
-    pool.hold(pool.lookup(MAIN, names("c")))
-    pool.forget(MAIN, names("c"))
-    pool.free(pool.lookup(MAIN, names("c")))
-    assert pool.queue() == "- - d w v u b a c"
-
-
 def test_released_blocks_are_overwritten_next(pool: RealPool) -> None:
     pool.keep(MAIN, names("a b"))
     held = pool.lookup(MAIN, names("c"))
@@ -87,20 +36,6 @@ def test_released_blocks_are_overwritten_next(pool: RealPool) -> None:
     assert pool.take(3) == [4, 2, 1], "the last first"
     pool.free(held)
     assert pool.queue() == "- - - w v u", "a request read it until now"
-
-
-def test_saved_blocks_that_are_used_or_overwritten_late_are_redundant(pool: RealPool) -> None:
-    pool.keep(MAIN, [*names("a b"), *names("c d")])
-    pool.hold(pool.lookup(MAIN, names("a")))
-    assert pool.queue() == "- - b c d w v u"
-    for spare, words in ((0, "a d c b"), (1, "a d c"), (3, "a"), (9, "a")):
-        assert last_words(each.block_hash for each in pool.redundant(spare)) == words
-
-
-def test_blocks_of_other_groups_are_never_kept(pool: RealPool) -> None:
-    pool.keep(WINDOW, names("u v w"))
-    assert pool.queue() == "- - b a d c w v u"
-    assert list(pool.redundant(0)) == []
 
 
 def test_a_block_that_is_handed_out_is_neither_saved_nor_marked(pool: RealPool) -> None:
