@@ -34,7 +34,7 @@ A_STEP = 512
 LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
 """Shares of the pool that should hold nothing unsaved. Below the low one, blocks are saved until the high one."""
 RUNNING_S = 0.1
-"""Seconds until a running request is looked at again of which nothing could be saved."""
+"""Seconds until a running request, or the free queue, is looked at again of which nothing could be saved."""
 LED = 256
 """Saved blocks that are put into the policy's order after a request, or as many as were overwritten since."""
 WINDOW_SHARE = 16
@@ -176,6 +176,10 @@ class Driver:
         """Blocks that the last step's requests took at most."""
         self._overwritten = 0
         """Blocks that requests took from the head of the free queue, at most, since it was put in order."""
+        self._looks_after = 0.0
+        """Time from which the free queue is looked at, to save its blocks."""
+        self._look_at: float | None = None
+        """The same time, if requests have ended that gave blocks to the queue; else None."""
         self._was_answered = self._has_finished = False
         self._was_up: bool | None = None
         self.rests = False
@@ -358,6 +362,8 @@ class Driver:
         if serving is None:
             return None
         lossy, self._has_finished = serving.lossy, True
+        if now < self._looks_after:
+            self._look_at = self._looks_after
         if serving.was_loaded:
             blocks, rows = self.manager.blocks, serving.request.rows
             self._pool.keep(self._main, blocks.hashes(rows[blocks.is_saved(rows)][::-1]))
@@ -376,12 +382,16 @@ class Driver:
         self._overwritten += taken
         self.runway.taken(taken)
         manager.said.expire(now)
+        if now >= self._looks_after:
+            self._look_at = None
         revokes = self._holding > 0 and self._is_short
         if not self.rests:
-            wanted = self.wanted
-            self._begin(manager.plan_stores(now, self._room, wanted))
+            wanted, room = self.wanted(now), self._room
+            self._begin(manager.plan_stores(now, room, wanted))
             if wanted > 0:
                 self._save_running(now)
+                if room > 0 and not self._stores:  # all is saved, or the tiers are full
+                    self._looks_after = now + RUNNING_S
             if (self._has_finished or self._overwritten > LED) and taken + wanted > 0:
                 manager.lead_overwritten(max(LED, self._overwritten))
                 self._has_finished, self._overwritten = False, 0
@@ -403,12 +413,11 @@ class Driver:
         """Note that the workers are told what the last step ordered."""
         self._ordered = Work()
 
-    @property
-    def wanted(self) -> int:
-        """Number of blocks to save because memory is short; 0 if it is not."""
+    def wanted(self, now: float) -> int:
+        """Return the number of blocks to save because memory is short; 0 if it is not, or nothing could be saved."""
         storing = self.manager.blocks.storing
         short = self._low - storing
-        if short <= 0 or (left := self.runway.length(short)) >= short:
+        if short <= 0 or now < self._looks_after or (left := self.runway.length(short)) >= short:
             return 0
         return max(0, self._high - left - storing)  # the queue was walked up to the high watermark just now
 
@@ -663,4 +672,4 @@ class Driver:
     @property
     def next_deadline(self) -> float | None:
         """Time at which a step is due at the latest; None if none is."""
-        return earliest(self.manager.next_deadline, self.prefetcher.deadline)
+        return earliest(self.manager.next_deadline, self.prefetcher.deadline, self._look_at)

@@ -476,11 +476,11 @@ class SchedulerHalf:
         self._heed_calls()
         if self._is_unsure and scheduled_tokens:
             self._begin_again()
-        taken = self.groups.taken(scheduled_tokens, scheduled_requests)
-        if self.driver.wanted:
+        taken, now = self.groups.taken(scheduled_tokens, scheduled_requests), time.monotonic()
+        if self.driver.wanted(now):
             for request in self._requests.values():
                 self.driver.cached(request.request_id, request.num_computed_tokens // self._block_size)
-        work = self.driver.step(taken, now := time.monotonic())
+        work = self.driver.step(taken, now)
         if self._limit is not None and self._scheduler is not None:
             limit = self._limit.begin(scheduled_tokens, now, len(self._requests))
             self._scheduler.max_num_scheduled_tokens = limit

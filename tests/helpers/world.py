@@ -624,7 +624,7 @@ class World:
     def step(self) -> None:
         """The driver orders; the model computes what was scheduled; the ranks begin."""
         driver = self.driver
-        if driver.wanted:
+        if driver.wanted(self.now):
             for asked in self.asked:
                 if asked.is_running:
                     driver.cached(asked.request_id, asked.had)
