@@ -88,6 +88,14 @@ def test_imports_run_one_way(package: str) -> None:
             assert root != "torch" or package != "policies", f"policies/{path.name} imports {name}"
 
 
+def test_nothing_that_is_read_is_unpickled() -> None:
+    for package in ("codec", "manager", "policies", "vllm_hooks"):
+        for path in python_files(installed(package)):
+            roots = {name.split(".")[0] for name in imported_modules(path, package)}
+            assert not roots & {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib"}, path
+            assert not any(word in path.read_text() for word in ("allow_pickle", "torch.load(")), path
+
+
 def run_time_imports(node: ast.AST, package: str) -> Iterator[str]:
     """The absolute names of what a file imports, at its top or inside of functions, but for type checkers alone."""
     for_checkers = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"

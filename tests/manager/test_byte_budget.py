@@ -1,5 +1,6 @@
 """The tiers' budget in bytes: an upper bound is reserved, and what was not needed comes back."""
 
+import pytest
 from talks import Talks
 
 
@@ -18,6 +19,9 @@ def test_bytes_that_compressed_blocks_did_not_take_are_free_again() -> None:
     assert talks.states() == {"alice": "cold", "bob": "cold"}  # by their bounds they would not fit
 
 
+@pytest.mark.invariant(
+    5, "manager/session/blocks.py", "return self.saved_nbytes + self.reserved_nbytes", "return self.saved_nbytes"
+)
 def test_a_bound_is_never_overdrawn_though_it_may_turn_out_too_much() -> None:
     talks = Talks(capacity=3, holds=True)
     talks.nbytes = 60

@@ -21,6 +21,9 @@ def dropped(talks: Talks, cause: DropCause = DropCause.BUDGET) -> str:
 # -- a full tier --------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(
+    8, "manager/session/manager.py", "last = cut[blocks.users[cut] == 1]", "last = session.rows[: len(cut)]"
+)
 def test_the_least_recently_used_session_makes_room_tail_first() -> None:
     talks = Talks(capacity=6)
     talks.go_cold("a b c", "d e f", "x y")
@@ -28,6 +31,10 @@ def test_the_least_recently_used_session_makes_room_tail_first() -> None:
     assert talks.texts() == {"a b c": "a", "d e f": "d e f", "x y": "x y"}
 
 
+@pytest.mark.invariant(7, "manager/session/manager.py", "last = cut[blocks.users[cut] == 1]", "last = cut")
+@pytest.mark.invariant(
+    7, "manager/session/manager.py", "needed = rows[blocks.status[rows] == 0][:room]", "needed = rows[:room]"
+)
 def test_a_head_that_sessions_share_is_stored_once_and_dropped_last() -> None:
     talks = Talks(capacity=5)
     for word in "abc":

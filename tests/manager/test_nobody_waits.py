@@ -52,15 +52,7 @@ def tails_first(*texts: str) -> list[bytes]:
     return [block_hash for text in texts for block_hash in reversed(names(text))]
 
 
-def test_a_request_is_never_held_back_while_all_is_to_be_stored() -> None:
-    chats = Chats()
-    for n in range(4):
-        chats.turn(f"chat{n}", 16)
-    assert chats.step().stores
-    for n in range(4, 8):
-        assert chats.wait(f"chat{n}", 12) == 0
-
-
+@pytest.mark.invariant(2, "manager/driver.py", "if store.gathered == self._ranks:", "if store.gathered > 0:")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_blocks_are_free_again_when_all_ranks_have_gathered_them(ranks: int) -> None:
     chats = Chats(ranks=ranks)

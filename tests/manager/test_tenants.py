@@ -157,6 +157,12 @@ def learned(events: Sequence[Any], of: str, *, alone: bool, isolated: bool, poli
     return watched.learned
 
 
+@pytest.mark.invariant(
+    9,
+    "manager/session/table.py",
+    "if session.tenant == tenant and name in (None, session.name):",
+    "if name in (None, session.name):",
+)
 @settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(EVENTS)
 def test_what_a_tenant_does_changes_nothing_of_another_s(events: list[Any]) -> None:

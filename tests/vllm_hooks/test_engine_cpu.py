@@ -17,9 +17,11 @@ from manthan.manager.tiers.ram import RamTier
 from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
 from manthan.manager.tiers.tier import TierError
 from manthan.manager.transfer import Transfer, TransferResult
+from manthan.vllm_hooks.connector import ManthanConnector
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.worker import engine_cpu
 from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
+from manthan.vllm_hooks.worker.half import WorkerHalf
 
 pytestmark = pytest.mark.usefixtures("engine_config")
 
@@ -71,7 +73,7 @@ class Worker:
 
 
 class Held:
-    """Method of an object whose calls, or those `when` says so, wait until it is let go."""
+    """Method of an object whose calls, or those `when` says so, wait until it is let go. They are of other threads."""
 
     def __init__(self, owner: Any, name: str, when: Callable[..., bool] = lambda *_: True) -> None:
         self.began, self.go_on = threading.Event(), threading.Event()
@@ -80,6 +82,7 @@ class Held:
         def held(*args: Any) -> Any:
             if when(*args):
                 self.began.set()
+                assert threading.current_thread() is not threading.main_thread()
                 assert self.go_on.wait(20)
             return call(*args)
 
@@ -187,6 +190,12 @@ class DownError(TierError):
     cause = "store_down"
 
 
+@pytest.mark.invariant(
+    6,
+    "vllm_hooks/worker/engine_cpu.py",
+    "except Exception as error:  # vLLM must get an answer, whatever happened",
+    "except CancelledError as error:",
+)
 @pytest.mark.parametrize(("error", "cause"), [(OSError("fire"), "internal"), (DownError("down"), "store_down")])
 def test_whatever_a_store_does_there_is_an_answer(start: Callable[..., Worker], error: Exception, cause: str) -> None:
     worker = start()
@@ -224,14 +233,51 @@ def test_a_job_that_cannot_be_begun_fails_and_costs_no_other(
     assert worker.engine.take_report() is None, "each is answered once"
 
 
-def test_stores_are_begun_apart_from_loads(start: Callable[..., Worker]) -> None:
-    """What the step computes is there only when stores are submitted."""
+@pytest.mark.invariant(
+    3,
+    "vllm_hooks/worker/engine_cpu.py",
+    "threads.submit(self._read, job, self.store, model_event(self._device), self._cancelled)",
+    "self._read(job, self.store, model_event(self._device), self._cancelled)",
+)
+@pytest.mark.invariant(
+    3,
+    "vllm_hooks/worker/engine_cpu.py",
+    "self._gatherers.submit(self._gather, gathering, model)",
+    "self._gather(gathering, model)",
+)
+def test_the_thread_that_orders_transfers_does_none_and_waits_for_none(start: Callable[..., Worker]) -> None:
+    """It is the scheduler's, where one process does all."""
     worker = start()
-    step = ManthanMetadata(stores=[jobs.store(KEYS[:1], [0], 0, 32, group=GROUP)])
-    worker.engine.submit_loads(step)
+    worker.store_all()
+    of_blocks, of_store = ("gather", "encode", "decode"), ("put_all", "read")
+    held = [Held(worker.blocks, name) for name in of_blocks] + [Held(worker.store, name) for name in of_store]
+    worker.submit()
+    worker.engine.submit_loads(ManthanMetadata(loads=[jobs.load(KEYS, TARGETS, group=GROUP)]))
+    assert worker.engine.take_report() is None
+    for each in held:
+        each.go_on.set()
+    assert [result.failed for result in worker.wait(2).results] == [{}, {}]
+    assert all(each.began.is_set() for each in held)
+
+
+@pytest.mark.invariant(
+    10,
+    "vllm_hooks/connector.py",
+    "self._try(self.worker.begin_step, self._metadata, otherwise=None)",
+    "self._try(self.worker.submit_stores, self._metadata, otherwise=None)",
+)
+def test_a_block_is_stored_after_the_step_that_computes_it(start: Callable[..., Worker]) -> None:
+    """vLLM has its hash when that step begins, and the step names it."""
+    worker, connector, half = start(), object.__new__(ManthanConnector), object.__new__(WorkerHalf)
+    half.engine, half._guard, connector.worker = worker.engine, None, half
+    made_up: Any = None
+    connector.bind_connector_metadata(ManthanMetadata(stores=[jobs.store(KEYS[:1], [0], 0, 32, group=GROUP)]))
+    connector.start_load_kv(made_up)
+    worker.engine.wait()
+    assert worker.engine.take_report() is None
     for cache in worker.caches.values():
         cache[0] = 1.5  # what the model computes
-    worker.engine.submit_stores(step)
+    connector.wait_for_save()
     worker.wait()
     worker.load(KEYS[:1])
     assert all((cache[4] == 1.5).all() for cache in worker.caches.values())

@@ -92,6 +92,12 @@ def test_a_profile_that_changes_while_the_engine_starts_is_refused(tiny_profile:
         settled_profile(config)
 
 
+@pytest.mark.invariant(
+    12,
+    "vllm_hooks/fingerprint.py",
+    'parts["profile"] = facts.profile.digest',
+    'parts["profile"] = facts.profile.info.model',
+)
 def test_another_profile_is_another_fingerprint(tiny_profile: Path, tmp_path: Path) -> None:
     made = Profile.load(tiny_profile)
     other = Profile.of(replace(made.info, text="another"), made.frequencies, made.ranks)

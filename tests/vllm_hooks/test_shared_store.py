@@ -27,6 +27,7 @@ from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.shared_store import namespace_of
 from manthan.vllm_hooks.support import Groups, KvCacheGroup, Window, groups_of, hash_refusal
 from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.worker.weights import Loaded
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 
@@ -121,6 +122,23 @@ def test_what_codes_mean_decides_where_they_are(
     assert namespace(vllm_config, name="k3v3") == others[-1]  # each block names its codec
     monkeypatch.setattr(settled, "profile_digest", lambda vllm_config: "another profile")
     assert namespace(vllm_config) == others[-1]
+
+
+@pytest.mark.invariant(15, "vllm_hooks/fingerprint.py", '"weights": weights,', '"weights": "",')
+@pytest.mark.invariant(15, "vllm_hooks/worker/weights.py", "made.update(digest)", "made.update(digest[:0])")
+def test_what_lasts_is_found_by_the_same_weights_only_all_their_bytes(redis_server: RedisServer) -> None:
+    vllm_config, names = configured(redis_server), []
+    for changed in (None, *range(24), None):
+        weights = torch.arange(24, dtype=torch.uint8)
+        if changed is not None:
+            weights[changed] ^= 1
+        model, loaded = torch.nn.Module(), Loaded()
+        model.load_weights = dict  # type: ignore[assignment]
+        loaded.watch(model, "model")
+        model.load_weights([("first", weights[:8].view(torch.float32)), ("second", weights[8:])])  # type: ignore[operator]
+        names.append(namespace(vllm_config, loaded.digest()))
+    assert names[0] == names[-1]
+    assert len(set(names)) == 1 + 24
 
 
 def test_how_media_are_prepared_decides_too(redis_server: RedisServer, tmp_path: Path) -> None:
