@@ -141,7 +141,7 @@ def make_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
 def where_table(report: dict[str, Any]) -> Table:
     """Return where Manthan's arms had KV: of more sessions than are kept, and of as many as there was KV of, before
     any returned and when each had returned once."""
-    table = Table(title="Where KV is, MiB of bf16 (sessions)", box=SIMPLE)
+    table = Table(title="Where KV is, MiB of bf16 (sessions)", box=SIMPLE, pad_edge=False, collapse_padding=True)
     for header in ("memory", "", "came", "returned"):
         table.add_column(header, justify="right" if header in ("memory", "came") else "left")
     for header in ("X: computed,\nin the pool", "cR:\nin the tier", "in both", "X + cR\n- both", "kept"):

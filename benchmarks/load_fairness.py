@@ -164,7 +164,7 @@ def reused(report: dict[str, Any], load: str) -> str:
 
 def make_table(report: dict[str, Any], found: Sequence[Row]) -> Table:
     repeats = len({run["seed"] for run in report["runs"]})
-    table = Table(title=f"{report['model']}: against plain vLLM, ms, {repeats} repeats", **COMPACT)
+    table = Table(title=f"{report['model']}: against plain vLLM, ms; repeats: {repeats}", **COMPACT)
     for header in ("load", "", "arm"):
         table.add_column(header, no_wrap=True)
     for name in QUANTILES:
