@@ -104,6 +104,8 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
     if not found:
         return
     console.print(make_table(report, found))
+    if any(run.get("held") for run in report["runs"]):
+        console.print(where_table(report))
     if any(one.failures for one in found):
         console.print("  Some blocks could not be stored or restored: see `failures` in the JSON.", style="red")
     save_plot(lambda _: draw(report, found), report, plot, console)
@@ -133,6 +135,28 @@ def make_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
             _number(quantile(one.recomputed_ms, 0.5), 0),
             f"{one.right} of {one.asked}" if one.asked else "",
         )
+    return table
+
+
+def where_table(report: dict[str, Any]) -> Table:
+    """Return where Manthan's arms had KV: of more sessions than are kept, and of as many as there was KV of, before
+    any returned and when each had returned once."""
+    table = Table(title="Where KV is, MiB of bf16 (sessions)", box=SIMPLE, pad_edge=False, collapse_padding=True)
+    for header in ("memory", "", "came", "returned"):
+        table.add_column(header, justify="right" if header in ("memory", "came") else "left")
+    for header in ("X: computed,\nin the pool", "cR:\nin the tier", "in both", "X + cR\n- both", "kept"):
+        table.add_column(header, justify="right")
+    table.add_column("decoded,\nin the pool", justify="right")
+    for run in sorted(report["runs"], key=lambda run: run["budget"] or 0):
+        for returned, moment in zip(("none", "none", "each once"), run.get("held", ()), strict=False):
+            mib = run["pool_bytes"] / run["pool_blocks"] / 2**20
+            held = moment | {"all": moment["computed"] + moment["saved"] - moment["both"]}
+            computed, saved, both, every, decoded = (
+                f"{held[what] * mib:,.1f} ({held[what] / held['session_blocks']:.1f})"
+                for what in ("computed", "saved", "both", "all", "decoded")
+            )
+            came, kept = str(moment["came"]), str(moment["kept"])
+            table.add_row(_size(run["budget"]), run["arm"], came, returned, computed, saved, both, every, kept, decoded)
     return table
 
 

@@ -7,6 +7,7 @@ import math
 import tempfile
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -33,7 +34,7 @@ from manthan.benchmarks.capacity_report import merged, show
 from manthan.benchmarks.endpoint import Endpoint, ServerError
 from manthan.benchmarks.local_redis import redis_for_arms
 from manthan.benchmarks.progress import Bar
-from manthan.benchmarks.restore import KEPT_SHARE, SPARE_POSITIONS
+from manthan.benchmarks.restore import KEPT_SHARE, MANTHAN, SPARE_POSITIONS
 from manthan.benchmarks.served import SAFE_VOCABULARY, Served, Session, make_session, random_session
 from manthan.benchmarks.server import codec_used
 from manthan.benchmarks.settle import until_settled
@@ -42,6 +43,9 @@ CPU_TOKENS, GPU_TOKENS = 2000, 8192
 CPU_BUDGETS, GPU_BUDGETS = "64MiB,128MiB,256MiB", "6GiB,12GiB,24GiB"
 FULL_SHARE = 0.8
 """No more sessions are tried once no more than so many of those that came were kept."""
+STILL_S = MANTHAN["idle"] + 1.0
+"""A session of Manthan's that is not cold by then stays in the pool, because the tier is full."""
+PAGE = 500
 
 
 # -- on one server --------------------------------------------------------------------------------------
@@ -78,11 +82,8 @@ class Asker:
         first."""
         self.bar.begin(f"{count} sessions come and return", 2 * count)
         indices = range(first, first + count)
-        right = []
-        for index in indices:
-            right.append(self._come(index))
-            until_settled(self.endpoint, all_cold=self.is_ours)  # nobody waits until a session before is saved
-        stored = self._manthan("cold_bytes")
+        right = self._all_come(indices)
+        stored, held = self._manthan("cold_bytes"), self._held()
         failures = self._manthan("failures_total")
         returns = [self._return(index, right[index - first]) for index in reversed(indices)]
         return {
@@ -90,8 +91,46 @@ class Asker:
             "kept": sum(found.kept for found in returns),
             "cold_bytes": stored,
             "failures": self._manthan("failures_total") - failures,
+            "held": self._moment(held, returns),
             "returns": [asdict(found) for found in returns],
         }
+
+    def twice(self, first: int, count: int) -> list[dict[str, Any]]:
+        """Return where KV is when sessions have come, and when each has returned once; both with those that are then
+        kept. They return newest first, and once more, those that were used last first."""
+        self.bar.begin(f"{count} sessions come and return twice", 3 * count)
+        indices = range(first, first + count)
+        self._all_come(indices)
+        moments = []
+        for order in (indices[::-1], indices):
+            held = self._held()
+            returns = [self._return(index, None) for index in order]
+            until_settled(self.endpoint, STILL_S)
+            moments.append(self._moment(held, returns))
+        return moments
+
+    def _moment(self, held: Sequence[dict[str, Any]], returns: Sequence[Return]) -> dict[str, Any]:
+        kept = {f"s{found.session}" for found in returns if found.kept}
+        blocks = returns[0].prompt_tokens // self.block_size
+        found = where_held(held, kept, blocks, self.block_size)
+        return {"came": len(returns), "kept": len(kept), "session_blocks": blocks} | found
+
+    def _held(self) -> list[dict[str, Any]]:
+        """Return the sessions as Manthan lists them."""
+        found: list[dict[str, Any]] = []
+        while self.is_ours:
+            page = self.endpoint.get("/manthan/sessions", sort="id", limit=PAGE, offset=len(found))["sessions"]
+            found += page
+            if len(page) < PAGE:
+                break
+        return found
+
+    def _all_come(self, indices: Sequence[int]) -> list[bool | None]:
+        right = []
+        for index in indices:
+            right.append(self._come(index))
+            until_settled(self.endpoint, STILL_S)  # nobody waits until a session before is saved
+        return right
 
     def _come(self, index: int) -> bool | None:
         session = self.make(index)
@@ -118,6 +157,32 @@ class Asker:
 
     def _manthan(self, name: str) -> float:
         return self.endpoint.metrics().get(f"vllm:manthan_{name}", 0.0)
+
+
+def where_held(sessions: Sequence[dict[str, Any]], kept: set[str], full_blocks: int, block_size: int) -> dict[str, int]:
+    """Return numbers of blocks by where their KV is.
+
+    The listing says how many blocks of a session are resident, and how many were decoded by its last request. A session
+    loses its tail first. Decoded blocks stand behind computed ones, so that they leave the pool before these.
+
+    Args:
+        sessions: As the server lists them. Each has returned once at most.
+        kept: Names of those that were found when they returned next.
+        full_blocks: Full blocks of a session's prompt.
+
+    Returns:
+        computed: Blocks of kept sessions that are resident and were computed. both: Those of them whose compressed
+        copy is in the tier, too. decoded: Resident blocks that were restored. saved: Compressed blocks in the tier.
+    """
+    found = Counter(computed=0, both=0, decoded=0, saved=0)
+    for session in sessions:
+        computed = min(session["hot_blocks"], max(0, full_blocks - session["lossy_tokens"] // block_size))
+        found["decoded"] += session["hot_blocks"] - computed
+        found["saved"] += session["cold_blocks"]
+        if session["id"] in kept:
+            found["computed"] += computed
+            found["both"] += max(0, computed + session["cold_blocks"] - session["blocks"])
+    return dict(found)
 
 
 def measure(
@@ -198,6 +263,11 @@ def run_arm(options: Namespace, served: Served, arm: CapacityArm, console: Conso
         asker = Asker(server, make, served.block_size, arm.manthan is not None, progress)
         deadline = time.monotonic() + options.timeout
         levels = measure(asker, bf16_sessions, options.most, options.growth, deadline, server.reset_prefix_cache)
+        held = [levels[-1]["held"]] if arm.manthan else []
+        if held:
+            server.reset_prefix_cache()
+            blocks = held[0]["computed"] + held[0]["saved"] - held[0]["both"]
+            held += asker.twice(sum(level["came"] for level in levels), round(blocks / held[0]["session_blocks"]))
     said = ", ".join(f"{level['kept']} of {level['came']}" for level in levels)
     console.print(f"  {shown(arm)}: kept {said}; {time.monotonic() - began:.0f} s", soft_wrap=True)
     tell_codec(server.log, console)
@@ -206,6 +276,7 @@ def run_arm(options: Namespace, served: Served, arm: CapacityArm, console: Conso
         "start_s": round(start_s, 1),
         "block_size": served.block_size,
         "levels": levels,
+        "held": held,
     }
 
 

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ class Reply:
 
     reports_cached: whether the server says so at all. generated_tokens: of a reply that was left, the pieces that came.
     Times are from sending the request. token_ids: of the answer, if they were asked for (`return_token_ids`).
-    timing: the server's own milliseconds, from one that was started with --enable-per-request-metrics.
+    gaps_s: between one piece of the answer and the next. timing: the server's own milliseconds, from one that was
+    started with --enable-per-request-metrics.
     """
 
     text: str
@@ -46,6 +48,7 @@ class Reply:
     generated_tokens: int = 0
     seconds: float = 0.0
     token_ids: tuple[int, ...] = ()
+    gaps_s: tuple[float, ...] = ()
     timing: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -79,9 +82,12 @@ class Endpoint:
 
     def about(self) -> dict[str, Any]:
         """Its first model, as /v1/models has it: id, root, max_model_len and more."""
+        return dict(self.get("/v1/models")["data"][0])
+
+    def get(self, path: str, **parameters: Any) -> dict[str, Any]:
+        """Return the JSON object at this path."""
         with self._reachable():
-            found = self._http.get("/v1/models").raise_for_status().json()["data"][0]
-        return dict(found)
+            return dict(self._http.get(path, params=parameters).raise_for_status().json())
 
     def is_healthy(self) -> bool:
         try:
@@ -149,21 +155,21 @@ class Endpoint:
         pieces: list[str] = []
         token_ids: list[int] = []
         last: dict[str, Any] = {}
-        ttft_s = 0.0
+        arrived: list[float] = []
         began = time.perf_counter()
         with self._reachable(), self._http.stream("POST", path, json=body) as response:
             if response.is_error:
                 raise self.error(f"The server answered {response.status_code}: {response.read()[:500]!r}")
             for chunk in self._events(response):
                 found = [piece for choice in chunk["choices"] if (piece := text_of(choice)) is not None]
-                if found and not pieces:
-                    ttft_s = time.perf_counter() - began
+                if found:
+                    arrived.append(time.perf_counter() - began)
                 pieces += found
                 token_ids += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
                 last |= {name: chunk[name] for name in ("usage", "metrics") if chunk.get(name)}
                 if leave_after and len(pieces) >= leave_after:
                     break
-        return _reply("".join(pieces), token_ids, last, ttft_s, time.perf_counter() - began, len(pieces))
+        return _reply("".join(pieces), token_ids, last, arrived, time.perf_counter() - began, len(pieces))
 
     def _events(self, response: httpx.Response) -> Iterator[dict[str, Any]]:
         for line in response.iter_lines():
@@ -193,19 +199,20 @@ class Endpoint:
 
 
 def _reply(
-    text: str, token_ids: Sequence[int], last: dict[str, Any], ttft_s: float, seconds: float, pieces: int
+    text: str, token_ids: Sequence[int], last: dict[str, Any], arrived: Sequence[float], seconds: float, pieces: int
 ) -> Reply:
-    """last: usage and metrics as the last piece had them."""
+    """last: usage and metrics as the last piece had them. arrived: when each piece came, from sending the request."""
     usage = last.get("usage", {})
     details = usage.get("prompt_tokens_details")
     return Reply(
         text,
         usage.get("prompt_tokens", 0),
         (details or {}).get("cached_tokens") or 0,
-        ttft_s,
+        arrived[0] if arrived else 0.0,
         details is not None,
         usage.get("completion_tokens", pieces),
         seconds,
         tuple(token_ids),
+        tuple(after - before for before, after in pairwise(arrived)),
         {name: value for name, value in last.get("metrics", {}).items() if isinstance(value, float | int)},
     )

@@ -6,6 +6,7 @@ replayed in its own time. Time to the first token is what the client saw.
 
     manthan bench load [--arms plain,offload,host] [--codecs wht-5x,k3v3] [--chats 64] [--tokens 8192] [--out FOLDER]
     manthan bench load --trace FILE --shrink 16 --speed 4
+    manthan bench load --fairness --chats 20 --think 6 --repeats 2
     manthan bench load --base-url http://HOST:PORT --tokens 4000
     manthan bench load --plot-only FOLDER/load.json OTHER/load.json
 
@@ -43,7 +44,7 @@ def load(
     arms: Annotated[
         str,
         typer.Option(
-            help="Of plain, plain-ordered, wide, offload, lmcache, host, device, disk, redis, tiered; "
+            help="Of plain, plain-ordered, wide, offload, lmcache, host-arrival, host, device, disk, redis, tiered; "
             "default: plain, wide, host; on a GPU plain, offload, host.",
         ),
     ] = "",
@@ -80,6 +81,11 @@ def load(
     ] = DEFAULT_SHAPE,
     profile: Annotated[Path | None, typer.Option(help="The model's, for codecs that take one.")] = None,
     block_size: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32, on a GPU 16.")] = 0,
+    fairness: Annotated[
+        bool,
+        typer.Option("--fairness", help="Compare plain, host-arrival and host in three loads: is a request slower?"),
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Of --fairness: all arms in turn, with other texts.")] = 1,
     base_url: Annotated[str, typer.Option(help="A vLLM server that runs already; measured alone.")] = "",
     flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`, in one string.")] = "",
     redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
@@ -96,11 +102,18 @@ def load(
 ) -> None:
     """What a user waits for the first token, while more chats come and return than the KV pool holds."""
     options = Namespace(**locals())
+    from manthan.benchmarks import load_fairness
     from manthan.benchmarks.load_chats import Replay
     from manthan.benchmarks.load_run import run
 
     if plot_only != bool(files):
         raise typer.BadParameter("--plot-only needs one or more JSON files, and files need --plot-only")
+    if repeats > 1 and not fairness:
+        raise typer.BadParameter("--repeats needs --fairness")
+    if fairness:
+        options.arms = arms or load_fairness.ARMS
+        if base_url or trace or "plain" not in options.arms.split(","):
+            raise typer.BadParameter("--fairness has chats and servers of its own, plain among them: see docs/load.md")
     options.replay = None if trace is None else Replay(trace, speed, shrink, requests)
     options.memory, options.manthan, options.flags = read_size(memory), read_manthan(manthan), shlex.split(flags)
     run(options, files or [], context.params)

@@ -22,10 +22,10 @@ from manthan.benchmarks.capacity_arms import (
 )
 from manthan.codec.registry import needs_profile
 
-WIDE, ORDERED, LMCACHE, DISK = "wide", "plain-ordered", "lmcache", "disk"
-ARMS = (PLAIN, ORDERED, WIDE, OFFLOAD, LMCACHE, *OURS[:2], DISK, *OURS[2:])
+WIDE, ORDERED, LMCACHE, DISK, ARRIVAL = "wide", "plain-ordered", "lmcache", "disk", "host-arrival"
+ARMS = (PLAIN, ORDERED, WIDE, OFFLOAD, LMCACHE, ARRIVAL, *OURS[:2], DISK, *OURS[2:])
 CPU_ARMS, GPU_ARMS = (PLAIN, WIDE, "host"), (PLAIN, OFFLOAD, "host")
-MANTHAN_ARMS = (*OURS, DISK)
+MANTHAN_ARMS = (*OURS, DISK, ARRIVAL)
 LOG_FORMAT = "%(levelname)s %(created).3f [%(filename)s:%(lineno)d] %(message)s"
 """Of a server's log here: with the time to the millisecond, so that lines can be held against requests."""
 
@@ -49,7 +49,7 @@ class Arms:
         """codec: of Manthan's arms."""
         memory = self.memory if kind != WIDE else _all_pool(self.memory)
         base = kind if kind in (OFFLOAD, *MANTHAN_ARMS) else PLAIN
-        arm = arm_in(memory, base, codec, self.longest, self.redis, self._flags())
+        arm = arm_in(memory, "host" if kind == ARRIVAL else base, codec, self.longest, self.redis, self._flags())
         arm = dataclasses.replace(arm, kind=kind, eager=False, env={"VLLM_LOGGING_CONFIG_PATH": str(self._logging())})
         if arm.manthan is not None:
             return dataclasses.replace(arm, manthan=arm.manthan | self._manthan(kind, codec))
@@ -72,7 +72,7 @@ class Arms:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             options["tiers.disk.path"] = str(folder)
-        return options | self.more
+        return options | self.more | ({"ordering": "arrival"} if kind == ARRIVAL else {})
 
     def _lmcache(self, arm: CapacityArm) -> CapacityArm:
         """In the engine's process, with its own RAM tier."""

@@ -9,15 +9,17 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import typer
 from pydantic import ByteSize
 from rich.console import Console
 
+from manthan.benchmarks import load_fairness, load_report
 from manthan.benchmarks.arms import (
     leave_on_signals,
     machine,
@@ -31,7 +33,6 @@ from manthan.benchmarks.capacity_arms import IN_REDIS, CapacityArm, Memory, as_j
 from manthan.benchmarks.endpoint import POLL_S, Endpoint, ServerError
 from manthan.benchmarks.load_arms import MANTHAN_ARMS, ORDERED, Arms, cannot_run, read_arms
 from manthan.benchmarks.load_chats import Chat, Made, made_up, replayed, writer
-from manthan.benchmarks.load_report import merged, show
 from manthan.benchmarks.load_talk import Talk, Talker
 from manthan.benchmarks.load_waits import explain, read_log
 from manthan.benchmarks.local_redis import redis_for_arms
@@ -70,11 +71,15 @@ CPU = Sizes(chats=20, tokens=512, pool_chats=8, memory=0)
 
 @dataclass(frozen=True)
 class Load:
-    """The chats, the tokens of the longest prompt with its answer, and what a report says of them."""
+    """The chats, the tokens of the longest prompt with its answer, and what a report says of them.
+
+    parts: loads that come to each server one after the other, instead of these chats, by name.
+    """
 
     chats: list[Chat]
     longest: int
     about: dict[str, Any]
+    parts: dict[str, Made] = field(default_factory=dict)
 
 
 def made_of(options: Namespace, on_gpu: bool) -> Made:
@@ -104,6 +109,19 @@ def load_of(options: Namespace, served: Served | None, vocabulary: int, position
         )
     chats = made_up(made, writer(served, vocabulary, options.seed))
     return Load(chats, made.longest + SPARE_POSITIONS, {"made": asdict(made), "tokens": made.tokens, "left_out": 0})
+
+
+def in_parts(options: Namespace, served: Served, load: Load) -> Load:
+    """Return the three loads of --fairness. Raises BadParameter."""
+    blocks, most = memory_of(options, served, load).pool_blocks, served.shape.positions - SPARE_POSITIONS
+    parts = load_fairness.three_loads(replace(made_of(options, served.on_gpu), seed=0), blocks, served.block_size, most)
+    longest = max(made.longest for made in parts.values()) + SPARE_POSITIONS
+    chats = chats_of(parts[load_fairness.STRANGERS], served)
+    return Load(chats, longest, load.about | {"loads": {name: asdict(made) for name, made in parts.items()}}, parts)
+
+
+def chats_of(made: Made, served: Served) -> list[Chat]:
+    return made_up(made, writer(served, served.shape.vocabulary, made.seed))
 
 
 def memory_of(options: Namespace, served: Served, load: Load) -> Memory:
@@ -140,15 +158,23 @@ def choose_arms(options: Namespace, served: Served, load: Load, stack: ExitStack
 # -- on one server --------------------------------------------------------------------------------------
 
 
-def run_arm(options: Namespace, served: Served, load: Load, arm: CapacityArm, console: Console) -> dict[str, Any]:
+def run_arm(
+    options: Namespace, served: Served, load: Load, arm: CapacityArm, repeat: int, console: Console
+) -> dict[str, Any]:
     """One server: start it, warm it up, let the chats talk, end it."""
-    began = time.monotonic()
+    began, seed = time.monotonic(), options.seed + repeat
+    name = f"fairness-{seed}" if load.parts else "load"
+    parts = {
+        part: chats_of(replace(made, seed=len(load.parts) * seed + at), served)
+        for at, (part, made) in enumerate(load.parts.items())
+    } or {"the chats talk": load.chats}
+    talks: dict[str, Talk] = {}
     is_ours = arm.manthan is not None
     with ExitStack() as stack:
         if options.cold:
             caches = stack.enter_context(tempfile.TemporaryDirectory(prefix="manthan-load-"))
             arm = replace(arm, env=dict(arm.env) | dict.fromkeys(CACHES, caches))
-        server = stack.enter_context(arm.server(served, options.out, "load"))
+        server = stack.enter_context(arm.server(served, options.out, name))
         progress = stack.enter_context(Bar(console, shown(arm)))
         server.wait_for_answers(ANSWER_TIMEOUT_S)
         progress.begin("the server starts")
@@ -156,16 +182,25 @@ def run_arm(options: Namespace, served: Served, load: Load, arm: CapacityArm, co
         start_s = time.monotonic() - began
         if not options.cold:
             warm_up(server, options, served, load, is_ours, progress)
-        talk = talk_to(server, load, options, progress, arm.kind == ORDERED)
-    waits = explain(talk, read_log(server.log, talk.began), served.block_size, is_ours)
-    console.print(f"  {shown(arm)}: {said(talk)}; {time.monotonic() - began:.0f} s", soft_wrap=True)
+        for part, chats in parts.items():
+            if talks:
+                until_settled(server, options.idle_after + 1)
+                forget(server)
+            progress.begin(part, sum(len(chat.turns) for chat in chats))
+            talks[part] = Talker(server, progress.step, options.timeout, arm.kind == ORDERED).run(chats)
+    reports = {}
+    for part, talk in talks.items():
+        waits = explain(talk, read_log(server.log, talk.began), served.block_size, is_ours)
+        reports[part] = as_report(talk, waits, is_ours)
+        of = f", {part}" if load.parts else ""
+        console.print(f"  {shown(arm)}{of}: {said(talk)}; {time.monotonic() - began:.0f} s", soft_wrap=True)
     tell_codec(server.log, console)
     found = as_json(arm) | {
         "codec_used": codec_used(server.log),
         "start_s": round(start_s, 1),
         "block_size": served.block_size,
     }
-    return found | as_report(talk, waits, is_ours)
+    return found | ({"seed": seed, "loads": reports} if load.parts else reports.popitem()[1])
 
 
 def warm_up(server: Endpoint, options: Namespace, served: Served, load: Load, is_ours: bool, progress: Bar) -> None:
@@ -180,7 +215,7 @@ def warm_up(server: Endpoint, options: Namespace, served: Served, load: Load, is
         for one in talk.asked:
             if one.error:
                 raise server.error(f"The server does not answer: {one.error}")
-        until_settled(server, all_cold=is_ours and options.idle_after <= SOON_S)
+        until_settled(server, options.idle_after + 1 if is_ours and options.idle_after <= SOON_S else 0)
     forget(server)
 
 
@@ -194,12 +229,6 @@ def forget(server: Endpoint) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(POLL_S)
-
-
-def talk_to(endpoint: Endpoint, load: Load, options: Namespace, progress: Bar, ordered: bool = False) -> Talk:
-    """Have the chats talk. ordered: see Talker."""
-    progress.begin("the chats talk", sum(len(chat.turns) for chat in load.chats))
-    return Talker(endpoint, progress.step, options.timeout, ordered).run(load.chats)
 
 
 def as_report(talk: Talk, waits: Sequence[Any], is_ours: bool) -> dict[str, Any]:
@@ -232,7 +261,8 @@ def run_given(options: Namespace, console: Console) -> tuple[Load, dict[str, Any
             vocabulary = served.shape.vocabulary
         load = load_of(options, served, vocabulary, positions, on_gpu=False)
         with Bar(console, endpoint.url) as progress:
-            talk = talk_to(endpoint, load, options, progress)
+            progress.begin("the chats talk", sum(len(chat.turns) for chat in load.chats))
+            talk = Talker(endpoint, progress.step, options.timeout).run(load.chats)
         is_ours = any(name.startswith("manthan_") for name in talk.counters)
     console.print(f"  {options.base_url}: {said(talk)}", soft_wrap=True)
     waits = explain(talk, read_log(None, talk.began), 1, is_ours)
@@ -245,8 +275,9 @@ def run_given(options: Namespace, console: Console) -> tuple[Load, dict[str, Any
 def run(options: Namespace, plot_only: Sequence[Path], arguments: dict[str, Any]) -> None:
     """The whole command; exits with 1 if an arm failed."""
     console = make_console()
+    reported: ModuleType = load_fairness if options.fairness else load_report
     if plot_only:
-        return show(merged(plot_only), plot_only[0].with_suffix(".png"), console)
+        return reported.show(reported.merged(plot_only), plot_only[0].with_suffix(".png"), console)
     leave_on_signals()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -254,9 +285,9 @@ def run(options: Namespace, plot_only: Sequence[Path], arguments: dict[str, Any]
             report = run_one(options, arguments, console)
         else:
             report = run_arms(options, Path(folder), stack, arguments, console)
-    path = options.out / "load.json"
+    path = options.out / f"{report['benchmark']}.json"
     console.print(f"  {path}", soft_wrap=True)
-    show(report, path.with_suffix(".png"), console)
+    reported.show(report, path.with_suffix(".png"), console)
     raise typer.Exit(1 if report["errors"] else 0)
 
 
@@ -279,16 +310,22 @@ def run_arms(
     model = options.model or (made_up_model(folder / f"{options.shape}-shape", options.shape, 0) if on_gpu else None)
     served = Served.choose(model, options.block_size, folder, on_gpu)
     load = load_of(options, served, served.shape.vocabulary, served.shape.positions, on_gpu)
+    if options.fairness:
+        load = in_parts(options, served, load)
     arms = choose_arms(options, served, load, stack)
     left_out = {name: arm for name, arm in arms.items() if isinstance(arm, str)}
     for reason in left_out.values():
         console.print(f"  {reason}", soft_wrap=True)
     jobs = {
-        name: partial(run_arm, options, served, load, arm) for name, arm in arms.items() if isinstance(arm, CapacityArm)
+        f"{name}{f', repeat {repeat + 1}' if repeat else ''}": partial(run_arm, options, served, load, arm, repeat)
+        for repeat in range(options.repeats)
+        for name, arm in arms.items()
+        if isinstance(arm, CapacityArm)
     }
     memory = memory_of(options, served, load)
     about = {"model": served.name, "left_out_arms": left_out, "memory": asdict(memory)} | load.about
     requests = sum(len(chat.turns) for chat in load.chats)
     sizes = [ByteSize(nbytes).human_readable() for nbytes in (memory.pool_nbytes, memory.store_nbytes)]
-    console.print(f"  {len(load.chats)} chats, {requests} requests; a pool of {sizes[0]}, {sizes[1]} beside it")
-    return run_jobs("load", jobs, about, arguments, options.out, console)
+    what = f"{len(load.parts)} loads of about" if load.parts else f"{len(load.chats)} chats,"
+    console.print(f"  {what} {requests} requests; a pool of {sizes[0]}, {sizes[1]} beside it")
+    return run_jobs("fairness" if options.fairness else "load", jobs, about, arguments, options.out, console)

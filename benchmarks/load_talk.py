@@ -32,7 +32,8 @@ class Asked:
     """A request that was sent. Seconds from the start of the load, tokens, and the server's own milliseconds.
 
     known_tokens: of the prompt, those that the server had computed before. queue_ms: until it was scheduled, and a load
-    from beyond the pool was done. first_ms: from then to the first token. error: empty if it was answered.
+    from beyond the pool was done. first_ms: from then to the first token. gaps_ms: between one piece of the answer and
+    the next, as the client saw them. error: empty if it was answered.
     """
 
     chat: int
@@ -47,6 +48,7 @@ class Asked:
     generated_tokens: int = 0
     queue_ms: float | None = None
     first_ms: float | None = None
+    gaps_ms: tuple[float, ...] = ()
     right: bool | None = None
     error: str = ""
 
@@ -140,6 +142,7 @@ class Talker:
                 generated_tokens=reply.generated_tokens,
                 queue_ms=reply.timing.get("queue_time_ms"),
                 first_ms=reply.timing.get("time_to_first_token_ms"),
+                gaps_ms=tuple(round(gap * 1e3, 2) for gap in reply.gaps_s),
                 right=None if turn.said.right is None else reply.text.startswith(turn.said.right),
             )
         except ServerError as error:

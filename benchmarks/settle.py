@@ -10,24 +10,27 @@ RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 ENCODED = ("vllm:manthan_encodings_total", "vllm:manthan_encoded_blocks_total")
 
 
-def until_settled(endpoint: Endpoint, *, all_cold: bool) -> None:
-    """Return when no request runs, and nothing was encoded for POLL_S.
+def until_settled(endpoint: Endpoint, still_s: float) -> None:
+    """Return when no request runs, every session is cold, and nothing was encoded for POLL_S.
 
     Args:
-        all_cold: True to wait until every session is cold, too.
+        still_s: Seconds without any change after which sessions that are not cold are not waited for. A full tier does
+            not take what the pool has, so that such sessions stay idle.
 
     Raises:
         ServerError: after SETTLE_S.
     """
-    before, deadline = -1.0, time.monotonic() + SETTLE_S
+    before, since = None, time.monotonic()
+    deadline = since + SETTLE_S
     while time.monotonic() < deadline:
         samples = endpoint.samples()
-        busy = sum(value for name, _, value in samples if name in RUNNING)
-        sessions = [(has["state"], value) for name, has, value in samples if name == "vllm:manthan_sessions"]
-        busy += sum(value for state, value in sessions if all_cold and state != "cold")
-        encoded = sum(value for name, _, value in samples if name in ENCODED)
-        if not busy and encoded == before:
+        running = sum(value for name, _, value in samples if name in RUNNING)
+        states = [(has["state"], value) for name, has, value in samples if name == "vllm:manthan_sessions"]
+        warm = sum(value for state, value in states if state != "cold")
+        found = running, warm, sum(value for name, _, value in samples if name in ENCODED)
+        if found != before:
+            before, since = found, time.monotonic()
+        elif not running and (not warm or time.monotonic() - since >= still_s):
             return
-        before = encoded
         time.sleep(POLL_S)
-    raise endpoint.error(f"The server still had sessions to compress after {SETTLE_S:.0f} s.")
+    raise endpoint.error(f"The server still had something to do after {SETTLE_S:.0f} s.")

@@ -1,13 +1,16 @@
 """`manthan bench capacity` on real servers, at a small size: figures, files, plots, mistakes."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from bench_command import is_png, refusal, report, run
 
+from manthan.benchmarks import settle
 from manthan.benchmarks.capacity_arms import make_arm, read_budgets, split
 from manthan.benchmarks.capacity_report import found_in, gains
+from manthan.benchmarks.capacity_run import where_held
+from manthan.benchmarks.endpoint import ServerError
 from manthan.benchmarks.served import Served
 from manthan.benchmarks.server import VllmServer
 from manthan.benchmarks.tables import MODEL
@@ -50,6 +53,18 @@ def test_every_returning_session_is_answered_rightly(found: dict[str, Any]) -> N
     assert len(returns) >= 2 * (4 + 10)
     assert all(one["was_right"] and one["is_right"] for one in returns)
     assert all(level["failures"] == 0 for run in found["runs"] for level in run["levels"])
+
+
+@pytest.mark.slow
+def test_it_says_where_kv_was(found: dict[str, Any]) -> None:
+    run = next(run for run in found["runs"] if run["arm"] == OURS)
+    full, before, after = run["held"]
+    assert full["came"] == run["levels"][-1]["came"] > before["came"] == after["came"]
+    for held in (full, before, after):
+        assert held["both"] <= held["computed"] <= run["pool_blocks"]
+        assert 0.95 * 16 * held["kept"] <= held["computed"] + held["saved"] - held["both"]
+    assert full["decoded"] == before["decoded"] == 0 < after["decoded"] <= run["pool_blocks"]
+    assert full["saved"] * 128 * 1024 < 5 * run["store_bytes"]  # 4.8 times less than bf16
 
 
 @pytest.mark.parametrize(
@@ -108,6 +123,63 @@ def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     result = run("capacity", "--base-url", "http://127.0.0.1:1", "--out", tmp_path)
     assert result.exit_code == 1
     assert "The server at http://127.0.0.1:1 did not answer a request" in result.output
+
+
+# -- what the server says -------------------------------------------------------------------------------
+
+
+def listed(name: str, hot: int, cold: int, lossy_blocks: int = 0, blocks: int = 16) -> dict[str, Any]:
+    return {
+        "id": name,
+        "blocks": blocks,
+        "hot_blocks": hot,
+        "cold_blocks": cold,
+        "lossy_tokens": 32 * lossy_blocks,
+    }
+
+
+def test_resident_blocks_are_computed_or_decoded() -> None:
+    sessions = [
+        listed("computed", hot=16, cold=0),
+        listed("both", hot=10, cold=16),
+        listed("tail returned", hot=14, cold=10, lossy_blocks=6),
+        listed("all returned", hot=16, cold=16, lossy_blocks=16),
+        listed("cut since", hot=2, cold=2, lossy_blocks=16, blocks=2),
+        listed("lost", hot=3, cold=4),
+    ]
+    kept = {name["id"] for name in sessions} - {"lost"}
+    found = where_held(sessions, kept, 16, 32)
+    assert found == {
+        "computed": 16 + 10 + 10,
+        "both": 10 + 4,
+        "decoded": 4 + 16 + 2,
+        "saved": 16 + 10 + 16 + 2 + 4,
+    }
+
+
+class Told:
+    """Endpoint with a session in one state after the other, and in the last for ever."""
+
+    def __init__(self, *states: str) -> None:
+        self.states = list(states)
+
+    def error(self, what: str) -> ServerError:
+        return ServerError(what)
+
+    def samples(self) -> list[tuple[str, dict[str, str], float]]:
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return [("vllm:num_requests_running", {}, 0.0), ("vllm:manthan_sessions", {"state": state}, 1.0)]
+
+
+def test_a_session_is_waited_for_until_it_is_cold_or_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settle, "POLL_S", 0.001)
+    told: Any = Told("active", "idle", "idle", "cold")
+    settle.until_settled(told, 60)
+    assert told.states == ["cold"]
+    settle.until_settled(cast(Any, Told("idle")), 0.01)
+    monkeypatch.setattr(settle, "SETTLE_S", 0.05)
+    with pytest.raises(ServerError, match="still had something to do"):
+        settle.until_settled(cast(Any, Told("idle")), 60)
 
 
 # -- arithmetic -----------------------------------------------------------------------------------------

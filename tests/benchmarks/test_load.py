@@ -1,10 +1,12 @@
 """`manthan bench load` on real servers, at a small size: who waits for what, mistakes, what is left out."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from bench_command import is_png, refusal, report, run
 from warm_server import warm_server
 
@@ -12,11 +14,13 @@ from manthan.benchmarks import capacity_arms
 from manthan.benchmarks.capacity_arms import Memory
 from manthan.benchmarks.load_arms import ARMS, Arms
 from manthan.benchmarks.load_chats import EXPONENTIAL, FIXED, Made, made_up, writer
+from manthan.benchmarks.load_fairness import BOUND_S, rows, three_loads
 from manthan.benchmarks.load_report import Found
 from manthan.benchmarks.load_talk import Asked, Talk
 from manthan.benchmarks.load_waits import Lines, explain, read_log
 from manthan.benchmarks.server import VllmServer
 from manthan.codec import DEFAULT
+from manthan.vllm_hooks import ordering
 
 CHATS, TOKENS, TURNS, POOL = 5, 528, 2, 1300
 OURS = f"host {DEFAULT}"
@@ -37,6 +41,54 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def arm(found: dict[str, Any], name: str) -> dict[str, Any]:
     return next(one for one in found["runs"] if one["arm"] == name)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of --fairness with two arms; `folder` is where it is. Its servers are forked."""
+    folder = tmp_path_factory.mktemp("fairness")
+    size = ("--chats", CHATS, "--tokens", TOKENS, "--turns", TURNS, "--said", 40, "--answer", 4, "--pool", POOL)
+    times = ("--think", 4, "--arrive", 4, "--idle-after", 0.2, "--out", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capacity_arms, "VllmServer", warm_server)
+        result = run("load", "--fairness", "--arms", "plain,host-arrival", *size, *times)
+    assert result.exit_code == 0, result.output
+    return json.loads((folder / "fairness.json").read_text()) | {"folder": folder, "output": result.output}
+
+
+@pytest.mark.slow
+def test_each_server_has_three_loads(compared: dict[str, Any]) -> None:
+    assert [one["arm"] for one in compared["runs"]] == ["plain", f"host-arrival {DEFAULT}"]
+    assert [one["seed"] for one in compared["runs"]] == [0, 0]
+    for one in compared["runs"]:
+        assert list(one["loads"]) == ["fits", "strangers", "outgrows"]
+        for name, load in one["loads"].items():
+            assert len(load["requests"]) == load["planned"] >= CHATS * TURNS - 1
+            assert all(len(asked["gaps_ms"]) == asked["generated_tokens"] - 1 > 0 for asked in load["requests"])
+            returns = [asked for asked in load["requests"] if asked["turn"] > 1]
+            assert bool(returns) == (name != "strangers")
+            if name == "fits":
+                assert all(asked["cached_tokens"] >= 512 for asked in returns)
+    plain, ours = (one["loads"]["outgrows"]["requests"] for one in compared["runs"])
+    asked = [{(one["chat"], one["turn"]): one["prompt_tokens"] for one in each} for each in (plain, ours)]
+    assert asked[0] == asked[1]
+    assert sum(one["cached_tokens"] for one in plain) < sum(one["cached_tokens"] for one in ours)
+    assert compared["runs"][1]["manthan"]["ordering"] == "arrival"
+
+
+@pytest.mark.slow
+def test_the_comparison_is_shown_again(compared: dict[str, Any]) -> None:
+    plot = compared["folder"] / "fairness.png"
+    plot.unlink()
+    result = run("load", "--fairness", "--plot-only", plot.with_suffix(".json"))
+    assert result.exit_code == 0, result.output
+    assert is_png(plot)
+    table = [line for line in result.output.splitlines() if f"host-arrival {DEFAULT}  " in line]
+    assert [line.split()[:2] for line in table] == [
+        [load, what] for load in ("fits", "strangers", "outgrows") for what in ("first", "between")
+    ]
+    assert set(table) <= set(compared["output"].splitlines())
+    assert "Above 1.05 of plain: " in result.output
 
 
 @pytest.mark.slow
@@ -112,6 +164,57 @@ def test_the_same_seed_is_the_same_chats() -> None:
     assert MADE.longest == 600 + 3 * 8 + 2 * 40
 
 
+# -- against plain vLLM ---------------------------------------------------------------------------------
+
+
+def test_three_loads_of_as_many_requests_in_the_same_time() -> None:
+    made = Made(20, 8192, 3, 128, 64, 6.0, FIXED, 12.0, 0)
+    loads = three_loads(made, 5120, 16, 40_000)
+    fits, strangers, outgrows = loads.values()
+    assert list(loads) == ["fits", "strangers", "outgrows"]
+    assert outgrows == made
+    assert (strangers.chats, strangers.turns, strangers.arrive_s) == (60, 1, 24.0)
+    assert fits.chats * (fits.longest // 16 + 2) <= 5120 < made.chats * made.longest // 16
+    assert fits.chats * fits.turns >= 60
+    assert fits.arrive_s + fits.think_s * (fits.turns - 1) == pytest.approx(24.0)
+    assert three_loads(made, 5120, 16, 9000)["fits"].longest <= 9000
+    for one in (replace(made, chats=9), replace(made, turns=1)):
+        with pytest.raises(typer.BadParameter):
+            three_loads(one, 5120, 16, 40_000)
+
+
+def timed(arm: str, seed: int, first_ms: float, gap_ms: float, ordering: str = "returns") -> dict[str, Any]:
+    asked = {"error": "", "ttft_s": first_ms / 1e3, "gaps_ms": [gap_ms, 0.1]}
+    lost = asked | {"error": "refused", "ttft_s": 0.0}
+    loads = {load: {"requests": [asked, lost]} for load in ("fits", "strangers", "outgrows")}
+    return {"arm": arm, "seed": seed, "loads": loads, "manthan": {"ordering": ordering}}
+
+
+def test_ratios_are_of_the_same_repeats_and_the_bound_is_for_first_tokens_of_ordered_arms() -> None:
+    runs = [
+        timed("plain", 0, 100, 10),
+        timed("plain", 1, 200, 10),
+        timed("host", 0, 300, 12),
+        timed("host", 1, 100, 10),
+        timed("host-arrival", 0, 104, 10, "arrival"),
+        timed("host-arrival", 1, 5000, 10, "arrival"),
+        timed("host-arrival", 2, 9000, 99, "arrival"),
+    ]
+    found = {(row.load, row.what, row.arm): row for row in rows({"runs": runs})}
+    assert len(found) == 3 * 2 * 2
+    host, arrival = found["fits", "first token", "host"], found["fits", "first token", "host-arrival"]
+    assert host.ratios == pytest.approx({"p50": 200 / 150, "p99": 298 / 199})
+    assert host.spread["p50"] == pytest.approx((0.5, 3.0))
+    assert host.above == ["p50 1.33 (within 2 s)", "p99 1.50 (within 2 s)"]
+    assert [said.split()[0] for said in arrival.above] == ["p50", "p99"]
+    assert not any("within" in said for said in arrival.above)
+    assert found["outgrows", "between tokens", "host"].above == ["p50 1.10", "p99 1.20"]
+    assert found["outgrows", "between tokens", "host-arrival"].above == []
+    far = replace(host, ours={"p50": 2300.0, "p99": 2100.0})
+    assert far.above == ["p50 15.33", "p99 10.55 (within 2 s)"]
+    assert BOUND_S == ordering.BOUND_S
+
+
 # -- what a wait is made of -----------------------------------------------------------------------------
 
 LOG = """\
@@ -178,6 +281,7 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
     assert made["host"].manthan["codec"]["profile"] == str(tmp_path / "profile")
     assert made["host"].manthan["idle.min_tokens"] == 32
     assert [kind for kind, one in made.items() if "priority" in one.flags] == ["plain-ordered"]
+    assert [kind for kind, one in made.items() if (one.manthan or {}).get("ordering")] == ["host-arrival"]
     assert "profile" not in made["redis"].manthan["codec"]
     assert float(made["offload"].flags[-1]) == float(made["lmcache"].env["LMCACHE_MAX_LOCAL_CPU_SIZE"]) == 2
     assert Path(made["disk"].manthan["tiers.disk.path"]).is_dir()
@@ -188,7 +292,7 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
     [
         (
             ("--arms", "plain,hots"),
-            "--arms hots is unknown: there are plain, plain-ordered, wide, offload, lmcache, host,",
+            "--arms hots is unknown: there are plain, plain-ordered, wide, offload, lmcache, host-arrival,",
         ),
         (("--manthan", "{tenants: 3}"), "--manthan must be keys as in docs/configuration.md and their values, not"),
         (("--memory", "64 apples"), "--memory must be a size such as 20GiB, not '64 apples'"),
@@ -196,6 +300,9 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
             ("--tokens", "9000"),
             "--tokens 9000 with 3 turns makes prompts of 9448 tokens, but the model has 8192",
         ),
+        (("--repeats", "2"), "--repeats needs --fairness"),
+        (("--fairness", "--arms", "host"), "--fairness has chats and servers of its own, plain among them"),
+        (("--fairness", "--chats", "3"), "--fairness needs chats of two turns or more, and more of them than fit"),
         (("--trace", "nowhere.jsonl"), "--trace nowhere.jsonl: cannot be read"),
         (("--trace", "README.md"), "--trace README.md, line 1: "),
         (("--plot-only", "tests/data/tiny-llama/config.json"), "is not a report of the benchmark load"),

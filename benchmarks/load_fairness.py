@@ -1,0 +1,203 @@
+"""Is a request slower than on plain vLLM? Three loads on each server, and a table of Manthan's times over plain's."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from manthan.benchmarks.arms import merge_reports, save_plot, where
+from manthan.benchmarks.capacity_report import COLORS, GREYS, quantile
+from manthan.benchmarks.load_arms import PLAIN
+from manthan.benchmarks.load_chats import Made
+from manthan.benchmarks.load_report import COMPACT
+
+FITS, STRANGERS, OUTGROWS = "fits", "strangers", "outgrows"
+ARMS = "plain,host-arrival,host"
+FIRST, BETWEEN = "first token", "between tokens"
+QUANTILES = {"p50": 0.50, "p99": 0.99}
+MOST = 1.05
+BOUND_S = 2.0
+"""Seconds by which the ordering may delay a first token."""
+TOGETHER_MS = 0.5
+
+
+def three_loads(made: Made, pool_blocks: int, block_size: int, positions: int) -> dict[str, Made]:
+    """Return loads of about as many requests within the same time: chats that fit the pool, chats that ask once and
+    never return, and the given ones, which do not fit.
+
+    Chats that fit are few, so that they have more turns.
+
+    Args:
+        positions: Most tokens that a prompt with its answer may have.
+
+    Raises:
+        BadParameter: if all of the given chats fit the pool, or none returns.
+    """
+    requests, span_s = made.chats * made.turns, made.arrive_s + (made.turns - 1) * made.think_s
+
+    def fitting(turns: int) -> int:
+        longest = replace(made, turns=turns).longest
+        return pool_blocks // (longest // block_size + 2) if longest <= positions else 0
+
+    if made.turns < 2 or fitting(made.turns) >= made.chats:
+        raise typer.BadParameter("--fairness needs chats of two turns or more, and more of them than fit the pool")
+    turns = max(range(2, requests + 1), key=lambda turns: (min(requests, turns * fitting(turns)), -turns))
+    pause_s = (span_s - made.arrive_s) / (turns - 1)
+    return {
+        FITS: replace(made, chats=fitting(turns), turns=turns, think_s=pause_s),
+        STRANGERS: replace(made, chats=requests, turns=1, arrive_s=span_s),
+        OUTGROWS: made,
+    }
+
+
+@dataclass(frozen=True)
+class Row:
+    """Times of one arm in one load, and plain vLLM's, in ms by quantile.
+
+    ratios: of all repeats together. spread: least and most of the ratios of each repeat.
+    """
+
+    load: str
+    what: str
+    arm: str
+    plain: dict[str, float]
+    ours: dict[str, float]
+    spread: dict[str, tuple[float, float]]
+    is_ordered: bool
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        return {name: self.ours[name] / self.plain[name] for name in QUANTILES}
+
+    @property
+    def above(self) -> list[str]:
+        """Return the ratios above MOST in words, and say of each if the ordering's bound allows it."""
+        found = []
+        for name, ratio in self.ratios.items():
+            if ratio > MOST:
+                over_ms = self.ours[name] - MOST * self.plain[name]
+                is_within = self.is_ordered and self.what == FIRST and over_ms <= BOUND_S * 1e3
+                found.append(f"{name} {ratio:.2f}{f' (within {BOUND_S:g} s)' if is_within else ''}")
+        return found
+
+
+def times(run: dict[str, Any], load: str, what: str) -> list[float]:
+    """Return the milliseconds of the answered requests of a run. Tokens that the client read at once count as one."""
+    answered = [one for one in run["loads"][load]["requests"] if not one["error"]]
+    if what == FIRST:
+        return [one["ttft_s"] * 1e3 for one in answered]
+    return [gap for one in answered for gap in one["gaps_ms"] if gap > TOGETHER_MS]
+
+
+def rows(report: dict[str, Any]) -> Iterator[Row]:
+    """Yield all comparisons. A repeat counts where plain vLLM has it, too."""
+    plain = {run["seed"]: run for run in report["runs"] if run["arm"] == PLAIN}
+    arms = dict.fromkeys(run["arm"] for run in report["runs"] if run["arm"] != PLAIN)
+    for load in (FITS, STRANGERS, OUTGROWS):
+        for what in (FIRST, BETWEEN):
+            for arm in arms:
+                runs = [run for run in report["runs"] if run["arm"] == arm and run["seed"] in plain]
+                pairs = [(times(plain[run["seed"]], load, what), times(run, load, what)) for run in runs]
+                pairs = [(theirs, ours) for theirs, ours in pairs if theirs and ours]
+                if pairs:
+                    is_ordered = (runs[0]["manthan"] or {}).get("ordering", "returns") == "returns"
+                    yield _row(load, what, arm, pairs, is_ordered)
+
+
+def _row(load: str, what: str, arm: str, pairs: Sequence[tuple[list[float], list[float]]], is_ordered: bool) -> Row:
+    sides = [list(chain.from_iterable(side)) for side in zip(*pairs, strict=True)]
+    theirs, ours = ({name: quantile(side, share) for name, share in QUANTILES.items()} for side in sides)
+    spread = {}
+    for name, share in QUANTILES.items():
+        ratios = [quantile(one, share) / quantile(other, share) for other, one in pairs]
+        spread[name] = min(ratios), max(ratios)
+    return Row(load, what, arm, theirs, ours, spread, is_ordered)
+
+
+def merged(files: Sequence[Path]) -> dict[str, Any]:
+    """One report of several, whose repeats have other seeds; see merge_reports."""
+    return merge_reports(files, "fairness", ("model", "loads", "memory"), lambda run: (run["arm"], run["seed"]))
+
+
+# -- shown ----------------------------------------------------------------------------------------------
+
+
+def show(report: dict[str, Any], plot: Path, console: Console) -> None:
+    """The table of what was measured, and the plot."""
+    console.print(where(report), soft_wrap=True)
+    found = list(rows(report))
+    if not found:
+        return
+    for name, made in report["loads"].items():
+        chats = f"{made['chats']} chats of {made['tokens']:,} tokens within {made['arrive_s']:g} s"
+        pauses = f", {made['turns']} turns, {made['think_s']:.3g} s of thought" if made["turns"] > 1 else ""
+        console.print(f"  {name}: {chats}{pauses}; {reused(report, name)}", soft_wrap=True)
+    console.print(make_table(report, found))
+    slower = [f"{row.load}, {row.what}, {row.arm}: {', '.join(row.above)}" for row in found if row.above]
+    for line in slower or ["nothing"]:
+        console.print(f"  Above {MOST} of plain: {line}", soft_wrap=True)
+    lost = sum(load["planned"] for run in report["runs"] for load in run["loads"].values()) - sum(
+        not one["error"] for run in report["runs"] for load in run["loads"].values() for one in load["requests"]
+    )
+    if lost:
+        console.print(f"  {lost} requests were not answered: see `error` in the JSON.", style="red")
+    save_plot(lambda _: draw(report), report, plot, console)
+
+
+def reused(report: dict[str, Any], load: str) -> str:
+    """Say how much of the returns' prompts each arm did not compute: a load that fits the pool must be resident."""
+    parts = []
+    for arm in dict.fromkeys(run["arm"] for run in report["runs"]):
+        requests = [one for run in report["runs"] if run["arm"] == arm for one in run["loads"][load]["requests"]]
+        returns = [one for one in requests if one["turn"] > 1 and not one["error"]]
+        if returns:
+            share = sum(one["cached_tokens"] for one in returns) / sum(one["prompt_tokens"] for one in returns)
+            parts.append(f"{arm} {share:.0%}")
+    return f"of returns not computed: {', '.join(parts)}" if parts else "nobody returns"
+
+
+def make_table(report: dict[str, Any], found: Sequence[Row]) -> Table:
+    repeats = len({run["seed"] for run in report["runs"]})
+    table = Table(title=f"{report['model']}: against plain vLLM, ms; repeats: {repeats}", **COMPACT)
+    for header in ("load", "", "arm"):
+        table.add_column(header, no_wrap=True)
+    for name in QUANTILES:
+        for header in (f"{name}\nplain", f"{name}", "ratio"):
+            table.add_column(header, justify="right", no_wrap=True)
+    for row in found:
+        cells = []
+        for name in QUANTILES:
+            least, most = row.spread[name]
+            spread = f" ({least:.2f}-{most:.2f})" if repeats > 1 else ""
+            cells += [f"{row.plain[name]:,.1f}", f"{row.ours[name]:,.1f}", f"{row.ratios[name]:.2f}{spread}"]
+        table.add_row(row.load, row.what, row.arm, *cells)
+    return table
+
+
+def draw(report: dict[str, Any]) -> Any:
+    """Each load in a column: the share of first tokens, and of times between tokens, that are no longer than so."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 9), layout="constrained")
+    axes = figure.subplots(2, 3)
+    arms = list(dict.fromkeys(run["arm"] for run in report["runs"]))
+    colors = {arm: GREYS[0] if arm == PLAIN else COLORS[at % len(COLORS)] for at, arm in enumerate(arms, -1)}
+    for line, what in zip(axes, (FIRST, BETWEEN), strict=True):
+        for axis, load in zip(line, (FITS, STRANGERS, OUTGROWS), strict=True):
+            for arm in arms:
+                found = np.sort([one for run in report["runs"] if run["arm"] == arm for one in times(run, load, what)])
+                if len(found):
+                    shares = np.arange(1, len(found) + 1) / len(found)
+                    axis.step(found, shares, where="post", color=colors[arm], label=arm)
+            axis.set(xscale="log", ylim=(0, 1.02), xlabel=f"{what}, ms", ylabel="share")
+            axis.set_title(f"{load}: {what}", loc="left")
+            axis.grid(alpha=0.3, which="both")
+    axes[0][0].legend(frameon=False)
+    figure.suptitle(f"{report['model']}; {where(report)}", fontsize=9)
+    return figure
