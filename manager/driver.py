@@ -33,6 +33,10 @@ A_STEP = 512
 """Most blocks of stores under way: about what a GPU encodes while a step is computed."""
 LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
 """Shares of the pool that should hold nothing unsaved. Below the low one, blocks are saved until the high one."""
+BURSTS = 1.5, 2.5
+"""The same as multiples of the blocks that requests take in one step. The larger of the two numbers counts."""
+BURST_DECAY = 127 / 128
+"""By which the number of these blocks falls with each step that takes fewer."""
 RUNNING_S = 0.1
 """Seconds until a running request, or the free queue, is looked at again of which nothing could be saved."""
 LED = 256
@@ -100,7 +104,7 @@ class Runway:
     """
 
     def __init__(self, pool: Pool, ahead: int) -> None:
-        self._pool, self._ahead, self._left = pool, ahead, 0
+        self._pool, self.ahead, self._left = pool, ahead, 0
 
     def taken(self, at_most: int) -> None:
         """Note that blocks may have been taken from the head of the queue."""
@@ -113,7 +117,7 @@ class Runway:
     def length(self, wanted: int) -> int:
         """Return the number of such blocks. It is exact below `wanted`."""
         if self._left < wanted:
-            self._left = self._pool.runway(max(wanted, self._ahead))
+            self._left = self._pool.runway(max(wanted, self.ahead))
         return self._left
 
 
@@ -123,6 +127,7 @@ class Driver:
     Args:
         ranks: number of results of each transfer.
         low, high: watermarks, as shares of the pool.
+        bursts: the same, as multiples of the blocks that requests take in one step.
         fronts: tiers in front of the last one, the fastest first.
         prefetch_lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
         redis: finds and tells other engines' blocks; None without Redis.
@@ -141,6 +146,7 @@ class Driver:
         ranks: int = 1,
         low: float = LOW_WATERMARK,
         high: float = HIGH_WATERMARK,
+        bursts: tuple[float, float] = BURSTS,
         fronts: Sequence[FrontTier] = (),
         prefetch_lead_s: float | None = None,
         redis: "RedisLink | None" = None,
@@ -154,6 +160,7 @@ class Driver:
         self._redis, self._journal, self._guard = redis, journal, guard
         self._again, self._last_tokens = again, last_tokens
         self._low, self._high = int(low * pool.size), int(high * pool.size)
+        self._least, self._bursts = (self._low, self._high), bursts
         self._window = max(1, pool.size // WINDOW_SHARE)
         self.runway = Runway(pool, self._high)
         manager.bind(pool, self._high, self.runway.forget)
@@ -174,6 +181,8 @@ class Driver:
         self._done: list[int] = []  # blocks to be given back, all at once
         self._taken = 0
         """Blocks that the last step's requests took at most."""
+        self._taking, self._burst = 0, 0.0
+        """Blocks that requests were given since the last step, and the most that they took in one step of late."""
         self._overwritten = 0
         """Blocks that requests took from the head of the free queue, at most, since it was put in order."""
         self._looks_after = 0.0
@@ -248,6 +257,7 @@ class Driver:
         """Note that a request got its blocks. taken: the most that came from the head of the free queue."""
         self.runway.taken(taken)
         self._overwritten += taken - resident
+        self._taking += taken - resident
         serving = self._serving.get(request_id)
         if serving is None:
             return
@@ -380,6 +390,7 @@ class Driver:
         manager = self.manager
         self._taken, self._was_answered = taken, False
         self._overwritten += taken
+        self._expect_burst(taken)
         self.runway.taken(taken)
         manager.said.expire(now)
         if now >= self._looks_after:
@@ -408,6 +419,20 @@ class Driver:
         work = self._ordered = Work(drops, self._granted, self._loads, revokes)
         self._granted, self._loads = [], []
         return work
+
+    def _expect_burst(self, taken: int) -> None:
+        """Set the watermarks so that what requests may take in one step is saved before.
+
+        Otherwise a prompt that takes a large part of the pool at once overwrites the head of a session whose tail was
+        saved, which is of no use then.
+        """
+        blocks, self._taking = max(self._taking, taken), 0
+        if not blocks:
+            return
+        self._burst = max(blocks, self._burst * BURST_DECAY)
+        wanted = (int(share * self._burst) for share in self._bursts)
+        self._low, self._high = (min(self._pool.size, max(pair)) for pair in zip(self._least, wanted, strict=True))
+        self.runway.ahead = self.manager.spare = self._high
 
     def sent(self) -> None:
         """Note that the workers are told what the last step ordered."""

@@ -221,10 +221,10 @@ class SessionManager:
         """Rows of heads that sessions share, which are stored exact."""
         self.read: Callable[[Rows], None] = lambda rows: None
         """Called with rows that were read. The estimate of front tiers sets it."""
-        self._spare = 0
+        self.spare = 0
+        """Number of saved blocks at the head of the pool's free queue that are kept saved."""
         self._led: list[tuple[int, int]] = []
         """Number and resident depth of each session whose blocks the pool was last told to overwrite first."""
-        """Numbers of the sessions whose blocks the pool overwrites first."""
         self.table.gone.append(self._forgotten)
 
     def bind(self, pool: Pool, spare: int, unkept: Callable[[], None]) -> None:
@@ -234,7 +234,7 @@ class SessionManager:
             spare: number of saved blocks at the head of its free queue that are kept saved.
             unkept: called when fewer blocks than before are overwritten before the first unsaved one.
         """
-        self.pool, self._spare, self._unkept = pool, spare, unkept
+        self.pool, self.spare, self._unkept = pool, spare, unkept
 
     def recode(self, shape: MemoryShape, capacity_nbytes: int, all_exact: bool = False) -> None:
         """Encode in another codec from now on. Blocks that are saved stay. all_exact: keep every token exact."""
@@ -617,7 +617,7 @@ class SessionManager:
         if not self.shape.stores_main:
             return []
         main = self.shape.main
-        unsaved = self.pool.unsaved(wanted + self._spare)  # a block may have copies
+        unsaved = self.pool.unsaved(wanted + self.spare)  # a block may have copies
         rows = self.blocks.find(main, list(dict.fromkeys(each.block_hash for each in unsaved if each.group == main)))
         rows = rows[rows >= 0]
         saved = rows[self.blocks.is_saved(rows)][:wanted]
@@ -1062,7 +1062,7 @@ class SessionManager:
     def _drop_redundant(self, short: int) -> None:
         """Drop compressed blocks whose computed KV the pool has, those that it would overwrite last first."""
         blocks, main, marks = self.blocks, self.shape.main, self.pool.marks
-        found = (each for each in self.pool.redundant(self._spare) if each.group == main)
+        found = (each for each in self.pool.redundant(self.spare) if each.group == main)
         names = (each.block_hash for each in found if marks[each.block_id] is not Mark.DECODED)
         while short > 0 and (some := list(dict.fromkeys(islice(names, JOB_BLOCKS)))):
             rows = blocks.find(main, some)

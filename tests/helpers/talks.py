@@ -132,7 +132,8 @@ class Talks:
         self.manager = SessionManager(kind, shape, nbytes, idle_after_s, events, **manager)
         self.pool = pool or SimulatedPool(blocks)
         self.ranks, self.again, self.holds = ranks, again, holds
-        self.driver = Driver(self.manager, self.pool, ranks=ranks, low=low, high=high, again=again, **driver)
+        options = {"bursts": (0.0, 0.0)} | dict(driver)
+        self.driver = Driver(self.manager, self.pool, ranks=ranks, low=low, high=high, again=again, **options)
         self.now = 0.0
         self.running: dict[str, Running] = {}
         self.tier: dict[BlockName, int] = {}

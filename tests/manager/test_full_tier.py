@@ -2,11 +2,13 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from integrity import check_integrity
 from talks import Talks, long_text, names, text_of
 
+from manthan.manager.driver import BURSTS, HIGH_WATERMARK, LOW_WATERMARK
 from manthan.manager.events import Evicted
 from manthan.policies import policy_names
 
@@ -48,6 +50,26 @@ def test_about_as_much_is_stored_as_is_taken(policy: str, capacity: int) -> None
         assert len(stored) == len(set(stored))
         assert len(stored) < 1.5 * LONGEST
         check_integrity(talks.manager, talks.driver)
+
+
+@pytest.mark.parametrize(("blocks", "found"), [(80, 12), (350, 14), (650, 19), (1000, 25)])
+def test_what_pool_and_tier_hold_comes_back_whole(blocks: int, found: int) -> None:
+    """Of sessions of 62 blocks the tier holds 12. A prompt gets all its blocks at once, from 6 to 77% of the pool."""
+    marks: dict[str, Any] = {"low": LOW_WATERMARK, "high": HIGH_WATERMARK, "driver": {"bursts": BURSTS}}
+    talks = Talks(12 * 62, blocks=blocks, is_exclusive=True, **marks)
+    texts = [long_text(f"{number}-", 62) for number in range(blocks // 62 + 20)]
+    returned = list[bool]()
+    for text in (*texts, *texts[::-1]):
+        request_id = talks.start(text, text[:4])
+        one = talks.running[request_id]
+        returned.append((one.resident or 0) + (one.loaded or 0) >= 61)
+        for seconds in (0.0, 0.3):
+            talks.now += seconds
+            talks.step(taken=1)
+        talks.finish(request_id)
+        talks.rest(3.0)
+    returned = returned[len(texts) :]
+    assert returned == [True] * found + [False] * (len(texts) - found)
 
 
 def test_saved_blocks_of_a_session_without_room_are_overwritten_by_age() -> None:
