@@ -20,7 +20,7 @@ LOOKED_AT = 64
 RETRY_S = 0.1
 """Seconds until room is looked for again where there was none."""
 PATIENCE = 2.0
-"""A session that a client named is worth a prefetch for this multiple of the idle time."""
+"""A session that a client named, or that is late, is worth a prefetch for this multiple of the idle time."""
 
 
 class _Awaited(NamedTuple):
@@ -126,7 +126,8 @@ class Prefetcher:
         for session_id in self._expected.pop_due(now):
             session = table.by_id.get(session_id)
             if session is not None and session.expected is not None:
-                self._to_load[session_id] = _Awaited(session.expected, session.uses)
+                late = session.expected + PATIENCE * self._manager.idle_after_s
+                self._to_load[session_id] = _Awaited(late, session.uses)
         awaited = []
         are_more = len(self._to_load) > LOOKED_AT
         for session_id, (late, uses) in list(islice(self._to_load.items(), LOOKED_AT)):

@@ -44,7 +44,7 @@ def test_manthan_keeps_four_times_the_sessions_in_the_same_memory(found: dict[st
     assert gains([plain, host])[(OURS, BUDGET)] == host.kept / plain.kept
     assert plain.nbytes == 16 * 128 * 1024
     exact = 4 / 512  # of the tokens in full blocks
-    assert host.nbytes < plain.nbytes * (exact + (1 - exact) / 4.8)
+    assert host.nbytes < plain.nbytes * (exact + (1 - exact) / 4.6)  # what is left of others counts, too
 
 
 @pytest.mark.slow

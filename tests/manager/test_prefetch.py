@@ -74,7 +74,9 @@ def test_a_session_that_does_not_fit_is_loaded_later_until_its_time_has_passed()
     talks.finish(request, "")
     talks.now = 20.0
     assert talks.taken() == [names("a b c")]
-    talks.go_cold("q r s", "Q", expect_return_s=5)
+    talks.talk("q r s", "Q", expect_return_s=5)
+    talks.rest(100.0)
+    talks.overwrite()
     assert (talks.taken(), talks.prefetches()) == ([], 2)
 
 

@@ -174,7 +174,7 @@ def take_turns(server: VllmServer, turns: int) -> tuple[list[bool], int]:
         key = chance.choice(list(chat.table))
         prompt = [*heads[name], *tokenize(f"{chat.said}\nassert {key} == ")[1:]]
         said = ask(server, prompt, name, max_tokens=100, ignore_eos=True)  # long enough for the other chat to go cold
-        computed += -(-(len(prompt) - said["cached"]) // BLOCK)
+        computed += -(-(len(prompt) + 100 - said["cached"]) // BLOCK)
         right.append(said["text"][:4] == str(chat.table[key]))
         if len(chat.said) < 600:
             chat.said += f"\nassert {key} == {chat.table[key]}"

@@ -62,6 +62,7 @@ def test_an_answer_that_is_cut_off_by_a_sleep_goes_on_after_it(engine: Engine) -
     prompt, _ = Table(710).question(2)
     whole = engine.ask(prompt, "uncut", max_tokens=200)
     engine.start_afresh()
+    failures = engine.failures()
 
     async def interrupted() -> Answer:
         running = asyncio.ensure_future(engine.generate(prompt, "cut", 200))
@@ -73,7 +74,7 @@ def test_an_answer_that_is_cut_off_by_a_sleep_goes_on_after_it(engine: Engine) -
         return await running
 
     assert engine.run(interrupted()).text == whole.text
-    assert engine.failures() == 0
+    assert engine.failures() == failures
 
 
 @pytest.mark.slow
