@@ -113,8 +113,8 @@ class Session:
 
     @property
     def owner(self) -> Owner:
-        """Tenant and name. Branches of one named session have the same."""
-        return self.kin or (self.tenant, self.session_id if self.name is None else f"={self.name}")
+        """Tenant and name, or number of a session without one. Branches of one named session have the same."""
+        return self.kin or (self.tenant, f"#{self.number}" if self.name is None else f"={self.name}")
 
     @property
     def told_id(self) -> str:

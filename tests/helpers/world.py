@@ -994,17 +994,17 @@ class World:
         """Assert that no session keeps a block which neither a tier nor the pool has.
 
         Left out are blocks that were overwritten, which the manager finds out later, and those that a request has in
-        its prompt, which it computes.
+        its prompt: it computes them, unless it is aborted.
         """
         if not self.setup.stores_main:
             return
         blocks = self.manager.blocks
         for session in self.manager.table.by_id.values():
-            if session.requests:
-                continue
             rows = session.rows[blocks.status[session.rows] == 0]
             names = [(0, block_hash) for block_hash in blocks.hashes(rows)]
             self.pool.lost.update(name for row, name in zip(rows, names, strict=True) if blocks.holds[row])
+            if session.requests:
+                continue
             found = self.pool.lookup(0, [block_hash for _, block_hash in names])
             nowhere = {name for name, block in zip(names, found, strict=True) if block < 0} - self.pool.lost
             assert not nowhere, f"{session.session_id} has {nowhere} nowhere"

@@ -194,3 +194,13 @@ def test_without_a_name_a_changed_answer_may_be_somebody_else_s(talks: Talks) ->
     talks.talk("sys a b answer c")
     assert talks.texts() == {"anonymous-1": "sys a b think", "anonymous-2": "sys a b answer c"}
     assert uses(talks)["anonymous-2"] == 2, "its history is known nevertheless"
+
+
+def test_a_session_that_gets_the_id_of_one_that_is_gone_is_somebody_else(talks: Talks) -> None:
+    """It is not served what was decoded for that one."""
+    owners = set()
+    for _ in range(2):
+        talks.talk("a b c")
+        owners.add(talks.session("anonymous-1").owner)
+        talks.manager.forget_session(talks.session("anonymous-1"), DropCause.EXPIRED)
+    assert len(owners) == 2
