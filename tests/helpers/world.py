@@ -352,6 +352,8 @@ class World:
         self.tiers = [self._tier() for _ in range(setup.ranks)]
         self.stored: list[dict[BlockName, Stored]] = [{} for _ in range(setup.ranks)]
         """What each rank's tier must have."""
+        self.torn: set[tuple[int, BlockName]] = set()
+        """Ranks and blocks of which a store has failed midway, until they are dropped or stored."""
         self.jobs: list[Job] = []
         """Transfers that ranks work on."""
         self.reports: list[list[Report]] = [[] for _ in range(setup.ranks)]
@@ -661,6 +663,7 @@ class World:
             tier.drop(drop.group, drop.block_hashes)
             for block_hash in drop.block_hashes:
                 stored.pop((drop.group, block_hash), None)
+                self.torn.discard((rank, (drop.group, block_hash)))
         self.jobs += [Job(job, rank, self.pool.epoch) for job in (*work.loads, *work.stores)]
 
     # -- ranks ----------------------------------------------------------------------------------------
@@ -718,9 +721,10 @@ class World:
             name = group, kv.block_hash
             if job.is_cancelled or (cause and at >= bad):
                 failed[at] = RESET if job.is_cancelled else cause
-                if cause == "disk":  # a put that fails midway leaves nothing
+                if cause == "disk":  # a put that fails midway leaves nothing, also of what was there before
                     tier.drop(group, [kv.block_hash])
                     stored.pop(name, None)
+                    self.torn.add((rank, name))
                 continue
             is_lossy = exact < TOKENS and group not in self.setup.lossless
             buf = encoded(kv, is_lossy, rank, bounds[exact])
@@ -730,6 +734,7 @@ class World:
             nbytes[at] = tier.room(buf.nbytes)
             now = kv._replace(generation=kv.generation + is_lossy, is_exact=kv.is_exact and not is_lossy)
             stored[name] = Stored(now, kv.mark, nbytes[at])
+            self.torn.discard((rank, name))
         used, most = self.rams[rank].used, self.rams[rank].max_bytes
         assert used <= most, f"{used} bytes are used of {most}"
         self._end(job, TransferResult(transfer.job_id, np.array(nbytes, np.int64), failed, 0.1))
@@ -748,7 +753,7 @@ class World:
             if job.is_cancelled or (cause and at == bad):
                 failed[at] = RESET if job.is_cancelled else cause
             elif not isinstance(buf, np.ndarray):
-                assert is_void or is_bad, f"{name} was dropped while it was read"
+                assert is_void or is_bad or (rank, name) in self.torn, f"{name} was dropped while it was read"
                 failed[at] = "missing"
             elif (kv := decoded(buf, rank)) is None:
                 assert is_bad, f"{name} is damaged"
