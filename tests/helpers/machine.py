@@ -10,7 +10,7 @@ from integrity import check_empty, check_integrity, check_store
 from world import FAULTS, IDLE_AFTER_S, SINK_TOKENS, TOKENS, Asked, Setup, World
 
 from manthan.manager.session.manager import DOUBLINGS
-from manthan.manager.session.table import SessionState
+from manthan.manager.session.table import Session, SessionState
 
 LONGEST = 10
 """Blocks of a request at most."""
@@ -286,11 +286,20 @@ class Sessions(RuleBasedStateMachine):
             self._forget_resident()
         self.world.go_on()
 
+    def _own(self, session: Session) -> int:
+        """Return the depth to which a session can be loaded by its own points. Others may leave theirs."""
+        points, saved = self.manager.points, self.manager.blocks.saved_prefix(session.rows)
+        if not points.is_needed:
+            return saved
+        return max(
+            (point.depth for point in session.points if point.depth <= saved and points.stands(point)), default=0
+        )
+
     def _forget_resident(self) -> None:
         assert not self.driver.is_moving
         sessions = [s for s in self.manager.table.by_id.values() if not s.requests]
         hashes = [self.manager.blocks.hashes(session.rows) for session in sessions]
-        before = list(map(self.world.offered, hashes))
+        before = [min(self.world.offered(names), self._own(one)) for one, names in zip(sessions, hashes, strict=True)]
         self.world.forget_resident()
         for session, offered, left in zip(sessions, before, map(self.world.offered, hashes), strict=True):
             assert left >= offered, "saved blocks are lost with resident ones"
