@@ -172,7 +172,8 @@ class KltPagedCodec(PagedCodec):
     def encode(self, batch: Batch, codes: Tensor) -> None:
         """A status becomes a vector's index too where it is 32,768 or more steps from the profile's mean.
 
-        Because numbers are fp16 between kernels, such sections are encoded on the CPU only.
+        Because numbers are fp16 between kernels, such sections are encoded on the CPU only. Of a layer with a number
+        that is not finite, it may be the first vector's index: all heads are transformed together.
         """
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
