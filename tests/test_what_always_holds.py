@@ -60,10 +60,11 @@ class Stuck:
     """Redis and SQLite, neither of which answers before the end. callers: names of the threads that wait for them."""
 
     def __init__(self) -> None:
-        self.callers, self.is_over = set[str](), threading.Event()
+        self.callers, self.is_asked, self.is_over = set[str](), threading.Event(), threading.Event()
 
     def execute(self, *_: object) -> list[Any]:
         self.callers.add(threading.current_thread().name)
+        self.is_asked.set()
         if threading.current_thread() is not threading.main_thread():
             self.is_over.wait()
         return []
@@ -120,6 +121,7 @@ def test_the_scheduler_s_thread_leaves_redis_and_the_journal_to_others_and_waits
             talks.finish(request, "a b c d")
             talks.rest()
             talks.overwrite()
+        assert stuck.is_asked.wait(60)
         talks.driver.reset(talks.now)
         talks.step()
         assert not stuck.is_over.is_set(), "this thread has waited"

@@ -19,12 +19,12 @@ from warm_server import warm_server
 
 from manthan.benchmarks.server import VllmServer
 
-FLAGS = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "2048", "--enforce-eager"]
+FLAGS = ["--block-size", "32", "--num-gpu-blocks-override", "400", "--max-model-len", "8192", "--enforce-eager"]
 START_S = 600
 DRAIN_S = 120
 LATE_S = 60
 """Most seconds that the end takes besides, on a machine that does other things."""
-GUESTS, LONG = range(4), 1900
+GUESTS, LONG = range(4), 8000
 SAVED = "sessions are saved before the engine ends"
 
 
