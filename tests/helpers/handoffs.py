@@ -60,7 +60,9 @@ class Profiler:
 def _file(name: str) -> str | None:
     """Return a file of Manthan's packages as it is named there; None for another."""
     path = os.path.realpath(name)
-    is_ours = not name.startswith("<") and path.startswith(ROOT) and not path.startswith((f"{ROOT}tests/", f"{ROOT}.venv/"))
+    is_ours = (
+        not name.startswith("<") and path.startswith(ROOT) and not path.startswith((f"{ROOT}tests/", f"{ROOT}.venv/"))
+    )
     return path.removeprefix(ROOT) if is_ours else None
 
 
