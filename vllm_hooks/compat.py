@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.kv_hints import KvHintsEnvelope
     from vllm.v1.request import Request
 
@@ -302,6 +304,29 @@ def engine_waker() -> Callable[[], None]:
 
     core = _core_under_construction()
     return _ring(core) if isinstance(core, EngineCoreProc) else lambda: None
+
+
+@functools.cache
+def _manager_of(spec: "KVCacheSpec") -> "SingleTypeKVCacheManager":
+    """Return vLLM's manager of a group with this spec, on a pool of its own."""
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_spec
+
+    size = spec.block_size
+    return get_manager_for_kv_cache_spec(
+        spec,
+        max_in_flight_tokens=size,
+        max_model_len=size,
+        block_pool=BlockPool(1, True, size),
+        enable_caching=True,
+        kv_cache_group_id=0,
+        scheduler_block_size=size,
+    )
+
+
+def skipped_tokens(spec: "KVCacheSpec", tokens: int) -> int:
+    """Number of first tokens whose blocks vLLM neither looks for nor allocates for a prefix of `tokens`."""
+    return int(_manager_of(spec).get_num_skipped_tokens(tokens))
 
 
 def ask_workers(ask: Callable[[Any], Any]) -> list[Any] | None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from manthan.manager.session.blocks import Rows
-    from manthan.vllm_hooks.support import Groups, Part
+    from manthan.vllm_hooks.groups import Groups, Part
 
 PLACES = {
     "host": (MEDIUM_CPU, Locality.LOCAL),

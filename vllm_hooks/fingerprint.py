@@ -12,7 +12,7 @@ from manthan.codec.model import NO_FACTS, ModelFacts
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from manthan.vllm_hooks.support import KvCacheGroup
+    from manthan.vllm_hooks.groups import KvCacheGroup
 
 
 def fingerprint(

@@ -21,7 +21,11 @@ from manthan.manager.tiers.arena import room
 from manthan.vllm_hooks.kv_dtype import FP8
 
 if TYPE_CHECKING:
-    from manthan.vllm_hooks.support import Groups, KvCacheGroup
+    from manthan.vllm_hooks.groups import Groups, KvCacheGroup
+
+
+MOST = 0xFFFF
+"""Largest dimension that a compressed block's header has room for."""
 
 
 class Shards(NamedTuple):
@@ -42,14 +46,14 @@ def block_shape(group: "KvCacheGroup") -> BlockShape:
 
 
 def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:
-    """Of a block of bytes, which layers may have different numbers of: as many runs of a token's as all of them have in
-    common, since an encoded block has no place for larger numbers. Raises ConfigError."""
-    if any(nbytes % tokens for nbytes in layer_nbytes):
-        raise ConfigError(
-            f"a KV block of {tokens} tokens takes {list(layer_nbytes)} bytes, which are no whole ones a token."
-        )
-    run = math.gcd(*layer_nbytes) // tokens
-    return BlockShape(1, sum(layer_nbytes) // tokens // run, tokens, run, Dtype.UINT8)
+    """Shape of a block of bytes, of which layers may have different numbers.
+
+    The bytes are cut into runs that all layers have whole ones of, because a header has 16 bits for each dimension.
+    """
+    common = math.gcd(*layer_nbytes)
+    rows = math.gcd(common, tokens)
+    run = next(run for run in range(min(common // rows, MOST), 0, -1) if common // rows % run == 0)
+    return BlockShape(1, sum(layer_nbytes) // rows // run, rows, run, Dtype.UINT8)
 
 
 def block_format(

@@ -12,7 +12,7 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from manthan.codec.registry import finer_codecs
+from manthan.codec.registry import finer_codecs, needs_profile
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.driver import Driver
@@ -39,6 +39,7 @@ from manthan.vllm_hooks.compat import (
 )
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
+from manthan.vllm_hooks.groups import Part, config_for, groups_of
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
@@ -47,17 +48,11 @@ from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.ordering import ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
-from manthan.vllm_hooks.support import (
-    Part,
-    UnsupportedError,
-    blocks_computed_again,
-    groups_of,
-    latent_of,
-)
+from manthan.vllm_hooks.support import UnsupportedError, blocks_computed_again, latent_of
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
-from manthan.vllm_hooks.transfer_config import abort_at_shutdown, from_vllm_config, is_on_gpu, keeps_bytes
+from manthan.vllm_hooks.transfer_config import abort_at_shutdown, from_vllm_config, is_on_gpu
 from manthan.vllm_hooks.worker.capacity import (
     fast_tiers,
     room_in,
@@ -110,14 +105,15 @@ class SchedulerHalf:
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", ask: Callable[..., Any]) -> None:
         self._vllm_config, self.ask = vllm_config, ask
         abort_at_shutdown(vllm_config)
-        self.config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
-        groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config))
+        groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
         self.groups = groups._replace(again=blocks_computed_again(vllm_config))
+        self.config = config = config_for(from_vllm_config(vllm_config), groups)
         group = self.groups.chain
-        self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
+        self._kv_group, self._group = group, group.index
+        self._block_size: int = group.spec.block_size
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
-        self._profile = settled_profile(vllm_config)
+        self._profile = settled_profile(vllm_config) if needs_profile(config.codec.name) else None
         self._shards = Shards(self._ranks, room_in(config))
         self._shapes = memory_shapes(config.codec, self.groups, self._shards, self._profile)
         self._shape = self._shapes[0]
@@ -165,7 +161,7 @@ class SchedulerHalf:
             self._books = DiskBooks(vllm_config, config, namespace.name, self._ranks)
         if namespace is not None and shared:
             sessions = make_sessions(vllm_config, config, namespace, owner, self._ring)
-            parts = self._parts if self.groups.windows else None
+            parts = self._parts if self.groups.at_points else None
             self._redis = RedisLink(sessions, self.manager, self._fronts, parts)
         self.driver: Driver
         self._requests: dict[str, Request] = {}
@@ -214,7 +210,7 @@ class SchedulerHalf:
                     largest = max(group.spec.block_size for group in groups)
                     self._limit = StepLimit(self._scheduler.max_num_scheduled_tokens, largest)
         event = None if self._events is None else self._events.event
-        block_tokens = {window.group.index: window.group.spec.block_size for window in self.groups.windows}
+        block_tokens = {each.group.index: each.group.spec.block_size for each in self.groups.at_points}
         self.pool = VllmPool(pool, self._group, block_tokens | {self._group: self._block_size}, event)
         self.driver = Driver(
             self.manager,
@@ -427,7 +423,7 @@ class SchedulerHalf:
         keys = self._keys(request)[:computed]
         depths = dict.fromkeys((computed, min(computed, self._prompt_depth(request))))
         points = [
-            PointParts(depth, list(self._beside(depth, request))) for depth in depths if depth and self.groups.windows
+            PointParts(depth, list(self._beside(depth, request))) for depth in depths if depth and self.groups.at_points
         ]
         outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, points)
         if self._events is not None:

@@ -22,7 +22,7 @@ from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from manthan.vllm_hooks.support import Groups, KvCacheGroup
+    from manthan.vllm_hooks.groups import Groups, KvCacheGroup
 
 logger = init_logger("vllm.manthan")
 
@@ -36,8 +36,8 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     Codec and profile are not in it: each block names its own. weights: digest of all that was loaded.
     """
     group = groups.chain
-    beside: list[object] = [[*_identity(window.group), window.tokens] for window in groups.windows]
-    if any(window.tokens is None for window in groups.windows):
+    beside: list[object] = [[*_identity(each.group), each.reach] for each in groups.at_points]
+    if any(each.group.is_state for each in groups.at_points):
         beside.append(config.codec.state)
     if groups.again and beside:
         beside.append(groups.again)  # resume points are at other depths

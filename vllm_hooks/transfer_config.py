@@ -166,10 +166,9 @@ def is_on_gpu(vllm_config: "VllmConfig") -> bool:
 
 
 def keeps_bytes(vllm_config: "VllmConfig") -> bool:
-    """True if blocks are stored as their bytes, whatever codec is configured.
+    """True if blocks are stored as their bytes, whatever codec is configured: only vLLM's kernels can read them.
 
-    Either only vLLM can read them, or they hold latents (MLA) on a GPU, in fp8 or beside states with padded pages.
+    The KV cache groups, which are known later, may be stored as bytes for other reasons; see `groups.config_for`.
     """
-    cache, model = vllm_config.cache_config, vllm_config.model_config
-    unknown = model.use_mla and (model.is_hybrid or not is_plain(cache))
-    return is_packed(cache) or (unknown and is_on_gpu(vllm_config))
+    cache = vllm_config.cache_config
+    return is_packed(cache) or (vllm_config.model_config.use_mla and not is_plain(cache))

@@ -47,7 +47,7 @@ class Router(SteppedEngine):
         more = {"max_num_seqs": 4, "skip_tokenizer_init": True, "kv_events_config": events, "seed": 0}
         super().__init__(job["blocks"], more, model=job["model"], idle=1e6, **job["manthan"])
         self.publisher = self.scheduler.kv_event_publisher
-        self.is_single = not self.half.groups.windows
+        self.is_single = not self.half.groups.at_points
         self._subscribe: Callable[[], Subscriber] = lambda: Subscriber(endpoint, replay, self.half.groups.hash_tokens)
         self.subscriber: Subscriber | None = None
         self.talks: list[Talk] = []

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.vllm_hooks import memory
-from manthan.vllm_hooks.support import KvCacheGroup
+from manthan.vllm_hooks.groups import KvCacheGroup
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory
 from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
 

@@ -13,8 +13,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.groups import Groups, KvCacheGroup
 from manthan.vllm_hooks.shared_store import namespace_of
-from manthan.vllm_hooks.support import Groups, KvCacheGroup, blocks_computed_again, check_supported, has_draft
+from manthan.vllm_hooks.support import blocks_computed_again, check_supported, has_draft
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)

@@ -21,7 +21,7 @@ from manthan.manager.session.manager import PointParts, SessionManager, StorePla
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.policies import get_policy
 from manthan.vllm_hooks.events import KvEvents
-from manthan.vllm_hooks.support import groups_of
+from manthan.vllm_hooks.groups import groups_of
 
 TOKENS, BLOCKS = 16, 6
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}

@@ -10,6 +10,7 @@ from paged_cache import BLOCKS, HEADS, LAYERS, PRINT, encode, shape_of
 from scripts import run_sessions
 from vllm import EngineArgs
 from vllm.config import CacheConfig
+from vllm.config.cache import _layout_from_name
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -19,17 +20,19 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_engine import MODEL
 
 from manthan.codec.base import Dtype
 from manthan.codec.cpu.numbers import as_floats
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
+from manthan.vllm_hooks.groups import KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import Shards, block_format, block_shape, group_shape
-from manthan.vllm_hooks.support import KvCacheGroup, UnsupportedError, groups_of
+from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory, PackedMemory
-from manthan.vllm_hooks.worker.layout import packed_layers, paged_layout, probe_layers
+from manthan.vllm_hooks.worker.layout import paged_layout, placed_layers, probe_layers
 
 WHAT = ["grow", "codecs"]
 """A session that goes cold and returns three times, and then goes cold once more."""
@@ -122,15 +125,14 @@ def mixed(**options: Any) -> tuple[KVCacheConfig, CacheConfig]:
 
 
 def test_blocks_of_bytes_come_back_bit_for_bit_from_layers_of_different_sizes() -> None:
-    group = groups_of(*mixed(cache_dtype="turboquant_3bit_nc")).chain
+    config, cache_config = mixed(cache_dtype="turboquant_3bit_nc")
+    group = groups_of(config, cache_config).chain
     sizes = (HEADS * 32 * 256, HEADS * 32 * 70, HEADS * 32 * 70)
     assert (group.is_packed, group.layer_nbytes, group.page_nbytes) == (True, sizes, sum(sizes))
-    caches = {
-        "a": torch.randn(BLOCKS, HEADS, 32, 128).to(torch.bfloat16),
-        "b": torch.randint(0, 256, (BLOCKS, 32, HEADS, 70), dtype=torch.uint8).transpose(1, 2),
-        "c": torch.randint(0, 256, (BLOCKS, HEADS, 32, 70), dtype=torch.uint8),
-    }
-    layers = packed_layers(caches, BLOCKS, group.layer_nbytes)
+    caches = allocate_kv_cache(config, torch.device("cpu"), _layout_from_name("LBHNC"))
+    for cache in caches.values():
+        cache.copy_(torch.randint(0, 250, cache.shape))
+    layers = placed_layers(caches, config, dict(zip(group.names, group.layer_nbytes, strict=True)))
     form = block_format("exact", group, PRINT)
     blocks = CpuBlocks(PackedMemory(layers, form.shape), form)
     codes = encode(blocks, KEY, 3, exact=4)
@@ -141,9 +143,9 @@ def test_blocks_of_bytes_come_back_bit_for_bit_from_layers_of_different_sizes() 
     for name, cache in caches.items():
         assert torch.equal(cache[5], before[name])
         assert torch.equal(cache[[0, 1, 2, 4, 6, 7]], others[name])
-    caches["c"] = caches["c"][..., :-1]
-    with pytest.raises(UnsupportedError, match=r"each in one piece|take .* bytes in the layers"):
-        packed_layers(caches, BLOCKS, group.layer_nbytes)
+    moved = caches | {"c": caches["c"][1:]}
+    with pytest.raises(UnsupportedError, match=r"the KV cache of c begins \d+ bytes into its memory; \d+ are expected"):
+        placed_layers(moved, config, dict(zip(group.names, group.layer_nbytes, strict=True)))
 
 
 def test_a_packed_cache_settles_for_exact_and_says_its_own_size() -> None:
@@ -162,9 +164,13 @@ def test_a_packed_cache_settles_for_exact_and_says_its_own_size() -> None:
     assert shape.pool_nbytes < shape.cold_nbytes < shape.pool_nbytes + 2 * 512
 
 
-def test_layers_of_several_kinds_are_refused_where_nothing_is_quantized() -> None:
-    with pytest.raises(UnsupportedError, match=r"several shapes \(2 KV heads of 64 bfloat16, 2 .* uint8\)"):
-        groups_of(*mixed())
+def test_layers_of_several_shapes_are_bytes_whatever_the_dtype() -> None:
+    """The scheduler, which is told one of the shapes, sees it by where the layers lie."""
+    config, cache = mixed()
+    chain = groups_of(config, cache).chain
+    config.kv_cache_groups[0].kv_cache_spec = chain.spec
+    assert chain.is_packed
+    assert groups_of(config, cache).chain == chain
 
 
 def test_kinds_of_fp8_are_not_taken_for_each_other() -> None:

@@ -15,8 +15,8 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
 from manthan.manager.config.resolve import ConfigError
+from manthan.vllm_hooks.groups import Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape
-from manthan.vllm_hooks.support import Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, HostMemory, LatentMemory
 from manthan.vllm_hooks.worker.layout import probe_layers
 
@@ -78,20 +78,11 @@ def test_a_block_goes_through_the_codec(exact: int) -> None:
     assert all(torch.equal(before[name], cache) for name, cache in caches.items()), "nothing of it is served"
 
 
-def test_what_is_no_plain_latent_is_refused() -> None:
-    groups, fp8 = [KVCacheGroupSpec(list(NAMES), SPEC)], CacheConfig(cache_dtype="fp8")
+def test_latents_of_another_kind_are_bytes() -> None:
+    groups = [KVCacheGroupSpec(list(NAMES), SPEC)]
     assert groups_of(KVCacheConfig(8, [], groups), latent=LATENT) == Groups(GROUP, [])
-    padded = MLAAttentionSpec(
-        block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, page_size_padded=2**15
-    )
-    for found, cache, latent in (
-        (groups, None, 0),
-        ([KVCacheGroupSpec(["a"], padded)], None, LATENT),
-        (2 * groups, None, LATENT),
-        (groups, fp8, LATENT),
-    ):
-        with pytest.raises(ConfigError, match=r"groups are MLAAttentionSpec in blocks of 16.*; one group of full"):
-            groups_of(KVCacheConfig(8, [], found), cache, latent)
+    assert groups_of(KVCacheConfig(8, [], groups), CacheConfig(cache_dtype="fp8"), LATENT).chain.is_packed
+    assert groups_of(KVCacheConfig(8, [], groups)).chain.is_packed
 
 
 # ---- a real engine

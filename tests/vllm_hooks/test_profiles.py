@@ -23,9 +23,9 @@ from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
+from manthan.vllm_hooks.groups import KvCacheGroup
 from manthan.vllm_hooks.memory import Shards, group_shape
 from manthan.vllm_hooks.settled import profile_digest, settle_codec, settled_profile
-from manthan.vllm_hooks.support import KvCacheGroup
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 BF16_BLOCK = 2 * 2 * 4 * 2 * 128 * 32

@@ -24,8 +24,9 @@ from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks import fingerprint as fingerprint_module
 from manthan.vllm_hooks import kv_transfer_config, settled
 from manthan.vllm_hooks.fingerprint import fingerprint
+from manthan.vllm_hooks.groups import Groups, KvCacheGroup, PointGroup, groups_of
 from manthan.vllm_hooks.shared_store import namespace_of
-from manthan.vllm_hooks.support import Groups, KvCacheGroup, Window, groups_of, hash_refusal
+from manthan.vllm_hooks.support import hash_refusal
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.weights import Loaded
 
@@ -83,7 +84,7 @@ def test_a_server_that_does_not_answer_is_said_and_served_without() -> None:
 
 
 def namespace(
-    vllm_config: Any, weights: str = "some", tokens: int = 32, windows: Sequence[Window] = (), **options: Any
+    vllm_config: Any, weights: str = "some", tokens: int = 32, windows: Sequence[PointGroup] = (), **options: Any
 ) -> str:
     config = from_vllm_config(vllm_config).model_copy(update={"codec": CodecConfig(**options)})
     model = vllm_config.model_config
@@ -153,16 +154,16 @@ def test_windows_and_states_decide_too(redis_server: RedisServer) -> None:
     """Also states that differ behind the same padding."""
     vllm_config = configured(redis_server)
 
-    def window(tokens: int, heads: int = 2) -> Window:
+    def window(tokens: int, heads: int = 2) -> PointGroup:
         sizes = {"block_size": 32, "num_kv_heads": heads, "head_size": 128, "dtype": torch.bfloat16}
         spec = SlidingWindowSpec(sliding_window=tokens, **sizes)
-        return Window(KvCacheGroup(1, spec, 4), tokens)
+        return PointGroup(KvCacheGroup(1, spec, 4), tokens)
 
-    def state(*shape: int, dtype: torch.dtype = torch.float32) -> Window:
+    def state(*shape: int, dtype: torch.dtype = torch.float32) -> PointGroup:
         spec = MambaSpec(block_size=32, shapes=(shape,), dtypes=(dtype,), page_size_padded=65536)
         full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
         groups = [KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], spec)]
-        [found] = groups_of(KVCacheConfig(8, [], groups)).windows
+        [found] = groups_of(KVCacheConfig(8, [], groups)).at_points
         return found
 
     kinds = [window(128), window(64), window(128, heads=4), state(4, 64), state(8, 32), state(4, 64, dtype=torch.int32)]

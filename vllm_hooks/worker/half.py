@@ -25,13 +25,13 @@ from manthan.manager.tiers.tier import Tier
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.disk_store import open_disk
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.kv_dtype import is_packed
+from manthan.vllm_hooks.groups import KvCacheGroup, config_for, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts, with_states
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_redis, namespace_of
-from manthan.vllm_hooks.support import KvCacheGroup, UnsupportedError, groups_of, latent_of, page_nbytes
-from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
+from manthan.vllm_hooks.support import UnsupportedError, latent_of
+from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import (
     CpuBlocks,
     DeviceMemory,
@@ -48,7 +48,7 @@ from manthan.vllm_hooks.worker.capacity import (
 from manthan.vllm_hooks.worker.engine import Engine
 from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
 from manthan.vllm_hooks.worker.guard import RankGuard
-from manthan.vllm_hooks.worker.layout import Layer, packed_layers, paged_layout, placed_layers, probe_layers
+from manthan.vllm_hooks.worker.layout import Layer, paged_layout, placed_layers, probe_layers
 from manthan.vllm_hooks.worker.rope import running_rope
 from manthan.vllm_hooks.worker.weights import loaded_of
 
@@ -97,14 +97,12 @@ class WorkerHalf:
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
-        self._config = from_vllm_config(vllm_config)
-        self._groups = groups_of(
-            kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config)
-        )
+        self._groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
+        self._config = config_for(from_vllm_config(vllm_config), self._groups)
         self._group = self._groups.chain
         self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
-        self._fails_whole = bool(self._groups.windows)
+        self._fails_whole = bool(self._groups.at_points)
         self.engine = Engine()
         self._guard: RankGuard | None = None
 
@@ -167,14 +165,10 @@ class WorkerHalf:
 
     def _layers(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
         """Where the group's blocks lie. Raises UnsupportedError."""
-        config = self._kv_cache_config
-        if group.is_packed and self._groups.windows:
-            return placed_layers(kv_caches, config, dict(zip(group.names, group.layer_nbytes, strict=True)))
-        if keeps_bytes(self._vllm_config) and not is_packed(self._vllm_config.cache_config):
-            return placed_layers(kv_caches, config, page_nbytes(config))
-        caches = {name: cache for name, cache in kv_caches.items() if name in group.names}
         if group.is_packed:
-            return packed_layers(caches, self._num_blocks, group.layer_nbytes)
+            nbytes = dict(zip(group.names, group.layer_nbytes, strict=True))
+            return placed_layers(kv_caches, self._kv_cache_config, nbytes)
+        caches = {name: cache for name, cache in kv_caches.items() if name in group.names}
         modules: dict[str, Any] = attention_modules(self._vllm_config)
         return probe_layers(caches, modules, self._num_blocks, block_shape(group))
 

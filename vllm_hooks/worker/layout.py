@@ -7,7 +7,7 @@ not zero is a one.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,39 +68,29 @@ def probe_layers(
     return layers
 
 
-def packed_layers(caches: Mapping[str, torch.Tensor], num_blocks: int, nbytes: Sequence[int]) -> list[Layer]:
-    """Return the layers of a cache whose blocks are bytes that are not looked into.
-
-    Args:
-        nbytes: bytes of a block in each layer.
-
-    Raises:
-        UnsupportedError: if blocks take other numbers of bytes.
-    """
-    rows = {name: _block_rows(cache, num_blocks, name).view(torch.uint8) for name, cache in caches.items()}
-    found = [each.shape[1] for each in rows.values()]
-    if sorted(found) != sorted(nbytes) or len({each.data_ptr() for each in rows.values()}) < len(rows):
-        raise UnsupportedError(
-            f"Manthan cannot be used here: blocks of the KV cache take {found} bytes in the layers; {list(nbytes)} are "
-            "expected."
-        )
-    return [Layer(name, each, NOWHERE, NOWHERE) for name, each in rows.items()]
-
-
 def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Mapping[str, int]) -> list[Layer]:
     """Return the layers of bytes that lie in vLLM's one allocation, whatever views it makes of them.
 
     Args:
         nbytes: bytes of a block in each layer of the group.
+
+    Raises:
+        UnsupportedError: if vLLM's views do not begin there.
     """
     places = {name: (each, at) for each in config.kv_cache_tensors for at, name in enumerate(each.layers)}
     layers = []
     for name, size in nbytes.items():
         cache, (tensor, at) = caches[name], places[name]
-        storage = (cache if isinstance(cache, torch.Tensor) else cache[0]).untyped_storage()
+        first = cache if isinstance(cache, torch.Tensor) else cache[0]
+        storage = first.untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         start = tensor.offset + at * tensor.layer_stride
         rows = whole.as_strided((config.num_blocks, size), (tensor.block_stride, 1), start)
+        if rows.data_ptr() != first.data_ptr():
+            raise UnsupportedError(
+                f"Manthan cannot be used here: the KV cache of {name} begins {first.data_ptr() - storage.data_ptr()} "
+                f"bytes into its memory; {start} are expected."
+            )
         layers.append(Layer(name, rows, NOWHERE, NOWHERE))
     return layers
 

@@ -1,0 +1,243 @@
+"""Several KV cache groups: how many blocks of a pool requests take, and where they can be gone on from."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1 import kv_cache_interface
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
+
+from manthan.manager.config.resolve import ConfigError
+from manthan.vllm_hooks.groups import SPECS, Groups, KvCacheGroup, Part, PointGroup, Stored, entry_of, groups_of
+
+HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(block_size=16, **HEADS)
+LATENT = {"num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+
+
+def beside(index: int, spec: Any) -> PointGroup:
+    """A group of four layers."""
+    entry = entry_of(spec)
+    assert entry is not None
+    return PointGroup(KvCacheGroup(index, spec, 4), entry.reach(spec))
+
+
+CHAIN = KvCacheGroup(0, FULL, 4)
+WINDOW = beside(1, SlidingWindowSpec(block_size=16, sliding_window=128, **HEADS))
+LARGE = beside(2, SlidingWindowSpec(block_size=32, sliding_window=128, **HEADS))
+STATE = beside(3, MambaSpec(block_size=16, shapes=((2, 3),), dtypes=(torch.float32,)))
+CHUNKS = beside(4, ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **HEADS))
+DENSE = beside(5, FULL)
+
+
+@pytest.mark.parametrize(
+    ("groups", "tokens", "held"),
+    [
+        (Groups(CHAIN), 1000, 63),
+        (Groups(CHAIN, [WINDOW]), 1000, 63 + 24 + 1),
+        (Groups(CHAIN, [WINDOW, LARGE]), 1000, 63 + 24 + 1 + 12 + 1),
+        (Groups(CHAIN, [STATE, STATE]), 1000, 63 + 2 + 2),
+        (Groups(WINDOW.group, [WINDOW]), 1000, 24 + 1),
+        (Groups(CHAIN, [WINDOW, LARGE, STATE]), 40, 3 + 3 + 2 + 2),
+        (Groups(CHAIN, [STATE]), 10, 1 + 1),
+        (Groups(CHAIN, [DENSE], unstored=[16]), 1000, 63 + 63 + 1),
+        (Groups(CHAIN, [CHUNKS]), 1000, 63 + 20 + 1),
+    ],
+)
+def test_a_request_holds_what_its_groups_look_back_on(groups: Groups, tokens: int, held: int) -> None:
+    """A short one holds all of its blocks in each group."""
+    assert groups.held(tokens, in_flight=256) == held
+
+
+def test_a_step_takes_blocks_of_each_group() -> None:
+    """And for each request one more, in which it has begun before."""
+    assert Groups(CHAIN).taken(100, 3) == 7 + 3
+    assert Groups(CHAIN, [WINDOW, LARGE]).taken(100, 3) == 7 + 3 + 7 + 3 + 4 + 3
+    assert Groups(WINDOW.group, [WINDOW]).taken(100, 3) == 7 + 3
+
+
+def test_each_token_that_is_proposed_has_a_block_of_states() -> None:
+    spec = MambaSpec(shapes=((2, 3),), dtypes=(torch.float32,), block_size=16, num_speculative_blocks=3)
+    state = beside(3, spec)
+    assert Groups(CHAIN, [state, state]).held(1000, in_flight=256) == 63 + 2 * (2 + 3)
+    assert Groups(CHAIN, [state]).taken(100, 3) == 7 + 3 + 7 + 3 + 3 * 3
+
+
+def test_a_draft_has_the_last_block_found_computed_again() -> None:
+    """What is needed beside it is needed a block before."""
+    plain, drafted = Groups(CHAIN, [WINDOW, STATE]), Groups(CHAIN, [WINDOW, STATE], again=1)
+    assert [plain.deepest(depth) for depth in range(4)] == [0, 1, 2, 3]
+    assert [drafted.deepest(depth) for depth in range(4)] == [0, 0, 2, 3]
+    for depth in range(1, 40):
+        assert list(drafted.beside(depth)) == list(plain.beside(depth - 1))
+    assert list(drafted.beside(0)) == []
+    assert list(drafted.beside(13))[-1] == Part(3, 11, 176, 192)
+
+
+def test_vllm_looks_at_a_whole_prompt_where_a_block_of_it_is_computed_again() -> None:
+    """If it has several groups."""
+    drafted = Groups(CHAIN, [STATE], again=1)
+    assert [groups.last_tokens for groups in (Groups(CHAIN, [STATE]), drafted, Groups(CHAIN, again=1))] == [1, 0, 1]
+    assert Groups(WINDOW.group, [WINDOW], again=1).last_tokens == 1
+
+
+def test_what_is_prefetched_is_found_unless_windows_need_another_block() -> None:
+    assert Groups(CHAIN, [WINDOW, STATE]).is_expected
+    assert Groups(CHAIN, [STATE], again=1).is_expected
+    assert not Groups(CHAIN, [WINDOW, STATE], again=1).is_expected
+    assert not Groups(CHAIN, [LARGE]).is_expected
+
+
+# ---- vLLM's specs
+
+
+def told(*specs: KVCacheSpec, latent: int = 0, **facts: Any) -> Groups:
+    """Groups with a layer each."""
+    groups = [KVCacheGroupSpec([str(n)], spec, **facts) for n, spec in enumerate(specs)]
+    return groups_of(KVCacheConfig(8, [], groups), latent=latent)
+
+
+def test_every_spec_of_vllm_has_an_entry() -> None:
+    """Only those that stand for others, or that no layer has, do without."""
+    found = {
+        name
+        for name, each in vars(kv_cache_interface).items()
+        if isinstance(each, type) and issubclass(each, KVCacheSpec)
+    }
+    assert found - set(SPECS) == {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
+
+
+SPARSE = MLAAttentionSpec(block_size=16, **LATENT)
+INDEXER = MLAAttentionSpec(
+    block_size=16, num_kv_heads=1, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER
+)
+RATIO_4 = MLAAttentionSpec(block_size=256, tokens_per_state=4, alignment=576, **LATENT)
+REPLAYED = SlidingWindowMLASpec(block_size=16, sliding_window=64, bounded_replay=True, **LATENT)
+LOCAL = SlidingWindowMLASpec(block_size=64, sliding_window=128, **LATENT)
+RING = CircularBufferSpec(block_size=4, **HEADS)
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_coded"),
+    [
+        (FULL, True),
+        (replace(FULL, sliding_window=64), True),
+        (replace(FULL, head_size_v=32), False),
+        (RSWASpec(block_size=16, rswa_window=64, **HEADS), True),
+        (SinkFullAttentionSpec(block_size=16, sink_len=16, **HEADS), True),
+        (SPARSE, True),
+        (replace(SPARSE, page_size_padded=2**15), False),
+        (INDEXER, False),
+        (RATIO_4, False),
+        (WINDOW.group.spec, True),
+        (CHUNKS.group.spec, True),
+    ],
+)
+def test_blocks_that_no_codec_knows_are_bytes(spec: KVCacheSpec, is_coded: bool) -> None:
+    found = told(spec, latent=512).chain
+    assert found.is_packed is not is_coded
+    assert found.page_nbytes == spec.page_size_bytes
+
+
+def test_a_class_of_somebody_else_is_stored_as_bytes_like_its_base() -> None:
+    class Mine(SlidingWindowSpec):
+        pass
+
+    found = told(FULL, Mine(block_size=16, sliding_window=128, **HEADS))
+    [window] = found.at_points
+    assert window.group.is_packed
+    assert window.reach == 128
+
+
+def test_the_chain_is_coded_if_one_is_and_the_largest() -> None:
+    small, wide = replace(FULL, num_kv_heads=1), replace(FULL, num_kv_heads=4)
+    assert told(small, FULL, WINDOW.group.spec).chain.index == 1
+    assert told(INDEXER, FULL, RATIO_4).chain.index == 1
+    assert told(wide, FULL).chain.index == 0
+    assert [each.group.index for each in told(INDEXER, FULL, RATIO_4).at_points] == [0, 2]
+    assert told(WINDOW.group.spec, LARGE.group.spec).chain.index == 1
+    assert not told(WINDOW.group.spec, LARGE.group.spec).is_whole
+
+
+def test_a_resume_point_needs_what_vllm_would_allocate() -> None:
+    found = told(RATIO_4, INDEXER, LOCAL, REPLAYED, RING, CHUNKS.group.spec, latent=512)
+    assert found.chain.index == 0, "the largest blocks"
+    assert [each.group.index for each in found.at_points] == [1, 2, 5]
+    assert found.unstored == (16, 4)
+    assert found.deepest(3) == 3
+    needed = [(part.group, part.at) for part in found.beside(2)]
+    assert needed == [(1, at) for at in range(32)] + [(2, at) for at in (6, 7)]
+    chunks = told(FULL, replace(CHUNKS.group.spec, attention_chunk_size=48))
+    assert [[part.at for part in chunks.beside(depth)] for depth in range(1, 6)] == [[0], [0, 1], [], [3], [3, 4]]
+
+
+def test_resume_points_are_where_blocks_of_all_groups_end() -> None:
+    assert [told(FULL, RATIO_4).deepest(depth) for depth in (15, 16, 40)] == [0, 16, 32]
+    assert [told(FULL, replace(RING, block_size=48)).deepest(depth) for depth in (2, 3, 7)] == [0, 3, 6]
+
+
+def test_layers_of_several_shapes_in_a_group_are_bytes() -> None:
+    """As a sparse model has them: latents and the keys of its index."""
+    specs = {"0": SPARSE, "1": INDEXER}
+    tensors = [
+        KVCacheTensor(1 << 20, [name], 8 * spec.page_size_bytes, spec.page_size_bytes) for name, spec in specs.items()
+    ]
+    group = KVCacheGroupSpec(["0", "1"], UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
+    found = groups_of(KVCacheConfig(8, tensors, [group]), latent=512)
+    assert found.chain.layer_nbytes == (SPARSE.page_size_bytes, INDEXER.page_size_bytes)
+
+
+@pytest.mark.parametrize(
+    ("specs", "facts", "why"),
+    [
+        ((), {}, "the model's KV cache groups are none; one with attention is needed"),
+        ((STATE.group.spec,), {}, "the model's KV cache groups are MambaSpec; one with attention is needed"),
+        ((RING,), {}, "the model's KV cache groups are CircularBufferSpec; one with attention is needed"),
+        (
+            (FULL, CrossAttentionSpec(block_size=16, **HEADS)),
+            {},
+            "the model has a CrossAttentionSpec, whose blocks can be neither stored nor left out; serve it without "
+            "Manthan",
+        ),
+        (
+            (FULL,),
+            {"host_resident": True},
+            "the model has a FullAttentionSpec in the host's memory, whose blocks can be neither stored nor left out; "
+            "serve it without Manthan",
+        ),
+    ],
+)
+def test_what_cannot_be_gone_on_from_is_refused(
+    specs: tuple[KVCacheSpec, ...], facts: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        told(*specs, **facts)
+    assert str(refused.value) == f"Manthan cannot be used here: {why}."
+
+
+def test_what_refuses_has_a_manager_in_vllm_that_looks_nothing_up() -> None:
+    """So it cannot be found, whoever stores it."""
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    assert [name for name, entry in SPECS.items() if entry.stored is Stored.REFUSED] == ["CrossAttentionSpec"]
+    manager: Any = KVCacheSpecRegistry.get_manager_class(CrossAttentionSpec(block_size=16, **HEADS))
+    with pytest.raises(NotImplementedError):
+        manager.find_longest_cache_hit([], 0, [0], None, CrossAttentionSpec(block_size=16, **HEADS), False, 16)

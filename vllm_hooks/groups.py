@@ -1,0 +1,389 @@
+"""KV cache groups of a model: what of each is stored, and what resume points need of each.
+
+`SPECS` has an entry for each class of vLLM's KV cache specs. A group that no codec knows is stored as bytes.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from manthan.codec.gpu.paged import DTYPES
+from manthan.manager.config.resolve import ManthanConfig
+from manthan.vllm_hooks.compat import skipped_tokens
+from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed
+from manthan.vllm_hooks.settled import AS_THEY_ARE
+from manthan.vllm_hooks.support import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import CacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+EVERY = 1 << 40
+"""Number of tokens that a layer with full attention looks back: more than any context has."""
+
+
+class Stored(StrEnum):
+    """How blocks of a KV cache group are stored."""
+
+    CODED = "coded"
+    """By the configured codec, where the blocks have one of the layouts that a codec knows; else as bytes."""
+    BYTES = "bytes"
+    NOTHING = "nothing"
+    """Not at all, because vLLM does not look for such blocks in its prefix cache either."""
+    REFUSED = "refused"
+    """Not at all, although requests cannot go on without them."""
+
+
+class SpecEntry(NamedTuple):
+    """How groups of one class of specs are stored.
+
+    Args:
+        reach: returns the number of tokens that a layer looks back, its own included; EVERY with full attention.
+        is_coded: True if a codec knows the layout of this spec's blocks, given the dtype's name, and the latent's
+            number of numbers.
+    """
+
+    stored: Stored
+    reach: Callable[[Any], int] = lambda spec: EVERY
+    is_coded: Callable[[Any, str, int], bool] = lambda spec, dtype, latent: False
+
+
+def _has_keys_and_values(spec: Any, dtype: str, latent: int) -> bool:
+    """True if a block has as many numbers for keys as for values, and nothing else."""
+    heads = 2 * spec.num_kv_heads * spec.block_size * spec.head_size * spec.dtype.itemsize
+    is_known = dtype in FP8 or spec.dtype in DTYPES
+    return is_known and spec.head_size_v == spec.head_size and spec.unpadded_page_size_bytes == heads
+
+
+def _has_latents(spec: Any, dtype: str, latent: int) -> bool:
+    """True if a block has a latent for each token and RoPE's part of the key, in the model's dtype, and no padding."""
+    from vllm.v1.kv_cache_interface import SparseCacheRole
+
+    nbytes = spec.block_size * spec.head_size * spec.dtype.itemsize
+    is_plain = dtype in PLAIN and spec.cache_role is not SparseCacheRole.INDEXER
+    return is_plain and 0 < latent < spec.head_size and spec.page_size_bytes == nbytes
+
+
+SPECS: Mapping[str, SpecEntry] = {
+    "FullAttentionSpec": SpecEntry(Stored.CODED, is_coded=_has_keys_and_values),
+    "RSWASpec": SpecEntry(Stored.CODED, is_coded=_has_keys_and_values),
+    "SinkFullAttentionSpec": SpecEntry(Stored.CODED, is_coded=_has_keys_and_values),
+    "MLAAttentionSpec": SpecEntry(Stored.CODED, is_coded=_has_latents),
+    "HiddenStateCacheSpec": SpecEntry(Stored.BYTES),
+    "SlidingWindowSpec": SpecEntry(
+        Stored.CODED, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens), _has_keys_and_values
+    ),
+    "SlidingWindowMLASpec": SpecEntry(Stored.BYTES, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens)),
+    "ChunkedLocalAttentionSpec": SpecEntry(
+        Stored.CODED, lambda spec: int(spec.attention_chunk_size), _has_keys_and_values
+    ),
+    "MambaSpec": SpecEntry(Stored.BYTES, lambda spec: 1),
+    "CircularBufferSpec": SpecEntry(Stored.NOTHING),
+    "EncoderOnlyAttentionSpec": SpecEntry(Stored.NOTHING),
+    "HiSparseHotSpec": SpecEntry(Stored.NOTHING),
+    "HiSparseResidentSpec": SpecEntry(Stored.NOTHING),
+    "CrossAttentionSpec": SpecEntry(Stored.REFUSED),
+}
+"""By name of vLLM's class, because releases have different ones. A class without an entry has that of its base."""
+
+
+def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
+    """Entry of the spec's class or of its nearest base that has one; None without one.
+
+    A class that is not named itself is stored as bytes, because its blocks may have another layout than its base's.
+    """
+    names = [each.__name__ for each in type(spec).__mro__]
+    found = next((SPECS[name] for name in names if name in SPECS), None)
+    if found is None or names[0] in SPECS or found.stored is not Stored.CODED:
+        return found
+    return found._replace(stored=Stored.BYTES)
+
+
+@dataclass(frozen=True)
+class KvCacheGroup:
+    """KV cache group that Manthan stores.
+
+    Args:
+        index: number among vLLM's groups.
+        layers: number of layers.
+        names: names of the layers.
+        cache_dtype: dtype of its numbers, as --kv-cache-dtype names it; for a state, dtypes and shapes of its tensors.
+        layer_nbytes: bytes of a block in each layer, if blocks are bytes that are not looked into. The layers may then
+            be of several kinds, and `spec` is the spec of one.
+        latent: number of `head_size` numbers that are a latent (MLA), ahead of the part of the key that RoPE turns; 0
+            for keys and values.
+    """
+
+    index: int
+    spec: Any
+    layers: int
+    names: Sequence[str] = ()
+    cache_dtype: str = "auto"
+    layer_nbytes: tuple[int, ...] = ()
+    latent: int = 0
+
+    @property
+    def is_packed(self) -> bool:
+        """True if blocks are bytes that are not looked into."""
+        return bool(self.layer_nbytes)
+
+    @property
+    def is_state(self) -> bool:
+        """True if a block is the state of its layers behind its last token."""
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        return isinstance(self.spec, MambaSpec)
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the kind of its numbers. Kinds of the same size have different names."""
+        if self.is_packed:
+            return self.cache_dtype
+        return FP8[self.cache_dtype].name if self.cache_dtype in FP8 else str(self.spec.dtype)
+
+    @property
+    def shape(self) -> list[int]:
+        """Layers, heads, head_dim, and a latent's numbers; or the bytes of each layer."""
+        latent = [self.latent] if self.latent else []
+        return list(self.layer_nbytes) or [self.layers, self.spec.num_kv_heads, self.spec.head_size, *latent]
+
+    @property
+    def page_nbytes(self) -> int:
+        """Number of bytes of a block in vLLM's pool, in all layers."""
+        return sum(self.layer_nbytes) or self.spec.page_size_bytes * self.layers
+
+
+class Part(NamedTuple):
+    """Block of another group that a resume point needs.
+
+    at: number of the block among its group's. first_token, end: positions of its first token, and behind its last.
+    """
+
+    group: int
+    at: int
+    first_token: int
+    end: int
+
+
+class PointGroup(NamedTuple):
+    """Group of which a resume point needs blocks by itself: all but the chain's, and that too if it has a window.
+
+    Args:
+        reach: number of tokens that its layers look back, their own included; 1 for states, of which a block has the
+            state behind its last token.
+    """
+
+    group: KvCacheGroup
+    reach: int
+
+    def needed(self, tokens: int) -> Iterator[Part]:
+        """Blocks that a resume point behind `tokens` needs. `tokens` are whole blocks of the group.
+
+        They are the blocks that vLLM allocates for KV which a connector loads.
+        """
+        size = self.group.spec.block_size
+        start = skipped_tokens(self.group.spec, tokens) // size
+        return (Part(self.group.index, at, at * size, (at + 1) * size) for at in range(start, tokens // size))
+
+
+class Groups(NamedTuple):
+    """KV cache groups of a model.
+
+    Args:
+        chain: group whose blocks make up sessions, with full attention. Where no layer has full attention, it is a
+            window's group, which is among `at_points` as well.
+        at_points: groups of which resume points need blocks.
+        again: number of found blocks at the end of a chain that are computed nevertheless; see `blocks_computed_again`.
+        unstored: tokens of a block of each group that is not stored.
+    """
+
+    chain: KvCacheGroup
+    at_points: Sequence[PointGroup] = ()
+    again: int = 0
+    unstored: Sequence[int] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """True if a resume point needs all of a chain's blocks, and not a window's last ones."""
+        return len(self.others) == len(self.at_points)
+
+    @property
+    def is_even(self) -> bool:
+        """True if each group has the chain's block hashes: the chain is stored, and all blocks have as many tokens."""
+        return self.is_whole and len(set(self._sizes)) == 1
+
+    @property
+    def others(self) -> list[PointGroup]:
+        """Stored groups that are not the chain's."""
+        return [each for each in self.at_points if each.group.index != self.chain.index]
+
+    @property
+    def hash_tokens(self) -> int:
+        """Number of tokens between two of vLLM's hashes, which are at the ends of every group's blocks."""
+        return math.gcd(*self._sizes)
+
+    @property
+    def is_expected(self) -> bool:
+        """True if vLLM finds a prefetched session: all groups have the same hashes, and no window lacks a block.
+
+        Where a draft has blocks computed again, vLLM believes in a window only with another block behind it.
+        """
+        return self.is_even and not (self.again and any(1 < each.reach < EVERY for each in self.at_points))
+
+    @property
+    def last_tokens(self) -> int:
+        """Number of prompt tokens that are computed on a full hit: 1, or 0 if several groups have a block computed."""
+        return 0 if self.again and self.others else 1
+
+    def deepest(self, depth: int) -> int:
+        """Number of a chain's first `depth` blocks up to the last resume point; 0 without one.
+
+        Blocks of all groups end at a resume point, and the blocks that are computed again come behind it.
+        """
+        end = depth - self.again
+        end -= end % (math.lcm(*self._sizes, *self.unstored) // self.chain.spec.block_size)
+        return end + self.again if end > 0 else 0
+
+    def beside(self, depth: int) -> Iterator[Part]:
+        """Blocks of other groups that are needed if `depth` blocks of a chain are found, group by group."""
+        end = max(0, depth - self.again)
+        tokens = end * self.chain.spec.block_size
+        return (part for each in self.at_points for part in each.needed(tokens)) if end else iter(())
+
+    def held(self, tokens: int, in_flight: int) -> int:
+        """Most blocks of all groups that a request with `tokens` uses, of which `in_flight` are being computed.
+
+        A window's blocks are free when those are settled. A state has its last block and the next, and one for each
+        token that is proposed. A group that is not stored is a buffer of one block.
+        """
+        chain = -(-tokens // self.chain.spec.block_size) if self.is_whole else 0
+        beside = 0
+        for each in self.at_points:
+            looked_back = tokens if each.group.is_state else min(tokens, each.reach + in_flight)
+            blocks = -(-looked_back // each.group.spec.block_size)
+            beside += min(blocks, 2) if each.group.is_state else blocks + (looked_back < tokens)
+        return chain + beside + len(self.unstored) + self._proposed
+
+    def taken(self, tokens: int, requests: int) -> int:
+        """Most blocks of all groups that a step takes in which `tokens` of `requests` are computed."""
+        sizes = self._sizes if self.is_whole else self._sizes[1:]
+        return sum(-(-tokens // size) + requests for size in sizes) + requests * self._proposed
+
+    @property
+    def _proposed(self) -> int:
+        """Number of a request's blocks of states behind proposed tokens."""
+        return sum(getattr(each.group.spec, "num_speculative_blocks", 0) for each in self.at_points)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [self.chain.spec.block_size, *(each.group.spec.block_size for each in self.at_points)]
+
+
+def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0) -> Groups:
+    """Return the KV cache groups of a model.
+
+    The chain is a group with full attention: one that is coded if there is any, and the one with the largest blocks.
+
+    Args:
+        cache: vLLM's configuration of the cache; None for numbers of the model's kind.
+        latent: see `latent_of`.
+
+    Raises:
+        UnsupportedError: for a group without which requests cannot go on, and which cannot be stored.
+    """
+    pages, found, unstored = page_nbytes(kv_cache_config), list[PointGroup](), list[int]()
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec: Any = group.kv_cache_spec
+        entry = entry_of(_one_of(spec))
+        if entry is None or entry.stored is Stored.REFUSED or group.host_resident:
+            where = " in the host's memory" if group.host_resident else ""
+            raise UnsupportedError(
+                f"Manthan cannot be used here: the model has a {type(spec).__name__}{where}, whose blocks can be "
+                "neither stored nor left out; serve it without Manthan."
+            )
+        if entry.stored is Stored.NOTHING or not spec.prefix_cacheable or not group.enable_kv_transfer:
+            unstored.append(spec.block_size)
+        else:
+            stored = _group(index, group, entry, pages, cache, latent)
+            found.append(PointGroup(stored, entry.reach(stored.spec)))
+    chains = [each for each in found if each.reach >= EVERY] or [each for each in found if not each.group.is_state]
+    if not chains:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups) or "none"
+        raise UnsupportedError(
+            f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one with attention is needed."
+        )
+    chain = max(chains, key=lambda each: (not each.group.is_packed, each.group.page_nbytes, -each.group.index))
+    at_points = [each for each in found if each is not chain or chain.reach < EVERY]
+    made = Groups(chain.group, at_points, unstored=tuple(unstored))
+    unit = getattr(cache, "prefix_match_unit", None)
+    if unit not in (None, made.hash_tokens):
+        raise UnsupportedError(
+            f"Manthan cannot be used here: --prefix-match-unit is {unit}, and the KV cache has blocks of "
+            f"{made.hash_tokens} tokens; remove it."
+        )
+    return made
+
+
+def config_for(config: ManthanConfig, groups: Groups) -> ManthanConfig:
+    """Return the configuration that is meant for these groups: without a codec where chains are bytes."""
+    if not groups.chain.is_packed:
+        return config
+    return config.model_copy(update={"codec": config.codec.model_copy(update=AS_THEY_ARE)})
+
+
+def _one_of(spec: Any) -> Any:
+    """Spec of one layer of a group of several shapes. vLLM's scheduler gets that one, too."""
+    several = getattr(spec, "kv_cache_specs", None)
+    return spec if several is None else next(iter(several.values()))
+
+
+def _group(
+    index: int,
+    group: "KVCacheGroupSpec",
+    entry: SpecEntry,
+    pages: Mapping[str, tuple[int, int]],
+    cache: "CacheConfig | None",
+    latent: int,
+) -> KvCacheGroup:
+    """Return a group, with blocks of bytes unless a codec knows their layout.
+
+    pages: see `page_nbytes`.
+    """
+    spec, names = _one_of(group.kv_cache_spec), tuple(group.layer_names)
+    dtype = _dtype_of(spec, cache)
+    is_mixed = spec is not group.kv_cache_spec or len({pages[name][1] for name in names if name in pages}) > 1
+    is_coded = entry.stored is Stored.CODED and not is_mixed and (cache is None or not is_packed(cache))
+    if is_coded and entry.is_coded(spec, dtype, latent):
+        of_token = latent if entry.is_coded is _has_latents else 0
+        return KvCacheGroup(index, spec, len(names), names, dtype, latent=of_token)
+    nbytes = tuple(pages[name][0] if name in pages else spec.page_size_bytes for name in names)
+    return KvCacheGroup(index, spec, len(names), names, _described(spec, dtype), nbytes)
+
+
+def _described(spec: Any, dtype: str) -> str:
+    """Name of the kind of bytes in a group's blocks. Blocks of different meaning have different names."""
+    if hasattr(spec, "shapes"):
+        tensors = [f"{dtype} {list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+        return f"state of {', '.join(tensors)}"
+    return dtype
+
+
+def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
+    """Return the dtype of a group's numbers, as --kv-cache-dtype names it."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    dtype = "auto" if cache is None else cache.cache_dtype
+    if dtype == "auto" and getattr(spec, "kv_quant_mode", None) is KVQuantMode.FP8_PER_TENSOR:
+        return E4M3  # the model says so
+    return str(dtype)
+
+
+def page_nbytes(kv_cache_config: "KVCacheConfig") -> dict[str, tuple[int, int]]:
+    """Number of bytes of a block in each layer, and a number that layers of one spec have in common.
+
+    Blocks or layers lie side by side, so that the smaller of the two distances is that of pages.
+    """
+    tensors = enumerate(kv_cache_config.kv_cache_tensors)
+    return {name: (min(each.layer_stride, each.block_stride), n) for n, each in tensors for name in each.layers}
