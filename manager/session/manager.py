@@ -49,6 +49,8 @@ from manthan.policies import EvictionPolicy, PolicyOptions
 
 DOUBLINGS = 5
 """A session that the tiers have no room for waits twice as long each time, up to this number of times."""
+SPARE_SHARE = 1 / 8
+"""Share of the budget that spare resume points of all sessions may take."""
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
 """What an operator may ask of a session only while no request of it runs."""
 
@@ -201,7 +203,9 @@ class SessionManager:
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
         self.blocks = BlockTable()
         self.table = SessionTable(self._make_policy, shape, self.blocks, label)
-        self.points = ResumePoints(self.blocks, shape.needs_points, self._drop, self.table.touch)
+        self.points = ResumePoints(
+            self.blocks, shape.needs_points, self._drop, self.table.touch, lambda: int(SPARE_SHARE * self.budget_nbytes)
+        )
         self.said = SaidBySession(self.table, self._pin, self._unpin, self.forget_session, ttl_s)
         self.requests: dict[str, Request] = {}
         self.job_ids = count()
@@ -402,6 +406,7 @@ class SessionManager:
         for depth, parts in wanted:
             rows = self.enter_parts(parts)
             point = self.points.place(session, depth, rows)
+            point.ends_prompt |= depth == wanted[-1].depth
             plans_of, is_whole = self._store_parts(rows, session)
             plans += plans_of
             if not is_whole:
@@ -1016,6 +1021,11 @@ class SessionManager:
         It keeps blocks in the pool that the model computed: they can be stored again. Decoded ones go. If memory is
         short, all go: blocks that are worth less than others would be stored again and again as they are overwritten.
         """
+        before = self.free_nbytes
+        self.points.leave_spare(victim, DropCause.BUDGET)
+        short -= self.free_nbytes - before
+        if short <= 0:
+            return
         blocks, rows, was_cold = self.blocks, victim.rows, victim.is_cold
         pinned = np.nonzero(blocks.pins[rows] > 0)[0]
         floor = int(pinned[-1]) + 1 if len(pinned) else 0
@@ -1214,6 +1224,7 @@ class SessionManager:
 
     def _pin(self, session: Session) -> str:
         """Pin a session, or keep it pinned as it grows. Return in a sentence why not, if so."""
+        self.points.leave_spare(session, DropCause.ABANDONED)
         blocks, rows = self.blocks, session.rows
         beside = session.point_rows
         needed = self._pin_nbytes(rows) + int(blocks.nbytes[beside].sum() + blocks.reserved[beside].sum())

@@ -80,9 +80,14 @@ class _Left(NamedTuple):
     points: Sequence[JournalPoint]
 
     def kept(self, length: int) -> list[JournalPoint]:
-        """Return the resume points that a session of this length keeps: at its end, and at its last prompt's."""
+        """Return the resume points that a session of this length needs: at its end, and at its last prompt's."""
         depths = {length, min(length, self.facts["prompt_depth"])}
         return [point for point in self.points if point.depth in depths]
+
+    def spare(self, length: int) -> list[JournalPoint]:
+        """Return the other resume points of a session of this length, the deepest first."""
+        needed = self.kept(length)
+        return [point for point in reversed(self.points) if point.depth < length and point not in needed]
 
 
 class JournalLink(_Link):
@@ -234,12 +239,22 @@ class JournalLink(_Link):
         if prompt.isdecimal() and int(prompt) <= length:
             manager.table.enter_prompt(session, hashes[: int(prompt)], session.prompt_end)
         self._save(rows, left.blocks[:length], sizes, tenant)
-        for depth, parts in left.kept(length):
-            others = manager.enter_parts([(part.group, part.block_hash, part.position) for part in parts])
-            manager.points.place(session, depth, others)
-            self._save(others, parts, sizes, tenant)
-            manager.points.stored(others.tolist())
+        for point in left.kept(length):
+            self._place(session, point, sizes)
+        for point in left.spare(length):
+            if self._missing(point.parts, sizes).sum() <= min(manager.free_nbytes, manager.left_to(tenant)):
+                self._place(session, point, sizes, ends_prompt=True)
         return session
+
+    def _place(
+        self, session: Session, saved: JournalPoint, sizes: Mapping[BlockName, int], ends_prompt: bool = False
+    ) -> None:
+        """Enter a resume point that is saved."""
+        manager = self._manager
+        rows = manager.enter_parts([(part.group, part.block_hash, part.position) for part in saved.parts])
+        manager.points.place(session, saved.depth, rows).ends_prompt |= ends_prompt
+        self._save(rows, saved.parts, sizes, session.tenant)
+        manager.points.stored(rows.tolist())
 
     def _save(self, rows: Rows, blocks: Sequence[JournalBlock], sizes: Mapping[BlockName, int], tenant: str) -> None:
         if self._notes is not None:

@@ -4,13 +4,22 @@ Models with one group of full attention need none. Other groups, windows and rec
 few lengths of a session only. A resume point is stored as soon as its request ends, because the pool overwrites such
 blocks first. A session keeps the deepest one; the one at the end of its last prompt, to which a client returns that
 wants another answer; and the deepest that can be loaded already, while not all of its blocks are saved.
+
+Ends of earlier prompts are spare points. A client whose template drops earlier thinking returns to one of them. They
+have a share of the budget. Beyond it the session with the most of them gives one up: of its older points, one remains
+in each stretch of blocks, and stretches double in length with the distance from the session's end.
 """
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from manthan.manager.events import DropCause
 from manthan.manager.session.blocks import BlockTable, Rows
 from manthan.manager.session.table import ResumePoint, Session
+
+MOST_SPARE = 16
+"""Most spare points of a session, because each request looks at all of them."""
 
 
 class ResumePoints:
@@ -20,6 +29,7 @@ class ResumePoints:
         is_needed: True if the model has groups that need any.
         drop: drops saved blocks that nobody uses any more.
         touch: is told of sessions whose resume points are others than before.
+        spare_nbytes: returns the bytes that spare points of all sessions may take.
     """
 
     def __init__(
@@ -28,8 +38,14 @@ class ResumePoints:
         is_needed: bool,
         drop: Callable[[Rows, DropCause], None],
         touch: Callable[[Session], None],
+        spare_nbytes: Callable[[], int],
     ) -> None:
         self._blocks, self.is_needed, self._drop, self._touch = blocks, is_needed, drop, touch
+        self._spare_nbytes = spare_nbytes
+        self._spare: dict[Session, list[ResumePoint]] = {}
+        """Spare points by session, the deepest last."""
+        self._taken: dict[Session, int] = {}
+        """Bytes of a session's spare points that no other point needs."""
         self._at: dict[int, ResumePoint] = {}
         self._standing: set[int] = set()
         """Rows of the points that stand."""
@@ -85,6 +101,7 @@ class ResumePoints:
         """Have a session leave a point. What nobody needs then is dropped."""
         self._touch(session)
         session.points.remove(point)
+        self._set_spare(session, [each for each in self._spare.get(session, ()) if each is not point])
         del point.sessions[session]
         if point.sessions:
             return
@@ -112,15 +129,47 @@ class ResumePoints:
                 self.tidy(session)
 
     def tidy(self, session: Session) -> None:
-        """Have a session leave the points that a deeper one makes worthless."""
+        """Have a session leave the points that a deeper one makes worthless, but for spare ones."""
         standing = [point for point in session.points if self.stands(point)]
         if len(standing) < 2:
             return
         saved = self._blocks.saved_prefix(session.rows)
         ready = [point for point in standing if point.depth <= saved]
-        for point in standing[:-1]:
-            if point not in ready[-1:] and point.depth != session.prompt_depth:
+        others = [point for point in standing[:-1] if point not in ready[-1:] and point.depth != session.prompt_depth]
+        self._set_spare(session, [point for point in others if point.ends_prompt and not session.is_pinned])
+        for point in others:
+            if point not in self._spare.get(session, ()):
                 self.leave(session, point, DropCause.ABANDONED)
+        while len(self._spare.get(session, ())) > MOST_SPARE:
+            self._leave_spare(session)
+        while sum(self._taken.values()) > self._spare_nbytes():
+            self._leave_spare(max(self._taken, key=self._taken.__getitem__))
+
+    def leave_spare(self, session: Session, cause: DropCause) -> None:
+        """Have a session leave all its spare points."""
+        for point in self._spare.get(session, []):
+            self.leave(session, point, cause)
+
+    def _set_spare(self, session: Session, points: list[ResumePoint]) -> None:
+        self._spare.pop(session, None)
+        self._taken.pop(session, None)
+        if points:
+            rows = np.unique(np.concatenate([point.rows for point in points]))
+            self._spare[session] = points
+            self._taken[session] = int(self._blocks.nbytes[rows[self._blocks.users[rows] == 1]].sum(dtype=np.int64))
+
+    def _leave_spare(self, session: Session) -> None:
+        """Have a session leave the spare point that it misses least."""
+        points, end, stretches = self._spare[session], session.points[-1].depth, set[tuple[int, int]]()
+        for point in points:
+            length = 1 << (max(1, end - point.depth).bit_length() - 1)
+            stretch = length, point.depth // length
+            if stretch in stretches:
+                break
+            stretches.add(stretch)
+        else:
+            point = points[0]
+        self.leave(session, point, DropCause.ABANDONED)
 
     def lose(self, row: int, cause: DropCause) -> list[Session]:
         """Remove the points that need a block which is not to be had. Return the sessions that had them."""

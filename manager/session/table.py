@@ -33,12 +33,14 @@ class SessionState(StrEnum):
 class ResumePoint:
     """Blocks of other KV cache groups that are needed to go on behind a block: a window's last ones, or a state.
 
-    row: of that block. depth: number of blocks before that point. rows: of the blocks of other groups.
+    row: of that block. depth: number of blocks before that point. rows: of the blocks of other groups. ends_prompt:
+    True if a prompt ended there.
     """
 
     row: int
     depth: int
     rows: Rows
+    ends_prompt: bool = False
     sessions: "dict[Session, None]" = field(default_factory=dict)
 
 

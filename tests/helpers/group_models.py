@@ -41,6 +41,27 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "initial_context_length": 4096,
         },
     ),
+    "gemma3-full": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            "num_hidden_layers": 12,
+            "sliding_window": 64,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"] * 4,
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            "num_hidden_layers": 8,
+            "attention_chunk_size": 192,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 256,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"num_hidden_layers": 4, "sliding_window": 128}),
     "gemma4": (
         "Gemma4TextConfig",
@@ -73,6 +94,18 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {"num_hidden_layers": 8, **GATED, **MIXTURE}),
+    "qwen3-next-small-blocks": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            "num_hidden_layers": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 16384,
+            **GATED,
+            **MIXTURE,
+        },
+    ),
     "falcon-h1": (
         "FalconH1Config",
         "FalconH1ForCausalLM",
@@ -117,7 +150,7 @@ def made(family: str, folder: Path) -> str:
     """A model of the family, in this folder."""
     config, model, more = FAMILIES[family]
     torch.manual_seed(0)
-    built = getattr(transformers, model)(getattr(transformers, config)(**COMMON, **more))
+    built = getattr(transformers, model)(getattr(transformers, config)(**(COMMON | more)))
     for parameter in built.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.06)  # large enough that answers differ

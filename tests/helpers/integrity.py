@@ -13,7 +13,8 @@ import numpy as np
 from manthan.manager.driver import Driver
 from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import NO_GROUP, SAVED, STORING
-from manthan.manager.session.manager import SessionManager
+from manthan.manager.session.manager import SPARE_SHARE, SessionManager
+from manthan.manager.session.resume_points import MOST_SPARE
 from manthan.manager.session.table import Deadlines, Order, ResumePoint
 from manthan.manager.tiers.arena import GRANULE, Arena
 from manthan.manager.tiers.arena_tier import ArenaTier
@@ -218,8 +219,15 @@ def _points(manager: SessionManager) -> Findings:
             last = depths[-1] if depths else 0
             yield last == len(session.rows), f"{session.session_id} is cold behind its last resume point, at {last}"
         stand = [point.depth for point in session.points if points.stands(point)]
-        stand = [depth for depth in stand if depth != session.prompt_depth]
+        spare = [point.depth for point in points._spare.get(session, ())]
+        stand = [depth for depth in stand if depth != session.prompt_depth and depth not in spare]
         yield len(stand) <= 2, f"{session.session_id} keeps resume points that a deeper one makes worthless, at {stand}"
+        yield set(spare) <= set(depths), f"{session.session_id} has spare resume points at {spare}, of {depths}"
+        yield len(spare) <= MOST_SPARE, f"{session.session_id} has {len(spare)} spare resume points"
+    live = set(manager.table.by_id.values())
+    yield points._spare.keys() == points._taken.keys() <= live, "spare resume points of sessions that are gone"
+    taken, room = sum(points._taken.values()), SPARE_SHARE * manager.budget_nbytes
+    yield taken <= room, f"spare resume points take {taken} bytes, of {room:.0f}"
     yield found == points._at, f"{len(points._at)} resume points are kept, and {len(found)} needed"
     stand_now = {row for row, point in found.items() if points.stands(point)}
     yield stand_now == points._standing, f"{len(points._standing)} resume points count as saved, not {len(stand_now)}"

@@ -9,6 +9,7 @@ from talks import Talks, names
 from manthan.manager.events import Evicted
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.manager import Outcome, PointParts
+from manthan.manager.session.resume_points import MOST_SPARE
 
 WINDOW, MAIN = 0, 1
 SHAPE = MemoryShape({WINDOW: GroupShape(16, 200, {0: 50}), MAIN: GroupShape(16, 1000, {0: 100})}, MAIN)
@@ -92,8 +93,8 @@ def test_a_prompt_is_gone_on_from_though_another_answer_is_wanted(talks: Talks) 
     assert (match(talks, words(7)), match(talks, words(12))) == (6, 9)
     turn(talks, words(12))
     talks.rest()
-    assert depths(talks, WINDOW) == [11, 12]
-    assert (match(talks, words(9)), match(talks, words(12))) == (0, 12)
+    assert depths(talks, WINDOW) == [5, 6, 11, 12], "the answer's end is left, the prompt's is spare"
+    assert (match(talks, words(9)), match(talks, words(12))) == (6, 12)
 
 
 def test_a_session_that_goes_cold_is_accounted_for_with_its_resume_point(talks: Talks) -> None:
@@ -106,6 +107,63 @@ def test_a_session_that_goes_cold_is_accounted_for_with_its_resume_point(talks: 
     assert (usage.points, usage.saved_blocks, usage.saved_nbytes, usage.pool_nbytes) == (1, 7, nbytes, pool_nbytes)
     talks.driver.reset(talks.now)
     assert talks.manager.usage().points == 0
+
+
+# -- spare points -------------------------------------------------------------------------------------
+
+
+def long(count: int) -> str:
+    return " ".join(f"w{number}" for number in range(count))
+
+
+def points_of(talks: Talks) -> list[int]:
+    return [point.depth for point in talks.manager.table.by_id["s"].points]
+
+
+def test_of_earlier_prompts_those_in_the_distance_are_thinned_out() -> None:
+    """A client that drops the last d blocks computes at most about as many more anew."""
+    talks = Talks(capacity=2000, blocks=400, shape=SHAPE)
+    for end in range(4, 201, 4):
+        turn(talks, long(end))
+        talks.rest()
+    found = points_of(talks)
+    assert len(found) <= MOST_SPARE + 2
+    assert found[-6:] == [180, 184, 188, 192, 196, 200]
+    for dropped in range(4, 196):
+        nearest = max((depth for depth in found if depth <= 200 - dropped), default=0)
+        assert 200 - dropped - nearest <= max(8, 2 * dropped), f"{dropped} dropped, of points at {found}"
+    assert match(talks, long(190) + " other") == 188
+
+
+def test_spare_points_have_a_share_of_the_budget_that_sessions_divide() -> None:
+    """Each of these takes 100 bytes, and an eighth of the budget is 1,512."""
+    talks = Talks(capacity=120, blocks=400, shape=SHAPE)
+    for end in range(4, 49, 4):
+        for who in "st":
+            turn(talks, f"{who} {long(end)}", who)
+            talks.rest()
+    spare = talks.manager.points._spare
+    assert sorted(len(points) for points in spare.values()) == [7, 8]
+
+
+def test_whoever_makes_room_gives_up_spare_points_first() -> None:
+    talks = Talks(capacity=16, blocks=400, shape=SHAPE)  # 1,600 bytes
+    for end in (4, 6, 8):
+        turn(talks, long(end))
+        talks.rest()
+    assert points_of(talks) == [4, 6, 8]
+    turn(talks, words(5, "t"), "t")
+    talks.rest()
+    assert points_of(talks) == [8]
+    assert talks.states() == {"s": "cold", "t": "cold"}
+
+
+def test_a_pinned_session_has_none() -> None:
+    talks = Talks(shape=SHAPE)
+    for end in (4, 6, 8):
+        turn(talks, long(end), pin=True)
+        talks.rest()
+    assert points_of(talks) == [8]
 
 
 # -- encoding -----------------------------------------------------------------------------------------

@@ -89,11 +89,12 @@ def test_a_session_goes_on_from_another_engine_s_point(talks: Pointed) -> None:
     assert talks.match(talks.ask(words(9), "alice")) == 9
 
 
-def test_a_deeper_point_replaces_the_session_s_own(talks: Pointed) -> None:
+def test_beside_a_deeper_point_the_session_s_own_is_spare(talks: Pointed) -> None:
     talks.go_cold(5)
     request = talks.ask(words(10), "alice")
     talks.find_point(request, 3, 3)
-    assert talks.dropped() == parts(5)
+    assert not talks.dropped()
+    assert [point.depth for point in talks.manager.table.by_id["alice"].points] == [5, 8]
     assert talks.match(request) == 8
 
 

@@ -19,7 +19,7 @@ def families() -> list[Any]:
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in group_models.FAMILIES]
 
 
-STATES = {"qwen3-next": 3, "falcon-h1": 1, "nemotron-h": 2, "granite": 2}
+STATES = {"qwen3-next": 3, "qwen3-next-small-blocks": 3, "falcon-h1": 1, "nemotron-h": 2, "granite": 2}
 """Groups of states."""
 WHT = {"name": "wht-5x", "guard": False}
 LOCAL = 1e4 ** (-1 / 32)
