@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -331,6 +331,30 @@ def config_for(config: ManthanConfig, groups: Groups) -> ManthanConfig:
     if not groups.chain.is_packed:
         return config
     return config.model_copy(update={"codec": config.codec.model_copy(update=AS_THEY_ARE)})
+
+
+def on_all_ranks(groups: Groups, told: Sequence[Mapping[int, tuple[int, ...]]]) -> Groups:
+    """Return groups with the layers of the rank that has the most, because stages of a pipeline may differ.
+
+    Args:
+        told: by rank, the bytes of a block in each layer of each group; see `WorkerHalf.pages`.
+
+    Raises:
+        UnsupportedError: if some stage has no layer of a group.
+    """
+
+    def largest(group: KvCacheGroup) -> KvCacheGroup:
+        pages = [rank.get(group.index, ()) for rank in told]
+        if not all(pages):
+            raise UnsupportedError(
+                f"Manthan cannot be used here: rank {pages.index(())} of the pipeline has no layer of KV cache group "
+                f"{group.index}: use fewer stages, or tensor parallelism."
+            )
+        most = max(pages, key=sum)
+        return replace(group, layers=len(most), layer_nbytes=most if group.is_packed else ())
+
+    at_points = [each._replace(group=largest(each.group)) for each in groups.at_points]
+    return groups._replace(chain=largest(groups.chain), at_points=at_points)
 
 
 def _one_of(spec: Any) -> Any:

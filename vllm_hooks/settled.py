@@ -51,7 +51,11 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": kept.model_dump(mode="json")}
         extra[DIGEST] = ""
         return
-    asked = without_profile(asked) if has_draft(vllm_config) else asked
+    if has_draft(vllm_config):
+        asked = without_profile(asked, "--speculative-config has a draft, whose layers a profile does not know")
+    if parallel.pipeline_parallel_size > 1:
+        stages = f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}"
+        asked = without_profile(asked, f"{stages}, and a profile is of all layers")
     ranks = parallel.tensor_parallel_size
     chosen = choose_codec(asked, model.model, ranks, has_latents=model.use_mla, revision=model.revision)
     shape = (model.get_num_layers(parallel), model.get_total_num_kv_heads(), model.get_head_size())
@@ -106,15 +110,11 @@ def _compile(architecture: str, answer: "Connection") -> None:
         answer.send("")
 
 
-def without_profile(asked: CodecConfig) -> CodecConfig:
-    """What is meant where a draft's layers are in the blocks, of which a profile of the model knows nothing. Raises
-    ConfigError."""
+def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
+    """Return the codec that is meant where no profile fits the blocks. Raises ConfigError if one was asked for."""
     if needs_profile(asked.name) or asked.profile:
         what = f"codec.profile is {asked.profile}" if asked.profile else f"codec.name is {asked.name}"
-        raise ConfigError(
-            f"{what}, but --speculative-config has a draft, whose layers a profile of the model does not know: use "
-            f"{AUTO} or {PLAIN}"
-        )
+        raise ConfigError(f"{what}, but {why}: use {AUTO} or {PLAIN}")
     return asked.model_copy(update={"name": PLAIN if asked.name == AUTO else asked.name})
 
 

@@ -53,6 +53,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
             "block_tokens": group.spec.block_size,
             "shape": group.shape,
             "tensor_parallel": parallel.tensor_parallel_size,
+            **({"pipeline_parallel": parallel.pipeline_parallel_size} if parallel.pipeline_parallel_size > 1 else {}),
             "block_hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED", "")],
             **({"sealed": derived(keys[-1], "mark of a key", nbytes=8).hex()} if keys else {}),
             **({"group": group.index, "beside": beside} if beside else {}),

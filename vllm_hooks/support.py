@@ -82,10 +82,6 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "context parallelism is on; set --decode-context-parallel-size and --prefill-context-parallel-size to 1",
         ),
         (
-            parallel.pipeline_parallel_size > 1,
-            f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}; use tensor parallelism instead",
-        ),
-        (
             speculative is not None and speculative.method not in DRAFTS and has_draft(vllm_config),
             f"--speculative-config has method {speculative and speculative.method}, whose draft's KV was never tried; "
             f"use {', '.join(DRAFTS)}, or ngram",

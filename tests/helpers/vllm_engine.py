@@ -121,7 +121,7 @@ class Engine:
             enforce_eager=eager,
             gpu_memory_utilization=0.2,  # of no meaning on the CPU
             kv_cache_memory_bytes=GPU_BYTES,
-            tensor_parallel_size=ranks,
+            **({"tensor_parallel_size": ranks} if ranks > 1 else {}),
             kv_transfer_config=kv_transfer_config(**{"idle.min_tokens": 64} | manthan),
             **({"block_size": BLOCK} | dict(flags or {})),
         )

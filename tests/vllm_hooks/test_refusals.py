@@ -109,7 +109,6 @@ def test_a_disk_beside_ranks_on_other_hosts(tmp_path: Path) -> None:
             {},
             "context parallelism is on; set --decode-context-parallel-size and --prefill-context-parallel-size to 1.",
         ),
-        ({"pipeline_parallel_size": 2}, {}, {}, "--pipeline-parallel-size is 2; use tensor parallelism instead."),
         ({}, {"tiers": "device"}, {}, "tiers.kind is device, but vLLM runs on the CPU: use host."),
         ({}, {"codec": {"backend": "cuda"}}, {}, "codec.backend is cuda, but vLLM runs on the CPU: use auto or numpy."),
         (
@@ -125,13 +124,22 @@ def test_a_disk_beside_ranks_on_other_hosts(tmp_path: Path) -> None:
             "kv_load_failure_policy of ManthanConnector is fail: set it to recompute",
         ),
     ],
-    ids=["prefix caching", "context parallel", "pipeline", "device tier", "backend", "role", "failure policy"],
+    ids=["prefix caching", "context parallel", "device tier", "backend", "role", "failure policy"],
 )
 def test_settings(options: dict[str, Any], manthan: dict[str, Any], roles: dict[str, str], why: str) -> None:
     transfer = kv_transfer_config(**manthan)
     for name, value in roles.items():
         setattr(transfer, name, value)
     assert refusal(MODEL, kv_transfer_config=transfer, **options).startswith(f"Manthan cannot be used here: {why}")
+
+
+def test_a_profile_is_of_all_layers() -> None:
+    transfer = kv_transfer_config(codec="klt-8x")
+    with pytest.raises(ConfigError) as refused:
+        EngineArgs(MODEL, kv_transfer_config=transfer, pipeline_parallel_size=2).create_engine_config()
+    assert str(refused.value) == (
+        "codec.name is klt-8x, but --pipeline-parallel-size is 2, and a profile is of all layers: use auto or wht-5x"
+    )
 
 
 @pytest.fixture

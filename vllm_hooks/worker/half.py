@@ -92,17 +92,27 @@ class GroupCache:
         return paged_layout(self.layers, self.shape)
 
 
+def pages(worker: Any) -> dict[int, tuple[int, ...]]:
+    """Bytes of a block in each layer of a worker, by KV cache group."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    half: WorkerHalf = connector.worker
+    stored = half.groups.chain, *(each.group for each in half.groups.others)
+    return {each.index: each.layer_nbytes or (each.spec.page_size_bytes,) * each.layers for each in stored}
+
+
 class WorkerHalf:
     """Chooses the engine that fits the device. Until then, as in a profiling run, there is nothing to do."""
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
-        self._groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
-        self._config = config_for(from_vllm_config(vllm_config), self._groups)
-        self._group = self._groups.chain
+        self.groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
+        self._config = config_for(from_vllm_config(vllm_config), self.groups)
+        self._group = self.groups.chain
         self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
-        self._fails_whole = bool(self._groups.at_points)
+        self._fails_whole = bool(self.groups.at_points)
         self.engine = Engine()
         self._guard: RankGuard | None = None
 
@@ -147,13 +157,13 @@ class WorkerHalf:
             group = replace(group, layers=len(layers))  # those that share a cache are one
         name, store = "", None
         if config.tiers.is_lasting:
-            namespace = namespace_of(self._vllm_config, config, self._groups, loaded_of(self._vllm_config).digest())
+            namespace = namespace_of(self._vllm_config, config, self.groups, loaded_of(self._vllm_config).digest())
             name, store = namespace.name, _make_store(self._vllm_config, namespace)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
         chain = GroupCache(layers, forms, self._exacts(group))
-        beside = {each.group.index: self._beside(each.group, kv_caches, name) for each in self._groups.others}
+        beside = {each.group.index: self._beside(each.group, kv_caches, name) for each in self.groups.others}
         self.engine = self._engine(chain, store, beside)
         if config.codec.guard:
             self._guard = self._make_guard(chain, rope)
