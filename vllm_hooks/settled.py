@@ -52,10 +52,14 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         extra[DIGEST] = ""
         return
     if has_draft(vllm_config):
-        asked = without_profile(asked, "--speculative-config has a draft, whose layers a profile does not know")
+        asked = without_profile(
+            asked, ", but --speculative-config has a draft, whose layers a profile does not know: use"
+        )
     if parallel.pipeline_parallel_size > 1:
-        stages = f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}"
-        asked = without_profile(asked, f"{stages}, and a profile is of all layers")
+        stages = parallel.pipeline_parallel_size
+        asked = without_profile(
+            asked, f", but --pipeline-parallel-size is {stages}, and a profile is of all layers: use"
+        )
     ranks = parallel.tensor_parallel_size
     chosen = choose_codec(asked, model.model, ranks, has_latents=model.use_mla, revision=model.revision)
     shape = (model.get_num_layers(parallel), model.get_total_num_kv_heads(), model.get_head_size())
@@ -114,7 +118,7 @@ def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
     """Return the codec that is meant where no profile fits the blocks. Raises ConfigError if one was asked for."""
     if needs_profile(asked.name) or asked.profile:
         what = f"codec.profile is {asked.profile}" if asked.profile else f"codec.name is {asked.name}"
-        raise ConfigError(f"{what}, but {why}: use {AUTO} or {PLAIN}")
+        raise ConfigError(f"{what}{why} {AUTO} or {PLAIN}")
     return asked.model_copy(update={"name": PLAIN if asked.name == AUTO else asked.name})
 
 
