@@ -377,7 +377,8 @@ def _group(
     """
     spec, names = _one_of(group.kv_cache_spec), tuple(group.layer_names)
     dtype = _dtype_of(spec, cache)
-    is_mixed = spec is not group.kv_cache_spec or len({pages[name][1] for name in names if name in pages}) > 1
+    several = set(getattr(group.kv_cache_spec, "kv_cache_specs", {}).values())
+    is_mixed = len(several) > 1 or len({pages[name][1] for name in names if name in pages}) > 1
     is_coded = entry.stored is Stored.CODED and not is_mixed and (cache is None or not is_packed(cache))
     if is_coded and entry.is_coded(spec, dtype, latent):
         of_token = latent if entry.is_coded is _has_latents else 0

@@ -136,7 +136,7 @@ def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig) -> 
 def latent_of(vllm_config: "VllmConfig") -> int:
     """Number of numbers of a token's latent in a layer; 0 for a cache of keys and values."""
     model = vllm_config.model_config
-    return int(model.hf_text_config.kv_lora_rank) if model.use_mla else 0
+    return int(getattr(model.hf_text_config, "kv_lora_rank", None) or 0) if model.use_mla else 0
 
 
 def has_draft(vllm_config: "VllmConfig") -> bool:

@@ -1,0 +1,239 @@
+"""KV cache groups of models that do not start on a CPU: their specs, grouped, laid out and looked up by vLLM itself."""
+
+from collections import defaultdict
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from paged_cache import encode
+from vllm import EngineArgs
+from vllm.config.cache import _layout_from_name
+from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
+from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlock,
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+)
+from vllm.v1.worker.utils import allocate_kv_cache
+from vllm_engine import MODEL
+
+from manthan.vllm_hooks.groups import Groups, KvCacheGroup, groups_of
+from manthan.vllm_hooks.memory import block_format
+from manthan.vllm_hooks.worker.blocks import CpuBlocks, PackedMemory
+from manthan.vllm_hooks.worker.layout import placed_layers
+
+BLOCKS, TOKENS = 8, 4096
+BF16: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.bfloat16}
+BYTES: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.uint8}
+KV: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+INDEXER: dict[str, Any] = {"head_size": 132, "cache_role": SparseCacheRole.INDEXER, **BYTES}
+
+
+def latents(block: int, **more: Any) -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=block, head_size=576, **(BF16 | more))
+
+
+def compressed(ratio: int) -> MLAAttentionSpec:
+    return MLAAttentionSpec(
+        block_size=256,
+        head_size=512,
+        tokens_per_state=ratio,
+        alignment=576,
+        model_version="deepseek_v4",
+        cache_dtype_str="fp8_ds_mla",
+        state_content_bytes=584,
+        **BYTES,
+    )
+
+
+def local(block: int, head_size: int, window: int, **more: Any) -> SlidingWindowMLASpec:
+    """A window, or a compressor's state, of which the last tokens are needed."""
+    return SlidingWindowMLASpec(
+        block_size=block, num_kv_heads=1, head_size=head_size, sliding_window=window, alignment=576, **more
+    )
+
+
+def state(block: int, shape: tuple[int, ...], page: int) -> MambaSpec:
+    return MambaSpec(
+        block_size=block, shapes=(shape,), dtypes=(torch.float32,), page_size_padded=page, mamba_cache_mode="align"
+    )
+
+
+PAGE = latents(256).page_size_bytes
+MODELS: dict[str, list[KVCacheSpec]] = {
+    "DeepSeek V3.2, GLM-5": [latents(64), MLAAttentionSpec(block_size=64, **INDEXER)] * 3,
+    "DeepSeek V3.2, fp8_ds_mla": [
+        latents(64, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656),
+        MLAAttentionSpec(block_size=64, **INDEXER),
+    ]
+    * 3,
+    "DeepSeek V4": [
+        local(64, 512, 128, dtype=torch.uint8, state_content_bytes=584),
+        compressed(4),
+        MLAAttentionSpec(block_size=256, head_size=132, tokens_per_state=4, alignment=576, **BYTES),
+        local(4, 2048, 8, dtype=torch.float32),
+        local(64, 512, 128, dtype=torch.uint8, state_content_bytes=584),
+        compressed(128),
+        local(8, 1024, 128, dtype=torch.float32),
+    ]
+    * 2,
+    "DeepSeek V4.1": [
+        local(64, 512, 128, dtype=torch.uint8, state_content_bytes=584, bounded_replay=True),
+        compressed(4),
+        CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=512, head_size_v=0, dtype=torch.float32),
+    ]
+    * 2,
+    "MiniMax M3": [
+        FullAttentionSpec(block_size=64, **KV),
+        MLAAttentionSpec(block_size=64, head_size=128, cache_role=SparseCacheRole.INDEXER, **BF16),
+    ]
+    * 3,
+    "Qwen4-exp": [
+        state(256, (8, 64, 64), PAGE),
+        FullAttentionSpec(block_size=256, **KV),
+        MLAAttentionSpec(block_size=256, head_size=128, tokens_per_state=16, **BF16),
+        CircularBufferSpec(block_size=32, num_kv_heads=1, head_size=128, head_size_v=0, dtype=torch.bfloat16),
+    ]
+    * 2,
+    "Kimi K3, Ling": [state(256, (16, 64, 64), PAGE)] * 6 + [latents(256)] * 2,
+    "GLM-5.3-Flash": [
+        *[state(256, (16, 64, 64), PAGE)] * 3,
+        latents(256),
+        CircularBufferSpec(block_size=16, num_kv_heads=2, head_size=64, head_size_v=0, dtype=torch.bfloat16),
+    ],
+    "MiMo-V2": [
+        FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=192, head_size_v=128, dtype=torch.bfloat16),
+        *[
+            SlidingWindowSpec(
+                block_size=32, num_kv_heads=2, head_size=192, head_size_v=128, dtype=torch.bfloat16, sliding_window=128
+            )
+        ]
+        * 3,
+    ]
+    * 2,
+    "Llama 4": (
+        [ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=512, **KV)] * 3
+        + [FullAttentionSpec(block_size=32, **KV)]
+    )
+    * 2,
+    "Unlimited-OCR": [RSWASpec(block_size=32, rswa_window=128, **KV)] * 2,
+    "openPangu": [SinkFullAttentionSpec(block_size=32, sink_len=32, **KV)] * 2,
+    "Nemotron-NAS": [FullAttentionSpec(block_size=32, **KV | {"num_kv_heads": heads}) for heads in (1, 2, 4)],
+    "Whisper's decoder alone": [FullAttentionSpec(block_size=32, tokens_per_state=Fraction(1, 4), **KV)] * 2,
+}
+
+
+@pytest.fixture(scope="module")
+def vllm_config() -> Any:
+    config = EngineArgs(MODEL, skip_tokenizer_init=True, max_model_len=TOKENS).create_engine_config()
+    config.cache_config.kv_cache_layout = "BLHNC"
+    return config
+
+
+def laid_out(vllm_config: Any, model: str) -> KVCacheConfig:
+    specs = {f"{n}": spec for n, spec in enumerate(MODELS[model])}
+    groups = get_kv_cache_groups(vllm_config, specs)
+    return get_kv_cache_config_from_groups(vllm_config, groups, 2**27)
+
+
+def stored(groups: Groups) -> list[KvCacheGroup]:
+    return [groups.chain, *(each.group for each in groups.others)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_scheduler_sees_the_groups_that_workers_see(vllm_config: Any, model: str) -> None:
+    config = laid_out(vllm_config, model)
+    mine = groups_of(config, vllm_config.cache_config, latent=512)
+    theirs = groups_of(generate_scheduler_kv_cache_config([config]), vllm_config.cache_config, latent=512)
+    for one, other in zip(stored(mine), stored(theirs), strict=True):
+        assert (one.index, one.shape, one.dtype_name, one.latent) == (
+            other.index,
+            other.shape,
+            other.dtype_name,
+            other.latent,
+        )
+    kept = {each.index for each in stored(mine)}
+    left_out = [each.kv_cache_spec for n, each in enumerate(config.kv_cache_groups) if n not in kept]
+    assert not any(spec.prefix_cacheable for spec in left_out)
+    assert len(left_out) == len(mine.unstored)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_blocks_come_back_bit_for_bit(vllm_config: Any, model: str) -> None:
+    """Each group's, from vLLM's tensors and into them, and nothing else is touched."""
+    config = laid_out(vllm_config, model)
+    memory = allocate_kv_cache(config, torch.device("cpu"), _layout_from_name("BLHNC"))
+    whole = next(iter(memory.values()))
+    storage = (whole if isinstance(whole, torch.Tensor) else whole[0]).untyped_storage()
+    raw = torch.empty(0, dtype=torch.uint8).set_(storage)
+    raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
+    groups = groups_of(config, vllm_config.cache_config, latent=512)
+    for group in stored(groups):
+        pages = dict(zip(group.names, group.layer_nbytes, strict=False)) or dict.fromkeys(
+            group.names, group.spec.page_size_bytes
+        )
+        layers = placed_layers(memory, config, pages)
+        packed = KvCacheGroup(
+            group.index, group.spec, group.layers, group.names, "bytes", tuple(pages[name] for name in group.names)
+        )
+        form = block_format("exact", packed)
+        blocks = CpuBlocks(PackedMemory(layers, form.shape), form)
+        before = raw.clone()
+        wanted = [layer.rows[3].clone() for layer in layers]
+        assert blocks.decode(b"k" * 32, 5, encode(blocks, b"k" * 32, 3, 0)) is None
+        for layer, row in zip(layers, wanted, strict=True):
+            assert torch.equal(layer.rows[5], row)
+            layer.rows[5] = torch.as_strided(before, (layer.rows.shape[1],), (1,), layer.rows[5].storage_offset())
+        assert torch.equal(raw, before)
+
+
+@pytest.mark.parametrize("model", sorted(MODELS.keys() - {"openPangu"}))  # vLLM 0.32 cannot make its manager
+def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: str) -> None:
+    """Where all blocks are in its cache, it finds those that a resume point has, and no longer prefix."""
+    config = generate_scheduler_kv_cache_config([laid_out(vllm_config, model)])
+    groups = groups_of(config, vllm_config.cache_config, latent=512)
+    sizes = [each.kv_cache_spec.block_size for each in config.kv_cache_groups]
+    coordinator = get_kv_cache_coordinator(
+        kv_cache_config=config,
+        max_model_len=TOKENS,
+        max_in_flight_tokens=TOKENS,
+        use_eagle=False,
+        enable_caching=True,
+        enable_kv_cache_events=False,
+        dcp_world_size=1,
+        pcp_world_size=1,
+        scheduler_block_size=int(np.lcm.reduce(sizes)),
+        hash_block_size=groups.hash_tokens,
+    )
+    null, found = coordinator.block_pool.null_block, KVCacheBlock(1)
+    coordinator.block_pool.get_cached_block = lambda block_hash, ids: [found] * len(ids)
+    hashes = [bytes([at % 256]) * 32 for at in range(TOKENS // groups.hash_tokens)]
+    size = groups.chain.spec.block_size
+    for depth in range(1, TOKENS // size + 1):
+        hits, tokens, _ = coordinator.find_longest_cache_hit(hashes, depth * size)
+        assert tokens == groups.deepest(depth) * size
+        needed = defaultdict(list)
+        for part in groups.beside(groups.deepest(depth)):
+            needed[part.group].append(part.at)
+        for group in groups.others:
+            index = group.group.index
+            looked_up = [at for at, block in enumerate(hits[index]) if block is not null]
+            assert set(looked_up) <= set(needed[index])
+            assert set(needed[index][1:]) <= set(looked_up), "but for one that vLLM allocates and does not look for"
