@@ -21,9 +21,10 @@ def run(
     prompts: Any = None,
     adapter: str | None = None,
     harm: bool = False,
+    warm: int = 0,
     questions: Any = None,
     **engine: Any,
 ) -> tuple[list[Any], str]:
     """Return the turns of a conversation, and the log. engine: options of vLLM's."""
     job = {"model": model, "manthan": manthan, "batched_tokens": batched, "prompts": prompts, "adapter": adapter}
-    return run_script("group_sessions.py", job | {"harm": harm, "questions": questions, "engine": engine})
+    return run_script("group_sessions.py", job | {"harm": harm, "warm": warm, "questions": questions, "engine": engine})

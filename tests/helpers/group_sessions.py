@@ -7,8 +7,9 @@ by KV cache group, as far as Manthan knows them, and what restored blocks have l
 
 In the job: model, batched_tokens, manthan (its options, or null for none), prompts (those of another run, or null),
 adapter (a LoRA adapter's folder, or null), harm (true if blocks of other groups are damaged before the third turn),
-and engine (further options). With max_logprobs -1 the first token has the log-probabilities of the whole vocabulary.
-With questions, the number of an image and a text each, these are asked instead.
+warm (number of first tokens of a prompt that are asked for ahead of it, from the second turn on), and engine (further
+options). With max_logprobs -1 the first token has the log-probabilities of the whole vocabulary. With questions, the
+number of an image and a text each, these are asked instead.
 """
 
 import random
@@ -158,6 +159,9 @@ def conversation(job: dict[str, Any]) -> list[Any]:
         prompt = job["prompts"][turn] if job["prompts"] else prompt
         if job["harm"] and turn == 2:
             harm(llm)
+        if job["warm"] and turn:
+            ahead = SamplingParams(max_tokens=1, detokenize=False)
+            llm.generate([{"prompt_token_ids": prompt[: job["warm"]]}], ahead, use_tqdm=False)
         before = accepted(llm)
         [found] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False, lora_request=adapter)
         first = [each.logprob for _, each in sorted(found.outputs[0].logprobs[0].items())]

@@ -40,6 +40,13 @@ def test_a_session_returns_as_if_it_had_stayed_hot(family: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama4", "gpt-oss", "qwen3-next-small-blocks"])
+def test_a_part_of_it_is_resident_already(family: str, tmp_path: Path) -> None:
+    """Some blocks of a prompt were found or loaded just before: of Llama 4's, up to the middle of a chunk."""
+    returns_as_if_hot(group_models.made(family, tmp_path / "model"), 2048, warm=350)
+
+
+@pytest.mark.slow
 def test_without_the_hybrid_cache_manager(tmp_path: Path) -> None:
     """vLLM keeps the blocks of all tokens then, in one group: a chain like any other."""
     model = group_models.made("gemma3", tmp_path / "model")
