@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from manthan.codec.base import Codes, Dtype, Section, SectionKind, align16
+from manthan.codec.base import Codes, Dtype, Section, SectionKind
 from manthan.codec.errors import HeaderError, SizeError, WireError
 
 MAGIC = b"MNTH"
@@ -92,6 +92,11 @@ class Front(NamedTuple):
     key_len: int
     mark: int
     key: bytes
+
+
+def align16(nbytes: int) -> int:
+    """Round up to a multiple of 16."""
+    return (nbytes + 15) & ~15
 
 
 def block_nbytes(header: BlockHeader, sizes: Sequence[int]) -> int:

@@ -86,11 +86,6 @@ class Restored:
     causes: Collection[str]
     request_id: str | None
 
-    @property
-    def is_prefetch(self) -> bool:
-        """True if no request waited."""
-        return self.request_id is None
-
 
 @dataclass(frozen=True, slots=True)
 class Lost:

@@ -390,7 +390,7 @@ class World:
 
     def _know(self, session: Session) -> None:
         """Note which session without a name has an id now."""
-        if session.name is None and session.kin is None:
+        if session.owner[1] == f"#{session.number}":
             self._numbers[session.owner] = session.number
 
     def _uid(self, owner: Owner) -> Uid:

@@ -28,7 +28,7 @@ class Prefetching(Talks):
         return [list(load.block_hashes) for load in self.step().loads]
 
     def prefetches(self) -> int:
-        return sum(event.is_prefetch for event in self.told(Restored))
+        return sum(event.request_id is None for event in self.told(Restored))
 
 
 @pytest.fixture

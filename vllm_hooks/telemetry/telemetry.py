@@ -141,7 +141,7 @@ class Telemetry:
 
     def _restored(self, event: Restored) -> None:
         stats, shape = self._stats, self._manager.shape
-        if event.is_prefetch:
+        if event.request_id is None:
             stats.count("prefetches")
             stats.count("prefetched_blocks", event.good + event.beside)
             self.totals["prefetches"] += 1

@@ -182,20 +182,12 @@ class CpuBlocks:
             others: formats that can be read as well, and written if a job names their codec.
             exacts: numbers of a block's first tokens that may have to be kept exact.
         """
-        self.formats, self._memory = (format, *others), memory
+        self.formats, self._memory, self.format = (format, *others), memory, format
+        shape = format.shape
+        self.nbytes = (math.prod(shape.numbers) + math.prod(shape.value_numbers)) * shape.dtype.numpy.itemsize
+        """Number of bytes of a gathered block."""
         for each in self.formats:
             each.warm_up(exacts)
-
-    @property
-    def format(self) -> BlockFormat:
-        """Format of jobs that name no codec."""
-        return self.formats[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of a gathered block."""
-        shape = self.format.shape
-        return (math.prod(shape.numbers) + math.prod(shape.value_numbers)) * shape.dtype.numpy.itemsize
 
     def format_named(self, codec: str) -> BlockFormat:
         """Return the format in this codec, or the first if `codec` is empty. Raises UnknownCodecError."""
