@@ -21,7 +21,7 @@ from manthan.manager.pool import Mark, Owner, Pool
 from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.hints import NO_HINTS, Hints
 from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, StorePlan
-from manthan.manager.session.prefetch import Prefetcher, restored
+from manthan.manager.session.prefetch import Prefetcher
 from manthan.manager.session.table import Session, earliest
 from manthan.manager.tiers.tier import STORE_FULL
 from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Answers, Transfer, TransferResult, Weigh
@@ -292,7 +292,12 @@ class Driver:
 
     def serves(self, request_id: str, block_id: int) -> bool:
         """True if a block of the pool may be served to a request."""
-        return self._pool.marks.serves(block_id, self.manager.asker(request_id))
+        return self._pool.marks.serves(block_id, self.asker(request_id))
+
+    def asker(self, request_id: str) -> Owner | None:
+        """Return the owner of a request's session; None if the request wants exact KV only."""
+        serving = self._serving.get(request_id)
+        return None if serving is None else serving.request.asker
 
     def loading(
         self,
@@ -334,12 +339,13 @@ class Driver:
         self._load_of.update((job.job_id, request_id) for job in jobs)
         self._loads += jobs
         for job in jobs:
-            self._mark(job, request.session.owner, serving.exact)
+            is_main = job.group == manager.shape.session_group
+            found = rows[: len(job)] if is_main else manager.blocks.find(job.group, job.block_hashes)
+            self._mark(job, manager.loaded_marks(found), request.session.owner, serving.exact)
         serving.lossy += self._lossy_tokens(jobs)
 
-    def _mark(self, job: Transfer, owner: Owner, exact: set[int]) -> None:
+    def _mark(self, job: Transfer, marks: Sequence[Mark], owner: Owner, exact: set[int]) -> None:
         """Mark the blocks that a load writes. exact: gets those that are exact."""
-        marks = self.manager.loaded_marks(self.manager.blocks.find(job.group, job.block_hashes))
         for mark in set(marks):
             marked = [block_id for block_id, own in zip(job.block_ids.tolist(), marks, strict=True) if own is mark]
             self._pool.marks.set(marked, mark, owner)
@@ -562,7 +568,7 @@ class Driver:
         failed = answers.failed
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
         self.manager.load_finished(request_id, bad)
-        event = restored(session_id, self._main, self.manager.points.is_needed, answers, request_id)
+        event = answers.restored(session_id, self._main, self.manager.points.is_needed, request_id)
         if (serving := self._serving.get(request_id)) is not None:
             serving.was_loaded |= event.good > 0
             serving.is_unserved |= STORE_DOWN in failed.values()

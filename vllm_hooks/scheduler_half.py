@@ -244,7 +244,7 @@ class SchedulerHalf:
 
     def asker(self, request: "Request") -> Owner | None:
         """Owner of the request's session; None if the request wants exact KV only."""
-        return self.manager.asker(request.request_id)
+        return self.driver.asker(request.request_id)
 
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """vLLM has found these blocks of each KV cache group for the request."""
@@ -490,6 +490,7 @@ class SchedulerHalf:
         self._step += 1
         orders = work.drops, work.stores, work.loads, scheduled_tokens
         rests = not scheduled_tokens
+        self.driver.sent()
         return ManthanMetadata(place, *orders, rests, self._step, cancels=self._cancels, revokes=work.revokes)
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:

@@ -386,11 +386,6 @@ class SessionManager:
             session.left_tokens = 0
             self._due.set(session.session_id, now + self.idle_after_s)
 
-    def asker(self, request_id: str) -> Owner | None:
-        """Return the owner of a running request's session; None if the request wants exact KV only."""
-        request = self.requests.get(request_id)
-        return None if request is None else request.asker
-
     def _place(self, session: Session, points: Sequence[PointParts]) -> list[StorePlan]:
         """Enter resume points of a session, and begin to store what they need."""
         wanted = [point for point in points if point.parts and point.depth >= self.min_blocks]

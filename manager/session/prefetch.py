@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from manthan.manager.events import PrefetchHit, Restored
+from manthan.manager.events import PrefetchHit
 from manthan.manager.pool import BlockName, Mark, Pool
 from manthan.manager.session.blocks import Rows, common_prefix
 from manthan.manager.session.manager import SessionManager
@@ -278,7 +278,7 @@ class Prefetcher:
         if loaded and not failed:
             own = ended.rows[: len(main)]
             self._ready = self._still_there() | {loaded[0]: _Ready(ended.session_id, ended.number, own)}
-        manager.events(restored(ended.session_id, self._main, manager.points.is_needed, ended.answers))
+        manager.events(ended.answers.restored(ended.session_id, self._main, manager.points.is_needed))
 
     def _enter(self, ended: _Load, names: Sequence[BlockName], failed: Iterable[BlockName]) -> None:
         """Enter loaded blocks into the prefix cache, up to the first one that failed or that nobody uses any more.
@@ -350,21 +350,3 @@ class Prefetcher:
 def _load_id(session_id: str) -> str:
     """Return the id of a prefetch among the loads of requests."""
     return f"prefetch of {session_id}"
-
-
-def restored(
-    session_id: str, main: int, needs_points: bool, answers: Answers, request_id: str | None = None
-) -> Restored:
-    """Return the event of a load that has ended.
-
-    Good blocks are those before the first that failed. With windows or states, none is good if any failed.
-    """
-    names = [(main, name) for job in answers.jobs if job.group == main for name in job.block_hashes]
-    failed = answers.failed
-    good, beside = len(names), sum(map(len, answers.jobs)) - len(names)
-    if failed:
-        good = next((at for at, name in enumerate(names) if name in failed), good)
-        if needs_points:
-            good = beside = 0
-    causes = list(failed.values())
-    return Restored(session_id, len(names), good, beside, answers.nbytes, answers.seconds, causes, request_id)

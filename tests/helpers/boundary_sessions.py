@@ -6,6 +6,7 @@ blocks that stay referenced.
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,8 @@ class Engine:
         self.connector = self.core.scheduler.connector
         self.half, self.pool = self.connector.scheduler, self.core.scheduler.kv_cache_manager.block_pool
         self.worker = get_kv_transfer_group().worker
+        idle: dict[str, Any] = {"begin_step": lambda _: None, "submit": lambda _: None, "take": list}
+        self.worker.guard = SimpleNamespace(**idle, shutdown=lambda: None)
         self._errors = 0
         take = self.half.telemetry.take
 
@@ -127,7 +130,7 @@ def disturb(target: Any, name: str, *, after: bool) -> list[int]:
 
 def try_case(engine: Engine, prompt: list[int], on_worker: bool, name: str, state: str) -> dict[str, Any]:
     """What becomes of a request, and of the engine, when a call raises in this state."""
-    target = engine.half if not on_worker else engine.worker if name == "begin_step" else engine.worker.engine
+    target = engine.half if not on_worker else engine.worker.guard if name == "begin_step" else engine.worker.engine
     right, _ = engine.ask(prompt)
     if state == "new":
         engine.empty()
