@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -177,7 +178,7 @@ class SchedulerHalf:
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None
         self._step = 0
-        self._deadline: float | None = None
+        self._deadline = inf
         self._drained_at: float | None = None
         """Time at which the engine ends, saved or not; None before it was told to."""
         self._rung = False
@@ -532,7 +533,9 @@ class SchedulerHalf:
             return self.driver.has_work
         if self._drained_at and self.manager.saving:
             logger.warning(
-                "Manthan: %d sessions were not saved within tiers.drain_s, %g s.", self.manager.saving, tiers.drain_s
+                "Manthan: %d sessions were not saved within tiers.drain_s, %g s.",
+                len(self.manager.saving),
+                tiers.drain_s,
             )
         self._drained_at = 0.0  # vLLM asks again
         return False
@@ -656,7 +659,7 @@ class SchedulerHalf:
         self._deadline = self.driver.next_deadline
 
     def _is_due(self) -> bool:
-        return not self.is_out_of_use and self._deadline is not None and self._deadline <= time.monotonic()
+        return not self.is_out_of_use and self._deadline <= time.monotonic()
 
     def _ring(self) -> None:
         self._rung = True

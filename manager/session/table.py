@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from itertools import count, islice, repeat
+from math import inf
 
 import numpy as np
 
@@ -149,8 +150,8 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._when = Ranking()
-        self.first: float | None = None
-        """The earliest time; None if there is none."""
+        self.first = inf
+        """The earliest time; infinity if there is none."""
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._when
@@ -177,12 +178,7 @@ class Deadlines:
 
     def _look(self) -> None:
         first = self._when.first()
-        self.first = None if first is None else first[0]
-
-
-def earliest(*times: float | None) -> float | None:
-    """Return the first of these times that is not None; None if there is none."""
-    return min((when for when in times if when is not None), default=None)
+        self.first = inf if first is None else first[0]
 
 
 class Order:

@@ -146,7 +146,7 @@ class ClockedEngine(SteppedEngine):
     def rest(self, seconds: float) -> None:
         """Take the steps that are due by then, each in its time."""
         end = self.now + seconds
-        while (due := self.half.driver.next_deadline) is not None and due < end:
+        while (due := self.half.driver.next_deadline) < end:
             self.now = max(self.now, due)
             self.half._rung = True
             while self.half.has_work:
