@@ -4,6 +4,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from math import inf
 from operator import attrgetter
@@ -114,7 +115,7 @@ class SchedulerHalf:
         self.config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
         groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config))
-        self.groups = groups._replace(again=blocks_computed_again(vllm_config))
+        self.groups = replace(groups, again=blocks_computed_again(vllm_config))
         group = self.groups.chain
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
@@ -419,8 +420,8 @@ class SchedulerHalf:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
-        if self._limit is not None and not self._requests:
-            self._limit.rest()
+        if self._limit is not None and self._scheduler is not None and not self._requests:
+            self._scheduler.max_num_scheduled_tokens = self._limit.rest()
         prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
         self.telemetry.computed(max(0, prompt - self.driver.found(request.request_id)))
         computed = min(blocks, request.num_computed_tokens // self._block_size)
@@ -477,12 +478,13 @@ class SchedulerHalf:
         self._heed_calls()
         if self._is_unsure and scheduled_tokens:
             self._begin_again()
-        taken, now = self.groups.taken(scheduled_tokens, scheduled_requests), time.monotonic()
+        taken = self.groups.taken(scheduled_tokens, scheduled_requests) if scheduled_tokens else 0
+        now = time.monotonic()
         if self.driver.wanted(now):
             for request in self._requests.values():
                 self.driver.cached(request.request_id, request.num_computed_tokens // self._block_size)
         work = self.driver.step(taken, now)
-        if self._limit is not None and self._scheduler is not None:
+        if self._limit is not None and self._scheduler is not None and self._requests:
             limit = self._limit.begin(scheduled_tokens, now, len(self._requests))
             self._scheduler.max_num_scheduled_tokens = limit
         self._reorder()
