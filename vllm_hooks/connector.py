@@ -128,6 +128,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         scheduled = scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
         metadata = self._ask(self.scheduler.step, *scheduled, otherwise=None)
         if metadata is not None:
+            self.scheduler.driver.sent()
             for job in metadata.loads:
                 self._promised.pop(job.request_id or "", None)
             return metadata

@@ -493,7 +493,6 @@ class SchedulerHalf:
         self._step += 1
         orders = work.drops, work.stores, work.loads, scheduled_tokens
         rests = not scheduled_tokens
-        self.driver.sent()
         return ManthanMetadata(place, *orders, rests, self._step, cancels=self._cancels, revokes=work.revokes)
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
