@@ -6,6 +6,7 @@ They take time linear in blocks and sessions.
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -293,7 +294,7 @@ def _deadlines(manager: SessionManager) -> Findings:
     for name, deadlines in (("saving", manager.due), ("end of life", said.ttls), ("end of a pin", said.pins)):
         whens = _whens(deadlines)
         yield whens.keys() <= table.by_id.keys(), f"{name}: {whens.keys() - table.by_id.keys()} are gone"
-        first = min(whens.values(), default=None)
+        first = min(whens.values(), default=inf)
         yield deadlines.first == first, f"{name}: the first is kept as {deadlines.first}, and is {first}"
     for session in table.by_id.values():
         until = session.pinned_until if session.is_pinned else None
@@ -356,7 +357,7 @@ def _left(manager: SessionManager) -> Findings:
     for name, books in kept.items():
         yield not books, f"{name} are left: {books}"
     for deadlines in (manager.due, manager.said.ttls, manager.said.pins):
-        yield not len(deadlines) and deadlines.first is None, "a deadline is left"
+        yield not len(deadlines) and deadlines.first == inf, "a deadline is left"
     yield not len(blocks), f"{len(blocks)} rows are left"
     totals = [blocks.saved_nbytes, blocks.reserved_nbytes, blocks.storing, blocks.exact_blocks, *blocks.moved_nbytes]
     yield not any(totals) and not blocks._tenant_nbytes.any(), f"totals are left: {totals}"
