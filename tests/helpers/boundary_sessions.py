@@ -6,7 +6,6 @@ blocks that stay referenced.
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +38,19 @@ LOSSY = HELD[20_000 : 20_000 + EXACT + 128]
 ONE = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 
 
+class Idle:
+    """Guard that measures nothing."""
+
+    def begin_step(self, metadata: Any) -> None: ...
+
+    def submit(self, jobs: Any) -> None: ...
+
+    def take(self) -> list[Any]:
+        return []
+
+    def shutdown(self) -> None: ...
+
+
 class Engine:
     """An engine, until its scheduler half has broken."""
 
@@ -58,8 +70,7 @@ class Engine:
         self.connector = self.core.scheduler.connector
         self.half, self.pool = self.connector.scheduler, self.core.scheduler.kv_cache_manager.block_pool
         self.worker = get_kv_transfer_group().worker
-        idle: dict[str, Any] = {"begin_step": lambda _: None, "submit": lambda _: None, "take": list}
-        self.worker.guard = SimpleNamespace(**idle, shutdown=lambda: None)
+        self.worker.guard = Idle()
         self._errors = 0
         take = self.half.telemetry.take
 
