@@ -4,7 +4,6 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 from math import inf
 from operator import attrgetter
@@ -115,7 +114,7 @@ class SchedulerHalf:
         self.config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
         groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config))
-        self.groups = replace(groups, again=blocks_computed_again(vllm_config))
+        self.groups = groups._replace(again=blocks_computed_again(vllm_config))
         group = self.groups.chain
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._hashes_a_block = self._block_size // self.groups.hash_tokens

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manthan.manager.config.model import TenantsConfig, TiersConfig
@@ -213,8 +212,7 @@ class Window(NamedTuple):
         return (Part(self.group.index, at, at * size, (at + 1) * size) for at in range(start, end))
 
 
-@dataclass(frozen=True)
-class Groups:
+class Groups(NamedTuple):
     """KV cache groups of a model.
 
     chain: group whose blocks make up sessions, with full attention. Where no layer has full attention, it is a window's
@@ -226,27 +224,27 @@ class Groups:
     windows: Sequence[Window] = ()
     again: int = 0
 
-    @cached_property
+    @property
     def is_whole(self) -> bool:
         """True if a resume point needs all of a chain's blocks, and not a window's last ones."""
         return len(self.others) == len(self.windows)
 
-    @cached_property
+    @property
     def is_even(self) -> bool:
         """True if each group has the chain's block hashes: the chain is stored, and all blocks have as many tokens."""
         return self.is_whole and len(set(self._sizes)) == 1
 
-    @cached_property
+    @property
     def others(self) -> list[Window]:
         """Groups that are not the chain's."""
         return [window for window in self.windows if window.group.index != self.chain.index]
 
-    @cached_property
+    @property
     def hash_tokens(self) -> int:
         """Number of tokens between two of vLLM's hashes, which are at the ends of every group's blocks."""
         return math.gcd(*self._sizes)
 
-    @cached_property
+    @property
     def is_expected(self) -> bool:
         """True if vLLM finds a prefetched session: all groups have the same hashes, and no window lacks a block.
 
@@ -254,7 +252,7 @@ class Groups:
         """
         return self.is_even and not (self.again and any(window.tokens is not None for window in self.windows))
 
-    @cached_property
+    @property
     def last_tokens(self) -> int:
         """Number of prompt tokens that are computed on a full hit: 1, or 0 if several groups have a block computed."""
         return 0 if self.again and self.others else 1
@@ -293,12 +291,12 @@ class Groups:
         sizes = self._sizes if self.is_whole else self._sizes[1:]
         return sum(-(-tokens // size) + requests for size in sizes) + requests * self._proposed
 
-    @cached_property
+    @property
     def _proposed(self) -> int:
         """Number of a request's blocks of states behind proposed tokens."""
         return sum(getattr(window.group.spec, "num_speculative_blocks", 0) for window in self.windows)
 
-    @cached_property
+    @property
     def _sizes(self) -> list[int]:
         return [self.chain.spec.block_size, *(window.group.spec.block_size for window in self.windows)]
 
