@@ -12,6 +12,7 @@ writes the same bytes as the CPU's, and reads them.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -24,11 +25,6 @@ Numbers = npt.NDArray[Any]
 """Numbers of the cache: float16, float32, uint16 with bf16 bits, uint8 with fp8 bits, or any bytes."""
 Positions = npt.NDArray[np.int64]
 Codes = npt.NDArray[np.uint8]
-
-
-def align16(nbytes: int) -> int:
-    """Round up to a multiple of 16."""
-    return (nbytes + 15) & ~15
 
 
 def check_head_dim(head_dim: int) -> None:
@@ -64,12 +60,12 @@ class Dtype(IntEnum):
     """Without infinities, as torch.float8_e4m3fn."""
     FLOAT8_E5M2 = 6
 
-    @property
+    @cached_property
     def numpy(self) -> np.dtype[Any]:
         """numpy's dtype of the numbers; bf16 and fp8 as their bits."""
         return np.dtype([np.uint16, np.float16, np.float32, np.uint8, np.uint8, np.uint8][self - 1])
 
-    @property
+    @cached_property
     def is_fp8(self) -> bool:
         return self in (Dtype.FLOAT8_E4M3, Dtype.FLOAT8_E5M2)
 
@@ -99,7 +95,7 @@ class Section:
         """Number of vectors of each kind."""
         return self.layers * self.heads * self.tokens
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """[layers, heads, tokens, head_dim], preceded by 2 where keys and values are together."""
         shape = (self.layers, self.heads, self.tokens, self.head_dim)

@@ -8,11 +8,11 @@ errors. The latent is cut into pieces that stand where heads do, so that codecs 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from manthan.codec.base import Codes, Dtype, Numbers, Positions, Section, SectionKind, align16
+from manthan.codec.base import Codes, Dtype, Numbers, Positions, Section, SectionKind
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.cpu.numbers import Fp8Codec
 from manthan.codec.cpu.state import STATE_CODECS
@@ -27,7 +27,7 @@ from manthan.codec.errors import (
 )
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.registry import get_codec, needs_profile
-from manthan.codec.wire import BlockHeader, Buffer, block_nbytes, head, parse, seal
+from manthan.codec.wire import BlockHeader, Buffer, align16, block_nbytes, head, parse, seal
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class BlockShape:
     dtype: Dtype = Dtype.BFLOAT16
     latent: int = 0
 
-    @property
+    @cached_property
     def numbers(self) -> tuple[int, int, int, int]:
         """Shape of the keys."""
         return (self.layers, self.heads, self.tokens, self.head_dim)
 
-    @property
+    @cached_property
     def value_numbers(self) -> tuple[int, int, int, int]:
         """Shape of the values, empty where there are none, or of latents: [layers, pieces, tokens, numbers of a piece].
 
@@ -61,12 +61,12 @@ class BlockShape:
             return (self.layers, self.heads, self.tokens, 0 if self.is_raw else self.head_dim)
         return (self.layers, self.latent // self.coded_dim, self.tokens, self.coded_dim)
 
-    @property
+    @cached_property
     def coded_dim(self) -> int:
         """Numbers of a vector that is coded. Raises HeadDimError."""
         return piece_dim(self.latent) if self.latent else self.head_dim
 
-    @property
+    @cached_property
     def is_raw(self) -> bool:
         """True if the bytes stand for no numbers."""
         return self.dtype is Dtype.UINT8

@@ -34,12 +34,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, align16, check_head_dim
+from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, check_head_dim
 from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, check_finite, fold
 from manthan.codec.errors import NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Floats
 from manthan.codec.tables.rotation import hadamard_, rotation
+from manthan.codec.wire import align16
 
 BITS = 3
 EXPONENT, MAGNITUDE = np.uint32(0x7F800000), np.uint32(0x7FFFFFFF)

@@ -27,14 +27,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from manthan.codec.base import Codes, Dtype, Section, SectionKind, align16
+from manthan.codec.base import Codes, Dtype, Section, SectionKind
 from manthan.codec.errors import HeaderError, SizeError, WireError
 
 MAGIC = b"MNTH"
 VERSION = 1
 HEADER = struct.Struct("<4sHHQ16sQQHHIBB6x64s")
 ENTRY = struct.Struct("<BBHHHH2xII4xQ24s8x")
-CHECKSUM = slice(8, 16)
+CHECKSUM, FINGERPRINT = slice(8, 16), slice(16, 32)
 KEY_AT, MARK_AT = 64, 57
 KEY_MAX, FINGERPRINT_LEN, CODEC_NAME_MAX = 64, 16, 24
 SECTIONS_MAX = 256
@@ -92,6 +92,11 @@ class Front(NamedTuple):
     key_len: int
     mark: int
     key: bytes
+
+
+def align16(nbytes: int) -> int:
+    """Round up to a multiple of 16."""
+    return (nbytes + 15) & ~15
 
 
 def block_nbytes(header: BlockHeader, sizes: Sequence[int]) -> int:

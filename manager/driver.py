@@ -10,19 +10,20 @@ It does no I/O, waits for nobody, and reads no clock.
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, product
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from manthan.manager.events import BlocksDropped, Event, Overwritten, StoreFailed, StoreIsUp, Verdict
+from manthan.manager.events import BlocksDropped, Overwritten, StoreFailed, StoreIsUp, Verdict
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.guard import Guard
 from manthan.manager.pool import Mark, Owner, Pool
 from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.hints import NO_HINTS, Hints
 from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, StorePlan
-from manthan.manager.session.prefetch import Prefetcher, restored
-from manthan.manager.session.table import Session, earliest
+from manthan.manager.session.prefetch import Prefetcher
+from manthan.manager.session.table import Session
 from manthan.manager.tiers.tier import STORE_FULL
 from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Answers, Transfer, TransferResult, Weigh
 
@@ -167,7 +168,6 @@ class Driver:
         self.fronts = FrontTiers(manager, fronts)
         walk, taken = self.runway.length, self.runway.taken
         self.prefetcher = Prefetcher(manager, pool, walk, taken, ranks, self._low, prefetch_lead_s)
-        manager.events.subscribe(self._happened)
         self._main = manager.shape.main
         self._serving: dict[str, Serving] = {}
         self._stores: dict[int, Store] = {}  # by job id
@@ -176,6 +176,8 @@ class Driver:
         self._granted: list[Transfer] = []
         self._loads: list[Transfer] = []
         self._drops: list[BlocksDropped] = []
+        manager.events.subscribe(self._drops.append, BlocksDropped)
+        self._waiting: dict[str, int] = {}  # by request id, the blocks that it will take
         self._ordered = Work()
         """Orders of the last step, until the workers are told."""
         self._done: list[int] = []  # blocks to be given back, all at once
@@ -187,16 +189,12 @@ class Driver:
         """Blocks that requests took from the head of the free queue, at most, since it was put in order."""
         self._looks_after = 0.0
         """Time from which the free queue is looked at, to save its blocks."""
-        self._look_at: float | None = None
-        """The same time, if requests have ended that gave blocks to the queue; else None."""
+        self._look_at = inf
+        """The same time, if requests have ended that gave blocks to the queue; else infinity."""
         self._was_answered = self._has_finished = False
         self._was_up: bool | None = None
         self.rests = False
         """True while no store and no prefetch is begun."""
-
-    def _happened(self, event: Event) -> None:
-        if isinstance(event, BlocksDropped):
-            self._drops.append(event)
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -218,7 +216,7 @@ class Driver:
             request_id, hashes, name, now, tokens=tokens, hints=hints, tenant=tenant, tail=tail
         )
         self._serving[request_id] = Serving(request)
-        self.prefetcher.waits(request_id, blocks)
+        self._waiting[request_id] = blocks
         if hints.prefetch:
             self.prefetcher.expect(hints.prefetch, tenant, now)
         if self._redis is not None:
@@ -238,7 +236,7 @@ class Driver:
             blocks: number of blocks that the request needs in all.
         """
         self.hear()
-        self.prefetcher.waits(request_id, blocks)
+        self._waiting[request_id] = blocks
         serving = self._serving.get(request_id)
         if serving is None:
             return 0
@@ -249,7 +247,8 @@ class Driver:
         if serving.is_unserved or resident >= usable:
             return 0
         rows = serving.request.rows
-        if resident < len(rows) and self.prefetcher.is_loading(int(rows[resident])):
+        prefetch = self.prefetcher.load
+        if prefetch is not None and resident < len(rows) and prefetch.brings(int(rows[resident])):
             return None
         return max(0, self.manager.match(serving.request, resident, usable) - self._again)
 
@@ -266,7 +265,9 @@ class Driver:
             serving.found = resident
             if lost := self.manager.unsaved(rows[resident:usable]):
                 self.manager.events(Overwritten(lost))
-        self.prefetcher.admitted(request_id, rows, resident + self._again if resident else 0, usable)
+        self._waiting.pop(request_id, None)
+        if self.prefetcher.ready and resident:
+            self.prefetcher.admitted(rows, resident + self._again, usable)
 
     def hits(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Note the blocks that the pool serves to a request, by KV cache group."""
@@ -292,7 +293,12 @@ class Driver:
 
     def serves(self, request_id: str, block_id: int) -> bool:
         """True if a block of the pool may be served to a request."""
-        return self._pool.marks.serves(block_id, self.manager.asker(request_id))
+        return self._pool.marks.serves(block_id, self.asker(request_id))
+
+    def asker(self, request_id: str) -> Owner | None:
+        """Return the owner of a request's session; None if the request wants exact KV only."""
+        serving = self._serving.get(request_id)
+        return None if serving is None else serving.request.asker
 
     def loading(
         self,
@@ -334,12 +340,13 @@ class Driver:
         self._load_of.update((job.job_id, request_id) for job in jobs)
         self._loads += jobs
         for job in jobs:
-            self._mark(job, request.session.owner, serving.exact)
+            is_main = job.group == manager.shape.session_group
+            found = rows[: len(job)] if is_main else manager.blocks.find(job.group, job.block_hashes)
+            self._mark(job, manager.loaded_marks(found), request.session.owner, serving.exact)
         serving.lossy += self._lossy_tokens(jobs)
 
-    def _mark(self, job: Transfer, owner: Owner, exact: set[int]) -> None:
+    def _mark(self, job: Transfer, marks: Sequence[Mark], owner: Owner, exact: set[int]) -> None:
         """Mark the blocks that a load writes. exact: gets those that are exact."""
-        marks = self.manager.loaded_marks(self.manager.blocks.find(job.group, job.block_hashes))
         for mark in set(marks):
             marked = [block_id for block_id, own in zip(job.block_ids.tolist(), marks, strict=True) if own is mark]
             self._pool.marks.set(marked, mark, owner)
@@ -366,7 +373,7 @@ class Driver:
     ) -> Outcome | None:
         """Note that a request ended. The arguments are those of `SessionManager.request_finished`."""
         found, serving = self.found(request_id), self._serving.pop(request_id, None)
-        self.prefetcher.forget(request_id)
+        self._waiting.pop(request_id, None)
         if self._redis is not None:
             self._redis.forget(request_id)
         if serving is None:
@@ -392,9 +399,10 @@ class Driver:
         self._overwritten += taken
         self._expect_burst(taken)
         self.runway.taken(taken)
-        manager.said.expire(now)
+        if min(manager.said.ttls.first, manager.said.pins.first) <= now:
+            manager.said.expire(now)
         if now >= self._looks_after:
-            self._look_at = None
+            self._look_at = inf
         revokes = self._holding > 0 and self._is_short
         if not self.rests:
             wanted, room = self.wanted(now), self._room
@@ -406,15 +414,19 @@ class Driver:
             if (self._has_finished or self._overwritten > LED) and taken + wanted > 0:
                 manager.lead_overwritten(max(LED, self._overwritten))
                 self._has_finished, self._overwritten = False, 0
-        self.fronts.settle()
-        drops, self._drops = self._drops, []
+        if self.fronts.budgets:
+            self.fronts.settle()
+        drops = self._drops.copy()
+        self._drops.clear()
         if self._redis is not None:
             self._redis.tell(drops, now)
         if self._journal is not None:
             self._journal.tell(now)
         self.hear()
-        if not self.rests:
-            self._loads += self.prefetcher.step(now)
+        prefetcher = self.prefetcher
+        looks = prefetcher.was_settled or min(prefetcher.expected.first, prefetcher.look_at) <= now
+        if (prefetcher.to_load or looks) and not self.rests:
+            self._loads += prefetcher.step(now, sum(self._waiting.values()))
         self._give_back()
         work = self._ordered = Work(drops, self._granted, self._loads, revokes)
         self._granted, self._loads = [], []
@@ -447,14 +459,19 @@ class Driver:
         return max(0, self._high - left - storing)  # the queue was walked up to the high watermark just now
 
     @property
+    def _first_waiting(self) -> int:
+        """Number of blocks that the request takes which has waited for the longest; 0 if none waits."""
+        return next(iter(self._waiting.values()), 0)
+
+    @property
     def _is_short(self) -> bool:
         """True if fewer blocks are free than a running request may take, or the first that waits needs."""
-        return len(self._pool) < max(self._taken, self.prefetcher.first_waiting)
+        return len(self._pool) < max(self._taken, self._first_waiting)
 
     @property
     def _room(self) -> int:
         """Number of free blocks that stores may reference: nobody can have them until they are gathered."""
-        free, first = len(self._pool) - 2 * self._taken, self.prefetcher.first_waiting
+        free, first = len(self._pool) - 2 * self._taken, self._first_waiting
         if first <= free:
             free -= first  # where the first in line does not fit anyhow, it waits for others' blocks
         window = self._window - self._holding
@@ -562,7 +579,7 @@ class Driver:
         failed = answers.failed
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
         self.manager.load_finished(request_id, bad)
-        event = restored(session_id, self._main, self.manager.points.is_needed, answers, request_id)
+        event = answers.restored(session_id, self._main, self.manager.points.is_needed, request_id)
         if (serving := self._serving.get(request_id)) is not None:
             serving.was_loaded |= event.good > 0
             serving.is_unserved |= STORE_DOWN in failed.values()
@@ -666,28 +683,27 @@ class Driver:
         """True if a step is of use although no request asks for one."""
         told = self._redis is not None and self._redis.has_answers
         changed = bool(self.manager.table.changed) or bool(self._drops)
-        return (
-            bool(self._stores) or changed or self._was_answered or self.prefetcher.has_work or told or self.has_orders
-        )
+        looks = self._was_answered or self.prefetcher.was_settled
+        return self.holds_blocks or changed or looks or told or self.has_orders
 
     @property
     def has_orders(self) -> bool:
         """True if another step would have something to order at once."""
-        return bool(self._drops or self._granted) or (self.manager.saving > 0 and not self._stores and self._room > 0)
+        return bool(self._drops or self._granted) or (bool(self.manager.saving) and not self._stores and self._room > 0)
 
     @property
     def holds_blocks(self) -> bool:
         """True while a store or a prefetch has not been answered."""
-        return bool(self._stores) or self.prefetcher.is_busy
+        return bool(self._stores) or self.prefetcher.load is not None
 
     def holds_any(self) -> bool:
         """True while blocks of the pool are referenced."""
-        return self._holding > 0 or self.prefetcher.is_busy
+        return self._holding > 0 or self.prefetcher.load is not None
 
     @property
     def frees_soon(self) -> bool:
         """True if blocks come free by themselves that running requests may wait for."""
-        return self.prefetcher.is_busy
+        return self.prefetcher.load is not None
 
     @property
     def is_moving(self) -> bool:
@@ -695,6 +711,8 @@ class Driver:
         return self.holds_blocks or bool(self._loading)
 
     @property
-    def next_deadline(self) -> float | None:
-        """Time at which a step is due at the latest; None if none is."""
-        return earliest(self.manager.next_deadline, self.prefetcher.deadline, self._look_at)
+    def next_deadline(self) -> float:
+        """Time at which a step is due at the latest; infinity if none is."""
+        said, prefetcher = self.manager.said, self.prefetcher
+        of_sessions = self.manager.due.first, said.ttls.first, said.pins.first, prefetcher.expected.first
+        return min(*of_sessions, prefetcher.look_at, self._look_at)

@@ -7,7 +7,7 @@ Times are seconds. Bytes are those of all ranks together.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from manthan.codec.fidelity import Fidelity
 from manthan.manager.pool import Mark
@@ -85,11 +85,6 @@ class Restored:
     seconds: float
     causes: Collection[str]
     request_id: str | None
-
-    @property
-    def is_prefetch(self) -> bool:
-        """True if no request waited."""
-        return self.request_id is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +233,14 @@ class Events:
     """The stream. Subscribers are called in the order in which they came."""
 
     def __init__(self) -> None:
-        self._subscribers: list[Callable[[Event], None]] = []
+        self._subscribers: list[tuple[Callable[[Any], None], tuple[type, ...]]] = []
 
-    def subscribe(self, take: Callable[[Event], None]) -> None:
-        """Have `take` called with each event from now on."""
-        self._subscribers.append(take)
+    def subscribe(self, take: Callable[[Any], None], *kinds: type) -> None:
+        """Have `take` called with each event from now on, of these kinds or of all."""
+        self._subscribers.append((take, kinds or (object,)))
 
     def __call__(self, event: Event) -> None:
         """Pass an event on."""
-        for take in self._subscribers:
-            take(event)
+        for take, kinds in self._subscribers:
+            if isinstance(event, kinds):
+                take(event)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from manthan.manager.events import Event, Evicted
+from manthan.manager.events import Evicted
 from manthan.manager.session.blocks import FrontTier, Rows
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session
@@ -34,16 +34,15 @@ class FrontTiers:
         if tiers:
             manager.table.gone.append(self._forget)
             manager.read = self.read
-            manager.events.subscribe(self._happened)
+            manager.events.subscribe(self._evicted, Evicted)
 
     def __len__(self) -> int:
         return len(self._used)
 
-    def _happened(self, event: Event) -> None:
-        if isinstance(event, Evicted):
-            for order in self._used:
-                order[event.session_id] = None
-                order.move_to_end(event.session_id)
+    def _evicted(self, event: Evicted) -> None:
+        for order in self._used:
+            order[event.session_id] = None
+            order.move_to_end(event.session_id)
 
     def _forget(self, session: Session) -> None:
         for order in self._used:

@@ -84,9 +84,10 @@ class Lives:
                 )
                 self._add(session_id, LifeEvent(at, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds))
             case Restored(session_id, _, good, nbytes=nbytes, seconds=seconds):
-                tokens, saved = good * tokens_of, None if event.is_prefetch else good * tokens_of
-                kind = EventKind.PREFETCHED if event.is_prefetch else EventKind.RESTORED
-                when = "before a request, in" if event.is_prefetch else "in"
+                tokens, is_prefetch = good * tokens_of, event.request_id is None
+                saved = None if is_prefetch else tokens
+                kind = EventKind.PREFETCHED if is_prefetch else EventKind.RESTORED
+                when = "before a request, in" if is_prefetch else "in"
                 note = f" ({', '.join(sorted(set(event.causes)))})" if event.causes else ""
                 text = f"Came back {when} {seconds:.3g} s: {tokens} tokens out of {_size(nbytes)}{note}."
                 self._add(session_id, LifeEvent(at, kind, text, tokens, good, nbytes, seconds, saved))

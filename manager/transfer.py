@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from manthan.manager.events import Restored
 from manthan.manager.pool import BlockName, Mark
 
 STORE_DOWN = "store_down"
@@ -116,14 +117,24 @@ class Answers:
         }
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all ranks."""
-        return sum(int(result.nbytes.sum()) for result in self.results)
-
-    @property
     def seconds(self) -> float:
         """Time of the slowest."""
         return max((result.seconds for result in self.results), default=0.0)
+
+    def restored(self, session_id: str, main: int, needs_points: bool, request_id: str | None = None) -> Restored:
+        """Return the event of a load that has ended.
+
+        Good blocks are those before the first that failed. With windows or states, none is good if any failed.
+        """
+        names = [(main, name) for job in self.jobs if job.group == main for name in job.block_hashes]
+        failed = self.failed
+        good, beside = len(names), sum(map(len, self.jobs)) - len(names)
+        if failed:
+            good = next((at for at, name in enumerate(names) if name in failed), good)
+            if needs_points:
+                good = beside = 0
+        nbytes, causes = sum(int(result.nbytes.sum()) for result in self.results), list(failed.values())
+        return Restored(session_id, len(names), good, beside, nbytes, self.seconds, causes, request_id)
 
 
 Weigh: TypeAlias = Callable[[Sequence[int]], int]

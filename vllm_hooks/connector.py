@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
@@ -66,7 +67,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- errors ---------------------------------------------------------------------------------------
 
-    def _ask(self, call: Callable[..., T], *args: Any, otherwise: T) -> T:
+    def _ask(self, call: Callable[..., T], *args: Any, otherwise: U) -> T | U:
         """What the scheduler half answers; after an exception of its own `otherwise`, from then on always.
 
         No exception of Manthan's ends the engine. Its books may be half changed then, so that nothing of it is used.
@@ -83,7 +84,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             self._count(name)
             return otherwise
 
-    def _try(self, call: Callable[..., T], *args: Any, otherwise: T) -> T:
+    def _try(self, call: Callable[..., T], *args: Any, otherwise: U) -> T | U:
         """Return the answer of `call`, or `otherwise` if it raises."""
         try:
             return call(*args)
@@ -110,8 +111,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         self._ask(self.scheduler.new_request, request, otherwise=None)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        nothing: tuple[int | None, bool] = 0, False
-        return self._ask(self.scheduler.match, request, num_computed_tokens, otherwise=nothing)
+        return self._ask(self.scheduler.match, request, num_computed_tokens, otherwise=(0, False))
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         if num_external_tokens:
@@ -153,7 +153,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[self.scheduler.groups.chain.index])
 
     def has_pending_push_work(self) -> bool:
-        return self._ask(self._has_work, otherwise=self.scheduler.driver.holds_any())
+        has_work = self._ask(self._has_work, otherwise=None)
+        return self.scheduler.driver.holds_any() if has_work is None else has_work
 
     def _has_work(self) -> bool:
         return self.scheduler.has_work
@@ -165,8 +166,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.driver.frees_soon
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
-        nothing: Sequence[KVCacheEvent] = ()
-        return self._ask(self.scheduler.take_events, otherwise=nothing)
+        return self._ask(self.scheduler.take_events, otherwise=())
 
     def reset_cache(self) -> bool:
         self._ask(self.scheduler.reset, otherwise=None)
@@ -175,8 +175,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
         if self.role is not KVConnectorRole.SCHEDULER:
             return None
-        nothing: KVConnectorStats | None = None
-        return self._try(self.scheduler.telemetry.take, otherwise=nothing)
+        return self._try(self.scheduler.telemetry.take, otherwise=None)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats":
@@ -203,13 +202,14 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls this before each step's forward pass. It may call `start_load_kv` after the pass."""
         super().bind_connector_metadata(connector_metadata)
-        self._try(self.worker.begin_step, self._metadata, otherwise=None)
+        if self.worker.guard is not None:
+            self._try(self.worker.guard.begin_step, self._metadata, otherwise=None)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        metadata = self._metadata
-        self.worker.engine.fail_requests(metadata.failed)
-        if not self._try(self.worker.submit_loads, metadata, otherwise=False):
-            self.worker.engine.fail(metadata.loads)
+        metadata, engine = self._metadata, self.worker.engine
+        engine.fail_requests(metadata.failed)
+        if self._try(engine.submit_loads, metadata, otherwise=False) is False:
+            engine.fail(metadata.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Restores are asynchronous: no layer waits for one."""
@@ -223,9 +223,11 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         It hashes blocks when it schedules them, so a block may be named to be encoded in the very step that computes
         it: encodings begin here, behind that. Their blocks are referenced until they are done: nothing to wait for.
         """
-        metadata = self._metadata
-        if not self._try(self.worker.submit_stores, metadata, otherwise=False):
-            self.worker.engine.fail(metadata.stores)
+        metadata, engine = self._metadata, self.worker.engine
+        if self._try(engine.submit_stores, metadata, otherwise=False) is False:
+            engine.fail(metadata.stores)
+        if self.worker.guard is not None:
+            self._try(self.worker.guard.submit, metadata.stores, otherwise=None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._try(self._transfer_results, otherwise=KVConnectorTransferResults())
@@ -249,11 +251,12 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return told
 
     def build_connector_worker_meta(self) -> ManthanWorkerMetadata | None:
-        nothing: ManthanWorkerMetadata | None = None
-        report = self._try(self.worker.take_report, otherwise=nothing)
-        if self._errors:
+        guard = self.worker.guard
+        report = self._try(self.worker.engine.take_report, otherwise=None)
+        verdicts = None if guard is None else self._try(guard.take, otherwise=None)
+        if verdicts or self._errors:
             report = report or ManthanWorkerMetadata()
-            report.errors, self._errors = self._errors, []
+            report.verdicts, report.errors, self._errors = verdicts or [], self._errors, []
         return report
 
     def shutdown(self) -> None:

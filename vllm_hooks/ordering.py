@@ -161,6 +161,10 @@ class StepLimit:
             return self._most
         return min(self._most, max(self._least, int(STEP_S * self._tokens / self._seconds)))
 
-    def rest(self) -> None:
-        """Take note that the engine has nothing to do, so that this time does not count as a step's."""
+    def rest(self) -> int:
+        """Take note that the engine has nothing to do, so that this time does not count as a step's.
+
+        Returns: the most tokens of the next step.
+        """
         self._last = 0, 0
+        return self._most

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +177,7 @@ class SchedulerHalf:
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None
         self._step = 0
-        self._deadline: float | None = None
+        self._deadline = inf
         self._drained_at: float | None = None
         """Time at which the engine ends, saved or not; None before it was told to."""
         self._rung = False
@@ -243,7 +244,7 @@ class SchedulerHalf:
 
     def asker(self, request: "Request") -> Owner | None:
         """Owner of the request's session; None if the request wants exact KV only."""
-        return self.manager.asker(request.request_id)
+        return self.driver.asker(request.request_id)
 
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """vLLM has found these blocks of each KV cache group for the request."""
@@ -417,8 +418,8 @@ class SchedulerHalf:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
-        if self._limit is not None and not self._requests:
-            self._limit.rest()
+        if self._limit is not None and self._scheduler is not None and not self._requests:
+            self._scheduler.max_num_scheduled_tokens = self._limit.rest()
         prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
         self.telemetry.computed(max(0, prompt - self.driver.found(request.request_id)))
         computed = min(blocks, request.num_computed_tokens // self._block_size)
@@ -475,12 +476,13 @@ class SchedulerHalf:
         self._heed_calls()
         if self._is_unsure and scheduled_tokens:
             self._begin_again()
-        taken, now = self.groups.taken(scheduled_tokens, scheduled_requests), time.monotonic()
+        taken = self.groups.taken(scheduled_tokens, scheduled_requests) if scheduled_tokens else 0
+        now = time.monotonic()
         if self.driver.wanted(now):
             for request in self._requests.values():
                 self.driver.cached(request.request_id, request.num_computed_tokens // self._block_size)
         work = self.driver.step(taken, now)
-        if self._limit is not None and self._scheduler is not None:
+        if self._limit is not None and self._scheduler is not None and self._requests:
             limit = self._limit.begin(scheduled_tokens, now, len(self._requests))
             self._scheduler.max_num_scheduled_tokens = limit
         self._reorder()
@@ -530,7 +532,9 @@ class SchedulerHalf:
             return self.driver.has_work
         if self._drained_at and self.manager.saving:
             logger.warning(
-                "Manthan: %d sessions were not saved within tiers.drain_s, %g s.", self.manager.saving, tiers.drain_s
+                "Manthan: %d sessions were not saved within tiers.drain_s, %g s.",
+                len(self.manager.saving),
+                tiers.drain_s,
             )
         self._drained_at = 0.0  # vLLM asks again
         return False
@@ -654,7 +658,7 @@ class SchedulerHalf:
         self._deadline = self.driver.next_deadline
 
     def _is_due(self) -> bool:
-        return not self.is_out_of_use and self._deadline is not None and self._deadline <= time.monotonic()
+        return not self.is_out_of_use and self._deadline <= time.monotonic()
 
     def _ring(self) -> None:
         self._rung = True

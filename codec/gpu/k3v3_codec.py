@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from manthan.codec.base import Dtype, align16
+from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.cuda_codec import Job, addresses, as_bits, constants, exact_jobs, is_aligned, sources
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, PagedLayout
 from manthan.codec.k3v3 import BITS, LEVELS, THRESHOLDS
+from manthan.codec.wire import align16
 
 SOURCES = ("common.cu", "k3v3.cu", "exact.cu", "seal.cu")
 

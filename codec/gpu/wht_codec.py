@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from manthan.codec.base import Dtype, align16
+from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, sections
 from manthan.codec.cpu.rans import MOST_DOUBLINGS, START, VERSION
 from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
@@ -32,6 +32,7 @@ from manthan.codec.wht import (
     TABLES,
     Parts,
 )
+from manthan.codec.wire import align16
 
 SCRATCH_BYTES = 320 * 2**20
 """Of a group of blocks, about."""

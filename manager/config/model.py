@@ -5,6 +5,7 @@ A field's description completes the sentence "KEY must be …".
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from urllib.parse import parse_qs, urlsplit
 
@@ -208,7 +209,7 @@ class TiersConfig(_Group):
         front = {"host": self.front_bytes, "disk": self.front_disk_bytes}
         return (*(tier for tier, nbytes in front.items() if nbytes), self.kind)
 
-    @property
+    @cached_property
     def tier_names(self) -> Sequence[str]:
         """Names of all tiers, the fastest first, with RAM behind GPU memory."""
         return ("device", "host") if self.kind == "device" and self.host_bytes else self.places

@@ -6,6 +6,7 @@ bytes are those of all ranks together. Only this module changes the columns.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -72,7 +73,7 @@ class GroupShape:
         return self.is_lossless or exact_tokens >= self.tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryShape:
     """Sizes of the blocks of all KV cache groups that are stored.
 
@@ -84,38 +85,38 @@ class MemoryShape:
     main: int = 0
     stores_main: bool = True
 
-    @property
+    @cached_property
     def session_group(self) -> int:
         """Group of the rows that make up sessions."""
         return self.main if self.stores_main else NO_GROUP
 
-    @property
+    @cached_property
     def needs_points(self) -> bool:
         """True if a request can go on from resume points only."""
         return len(self.groups) > 1 or not self.stores_main
 
-    @property
+    @cached_property
     def block_tokens(self) -> int:
         """Tokens of a session's block."""
         return self.groups[self.main].tokens
 
-    @property
+    @cached_property
     def cold_nbytes(self) -> int:
         """Bytes that a session's compressed block takes about."""
         return self.groups[self.main].cold_nbytes if self.stores_main else 0
 
-    @property
+    @cached_property
     def pool_nbytes(self) -> int:
         """Bytes that a session's block takes in the pool."""
         return self.groups[self.main].pool_nbytes if self.stores_main else 0
 
-    @property
+    @cached_property
     def ratio(self) -> float:
         """Compression ratio of the main group."""
         main = self.groups[self.main]
         return main.pool_nbytes / main.cold_nbytes
 
-    @property
+    @cached_property
     def sizes(self) -> set[int]:
         """Bytes that compressed blocks may take, of all groups."""
         bounds = {nbytes for group in self.groups.values() for nbytes in group.bounds.values()}

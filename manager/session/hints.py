@@ -24,7 +24,7 @@ from pydantic import (
 from manthan.manager.config.model import QUALITY, Quality
 from manthan.manager.config.sentences import first_mistake, must_be, nearest
 from manthan.manager.events import DropCause
-from manthan.manager.session.table import Deadlines, Session, SessionTable, earliest
+from manthan.manager.session.table import Deadlines, Session, SessionTable
 
 WHERE = "kv_transfer_params.manthan"
 """Where a request carries its hints."""
@@ -210,14 +210,11 @@ class SaidBySession:
         ttl_s: float | None,
     ) -> None:
         self._table, self._pin, self._unpin, self._forget, self._ttl_s = table, pin, unpin, forget, ttl_s
-        self._ttls, self._pins, self._tools = Deadlines(), Deadlines(), ToolTimes()
+        self.ttls, self.pins = Deadlines(), Deadlines()
+        """Times at which sessions are forgotten, and pins end."""
+        self._tools = ToolTimes()
         self.expected: Callable[[Session, float], None] = lambda session, now: None
         """Called when a session's expected return changes. A prefetcher sets it."""
-
-    @property
-    def next_deadline(self) -> float | None:
-        """Time at which a pin or a time to live ends; None if none does."""
-        return earliest(self._ttls.first, self._pins.first)
 
     def take(self, session: Session, hints: Hints, now: float) -> str:
         """Do what a request's hints say. Return what is refused, in a sentence."""
@@ -232,7 +229,7 @@ class SaidBySession:
         if hints.tool or hints.expect_return_s is not None:
             self.await_return(session, hints.expect_return_s, hints.tool, now)
         if (ttl_s := session.ttl_s or self._ttl_s) is not None:
-            self._ttls.set(session.session_id, now + ttl_s)
+            self.ttls.set(session.session_id, now + ttl_s)
         return refused
 
     def await_return(self, session: Session, seconds: float | None, tool: str, since: float) -> None:
@@ -253,13 +250,13 @@ class SaidBySession:
         """Pin a session until then, None for good, or keep it pinned as it grows. Return why not, if so."""
         refused = self._pin(session)
         session.pinned_until = None if refused else until
-        self._pins.set(session.session_id, session.pinned_until)
+        self.pins.set(session.session_id, session.pinned_until)
         return refused
 
     def unpin(self, session: Session) -> None:
         """Take a pin back."""
         session.pinned_until = None
-        self._pins.set(session.session_id, None)
+        self.pins.set(session.session_id, None)
         self._unpin(session)
 
     def adopted(self, session: Session, was_pinned: bool, now: float) -> None:
@@ -268,20 +265,20 @@ class SaidBySession:
             self._pin(session)
         self.expected(session, now)
         if session.ttl_s is not None:
-            self._ttls.set(session.session_id, session.last_used + session.ttl_s)
+            self.ttls.set(session.session_id, session.last_used + session.ttl_s)
 
     def expire(self, now: float) -> None:
         """Forget sessions whose time to live is over, and end pins."""
-        for session_id in list(self._pins.pop_due(now)):
+        for session_id in list(self.pins.pop_due(now)):
             session = self._table.by_id.get(session_id)
             if session is not None and session.pinned_until is not None and session.pinned_until <= now:
                 self.unpin(session)
-        for session_id in list(self._ttls.pop_due(now)):
+        for session_id in list(self.ttls.pop_due(now)):
             session = self._table.by_id.get(session_id)
             if session is not None and not session.requests:  # the end of a request sets it anew
                 self._forget(session, DropCause.EXPIRED)
 
     def forget(self, session_id: str) -> None:
         """Forget what was said of a session that is gone."""
-        self._ttls.set(session_id, None)
-        self._pins.set(session_id, None)
+        self.ttls.set(session_id, None)
+        self.pins.set(session_id, None)

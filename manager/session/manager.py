@@ -43,7 +43,7 @@ from manthan.manager.session.blocks import (
 )
 from manthan.manager.session.hints import NO_HINTS, Hints, SaidBySession
 from manthan.manager.session.resume_points import ResumePoints
-from manthan.manager.session.table import Deadlines, Order, Session, SessionState, SessionTable, earliest
+from manthan.manager.session.table import Deadlines, Order, Session, SessionState, SessionTable
 from manthan.manager.transfer import JOB_BLOCKS, Transfer
 from manthan.policies import EvictionPolicy, PolicyOptions
 
@@ -211,9 +211,9 @@ class SessionManager:
         self.job_ids = count()
         self._is_shared, self._is_exclusive = is_shared, is_exclusive
         self._sink, self._wanted_sink = sink_tokens, sink_tokens
-        self._due = Deadlines()
+        self.due = Deadlines()
         """When idle sessions are to be saved."""
-        self._saving: dict[Session, None] = {}
+        self.saving: dict[Session, None] = {}
         """Idle sessions that are being saved."""
         self._loading: dict[str, Rows] = {}
         """By id of a load, the rows that it has pinned."""
@@ -364,7 +364,7 @@ class SessionManager:
 
     def _begin_use(self, session: Session, request_id: str, now: float, tokens: int, known_tokens: int) -> None:
         self._stop_saving(session)
-        self._due.set(session.session_id, None)
+        self.due.set(session.session_id, None)
         if not session.requests:
             self.said.returned(session, now)
             session.stored = session.stored_nbytes = session.refusals = 0
@@ -388,12 +388,7 @@ class SessionManager:
         else:
             self.table.remember(session)
             session.left_tokens = 0
-            self._due.set(session.session_id, now + self.idle_after_s)
-
-    def asker(self, request_id: str) -> Owner | None:
-        """Return the owner of a running request's session; None if the request wants exact KV only."""
-        request = self.requests.get(request_id)
-        return None if request is None else request.asker
+            self.due.set(session.session_id, now + self.idle_after_s)
 
     def _place(self, session: Session, points: Sequence[PointParts]) -> list[StorePlan]:
         """Enter resume points of a session, and begin to store what they need."""
@@ -474,7 +469,7 @@ class SessionManager:
 
     def load_started(self, load_id: str, rows: Rows) -> Rows:
         """Pin the rows of a load, and of the resume point behind the last one. Return the latter's."""
-        point = self.points.at(int(rows[-1])) if len(rows) else None
+        point = self.points.at(int(rows[-1])) if self.points.is_needed and len(rows) else None
         beside = NO_ROWS if point is None else point.rows
         pinned = rows if self.shape.stores_main else NO_ROWS
         self._loading[load_id] = np.concatenate([pinned, beside])
@@ -525,19 +520,24 @@ class SessionManager:
             room: number of free blocks that may be referenced.
             wanted: number of blocks to save because memory is short; 0 if it is not.
         """
-        for session_id in list(self._due.pop_due(now)):
-            session = self.table.by_id.get(session_id)
-            if session is not None and not session.requests:
-                self._forget_overwritten(session, now)
-                self._save_soon(session, now, is_pressed=False)
+        if self.due.first <= now:
+            self._save_idle(now)
         plans = self._save_next_overwritten(room, wanted, now) if wanted > 0 else []
         room -= sum(len(plan.rows) for plan in plans)
-        for session in list(self._saving):
+        for session in list(self.saving):
             if room <= 0:
                 break
             plans += (more := self._save(session, room, now))
             room -= sum(len(plan.rows) for plan in more)
         return plans
+
+    def _save_idle(self, now: float) -> None:
+        """Begin to save the sessions that have been idle for long enough."""
+        for session_id in list(self.due.pop_due(now)):
+            session = self.table.by_id.get(session_id)
+            if session is not None and not session.requests:
+                self._forget_overwritten(session, now)
+                self._save_soon(session, now, is_pressed=False)
 
     def _forget_overwritten(self, session: Session, now: float) -> None:
         """Cut a session that stays out of the tiers before the first block that is lost, and look at it again later."""
@@ -554,21 +554,21 @@ class SessionManager:
         for session in list(self.table.by_id.values()):
             if not session.requests and not session.is_cold:
                 self._save_soon(session, now, is_pressed=False)
-        return len(self._saving)
+        return len(self.saving)
 
     def _save_soon(self, session: Session, now: float, *, is_pressed: bool) -> None:
         """Save an idle session, as far as there is room each step."""
-        if session.stays_out or session.is_cold or session in self._saving:
+        if session.stays_out or session.is_cold or session in self.saving:
             return
-        self._due.set(session.session_id, None)
+        self.due.set(session.session_id, None)
         if self.points.is_needed and not self._end_at_point(session, is_leaving=True):
             return
-        self._saving[session] = None
+        self.saving[session] = None
         session.saving_since, session.is_pressed = now, is_pressed
 
     def _stop_saving(self, session: Session) -> None:
-        if session in self._saving:
-            del self._saving[session]
+        if session in self.saving:
+            del self.saving[session]
             session.saving_since = None
             self.table.touch(session)
 
@@ -594,7 +594,7 @@ class SessionManager:
                     self._unkept()
                 self._put_off(session, now)
                 return plans
-        if session in self._saving and self.table.by_id.get(session.session_id) is session:
+        if session in self.saving and self.table.by_id.get(session.session_id) is session:
             plans += self._replace_heads(session)
             self._check_cold(session, now)
         return plans
@@ -612,7 +612,7 @@ class SessionManager:
         self._stop_saving(session)
         session.refusals = min(session.refusals + is_full, DOUBLINGS)
         if not session.requests:
-            self._due.set(session.session_id, now + self.idle_after_s * 2**session.refusals)
+            self.due.set(session.session_id, now + self.idle_after_s * 2**session.refusals)
 
     def _save_next_overwritten(self, room: int, wanted: int, now: float) -> list[StorePlan]:
         """Begin to store the unsaved blocks that the pool overwrites first, and save their idle sessions soon.
@@ -760,10 +760,11 @@ class SessionManager:
                 self.table.touch(session)
         blocks.save(rows, [nbytes[at] for at in good.tolist()], plan.exact[good], self._saved_mark(transfer.mark))
         self.announce(rows, seconds)
-        self.points.stored(rows.tolist())
+        if self.points.is_needed:
+            self.points.stored(rows.tolist())
         self._note_stored(rows, now)
         self._drop_unneeded(rows)
-        for session in list(self._saving):
+        for session in list(self.saving):
             self._check_cold(session, now)
 
     def announce(self, rows: Rows, seconds: float | None = None) -> None:
@@ -791,7 +792,7 @@ class SessionManager:
         if len(gone):  # some rank may have stored its part
             cause = DropCause.RESET if is_void else DropCause.FAILED
             self.events(BlocksDropped(plan.transfer.group, blocks.hashes(gone), cause))
-        users = {session: None for session in self._saving if np.isin(session.rows, rows).any()}
+        users = {session: None for session in self.saving if np.isin(session.rows, rows).any()}
         users |= {one.session: None for one in self.requests.values() if np.isin(one.rows, rows).any()}
         for number in np.unique(blocks.origin[rows]).tolist():
             if (session := self.table.by_number.get(number)) is not None:
@@ -822,7 +823,7 @@ class SessionManager:
                 own = rows[self.blocks.origin[rows] == number]
                 session.stored += len(own)
                 session.stored_nbytes += int(self.blocks.nbytes[own].sum(dtype=np.int64))
-                is_idle = not session.requests and not session.is_cold and session not in self._saving
+                is_idle = not session.requests and not session.is_cold and session not in self.saving
                 if is_idle and not session.stays_out:
                     self._check_cold(session, now)
 
@@ -833,13 +834,14 @@ class SessionManager:
             return
         began = now if session.saving_since is None else session.saving_since
         self._stop_saving(session)
-        self._due.set(session.session_id, None)
+        self.due.set(session.session_id, None)
         self.table.set_cold(session, True)
         self.table.enter_order_again(session)
         session.refusals = 0
-        if not self._end_at_point(session):
-            return
-        self.points.tidy(session)
+        if self.points.is_needed:
+            if not self._end_at_point(session):
+                return
+            self.points.tidy(session)
         rows, tokens = session.rows, self.shape.block_tokens
         self.pool.keep(self.shape.main, blocks.hashes(rows[::-1]))  # the tail is overwritten first
         beside = session.point_rows
@@ -1035,7 +1037,7 @@ class SessionManager:
         gone, end = rows[length:][own[length:]], len(rows)
         if not was_cold and (not len(freed) or freed[-1] < short):
             self.points.cut(victim, 0, DropCause.BUDGET)
-            if not own.any() and victim.session_id in self._due:  # others have all of it that is saved
+            if not own.any() and victim.session_id in self.due:  # others have all of it that is saved
                 self.table.leave_order(victim)
                 return
         if was_cold and (is_pressed or not self._is_exclusive or not len(gone)):
@@ -1067,7 +1069,7 @@ class SessionManager:
         """Note that a session lost compressed blocks whose KV the pool has still."""
         self.table.set_cold(session, False)
         if not session.requests:
-            self._due.set(session.session_id, session.last_used + self.idle_after_s)
+            self.due.set(session.session_id, session.last_used + self.idle_after_s)
 
     def _drop_redundant(self, short: int) -> None:
         """Drop compressed blocks whose computed KV the pool has, those that it would overwrite last first."""
@@ -1096,7 +1098,7 @@ class SessionManager:
         Compressed blocks that nobody else uses are dropped. Decoded KV goes with them.
         """
         blocks = self.blocks
-        if session.is_cold or session in self._saving:
+        if session.is_cold or session in self.saving:
             length = self.points.deepest(session, length)
         cut = session.rows[length:]
         if not len(cut) and length:
@@ -1177,7 +1179,7 @@ class SessionManager:
         self.pool.release(self.shape.main, released)
 
     def _forgotten(self, session: Session) -> None:
-        self._due.set(session.session_id, None)
+        self.due.set(session.session_id, None)
         self._stop_saving(session)
         self._pins.pop(session, None)
         self.said.forget(session.session_id)
@@ -1200,7 +1202,7 @@ class SessionManager:
         for session in list(self.table.by_id.values()):
             if session.session_id in self.table.by_id:
                 self.cut(session, 0, DropCause.RESET)
-        for session in list(self._saving):
+        for session in list(self.saving):
             self._stop_saving(session)
         rows = self.blocks.rows()  # of running requests
         self._drop(rows[self.blocks.is_droppable(rows)], DropCause.RESET)
@@ -1305,16 +1307,6 @@ class SessionManager:
             case "release":
                 self.forget_session(session, DropCause.RELEASED)
         return ""
-
-    @property
-    def next_deadline(self) -> float | None:
-        """Time at which a session is to be saved or forgotten; None if none is."""
-        return earliest(self._due.first, self.said.next_deadline)
-
-    @property
-    def saving(self) -> int:
-        """Number of sessions that are being saved."""
-        return len(self._saving)
 
     def unsaved(self, rows: Rows) -> int:
         """Return how many of these blocks sessions use that are neither saved nor being stored."""

@@ -4,15 +4,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from manthan.manager.events import PrefetchHit, Restored
+from manthan.manager.events import PrefetchHit
 from manthan.manager.pool import BlockName, Mark, Pool
 from manthan.manager.session.blocks import Rows, common_prefix
 from manthan.manager.session.manager import SessionManager
-from manthan.manager.session.table import Deadlines, Session, earliest, qualified
+from manthan.manager.session.table import Deadlines, Session, qualified
 from manthan.manager.transfer import RESET, STORE_DOWN, Answers, Transfer, TransferResult
 
 LOOKED_AT = 64
@@ -47,6 +48,10 @@ class _Load:
     answers: Answers
     is_void: bool = False
 
+    def brings(self, row: int) -> bool:
+        """True if a session with this block will be resident in a moment: a request should not load it as well."""
+        return not self.is_void and bool((self.rows == row).any())
+
 
 class _Ready(NamedTuple):
     """A session that was prefetched and that no request has used since."""
@@ -80,14 +85,17 @@ class Prefetcher:
         self._runway, self._taken = runway, taken
         self._lead_s = lead_s
         self._main = manager.shape.main
-        self._expected = Deadlines()
-        self._to_load: OrderedDict[str, _Awaited] = OrderedDict()  # by session id
-        self._load: _Load | None = None
-        self._waiting: dict[str, int] = {}  # by request id, the blocks that it will take
-        self._ready: dict[int, _Ready] = {}  # by the first row that was loaded
+        self.expected = Deadlines()
+        """Times at which expected sessions become those to load."""
+        self.to_load: OrderedDict[str, _Awaited] = OrderedDict()  # by session id
+        self.load: _Load | None = None
+        """The prefetch under way."""
+        self.ready: dict[int, _Ready] = {}  # by the first row that was loaded
         self._look_after = 0.0
-        self._must_look = False
-        self._was_settled = False
+        self.look_at = inf
+        """Time of the next look for room; infinity if there is none."""
+        self.was_settled = False
+        """True if a result came since the last step: another session's turn may have come."""
         manager.said.expected = self._look_out
         manager.table.gone.append(self._forget)
 
@@ -101,7 +109,7 @@ class Prefetcher:
     def _look_out(self, session: Session, now: float) -> None:
         if self._lead_s is not None:
             expected = session.expected
-            self._expected.set(session.session_id, None if expected is None else max(now, expected - self._lead_s))
+            self.expected.set(session.session_id, None if expected is None else max(now, expected - self._lead_s))
 
     def expect(self, told_ids: Iterable[str], tenant: str, now: float) -> None:
         """Note that a client is about to use sessions of its own. Those of others, and active ones, are ignored."""
@@ -111,11 +119,11 @@ class Prefetcher:
         for told_id in told_ids:
             session = self._manager.table.by_id.get(qualified(told_id, tenant))
             if session is not None and session.tenant == tenant and not session.requests:
-                self._to_load[session.session_id] = _Awaited(late, session.uses)
+                self.to_load[session.session_id] = _Awaited(late, session.uses)
 
     def _forget(self, session: Session) -> None:
-        self._expected.set(session.session_id, None)
-        self._to_load.pop(session.session_id, None)
+        self.expected.set(session.session_id, None)
+        self.to_load.pop(session.session_id, None)
 
     def _awaited(self, now: float) -> list[Session]:
         """Return cold sessions to be prefetched, among the first LOOKED_AT.
@@ -123,21 +131,21 @@ class Prefetcher:
         One that is idle still may go cold before it is expected. It lets others go ahead where there are more.
         """
         table = self._manager.table
-        for session_id in self._expected.pop_due(now):
+        for session_id in self.expected.pop_due(now):
             session = table.by_id.get(session_id)
             if session is not None and session.expected is not None:
                 late = session.expected + PATIENCE * self._manager.idle_after_s
-                self._to_load[session_id] = _Awaited(late, session.uses)
+                self.to_load[session_id] = _Awaited(late, session.uses)
         awaited = []
-        are_more = len(self._to_load) > LOOKED_AT
-        for session_id, (late, uses) in list(islice(self._to_load.items(), LOOKED_AT)):
+        are_more = len(self.to_load) > LOOKED_AT
+        for session_id, (late, uses) in list(islice(self.to_load.items(), LOOKED_AT)):
             session = table.by_id.get(session_id)
             if session is None or late < now or session.uses > uses:
-                del self._to_load[session_id]
+                del self.to_load[session_id]
             elif session.is_cold and self._is_whole(session):
                 awaited.append(session)
             elif are_more:
-                self._to_load.move_to_end(session_id)
+                self.to_load.move_to_end(session_id)
         return awaited
 
     def _is_whole(self, session: Session) -> bool:
@@ -147,58 +155,43 @@ class Prefetcher:
 
     # -- requests -------------------------------------------------------------------------------------
 
-    def waits(self, request_id: str, blocks: int) -> None:
-        """Note how many blocks a waiting request needs."""
-        self._waiting[request_id] = blocks
-
-    def admitted(self, request_id: str, rows: Rows, resident: int, usable: int) -> None:
+    def admitted(self, rows: Rows, resident: int, usable: int) -> None:
         """Note that a request got its blocks. resident: how many were there, of those that could have been."""
-        self._waiting.pop(request_id, None)
-        found = rows[:resident][::-1].tolist() if self._ready else []
-        first = next((row for row in found if row in self._ready), None)
+        first = next((row for row in rows[:resident][::-1].tolist() if row in self.ready), None)
         if first is None:
             return
-        ready = self._ready.pop(first)
+        ready = self.ready.pop(first)
         if resident >= min(common_prefix(ready.rows, rows), usable):
             self._manager.events(PrefetchHit(ready.session_id))
 
-    def forget(self, request_id: str) -> None:
-        """Note that a request waits no longer."""
-        self._waiting.pop(request_id, None)
-
-    @property
-    def first_waiting(self) -> int:
-        """Number of blocks that the request takes which has waited for the longest; 0 if none waits."""
-        return next(iter(self._waiting.values()), 0)
-
-    def is_loading(self, row: int) -> bool:
-        """True if a session with this block will be resident in a moment: a request should not load it as well."""
-        return self._load is not None and not self._load.is_void and bool((self._load.rows == row).any())
-
     # -- a step ---------------------------------------------------------------------------------------
 
-    def step(self, now: float) -> Sequence[Transfer]:
-        """Return the loads to begin, if a session is due and there is room that nobody would miss."""
-        if self._load is not None or not self.is_on:
+    def step(self, now: float, waiting: int) -> Sequence[Transfer]:
+        """Return the loads to begin, if a session is due and there is room that nobody would miss.
+
+        Args:
+            waiting: number of blocks that waiting requests need.
+        """
+        if self.load is not None or not self.is_on:
             return []
-        self._was_settled = False
+        self.was_settled = False
         if now < self._look_after:
-            self._must_look = True
+            self.look_at = self._look_after
             return []
-        self._must_look = False
+        self.look_at = inf
         sessions = self._fitting(now, self._pool.size - self._spare)
         if not sessions:
             return []
-        room = self._room(max(map(self._size, sessions)))
+        room = self._room(max(map(self._size, sessions)), waiting)
         session = next((session for session in sessions if self._size(session) <= room), None)
         if session is None:
             self._look_after = now + RETRY_S
             return []
-        del self._to_load[session.session_id]
-        self._load = self._begin(session)
-        jobs = self._load.answers.jobs
+        del self.to_load[session.session_id]
+        self.load = self._begin(session)
+        jobs = self.load.answers.jobs
         if not jobs:
-            self._settle(self._load, now)
+            self._settle(self.load, now)
         return jobs
 
     def _fitting(self, now: float, most: int) -> list[Session]:
@@ -206,19 +199,19 @@ class Prefetcher:
         sessions = self._awaited(now)
         for session in sessions:
             if self._size(session) > most:
-                del self._to_load[session.session_id]
-        return [session for session in sessions if session.session_id in self._to_load]
+                del self.to_load[session.session_id]
+        return [session for session in sessions if session.session_id in self.to_load]
 
     def _size(self, session: Session) -> int:
         """Return how many blocks a prefetch of a session takes."""
         return len(session.rows) + (len(session.points[-1].rows) if session.points else 0)
 
-    def _room(self, wanted: int) -> int:
+    def _room(self, wanted: int, waiting: int) -> int:
         """Return how many blocks at the head of the free queue nobody would miss, up to a number.
 
         Not counted are those that are left to requests, those that waiting requests need, and unsaved ones.
         """
-        left = self._spare + sum(self._waiting.values())
+        left = self._spare + waiting
         wanted = min(wanted, len(self._pool) - left)
         return max(0, self._runway(left + wanted) - left) if wanted > 0 else 0
 
@@ -256,9 +249,9 @@ class Prefetcher:
 
     def answered(self, result: TransferResult, now: float) -> None:
         """Take a rank's result of the load under way."""
-        assert self._load is not None
-        if self._load.answers.add(result):
-            self._settle(self._load, now)
+        assert self.load is not None
+        if self.load.answers.add(result):
+            self._settle(self.load, now)
 
     def _settle(self, ended: _Load, now: float) -> None:
         """Enter what every rank has loaded into the prefix cache, and give all blocks back."""
@@ -266,7 +259,7 @@ class Prefetcher:
         names = [(manager.pool_group(group), name) for group, name in map(manager.blocks.name, ended.rows.tolist())]
         if not ended.is_void:
             self._enter(ended, names, failed)
-        held, self._load, self._was_settled = ended.block_ids, None, True
+        held, self.load, self.was_settled = ended.block_ids, None, True
         self._pool.free(held[::-1])  # tails are overwritten first
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
         manager.load_finished(_load_id(ended.session_id), bad)
@@ -277,8 +270,8 @@ class Prefetcher:
         loaded = [row for row, is_loaded in zip(ended.rows.tolist(), ended.is_loaded, strict=True) if is_loaded]
         if loaded and not failed:
             own = ended.rows[: len(main)]
-            self._ready = self._still_there() | {loaded[0]: _Ready(ended.session_id, ended.number, own)}
-        manager.events(restored(ended.session_id, self._main, manager.points.is_needed, ended.answers))
+            self.ready = self._still_there() | {loaded[0]: _Ready(ended.session_id, ended.number, own)}
+        manager.events(ended.answers.restored(ended.session_id, self._main, manager.points.is_needed))
 
     def _enter(self, ended: _Load, names: Sequence[BlockName], failed: Iterable[BlockName]) -> None:
         """Enter loaded blocks into the prefix cache, up to the first one that failed or that nobody uses any more.
@@ -309,62 +302,29 @@ class Prefetcher:
     def _still_there(self) -> dict[int, _Ready]:
         """Return what was prefetched, but for sessions that are gone or were used since."""
         table = self._manager.table
-        return {row: ready for row, ready in self._ready.items() if ready.number in table.by_number}
+        return {row: ready for row, ready in self.ready.items() if ready.number in table.by_number}
 
     # -- the end --------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Note that all KV is void. What is being loaded is not entered into the prefix cache."""
-        self._ready.clear()
-        if self._load is not None:
-            self._load.is_void = True
+        self.ready.clear()
+        if self.load is not None:
+            self.load.is_void = True
 
     def abandon(self) -> list[int]:
         """Forget the load under way, and return its blocks."""
-        ended, self._load = self._load, None
+        ended, self.load = self.load, None
         return [] if ended is None else ended.block_ids
 
     def drain(self, result: TransferResult) -> list[int]:
         """Forget the load under way once all ranks have answered, and return its blocks."""
-        answers = None if self._load is None else self._load.answers
+        answers = None if self.load is None else self.load.answers
         if answers is None or all(job.job_id != result.job_id for job in answers.jobs):
             return []
         return self.abandon() if answers.add(result) else []
-
-    @property
-    def is_busy(self) -> bool:
-        """True if a result is outstanding, with which blocks come free."""
-        return self._load is not None
-
-    @property
-    def has_work(self) -> bool:
-        """True if a result is outstanding, or one came since the last step: another session's turn may have come."""
-        return self._load is not None or self._was_settled
-
-    @property
-    def deadline(self) -> float | None:
-        """Time of the next step that is of use; None if there is none."""
-        return earliest(self._expected.first, self._look_after if self._must_look else None)
 
 
 def _load_id(session_id: str) -> str:
     """Return the id of a prefetch among the loads of requests."""
     return f"prefetch of {session_id}"
-
-
-def restored(
-    session_id: str, main: int, needs_points: bool, answers: Answers, request_id: str | None = None
-) -> Restored:
-    """Return the event of a load that has ended.
-
-    Good blocks are those before the first that failed. With windows or states, none is good if any failed.
-    """
-    names = [(main, name) for job in answers.jobs if job.group == main for name in job.block_hashes]
-    failed = answers.failed
-    good, beside = len(names), sum(map(len, answers.jobs)) - len(names)
-    if failed:
-        good = next((at for at, name in enumerate(names) if name in failed), good)
-        if needs_points:
-            good = beside = 0
-    causes = list(failed.values())
-    return Restored(session_id, len(names), good, beside, answers.nbytes, answers.seconds, causes, request_id)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from itertools import count, islice, repeat
+from math import inf
 
 import numpy as np
 
@@ -58,6 +59,11 @@ class Session:
     number: int
     created: float
     last_used: float
+    owner: Owner = field(init=False)
+    """Tenant and name, or number of a session without one. Branches of one named session have the same.
+
+    A session without a name that asks another's whole prompt again has that one's.
+    """
     rows: Rows = field(default_factory=lambda: NO_ROWS)
     requests: set[str] = field(default_factory=set)
     is_cold: bool = False
@@ -101,10 +107,11 @@ class Session:
     """The tool that its client waits for."""
     stays_out: bool = False
     """True if nothing of it may reach a tier."""
-    kin: Owner | None = None
-    """Owner of the session whose whole prompt this one, without a name, has asked again."""
     prompt_end: str = ""
     """Number of full blocks of its last prompt, and the tokens behind them; empty if these are not known."""
+
+    def __post_init__(self) -> None:
+        self.owner = self.tenant, f"#{self.number}" if self.name is None else f"={self.name}"
 
     @property
     def state(self) -> SessionState:
@@ -112,11 +119,6 @@ class Session:
         if self.requests:
             return SessionState.ACTIVE
         return SessionState.COLD if self.is_cold else SessionState.IDLE
-
-    @property
-    def owner(self) -> Owner:
-        """Tenant and name, or number of a session without one. Branches of one named session have the same."""
-        return self.kin or (self.tenant, f"#{self.number}" if self.name is None else f"={self.name}")
 
     @property
     def told_id(self) -> str:
@@ -150,8 +152,8 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._when = Ranking()
-        self.first: float | None = None
-        """The earliest time; None if there is none."""
+        self.first = inf
+        """The earliest time; infinity if there is none."""
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._when
@@ -178,12 +180,7 @@ class Deadlines:
 
     def _look(self) -> None:
         first = self._when.first()
-        self.first = None if first is None else first[0]
-
-
-def earliest(*times: float | None) -> float | None:
-    """Return the first of these times that is not None; None if there is none."""
-    return min((when for when in times if when is not None), default=None)
+        self.first = inf if first is None else first[0]
 
 
 class Order:
@@ -511,7 +508,7 @@ class SessionTable:
         if not len(session.rows) and can_be_kin and hashes and (end := prompt_end(hashes, tail)):
             origin = self._prompts.get((session.tenant, hashes[-1], end))
             if origin is not None and len(origin.rows) >= len(hashes):
-                session.kin = origin.owner
+                session.owner = origin.owner
                 return len(hashes)
         return common_prefix(session.rows, rows)
 

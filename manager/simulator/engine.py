@@ -80,7 +80,7 @@ class EngineReplay:
             self._at(self.requests[0].at, self._arrive, 0)
         while self._events:
             due = self._driver.next_deadline
-            if due is not None and due < self._events[0][0]:
+            if due < self._events[0][0]:
                 self.now = max(self.now, due)
             else:
                 self.now, _, happen, what = heapq.heappop(self._events)

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import IO
 
 from manthan.manager.config.model import ConfigError
-from manthan.manager.tiers.arena_tier import ArenaTier, Name
+from manthan.manager.tiers.arena_tier import ArenaTier, Name, RamTier
 from manthan.manager.tiers.disk import DISK, FILE, DiskTier, records_in, room
 from manthan.manager.tiers.disk_files import lock, make_folder
 from manthan.manager.tiers.journal import JOURNAL
-from manthan.manager.tiers.ram import RamTier
 from manthan.manager.tiers.tier import Buffer
 
 logger = logging.getLogger("vllm.manthan.disk")

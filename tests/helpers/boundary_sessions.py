@@ -38,6 +38,19 @@ LOSSY = HELD[20_000 : 20_000 + EXACT + 128]
 ONE = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 
 
+class Idle:
+    """Guard that measures nothing."""
+
+    def begin_step(self, metadata: Any) -> None: ...
+
+    def submit(self, jobs: Any) -> None: ...
+
+    def take(self) -> list[Any]:
+        return []
+
+    def shutdown(self) -> None: ...
+
+
 class Engine:
     """An engine, until its scheduler half has broken."""
 
@@ -57,6 +70,7 @@ class Engine:
         self.connector = self.core.scheduler.connector
         self.half, self.pool = self.connector.scheduler, self.core.scheduler.kv_cache_manager.block_pool
         self.worker = get_kv_transfer_group().worker
+        self.worker.guard = Idle()
         self._errors = 0
         take = self.half.telemetry.take
 
@@ -127,7 +141,7 @@ def disturb(target: Any, name: str, *, after: bool) -> list[int]:
 
 def try_case(engine: Engine, prompt: list[int], on_worker: bool, name: str, state: str) -> dict[str, Any]:
     """What becomes of a request, and of the engine, when a call raises in this state."""
-    target = engine.half if not on_worker else engine.worker if name == "begin_step" else engine.worker.engine
+    target = engine.half if not on_worker else engine.worker.guard if name == "begin_step" else engine.worker.engine
     right, _ = engine.ask(prompt)
     if state == "new":
         engine.empty()

@@ -6,6 +6,7 @@ They take time linear in blocks and sessions.
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -167,10 +168,10 @@ def _sessions(manager: SessionManager) -> Findings:
         if session.is_cold:
             yield not session.requests, f"{session_id} is cold, and requests run: {session.requests}"
             yield bool(blocks.is_saved(rows).all()), f"{session_id} is cold, and not all of it is saved"
-        is_saving = session in manager._saving
+        is_saving = session in manager.saving
         yield is_saving == (session.saving_since is not None), f"{session_id} is being saved: {is_saving}"
     yield len(table.by_number) == len(table.by_id), f"{len(table.by_number)} numbers of {len(table.by_id)} sessions"
-    for session in manager._saving:
+    for session in manager.saving:
         yield table.by_id.get(session.session_id) is session, f"{session.session_id} is being saved and is gone"
         yield not session.requests and not session.is_cold, f"{session.session_id} is being saved, {session.state}"
     asked = {(request_id, session.session_id) for session in table.by_id.values() for request_id in session.requests}
@@ -265,7 +266,7 @@ def _orders(manager: SessionManager) -> Findings:
         if not session.is_cold:  # others may have stored what it had in common with them
             gives &= blocks.origin[rows] == session.number
         is_free = not gives.any() or session.is_pinned or session.session_id in listed
-        waits = session.session_id in manager._due or session in manager._saving  # it is listed again when it is saved
+        waits = session.session_id in manager.due or session in manager.saving  # it is listed again when it is saved
         is_free |= not session.is_cold and waits
         yield is_free, f"{session.session_id} has compressed blocks that nobody would drop"
 
@@ -298,15 +299,15 @@ def _budget(manager: SessionManager) -> Findings:
 
 def _deadlines(manager: SessionManager) -> Findings:
     table, said = manager.table, manager.said
-    for name, deadlines in (("saving", manager._due), ("end of life", said._ttls), ("end of a pin", said._pins)):
+    for name, deadlines in (("saving", manager.due), ("end of life", said.ttls), ("end of a pin", said.pins)):
         whens = _whens(deadlines)
         yield whens.keys() <= table.by_id.keys(), f"{name}: {whens.keys() - table.by_id.keys()} are gone"
-        first = min(whens.values(), default=None)
+        first = min(whens.values(), default=inf)
         yield deadlines.first == first, f"{name}: the first is kept as {deadlines.first}, and is {first}"
     for session in table.by_id.values():
         until = session.pinned_until if session.is_pinned else None
-        yield said._pins._when.get(session.session_id) == until, f"the pin of {session.session_id} ends at {until}"
-    for session_id in _whens(manager._due):
+        yield said.pins._when.get(session.session_id) == until, f"the pin of {session.session_id} ends at {until}"
+    for session_id in _whens(manager.due):
         state = table.by_id[session_id].state
         yield not table.by_id[session_id].requests, f"{session_id} is {state} and is to be saved"
 
@@ -328,16 +329,16 @@ def _under_way(manager: SessionManager, driver: Driver) -> Findings:
     yield sorted(storing) == kept, f"rows {sorted(storing)} are being stored, and {kept} are marked"
     jobs = {job.job_id: request_id for request_id, load in driver._loading.items() for job in load.answers.jobs}
     yield driver._load_of == jobs, "loads by job are not those by request"
-    waiting = set(driver.prefetcher._waiting)
+    waiting = set(driver._waiting)
     yield waiting <= driver._serving.keys(), f"{waiting - driver._serving.keys()} wait for blocks and are gone"
     table = manager.table
     for name, ids in (
-        ("to be prefetched", driver.prefetcher._to_load.keys()),
-        ("expected", _whens(driver.prefetcher._expected).keys()),
+        ("to be prefetched", driver.prefetcher.to_load.keys()),
+        ("expected", _whens(driver.prefetcher.expected).keys()),
         *(("in a front tier", used.keys()) for used in driver.fronts._used),
     ):
         yield ids <= table.by_id.keys(), f"{name}: {ids - table.by_id.keys()} are gone"
-    loads = set(driver._loading) | ({_prefetch_id(driver)} if driver.prefetcher._load else set())
+    loads = set(driver._loading) | ({_prefetch_id(driver)} if driver.prefetcher.load else set())
     yield set(manager._loading) <= loads, f"rows are read by {set(manager._loading)}, and loads are {loads}"
     held = Counter(block for store in driver._stores.values() for block in store.block_ids)
     if hasattr(pool, "users"):
@@ -346,7 +347,7 @@ def _under_way(manager: SessionManager, driver: Driver) -> Findings:
 
 
 def _prefetch_id(driver: Driver) -> str:
-    load = driver.prefetcher._load
+    load = driver.prefetcher.load
     assert load is not None
     return f"prefetch of {load.session_id}"
 
@@ -359,12 +360,12 @@ def check_empty(manager: SessionManager) -> None:
 def _left(manager: SessionManager) -> Findings:
     table, blocks = manager.table, manager.blocks
     kept: dict[str, object] = {name: getattr(table, name) for name in _BY_SESSION}
-    kept |= {"points": manager.points._at, "parts": manager.points._of, "saving": manager._saving}
+    kept |= {"points": manager.points._at, "parts": manager.points._of, "saving": manager.saving}
     kept |= {"pins": manager._pins, "loads": manager._loading, "requests": manager.requests}
     for name, books in kept.items():
         yield not books, f"{name} are left: {books}"
-    for deadlines in (manager._due, manager.said._ttls, manager.said._pins):
-        yield not len(deadlines) and deadlines.first is None, "a deadline is left"
+    for deadlines in (manager.due, manager.said.ttls, manager.said.pins):
+        yield not len(deadlines) and deadlines.first == inf, "a deadline is left"
     yield not len(blocks), f"{len(blocks)} rows are left"
     totals = [blocks.saved_nbytes, blocks.reserved_nbytes, blocks.storing, blocks.exact_blocks, *blocks.moved_nbytes]
     yield not any(totals) and not blocks._tenant_nbytes.any(), f"totals are left: {totals}"

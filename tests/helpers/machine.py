@@ -248,7 +248,7 @@ class Sessions(RuleBasedStateMachine):
         if what in ("evict", "expect", "release"):
             assert bool(refused) == was_active or (what == "evict" and stays_out)
         if what == "evict" and not refused and not stays_out:
-            assert session.is_cold or session in self.manager._saving or not len(session.rows)
+            assert session.is_cold or session in self.manager.saving or not len(session.rows)
         if what == "release" and not refused:
             assert session.session_id not in self.manager.table.by_id
 
@@ -355,7 +355,7 @@ class Sessions(RuleBasedStateMachine):
         assert not self.driver.is_moving
         assert not any(map(self.world.pool.users, range(self.world.pool.size))), "blocks are referenced for nothing"
         assert not any(world.pool.busy)
-        assert not self.manager._saving, "sessions are being saved for ever"
+        assert not self.manager.saving, "sessions are being saved for ever"
         for session in self.manager.table.by_id.values():
             if session.is_cold:
                 self.is_offered(session)

@@ -131,14 +131,14 @@ class ClockedEngine(SteppedEngine):
 
     def __init__(self, blocks: int, **manthan: Any) -> None:
         super().__init__(blocks, None, **manthan)
-        worker = self.worker
-        take_report = worker.take_report
+        engine = self.worker.engine
+        take_report = engine.take_report
 
         def report_of_all() -> Any:
-            worker.engine.wait()
+            engine.wait()
             return take_report()
 
-        worker.take_report = report_of_all
+        engine.take_report = report_of_all
         self.now = time.monotonic()
         scheduler_half.time = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[assignment]
         self.half._sweeper.stop()  # steps that are due are taken by `rest`
@@ -146,7 +146,7 @@ class ClockedEngine(SteppedEngine):
     def rest(self, seconds: float) -> None:
         """Take the steps that are due by then, each in its time."""
         end = self.now + seconds
-        while (due := self.half.driver.next_deadline) is not None and due < end:
+        while (due := self.half.driver.next_deadline) < end:
             self.now = max(self.now, due)
             self.half._rung = True
             while self.half.has_work:

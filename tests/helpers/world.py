@@ -20,8 +20,7 @@ from manthan.manager.session.hints import NO_HINTS, Hints, parse_hints
 from manthan.manager.session.manager import PointParts, Request, SessionManager, Shares
 from manthan.manager.session.table import Session, qualified
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.tiers.arena_tier import ArenaTier
-from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.arena_tier import ArenaTier, RamTier
 from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import STORE_FULL, Buffer
 from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Transfer, TransferResult, on_each
@@ -390,7 +389,7 @@ class World:
 
     def _know(self, session: Session) -> None:
         """Note which session without a name has an id now."""
-        if session.name is None and session.kin is None:
+        if session.owner[1] == f"#{session.number}":
             self._numbers[session.owner] = session.number
 
     def _uid(self, owner: Owner) -> Uid:
@@ -630,11 +629,11 @@ class World:
             for asked in self.asked:
                 if asked.is_running:
                     driver.cached(asked.request_id, asked.had)
-        before = driver.prefetcher._load
+        before = driver.prefetcher.load
         work = driver.step(self.taken, self.now)
         assert driver.runway._left <= self.pool.runway(self.pool.size), "fewer free blocks are saved than it counts"
         self.taken = 0
-        load = driver.prefetcher._load
+        load = driver.prefetcher.load
         if load is not before and load is not None:
             session = self.manager.table.by_number[load.number]
             assert {job.tenant for job in load.answers.jobs} <= {session.tenant}
@@ -802,7 +801,7 @@ class World:
     def _answer(self, job: Job, result: TransferResult) -> None:
         job_id, request_id = result.job_id, job.transfer.request_id
         self.unanswered[job_id] -= 1
-        prefetch = self.driver.prefetcher._load
+        prefetch = self.driver.prefetcher.load
         if not self.unanswered[job_id]:
             del self.unanswered[job_id]
         is_load = job.transfer.direction == "load"

@@ -49,4 +49,4 @@ def test_a_request_for_exact_kv_is_offered_no_other(configured: str, asked: str 
     talks.overwrite()
     request = talks.start(TEXT, "alice", **({"quality": asked} if asked else {}))
     assert talks.running[request].loaded == offered
-    assert (talks.manager.asker(request) is None) == (not offered)
+    assert (talks.driver.asker(request) is None) == (not offered)

@@ -1,5 +1,7 @@
 """Sessions that are loaded before their request comes: which ones, when, and into which room."""
 
+from math import inf
+
 import pytest
 from integrity import check_integrity
 from talks import IDLE_AFTER_S, Talks, names
@@ -28,7 +30,7 @@ class Prefetching(Talks):
         return [list(load.block_hashes) for load in self.step().loads]
 
     def prefetches(self) -> int:
-        return sum(event.is_prefetch for event in self.told(Restored))
+        return sum(event.request_id is None for event in self.told(Restored))
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def test_a_session_is_loaded_some_time_before_it_is_expected(talks: Prefetching)
     assert talks.resident("a b c") == 3
     assert talks.states() == {"A": "cold"}
     assert talks.taken() == []
-    assert talks.driver.next_deadline is None
+    assert talks.driver.next_deadline == inf
 
 
 def test_a_session_that_goes_cold_when_it_is_due_already_is_loaded_then(talks: Prefetching) -> None:
@@ -122,7 +124,7 @@ def test_a_session_that_no_pool_can_hold_is_not_waited_for() -> None:
     talks.overwrite()
     assert talks.taken() == [names("a b c d e f g x")]
     assert talks.taken() + talks.taken() == []
-    assert talks.driver.prefetcher.deadline is None
+    assert talks.driver.prefetcher.look_at == inf
 
 
 def test_room_that_a_waiting_request_needs_is_left_to_it() -> None:
@@ -133,10 +135,10 @@ def test_room_that_a_waiting_request_needs_is_left_to_it() -> None:
     assert talks.taken() == []
     talks.finish(request, "")
     assert talks.taken() == [], "it does not look again at once"
-    assert talks.driver.prefetcher.deadline == talks.now + RETRY_S
+    assert talks.driver.prefetcher.look_at == talks.now + RETRY_S
     talks.now += RETRY_S
     assert talks.taken() == [names("a b c d e f g h")]
-    assert talks.driver.prefetcher.deadline is None
+    assert talks.driver.prefetcher.look_at == inf
 
 
 # -- results ------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_sessions_are_saved_when_their_idle_time_is_over(talks: Talks) -> None:
     talks.talk("x y", "new")
     talks.now = IDLE_AFTER_S - 0.1
     assert talks.save() == []
-    talks.now = talks.driver.next_deadline or 0.0
+    talks.now = talks.driver.next_deadline
     assert talks.save() == names("a b")
     assert talks.states() == {"old": "cold", "new": "idle"}
 

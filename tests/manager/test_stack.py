@@ -8,8 +8,8 @@ import pytest
 from some_blocks import blocks_of, same
 
 from manthan.manager.tiers.arena import GRANULE
+from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.disk import DiskTier, room
-from manthan.manager.tiers.ram import RamTier
 from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import Buffer, Found
 

@@ -1,5 +1,7 @@
 """What an operator asks of a session."""
 
+from math import inf
+
 import pytest
 from integrity import check_empty
 from talks import IDLE_AFTER_S, Talks, last_words
@@ -70,7 +72,7 @@ def test_what_was_said_last_of_a_return_holds(talks: Talks) -> None:
     talks.rest()
     steer(talks, "expect", 60.0)
     steer(talks, "expect", tool="unknown")
-    assert (talks.session("a").expected, talks.driver.next_deadline) == (None, None)
+    assert (talks.session("a").expected, talks.driver.next_deadline) == (None, inf)
 
 
 # -- pins ---------------------------------------------------------------------------------------------

@@ -25,9 +25,8 @@ from manthan.codec.base import Section, SectionKind
 from manthan.codec.errors import WireError
 from manthan.manager.config.model import RedisConfig, SealingConfig
 from manthan.manager.events import BlocksDropped, DropCause
-from manthan.manager.tiers.arena_tier import ArenaTier
+from manthan.manager.tiers.arena_tier import ArenaTier, RamTier
 from manthan.manager.tiers.disk import DiskTier
-from manthan.manager.tiers.ram import RamTier
 from manthan.manager.tiers.redis import RedisTier
 from manthan.manager.tiers.redis_client import Circuit, connect
 from manthan.manager.tiers.redis_schema import Namespace

@@ -13,7 +13,7 @@ from key_files import write_keys
 from paged_cache import cpu_blocks, paged, write
 
 from manthan.manager.config.model import SealingConfig
-from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
 from manthan.manager.tiers.tier import TierError
 from manthan.manager.transfer import Transfer, TransferResult
@@ -263,13 +263,13 @@ def test_the_thread_that_orders_transfers_does_none_and_waits_for_none(start: Ca
 @pytest.mark.invariant(
     10,
     "vllm_hooks/connector.py",
-    "self._try(self.worker.begin_step, self._metadata, otherwise=None)",
-    "self._try(self.worker.submit_stores, self._metadata, otherwise=None)",
+    "if self._try(engine.submit_loads, metadata, otherwise=False) is False:",
+    "if self._try(engine.submit_stores, metadata, otherwise=False) is False:",
 )
 def test_a_block_is_stored_after_the_step_that_computes_it(start: Callable[..., Worker]) -> None:
     """vLLM has its hash when that step begins, and the step names it."""
     worker, connector, half = start(), object.__new__(ManthanConnector), object.__new__(WorkerHalf)
-    half.engine, half._guard, connector.worker = worker.engine, None, half
+    half.engine, half.guard, connector.worker = worker.engine, None, half
     made_up: Any = None
     connector.bind_connector_metadata(ManthanMetadata(stores=[jobs.store(KEYS[:1], [0], 0, 32, group=GROUP)]))
     connector.start_load_kv(made_up)

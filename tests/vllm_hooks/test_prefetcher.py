@@ -55,7 +55,8 @@ class Prefetching(Talks):
 
     def is_loading(self) -> bool:
         row = self.manager.blocks.row(MAIN, names(TEXT)[0])
-        return self.driver.prefetcher.is_loading(row)
+        load = self.driver.prefetcher.load
+        return load is not None and load.brings(row)
 
 
 def test_a_window_is_prefetched_with_its_session() -> None:
@@ -123,4 +124,4 @@ def test_after_a_reset_nothing_is_entered() -> None:
     talks.answer(talks.loads)
     assert talks.found() == [False] * 5
     assert talks.real.vllm.reset_prefix_cache()
-    assert (talks.told(Restored), talks.driver.prefetcher.is_busy) == ([], False)
+    assert (talks.told(Restored), talks.driver.prefetcher.load) == ([], None)

@@ -101,7 +101,7 @@ def test_a_measurement_that_fails_is_told_of_and_others_follow(world: World, mon
 
 def test_the_first_prompts_tell_how_fast_the_model_computes(world: World) -> None:
     for tokens in (1, 1000, 10):
-        world.guard.begin(tokens)
+        world.guard.begin_step(ManthanMetadata(tokens=tokens))
         time.sleep(0.01)
         world.guard.submit([])
     [found] = world.verdicts()
@@ -111,7 +111,7 @@ def test_the_first_prompts_tell_how_fast_the_model_computes(world: World) -> Non
 def test_a_step_is_timed_from_where_vllm_binds_its_metadata() -> None:
     """vLLM's V2 runner calls `start_load_kv` after the forward pass."""
     connector, steps = object.__new__(ManthanConnector), list[ManthanMetadata]()
-    connector.worker = types.SimpleNamespace(begin_step=steps.append)
+    connector.worker = types.SimpleNamespace(guard=types.SimpleNamespace(begin_step=steps.append))
     metadata = ManthanMetadata(tokens=7)
     connector.bind_connector_metadata(metadata)
     assert steps == [metadata]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from manthan.vllm_hooks.worker.threads import JobThreads, allowed_cpus
+from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
 
@@ -17,7 +17,7 @@ import multiprocessing, os, sys, time
 
 def work(bound):
     os.sched_setaffinity(0, bound)  # as vLLM binds a CPU worker
-    from manthan.vllm_hooks.worker.threads import JobThreads, allowed_cpus
+    from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
     threads, found = JobThreads(1, "test", allowed_cpus()), []
     threads.submit(lambda: found.append(sorted(os.sched_getaffinity(0))))
     threads.submit(lambda: found.append(sorted(os.sched_getaffinity(os.getpid()))))

@@ -101,7 +101,7 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
     logger.info(
         "Manthan: session %s %s %d of %d blocks (%d tokens)%s in %.0f ms%s",
         printable(restored.session_id),
-        "prefetched" if restored.is_prefetch else "restored",
+        "prefetched" if restored.request_id is None else "restored",
         restored.good,
         restored.blocks,
         restored.good * shape.block_tokens,

@@ -1,16 +1,13 @@
 """Metrics. The scheduler half collects them, vLLM's stats carry them, and /metrics shows them as vllm:manthan_…"""
 
 import collections
-from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from manthan.manager.events import DropCause, Judged
+from manthan.manager.events import DropCause
 from manthan.manager.session.hints import Hints
-from manthan.manager.session.manager import SessionManager
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BYTES = tuple(float(4**power) for power in range(5, 18))  # 1 KiB to 16 GiB
@@ -129,74 +126,6 @@ class ManthanStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         totals = {name: sum(values.values()) for name, values in self.data.get("counters", {}).items() if values}
         return {f"Manthan {name.replace('_', ' ')}": total for name, total in totals.items()}
-
-
-class StatsRecorder:
-    """Counters, gauges and observations of the scheduler half, until vLLM fetches them."""
-
-    def __init__(self, manager: SessionManager) -> None:
-        self._manager = manager
-        self._counters: defaultdict[str, collections.Counter[str]] = defaultdict(collections.Counter)
-        self._observations: defaultdict[str, list[float]] = defaultdict(list)
-        self.store_is_up = True
-        self.judged: Judged | None = None
-        """What the guard has decided last."""
-        self._sent_gauges: dict[str, dict[str, float]] = {}
-
-    def count(self, name: str, by: int = 1, label: str = "") -> None:
-        """Add to a counter of METRICS."""
-        self._counters[name][label] += by
-
-    def count_all(self, name: str, labels: Iterable[str]) -> None:
-        """Add 1 to a counter for each label."""
-        self._counters[name].update(labels)
-
-    def observe(self, name: str, value: float) -> None:
-        """Add to a histogram of METRICS."""
-        self._observations[name].append(value)
-
-    def take(self) -> ManthanStats | None:
-        """Return the statistics since the last call; None if nothing happened."""
-        gauges = self._gauges()
-        if not self._counters and gauges == self._sent_gauges:
-            return None
-        data = {
-            "gauges": gauges,
-            "counters": {name: dict(values) for name, values in self._counters.items() if values},
-            "observations": dict(self._observations),
-        }
-        self._sent_gauges = gauges
-        self._counters, self._observations = defaultdict(collections.Counter), defaultdict(list)
-        return ManthanStats(data=data)
-
-    def _gauges(self) -> dict[str, dict[str, float]]:
-        usage, shape = self._manager.usage(), self._manager.shape
-        ratio = usage.pool_nbytes / usage.saved_nbytes if usage.saved_nbytes else shape.ratio
-        return {
-            "sessions": {str(state): count for state, count in usage.sessions.items()},
-            "anchors": {"": usage.points},
-            "hot_bytes": {"": usage.unsaved_blocks * shape.pool_nbytes},
-            "cold_bytes": {"": usage.saved_nbytes},
-            "exact_blocks": {"": usage.exact_blocks},
-            "cold_budget_bytes": {"": usage.budget_nbytes},
-            "cold_store_up": {"": float(self.store_is_up)},
-            "compression_ratio": {"": round(ratio, 4)},
-            "codec_noise": _noise(self.judged),
-            "codec_fallback": {"": float(self.judged is not None and self.judged.choice > 0)},
-        }
-
-
-def _noise(judged: Judged | None) -> dict[str, float]:
-    """Of the configured codec; none before anything was measured."""
-    if judged is None:
-        return {}
-    of = judged.verdict.measured[0]
-    noise = {
-        "logits": of.logit_noise.mean(),
-        "worst_layer": of.logit_noise.max(),
-        "values": of.value_noise.max(),
-    }
-    return {name: round(float(value), 6) for name, value in noise.items()}
 
 
 class ManthanPromMetrics(KVConnectorPromMetrics):

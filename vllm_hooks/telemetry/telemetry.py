@@ -1,5 +1,7 @@
 """Events of an engine, told to metrics, to the log, to histories of sessions, and to traces if these are on."""
 
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from manthan.manager.events import (
@@ -24,7 +26,7 @@ from manthan.manager.session.hints import Hints
 from manthan.manager.session.manager import Outcome, SessionManager
 from manthan.manager.sparing import Sparing
 from manthan.vllm_hooks.telemetry.log import logger, tell_eviction, tell_restore, tell_verdict
-from manthan.vllm_hooks.telemetry.metrics import ManthanStats, StatsRecorder
+from manthan.vllm_hooks.telemetry.metrics import ManthanStats
 from manthan.vllm_hooks.telemetry.traces import Traces
 
 if TYPE_CHECKING:
@@ -141,7 +143,7 @@ class Telemetry:
 
     def _restored(self, event: Restored) -> None:
         stats, shape = self._stats, self._manager.shape
-        if event.is_prefetch:
+        if event.request_id is None:
             stats.count("prefetches")
             stats.count("prefetched_blocks", event.good + event.beside)
             self.totals["prefetches"] += 1
@@ -172,3 +174,71 @@ class Telemetry:
         if found is None:
             return "none"
         return "faithful" if not found.choice else "slow" if found.is_slow else "unfaithful"
+
+
+class StatsRecorder:
+    """Counters, gauges and observations of the scheduler half, until vLLM fetches them."""
+
+    def __init__(self, manager: SessionManager) -> None:
+        self._manager = manager
+        self._counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._observations: defaultdict[str, list[float]] = defaultdict(list)
+        self.store_is_up = True
+        self.judged: Judged | None = None
+        """What the guard has decided last."""
+        self._sent_gauges: dict[str, dict[str, float]] = {}
+
+    def count(self, name: str, by: int = 1, label: str = "") -> None:
+        """Add to a counter of METRICS."""
+        self._counters[name][label] += by
+
+    def count_all(self, name: str, labels: Iterable[str]) -> None:
+        """Add 1 to a counter for each label."""
+        self._counters[name].update(labels)
+
+    def observe(self, name: str, value: float) -> None:
+        """Add to a histogram of METRICS."""
+        self._observations[name].append(value)
+
+    def take(self) -> ManthanStats | None:
+        """Return the statistics since the last call; None if nothing happened."""
+        gauges = self._gauges()
+        if not self._counters and gauges == self._sent_gauges:
+            return None
+        data = {
+            "gauges": gauges,
+            "counters": {name: dict(values) for name, values in self._counters.items() if values},
+            "observations": dict(self._observations),
+        }
+        self._sent_gauges = gauges
+        self._counters, self._observations = defaultdict(Counter), defaultdict(list)
+        return ManthanStats(data=data)
+
+    def _gauges(self) -> dict[str, dict[str, float]]:
+        usage, shape = self._manager.usage(), self._manager.shape
+        ratio = usage.pool_nbytes / usage.saved_nbytes if usage.saved_nbytes else shape.ratio
+        return {
+            "sessions": {str(state): count for state, count in usage.sessions.items()},
+            "anchors": {"": usage.points},
+            "hot_bytes": {"": usage.unsaved_blocks * shape.pool_nbytes},
+            "cold_bytes": {"": usage.saved_nbytes},
+            "exact_blocks": {"": usage.exact_blocks},
+            "cold_budget_bytes": {"": usage.budget_nbytes},
+            "cold_store_up": {"": float(self.store_is_up)},
+            "compression_ratio": {"": round(ratio, 4)},
+            "codec_noise": _noise(self.judged),
+            "codec_fallback": {"": float(self.judged is not None and self.judged.choice > 0)},
+        }
+
+
+def _noise(judged: Judged | None) -> dict[str, float]:
+    """Of the configured codec; none before anything was measured."""
+    if judged is None:
+        return {}
+    of = judged.verdict.measured[0]
+    noise = {
+        "logits": of.logit_noise.mean(),
+        "worst_layer": of.logit_noise.max(),
+        "values": of.value_noise.max(),
+    }
+    return {name: round(float(value), 6) for name, value in noise.items()}

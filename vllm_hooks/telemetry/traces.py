@@ -60,9 +60,9 @@ class Traces:
         }
         if restored.causes:
             attributes["manthan.causes"] = sorted(set(restored.causes))
-        if not restored.is_prefetch:
+        if request_id:
             attributes[REQUEST_ID] = request_id
-        self._span(f"manthan.{'prefetch' if restored.is_prefetch else 'restore'}", began, now, attributes, request_id)
+        self._span(f"manthan.{'restore' if request_id else 'prefetch'}", began, now, attributes, request_id)
 
     def evicted(self, eviction: "Evicted") -> None:
         """A session is cold."""

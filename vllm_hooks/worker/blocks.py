@@ -182,20 +182,12 @@ class CpuBlocks:
             others: formats that can be read as well, and written if a job names their codec.
             exacts: numbers of a block's first tokens that may have to be kept exact.
         """
-        self.formats, self._memory = (format, *others), memory
+        self.formats, self._memory, self.format = (format, *others), memory, format
+        shape = format.shape
+        self.nbytes = (math.prod(shape.numbers) + math.prod(shape.value_numbers)) * shape.dtype.numpy.itemsize
+        """Number of bytes of a gathered block."""
         for each in self.formats:
             each.warm_up(exacts)
-
-    @property
-    def format(self) -> BlockFormat:
-        """Format of jobs that name no codec."""
-        return self.formats[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of a gathered block."""
-        shape = self.format.shape
-        return (math.prod(shape.numbers) + math.prod(shape.value_numbers)) * shape.dtype.numpy.itemsize
 
     def format_named(self, codec: str) -> BlockFormat:
         """Return the format in this codec, or the first if `codec` is empty. Raises UnknownCodecError."""
@@ -207,10 +199,7 @@ class CpuBlocks:
 
     def format_of(self, buf: Buffer) -> BlockFormat:
         """Return the format whose fingerprint a block carries. Without one, return the first, whose checks fail."""
-        try:
-            mark = wire.peek(np.frombuffer(buf, np.uint8)).fingerprint
-        except WireError:
-            return self.formats[0]
+        mark = np.frombuffer(buf, np.uint8)[wire.FINGERPRINT].tobytes()
         return next((format for format in self.formats if format.fingerprint == mark), self.formats[0])
 
     def gather(self, job: Transfer) -> Copies:

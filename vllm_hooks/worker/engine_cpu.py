@@ -14,8 +14,15 @@ from manthan.manager.transfer import NEEDED, Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import Copies, CpuBlocks
 from manthan.vllm_hooks.worker.capacity import COPIES_BYTES
-from manthan.vllm_hooks.worker.engine import CancelledError, Engine, cause_of, of_blocks, other_causes
-from manthan.vllm_hooks.worker.threads import JobThreads, allowed_cpus
+from manthan.vllm_hooks.worker.engine import (
+    CancelledError,
+    Engine,
+    JobThreads,
+    allowed_cpus,
+    cause_of,
+    of_blocks,
+    other_causes,
+)
 
 BATCH = 16
 """Number of blocks that a thread encodes and stores at once."""

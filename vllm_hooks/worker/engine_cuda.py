@@ -31,11 +31,10 @@ from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_STAGINGS, STAGING_BYTES
 from manthan.vllm_hooks.worker.codecs import Codecs
-from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, cause_of, of_blocks
+from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, JobThreads, cause_of, of_blocks
 from manthan.vllm_hooks.worker.promotion import Primary, Reading
 from manthan.vllm_hooks.worker.slabs import Demotion, Numbers, Run, Slab, Slabs, Stored, Taken
 from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
-from manthan.vllm_hooks.worker.threads import JobThreads
 
 logger = init_logger("vllm.manthan.worker")
 

@@ -18,8 +18,9 @@ from manthan.codec.fidelity import Fidelity, NothingToMeasureError, Sample, meas
 from manthan.codec.rope import Rope
 from manthan.manager.events import Verdict
 from manthan.manager.transfer import Transfer
+from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import PagedMemory
-from manthan.vllm_hooks.worker.threads import JobThreads, allowed_cpus
+from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -95,9 +96,11 @@ class RankGuard:
         for format in self._formats:
             format.warm_up()
 
-    def begin(self, tokens: int) -> None:
-        """Note a step in which the model is about to compute `tokens`."""
-        self._prompts.begin(tokens)
+    def begin_step(self, metadata: ManthanMetadata) -> None:
+        """Take note that the model is about to compute a step."""
+        if metadata.place is not None:
+            self.reset()
+        self._prompts.begin(metadata.tokens)
 
     def submit(self, jobs: Sequence[Transfer]) -> None:
         """Copy some blocks of these stores, and measure them when there are enough.

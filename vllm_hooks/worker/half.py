@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
@@ -17,7 +17,7 @@ from manthan.codec.registry import PRESETS, finer_codecs, needs_profile, takes_f
 from manthan.codec.rope import Rope
 from manthan.codec.wht import WhtPreset
 from manthan.manager.config.model import ConfigError
-from manthan.manager.tiers.ram import RamTier
+from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.redis_schema import Namespace
 from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
 from manthan.manager.tiers.stack import StackedTier
@@ -27,7 +27,6 @@ from manthan.vllm_hooks.disk_store import open_disk
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import KvCacheGroup, config_for, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts, with_states
-from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_redis, namespace_of
 from manthan.vllm_hooks.support import UnsupportedError, latent_of
@@ -114,39 +113,12 @@ class WorkerHalf:
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = bool(self.groups.at_points)
         self.engine = Engine()
-        self._guard: RankGuard | None = None
-
-    def begin_step(self, metadata: ManthanMetadata) -> None:
-        """Take note that the model is about to compute a step."""
-        if self._guard is not None:
-            if metadata.place is not None:
-                self._guard.reset()
-            self._guard.begin(metadata.tokens)
-
-    def submit_loads(self, metadata: ManthanMetadata) -> Literal[True]:
-        """Begin the loads that a step names. vLLM may call this before or after the step's forward pass."""
-        self.engine.submit_loads(metadata)
-        return True
-
-    def submit_stores(self, metadata: ManthanMetadata) -> Literal[True]:
-        """Begin what comes after what the model computes in this step."""
-        self.engine.submit_stores(metadata)
-        if self._guard is not None:
-            self._guard.submit(metadata.stores)
-        return True
-
-    def take_report(self) -> ManthanWorkerMetadata | None:
-        """What ended since the last call."""
-        report, verdicts = self.engine.take_report(), self._guard.take() if self._guard is not None else []
-        if not verdicts:
-            return report
-        report = report or ManthanWorkerMetadata()
-        report.verdicts += verdicts
-        return report
+        self.guard: RankGuard | None = None
+        """None if the codec is not to be measured."""
 
     def shutdown(self) -> None:
-        if self._guard is not None:
-            self._guard.shutdown()
+        if self.guard is not None:
+            self.guard.shutdown()
         self.engine.shutdown()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -166,12 +138,12 @@ class WorkerHalf:
         beside = {each.group.index: self._beside(each.group, kv_caches, name) for each in self.groups.others}
         self.engine = self._engine(chain, store, beside)
         if config.codec.guard:
-            self._guard = self._make_guard(chain, rope)
+            self.guard = self._make_guard(chain, rope)
 
     def get_ready(self) -> None:
         """Wait for what compiles beside vLLM's own warm-up. The server is not ready before that."""
-        if self._guard is not None:
-            self._guard.wait()
+        if self.guard is not None:
+            self.guard.wait()
 
     def _layers(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
         """Where the group's blocks lie. Raises UnsupportedError."""
