@@ -115,7 +115,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         if num_external_tokens:
-            group = self.scheduler.groups.chain.index
+            group = self.scheduler.groups.main.index
             ids = blocks.get_block_ids()[group]
             told = request.request_id, ids, num_external_tokens
             self._promised[request.request_id] = self._try(self.scheduler.loaded_into, *told, otherwise=ids)
@@ -150,7 +150,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[self.scheduler.groups.chain.index])
+        return self.request_finished(request, block_ids[self.scheduler.groups.main.index])
 
     def has_pending_push_work(self) -> bool:
         has_work = self._ask(self._has_work, otherwise=None)

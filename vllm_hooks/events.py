@@ -80,7 +80,7 @@ class KvEvents:
         Blocks of all groups with the same tokens have the same hash, and one note, under the main group.
         """
         self._blocks, self._groups = manager.blocks, groups
-        self._main, self._session_group = groups.chain.index, manager.shape.session_group
+        self._main, self._session_group = groups.main.index, manager.shape.session_group
         self._medium, locality = PLACES[place]
         self._locality = locality.value
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]

@@ -168,7 +168,7 @@ class Part(NamedTuple):
 
 
 class PointGroup(NamedTuple):
-    """Group of which a resume point needs blocks by itself: all but the chain's, and that too if it has a window.
+    """Group of which a resume point needs blocks by itself: all but the main one, and that too if it has a window.
 
     Args:
         reach: number of tokens that its layers look back, their own included; 1 for states, of which a block has the
@@ -192,32 +192,32 @@ class Groups(NamedTuple):
     """KV cache groups of a model.
 
     Args:
-        chain: group whose blocks make up sessions, with full attention. Where no layer has full attention, it is a
+        main: group whose blocks make up sessions, with full attention. Where no layer has full attention, it is a
             window's group, which is among `at_points` as well.
         at_points: groups of which resume points need blocks.
-        again: number of found blocks at the end of a chain that are computed nevertheless; see `blocks_computed_again`.
+        again: number of found blocks at a prefix's end that are computed nevertheless; see `blocks_computed_again`.
         unstored: tokens of a block of each group that is not stored.
     """
 
-    chain: KvCacheGroup
+    main: KvCacheGroup
     at_points: Sequence[PointGroup] = ()
     again: int = 0
     unstored: Sequence[int] = ()
 
     @property
     def is_whole(self) -> bool:
-        """True if a resume point needs all of a chain's blocks, and not a window's last ones."""
+        """True if a resume point needs all blocks of the main group, and not a window's last ones."""
         return len(self.others) == len(self.at_points)
 
     @property
     def is_even(self) -> bool:
-        """True if each group has the chain's block hashes: the chain is stored, and all blocks have as many tokens."""
+        """True if each group has the main group's hashes: that is stored, and all blocks have as many tokens."""
         return self.is_whole and len(set(self._sizes)) == 1
 
     @property
     def others(self) -> list[PointGroup]:
-        """Stored groups that are not the chain's."""
-        return [each for each in self.at_points if each.group.index != self.chain.index]
+        """Stored groups that are not the main one."""
+        return [each for each in self.at_points if each.group.index != self.main.index]
 
     @property
     def hash_tokens(self) -> int:
@@ -238,18 +238,18 @@ class Groups(NamedTuple):
         return 0 if self.again and self.others else 1
 
     def deepest(self, depth: int) -> int:
-        """Number of a chain's first `depth` blocks up to the last resume point; 0 without one.
+        """Number of a session's first `depth` blocks up to the last resume point; 0 without one.
 
         Blocks of all groups end at a resume point, and the blocks that are computed again come behind it.
         """
         end = depth - self.again
-        end -= end % (math.lcm(*self._sizes, *self.unstored) // self.chain.spec.block_size)
+        end -= end % (math.lcm(*self._sizes, *self.unstored) // self.main.spec.block_size)
         return end + self.again if end > 0 else 0
 
-    def beside(self, depth: int) -> Iterator[Part]:
-        """Blocks of other groups that are needed if `depth` blocks of a chain are found, group by group."""
+    def parts(self, depth: int) -> Iterator[Part]:
+        """Blocks of other groups that are needed if `depth` blocks of the main one are found, group by group."""
         end = max(0, depth - self.again)
-        tokens = end * self.chain.spec.block_size
+        tokens = end * self.main.spec.block_size
         return (part for each in self.at_points for part in each.needed(tokens)) if end else iter(())
 
     def held(self, tokens: int, in_flight: int) -> int:
@@ -258,13 +258,13 @@ class Groups(NamedTuple):
         A window's blocks are free when those are settled. A state has its last block and the next, and one for each
         token that is proposed. A group that is not stored is a buffer of one block.
         """
-        chain = -(-tokens // self.chain.spec.block_size) if self.is_whole else 0
-        beside = 0
+        main = -(-tokens // self.main.spec.block_size) if self.is_whole else 0
+        others = 0
         for each in self.at_points:
             looked_back = tokens if each.group.is_state else min(tokens, each.reach + in_flight)
             blocks = -(-looked_back // each.group.spec.block_size)
-            beside += min(blocks, 2) if each.group.is_state else blocks + (looked_back < tokens)
-        return chain + beside + len(self.unstored) + self._proposed
+            others += min(blocks, 2) if each.group.is_state else blocks + (looked_back < tokens)
+        return main + others + len(self.unstored) + self._proposed
 
     def taken(self, tokens: int, requests: int) -> int:
         """Most blocks of all groups that a step takes in which `tokens` of `requests` are computed."""
@@ -278,13 +278,13 @@ class Groups(NamedTuple):
 
     @property
     def _sizes(self) -> list[int]:
-        return [self.chain.spec.block_size, *(each.group.spec.block_size for each in self.at_points)]
+        return [self.main.spec.block_size, *(each.group.spec.block_size for each in self.at_points)]
 
 
 def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0) -> Groups:
     """Return the KV cache groups of a model.
 
-    The chain is a group with full attention: one that is coded if there is any, and the one with the largest blocks.
+    The main one is a group with full attention: one that is coded if there is any, and the one with the largest blocks.
 
     Args:
         cache: vLLM's configuration of the cache; None for numbers of the model's kind.
@@ -308,15 +308,15 @@ def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = No
         else:
             stored = _group(index, group, entry, pages, cache, latent)
             found.append(PointGroup(stored, entry.reach(stored.spec)))
-    chains = [each for each in found if each.reach >= EVERY] or [each for each in found if not each.group.is_state]
-    if not chains:
+    mains = [each for each in found if each.reach >= EVERY] or [each for each in found if not each.group.is_state]
+    if not mains:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups) or "none"
         raise UnsupportedError(
             f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one with attention is needed."
         )
-    chain = max(chains, key=lambda each: (not each.group.is_packed, each.group.page_nbytes, -each.group.index))
-    at_points = [each for each in found if each is not chain or chain.reach < EVERY]
-    made = Groups(chain.group, at_points, unstored=tuple(unstored))
+    main = max(mains, key=lambda each: (not each.group.is_packed, each.group.page_nbytes, -each.group.index))
+    at_points = [each for each in found if each is not main or main.reach < EVERY]
+    made = Groups(main.group, at_points, unstored=tuple(unstored))
     unit = getattr(cache, "prefix_match_unit", None)
     if unit not in (None, made.hash_tokens):
         raise UnsupportedError(
@@ -327,8 +327,8 @@ def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = No
 
 
 def config_for(config: ManthanConfig, groups: Groups) -> ManthanConfig:
-    """Return the configuration that is meant for these groups: without a codec where chains are bytes."""
-    if not groups.chain.is_packed:
+    """Return the configuration that is meant for these groups: codec exact if the main one's blocks are bytes."""
+    if not groups.main.is_packed:
         return config
     return config.model_copy(update={"codec": config.codec.model_copy(update=AS_THEY_ARE)})
 
@@ -354,7 +354,7 @@ def on_all_ranks(groups: Groups, told: Sequence[Mapping[int, tuple[int, ...]]]) 
         return replace(group, layers=len(most), layer_nbytes=most if group.is_packed else ())
 
     at_points = [each._replace(group=largest(each.group)) for each in groups.at_points]
-    return groups._replace(chain=largest(groups.chain), at_points=at_points)
+    return groups._replace(main=largest(groups.main), at_points=at_points)
 
 
 def _one_of(spec: Any) -> Any:

@@ -70,14 +70,14 @@ def memory_shapes(
 
     These are the finer ones and, last, the one in which every token is exact. Raises ConfigError.
     """
-    chain, finer = groups.chain, finer_codecs(codec.name)
-    mains = [group_shape(codec, chain, shards, profile)]
-    mains += [replace(group_shape(_renamed(codec, name), chain, shards), codec=name) for name in finer]
-    mains.append(_all_exact(codec, chain, shards, profile))
+    group, finer = groups.main, finer_codecs(codec.name)
+    mains = [group_shape(codec, group, shards, profile)]
+    mains += [replace(group_shape(_renamed(codec, name), group, shards), codec=name) for name in finer]
+    mains.append(_all_exact(codec, group, shards, profile))
     shapes = []
     for main, name in zip(mains, [codec.name, *finer, None], strict=True):
         others = {each.group.index: _other(codec, name, main.codec, each.group, shards) for each in groups.others}
-        shapes.append(MemoryShape({chain.index: main} | others, chain.index, groups.is_whole))
+        shapes.append(MemoryShape({group.index: main} | others, group.index, groups.is_whole))
     return shapes
 
 
@@ -113,7 +113,7 @@ def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGro
         name: of the main group's codec; None if every token is exact.
         chosen: the codec that transfers name; empty for the configured one.
     """
-    used = codec_beside(EXACT if name is None else name, group, codec.state)
+    used = codec_of_other(EXACT if name is None else name, group, codec.state)
     if group.is_packed:
         shape = group_shape(_renamed(codec, used), group, shards)
         return replace(shape, bounds={0: shape.bounds[0]})
@@ -121,13 +121,18 @@ def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGro
         shape = _all_exact(_renamed(codec, FALLBACK), group, shards)
     else:
         shape = group_shape(_renamed(codec, used), group, shards)
-    is_lossless = codec_beside(codec.name, group, codec.state) == EXACT
+    is_lossless = codec_of_other(codec.name, group, codec.state) == EXACT
     return replace(shape, codec=chosen, is_lossless=is_lossless)
 
 
-def codec_beside(name: str, group: "KvCacheGroup", state: str) -> str:
-    """What blocks of another group than that of chains are encoded in: a profile is of those, and states have codecs of
-    their own. state: what the configuration says of them."""
+def codec_of_other(name: str, group: "KvCacheGroup", state: str) -> str:
+    """Name of the codec of a group that is not the main one. A profile is of the main group; states have codecs of
+    their own.
+
+    Args:
+        name: codec of the main group.
+        state: `codec.state` of the configuration.
+    """
     if group.is_packed:
         return STATE_CODECS.get(state, EXACT) if group.is_state else EXACT
     return WHT if needs_profile(name) else name

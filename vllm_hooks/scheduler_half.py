@@ -113,7 +113,7 @@ class SchedulerHalf:
             groups = on_all_ranks(groups, ask_workers(pages) or [])
         self.groups = groups._replace(again=blocks_computed_again(vllm_config))
         self.config = config = config_for(from_vllm_config(vllm_config), groups)
-        group = self.groups.chain
+        group = self.groups.main
         self._kv_group, self._group = group, group.index
         self._block_size: int = group.spec.block_size
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
@@ -210,7 +210,7 @@ class SchedulerHalf:
             if self._scheduler is not None:
                 self._waiting = waiting
                 if scheduling.enable_chunked_prefill and not scheduling.disable_chunked_mm_input:
-                    groups = self.groups.chain, *(other.group for other in self.groups.others)
+                    groups = self.groups.main, *(other.group for other in self.groups.others)
                     largest = max(group.spec.block_size for group in groups)
                     self._limit = StepLimit(self._scheduler.max_num_scheduled_tokens, largest)
         event = None if self._events is None else self._events.event
@@ -375,17 +375,17 @@ class SchedulerHalf:
         if tokens:
             block_ids = blocks.get_block_ids()
             end, hot_tokens = hot + tokens // self._block_size, hot * self._block_size
-            found, beside = end + self.groups.again, []
-            for group, parts in groupby(self.groups.beside(found), attrgetter("group")):
+            found, others = end + self.groups.again, []
+            for group, parts in groupby(self.groups.parts(found), attrgetter("group")):
                 cold, ids = [part for part in parts if part.first_token >= hot_tokens], block_ids[group]
                 named = [self._key_of(part, request) for part in cold]
-                beside.append((group, named, [ids[part.at] for part in cold]))
-            self.driver.loading(request.request_id, hot, found, block_ids[self._group][hot:end], beside)
+                others.append((group, named, [ids[part.at] for part in cold]))
+            self.driver.loading(request.request_id, hot, found, block_ids[self._group][hot:end], others)
             if self.telemetry.traces is not None:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
 
     def loaded_into(self, request_id: str, block_ids: Sequence[int], tokens: int) -> Sequence[int]:
-        """Those of a request's blocks of chains that a load of so many tokens is to write."""
+        """Return the blocks of the main group that a load of `tokens` writes for a request."""
         hot = self._hot.get(request_id, 0)
         return block_ids[hot : hot + tokens // self._block_size]
 
@@ -402,7 +402,7 @@ class SchedulerHalf:
 
     def _behind(self, jobs: Sequence[Transfer], tokens: int) -> dict[int, int]:
         """How many of them are not in the fastest tier, by the number of the one that has them, by the manager's books.
-        Where chains have no codes of their own, all are as far as what is farthest."""
+        Where the main group is not stored, all are as far as the farthest block."""
         blocks, fronts = self.manager.blocks, self.driver.fronts
         if not any(blocks.moved_nbytes):
             return {}
@@ -410,8 +410,8 @@ class SchedulerHalf:
         tiers = [fronts.tier_of(row) if row >= 0 else 0 for row in found]
         if not self.groups.is_whole:
             return {tier: tokens} if (tier := max(tiers)) else {}
-        chain = next(len(job) for job in jobs if job.group == self._group)
-        counts = Counter(tiers[:chain])
+        main = next(len(job) for job in jobs if job.group == self._group)
+        counts = Counter(tiers[:main])
         return {tier: self._block_size * counts[tier] for tier in sorted(counts) if tier}
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
@@ -427,11 +427,13 @@ class SchedulerHalf:
         keys = self._keys(request)[:computed]
         depths = dict.fromkeys((computed, min(computed, self._prompt_depth(request))))
         points = [
-            PointParts(depth, list(self._beside(depth, request))) for depth in depths if depth and self.groups.at_points
+            PointParts(depth, list(self._named_parts(depth, request)))
+            for depth in depths
+            if depth and self.groups.at_points
         ]
         outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, points)
         if self._events is not None:
-            self._events.remember(request, computed, (part for depth in depths for part in self.groups.beside(depth)))
+            self._events.remember(request, computed, (part for depth in depths for part in self.groups.parts(depth)))
         self._set_deadline()
         self.telemetry.ended(request, outcome)
         return answer_to(hints_of(request), outcome)
@@ -440,8 +442,8 @@ class SchedulerHalf:
         """So many blocks of the same prompt could be found, should it come again."""
         return self.groups.deepest(self.driver.usable(request.num_prompt_tokens))
 
-    def _beside(self, depth: int, request: "Request") -> Iterator[tuple[int, bytes, int]]:
-        return ((part.group, self._key_of(part, request), part.at) for part in self.groups.beside(depth))
+    def _named_parts(self, depth: int, request: "Request") -> Iterator[tuple[int, bytes, int]]:
+        return ((part.group, self._key_of(part, request), part.at) for part in self.groups.parts(depth))
 
     def _entered(self, keys: "Sequence[BlockHash]") -> int:
         """How many of them vLLM has entered into its prefix cache, where the last ones may not be: it does so when it
@@ -455,13 +457,13 @@ class SchedulerHalf:
         return entered
 
     def _keys(self, request: "Request") -> "Sequence[BlockHash]":
-        """Of the request's chain: a block's is the hash at its end."""
+        """Return the hashes of a request's blocks of the main group: those at the ends of its blocks."""
         step = self._hashes_a_block
         return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
 
     def _parts(self, depth: int) -> Iterator[tuple[int, int]]:
         """Yield group and position of each block of other groups that is needed behind the first `depth` blocks."""
-        return ((part.group, part.at) for part in self.groups.beside(depth))
+        return ((part.group, part.at) for part in self.groups.parts(depth))
 
     def _key_of(self, part: Part, request: "Request") -> bytes:
         return request.block_hashes[part.end // self.groups.hash_tokens - 1]

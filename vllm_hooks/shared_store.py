@@ -35,7 +35,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
 
     Codec and profile are not in it: each block names its own. weights: digest of all that was loaded.
     """
-    group = groups.chain
+    group = groups.main
     beside: list[object] = [[*_identity(each.group), each.reach] for each in groups.at_points]
     if any(each.group.is_state for each in groups.at_points):
         beside.append(config.codec.state)

@@ -139,7 +139,7 @@ class Router(SteppedEngine):
         others are not served decoded KV. What several begin with may be there for others only."""
         if self.subscriber is None or self.subscriber.is_deaf or not self.is_single or talk.name is None:
             return 0
-        group, here = self.half.groups.chain.index, 0
+        group, here = self.half.groups.main.index, 0
         for key in map(
             maybe_convert_block_hash,
             chain_hashes(talk.tokens[: min(talk.served, len(talk.tokens) - 1)], vllm_engine.BLOCK, talk.salt),

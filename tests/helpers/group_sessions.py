@@ -76,11 +76,11 @@ def let_go_cold(llm: LLM) -> None:
 
 
 def harm(llm: LLM) -> None:
-    """A byte changes of each block that is stored beside the chains."""
+    """A byte changes of each block that is stored of other groups."""
     core: Any = llm.llm_engine.engine_core
-    chain = core.engine_core.scheduler.connector.scheduler.groups.chain.index
+    main = core.engine_core.scheduler.connector.scheduler.groups.main.index
     store = get_kv_transfer_group().worker.engine.store
-    for group, key in [name for name in store._blocks if name[0] != chain]:
+    for group, key in [name for name in store._blocks if name[0] != main]:
         [buf] = store.read(group, [key])
         buf[len(buf) // 2] ^= 1
         assert store.put_all(group, {key: buf}) == {}

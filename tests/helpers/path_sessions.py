@@ -47,7 +47,7 @@ class PathSession:
         self.engine = LLMEngine.from_engine_args(args)
         self.half = self.engine.engine_core.engine_core.scheduler.connector.scheduler
         self.path = get_kv_transfer_group().worker.engine
-        self.block = self.half.groups.chain.spec.block_size
+        self.block = self.half.groups.main.spec.block_size
         self.causes: list[str] = []
         self.requests = 0
         self.half.manager.events.subscribe(self._note)
@@ -111,7 +111,7 @@ class PathSession:
         }
 
     def damage(self, group: int) -> None:
-        """One bit changes of one block of the group; of the chain's, of its first, before which nothing can be kept."""
+        """One bit changes of a block of the group: of the main one, of its first, before which nothing can be kept."""
         stored = [(name, tier, kept) for tier in self.path.tiers.all for name, kept in tier.blocks().items()]
         found = {key: (tier, kept) for (of, key), tier, kept in stored if of == group}
         [session] = self.half.manager.table.by_id.values()
@@ -120,7 +120,7 @@ class PathSession:
         tier.codes[kept.extents[0].start + 300] ^= 1
 
     def chain_rows(self) -> torch.Tensor:
-        """All layers' numbers of each block of the chains' group that has any, [blocks, numbers]."""
+        """All layers' numbers of each block of the main group that has any, [blocks, numbers]."""
         caches = next(iter(self.path.codecs.values())).layout.caches
         rows = torch.cat([cache.float().flatten(1) for cache in caches], 1).cpu()
         return rows[rows.any(1)]

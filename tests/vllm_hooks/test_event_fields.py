@@ -65,7 +65,7 @@ class Engine:
     def ours(self, request: Request, is_known: bool = True) -> list[KVCacheEvent]:
         """It is answered, its session is named for the request, and goes cold."""
         hashes, manager = request.block_hashes, self.manager
-        parts = list(self.groups.beside(BLOCKS))
+        parts = list(self.groups.parts(BLOCKS))
         beside = [(part.group, hashes[part.end // TOKENS - 1], part.at) for part in parts]
         for group, block_hash, at in [*((0, block_hash, at) for at, block_hash in enumerate(hashes)), *beside]:
             [block_id] = manager.pool.take(1)

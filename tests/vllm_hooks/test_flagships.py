@@ -154,7 +154,7 @@ def laid_out(vllm_config: Any, model: str) -> KVCacheConfig:
 
 
 def stored(groups: Groups) -> list[KvCacheGroup]:
-    return [groups.chain, *(each.group for each in groups.others)]
+    return [groups.main, *(each.group for each in groups.others)]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -225,12 +225,12 @@ def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: 
     null, found = coordinator.block_pool.null_block, KVCacheBlock(1)
     coordinator.block_pool.get_cached_block = lambda block_hash, ids: [found] * len(ids)
     hashes = [bytes([at % 256]) * 32 for at in range(TOKENS // groups.hash_tokens)]
-    size = groups.chain.spec.block_size
+    size = groups.main.spec.block_size
     for depth in range(1, TOKENS // size + 1):
         hits, tokens, _ = coordinator.find_longest_cache_hit(hashes, depth * size)
         assert tokens == groups.deepest(depth) * size
         needed = defaultdict(list)
-        for part in groups.beside(groups.deepest(depth)):
+        for part in groups.parts(groups.deepest(depth)):
             needed[part.group].append(part.at)
         for group in groups.others:
             index = group.group.index

@@ -126,7 +126,7 @@ def mixed(**options: Any) -> tuple[KVCacheConfig, CacheConfig]:
 
 def test_blocks_of_bytes_come_back_bit_for_bit_from_layers_of_different_sizes() -> None:
     config, cache_config = mixed(cache_dtype="turboquant_3bit_nc")
-    group = groups_of(config, cache_config).chain
+    group = groups_of(config, cache_config).main
     sizes = (HEADS * 32 * 256, HEADS * 32 * 70, HEADS * 32 * 70)
     assert (group.is_packed, group.layer_nbytes, group.page_nbytes) == (True, sizes, sum(sizes))
     caches = allocate_kv_cache(config, torch.device("cpu"), _layout_from_name("LBHNC"))
@@ -158,7 +158,7 @@ def test_a_packed_cache_settles_for_exact_and_says_its_own_size() -> None:
         )
         codec = from_vllm_config(args.create_engine_config()).codec
         assert (codec.name, codec.sink_tokens, codec.guard) == ("exact", 0, False)
-    group = groups_of(*mixed(cache_dtype="turboquant_3bit_nc")).chain
+    group = groups_of(*mixed(cache_dtype="turboquant_3bit_nc")).main
     shape = group_shape(codec, group, Shards(2))
     assert shape.pool_nbytes == 2 * group.page_nbytes
     assert shape.pool_nbytes < shape.cold_nbytes < shape.pool_nbytes + 2 * 512
@@ -167,10 +167,10 @@ def test_a_packed_cache_settles_for_exact_and_says_its_own_size() -> None:
 def test_layers_of_several_shapes_are_bytes_whatever_the_dtype() -> None:
     """The scheduler, which is told one of the shapes, sees it by where the layers lie."""
     config, cache = mixed()
-    chain = groups_of(config, cache).chain
-    config.kv_cache_groups[0].kv_cache_spec = chain.spec
-    assert chain.is_packed
-    assert groups_of(config, cache).chain == chain
+    main = groups_of(config, cache).main
+    config.kv_cache_groups[0].kv_cache_spec = main.spec
+    assert main.is_packed
+    assert groups_of(config, cache).main == main
 
 
 def test_kinds_of_fp8_are_not_taken_for_each_other() -> None:
@@ -181,7 +181,7 @@ def test_kinds_of_fp8_are_not_taken_for_each_other() -> None:
     assert marks[0] == marks[1]
     assert len(set(marks)) == 3
     said = groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], spec)]), CacheConfig())  # by the model, not the flag
-    assert block_shape(said.chain).dtype is Dtype.FLOAT8_E4M3
+    assert block_shape(said.main).dtype is Dtype.FLOAT8_E4M3
 
 
 @without

@@ -81,8 +81,8 @@ def test_a_block_goes_through_the_codec(exact: int) -> None:
 def test_latents_of_another_kind_are_bytes() -> None:
     groups = [KVCacheGroupSpec(list(NAMES), SPEC)]
     assert groups_of(KVCacheConfig(8, [], groups), latent=LATENT) == Groups(GROUP, [])
-    assert groups_of(KVCacheConfig(8, [], groups), CacheConfig(cache_dtype="fp8"), LATENT).chain.is_packed
-    assert groups_of(KVCacheConfig(8, [], groups)).chain.is_packed
+    assert groups_of(KVCacheConfig(8, [], groups), CacheConfig(cache_dtype="fp8"), LATENT).main.is_packed
+    assert groups_of(KVCacheConfig(8, [], groups)).main.is_packed
 
 
 # ---- a real engine

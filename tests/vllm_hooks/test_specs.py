@@ -40,7 +40,7 @@ def beside(index: int, spec: Any) -> PointGroup:
     return PointGroup(KvCacheGroup(index, spec, 4), entry.reach(spec))
 
 
-CHAIN = KvCacheGroup(0, FULL, 4)
+MAIN = KvCacheGroup(0, FULL, 4)
 WINDOW = beside(1, SlidingWindowSpec(block_size=16, sliding_window=128, **HEADS))
 LARGE = beside(2, SlidingWindowSpec(block_size=32, sliding_window=128, **HEADS))
 STATE = beside(3, MambaSpec(block_size=16, shapes=((2, 3),), dtypes=(torch.float32,)))
@@ -51,15 +51,15 @@ DENSE = beside(5, FULL)
 @pytest.mark.parametrize(
     ("groups", "tokens", "held"),
     [
-        (Groups(CHAIN), 1000, 63),
-        (Groups(CHAIN, [WINDOW]), 1000, 63 + 24 + 1),
-        (Groups(CHAIN, [WINDOW, LARGE]), 1000, 63 + 24 + 1 + 12 + 1),
-        (Groups(CHAIN, [STATE, STATE]), 1000, 63 + 2 + 2),
+        (Groups(MAIN), 1000, 63),
+        (Groups(MAIN, [WINDOW]), 1000, 63 + 24 + 1),
+        (Groups(MAIN, [WINDOW, LARGE]), 1000, 63 + 24 + 1 + 12 + 1),
+        (Groups(MAIN, [STATE, STATE]), 1000, 63 + 2 + 2),
         (Groups(WINDOW.group, [WINDOW]), 1000, 24 + 1),
-        (Groups(CHAIN, [WINDOW, LARGE, STATE]), 40, 3 + 3 + 2 + 2),
-        (Groups(CHAIN, [STATE]), 10, 1 + 1),
-        (Groups(CHAIN, [DENSE], unstored=[16]), 1000, 63 + 63 + 1),
-        (Groups(CHAIN, [CHUNKS]), 1000, 63 + 20 + 1),
+        (Groups(MAIN, [WINDOW, LARGE, STATE]), 40, 3 + 3 + 2 + 2),
+        (Groups(MAIN, [STATE]), 10, 1 + 1),
+        (Groups(MAIN, [DENSE], unstored=[16]), 1000, 63 + 63 + 1),
+        (Groups(MAIN, [CHUNKS]), 1000, 63 + 20 + 1),
     ],
 )
 def test_a_request_holds_what_its_groups_look_back_on(groups: Groups, tokens: int, held: int) -> None:
@@ -69,41 +69,41 @@ def test_a_request_holds_what_its_groups_look_back_on(groups: Groups, tokens: in
 
 def test_a_step_takes_blocks_of_each_group() -> None:
     """And for each request one more, in which it has begun before."""
-    assert Groups(CHAIN).taken(100, 3) == 7 + 3
-    assert Groups(CHAIN, [WINDOW, LARGE]).taken(100, 3) == 7 + 3 + 7 + 3 + 4 + 3
+    assert Groups(MAIN).taken(100, 3) == 7 + 3
+    assert Groups(MAIN, [WINDOW, LARGE]).taken(100, 3) == 7 + 3 + 7 + 3 + 4 + 3
     assert Groups(WINDOW.group, [WINDOW]).taken(100, 3) == 7 + 3
 
 
 def test_each_token_that_is_proposed_has_a_block_of_states() -> None:
     spec = MambaSpec(shapes=((2, 3),), dtypes=(torch.float32,), block_size=16, num_speculative_blocks=3)
     state = beside(3, spec)
-    assert Groups(CHAIN, [state, state]).held(1000, in_flight=256) == 63 + 2 * (2 + 3)
-    assert Groups(CHAIN, [state]).taken(100, 3) == 7 + 3 + 7 + 3 + 3 * 3
+    assert Groups(MAIN, [state, state]).held(1000, in_flight=256) == 63 + 2 * (2 + 3)
+    assert Groups(MAIN, [state]).taken(100, 3) == 7 + 3 + 7 + 3 + 3 * 3
 
 
 def test_a_draft_has_the_last_block_found_computed_again() -> None:
     """What is needed beside it is needed a block before."""
-    plain, drafted = Groups(CHAIN, [WINDOW, STATE]), Groups(CHAIN, [WINDOW, STATE], again=1)
+    plain, drafted = Groups(MAIN, [WINDOW, STATE]), Groups(MAIN, [WINDOW, STATE], again=1)
     assert [plain.deepest(depth) for depth in range(4)] == [0, 1, 2, 3]
     assert [drafted.deepest(depth) for depth in range(4)] == [0, 0, 2, 3]
     for depth in range(1, 40):
-        assert list(drafted.beside(depth)) == list(plain.beside(depth - 1))
-    assert list(drafted.beside(0)) == []
-    assert list(drafted.beside(13))[-1] == Part(3, 11, 176, 192)
+        assert list(drafted.parts(depth)) == list(plain.parts(depth - 1))
+    assert list(drafted.parts(0)) == []
+    assert list(drafted.parts(13))[-1] == Part(3, 11, 176, 192)
 
 
 def test_vllm_looks_at_a_whole_prompt_where_a_block_of_it_is_computed_again() -> None:
     """If it has several groups."""
-    drafted = Groups(CHAIN, [STATE], again=1)
-    assert [groups.last_tokens for groups in (Groups(CHAIN, [STATE]), drafted, Groups(CHAIN, again=1))] == [1, 0, 1]
+    drafted = Groups(MAIN, [STATE], again=1)
+    assert [groups.last_tokens for groups in (Groups(MAIN, [STATE]), drafted, Groups(MAIN, again=1))] == [1, 0, 1]
     assert Groups(WINDOW.group, [WINDOW], again=1).last_tokens == 1
 
 
 def test_what_is_prefetched_is_found_unless_windows_need_another_block() -> None:
-    assert Groups(CHAIN, [WINDOW, STATE]).is_expected
-    assert Groups(CHAIN, [STATE], again=1).is_expected
-    assert not Groups(CHAIN, [WINDOW, STATE], again=1).is_expected
-    assert not Groups(CHAIN, [LARGE]).is_expected
+    assert Groups(MAIN, [WINDOW, STATE]).is_expected
+    assert Groups(MAIN, [STATE], again=1).is_expected
+    assert not Groups(MAIN, [WINDOW, STATE], again=1).is_expected
+    assert not Groups(MAIN, [LARGE]).is_expected
 
 
 # ---- vLLM's specs
@@ -152,7 +152,7 @@ RING = CircularBufferSpec(block_size=4, **HEADS)
     ],
 )
 def test_blocks_that_no_codec_knows_are_bytes(spec: KVCacheSpec, is_coded: bool) -> None:
-    found = told(spec, latent=512).chain
+    found = told(spec, latent=512).main
     assert found.is_packed is not is_coded
     assert found.page_nbytes == spec.page_size_bytes
 
@@ -169,24 +169,24 @@ def test_a_class_of_somebody_else_is_stored_as_bytes_like_its_base() -> None:
 
 def test_the_chain_is_coded_if_one_is_and_the_largest() -> None:
     small, wide = replace(FULL, num_kv_heads=1), replace(FULL, num_kv_heads=4)
-    assert told(small, FULL, WINDOW.group.spec).chain.index == 1
-    assert told(INDEXER, FULL, RATIO_4).chain.index == 1
-    assert told(wide, FULL).chain.index == 0
+    assert told(small, FULL, WINDOW.group.spec).main.index == 1
+    assert told(INDEXER, FULL, RATIO_4).main.index == 1
+    assert told(wide, FULL).main.index == 0
     assert [each.group.index for each in told(INDEXER, FULL, RATIO_4).at_points] == [0, 2]
-    assert told(WINDOW.group.spec, LARGE.group.spec).chain.index == 1
+    assert told(WINDOW.group.spec, LARGE.group.spec).main.index == 1
     assert not told(WINDOW.group.spec, LARGE.group.spec).is_whole
 
 
 def test_a_resume_point_needs_what_vllm_would_allocate() -> None:
     found = told(RATIO_4, INDEXER, LOCAL, REPLAYED, RING, CHUNKS.group.spec, latent=512)
-    assert found.chain.index == 0, "the largest blocks"
+    assert found.main.index == 0, "the largest blocks"
     assert [each.group.index for each in found.at_points] == [1, 2, 5]
     assert found.unstored == (16, 4)
     assert found.deepest(3) == 3
-    needed = [(part.group, part.at) for part in found.beside(2)]
+    needed = [(part.group, part.at) for part in found.parts(2)]
     assert needed == [(1, at) for at in range(32)] + [(2, at) for at in (6, 7)]
     chunks = told(FULL, replace(CHUNKS.group.spec, attention_chunk_size=48))
-    assert [[part.at for part in chunks.beside(depth)] for depth in range(1, 6)] == [[0], [0, 1], [], [3], [3, 4]]
+    assert [[part.at for part in chunks.parts(depth)] for depth in range(1, 6)] == [[0], [0, 1], [], [3], [3, 4]]
 
 
 def test_resume_points_are_where_blocks_of_all_groups_end() -> None:
@@ -202,7 +202,7 @@ def test_layers_of_several_shapes_in_a_group_are_bytes() -> None:
     ]
     group = KVCacheGroupSpec(["0", "1"], UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
     found = groups_of(KVCacheConfig(8, tensors, [group]), latent=512)
-    assert found.chain.layer_nbytes == (SPARSE.page_size_bytes, INDEXER.page_size_bytes)
+    assert found.main.layer_nbytes == (SPARSE.page_size_bytes, INDEXER.page_size_bytes)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.disk_store import open_disk
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import KvCacheGroup, config_for, groups_of
-from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts, with_states
+from manthan.vllm_hooks.memory import block_format, block_shape, codec_of_other, exact_counts, rank_facts, with_states
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_redis, namespace_of
 from manthan.vllm_hooks.support import UnsupportedError, latent_of
@@ -97,7 +97,7 @@ def pages(worker: Any) -> dict[int, tuple[int, ...]]:
 
     connector: Any = get_kv_transfer_group()
     half: WorkerHalf = connector.worker
-    stored = half.groups.chain, *(each.group for each in half.groups.others)
+    stored = half.groups.main, *(each.group for each in half.groups.others)
     return {each.index: each.layer_nbytes or (each.spec.page_size_bytes,) * each.layers for each in stored}
 
 
@@ -108,7 +108,7 @@ class WorkerHalf:
         self._vllm_config = vllm_config
         self.groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
         self._config = config_for(from_vllm_config(vllm_config), self.groups)
-        self._group = self.groups.chain
+        self._group = self.groups.main
         self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = bool(self.groups.at_points)
@@ -134,11 +134,11 @@ class WorkerHalf:
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
-        chain = GroupCache(layers, forms, self._exacts(group))
-        beside = {each.group.index: self._beside(each.group, kv_caches, name) for each in self.groups.others}
-        self.engine = self._engine(chain, store, beside)
+        main = GroupCache(layers, forms, self._exacts(group))
+        others = {each.group.index: self._other(each.group, kv_caches, name) for each in self.groups.others}
+        self.engine = self._engine(main, store, others)
         if config.codec.guard:
-            self.guard = self._make_guard(chain, rope)
+            self.guard = self._make_guard(main, rope)
 
     def get_ready(self) -> None:
         """Wait for what compiles beside vLLM's own warm-up. The server is not ready before that."""
@@ -154,10 +154,10 @@ class WorkerHalf:
         modules: dict[str, Any] = attention_modules(self._vllm_config)
         return probe_layers(caches, modules, self._num_blocks, block_shape(group))
 
-    def _beside(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
-        """The blocks of another group than that of the chains. namespace: see `fingerprint`."""
+    def _other(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
+        """Return the cache of a group that is not the main one. namespace: see `fingerprint`."""
         layers, config = self._layers(group, kv_caches), self._config.codec
-        codec = codec_beside(config.name, group, config.state)
+        codec = codec_of_other(config.name, group, config.state)
         if not group.is_packed:
             group = replace(group, layers=len(layers))
         rope, names = self._rope(group), (codec, *([] if group.is_packed else finer_codecs(codec)))
@@ -193,13 +193,13 @@ class WorkerHalf:
         except ProfileError as error:
             raise ConfigError(str(error)) from None
 
-    def _make_guard(self, chain: GroupCache, rope: Rope | None) -> RankGuard:
-        device, rank = chain.layers[0].rows.device, self._vllm_config.parallel_config.rank
-        guard = RankGuard(chain.memory, chain.forms, rope, device, rank, self.engine.decode_s)
+    def _make_guard(self, main: GroupCache, rope: Rope | None) -> RankGuard:
+        device, rank = main.layers[0].rows.device, self._vllm_config.parallel_config.rank
+        guard = RankGuard(main.memory, main.forms, rope, device, rank, self.engine.decode_s)
         guard.warm_up()
         return guard
 
-    def _engine(self, chain: GroupCache, store: Tier | None, beside: Mapping[int, GroupCache]) -> Engine:
+    def _engine(self, main: GroupCache, store: Tier | None, others: Mapping[int, GroupCache]) -> Engine:
         """Where the codec runs, and on what: the only place where that is chosen.
 
         On a GPU's cores, into tiers that it reaches; or on the CPU's cores, from a cache in its memory or a GPU's.
@@ -207,8 +207,8 @@ class WorkerHalf:
         """
         tiers, ranks = self._config.tiers, self._vllm_config.parallel_config.world_size
         tier_bytes = TierBytes.of_a_rank(tiers, ranks)
-        device = chain.layers[0].rows.device
-        groups = {chain.forms[0].group: chain, **beside}
+        device = main.layers[0].rows.device
+        groups = {main.forms[0].group: main, **others}
         if codec_backend(self._config.codec.backend, device) == "cuda":
             may_be_finer = self._config.codec.guard or store is not None  # an engine before may have had a guard
             finer = finer_codecs(self._config.codec.name) if may_be_finer else []
@@ -298,14 +298,19 @@ def _cuda_engine(
     finer: Sequence[str],
     secondary: Tier | None,
 ) -> Engine:
-    """groups: that of the chains first. finer: codecs whose blocks may be asked for as well."""
+    """Return an engine on the GPU.
+
+    Args:
+        groups: caches by KV cache group, the main one first.
+        finer: codecs whose blocks may be asked for as well.
+    """
     from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
     from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
     layouts = {index: each.layout for index, each in groups.items()}
     codecs = {index: paged_codec(layouts[index], each.forms[0]) for index, each in groups.items()}
-    chain = next(iter(groups.values()))
-    device = chain.layers[0].rows.device
+    main = next(iter(groups.values()))
+    device = main.layers[0].rows.device
     on_device = Slab.on_device(tier_bytes.device, device) if tier_bytes.device else None
     on_host = Slab.pinned(tier_bytes.host, device) if tier_bytes.host else None
 
@@ -313,5 +318,5 @@ def _cuda_engine(
         [form] = [form for form in groups[index].forms if form.codec == name]
         return paged_codec(layouts[index], form)
 
-    tiers, names = Slabs(on_device, on_host), [chain.forms[0].codec, *finer]
-    return CudaEngine(codecs, tiers, fails_whole, chain.exacts, make, names, secondary)
+    tiers, names = Slabs(on_device, on_host), [main.forms[0].codec, *finer]
+    return CudaEngine(codecs, tiers, fails_whole, main.exacts, make, names, secondary)
