@@ -201,7 +201,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls this before each step's forward pass. It may call `start_load_kv` after the pass."""
-        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, ManthanMetadata)
+        super().bind_connector_metadata(self.worker.of_this_rank(connector_metadata))
         if self.worker.guard is not None:
             self._try(self.worker.guard.begin_step, self._metadata, otherwise=None)
 

@@ -36,6 +36,8 @@ def fingerprint(
         **({"layers": group.shape} if group.is_packed else {"kv_heads": group.shape[1], "head_size": group.shape[2]}),
         "tensor_parallel": [parallel.rank, parallel.tensor_parallel_size],
     }
+    if group.context.ranks > 1:
+        parts["context_parallel"] = group.context
     if parallel.pipeline_parallel_size > 1:
         parts["pipeline_parallel"] = parallel.pipeline_parallel_size
     if group.latent:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manthan.codec.gpu.paged import DTYPES
 from manthan.manager.config.resolve import ManthanConfig
+from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.compat import skipped_tokens
 from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed
 from manthan.vllm_hooks.settled import AS_THEY_ARE
 from manthan.vllm_hooks.support import UnsupportedError
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig
+    from vllm.config import CacheConfig, ParallelConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 EVERY = 1 << 40
@@ -101,6 +102,31 @@ def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
     return found._replace(stored=Stored.BYTES)
 
 
+class Context(NamedTuple):
+    """Context parallelism of decoding: `ranks` ranks hold a block's tokens in turn, `run` consecutive ones each."""
+
+    ranks: int = 1
+    run: int = 1
+
+    @classmethod
+    def of(cls, parallel: "ParallelConfig") -> "Context":
+        """Return what an engine is configured for."""
+        ranks = parallel.decode_context_parallel_size
+        return cls(ranks, parallel.cp_kv_cache_interleave_size) if ranks > 1 else ALONE
+
+    def first_tokens(self, tokens: int) -> int:
+        """Most tokens of a rank among a session's first `tokens`."""
+        return -(-tokens // (self.run * self.ranks)) * self.run
+
+    def of_a_rank(self, transfer: Transfer) -> Transfer:
+        """Return a transfer with its tokens counted as a rank counts its own."""
+        first, exact = transfer.first_token // self.ranks, self.first_tokens(transfer.exact_tokens)
+        return replace(transfer, first_token=first, exact_tokens=exact)
+
+
+ALONE = Context()
+
+
 @dataclass(frozen=True)
 class KvCacheGroup:
     """KV cache group that Manthan stores.
@@ -123,6 +149,12 @@ class KvCacheGroup:
     cache_dtype: str = "auto"
     layer_nbytes: tuple[int, ...] = ()
     latent: int = 0
+    context: Context = ALONE
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of a block, on all ranks of context parallelism together."""
+        return int(self.spec.block_size) * self.context.ranks
 
     @property
     def is_packed(self) -> bool:
@@ -183,7 +215,7 @@ class PointGroup(NamedTuple):
 
         They are the blocks that vLLM allocates for KV which a connector loads.
         """
-        size = self.group.spec.block_size
+        size = self.group.tokens
         start = skipped_tokens(self.group.spec, tokens) // size
         return (Part(self.group.index, at, at * size, (at + 1) * size) for at in range(start, tokens // size))
 
@@ -243,13 +275,13 @@ class Groups(NamedTuple):
         Blocks of all groups end at a resume point, and the blocks that are computed again come behind it.
         """
         end = depth - self.again
-        end -= end % (math.lcm(*self._sizes, *self.unstored) // self.main.spec.block_size)
+        end -= end % (math.lcm(*self._sizes, *self.unstored) // self.main.tokens)
         return end + self.again if end > 0 else 0
 
     def parts(self, depth: int) -> Iterator[Part]:
         """Blocks of other groups that are needed if `depth` blocks of the main one are found, group by group."""
         end = max(0, depth - self.again)
-        tokens = end * self.main.spec.block_size
+        tokens = end * self.main.tokens
         return (part for each in self.at_points for part in each.needed(tokens)) if end else iter(())
 
     def held(self, tokens: int, in_flight: int) -> int:
@@ -258,11 +290,11 @@ class Groups(NamedTuple):
         A window's blocks are free when those are settled. A state has its last block and the next, and one for each
         token that is proposed. A group that is not stored is a buffer of one block.
         """
-        main = -(-tokens // self.main.spec.block_size) if self.is_whole else 0
+        main = -(-tokens // self.main.tokens) if self.is_whole else 0
         others = 0
         for each in self.at_points:
             looked_back = tokens if each.group.is_state else min(tokens, each.reach + in_flight)
-            blocks = -(-looked_back // each.group.spec.block_size)
+            blocks = -(-looked_back // each.group.tokens)
             others += min(blocks, 2) if each.group.is_state else blocks + (looked_back < tokens)
         return main + others + len(self.unstored) + self._proposed
 
@@ -278,10 +310,12 @@ class Groups(NamedTuple):
 
     @property
     def _sizes(self) -> list[int]:
-        return [self.main.spec.block_size, *(each.group.spec.block_size for each in self.at_points)]
+        return [self.main.tokens, *(each.group.tokens for each in self.at_points)]
 
 
-def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0) -> Groups:
+def groups_of(
+    kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0, context: Context = ALONE
+) -> Groups:
     """Return the KV cache groups of a model.
 
     The main one is a group with full attention: one that is coded if there is any, and the one with the largest blocks.
@@ -289,6 +323,7 @@ def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = No
     Args:
         cache: vLLM's configuration of the cache; None for numbers of the model's kind.
         latent: see `latent_of`.
+        context: context parallelism of groups whose tokens are spread over ranks.
 
     Raises:
         UnsupportedError: for a group without which requests cannot go on, and which cannot be stored.
@@ -304,9 +339,11 @@ def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = No
                 "neither stored nor left out; serve it without Manthan."
             )
         if entry.stored is Stored.NOTHING or not spec.prefix_cacheable or not group.enable_kv_transfer:
-            unstored.append(spec.block_size)
+            unstored.append(spec.block_size * (context.ranks if spec.dcp_sharded else 1))
         else:
             stored = _group(index, group, entry, pages, cache, latent)
+            if stored.spec.dcp_sharded:
+                stored = replace(stored, context=context)
             found.append(PointGroup(stored, entry.reach(stored.spec)))
     mains = [each for each in found if each.reach >= EVERY] or [each for each in found if not each.group.is_state]
     if not mains:

@@ -85,14 +85,15 @@ def group_shape(
     codec: CodecConfig, group: "KvCacheGroup", shards: Shards, profile: Profile | None = None
 ) -> GroupShape:
     """Return the sizes of one group's blocks in this codec. Raises ConfigError."""
-    tokens, count, room = group.spec.block_size, shards.ranks, shards.room
+    count, room = shards.ranks, shards.room
     facts = [with_states(codec.name, group, rank_facts(profile, group, rank, count)) for rank in range(count)]
     made = [block_format(codec.name, group, facts=of_rank) for of_rank in facts]
     bounds = {
-        exact: count * max(room(form.max_nbytes(exact)) for form in made) for exact in exact_counts(codec, tokens)
+        exact: count * max(room(form.max_nbytes(of_rank)) for form in made)
+        for exact, of_rank in exact_counts(codec, group).items()
     }
     typical = sum(room(form.expected_nbytes(0)) for form in made)
-    return GroupShape(tokens, group.page_nbytes * count, bounds, typical, is_lossless=codec.name == EXACT)
+    return GroupShape(group.tokens, group.page_nbytes * count, bounds, typical, is_lossless=codec.name == EXACT)
 
 
 def _renamed(codec: CodecConfig, name: str) -> CodecConfig:
@@ -102,7 +103,7 @@ def _renamed(codec: CodecConfig, name: str) -> CodecConfig:
 def _all_exact(codec: CodecConfig, group: "KvCacheGroup", shards: Shards, profile: Profile | None = None) -> GroupShape:
     """Return the sizes of blocks in which every token is exact."""
     shape = group_shape(codec, group, shards, profile)
-    whole = shards.ranks * shards.room(block_format(EXACT, group).max_nbytes(shape.tokens))
+    whole = shards.ranks * shards.room(block_format(EXACT, group).max_nbytes(group.spec.block_size))
     return replace(shape, typical=0, bounds=dict.fromkeys({*shape.bounds, shape.tokens}, whole))
 
 
@@ -167,7 +168,10 @@ def rank_facts(profile: Profile | None, group: "KvCacheGroup", rank: int, ranks:
     return ModelFacts(profile.info.rope, profile.for_rank(rank, ranks))
 
 
-def exact_counts(codec: CodecConfig, block_tokens: int) -> set[int]:
-    """Numbers of a block's first tokens that may have to be kept exact: none, what is left of the sink, or all of them,
-    in a head that sessions share."""
-    return {0, codec.sink_tokens % block_tokens, block_tokens}
+def exact_counts(codec: CodecConfig, group: "KvCacheGroup") -> dict[int, int]:
+    """Numbers of a block's first tokens that may have to be kept exact, and how many of them a rank has at most.
+
+    They are none, what is left of the sink, or all of them, in a head that sessions share.
+    """
+    counts = 0, codec.sink_tokens % group.tokens, group.tokens
+    return {exact: group.context.first_tokens(exact) for exact in counts}

@@ -40,7 +40,7 @@ from manthan.vllm_hooks.compat import (
 )
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
-from manthan.vllm_hooks.groups import Part, config_for, groups_of, on_all_ranks
+from manthan.vllm_hooks.groups import Context, Part, config_for, groups_of, on_all_ranks
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
@@ -108,14 +108,16 @@ class SchedulerHalf:
         self._vllm_config, self.ask = vllm_config, ask
         abort_at_shutdown(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
-        groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
+        groups = groups_of(
+            kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), Context.of(vllm_config.parallel_config)
+        )
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             groups = on_all_ranks(groups, ask_workers(pages) or [])
         self.groups = groups._replace(again=blocks_computed_again(vllm_config))
         self.config = config = config_for(from_vllm_config(vllm_config), groups)
         group = self.groups.main
         self._kv_group, self._group = group, group.index
-        self._block_size: int = group.spec.block_size
+        self._block_size = group.tokens
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
         self._profile = settled_profile(vllm_config) if needs_profile(config.codec.name) else None
         self._shards = Shards(self._ranks, room_in(config))
@@ -211,10 +213,10 @@ class SchedulerHalf:
                 self._waiting = waiting
                 if scheduling.enable_chunked_prefill and not scheduling.disable_chunked_mm_input:
                     groups = self.groups.main, *(other.group for other in self.groups.others)
-                    largest = max(group.spec.block_size for group in groups)
+                    largest = max(group.tokens for group in groups)
                     self._limit = StepLimit(self._scheduler.max_num_scheduled_tokens, largest)
         event = None if self._events is None else self._events.event
-        block_tokens = {each.group.index: each.group.spec.block_size for each in self.groups.at_points}
+        block_tokens = {each.group.index: each.group.tokens for each in self.groups.at_points}
         self.pool = VllmPool(pool, self._group, block_tokens | {self._group: self._block_size}, event)
         self.driver = Driver(
             self.manager,

@@ -50,7 +50,8 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
             "wire": wire.VERSION,
             "model": model_identity(vllm_config, weights),
             "dtype": group.dtype_name,
-            "block_tokens": group.spec.block_size,
+            "block_tokens": group.tokens,
+            **({"context_parallel": group.context} if group.context.ranks > 1 else {}),
             "shape": group.shape,
             "tensor_parallel": parallel.tensor_parallel_size,
             **({"pipeline_parallel": parallel.pipeline_parallel_size} if parallel.pipeline_parallel_size > 1 else {}),
@@ -63,7 +64,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
 
 def _identity(group: "KvCacheGroup") -> list[object]:
     """Return all that tells a group of windows or states from others."""
-    return [group.index, group.dtype_name, group.spec.block_size, group.shape]
+    return [group.index, group.dtype_name, group.tokens, group.shape]
 
 
 def engine_name() -> str:

@@ -78,8 +78,8 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         (bool(hashes), hashes),
         (not cache.enable_prefix_caching, "prefix caching is off; remove --no-enable-prefix-caching"),
         (
-            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-            "context parallelism is on; set --decode-context-parallel-size and --prefill-context-parallel-size to 1",
+            parallel.prefill_context_parallel_size > 1,
+            f"--prefill-context-parallel-size is {parallel.prefill_context_parallel_size}; set it to 1",
         ),
         (
             speculative is not None and speculative.method not in DRAFTS and has_draft(vllm_config),

@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_engine import MODEL
 
-from manthan.vllm_hooks.groups import Groups, KvCacheGroup, groups_of
+from manthan.vllm_hooks.groups import Context, Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import block_format
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, PackedMemory
 from manthan.vllm_hooks.worker.layout import placed_layers
@@ -204,12 +204,16 @@ def test_blocks_come_back_bit_for_bit(vllm_config: Any, model: str) -> None:
         assert torch.equal(raw, before)
 
 
-@pytest.mark.parametrize("model", sorted(MODELS.keys() - {"openPangu"}))  # vLLM 0.32 cannot make its manager
-def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: str) -> None:
+ALONE = [(model, 1) for model in MODELS if model != "openPangu"]  # whose manager vLLM 0.32 cannot make
+SPREAD = [(model, 2) for model in ("DeepSeek V3.2, GLM-5", "MiniMax M3", "Nemotron-NAS")]
+
+
+@pytest.mark.parametrize(("model", "ranks"), ALONE + SPREAD)
+def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: str, ranks: int) -> None:
     """Where all blocks are in its cache, it finds those that a resume point has, and no longer prefix."""
     config = generate_scheduler_kv_cache_config([laid_out(vllm_config, model)])
-    groups = groups_of(config, vllm_config.cache_config, latent=512)
-    sizes = [each.kv_cache_spec.block_size for each in config.kv_cache_groups]
+    groups = groups_of(config, vllm_config.cache_config, 512, Context(ranks))
+    sizes = [each.kv_cache_spec.block_size * ranks for each in config.kv_cache_groups]
     coordinator = get_kv_cache_coordinator(
         kv_cache_config=config,
         max_model_len=TOKENS,
@@ -217,7 +221,7 @@ def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: 
         use_eagle=False,
         enable_caching=True,
         enable_kv_cache_events=False,
-        dcp_world_size=1,
+        dcp_world_size=ranks,
         pcp_world_size=1,
         scheduler_block_size=int(np.lcm.reduce(sizes)),
         hash_block_size=groups.hash_tokens,
@@ -225,7 +229,7 @@ def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: 
     null, found = coordinator.block_pool.null_block, KVCacheBlock(1)
     coordinator.block_pool.get_cached_block = lambda block_hash, ids: [found] * len(ids)
     hashes = [bytes([at % 256]) * 32 for at in range(TOKENS // groups.hash_tokens)]
-    size = groups.main.spec.block_size
+    size = groups.main.tokens
     for depth in range(1, TOKENS // size + 1):
         hits, tokens, _ = coordinator.find_longest_cache_hit(hashes, depth * size)
         assert tokens == groups.deepest(depth) * size

@@ -3,8 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from loaded import load_config
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -26,7 +28,20 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.vllm_hooks.groups import SPECS, Groups, KvCacheGroup, Part, PointGroup, Stored, entry_of, groups_of
+from manthan.manager.transfer import Transfer
+from manthan.vllm_hooks.groups import (
+    ALONE,
+    SPECS,
+    Context,
+    Groups,
+    KvCacheGroup,
+    Part,
+    PointGroup,
+    Stored,
+    entry_of,
+    groups_of,
+)
+from manthan.vllm_hooks.memory import Shards, exact_counts, group_shape
 
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=16, **HEADS)
@@ -106,13 +121,35 @@ def test_what_is_prefetched_is_found_unless_windows_need_another_block() -> None
     assert not Groups(MAIN, [LARGE]).is_expected
 
 
+# ---- context parallelism
+
+
+def test_ranks_of_context_parallelism_share_a_block() -> None:
+    """Two ranks hold four tokens each in turn; the first 20 tokens are 12 of the first rank and 8 of the other."""
+    context = Context(2, 4)
+    found = told(FULL, RING, context=context)
+    assert (found.main.tokens, found.hash_tokens, found.deepest(3)) == (32, 32, 3)
+    assert found.unstored == (8,)
+    assert [context.first_tokens(count) for count in (0, 1, 4, 8, 20, 32, 64)] == [0, 4, 4, 4, 12, 16, 32]
+    assert [ALONE.first_tokens(count) for count in (0, 1, 4, 64)] == [0, 1, 4, 64]
+    job = Transfer(1, "store", 0, [b"a", b"b"], np.array([3, 4], np.int32), first_token=32, exact_tokens=52)
+    of_rank = context.of_a_rank(job)
+    assert list(zip(of_rank.first_tokens(16), of_rank.exacts(16), strict=True)) == [(16, 12), (32, 0)]
+    codec = load_config(flags={"codec": {"name": "wht-5x", "sink_tokens": 4}}).codec
+    assert exact_counts(codec, found.main) == {0: 0, 4: 4, 32: 16}
+    shape = group_shape(codec, found.main, Shards(2))
+    alone = group_shape(codec, told(FULL).main, Shards(2))
+    assert (shape.tokens, alone.tokens) == (32, 16)
+    assert list(shape.bounds.values()) == list(alone.bounds.values()), "each rank's block is as large"
+
+
 # ---- vLLM's specs
 
 
-def told(*specs: KVCacheSpec, latent: int = 0, **facts: Any) -> Groups:
+def told(*specs: KVCacheSpec, latent: int = 0, context: Context = ALONE, **facts: Any) -> Groups:
     """Groups with a layer each."""
     groups = [KVCacheGroupSpec([str(n)], spec, **facts) for n, spec in enumerate(specs)]
-    return groups_of(KVCacheConfig(8, [], groups), latent=latent)
+    return groups_of(KVCacheConfig(8, [], groups), None, latent, context)
 
 
 def test_every_spec_of_vllm_has_an_entry() -> None:

@@ -25,8 +25,9 @@ from manthan.manager.tiers.tier import Tier
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.disk_store import open_disk
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.groups import KvCacheGroup, config_for, groups_of
+from manthan.vllm_hooks.groups import Context, KvCacheGroup, config_for, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape, codec_of_other, exact_counts, rank_facts, with_states
+from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_redis, namespace_of
 from manthan.vllm_hooks.support import UnsupportedError, latent_of
@@ -106,7 +107,9 @@ class WorkerHalf:
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
-        self.groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
+        self.groups = groups_of(
+            kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), Context.of(vllm_config.parallel_config)
+        )
         self._config = config_for(from_vllm_config(vllm_config), self.groups)
         self._group = self.groups.main
         self._kv_cache_config = kv_cache_config
@@ -140,6 +143,17 @@ class WorkerHalf:
         if config.codec.guard:
             self.guard = self._make_guard(main, rope)
 
+    def of_this_rank(self, metadata: ManthanMetadata) -> ManthanMetadata:
+        """Return a message with the tokens of its transfers counted as this rank counts its own."""
+        stored = (self.groups.main, *(each.group for each in self.groups.others))
+        contexts = {group.index: group.context for group in stored}
+        if all(context.ranks == 1 for context in contexts.values()):
+            return metadata
+        stores, loads = (
+            [contexts[job.group].of_a_rank(job) for job in jobs] for jobs in (metadata.stores, metadata.loads)
+        )
+        return replace(metadata, stores=stores, loads=loads)
+
     def get_ready(self) -> None:
         """Wait for what compiles beside vLLM's own warm-up. The server is not ready before that."""
         if self.guard is not None:
@@ -166,11 +180,14 @@ class WorkerHalf:
 
     def _exacts(self, group: KvCacheGroup) -> Sequence[int]:
         """How many first tokens of its blocks may have to be kept exact."""
-        return [0] if group.is_packed else sorted(exact_counts(self._config.codec, group.spec.block_size))
+        return [0] if group.is_packed else sorted(exact_counts(self._config.codec, group).values())
 
     def _rope(self, group: KvCacheGroup) -> Rope | None:
-        """How keys of the group's layers are turned, if that is known; latents are not, and bytes are no keys."""
-        if group.latent or group.is_packed:
+        """Return how keys of the group's layers are turned; None if that is not known.
+
+        Latents are not turned, bytes are no keys, and a rank of context parallelism has tokens of far positions.
+        """
+        if group.latent or group.is_packed or group.context.ranks > 1:
             return None
         tell = takes_facts(self._config.codec.name)
         return running_rope(self._vllm_config, group.spec.head_size, tell, group.names)
