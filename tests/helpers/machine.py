@@ -420,6 +420,8 @@ Exclusive = configuration(Setup(is_exclusive=True, cold_blocks=10), "Exclusive")
 Points = configuration(
     Setup(windows={0: None, 1: 2, 2: 1}, states=frozenset([2]), pool_blocks=48, cold_blocks=28), "Points"
 )
+Dense = configuration(Setup(windows={0: None, 1: 99}, pool_blocks=48, cold_blocks=36), "Dense")
+"""Another group with full attention: its window is longer than any session."""
 Alone = configuration(
     Setup(windows={0: 2, 1: 1}, states=frozenset([1]), lossless=frozenset([1]), pool_blocks=32, cold_blocks=16), "Alone"
 )
