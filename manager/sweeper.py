@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+from apscheduler.executors.debug import DebugExecutor
 from apscheduler.schedulers.background import BackgroundScheduler
 
 LATE_SHARE = 0.25
@@ -23,7 +24,9 @@ class Sweeper:
         # The scheduler tells of each start and stop, and of each call that it leaves out since the last one is not
         # over. Said here: vLLM undoes what is said before it is imported.
         logger.setLevel(logging.ERROR)
-        self._scheduler = BackgroundScheduler(timezone="UTC", logger=logger)  # no look at the machine's time zone
+        # In UTC, so that nobody looks for the machine's time zone. On the scheduler's own thread, because Python shuts
+        # pools of threads before it ends, and an engine that is not shut down would be told so at each tick.
+        self._scheduler = BackgroundScheduler(timezone="UTC", logger=logger, executors={"default": DebugExecutor()})
         self._scheduler.add_job(
             self._tick,
             "interval",

@@ -1,5 +1,7 @@
 """The sweeper's clock, with the real scheduler. Nothing here depends on how fast the machine is."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +54,17 @@ def test_it_works_on_a_thread_of_its_own() -> None:
         assert rung.wait(PATIENCE_S)
     assert threads[0] is not threading.main_thread()
     assert threads[0].daemon  # it never keeps a process alive
+
+
+def test_a_process_that_ends_without_stopping_it_says_nothing() -> None:
+    script = """
+import atexit, time
+from manthan.manager.sweeper import Sweeper
+atexit.register(time.sleep, 0.3)
+Sweeper(0.04, lambda: False, lambda: None).start()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
 
 
 @pytest.mark.parametrize(("idle_after_s", "every_s"), [(40.0, 10.0), (2.0, 0.5), (0.001, SHORTEST_S)])
