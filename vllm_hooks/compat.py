@@ -8,6 +8,7 @@ of vLLM. Everything else in `vllm_hooks` keeps to the connector API and to what 
 import argparse
 import dataclasses
 import functools
+import importlib
 import queue
 import sys
 import time
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_hints import KvHintsEnvelope
     from vllm.v1.request import Request
 
@@ -153,6 +155,12 @@ class Difference(NamedTuple):
 
 
 DIFFERENCES = (
+    Difference(
+        "planning of KV cache groups",
+        "`get_kv_cache_configs` of `v1.core.kv_cache_utils` groups layers itself",
+        "`get_kv_cache_configs` of `v1.core.kv_cache_planning` takes groups of `get_global_kv_cache_groups`",
+        "`manthan doctor` calls what there is (`plan_kv_cache`)",
+    ),
     Difference(
         "sleep mode and connectors",
         "connectors hear of no sleep",
@@ -997,6 +1005,30 @@ def _first_id(found: "KVCacheBlock | dict[int, KVCacheBlock] | None") -> int:
 def _named(block: "KVCacheBlock") -> Unsaved:
     assert block.block_hash is not None
     return Unsaved(get_group_id(block.block_hash), get_block_hash(block.block_hash), block.block_id)
+
+
+def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":
+    """Plan the KV cache of a model that was built under this configuration, as an engine core does.
+
+    There is memory for any number of blocks. Raises what vLLM raises for caches that it cannot plan.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+    register_all_kvcache_specs(vllm_config)
+    specs, memory = [get_kv_cache_spec(vllm_config)], [1 << 50]
+    layouts = get_supported_kv_cache_layouts(get_current_attn_backends(vllm_config))
+    resolve_kv_cache_layout(vllm_config, [[layout.name for layout in layouts]], list(specs[0].values()))
+    planning: Any = kv_cache_utils
+    groups = []
+    if not hasattr(planning, "get_kv_cache_configs"):
+        planning = importlib.import_module("vllm.v1.core.kv_cache_planning")
+        groups = [planning.get_global_kv_cache_groups(vllm_config, specs)]
+    planned: KVCacheConfig = planning.get_kv_cache_configs(vllm_config, specs, memory, *groups)[0]
+    return planned
 
 
 # -- the model and the device, on workers -------------------------------------------------------------

@@ -75,6 +75,16 @@ def test_the_next_release_has_the_parameters_of_what_is_replaced(release: Releas
     assert [path for path in WRAPPED if release.parameters(path) != installed.parameters(path)] == []
 
 
+@pytest.mark.slow
+def test_the_next_release_plans_caches_as_it_is_asked_to(release: Release) -> None:
+    utils, planning = "vllm.v1.core.kv_cache_utils", "vllm.v1.core.kv_cache_planning"
+    arguments = ["vllm_config", "kv_cache_specs", "available_memory"]
+    assert Release(SITE).parameters(f"{utils}.get_kv_cache_configs") == arguments
+    assert not release.has(utils, "get_kv_cache_configs")
+    assert release.parameters(f"{planning}.get_kv_cache_configs") == [*arguments, "global_kv_cache_groups"]
+    assert release.parameters(f"{planning}.get_global_kv_cache_groups") == arguments[:2]
+
+
 def test_each_difference_is_said_of_both_releases() -> None:
     assert RELEASES == ("0.32", "0.33")
     assert len({each.what for each in DIFFERENCES}) == len(DIFFERENCES)
