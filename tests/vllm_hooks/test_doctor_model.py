@@ -60,6 +60,12 @@ def test_a_refusal_comes_with_the_caches(tmp_path: Path) -> None:
     assert any("CrossAttentionSpec" in sentence for _, sentence in found.values())
 
 
+def test_a_model_whose_prefixes_vllm_does_not_keep(tmp_path: Path) -> None:
+    found = said(small_config("Mamba2ForCausalLM", tmp_path))
+    assert found["model"][0] == "ok"
+    assert found["Manthan"][0] == "wrong"
+
+
 def test_a_model_that_cannot_be_built_is_looked_up_by_its_class(tmp_path: Path) -> None:
     found = said(small_config("LlamaForCausalLM", tmp_path, architectures=["Glm5NextForCausalLM"]))
     mark, why = found["model"]

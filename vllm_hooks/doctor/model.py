@@ -47,7 +47,8 @@ def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
     from manthan.vllm_hooks.transfer_config import kv_transfer_config
 
     vllm_config.kv_transfer_config = kv_transfer_config(file)
-    refusals = []
+    family = families().get(vllm_config.model_config.architecture)
+    refusals = [f"vLLM finds no prefixes of such a model: {family.uncached}."] if family and family.uncached else []
     try:
         check_supported(vllm_config)
     except ConfigError as error:
