@@ -99,8 +99,20 @@ READS: dict[str, tuple[str, ...]] = {
     "vllm.config.CompilationConfig": ("static_forward_context",),
     "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory": ("_registry", "register_connector"),
     "vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware": ("verify_token",),
+    "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
+    "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding": (
+        *("head_size", "rotary_dim", "is_neox_style", "cos_sin_cache", "base", "max_position_embeddings"),
+    ),
+    "vllm.model_executor.layers.rotary_embedding.dynamic_ntk_alpha_rope.DynamicNTKAlphaRotaryEmbedding": (
+        "scaling_alpha",
+    ),
+    "vllm.model_executor.layers.rotary_embedding.dynamic_ntk_scaling_rope.DynamicNTKScalingRotaryEmbedding": (
+        *("scaling_factor", "max_trained_positions"),
+    ),
     "vllm.multimodal.hasher.MultiModalHasher": ("hash_kwargs",),
     "vllm.multimodal.inputs.MultiModalFeatureSpec": ("data", "modality", "identifier", "mm_hash"),
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": ("do_kv_cache_update",),
+    "vllm.v1.attention.backends.flash_attn.FlashAttentionImpl": ("do_kv_cache_update",),
     "vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl": ("do_kv_cache_update",),
     "vllm.v1.core.block_pool.BlockHashToBlockMap": ("_cache", "insert"),
     "vllm.v1.core.block_pool.BlockPool": (
@@ -141,8 +153,10 @@ READS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ("get_model", "get_draft_model"),
     "vllm.v1.worker.gpu_worker.Worker": ("model_runner", *LOADS, *HARMLESS),
 }
-"""Attributes and methods, by class of vLLM, that this file reads beside those in `WRAPPED`. Tests look each of them up
-in both releases."""
+"""Attributes and methods that this file reads and that `WRAPPED` has not, by class or module of vLLM.
+
+Tests look each of them up in both releases.
+"""
 
 
 class Difference(NamedTuple):

@@ -25,7 +25,7 @@ STORED: Mapping[str, str] = {
     "HiSparseHotSpec": "",
     "HiSparseResidentSpec": "",
 }
-"""How Manthan stores a cache, by vLLM's spec class; empty for one that vLLM itself finds no prefix in."""
+"""Way in which a cache is stored, by vLLM's spec class; empty for one that vLLM itself finds no prefix in."""
 SECTIONS = ("built", "read", "new")
 OUTCOMES = {
     "coded": "compressed",
