@@ -52,7 +52,7 @@ class Family(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """One of `OUTCOMES`."""
+        """Key in `OUTCOMES`."""
         ways = {way for each in self.caches if (way := stored(each))}
         if self.uncached or "refused" in ways:
             return "refused"

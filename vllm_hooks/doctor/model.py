@@ -34,7 +34,7 @@ def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
     """
     try:
         names = _architectures(model)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         yield Finding(MODEL, Grade.WRONG, f"config.json of {model} cannot be read: {_sentence(error)}.")
         return
     try:
