@@ -1,4 +1,4 @@
-"""Writes what is between the marks in configuration.md and metrics.md: `make docs`.
+"""Writes what is between the marks in compatibility.md, configuration.md and metrics.md: `make docs`.
 
 Explanations of keys are the comments in configs/default.yaml; all else is what the code says.
 """
@@ -12,6 +12,8 @@ from pydantic.fields import FieldInfo
 
 from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.policies.registry import BUILTIN
+from manthan.vllm_hooks.compat import DIFFERENCES
+from manthan.vllm_hooks.doctor.families import families_table
 from manthan.vllm_hooks.telemetry.metrics import METRICS
 
 DOCS = Path(__file__).parent
@@ -81,6 +83,12 @@ def metrics() -> Iterator[str]:
             yield f"- `vllm:manthan_{name}`: {', '.join(f'{edge:.15g}' for edge in metric.buckets)}"
 
 
+def differences() -> Iterator[str]:
+    """Every difference between the two releases of vLLM."""
+    yield "| | 0.32 | 0.33 | Manthan |\n|---|---|---|---|"
+    yield from (f"| {' | '.join(each)} |" for each in DIFFERENCES)
+
+
 def with_generated(text: str, parts: Sequence[Callable[[], Iterator[str]]]) -> str:
     """The document with new lines between the marks: of each part in turn."""
     first, *pieces = text.split(BEGIN)
@@ -91,7 +99,11 @@ def with_generated(text: str, parts: Sequence[Callable[[], Iterator[str]]]) -> s
     return "".join([first, *written])
 
 
-DOCUMENTS = {"configuration.md": (configuration,), "metrics.md": (metrics,)}
+DOCUMENTS = {
+    "compatibility.md": (differences, families_table),
+    "configuration.md": (configuration,),
+    "metrics.md": (metrics,),
+}
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
 """All of vLLM that Manthan touches and that vLLM does not offer to connectors; for 0.32, compared with 0.33.
 
-`WRAPPED` lists each function of vLLM that Manthan replaces, and why. This file may fail with any release of vLLM.
-Everything else in `vllm_hooks` keeps to the connector API and to what vLLM documents.
+`WRAPPED` lists each function of vLLM that Manthan replaces, and why. `READS` lists the attributes that this file reads.
+`DIFFERENCES` lists each difference between the two releases that concerns Manthan. This file may fail with any release
+of vLLM. Everything else in `vllm_hooks` keeps to the connector API and to what vLLM documents.
 """
 
 import argparse
 import dataclasses
 import functools
+import importlib
 import queue
 import sys
 import time
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.core import EngineCoreProc
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.kv_hints import KvHintsEnvelope
     from vllm.v1.request import Request
 
@@ -94,6 +96,154 @@ WRAPPED = {
     ),
 }
 """Functions of vLLM that Manthan replaces, and the reason for each. Tests compare their signatures."""
+READS: dict[str, tuple[str, ...]] = {
+    "vllm.config.CompilationConfig": ("static_forward_context",),
+    "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory": ("_registry", "register_connector"),
+    "vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware": ("verify_token",),
+    "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
+    "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding": (
+        *("head_size", "rotary_dim", "is_neox_style", "cos_sin_cache", "base", "max_position_embeddings"),
+    ),
+    "vllm.model_executor.layers.rotary_embedding.dynamic_ntk_alpha_rope.DynamicNTKAlphaRotaryEmbedding": (
+        "scaling_alpha",
+    ),
+    "vllm.model_executor.layers.rotary_embedding.dynamic_ntk_scaling_rope.DynamicNTKScalingRotaryEmbedding": (
+        *("scaling_factor", "max_trained_positions"),
+    ),
+    "vllm.multimodal.hasher.MultiModalHasher": ("hash_kwargs",),
+    "vllm.multimodal.inputs.MultiModalFeatureSpec": ("data", "modality", "identifier", "mm_hash"),
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": ("do_kv_cache_update",),
+    "vllm.v1.attention.backends.flash_attn.FlashAttentionImpl": ("do_kv_cache_update",),
+    "vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl": ("do_kv_cache_update",),
+    "vllm.v1.core.block_pool.BlockHashToBlockMap": ("_cache", "insert"),
+    "vllm.v1.core.block_pool.BlockPool": (
+        *("blocks", "num_gpu_blocks", "free_block_queue", "cached_block_hash_to_block", "cached_block_hashes_by_block"),
+        *("get_new_blocks", "get_num_free_blocks", "touch", "free_blocks", "evict_blocks"),
+        *("_reuse_watchers", "kv_event_queue", "medium"),
+    ),
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": ("single_type_managers", "block_pool"),
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": ("block_pool", "free"),
+    "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue": (
+        *("fake_free_list_head", "fake_free_list_tail", "num_free_blocks", "iter_blocks_after", "remove"),
+    ),
+    "vllm.v1.core.kv_cache_utils.KVCacheBlock": (
+        *("block_id", "ref_cnt", "block_hash", "is_null", "prev_free_block", "next_free_block", "set_block_hash"),
+    ),
+    "vllm.v1.core.sched.interface.PauseState": ("PAUSED_ALL",),
+    "vllm.v1.core.sched.scheduler.Scheduler": (
+        *("running", "waiting", "kv_holding_waiting", "deferred_waiting", "kv_cache_manager", "has_finished_requests"),
+        *("finished_recving_kv_req_ids", "failed_recving_kv_req_ids", "prev_step_scheduled_req_ids"),
+        *("pause_state", "set_pause_state", "_preempt_request", "reset_connector_cache"),
+    ),
+    "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": (
+        *("num_cached_block", "req_to_blocks", "_pending_cow_copies"),
+    ),
+    "vllm.v1.engine.EngineCoreRequest": ("sampling_params", "mm_features", "kv_hints", "cache_salt", "lora_request"),
+    "vllm.v1.engine.EngineCoreRequestType": ("WAKEUP",),
+    "vllm.v1.engine.async_llm.AsyncLLM": ("engine_core", "errored"),
+    "vllm.v1.engine.core.EngineCore": (
+        *("vllm_config", "model_executor", "scheduler", "batch_queue", "step_fn", "mm_receiver_cache", "_reset_caches"),
+    ),
+    "vllm.v1.engine.core.EngineCoreProc": ("input_queue", "shutdown_state", "_process_engine_step"),
+    "vllm.v1.engine.core.EngineShutdownState": ("RUNNING",),
+    "vllm.v1.engine.core_client.AsyncMPClient": ("call_utility_all_async",),
+    "vllm.v1.engine.input_processor.InputProcessor": ("vllm_config",),
+    "vllm.v1.executor.abstract.Executor": ("is_sleeping",),
+    "vllm.v1.request.Request": ("request_id", "status", "num_computed_tokens", "num_preemptions"),
+    "vllm.v1.request.RequestStatus": ("WAITING", "WAITING_FOR_REMOTE_KVS", "PREEMPTED"),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ("get_model", "get_draft_model"),
+    "vllm.v1.worker.gpu_worker.Worker": ("model_runner", *LOADS, *HARMLESS),
+}
+"""Attributes and methods that this file reads and that `WRAPPED` has not, by class or module of vLLM.
+
+Tests look each of them up in both releases.
+"""
+
+
+class Difference(NamedTuple):
+    """Difference between two releases of vLLM that concerns Manthan. ours: what Manthan does about it."""
+
+    what: str
+    in_32: str
+    in_33: str
+    ours: str
+
+
+DIFFERENCES = (
+    Difference(
+        "planning of KV cache groups",
+        "`get_kv_cache_configs` of `v1.core.kv_cache_utils` groups layers itself",
+        "`get_kv_cache_configs` of `v1.core.kv_cache_planning` takes groups of `get_global_kv_cache_groups`",
+        "`manthan doctor` calls what there is (`plan_kv_cache`)",
+    ),
+    Difference(
+        "sleep mode and connectors",
+        "connectors hear of no sleep",
+        "`unregister_kv_caches` before the KV cache's memory goes, `restore_kv_caches` when it is back",
+        "waits until nothing is read from the cache or written to it; addresses stay, so views of the cache do too",
+    ),
+    Difference(
+        "block hashes with EAGLE and MTP",
+        "cover a block's tokens",
+        "may cover the token behind it (`num_hash_lookahead_tokens`), but not with a KV connector",
+        "hashes are those of 0.32, and a hit loses its last block",
+    ),
+    Difference(
+        "KV events",
+        "`BlockStored` has no tokens behind a block",
+        "it has `lookahead_token_ids`, None where hashes do not cover such tokens",
+        "leaves it None",
+    ),
+    Difference(
+        "length of a hit in the prefix cache",
+        "all that is found",
+        "may be limited (`max_cache_hit_length`), for outputs that are kept beside the KV",
+        "chooses blocks in `get_cached_block`, below that limit",
+    ),
+    Difference(
+        "last blocks of a request",
+        "cached when the next step is scheduled",
+        "cached when the request stops, too",
+        "marks blocks wherever vLLM caches them",
+    ),
+    Difference(
+        "a draft's KV in the second model runner",
+        "saved in the model's step",
+        "saved in a step of its own (`wait_for_save`)",
+        "encodings begin in `wait_for_save`",
+    ),
+    Difference(
+        "`do_kv_cache_update` of MLA backends",
+        "six arguments",
+        "one more, which is optional",
+        "leaves it out",
+    ),
+    Difference(
+        "waiting request that cannot be scheduled",
+        "ends the step",
+        "goes back into the queue, and others go ahead",
+        "its queue serves both",
+    ),
+    Difference(
+        "loads that wait for earlier steps",
+        "none",
+        "`deferred_loads`, with `HiSparseConnector` only",
+        "refuses that connector beside its own",
+    ),
+    Difference(
+        "wake-up from sleep",
+        "asks workers nothing",
+        "asks them for `get_kv_connector_handshake_metadata` again",
+        "knows that this call changes no weights",
+    ),
+    Difference(
+        "`--kv-cache-dtype`",
+        "fixed names",
+        "`octave_*`, and names that plugins register",
+        "keeps such blocks as bytes, as it does all that it does not know",
+    ),
+)
+"""All differences between vLLM 0.32 and 0.33 that concern Manthan; docs/compatibility.md prints them."""
 
 # Every process of vLLM loads plugins: what only some of them need is imported where it is used.
 
@@ -893,6 +1043,30 @@ def _first_id(found: "KVCacheBlock | dict[int, KVCacheBlock] | None") -> int:
 def _named(block: "KVCacheBlock") -> Unsaved:
     assert block.block_hash is not None
     return Unsaved(get_group_id(block.block_hash), get_block_hash(block.block_hash), block.block_id)
+
+
+def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":
+    """Plan the KV cache of a model that was built under this configuration, as an engine core does.
+
+    There is memory for any number of blocks. Raises what vLLM raises for caches that it cannot plan.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+    register_all_kvcache_specs(vllm_config)
+    specs, memory = [get_kv_cache_spec(vllm_config)], [1 << 50]
+    layouts = get_supported_kv_cache_layouts(get_current_attn_backends(vllm_config))
+    resolve_kv_cache_layout(vllm_config, [[layout.name for layout in layouts]], list(specs[0].values()))
+    planning: Any = kv_cache_utils
+    groups = []
+    if not hasattr(planning, "get_kv_cache_configs"):
+        planning = importlib.import_module("vllm.v1.core.kv_cache_planning")
+        groups = [planning.get_global_kv_cache_groups(vllm_config, specs)]
+    planned: KVCacheConfig = planning.get_kv_cache_configs(vllm_config, specs, memory, *groups)[0]
+    return planned
 
 
 # -- the model and the device, on workers -------------------------------------------------------------

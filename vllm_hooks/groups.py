@@ -80,7 +80,7 @@ SPECS: Mapping[str, SpecEntry] = {
     "ChunkedLocalAttentionSpec": SpecEntry(
         Stored.CODED, lambda spec: int(spec.attention_chunk_size), _has_keys_and_values
     ),
-    "MambaSpec": SpecEntry(Stored.BYTES, lambda spec: 1),
+    "MambaSpec": SpecEntry(Stored.CODED, lambda spec: 1),  # by `codec.state`, in blocks of bytes
     "CircularBufferSpec": SpecEntry(Stored.NOTHING),
     "EncoderOnlyAttentionSpec": SpecEntry(Stored.NOTHING),
     "HiSparseHotSpec": SpecEntry(Stored.NOTHING),

@@ -5,6 +5,7 @@ import pkgutil
 import re
 
 import pytest
+from release import fetched
 
 from manthan.vllm_hooks.compat import WRAPPED
 
@@ -69,3 +70,10 @@ def test_a_replaced_function_has_the_parameters_that_it_had(name: str) -> None:
 def test_a_function_that_is_depended_on_does_what_it_did(name: str) -> None:
     source = inspect.getsource(pkgutil.resolve_name(name))
     assert READ[name] in re.sub(r"\(\n\s+", "(", source)
+
+
+@pytest.mark.slow
+def test_the_next_release_does_what_is_depended_on() -> None:
+    release = fetched("0.33.0")
+    sources = {name: re.sub(r"\(\n\s+", "(", release.source(name)) for name in READ}
+    assert [name for name, source in sources.items() if READ[name] not in source] == []

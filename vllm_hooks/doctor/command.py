@@ -1,9 +1,12 @@
 """`manthan doctor`: look at what a server needs, and name what is wrong. It also runs where vLLM is missing."""
 
 import json
+import os
 import platform
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +20,8 @@ from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import resolve_config
 from manthan.manager.doctor.checks import Finding, Grade, check_disk, check_memlock, check_redis
 from manthan.manager.doctor.template import TEMPLATE, check_template, load_renderer
+from manthan.vllm_hooks.doctor.families import families_table
+from manthan.vllm_hooks.doctor.model import check_model
 from manthan.vllm_hooks.support import VLLM, check_version
 
 MARKS = {
@@ -31,17 +36,23 @@ doctor = typer.Typer(add_completion=False)
 
 @doctor.command()
 def examine(
-    model: Annotated[str, typer.Option(help="Look at this model's chat template, too: a folder, or a name.")] = "",
+    model: Annotated[str, typer.Argument(help="Look at this model, too: a folder, or a name.")] = "",
+    same: Annotated[str, typer.Option("--model", metavar="MODEL", help="As MODEL.")] = "",
     config: Annotated[str, typer.Option(metavar="FILE", help="The YAML file of --manthan-config.")] = "",
     url: Annotated[str, typer.Option(help=f"Ask this server, too; its API key is read from {KEY_ENV}.")] = "",
-    chat_template: Annotated[str, typer.Option(metavar="FILE", help="As vLLM's --chat-template, for --model.")] = "",
+    chat_template: Annotated[str, typer.Option(metavar="FILE", help="As vLLM's --chat-template, for MODEL.")] = "",
+    of_families: Annotated[bool, typer.Option("--families", help="Print what is stored of each family.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Look at all that a server needs; exit status 1 if something is wrong.
 
-    With --model it also renders two turns of a chat, and says where their prompts part.
+    With MODEL it also builds the model without weights, and says how its KV caches are stored. Then it renders two
+    turns of a chat, and says where their prompts part.
     """
-    found = list(_examined(model, config, url, chat_template))
+    if of_families:
+        typer.echo("\n".join(families_table()))
+        return
+    found = list(_examined(model or same, config, url, chat_template))
     is_wrong = any(one.mark is Grade.WRONG for one in found)
     if as_json:
         typer.echo(json.dumps({"healthy": not is_wrong, "findings": [one._asdict() for one in found]}, indent=2))
@@ -64,7 +75,12 @@ def _examined(model: str, file: str, url: str, template: str) -> Iterator[Findin
     if url:
         yield _check_host(url)
     if not model:
-        yield Finding(TEMPLATE, Grade.SKIPPED, "give --model to see whether it rewrites history.")
+        yield Finding(TEMPLATE, Grade.SKIPPED, "give MODEL to see whether it rewrites history.")
+        return
+    with _quiet():
+        yield from check_model(model, file or None)
+    if Path(model).is_dir() and not any(Path(model).glob("*token*")):
+        yield Finding(TEMPLATE, Grade.SKIPPED, f"{model} has no tokenizer.")
         return
     try:
         yield check_template(load_renderer(model, template))
@@ -72,6 +88,18 @@ def _examined(model: str, file: str, url: str, template: str) -> Iterator[Findin
         yield Finding(TEMPLATE, Grade.WRONG, str(error))
     except ImportError as error:
         yield Finding(TEMPLATE, Grade.WRONG, f"{error.name} is not installed, which comes with vLLM.")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Send what libraries print to standard error, so that standard output has the answer alone."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _versions() -> Iterator[Finding]:

@@ -1,0 +1,105 @@
+"""`manthan doctor MODEL` on models without weights: KV caches, refusals, and models that cannot be built."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_configs import SMALL, small_config
+from torch.distributed import is_initialized
+from typer.testing import CliRunner
+
+from manthan.manager.cli import app
+from manthan.vllm_hooks.doctor.families import families
+
+
+def said(model: str, *words: str) -> dict[str, tuple[str, str]]:
+    """Mark and sentence of each finding."""
+    done = CliRunner().invoke(app, ["doctor", "--json", model, *words])
+    return {one["check"]: (one["mark"], one["said"]) for one in json.loads(done.stdout)["findings"]}
+
+
+def test_windows_beside_full_attention(tmp_path: Path) -> None:
+    found = said(small_config("GptOssForCausalLM", tmp_path))
+    assert found["model"] == ("ok", "GptOssForCausalLM was built without weights.")
+    bytes_a_token = 4 * 2 * 2 * 64 * torch.bfloat16.itemsize  # layers, keys and values, heads, head_dim
+    mark, windows = found["KV cache 0"]
+    assert windows.startswith(
+        f"4 layers of SlidingWindowSpec, {bytes_a_token:,} bytes a token of the last 128, in blocks"
+    )
+    assert f"4 layers of FullAttentionSpec, {bytes_a_token:,} bytes a token, in blocks" in found["KV cache 1"][1]
+    assert mark == "ok"
+    assert windows.endswith("of 128: codec wht-5x, 5.0 times smaller.")
+    assert found["resume points"][1] == "a session can be resumed every 128 tokens."
+    assert "Manthan" not in found
+    assert found["chat template"] == ("skipped", f"{tmp_path} has no tokenizer.")
+    assert not is_initialized()
+
+
+def test_states_are_kept_unless_they_are_to_be_coded(tmp_path: Path) -> None:
+    model = small_config("Qwen3NextForCausalLM", tmp_path)
+    assert said(model)["KV cache 0"][1].endswith(": kept as it is.")
+    (tmp_path / "manthan.yaml").write_text("codec: {state: int8}\n")
+    found = said(model, "--config", str(tmp_path / "manthan.yaml"))
+    assert "2 layers of MambaSpec, a state of " in found["KV cache 0"][1]
+    assert ": codec " in found["KV cache 0"][1]
+    assert found["resume points"][1] == "a session can be resumed every 256 tokens."
+
+
+def test_quantized_weights_do_not_matter(tmp_path: Path) -> None:
+    weights = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    found = said(small_config("LlamaForCausalLM", tmp_path, quantization_config=weights))
+    assert found["model"][0] == found["KV cache 0"][0] == "ok"
+
+
+def test_a_refusal_comes_with_the_caches(tmp_path: Path) -> None:
+    found = said(small_config("WhisperForConditionalGeneration", tmp_path))
+    mark, why = found["Manthan"]
+    assert mark == "wrong"
+    assert "encoder-decoder" in why or "CrossAttentionSpec" in why
+    assert any("CrossAttentionSpec" in sentence for _, sentence in found.values())
+
+
+def test_a_model_whose_prefixes_vllm_does_not_keep(tmp_path: Path) -> None:
+    found = said(small_config("Mamba2ForCausalLM", tmp_path))
+    assert found["model"][0] == "ok"
+    assert found["Manthan"][0] == "wrong"
+
+
+def test_a_model_that_cannot_be_built_is_looked_up_by_its_class(tmp_path: Path) -> None:
+    found = said(small_config("LlamaForCausalLM", tmp_path, architectures=["Glm5NextForCausalLM"]))
+    mark, why = found["model"]
+    assert mark == "warning"
+    assert why.startswith("it cannot be built here (")
+    assert found["KV cache"] == (
+        "warning",
+        "models of Glm5NextForCausalLM have MLAAttention (compressed), MLAAttention/indexer (as bytes), "
+        "Mamba (compressed), CircularBuffer (not needed).",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "mark", "sentence"),
+    [
+        ("HrmTextForCausalLM", "wrong", "; a prompt's tokens attend to later ones."),
+        ("BertModel", "wrong", "BertModel is no class that generates text in vLLM 0.32 or 0.33."),
+    ],
+)
+def test_a_class_without_sessions(tmp_path: Path, name: str, mark: str, sentence: str) -> None:
+    found = said(small_config("LlamaForCausalLM", tmp_path, architectures=[name], num_attention_heads=0))
+    assert found["KV cache"][0] == mark
+    assert found["KV cache"][1].endswith(sentence)
+
+
+def test_no_model(tmp_path: Path) -> None:
+    for model in (tmp_path, tmp_path / "nowhere"):
+        mark, why = said(str(model))["model"]
+        assert mark == "wrong"
+        assert why.startswith(f"config.json of {model} cannot be read: ")
+
+
+def test_families_are_printed() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--families"])
+    assert done.exit_code == 0
+    assert f" of {len(families())} |" in done.stdout
+    assert all(name in done.stdout for name in SMALL)

@@ -1,0 +1,105 @@
+"""Families of models: the KV caches of each class of vLLM's registry, and what Manthan stores of them.
+
+`families.yaml` has the caches. A family is a class that generates text, of text or other inputs.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from manthan.vllm_hooks.groups import SPECS, Stored
+
+STORED: Mapping[str, str] = {
+    name: "" if entry.stored is Stored.NOTHING else str(entry.stored) for name, entry in SPECS.items()
+}
+"""Way in which a cache is stored, by vLLM's spec class; empty for one that vLLM itself finds no prefix in."""
+DENSE = ("FullAttention", "MLAAttention")
+"""Caches with full attention, of which vLLM makes one group."""
+SECTIONS = ("built", "read", "new")
+OUTCOMES = {
+    "coded": "compressed",
+    "partly": "some groups compressed, others as bytes",
+    "bytes": "as bytes, not compressed",
+    "refused": "refused, or nothing to store",
+}
+"""Outcomes of a family, and how documents say them."""
+
+
+class Family(NamedTuple):
+    """Class of vLLM's registry.
+
+    Args:
+        caches: names of its KV caches, as `families.yaml` has them.
+        section: "built" if its layers were asked, "read" if its source was read, "new" if only vLLM 0.33 has it.
+        uncached: reason for which vLLM keeps no prefixes of it; empty if it does.
+    """
+
+    name: str
+    caches: tuple[str, ...]
+    section: str
+    uncached: str
+
+    @property
+    def outcome(self) -> str:
+        """Key in `OUTCOMES`, for KV. States do not count where there is any."""
+        ways = {each: stored(each) for each in self.caches if stored(each)}
+        if any(each in ways for each in DENSE) and any("/" in each for each in ways if _kind(each) in DENSE):
+            ways |= {each: "bytes" for each in ways if _kind(each) in DENSE}  # vLLM has them in one group
+        if self.uncached or "refused" in ways.values():
+            return "refused"
+        found = {way for each, way in ways.items() if each != "Mamba"} or {*ways.values()}
+        return "partly" if len(found) > 1 else found.pop()
+
+
+def stored(name: str) -> str:
+    """Return how a cache is stored: "coded", "bytes" or "refused"; empty if it is not, and nothing is lost by that.
+
+    A cache that is set apart from others of its class, as "MLAAttention/indexer", has a shape that no codec knows.
+    """
+    way = STORED[f"{_kind(name)}Spec"]
+    return "bytes" if "/" in name and way == "coded" else way
+
+
+def _kind(name: str) -> str:
+    return name.partition("/")[0]
+
+
+@cache
+def listed() -> dict[str, Any]:
+    """Return the sections of `families.yaml`."""
+    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Return all families of both releases, by name."""
+    uncached = listed()["uncached"]
+    return {
+        name: Family(name, tuple(caches.split()), section, uncached.get(name, ""))
+        for section in SECTIONS
+        for name, caches in listed()[section].items()
+    }
+
+
+def families_table() -> Iterator[str]:
+    """Yield the lines of the families' part of docs/compatibility.md."""
+    every = list(families().values())
+    yield "| of the families | number | share |\n|---|---|---|"
+    for outcome, said in OUTCOMES.items():
+        count = sum(family.outcome == outcome for family in every)
+        yield f"| {said} | {count} of {len(every)} | {count / len(every):.1%} |"
+    yield "\n| KV caches | stored | families |\n|---|---|---|"
+    rows: dict[tuple[str, str], list[str]] = {}
+    for family in every:
+        said = OUTCOMES[family.outcome] + (f": {family.uncached}" if family.uncached else "")
+        mark = {"built": "", "read": "\\*", "new": "†"}[family.section]
+        rows.setdefault((" + ".join(family.caches), said), []).append(f"{family.name}{mark}")
+    order = list(OUTCOMES.values())
+    for (caches, said), names in sorted(
+        rows.items(), key=lambda row: (order.index(row[0][1].split(":")[0]), -len(row[1]))
+    ):
+        yield f"| {caches} | {said} | {len(names)}: {', '.join(sorted(names, key=str.lower))} |"

@@ -1,0 +1,204 @@
+"""Check of a model: its KV caches and what Manthan stores of them. vLLM builds the model without weights."""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manthan.codec.cpu.exact import EXACT
+from manthan.manager.config.model import ConfigError
+from manthan.manager.doctor.checks import Finding, Grade
+from manthan.manager.session.blocks import GroupShape
+from manthan.vllm_hooks.doctor.families import families, stored
+from manthan.vllm_hooks.support import RELEASES, check_supported, latent_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+LONG = 512
+"""Tokens of a block that turns may well be shorter than."""
+MODEL, CACHE, RESUME = "model", "KV cache", "resume points"
+WAYS = {"coded": "compressed", "bytes": "as bytes", "refused": "refused", "": "not needed"}
+MARKS = {"coded": Grade.OK, "partly": Grade.WARNING, "bytes": Grade.WARNING, "refused": Grade.WRONG}
+
+
+def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
+    """Build a model, and say of each KV cache group what it holds and how it is stored.
+
+    Args:
+        model: folder with a config.json, or a name in Hugging Face's cache.
+        file: the YAML file of --manthan-config.
+    """
+    try:
+        names = _architectures(model)
+    except (OSError, ValueError, ImportError) as error:
+        yield Finding(MODEL, Grade.WRONG, f"config.json of {model} cannot be read: {_sentence(error)}.")
+        return
+    try:
+        vllm_config, kv_cache_config = planned(model, names)
+    except Exception as error:  # model classes raise anything
+        yield Finding(MODEL, Grade.WARNING, f"it cannot be built here ({_sentence(error)}), so its class is looked up.")
+        yield from map(_by_class, names)
+        return
+    yield Finding(MODEL, Grade.OK, f"{vllm_config.model_config.architecture} was built without weights.")
+    from manthan.vllm_hooks.transfer_config import kv_transfer_config
+
+    vllm_config.kv_transfer_config = kv_transfer_config(file)
+    family = families().get(vllm_config.model_config.architecture)
+    refusals = [f"vLLM finds no prefixes of such a model: {family.uncached}."] if family and family.uncached else []
+    try:
+        check_supported(vllm_config)
+    except ConfigError as error:
+        refusals.append(str(error))
+    shapes: dict[int, tuple[str, GroupShape]] = {}
+    try:
+        shapes = _stored(vllm_config, kv_cache_config)
+    except ConfigError as error:
+        refusals.append(str(error))
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        yield Finding(f"{CACHE} {index}", *_said(group, shapes.get(index)))
+    if shapes:
+        tokens = math.lcm(*(shape.tokens for _, shape in shapes.values()))
+        said = f"a session can be resumed every {tokens:,} tokens"
+        if tokens > LONG:
+            yield Finding(RESUME, Grade.WARNING, f"{said}: what a shorter turn adds is computed again in the next.")
+        else:
+            yield Finding(RESUME, Grade.OK, f"{said}.")
+    yield from (Finding("Manthan", Grade.WRONG, said) for said in dict.fromkeys(refusals))
+
+
+def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCacheConfig]":
+    """Build a model on the meta device and plan its KV cache, by vLLM's own functions. Raises what they raise.
+
+    Args:
+        names: names of its classes.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import torch
+    from vllm import EngineArgs
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from manthan.vllm_hooks.compat import plan_kv_cache
+
+    for name in names:
+        known = ModelRegistry.models.get(name)
+        if known is not None:
+            known.load_model_cls()  # so that an import that fails says what is missing
+    more: Any = {} if current_platform.is_cuda_alike() else {"hf_overrides": _without_quantization}
+    vllm_config = EngineArgs(model=model, load_format="dummy", enforce_eager=True, **more).create_engine_config()
+    with set_current_vllm_config(vllm_config), _one_rank():
+        dtype: Any = vllm_config.model_config.dtype
+        with set_default_torch_dtype(dtype), torch.device("meta"):
+            initialize_model(vllm_config)
+        current_platform.update_block_size_for_backend(vllm_config)
+        return vllm_config, plan_kv_cache(vllm_config)
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """Make this process the only rank of a model, for as long as one is built."""
+    import torch
+    from vllm.distributed import parallel_state as state
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
+
+    with tempfile.TemporaryDirectory() as folder:
+        state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        try:
+            state.ensure_model_parallel_initialized(1, 1)
+            init_workspace_manager(torch.device(current_platform.device_type))
+            yield
+        finally:
+            reset_workspace_manager()
+            state.destroy_model_parallel()
+            state.destroy_distributed_environment()
+
+
+def _without_quantization(config: Any) -> Any:
+    """Return a model's configuration with plain weights, because few kinds of quantization run without a GPU."""
+    parts: list[Any] = [config, getattr(config, "text_config", None)]
+    for each in parts:
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config
+    return config
+
+
+def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> dict[int, tuple[str, GroupShape]]:
+    """Return the codec and the sizes of each group that Manthan stores, by number. Raises ConfigError."""
+    from manthan.vllm_hooks.groups import config_for, groups_of
+    from manthan.vllm_hooks.memory import Shards, codec_of_other, memory_shapes
+    from manthan.vllm_hooks.settled import settle_codec, settled_profile
+    from manthan.vllm_hooks.transfer_config import from_vllm_config
+
+    settle_codec(vllm_config)
+    groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
+    codec = config_for(from_vllm_config(vllm_config), groups).codec
+    profile = None if groups.main.is_packed else settled_profile(vllm_config)
+    sizes = memory_shapes(codec, groups, Shards(1, lambda nbytes: nbytes), profile)[0].groups
+    names = {each.group.index: codec_of_other(codec.name, each.group, codec.state) for each in groups.others}
+    return {index: (names.get(index, codec.name), shape) for index, shape in sizes.items()}
+
+
+def _said(group: "KVCacheGroupSpec", how: tuple[str, GroupShape] | None) -> tuple[Grade, str]:
+    """Return the grade of a group, and what it holds.
+
+    Args:
+        how: codec and sizes; None if it is not stored.
+    """
+    spec: Any = group.kv_cache_spec
+    kind, layers = type(spec).__name__, len(group.layer_names)
+    nbytes = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else layers)  # some have those of all layers
+    is_state = kind == "MambaSpec"
+    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    size = f"a state of {nbytes:,} bytes" if is_state else f"{nbytes // spec.block_size:,} bytes a token"
+    holds = f"{layers} layers of {kind}, {size}{f' of the last {window:,}' if window else ''}, "
+    holds += f"in blocks of {spec.block_size:,}: "
+    if how is None and not spec.prefix_cacheable:
+        return Grade.OK, f"{holds}not stored, because vLLM needs none of it for a prefix."
+    if how is None:
+        return Grade.WARNING, f"{holds}not stored."
+    codec, shape = how
+    if codec == EXACT:
+        return Grade.OK if is_state else Grade.WARNING, f"{holds}kept as it is."
+    return Grade.OK, f"{holds}codec {codec}, {shape.pool_nbytes / shape.cold_nbytes:.1f} times smaller."
+
+
+def _by_class(name: str) -> Finding:
+    """Say what the list of families has of a model's class."""
+    family = families().get(name)
+    if family is None:
+        return Finding(CACHE, Grade.WRONG, f"{name} is no class that generates text in vLLM {' or '.join(RELEASES)}.")
+    caches = ", ".join(f"{each} ({WAYS[stored(each)]})" for each in family.caches)
+    why = f"; {family.uncached}" if family.uncached else ""
+    return Finding(CACHE, MARKS[family.outcome], f"models of {name} have {caches}{why}.")
+
+
+def _architectures(model: str) -> list[str]:
+    """Return the names of classes in a model's config.json. Raises OSError and ValueError."""
+    found: Any = Path(model) / "config.json"
+    if not Path(model).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            found = try_to_load_from_cache(model, "config.json")
+        except ValueError:  # this cannot be a name
+            found = None
+        if not isinstance(found, str):
+            raise FileNotFoundError("it is neither a folder nor in Hugging Face's cache")
+    return json.loads(Path(found).read_text(encoding="utf-8")).get("architectures") or []
+
+
+def _sentence(error: BaseException) -> str:
+    """Return the part of an error's text that says what is wrong, in one line and without a stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = lines[1] if "validation error" in lines[0] and len(lines) > 1 else lines[0]  # pydantic's first line is none
+    return said.removeprefix("Value error, ").split(" [type=")[0].rstrip(".")[:200]
