@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 
 def fingerprint(
-    vllm_config: "VllmConfig", group: "KvCacheGroup", codec: str, namespace: str = "", facts: ModelFacts = NO_FACTS
+    vllm_config: "VllmConfig",
+    group: "KvCacheGroup",
+    codec: str,
+    namespace: str = "",
+    facts: ModelFacts = NO_FACTS,
+    replicas: int = 1,
 ) -> bytes:
     """Return 16 bytes over everything that decides the meaning of this rank's blocks.
 
@@ -24,6 +29,7 @@ def fingerprint(
         namespace: name of a store that outlives the engine; it covers the model. `ModelConfig.compute_hash` does
             otherwise: name, revision, quantization, dtype and rotary settings, and much that does not matter.
         facts: properties of the model that the codec knows.
+        replicas: see `Groups`. Ranks with the same blocks read each other's.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     parts: dict[str, object] = {
@@ -34,7 +40,7 @@ def fingerprint(
         "group": group.index,
         "block_size": group.spec.block_size,
         **({"layers": group.shape} if group.is_packed else {"kv_heads": group.shape[1], "head_size": group.shape[2]}),
-        "tensor_parallel": [parallel.rank, parallel.tensor_parallel_size],
+        "tensor_parallel": [parallel.rank // replicas, parallel.tensor_parallel_size // replicas],
     }
     if group.context.ranks > 1:
         parts["context_parallel"] = group.context

@@ -229,12 +229,14 @@ class Groups(NamedTuple):
         at_points: groups of which resume points need blocks.
         again: number of found blocks at a prefix's end that are computed nevertheless; see `blocks_computed_again`.
         unstored: tokens of a block of each group that is not stored.
+        replicas: number of consecutive ranks of tensor parallelism that have the same blocks, as with latents (MLA).
     """
 
     main: KvCacheGroup
     at_points: Sequence[PointGroup] = ()
     again: int = 0
     unstored: Sequence[int] = ()
+    replicas: int = 1
 
     @property
     def is_whole(self) -> bool:
@@ -353,7 +355,7 @@ def groups_of(
         )
     main = max(mains, key=lambda each: (not each.group.is_packed, each.group.page_nbytes, -each.group.index))
     at_points = [each for each in found if each is not main or main.reach < EVERY]
-    made = Groups(main.group, at_points, unstored=tuple(unstored))
+    made = Groups(main.group, at_points, unstored=tuple(unstored), replicas=kv_cache_config.kv_tp_replicas)
     unit = getattr(cache, "prefix_match_unit", None)
     if unit not in (None, made.hash_tokens):
         raise UnsupportedError(

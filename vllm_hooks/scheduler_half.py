@@ -166,7 +166,7 @@ class SchedulerHalf:
         if namespace is not None and config.tiers.is_on_disk:
             self._books = DiskBooks(vllm_config, config, namespace.name, self._ranks)
         if namespace is not None and shared:
-            sessions = make_sessions(vllm_config, config, namespace, owner, self._ring)
+            sessions = make_sessions(vllm_config, config, namespace, owner, self._ring, self.groups.replicas)
             parts = self._parts if self.groups.at_points else None
             self._redis = RedisLink(sessions, self.manager, self._fronts, parts)
         self.driver: Driver

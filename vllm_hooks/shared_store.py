@@ -53,7 +53,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
             "block_tokens": group.tokens,
             **({"context_parallel": group.context} if group.context.ranks > 1 else {}),
             "shape": group.shape,
-            "tensor_parallel": parallel.tensor_parallel_size,
+            "tensor_parallel": parallel.tensor_parallel_size // (groups.replicas if config.tiers.is_shared else 1),
             **({"pipeline_parallel": parallel.pipeline_parallel_size} if parallel.pipeline_parallel_size > 1 else {}),
             "block_hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED", "")],
             **({"sealed": derived(keys[-1], "mark of a key", nbytes=8).hex()} if keys else {}),
@@ -73,16 +73,26 @@ def engine_name() -> str:
 
 
 def make_sessions(
-    vllm_config: "VllmConfig", config: ManthanConfig, namespace: Namespace, owner: str, ring: Callable[[], None]
+    vllm_config: "VllmConfig",
+    config: ManthanConfig,
+    namespace: Namespace,
+    owner: str,
+    ring: Callable[[], None],
+    replicas: int = 1,
 ) -> RedisSessions:
-    """Return what looks blocks up and tells sessions. ring: called on its thread when there is an answer."""
+    """Return the books of sessions in Redis.
+
+    Args:
+        ring: called on their thread when there is an answer.
+        replicas: see `Groups`.
+    """
     facts = {"model": vllm_config.model_config.model, "codec": config.codec.name, "engine": owner}
     keys = keys_of(config.sealing)
     return RedisSessions(
         connect(config.tiers.redis),
         Circuit(ring),
         namespace,
-        vllm_config.parallel_config.world_size,
+        vllm_config.parallel_config.world_size // replicas,
         config.tiers.redis.ttl_s,
         facts,
         ring,
@@ -107,7 +117,9 @@ def check_redis(vllm_config: "VllmConfig") -> None:
         logger.warning("Manthan: %s", said)
 
 
-def make_redis(config: ManthanConfig, namespace: Namespace, rank: int) -> RedisTier:
-    """Return one rank's blocks."""
+def make_redis(config: ManthanConfig, namespace: Namespace, rank: int, replicas: int = 1) -> RedisTier:
+    """Return a rank's blocks in Redis. replicas: see `Groups`. The first of ranks with the same blocks writes them."""
     client = connect(config.tiers.redis, threads=CPU_ENCODE_THREADS + LOAD_THREADS + AHEAD_THREADS)
-    return RedisTier(client, Circuit(), namespace, rank, config.tiers.redis.ttl_s)
+    return RedisTier(
+        client, Circuit(), namespace, rank // replicas, config.tiers.redis.ttl_s, writes=rank % replicas == 0
+    )

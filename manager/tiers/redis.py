@@ -26,10 +26,13 @@ class RedisTier(Tier):
 
     Args:
         ttl_s: Seconds a session lives after its last use. `RedisSessions` renews its blocks.
+        writes: False if another rank with the same blocks writes them. This one only reads then.
     """
 
-    def __init__(self, client: Client, circuit: Circuit, namespace: Namespace, rank: int, ttl_s: float) -> None:
-        self._client, self._circuit = client, circuit
+    def __init__(
+        self, client: Client, circuit: Circuit, namespace: Namespace, rank: int, ttl_s: float, writes: bool = True
+    ) -> None:
+        self._client, self._circuit, self._writes = client, circuit, writes
         self._namespace, self._rank = namespace, rank
         self._ttl_ms = round(1000 * FIRST_TTL * ttl_s)
         self._fetchers = ThreadPoolExecutor(AHEAD_THREADS, "manthan-fetch")
@@ -37,6 +40,8 @@ class RedisTier(Tier):
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         refused: dict[bytes, str] = {}
+        if not self._writes:
+            return refused
         self._learn(group, [buf.nbytes for buf in blocks.values()])
         items, count = list(blocks.items()), self._batch(group)
         for start in range(0, len(items), count):

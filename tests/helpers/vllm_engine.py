@@ -284,7 +284,7 @@ def restore_worker(worker: Any) -> None:
 @contextmanager
 def until_killed(blocks: int = 131, **options: Any) -> Iterator[Engine]:
     """An engine that is killed at the end, not stopped. Sessions go cold after a fifth of a second."""
-    engine = Engine(blocks, idle=0.2, **options)
+    engine = Engine(blocks, **{"idle": 0.2} | options)
     try:
         yield engine
         engine.kill()

@@ -133,7 +133,7 @@ class WorkerHalf:
         name, store = "", None
         if config.tiers.is_lasting:
             namespace = namespace_of(self._vllm_config, config, self.groups, loaded_of(self._vllm_config).digest())
-            name, store = namespace.name, _make_store(self._vllm_config, namespace)
+            name, store = namespace.name, _make_store(self._vllm_config, namespace, self.groups.replicas)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
@@ -205,7 +205,7 @@ class WorkerHalf:
         """namespace: see `fingerprint`. Raises ConfigError."""
         facts = with_states(codec, group, facts)
         try:
-            mark = fingerprint(self._vllm_config, group, codec, namespace, facts)
+            mark = fingerprint(self._vllm_config, group, codec, namespace, facts, self.groups.replicas)
             return block_format(codec, group, mark, facts)
         except ProfileError as error:
             raise ConfigError(str(error)) from None
@@ -262,20 +262,23 @@ def codec_backend(wanted: str, device: torch.device) -> str:
     return "numpy" if torch.cuda.get_device_properties(device).is_integrated else "cuda"
 
 
-def _make_store(vllm_config: "VllmConfig", namespace: Namespace) -> Tier:
-    """A rank's tiers of what outlives the engine, behind the one in RAM. Raises ConfigError."""
+def _make_store(vllm_config: "VllmConfig", namespace: Namespace, replicas: int) -> Tier:
+    """Return a rank's tiers that outlive the engine, behind the one in RAM. Raises ConfigError.
+
+    replicas: see `Groups`.
+    """
     config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
     cold, ranks, rank = config.tiers, parallel.world_size, parallel.rank
     store: Tier
     if cold.is_shared:
-        store = make_redis(config, namespace, rank)
+        store = make_redis(config, namespace, rank, replicas)
     else:
         store = open_disk(config, parallel, namespace.name, cold.max_bytes // ranks, rank)
     if cold.front_disk_bytes:
         front = open_disk(config, parallel, namespace.name, cold.front_disk_bytes // ranks, rank)
         store = StackedTier(front, store)
     if keys := keys_of(config.sealing):
-        store = SealedTier(store, Sealer(keys, namespace.name), rank)
+        store = SealedTier(store, Sealer(keys, namespace.name), rank // replicas if cold.is_shared else rank)
     return store
 
 
