@@ -32,17 +32,6 @@ def stored(talks: Talks) -> str:
 # -- saving -------------------------------------------------------------------------------------------
 
 
-def test_sessions_are_saved_when_their_idle_time_is_over(talks: Talks) -> None:
-    talks.talk("a b", "old")
-    talks.now = 3.0
-    talks.talk("x y", "new")
-    talks.now = IDLE_AFTER_S - 0.1
-    assert talks.save() == []
-    talks.now = talks.driver.next_deadline or 0.0
-    assert talks.save() == names("a b")
-    assert talks.states() == {"old": "cold", "new": "idle"}
-
-
 def test_a_session_is_cold_when_all_its_blocks_are_stored_and_stays_resident(slow: Talks) -> None:
     slow.talk("a b", "s")
     slow.now = IDLE_AFTER_S
