@@ -161,16 +161,6 @@ def test_a_session_whose_thinking_is_left_out_goes_on(talks: Talks) -> None:
     assert talks.texts() == {"s": "sys a b answer c think3 answer2"}
 
 
-def test_nothing_is_kept_of_answers_that_were_left_out(talks: Talks) -> None:
-    prompt = "sys"
-    for turn in range(8):
-        talks.finish(talks.start(prompt, "s"), f"{prompt} think thought a{turn}")
-        talks.rest()
-        prompt += f" a{turn} q{turn}"
-    assert len(talks.saved()) == len(talks.session("s").rows) == len(prompt.split()) + 1
-    assert set(talks.states()) == {"s"}
-
-
 def test_a_longer_prompt_within_the_old_answer_s_block_leaves_the_answer_out(talks: Talks) -> None:
     manager = talks.manager
     manager.request_started("q", names("a b"), "s", 0.0, tokens=35)
@@ -181,12 +171,6 @@ def test_a_longer_prompt_within_the_old_answer_s_block_leaves_the_answer_out(tal
     assert talks.texts() == {"s": "a b think thought", "s~2": "a b other"}
     manager.request_started("next", names("a b"), "s", 2.0, tokens=45)
     assert sorted(talks.texts().values()) in (["a b", "a b other"], ["a b", "a b think thought"])
-
-
-def test_a_question_aside_leaves_the_conversation_alone(talks: Talks) -> None:
-    talks.talk("sys a b c d", "s")
-    talks.talk("sys title t", "s")
-    assert talks.texts() == {"s": "sys a b c d", "s~2": "sys title t"}
 
 
 def test_without_a_name_a_changed_answer_may_be_somebody_else_s(talks: Talks) -> None:

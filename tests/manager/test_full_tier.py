@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from integrity import check_integrity
-from talks import Talks, long_text, names, text_of
+from talks import Talks, long_text, text_of
 
 from manthan.manager.driver import BURSTS, HIGH_WATERMARK, LOW_WATERMARK
 from manthan.manager.events import Evicted
@@ -98,11 +98,3 @@ def test_a_session_whose_blocks_are_saved_bit_by_bit_goes_cold_once() -> None:
     talks.rest()
     [event] = [event for event in talks.told(Evicted) if event.session_id == "old"]
     assert (event.blocks, event.stored, event.is_pressed) == (12, 12, True)
-
-
-def test_of_a_cold_session_the_tail_is_overwritten_first_however_it_was_saved() -> None:
-    talks = Talks(blocks=32, low=0.0, high=0.0)
-    for head in ("a", "b"):
-        talks.finish(talks.start(long_text(head, 12), head))
-    talks.rest()  # two blocks of a session each step
-    assert free_queue(talks) == [text_of(name) for head in "ab" for name in names(long_text(head, 12))[::-1]]

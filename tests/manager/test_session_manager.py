@@ -57,19 +57,6 @@ def test_an_eviction_is_accounted_for() -> None:
     assert talks.told(Evicted) == [Evicted("s", 3, 0, 48, 1500, 3, 300, 300, 0, IDLE_AFTER_S, 2.0, False)]
 
 
-def test_what_is_saved_is_not_stored_again(talks: Talks) -> None:
-    talks.talk("a b c", "s")
-    talks.rest()
-    for _ in range(3):
-        talks.finish(talks.start("a b c", "s"), "a b c")
-        assert talks.states() == {"s": "idle"}
-        assert talks.rest() == []
-        assert talks.states() == {"s": "cold"}
-    assert [event.stored for event in talks.told(Evicted)] == [3, 0, 0, 0]
-    talks.talk("a b c d e", "s")
-    assert talks.rest() == names("a b c d e")[3:]
-
-
 def test_a_request_ends_the_saving_of_its_session(slow: Talks) -> None:
     slow.talk("a b c", "s")
     slow.now = IDLE_AFTER_S
