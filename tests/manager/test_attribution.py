@@ -173,6 +173,12 @@ def test_a_longer_prompt_within_the_old_answer_s_block_leaves_the_answer_out(tal
     assert sorted(talks.texts().values()) in (["a b", "a b other"], ["a b", "a b think thought"])
 
 
+def test_a_question_aside_leaves_the_conversation_alone(talks: Talks) -> None:
+    talks.talk("sys a b c d", "s")
+    talks.talk("sys title t", "s")
+    assert talks.texts() == {"s": "sys a b c d", "s~2": "sys title t"}
+
+
 def test_without_a_name_a_changed_answer_may_be_somebody_else_s(talks: Talks) -> None:
     talks.talk("sys a b think")
     talks.talk("sys a b answer c")

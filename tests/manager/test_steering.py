@@ -58,6 +58,14 @@ def test_nothing_is_prefetched_of_a_model_whose_sessions_cannot_be() -> None:
     assert steer(talks, "prefetch") == "sessions of this model cannot be prefetched"
 
 
+def test_a_session_that_is_expected_back_is_prefetched_in_time(talks: Talks) -> None:
+    talks.rest()
+    asked = talks.now
+    assert steer(talks, "expect", 60.0) == ""
+    assert talks.driver.next_deadline == asked + 59
+    assert [loaded(talks, asked + seconds) for seconds in (58, 59)] == [0, 3]
+
+
 def test_what_was_said_last_of_a_return_holds(talks: Talks) -> None:
     talks.rest()
     steer(talks, "expect", 60.0)
