@@ -49,6 +49,11 @@ def push_out(talks: Talks) -> None:
         ),
         ([("sys a b", "alice")] * 2, {"alice": "sys a b"}),
         ([("sys a b", "alice"), ("sys a c", "alice")], {"alice": "sys a b", "alice~2": "sys a c"}),
+        ([("sys a b c d", "s"), ("sys title t", "s")], {"s": "sys a b c d", "s~2": "sys title t"}),
+        (
+            [("sys p a b", None), ("sys p", None), ("sys p c d", None)],
+            {"anonymous-1": "sys p a b", "anonymous-2": "sys p", "anonymous-3": "sys p c d"},
+        ),
     ],
 )
 def test_a_request_continues_its_session(
@@ -138,13 +143,6 @@ def test_a_changed_conversation_goes_on_with_its_history(talks: Talks) -> None:
     assert talks.texts()["old"] == "sys a b c d"
 
 
-def test_a_session_that_ends_where_others_go_on_stays_as_it_is(talks: Talks) -> None:
-    texts = ["sys p a b", "sys p", "sys p c d", "sys p e f"]
-    for text in texts:
-        talks.talk(text)
-    assert sorted(talks.texts().values()) == sorted(texts)
-
-
 # -- answers that come back changed -------------------------------------------------------------------
 
 
@@ -171,12 +169,6 @@ def test_a_longer_prompt_within_the_old_answer_s_block_leaves_the_answer_out(tal
     assert talks.texts() == {"s": "a b think thought", "s~2": "a b other"}
     manager.request_started("next", names("a b"), "s", 2.0, tokens=45)
     assert sorted(talks.texts().values()) in (["a b", "a b other"], ["a b", "a b think thought"])
-
-
-def test_a_question_aside_leaves_the_conversation_alone(talks: Talks) -> None:
-    talks.talk("sys a b c d", "s")
-    talks.talk("sys title t", "s")
-    assert talks.texts() == {"s": "sys a b c d", "s~2": "sys title t"}
 
 
 def test_without_a_name_a_changed_answer_may_be_somebody_else_s(talks: Talks) -> None:
