@@ -65,14 +65,6 @@ def test_a_request_continues_its_session(
     assert sum(uses(talks).values()) >= len(turns)
 
 
-def test_a_named_prompt_that_is_asked_again_belongs_to_its_session_at_first(talks: Talks) -> None:
-    talks.talk("sys a b", "alice")
-    again = talks.start("sys a", "alice")
-    assert talks.states() == {"alice": "active"}
-    talks.finish(again, "sys a c")
-    assert talks.states() == {"alice": "idle", "alice~2": "idle"}
-
-
 def test_a_session_that_only_the_answer_tells_is_continued(talks: Talks) -> None:
     first, second = talks.start("a", "alice"), talks.start("a", "alice")
     talks.finish(first, "a b")
@@ -89,15 +81,6 @@ def test_short_sessions_are_not_tracked(text: str, texts: list[str]) -> None:
 
 
 # -- sessions that lost their KV ----------------------------------------------------------------------
-
-
-def test_a_session_that_lost_its_kv_has_its_history_when_it_returns(small: Talks) -> None:
-    small.talk("a b", "s")
-    small.talk("a b c", "s")
-    push_out(small)
-    small.start("a b c d", "s")
-    session = small.session("s")
-    assert (len(session.rows), session.uses, session.gap, session.created) == (0, 3, small.now, 0.0)
 
 
 def test_a_session_that_comes_back_gets_another_id_if_its_own_is_taken(small: Talks) -> None:

@@ -98,15 +98,6 @@ def test_redundant_copies_make_room_first_if_the_tier_is_exclusive(
     talks.finish(request, "c d")
 
 
-def test_the_policy_decides_if_an_exclusive_tier_has_no_redundant_copies() -> None:
-    talks = Talks(capacity=4, is_exclusive=True, **SHORT)
-    talks.go_cold("a b", "c d")
-    talks.talk("x y", "x y")
-    talks.overwrite(2)
-    talks.talk("u v", "u v")
-    assert (last_words(talks.save()), dropped(talks)) == ("x", "b")
-
-
 # -- loads --------------------------------------------------------------------------------------------
 
 

@@ -73,15 +73,6 @@ def test_a_load_reads_the_resume_point_behind_the_block_that_is_computed_again()
     check_integrity(talks.manager)
 
 
-def test_who_rests_begins_nothing_until_it_goes_on() -> None:
-    talks = Talks()
-    talks.talk(TEXT)
-    talks.driver.rests = True
-    assert talks.rest() == []
-    talks.driver.rests = False
-    assert talks.rest() == names(TEXT)
-
-
 def test_what_was_found_of_a_prompt_is_what_was_resident_and_what_was_restored() -> None:
     talks = went_cold()
     del talks.tier[0, names(TEXT)[4]]
@@ -92,13 +83,6 @@ def test_what_was_found_of_a_prompt_is_what_was_resident_and_what_was_restored()
     talks.finish(request)
     assert talks.driver.found(request) == 0
     check_integrity(talks.manager)
-
-
-def test_loaded_blocks_are_saved_as_they_were_when_their_request_ends() -> None:
-    talks = went_cold()
-    talks.finish(talks.start(MORE, "A"))
-    assert talks.pool.runway(50) == 50 - 2
-    assert talks.rest() == names(MORE)[6:]
 
 
 def test_a_long_session_goes_cold_by_some_blocks_a_step() -> None:

@@ -171,13 +171,3 @@ def test_a_shadow_of_lru_is_a_plain_lru_cache(events: list[tuple[str, int, bool]
         books.request(session, known, ROOM)
         assert books.nbytes == sum(books.kept.values()) <= ROOM
         assert sorted(books.policy.victims()) == sorted(books.kept)
-
-
-def test_a_fork_finds_the_kv_of_its_origin() -> None:
-    shadow = ShadowCache(LRU())
-    shadow.request(SessionView("origin", 600, 600), 0, ROOM)
-    shadow.inherit("fork", "origin")
-    shadow.inherit("other", "nobody")
-    assert shadow.request(SessionView("fork", 500, 500, last_used=1.0), 400, ROOM) == 400
-    assert shadow.kept == {"fork": 500}
-    assert list(shadow.policy.victims()) == ["fork"]
