@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from kv import as_floats, encoded, to_bf16
 
-from manthan.codec import NonFiniteError, get_codec
+from manthan.codec import get_codec
 from manthan.codec.base import Dtype, Section, SectionKind
-from manthan.codec.k3v3 import LEVELS, THRESHOLDS
 
 LARGEST = float.fromhex("0x1.fep127")
 
@@ -21,11 +20,6 @@ def coded(x, dtype=Dtype.FLOAT32):
 def roundtrip(x, dtype=Dtype.FLOAT32):
     codec, section, codes = coded(x, dtype)
     return codec.decode(codes, section, np.arange(len(x))).reshape(x.shape)
-
-
-def test_the_quantizer_is_the_one_that_max_printed():
-    assert pytest.approx([0.2451, 0.7560, 1.3439, 2.1520], abs=1e-4) == LEVELS
-    assert pytest.approx([0.5006, 1.0500, 1.7480], abs=1e-4) == THRESHOLDS
 
 
 def edges(head_dim):
@@ -62,11 +56,3 @@ def test_edges_stay_finite(head_dim):
     for y in (roundtrip(x), as_floats(roundtrip(bf16, Dtype.BFLOAT16))):
         assert np.isfinite(y).all()
         assert np.abs(y).max() <= LARGEST
-
-
-@pytest.mark.parametrize("scale", [0x7F80, 0xFF80, 0x7FC1])
-def test_a_scale_that_is_not_finite_is_refused(scale):
-    codec, section, codes = coded(np.ones((50, 64), np.float32))
-    codes[:100].view("<u2")[39] = scale
-    with pytest.raises(NonFiniteError, match="the scale of vector 39 is not finite"):
-        codec.decode(codes, section, np.arange(50))
