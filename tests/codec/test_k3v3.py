@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from kv import as_floats, encoded, to_bf16
 
-from manthan.codec import get_codec
+from manthan.codec import NonFiniteError, get_codec
 from manthan.codec.base import Dtype, Section, SectionKind
 
 LARGEST = float.fromhex("0x1.fep127")
@@ -56,3 +56,11 @@ def test_edges_stay_finite(head_dim):
     for y in (roundtrip(x), as_floats(roundtrip(bf16, Dtype.BFLOAT16))):
         assert np.isfinite(y).all()
         assert np.abs(y).max() <= LARGEST
+
+
+@pytest.mark.parametrize("scale", [0x7F80, 0xFF80, 0x7FC1])
+def test_a_scale_that_is_not_finite_is_refused(scale):
+    codec, section, codes = coded(np.ones((50, 64), np.float32))
+    codes[:100].view("<u2")[39] = scale
+    with pytest.raises(NonFiniteError, match="the scale of vector 39 is not finite"):
+        codec.decode(codes, section, np.arange(50))

@@ -9,7 +9,7 @@ from safetensors.numpy import save
 
 from manthan.codec.calibration import SAMPLE, ProfileBuilder
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import FORMAT, PRESETS, Profile, ProfileInfo, rank_heads
+from manthan.codec.profile import FORMAT, PRESETS, Basis, Profile, ProfileInfo, rank_heads
 from manthan.codec.rope import Rope
 
 PROFILE = profiles.built()
@@ -110,6 +110,12 @@ def test_another_version(tmp_path, monkeypatch):
     monkeypatch.setattr("manthan.codec.profile.FORMAT", "manthan profile 9")
     with pytest.raises(ProfileError, match=f"is '{FORMAT}': this version reads 'manthan profile 9'"):
         Profile.load(path)
+
+
+def test_a_transform_that_cannot_be_undone():
+    flat = Basis(np.zeros(4, np.float32), np.ones(4, np.float32), np.ones((4, 4), np.float16))
+    with pytest.raises(ProfileError, match="cannot be undone"):
+        _ = flat.inverse
 
 
 def test_cuts():

@@ -94,6 +94,17 @@ def test_a_session_that_is_on_its_way_is_not_loaded_again(talks: Prefetching) ->
 # -- room ---------------------------------------------------------------------------------------------
 
 
+def test_a_session_that_no_pool_can_hold_is_not_waited_for() -> None:
+    talks = Prefetching(blocks=10, low=0.2)
+    talks.go_cold("a b c d e f g h i", "A")
+    talks.go_cold("a b c d e f g x", "B")
+    talks.talk("q r", "Q", prefetch=("A", "B"))
+    talks.overwrite()
+    assert talks.taken() == [names("a b c d e f g x")]
+    assert talks.taken() + talks.taken() == []
+    assert talks.driver.prefetcher.deadline is None
+
+
 def test_room_that_a_waiting_request_needs_is_left_to_it() -> None:
     talks = Prefetching(blocks=12)
     talks.go_cold("a b c d e f g h", "A")
