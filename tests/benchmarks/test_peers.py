@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from manthan.benchmarks.peers import pack, unpack
 from manthan.benchmarks.peers.kvarn import KVARN
 from manthan.benchmarks.peers.kvtc import Kvtc
 from manthan.benchmarks.peers.turboquant import TURBOQUANT
@@ -20,12 +19,6 @@ def tile(seed: int = 0) -> np.ndarray:
 
 def noise(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.square(x - y).sum() / np.square(x).sum())
-
-
-@pytest.mark.parametrize("bits", [1, 2, 3, 5, 8])
-def test_whole_numbers_come_back(bits: int) -> None:
-    numbers = np.random.default_rng(bits).integers(0, 2**bits, 77)
-    assert np.array_equal(unpack(pack(numbers, bits), bits, 77), numbers)
 
 
 @pytest.mark.parametrize(

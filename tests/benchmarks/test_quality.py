@@ -157,25 +157,6 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(arguments: tuple[obj
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        ({"model_type": "t5"}, "it is an encoder-decoder model."),
-        ({"model_type": "deepseek_v3"}, "its multi-head latent attention (MLA) caches no keys and values."),
-        ({"model_type": "mistral", "sliding_window": 256}, "it uses sliding window attention (window 256)."),
-        ({"model_type": "gemma3_text"}, "it has layers of sliding_attention."),
-        ({"model_type": "qwen3_next"}, "it has layers of linear_attention."),
-        ({"model_type": "mamba"}, "it has layers of linear_attention."),
-        ({"model_type": "rwkv"}, "it has no attention heads."),
-    ],
-)
-def test_a_model_that_manthan_does_not_serve_is_refused(config: dict[str, Any], why: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    result = run(tmp_path)
-    assert result.exit_code == 1
-    assert result.stderr == f"{tmp_path} cannot be measured, for Manthan serves full attention only: {why}\n"
-
-
 @pytest.mark.slow
 def test_codecs_that_take_a_profile_are_measured_with_it(tmp_path: Path) -> None:
     """The one that is named, or else that of the cache folder."""

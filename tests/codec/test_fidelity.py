@@ -108,14 +108,6 @@ def test_tokens_that_are_kept_exact_are_not_looked_at():
     assert one_whole.tokens == 96
 
 
-def test_places_are_those_of_the_chain():
-    """Blocks from anywhere in it: taken for others, the mean before RoPE would not be found."""
-    samples = kv(FAST, blocks=8)[5:]
-    assert of("wht-5x", samples).is_faithful
-    moved = [replace(sample, first_token=0) for sample in samples]
-    assert of("k3v3", moved).logit_noise.mean() < 0.5 * of("k3v3", samples).logit_noise.mean()
-
-
 def test_nothing_can_be_said_of_tokens_that_are_all_alike():
     [sample] = kv(blocks=1)
     with pytest.raises(NothingToMeasureError, match="only 1 differ from each other"):

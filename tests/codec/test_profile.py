@@ -158,18 +158,6 @@ def test_a_metric_moves_errors_to_where_they_weigh_little():
     assert shares[1] < 0.5 * shares[0]
 
 
-def test_without_a_metric_keys_stand_for_queries():
-    """Errors are smallest where keys differ most; those of values are everywhere alike."""
-    keys, values, positions = profiles.kv(4096, seed=5)
-    layer, shares = PROFILE.layers[0], []
-    for basis, x in ((layer.keys, rows(profiles.ROPE.turn_back(keys, positions))), (layer.values, rows(values))):
-        _, directions = np.linalg.eigh(np.cov(x.T))
-        wrong = np.square(errors(basis, x, "klt-5x") @ directions).mean(0)
-        shares.append(wrong[-8:].mean() / wrong[-40:-32].mean())
-    assert shares[0] < 0.6 * shares[1]
-    assert 0.7 < shares[1] < 1.4
-
-
 INFO = ProfileInfo("m", 1, profiles.HEADS, profiles.HEAD_DIM, None, "none")
 
 

@@ -15,14 +15,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from manthan.codec.rope import Rope  # noqa: E402
 
 PLACES = np.array([0, 1, 2, 17, 100, 1000, 4000], np.int64)
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-KINDS = {
-    "default": {},
-    "linear": {"factor": 4.0},
-    "llama3": LLAMA3,
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 4096},
-    "yarn with a factor of its own": {"factor": 4.0, "original_max_position_embeddings": 4096, "attention_factor": 1.5},
-}
 
 
 def llama(kind, head_dim=64, **parameters):
@@ -41,17 +33,6 @@ def theirs(module, places=PLACES):
     cos, sin = module(torch.zeros(1, 1, 1), torch.tensor(places)[None])
     pairs = cos.shape[2] // 2
     return cos[0, :, :pairs].numpy(), sin[0, :, :pairs].numpy()
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kind", KINDS)
-def test_frequencies_are_those_of_transformers(kind, head_dim):
-    config = llama(kind.split()[0], head_dim, **KINDS[kind])
-    rope = Rope.of_config(config, head_dim)
-    assert len(rope.frequencies) == head_dim // 2
-    for ours, wanted in zip(rope.tables(PLACES), theirs(LlamaRotaryEmbedding(config)), strict=True):
-        assert ours * rope.scale == pytest.approx(wanted, abs=2e-3)  # float32 angles of thousands of radians
-    assert (rope.scale != 1) == kind.startswith("yarn")
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])

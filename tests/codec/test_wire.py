@@ -37,20 +37,6 @@ def resealed(data, offset, replacement):
     return bytes(wire.seal(np.frombuffer(data, np.uint8)))
 
 
-@pytest.mark.parametrize("sizes", [(), (0,), (0, 0, 1), tuple(range(256))])
-def test_any_number_of_sections_of_any_size(sizes):
-    header = replace(HEADER, sections=(KEYS,) * len(sizes))
-    data = block(header, sizes)
-    assert len(data) == wire.block_nbytes(header, sizes) == 128 + 64 * len(sizes) + sum(-(-n // 16) * 16 for n in sizes)
-    found = wire.parse(data)
-    assert [payload.size for payload in found.payloads] == list(sizes)
-    assert all(np.array_equal(a, b) for a, b in zip(found.payloads, payloads(sizes), strict=True))
-    for at, size, payload in zip(wire.starts(header, sizes), sizes, payloads(sizes), strict=True):
-        assert at % 16 == 0
-        assert np.array_equal(data[at : at + size], payload)
-        assert not data[at + size : at + -(-size // 16) * 16].any()
-
-
 def test_views_are_read_only_and_share_memory():
     data = block()
     found = wire.parse(data)
@@ -122,20 +108,6 @@ def test_anything_else_is_refused(what):
     with pytest.raises(errors.WireError, match=text) as refusal:
         wire.parse(data)
     assert refusal.value.cause == cause
-
-
-def test_another_blocks_key_group_or_fingerprint_is_refused():
-    assert wire.parse(DATA, key=HEADER.key, fingerprint=HEADER.fingerprint).header == HEADER
-    with pytest.raises(errors.WireError, match=r"0101.*, not 0202") as refusal:
-        wire.parse(DATA, key=b"\2" * 32)
-    assert refusal.value.cause == "key"
-    with pytest.raises(errors.WireError):
-        wire.parse(DATA, key=b"\1" * 31)
-    with pytest.raises(errors.WireError, match="KV cache group 0, not 1"):
-        wire.parse(DATA, key=HEADER.key, group=1)
-    with pytest.raises(errors.WireError, match=r"0001.*, not 7070") as mismatch:
-        wire.parse(DATA, fingerprint=b"p" * 16)
-    assert mismatch.value.cause == "fingerprint"
 
 
 @pytest.mark.parametrize(

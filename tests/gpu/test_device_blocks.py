@@ -86,8 +86,18 @@ def test_fp8_in_a_calibrated_codec_is_about_the_cpu_s(kind: Dtype) -> None:
 @pytest.mark.parametrize("number", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16])
 @pytest.mark.parametrize("option", ["bf16", "int8", "exact"])
 def test_states(option: str, number: Dtype) -> None:
-    world = states(option, number)
-    world.check()
+    states(option, number).check()
+
+
+@pytest.mark.parametrize(("padding", "apart"), [(64, 76), (66, 3), (2**20 + 2**14 - 2144, 4)], ids=["4", "1", "large"])
+def test_bytes_of_any_size_and_alignment(padding: int, apart: int) -> None:
+    """Layers lie at multiples of 4 bytes, of 1 byte, or take a megabyte each."""
+    device_blocks.states(RawPagedCodec, "exact", padding=padding, apart=apart, device=CUDA).check()
+
+
+@pytest.mark.parametrize("option", ["bf16", "int8", "exact"])
+def test_damaged_states(option: str) -> None:
+    device_blocks.damaged(states(option))
 
 
 def states(option: str, number: Dtype = Dtype.FLOAT32) -> World:

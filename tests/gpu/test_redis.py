@@ -50,16 +50,3 @@ def test_sessions_return_at_the_same_engine_and_at_the_next(
         ask_all(engine, range(6), 1, 0.95)
         assert engine.metric("manthan_restored_blocks_total") >= 6 * 16
         assert engine.failures() == 0
-
-
-def test_codes_of_the_kernels_are_read_by_numpy(
-    start: Callable[..., Iterator[Engine]], redis_server: RedisServer
-) -> None:
-    redis_server.client.flushall()
-    for engine in start("redis"):
-        ask_all(engine, range(3), 0, 0)
-        engine.wait_until_cold(3)
-    for engine in start("redis", **{"codec.backend": "numpy"}):
-        assert engine.on_worker(gpu_worker.engine_name) == "CpuEngine"
-        ask_all(engine, range(3), 0, 0.95)
-        assert engine.failures() == 0

@@ -159,13 +159,3 @@ def test_launches_of_few_tokens_do_not_stand_in_the_way_of_others() -> None:
         batch = world.codec.batch(exact, KEYS, IDS, device_blocks.FIRST_TOKENS, world.offsets)
         world.codec.encode(batch, codes)
         assert bool((batch.status == GOOD).all())
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_sizes_are_about_what_is_expected(head_dim: int) -> None:
-    world = world_of(8, head_dim)
-    world.encode()
-    expected = world.format.expected_nbytes(0)
-    assert all(0.9 * expected < nbytes < 1.1 * expected for nbytes in world.nbytes)
-    assert world.form.varies
-    assert expected < world.form.nbytes

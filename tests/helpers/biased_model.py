@@ -8,14 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm_engine import MODEL
 
-BIAS = 40.0
 
-
-def with_biased_keys(folder: Path, bias: float = BIAS, of_values: float = 0.0) -> str:
-    """Its folder: this one, which is empty.
-
-    of_values: a bias of a number of each value, which that of the output takes back; zero, as that of queries is.
-    """
+def with_biased_keys(folder: Path, bias: float) -> str:
+    """Make it in this folder, which is empty, and return its name."""
     for file in Path(MODEL).iterdir():
         shutil.copy(file, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -28,9 +23,6 @@ def with_biased_keys(folder: Path, bias: float = BIAS, of_values: float = 0.0) -
         name = f"model.layers.{layer}.self_attn"
         for which, size in sizes.items():
             weights[f"{name}.{which}_proj.bias"] = torch.zeros(size, dtype=torch.bfloat16)
-        weights[f"{name}.v_proj.bias"][5::dim] = of_values
-        added = weights[f"{name}.o_proj.weight"].float()[:, 5::dim].sum(1) * of_values
-        weights[f"{name}.o_proj.bias"] = (-added).to(torch.bfloat16)
         of_keys = torch.zeros(heads, dim)
         for pair in (1, 2, 3):
             of_keys[:, dim // 2 - pair], of_keys[:, dim - pair] = bias * (-1) ** pair, 0.7 * bias

@@ -13,11 +13,6 @@ def engine_name(worker: Any) -> str:
     return type(engine()).__name__
 
 
-def stored(worker: Any) -> int:
-    """Bytes in the rank's tiers, or in RAM."""
-    return engine().tiers.used if hasattr(engine(), "tiers") else engine().store.used
-
-
 def tiers(worker: Any) -> dict[str, tuple[int, int, int]]:
     """For each tier: blocks in it, bytes that are free, bytes in all."""
     both = {"device": engine().tiers.device, "host": engine().tiers.host}

@@ -28,6 +28,7 @@ from vllm.lora.request import LoRARequest
 from manthan.codec.base import Numbers
 from manthan.codec.cpu.numbers import as_floats
 from manthan.manager.transfer import Transfer
+from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.worker.blocks import Copies
 
 FIRST, TURNS, MORE = 700, 4, 60
@@ -40,12 +41,7 @@ def engine(job: dict[str, Any]) -> LLM:
     )
     more: dict[str, Any] = {"skip_tokenizer_init": True}
     if job["manthan"] is not None:
-        more["kv_transfer_config"] = {
-            "kv_connector": "ManthanConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"manthan": job["manthan"]},
-        }
+        more["kv_transfer_config"] = kv_transfer_config(**job["manthan"])
     return LLM(
         job["model"],
         enforce_eager=True,

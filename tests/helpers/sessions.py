@@ -84,8 +84,7 @@ class Sessions(SteppedEngine):
         usage, store = self.half.manager.usage(), self.path.store
         sizes = [None if buf is None else len(buf) for buf in self.stored(session)]
         found = {"exact": self.half.manager.blocks.exact[self.rows(session)].tolist(), "sizes": sizes}
-        found |= {"cold_bytes": usage.saved_nbytes, "exact_blocks": usage.exact_blocks}
-        return found | {name: getattr(store, name, None) for name in ("used", "peak")}
+        return found | {"cold_bytes": usage.saved_nbytes, "used": store.used}
 
     # -- a session that grows -------------------------------------------------------------------------
 

@@ -312,15 +312,6 @@ def test_requests_find_a_session_by_its_prompt_and_by_its_end() -> None:
     assert session.uses == 8
 
 
-def test_a_time_to_live_that_ended_meanwhile() -> None:
-    talks = Talks()
-    talks.now = 5.0
-    adopt(talks, left("a", "a a", 1.0, ttl_s=3.0), left("b", "b b", 1.0, ttl_s=30.0))
-    talks.step()
-    assert talks.states() == {"b": "cold"}
-    assert talks.told(BlocksDropped) == [BlocksDropped(0, names("a a"), DropCause.EXPIRED)]
-
-
 def test_blocks_that_some_rank_lacks_are_dropped_and_those_that_nobody_names(tmp_path: Path) -> None:
     talks = Talks()
     hashes, stray = names("a b c d"), (0, names("stray")[0])

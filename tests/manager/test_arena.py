@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -13,12 +12,6 @@ from manthan.manager.tiers.arena import GRANULE, Arena, Extent, room, split
 
 def total(extents: tuple[Extent, ...]) -> int:
     return sum(extent.nbytes for extent in extents)
-
-
-@pytest.mark.parametrize(("nbytes", "takes"), [(0, 0), (1, 256), (255, 256), (256, 256), (257, 512), (25_760, 25_856)])
-def test_a_block_takes_whole_granules(nbytes: int, takes: int) -> None:
-    assert room(nbytes) == takes
-    assert total(Arena(1 << 20).allocate(nbytes)) == takes
 
 
 def test_the_smallest_hole_that_is_large_enough_is_taken_and_of_equal_ones_the_lowest() -> None:

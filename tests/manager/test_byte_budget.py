@@ -33,16 +33,3 @@ def test_a_bound_is_never_overdrawn_though_it_may_turn_out_too_much() -> None:
     talks.answer()
     assert talks.saved() == {"a", "a b", "a b c"}
     assert talks.texts() == {"alice": "a b c d"}, "the last block is in the pool"
-
-
-def test_no_more_is_dropped_than_is_short() -> None:
-    talks = Talks(capacity=5)
-    talks.nbytes = 90
-    talks.talk("a b c d e", "alice")
-    talks.rest()  # 450 of 599 bytes
-    talks.holds = True
-    talks.talk("x y", "bob")
-    talks.now += talks.manager.idle_after_s
-    talks.step()
-    assert talks.manager.blocks.taken_nbytes == 450 - 90 + 200
-    assert talks.texts() == {"alice": "a b c d", "bob": "x y"}

@@ -81,22 +81,6 @@ def test_an_idle_session_is_saved_into_free_room_only_if_the_tier_is_exclusive(
     assert talks.resident("x y") == 2
 
 
-def test_an_exclusive_tier_takes_as_much_of_a_session_as_it_has_room_for() -> None:
-    talks = Talks(capacity=3, is_exclusive=True)
-    talks.go_cold("a b", "x y")
-    assert talks.saved() == {"a", "a b", "x"}
-    assert talks.states() == {"a b": "cold", "x y": "idle"}
-
-
-def test_a_session_for_which_there_was_no_room_is_saved_once_there_is_some() -> None:
-    talks = Talks(capacity=4, is_exclusive=True)
-    talks.go_cold("a b", "c d", "x y")
-    assert talks.states()["x y"] == "idle"
-    talks.talk("a b", "a b", release=True)
-    talks.rest(2 * talks.manager.idle_after_s)
-    assert talks.states() == {"c d": "cold", "x y": "cold"}
-
-
 @pytest.mark.parametrize(
     ("is_exclusive", "drops", "cause"), [(False, "b a", DropCause.BUDGET), (True, "c", DropCause.REDUNDANT)]
 )
@@ -112,15 +96,6 @@ def test_redundant_copies_make_room_first_if_the_tier_is_exclusive(
     assert dropped(talks, cause) == drops
     check_integrity(talks.manager, talks.driver)
     talks.finish(request, "c d")
-
-
-def test_the_policy_decides_if_an_exclusive_tier_has_no_redundant_copies() -> None:
-    talks = Talks(capacity=4, is_exclusive=True, **SHORT)
-    talks.go_cold("a b", "c d")
-    talks.talk("x y", "x y")
-    talks.overwrite(2)
-    talks.talk("u v", "u v")
-    assert (last_words(talks.save()), dropped(talks)) == ("x", "b")
 
 
 # -- loads --------------------------------------------------------------------------------------------

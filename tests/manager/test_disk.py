@@ -19,7 +19,6 @@ from manthan.manager.tiers import disk, disk_files
 from manthan.manager.tiers.arena import Extent
 from manthan.manager.tiers.arena_tier import Placed
 from manthan.manager.tiers.disk import DISK, HEADER, PAGE, DiskTier, room
-from manthan.manager.tiers.disk_folder import found_in
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found
 
 MIB = 1 << 20
@@ -68,18 +67,6 @@ def killed(folder: Path, do: Callable[[DiskTier], object]) -> None:
         do(DiskTier(folder, 4 * MIB))
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-
-
-def test_the_next_process_finds_what_was_there_in_the_order_of_storing(tier: DiskTier) -> None:
-    tier.put_all(7, {KEYS[0]: numbers(100)})
-    for n, key in enumerate(reversed(KEYS)):
-        tier.put_all(0, {key: numbers(n)})
-    assert found_in(tier.folder) == {(0, key): room(5000) for key in KEYS} | {(7, KEYS[0]): room(5000)}
-    tier = again(tier)
-    assert tier.names() == [(7, KEYS[0]), *((0, key) for key in reversed(KEYS))]
-    assert all(np.array_equal(get(tier, key), numbers(n)) for n, key in enumerate(reversed(KEYS)))
-    check_store(tier)
-    tier.close()
 
 
 def test_the_file_stays_within_the_budget_while_blocks_of_many_sizes_come_and_go(tier: DiskTier) -> None:

@@ -1,10 +1,7 @@
 """The journal of sessions on disk, as the next process finds it."""
 
 import contextlib
-import os
-import signal
 import sqlite3
-import time
 from pathlib import Path
 
 import pytest
@@ -55,18 +52,6 @@ def test_what_was_cleared_is_gone_and_what_was_told_afterwards_is_there(tmp_path
     journal.tell([session("b")])
     journal.close()
     assert set(found(tmp_path)) == {"b"}
-
-
-def test_it_survives_a_kill(tmp_path: Path) -> None:
-    child = os.fork()
-    if not child:
-        journal = Journal(tmp_path)
-        journal.tell([session("a")])
-        while not list(journal.sessions()):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert found(tmp_path) == {"a": session("a")}
 
 
 def test_one_of_another_version_is_begun_anew(tmp_path: Path) -> None:

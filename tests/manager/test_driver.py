@@ -1,17 +1,13 @@
 """The serving loop by example: what of a session that went cold is restored."""
 
 import jobs
-import numpy as np
 import pytest
 from integrity import check_integrity
-from talks import GROUP, IDLE_AFTER_S, SHAPE, Talks, name, names
+from talks import GROUP, IDLE_AFTER_S, Talks, long_text, name, names
 
-from manthan.manager.driver import A_STEP, Driver
-from manthan.manager.events import Events, PrefetchHit, Restored
+from manthan.manager.driver import A_STEP
+from manthan.manager.events import PrefetchHit, Restored
 from manthan.manager.session.blocks import GroupShape, MemoryShape
-from manthan.manager.session.manager import SessionManager
-from manthan.manager.simulator.pool import SimulatedPool
-from manthan.policies import get_policy
 
 TEXT, MORE = "a b c d e f", "a b c d e f g h"
 PREFETCHES = {"prefetch_lead_s": 1.0}
@@ -77,15 +73,6 @@ def test_a_load_reads_the_resume_point_behind_the_block_that_is_computed_again()
     check_integrity(talks.manager)
 
 
-def test_who_rests_begins_nothing_until_it_goes_on() -> None:
-    talks = Talks()
-    talks.talk(TEXT)
-    talks.driver.rests = True
-    assert talks.rest() == []
-    talks.driver.rests = False
-    assert talks.rest() == names(TEXT)
-
-
 def test_what_was_found_of_a_prompt_is_what_was_resident_and_what_was_restored() -> None:
     talks = went_cold()
     del talks.tier[0, names(TEXT)[4]]
@@ -98,48 +85,21 @@ def test_what_was_found_of_a_prompt_is_what_was_resident_and_what_was_restored()
     check_integrity(talks.manager)
 
 
-def test_loaded_blocks_are_saved_as_they_were_when_their_request_ends() -> None:
-    talks = went_cold()
-    talks.finish(talks.start(MORE, "A"))
-    assert talks.pool.runway(50) == 50 - 2
-    assert talks.rest() == names(MORE)[6:]
-
-
 def test_a_long_session_goes_cold_by_some_blocks_a_step() -> None:
     """Its tail is overwritten first, however many steps that takes, and also when it goes cold again as it is."""
     blocks = 2 * A_STEP + 10
-    hashes = [n.to_bytes(32, "big") for n in range(blocks)]
-    manager = SessionManager(get_policy("lru"), SHAPE, blocks * GROUP.bounds[0], IDLE_AFTER_S, Events())
-    pool = SimulatedPool(8 * blocks)
-    driver = Driver(manager, pool, low=0.0, high=0.0)
-
-    def turn(now: float) -> None:
-        driver.started("request", hashes, "A", now, tokens=16 * blocks, blocks=blocks)
-        taken = pool.take(blocks)
-        pool.cache_all(taken, hashes)
-        driver.finished("request", hashes, now, 16 * blocks)
-        pool.free(taken)
-
-    def overwritten() -> list[int]:
-        """Positions of the session's blocks, in the order in which they are overwritten."""
-        at = dict(zip(pool.lookup(0, hashes), range(blocks), strict=True))
-        return [at[block] for block in pool.take(len(pool)) if block in at]
-
-    turn(1.0)
-    stored: list[bytes] = []
-    while driver.has_work or not stored:
-        work = driver.step(0, 2.0 + IDLE_AFTER_S)
-        ordered = [block_hash for job in work.stores for block_hash in job.block_hashes]
-        assert len(ordered) <= A_STEP
-        stored += ordered
-        driver.answered([jobs.done(job, 1) for job in work.stores], 12.0)
-        check_integrity(manager)
-    assert stored == hashes
-    assert pool.runway(len(pool)) == len(pool)
-    assert overwritten() == [*reversed(range(blocks))]
-    pool.free(np.arange(8 * blocks).tolist())
-    turn(20.0)
-    while driver.has_work or pool.runway(len(pool)) < len(pool):
-        assert not driver.step(0, 22.0 + IDLE_AFTER_S).stores
-    assert overwritten() == [*reversed(range(blocks))]
-    check_integrity(manager)
+    text = long_text("w", blocks)
+    hashes = names(text)
+    talks = Talks(blocks, blocks=8 * blocks)
+    for stored in (hashes, []):
+        talks.finish(talks.start(text, "A"), text)
+        talks.now += IDLE_AFTER_S
+        steps = [talks.step().stores for _ in range(blocks // A_STEP + 3)]
+        assert all(sum(map(len, jobs)) <= A_STEP for jobs in steps)
+        assert [block_hash for jobs in steps for job in jobs for block_hash in job.block_hashes] == stored
+        assert talks.pool.runway(8 * blocks) == 8 * blocks
+        check_integrity(talks.manager, talks.driver)
+        at = dict(zip(talks.pool.lookup(0, hashes), range(blocks), strict=True))
+        taken = talks.pool.take(8 * blocks)
+        assert [at[block] for block in taken if block in at] == [*reversed(range(blocks))]
+        talks.pool.free(taken)

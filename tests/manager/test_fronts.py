@@ -55,13 +55,3 @@ def test_a_tier_that_reads_do_not_fill_is_in_front_of_one_that_has_the_other_blo
     fronts = talks.driver.fronts
     assert [(fronts.has(0, moved), fronts.has(1, moved)) for moved in (0, 1)] == [(True, False), (False, True)]
     assert not fronts.has_all(1)
-
-
-def test_a_session_that_is_gone_makes_no_room() -> None:
-    talks = Tiered(2)
-    talks.use("a one")
-    talks.talk("a one two", "a", release=True)
-    for text in ("b one", "c one"):
-        talks.use(text)
-    assert (talks.tiers("b one"), talks.tiers("c one")) == ([1, 1], [0, 0])
-    assert talks.manager.blocks.moved_nbytes[0] == 2 * SHAPE.cold_nbytes

@@ -55,13 +55,6 @@ def test_a_request_ends_the_waiting(full: Talks) -> None:
     assert full.driver.next_deadline == full.now + IDLE_AFTER_S
 
 
-def test_a_session_that_was_refused_is_saved_once_there_is_room(full: Talks) -> None:
-    [refused] = tries(full, 1)
-    full.refuses = lambda block: ""
-    assert tries(full, 1) == [refused + 2 * IDLE_AFTER_S]
-    assert full.states() == {"refused": "cold"}
-
-
 def test_pressure_does_not_ask_again_for_a_session_that_waits() -> None:
     talks = Talks(blocks=4, low=0.9, high=0.9)
     talks.refuses = lambda block: STORE_FULL

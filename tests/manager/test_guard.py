@@ -133,12 +133,3 @@ def test_nor_is_the_configured_one(first_s: float, second_s: float, codec: str) 
     world.used(Verdict(0, measured, 1.0))
     assert world.codecs == [codec]
     assert world.slow == [codec != "coarse"]
-
-
-def test_stores_under_way_keep_the_codec_and_the_bytes_of_before() -> None:
-    world = World()
-    world.manager.recode(SHAPE, 10_000)
-    assert world.stored("one") == [("", [0, 0], 200)]
-    world.manager.recode(FINER, 5_000)
-    assert world.stored("two") == [("finer", [0, 0], 280)]
-    assert world.manager.blocks.reserved_nbytes == 480

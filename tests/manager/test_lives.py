@@ -83,15 +83,3 @@ def test_nobody_is_told_of_a_session_that_had_the_same_name_before(talks: Looked
     talks.finish(request, "x one two")
     assert [event.at for event in talks.life("a")] == [3.0]
     assert len(talks.lives) == 1
-
-
-def test_nothing_is_left_of_sessions_whose_blocks_were_overwritten() -> None:
-    """vLLM needed the room before they were saved."""
-    talks = Looked(most=10_000)
-    for number in range(100):
-        talks.talk(f"{number} one two", f"session-{number}")
-        assert len(talks.lives) == 1
-        talks.overwrite()
-        talks.rest()
-    assert not talks.manager.table.by_id
-    assert len(talks.lives) == 0

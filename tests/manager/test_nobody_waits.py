@@ -1,10 +1,10 @@
 """No request waits for a store: references end when blocks are needed, turns are saved soon, losses are counted."""
 
 import pytest
-from talks import Talks, long_text, names
+from talks import Talks, long_text
 
 from manthan.manager.driver import Work
-from manthan.manager.events import DropCause, Overwritten, StoreFailed
+from manthan.manager.events import Overwritten, StoreFailed
 from manthan.manager.transfer import NEEDED
 
 BLOCKS = 64
@@ -20,21 +20,15 @@ class Chats(Talks):
             10_000, blocks=BLOCKS, idle_after_s=SAVED_AFTER_S, low=low, high=high, ranks=ranks, holds=holds
         )
 
-    def turn(self, who: str, blocks: int, head: str = "") -> None:
+    def turn(self, who: str, blocks: int) -> None:
         """Have a request come, be served at once, and end."""
-        text = f"{head} {long_text(who, blocks)}"
-        self.finish(self.start(text, who))
+        self.finish(self.start(long_text(who, blocks), who))
 
     def wait(self, who: str, blocks: int) -> int | None:
         """Have a request come that has to wait. Return how many of its blocks could be loaded."""
         request = self.ask(long_text(who, blocks), who)
         resident = self.resident(long_text(who, blocks))
         return self.driver.matched(request, resident, blocks, blocks, self.now)
-
-    def free_queue(self) -> list[bytes]:
-        """Take all free blocks, and return the block hashes that were overwritten, in this order."""
-        held = {block: name[1] for block, name in enumerate(self.pool._name) if name is not None}
-        return [held[block] for block in self.pool.take(len(self.pool)) if block in held]
 
     @property
     def lost(self) -> int:
@@ -45,11 +39,6 @@ class Chats(Talks):
 def count(work: Work) -> int:
     """Return how many blocks are to be stored."""
     return sum(map(len, work.stores))
-
-
-def tails_first(*texts: str) -> list[bytes]:
-    """Return the block hashes of texts in the order in which their sessions' blocks are overwritten."""
-    return [block_hash for text in texts for block_hash in reversed(names(text))]
 
 
 @pytest.mark.invariant(2, "manager/driver.py", "if store.gathered == self._ranks:", "if store.gathered > 0:")
@@ -93,38 +82,6 @@ def test_no_more_is_referenced_than_leaves_room_for_the_first_that_waits() -> No
     chats.wait("other", BLOCKS - 1)
     assert count(chats.step()) == 1
     assert len(chats.pool) == BLOCKS - 1
-
-
-def test_saved_blocks_are_overwritten_behind_those_that_hold_nothing_and_before_all_others() -> None:
-    for returns in (False, True):
-        chats = Chats(low=0.0, high=0.0, holds=False)
-        for who in ("unsaved", "first", "second"):
-            chats.turn(who, 8)
-        for who in ("first", "second"):
-            chats.manager.steer("evict", chats.session(who), chats.now)
-        chats.save()
-        if returns:
-            chats.turn("first", 8)
-            chats.step()
-        assert chats.pool.runway(BLOCKS) == BLOCKS - 8
-        texts = {who: long_text(who, 8) for who in ("unsaved", "first", "second")}
-        order = ["second", "first", "unsaved"] if returns else ["first", "second", "unsaved"]
-        assert chats.free_queue() == tails_first(*(texts[who] for who in order))
-
-
-def test_blocks_that_a_tier_gives_up_are_not_the_next_to_be_overwritten() -> None:
-    """The pool has the only copy then."""
-    chats = Chats(low=0.0, high=0.0, holds=False)
-    for who in ("a", "b"):
-        chats.turn(who, 4)
-    chats.rest()
-    chats.turn("new", 4)
-    chats.manager._drop(chats.session("a").rows, DropCause.BUDGET)
-    assert chats.pool.runway(BLOCKS) == BLOCKS - 8
-    chats.step()
-    order = chats.free_queue()
-    assert order[:4] == tails_first(long_text("b", 4))
-    assert set(order[4:]) == {*names(long_text("a", 4)), *names(long_text("new", 4))}
 
 
 def test_blocks_that_are_overwritten_before_they_were_saved_are_counted_once() -> None:

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 from integrity import check_integrity
-from talks import IDLE_AFTER_S, Talks, names
+from talks import Talks, names
 
 from manthan.manager.events import BlocksDropped, DropCause, PrefetchHit, Restored
 from manthan.manager.session.prefetch import RETRY_S
@@ -54,16 +54,6 @@ def test_a_session_is_loaded_some_time_before_it_is_expected(talks: Prefetching)
     assert talks.driver.next_deadline == inf
 
 
-def test_a_session_that_goes_cold_when_it_is_due_already_is_loaded_then(talks: Prefetching) -> None:
-    talks.talk("a b", "A", expect_return_s=IDLE_AFTER_S + 1)
-    talks.now = IDLE_AFTER_S - 0.5
-    assert talks.taken() == []
-    talks.now = IDLE_AFTER_S
-    assert talks.taken() == []
-    talks.overwrite()
-    assert talks.taken() == [names("a b")]
-
-
 def test_a_session_that_does_not_fit_is_loaded_later_until_its_time_has_passed() -> None:
     talks = Prefetching(blocks=6)
     for text, who in (("a b c", "A"), ("x y", "X")):
@@ -80,16 +70,6 @@ def test_a_session_that_does_not_fit_is_loaded_later_until_its_time_has_passed()
     talks.rest(100.0)
     talks.overwrite()
     assert (talks.taken(), talks.prefetches()) == ([], 2)
-
-
-def test_another_session_s_request_can_ask_for_it(talks: Prefetching) -> None:
-    talks.go_cold("a b c", "A", expect_return_s=1)
-    assert talks.taken() == []
-    talks.talk("x y", "X", prefetch=("A", "unheard of", "X"))
-    assert talks.taken() == [names("a b c")]
-    talks.rest()
-    talks.overwrite()
-    assert talks.taken() == [], "X ran when it was asked for"
 
 
 def test_a_session_that_was_back_meanwhile_is_not_loaded_when_it_is_cold_again(talks: Prefetching) -> None:

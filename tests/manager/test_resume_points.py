@@ -194,17 +194,6 @@ def test_groups_are_encoded_in_codecs_of_their_own(talks: Talks) -> None:
 # -- windows alone ------------------------------------------------------------------------------------
 
 
-def test_only_resume_points_are_stored_of_windows_alone() -> None:
-    talks = Talks(shape=WINDOWS)
-    turn(talks, words(5))
-    assert match(talks, words(9)) == 5, "the pool may have lost them already"
-    talks.rest()
-    assert {block_hash for _, block_hash in talks.tier} == {*names(words(5))[3:]}
-    [evicted] = talks.told(Evicted)
-    assert (evicted.pool_nbytes, evicted.cold_nbytes) == (1000, 100)
-    assert (talks.states(), match(talks, words(4))) == ({"s": "cold"}, 0)
-
-
 def test_pins_count_windows() -> None:
     talks = Talks(capacity=20, shape=WINDOWS)  # of which pinned sessions may take 5, and each takes 2
     assert [turn(talks, words(5, who), who, pin=True).is_pinned for who in "abc"] == [True, True, False]

@@ -1,13 +1,11 @@
 """The manager by example: saving and memory pressure."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from talks import IDLE_AFTER_S, Talks, last_words, names
 
 from manthan.manager.events import DropCause, Evicted, StoreFailed
-from manthan.policies.lru import LRU
 
 SHORT: dict[str, Any] = {"blocks": 64, "low": 0.04, "high": 0.0626}
 """Blocks are saved until 4 can be overwritten, once fewer than 2 can."""
@@ -24,23 +22,7 @@ def slow() -> Talks:
     return Talks(blocks=16, holds=True)
 
 
-def stored(talks: Talks) -> str:
-    """Take a step, and return the last words of the blocks that it begins to store."""
-    return last_words(name for job in talks.step().stores for name in job.block_hashes)
-
-
 # -- saving -------------------------------------------------------------------------------------------
-
-
-def test_sessions_are_saved_when_their_idle_time_is_over(talks: Talks) -> None:
-    talks.talk("a b", "old")
-    talks.now = 3.0
-    talks.talk("x y", "new")
-    talks.now = IDLE_AFTER_S - 0.1
-    assert talks.save() == []
-    talks.now = talks.driver.next_deadline
-    assert talks.save() == names("a b")
-    assert talks.states() == {"old": "cold", "new": "idle"}
 
 
 def test_a_session_is_cold_when_all_its_blocks_are_stored_and_stays_resident(slow: Talks) -> None:
@@ -56,42 +38,6 @@ def test_a_session_is_cold_when_all_its_blocks_are_stored_and_stays_resident(slo
     slow.step()
     assert (slow.states(), slow.driver.has_work) == ({"s": "cold"}, False)
     assert slow.resident("a b") == 2
-
-
-def test_an_eviction_is_accounted_for() -> None:
-    talks = Talks(holds=True)
-    talks.talk("a b c", "s")
-    talks.now = IDLE_AFTER_S
-    talks.step()
-    talks.now += 2.0
-    talks.answer()
-    assert talks.told(Evicted) == [Evicted("s", 3, 0, 48, 1500, 3, 300, 300, 0, IDLE_AFTER_S, 2.0, False)]
-
-
-def test_what_is_saved_is_not_stored_again(talks: Talks) -> None:
-    talks.talk("a b c", "s")
-    talks.rest()
-    for _ in range(3):
-        talks.finish(talks.start("a b c", "s"), "a b c")
-        assert talks.states() == {"s": "idle"}
-        assert talks.rest() == []
-        assert talks.states() == {"s": "cold"}
-    assert [event.stored for event in talks.told(Evicted)] == [3, 0, 0, 0]
-    talks.talk("a b c d e", "s")
-    assert talks.rest() == names("a b c d e")[3:]
-
-
-def test_a_request_ends_the_saving_of_its_session(slow: Talks) -> None:
-    slow.talk("a b c", "s")
-    slow.now = IDLE_AFTER_S
-    assert stored(slow) == "a"
-    request = slow.start("a b c", "s")
-    slow.gathered()
-    slow.answer()
-    assert (stored(slow), slow.driver.has_orders) == ("", False)
-    slow.finish(request, "a b c d")
-    slow.holds = False
-    assert last_words(slow.rest()) == "b c d"
 
 
 def test_a_failed_store_leaves_the_session_idle_and_is_tried_again() -> None:
@@ -154,18 +100,13 @@ def test_saved_blocks_are_room() -> None:
     assert talks.save() == []
 
 
-def under_pressure(prompt: str = "a b c d e f g h i j k l m n") -> tuple[Talks, str]:
-    """Have a request of a new session run, when memory is short, and return its id."""
-    talks = Talks(blocks=16, low=0.2, high=0.3)
-    request = talks.start(prompt, "s")
-    assert last_words(talks.save()) == prompt
-    return talks, request
-
-
 def test_pressure_saves_blocks_of_running_requests() -> None:
     """They would be overwritten as soon as the requests end."""
-    talks, request = under_pressure()
-    talks.finish(request, "a b c d e f g h i j k l m n o")
+    talks = Talks(blocks=16, low=0.2, high=0.3)
+    prompt = "a b c d e f g h i j k l m n"
+    request = talks.start(prompt, "s")
+    assert last_words(talks.save()) == prompt
+    talks.finish(request, f"{prompt} o")
     assert last_words(talks.rest()) == "o"
     assert talks.states() == {"s": "cold"}
 
@@ -203,36 +144,3 @@ def test_the_pool_puts_a_few_saved_blocks_into_order_at_a_time() -> None:
     talks.pool.lead(0, names("x y z"))
     talks.manager.lead_overwritten(2)
     assert overwritten(talks, "a b c,x y z") == "c b x y z a"
-
-
-class NewestFirst(LRU):
-    """Sessions that were used last go first, as where all return after about as long."""
-
-    name = "newest-first"
-
-    def victims(self) -> Iterator[str]:
-        return iter(list(super().victims())[::-1])
-
-
-def test_sessions_whose_blocks_are_gone_do_not_take_the_turn_of_others() -> None:
-    talks = Talks(blocks=6, policy=NewestFirst)
-    for text in ("a b", "c d", "e f"):
-        talks.talk(text, text)
-        talks.rest()
-    talks.pool.lead(0, names("e f")[::-1])
-    talks.pool.free(talks.pool.take(2))
-    talks.manager.lead_overwritten(2)
-    assert overwritten(talks, "a b,c d") == "d c b a"
-    assert [session.session_id for session in talks.manager.table.resident_victims()] == ["c d", "a b"]
-
-
-def test_blocks_of_sessions_that_are_in_use_keep_their_turn() -> None:
-    talks = Talks(blocks=6)
-    talks.talk("a b", "used")
-    talks.talk("c d", "cold")
-    talks.rest()
-    talks.start("a b", "used")
-    talks.step(taken=1)
-    talks.pool.take(2)
-    assert overwritten(talks, "c d") == "d c"
-    assert talks.resident("a b") == 2

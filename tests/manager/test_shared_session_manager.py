@@ -85,18 +85,6 @@ def test_a_block_that_others_may_replace_counts_as_decoded(talks: SharedTalks) -
     assert set(talks.manager.loaded_marks(rows)) == {Mark.DECODED}
 
 
-def test_blocks_that_no_session_has_are_left_alone(talks: SharedTalks) -> None:
-    """Two requests go on from a session's end. What is found for the first makes it longer."""
-    talks.finish(talks.start("s", "alice"), "s")
-    first, second = talks.ask("s a b", "alice"), talks.ask("s x y", "alice")
-    talks.find(first, 2)
-    talks.find(second, 2)
-    assert talks.texts() == {"alice": "s a b"}
-    assert talks.saved() == {"s a", "s a b"}
-    talks.finish(second)
-    assert set(talks.texts().values()) == {"s a b", "s x y"}
-
-
 def test_a_lookup_that_takes_too_long_is_forgotten(talks: SharedTalks) -> None:
     request = talks.ask("a b", "alice")
     assert not talks.serve(request), "it waits"

@@ -78,14 +78,6 @@ def test_whatever_comes_is_served_within_the_budgets(texts, hot, cold, idle_afte
     assert tally == replay(requests, setup, journal=True)
 
 
-def test_sessions_are_saved_before_they_are_overwritten() -> None:
-    requests = [request(100.0 * at, letter * 6, session=letter) for at, letter in enumerate("abcdabcd")]
-    setup = replace(LRU, pool_blocks=20, cold_blocks=100, idle_after_s=1e9)
-    tally = replay(requests, setup, journal=True)
-    assert [served.resident + served.restored for served in tally.served if served] == [0, 0, 0, 0, 6, 6, 6, 6]
-    assert tally.evictions == 4  # each is saved before the next one needs its room
-
-
 def test_a_request_waits_for_room() -> None:
     both = [request(0, "abcdef"), request(0, "ghijkl")]
     room, tight = replace(LRU, pool_blocks=14, cost=SLOW), replace(LRU, pool_blocks=8, cost=SLOW)

@@ -125,16 +125,3 @@ def test_what_cannot_be_read_in_front_comes_from_behind(behind: Behind, tmp_path
     assert behind.asked == list(blocks)[::2]
     assert isinstance(next(stack.read(0, [next(iter(blocks))])), np.ndarray)
     stack.close()
-
-
-def test_each_of_three_tiers_lets_go_of_tails_first(behind: Behind, tmp_path: Path) -> None:
-    stack = StackedTier(RamTier(2 * MIB), StackedTier(DiskTier(tmp_path, MIB), behind))
-    blocks = blocks_of(*[60_000] * 10)
-    keys = list(blocks)
-    stack.put_all(0, blocks)
-    list(stack.behind.read(0, keys))
-    fit = stack.behind.front.usable // room(60_000)
-    stack.put_all(0, blocks_of(*[60_000] * (fit - 10 + 3), seed=1))
-    assert in_front(stack.behind, keys) == list(range(7))
-    assert in_front(stack, keys) == list(range(10))
-    stack.close()

@@ -61,17 +61,6 @@ def test_only_the_pause_that_follows_is_for_the_tool(talks: Talks) -> None:
     assert away(talks, "a") == 4.0
 
 
-def test_a_session_that_waits_for_a_tool_is_prefetched_before_it_is_done(talks: Talks) -> None:
-    turns(talks, [60.0] * LAST_PAUSES)
-    ended = talks.now
-    talks.rest()
-    talks.overwrite()
-    assert talks.driver.next_deadline == ended + 59.0
-    talks.now = ended + 59.0
-    assert len(talks.step().loads) == 1
-    assert talks.resident("a one two") == 3
-
-
 def test_the_number_of_tools_that_are_remembered_is_bounded() -> None:
     times = ToolTimes()
     for number in range(MOST_TOOLS + 2):
@@ -79,10 +68,3 @@ def test_the_number_of_tools_that_are_remembered_is_bounded() -> None:
         times.took("", "search", 5.0)
     assert len(times) == MOST_TOOLS
     assert times.expected("", "search") == 5.0, "it was waited for last"
-
-
-def test_only_the_last_pauses_count() -> None:
-    times = ToolTimes()
-    for seconds in [5.0] * LAST_PAUSES + [1.0] * (LAST_PAUSES // 2 + 1):
-        times.took("", "search", seconds)
-    assert times.expected("", "search") == 1.0

@@ -113,16 +113,3 @@ def test_victims_are_the_sessions_that_are_there_and_looking_changes_nothing(
         if event[0] != "look":
             other.apply(event)
     assert list(looking.policy.victims()) == list(other.policy.victims())
-
-
-@each_policy
-def test_a_session_that_leaves_meanwhile_is_no_victim(policy: type[EvictionPolicy]) -> None:
-    teller = Teller(policy)
-    for number in range(6):
-        teller.request(str(number), 1.0, 1.0, 3, None)
-    order = list(teller.policy.victims())
-    victims = iter(teller.policy.victims())
-    assert next(victims) == order[0]
-    for name in (order[2], order[5]):
-        teller.forget(name)
-    assert list(victims) == [order[1], order[3], order[4]]

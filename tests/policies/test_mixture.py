@@ -50,14 +50,6 @@ def test_gdsf_is_followed_at_first_and_then_whoever_has_surely_found_more() -> N
         assert list(policy.victims()) == list(told(other).victims())
 
 
-def test_a_victim_stays_in_the_shadows() -> None:
-    policy = told(Mixture())
-    victim = next(policy.victims())
-    policy.forget(victim)
-    assert victim not in list(policy.victims())
-    assert all(victim in shadow.kept for shadow in policy._shadows.values())
-
-
 def test_whoever_goes_on_from_the_middle_of_another_finds_its_kv_in_the_shadows() -> None:
     policy, forked = Mixture(), view("f", 2.0, 2, 800)._replace(created=1.0, left_tokens=50, added_tokens=30)
     in_and_out(policy, view("s", 1.0)._replace(created=1.0))
@@ -179,13 +171,3 @@ def test_a_shadow_of_lru_is_a_plain_lru_cache(events: list[tuple[str, int, bool]
         books.request(session, known, ROOM)
         assert books.nbytes == sum(books.kept.values()) <= ROOM
         assert sorted(books.policy.victims()) == sorted(books.kept)
-
-
-def test_a_fork_finds_the_kv_of_its_origin() -> None:
-    shadow = ShadowCache(LRU())
-    shadow.request(SessionView("origin", 600, 600), 0, ROOM)
-    shadow.inherit("fork", "origin")
-    shadow.inherit("other", "nobody")
-    assert shadow.request(SessionView("fork", 500, 500, last_used=1.0), 400, ROOM) == 400
-    assert shadow.kept == {"fork": 500}
-    assert list(shadow.policy.victims()) == ["fork"]

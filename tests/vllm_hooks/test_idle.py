@@ -97,20 +97,6 @@ def test_a_shared_system_prompt_is_stored_once(engine, table) -> None:
         assert engine.ask(prompt, f"tenant-{n}").text == right
 
 
-def test_twenty_returns_encode_nothing_again_and_answer_alike(engine, table) -> None:
-    prompt, right = table(7).question(9)
-    first = engine.ask(prompt, "regular")
-    engine.wait_until_cold(1)
-    encoded, evictions = engine.metric("manthan_encoded_blocks_total"), engine.metric("manthan_evictions_total")
-    for cycle in range(20):
-        answer = engine.ask(prompt, "regular")
-        assert answer.text == first.text == right
-        assert answer.cached_tokens == (answer.prompt_tokens - 1) // 32 * 32
-        engine.wait_until_cold(1)
-        assert engine.metric("manthan_evictions_total") == evictions + cycle + 1
-    assert engine.metric("manthan_encoded_blocks_total") == encoded
-
-
 def test_a_damaged_block_is_recomputed(engine, table) -> None:
     prompt, right = table(8).question(13)
     whole = engine.ask(prompt, "unlucky")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from latent_model import LATENT, LAYERS, TURNED, make_latent_model
-from paged_cache import encode
 from scripts import run_script
 from vllm.config import CacheConfig
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
@@ -17,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAtten
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape
-from manthan.vllm_hooks.worker.blocks import CpuBlocks, HostMemory, LatentMemory
+from manthan.vllm_hooks.worker.blocks import HostMemory, LatentMemory
 from manthan.vllm_hooks.worker.layout import probe_layers
 
 BLOCK, BLOCKS, FILLED = 16, 8, 21
@@ -52,30 +51,6 @@ def test_a_block_is_read_and_written_as_the_backend_does(memory: type) -> None:
     read.scatter(5, *read.gather(3))
     assert all(torch.equal(cache[5], cache[3]) for cache in caches.values())
     assert not any(cache[[0, 1, 2, 4, 6, 7]].any() for cache in caches.values())
-
-
-@pytest.mark.parametrize("exact", [0, 4, BLOCK])
-def test_a_block_goes_through_the_codec(exact: int) -> None:
-    caches, modules = paged()
-    for cache in caches.values():
-        cache[3] = torch.randn(cache[3].shape)
-    memory = HostMemory(probe_layers(caches, modules, BLOCKS, SHAPE), SHAPE)
-    assert all(cache[3].any() for cache in caches.values())
-    blocks = CpuBlocks(memory, block_format("wht-5x", GROUP))
-    buf = encode(blocks, b"k" * 32, 3, exact, first_token=0)
-    assert blocks.decode(b"k" * 32, 5, buf) is None
-    for cache in caches.values():
-        latents, turned = cache[:, 0, :, :LATENT].float(), cache[:, 0, :, LATENT:]
-        assert torch.equal(turned[5], turned[3])
-        assert torch.equal(latents[5, :exact], latents[3, :exact])
-        if exact < BLOCK:
-            wrong, was = (latents[5] - latents[3])[exact:], latents[3, exact:]
-            assert 0 < wrong.square().sum() / was.square().sum() < NOISE
-    bad = buf.copy()
-    bad[-20] ^= 1
-    before = {name: cache.clone() for name, cache in caches.items()}
-    assert blocks.decode(b"k" * 32, 6, bad) == "checksum"
-    assert all(torch.equal(before[name], cache) for name, cache in caches.items()), "nothing of it is served"
 
 
 def test_latents_of_another_kind_are_bytes() -> None:

@@ -144,14 +144,6 @@ def test_an_exact_copy_takes_the_hash_from_lossy_ones(asked: Asked) -> None:
     assert asked.decoded[0].block_hash is None
 
 
-def test_a_free_lossy_block_that_loses_its_hash_is_overwritten_next(asked: Asked) -> None:
-    asked.pool.free_blocks(reversed(asked.decoded))
-    asked.enter(2 * TOKENS)
-    queue = asked.pool.free_block_queue.get_all_free_blocks()
-    assert {*ids(queue[:2])} == {*ids(asked.decoded[:2])}
-    assert asked.decoded[2] in queue[2:]
-
-
 def test_a_lossy_copy_takes_no_hash(asked: Asked) -> None:
     exact = asked.enter(TOKENS)[:1]
     asked.lossy_for = BOB

@@ -79,14 +79,6 @@ def test_strangers_are_served_exact_kv(server: VllmServer, plain_server: VllmSer
     assert not any(said["told"] for said in served)
 
 
-def test_a_session_and_its_branches_share_what_its_return_decoded(server: VllmServer) -> None:
-    head = HELD[8000 : 8000 + 20 * BLOCK]
-    bring_back(server, head, "carol")
-    branch = ask(server, [*head, *HELD[5200:5224]], "carol")
-    assert branch["cached"] == len(head)
-    assert branch["told"]["lossy_tokens"] == len(head)
-
-
 def test_exact_kv_for_a_request_that_asks_for_it(server: VllmServer, plain_server: VllmServer) -> None:
     head = HELD[12000 : 12000 + 15 * BLOCK]
     bring_back(server, head, "dave")
@@ -125,28 +117,6 @@ def test_a_head_that_sessions_share_is_stored_exact(server: VllmServer, plain_se
     expected = ask(plain_server, [*head, *tail])
     assert expected["cached"] == len(head)
     assert stranger["logprobs"] == expected["logprobs"]
-
-
-def test_a_head_that_came_back_exact_stays_exact_before_decoded_blocks(
-    server: VllmServer, plain_server: VllmServer
-) -> None:
-    head, tails = HELD[24000 : 24000 + 10 * BLOCK], [HELD[start : start + 5 * BLOCK] for start in (25000, 26000)]
-    for name, tail in zip(("judy", "karl"), tails, strict=True):
-        ask(server, [*head, *tail, 5], name)
-    let_go_cold(server, "judy", "karl")
-    back = ask(server, [*head, *tails[0], *HELD[27000:27024]], "judy")
-    assert back["cached"] == len(head) + len(tails[0])
-    assert back["told"]["lossy_tokens"] == len(tails[0])
-    restored = server.metrics()["vllm:manthan_restored_blocks_total"]
-    stranger = ask(server, [*head, *HELD[27100:27124]], "leo")
-    assert stranger["cached"] == len(head)
-    assert not stranger["told"]
-    more = server.metrics()["vllm:manthan_restored_blocks_total"] - restored
-    assert more in (0, len(head) // BLOCK), "it was in the pool, for all, unless judy has gone cold again"
-    ask(
-        plain_server, [*head, *tails[0], 5]
-    )  # as judy did: how many tokens are computed at once decides on the last bits
-    assert stranger["logprobs"] == ask(plain_server, [*head, *HELD[27100:27124]])["logprobs"]
 
 
 # -- two chats that take turns, and a cold store that holds 1.7 of them -------------------------------

@@ -3,7 +3,6 @@
 import contextlib
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,41 +116,13 @@ def ask(server: VllmServer, prompt: str, session: str, tenant: str = "") -> None
 @contextlib.contextmanager
 def running(server: VllmServer, prompt: str, session: str) -> Iterator[None]:
     """A request of the session runs meanwhile, until its client leaves."""
-    with asked(server, prompt, session) as answer:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "session_id": session, "stream": True}
+    body |= {"max_tokens": 3400, "ignore_eos": True}
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, headers=AUTHORIZED, timeout=120) as answer:
         lines = answer.iter_lines()  # were it let go, so would the request be
         next(lines)
         yield
-
-
-def asked(server: VllmServer, prompt: str, session: str) -> Any:
-    """Return what streams a long answer."""
-    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "session_id": session, "stream": True}
-    body |= {"max_tokens": 3400, "ignore_eos": True}
-    return httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, headers=AUTHORIZED, timeout=120)
-
-
-@contextlib.contextmanager
-def always_running(server: VllmServer, prompt: str, session: str) -> Iterator[None]:
-    """Requests of the session run meanwhile, two of which overlap, until their client leaves."""
-    begun, left = threading.Event(), threading.Event()
-
-    def ask_on(after_s: float) -> None:
-        while not left.wait(after_s):
-            with asked(server, prompt, session) as answer:
-                for _ in answer.iter_lines():
-                    begun.set()
-                    if left.is_set():
-                        return
-            after_s = 0.0
-
-    clients = [threading.Thread(target=ask_on, args=(after_s,)) for after_s in (0.0, 0.5)]
-    for client in clients:
-        client.start()
-    assert begun.wait(60)
-    yield
-    left.set()
-    for client in clients:
-        client.join()
 
 
 def shown(server: VllmServer, session: str) -> httpx.Response:
@@ -297,12 +268,13 @@ def test_release_asks_first(server, table, tabs) -> None:
 
 
 def test_an_error_is_the_sentence_of_the_api(server, table, tabs) -> None:
-    prompt = table(8).question(1)[0]
+    """Pinned sessions may take the room of one of the two."""
     tab = tabs()
-    with always_running(server, prompt, "busy"):
-        expect(state_of(tab, "busy")).to_contain_text("active")
-        row_of(tab, "busy").get_by_role("button", name="Evict").click()
-        expect(tab.locator("#said.error")).to_contain_text("a request of it runs; it can go cold when that has ended.")
+    for n, name in enumerate(("may", "may-not")):
+        ask(server, table(8 + 100 * n).question(1)[0], name)
+        row_of(tab, name).get_by_role("button", name="Pin").click()
+    expect(tab.locator("#said.error")).to_contain_text("pinned sessions may take 671088 bytes of the cold store")
+    release_all(server)
 
 
 def test_the_keyboard_alone_does(server, table, tabs) -> None:

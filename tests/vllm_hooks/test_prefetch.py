@@ -95,21 +95,6 @@ def test_restores_do_not_wait_behind_a_prefetch(engine, table) -> None:
     assert counters["restores"] == 1
 
 
-def test_a_reset_meanwhile_lets_nothing_stale_into_the_cache(engine, table) -> None:
-    prompt, right = table(60).question(0)
-    go_cold(engine, {"alice": prompt})
-    counters = Counters(engine)
-    with stored_codes.gate(engine):
-        engine.ask("x", prefetch="alice")
-        engine.wait(lambda: engine.on_worker(stored_codes.at_gate) == 1, "a prefetch")
-        assert not engine.run(engine.llm.reset_prefix_cache(reset_connector=True))  # vLLM: blocks are in use
-    engine.wait(lambda: engine.metric("kv_cache_usage_perc") == 0, "an empty pool")
-    answer = engine.ask(prompt, "alice")
-    assert answer.text == right
-    assert answer.cached_tokens == 0
-    assert counters["prefetches"] == counters["restores"] == 0
-
-
 def test_many_prefetches_beside_requests_leak_no_block(engine, table) -> None:
     tables = {f"user-{n}": table(80 + n) for n in range(6)}
     go_cold(engine, {name: t.question(0)[0] for name, t in tables.items()})

@@ -102,17 +102,6 @@ def test_prefetched_blocks_lie_in_the_pool_as_vllm_s_own_do() -> None:
     assert talks.real.vllm.reset_prefix_cache()
 
 
-def test_a_block_that_was_computed_meanwhile_is_not_entered_twice() -> None:
-    talks = Prefetching()
-    theirs = talks.pool.take(3)
-    talks.real.cache_all(theirs, names("a b z"))
-    talks.pool.free(theirs[::-1])
-    talks.answer(talks.loads)
-    assert talks.pool.lookup(MAIN, names("a b z")) == theirs
-    assert talks.real.queue().replace("-", "").split() == ["e", "d", "c", "b", "a", "asks", "who", "z"]
-    assert (talks.found(), len(talks.pool)) == ([True] * 5, BLOCKS)
-
-
 def test_after_a_reset_nothing_is_entered() -> None:
     talks = Prefetching()
     assert talks.is_loading()

@@ -1,9 +1,7 @@
 """More sessions than the pool holds: saved before they are overwritten, within the cold store's budget."""
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 SESSIONS = 8  # of 18 blocks each, where the pool has 95
@@ -13,24 +11,6 @@ def store_figures(worker: Any) -> tuple[int, int, int]:
     """Peak and present bytes of the worker's store, and its budget."""
     store = get_kv_transfer_group().worker.engine.store
     return store.peak, store.used, store.max_bytes
-
-
-def slow_store(worker: Any, seconds: float) -> None:
-    """From now on every read, and every write, takes so long."""
-    import time
-
-    store = get_kv_transfer_group().worker.engine.store
-    read, put_all = type(store).read, type(store).put_all
-
-    def slow_read(group: int, keys: Any, *told: Any) -> Any:
-        time.sleep(seconds)
-        return read(store, group, keys)
-
-    def slow_put_all(group: int, blocks: Any, tenant: str = "") -> Any:
-        time.sleep(seconds * len(blocks))
-        return put_all(store, group, blocks)
-
-    store.read, store.put_all = slow_read, slow_put_all
 
 
 def broken_store(worker: Any) -> None:
@@ -47,19 +27,6 @@ def encoded(engine: Any) -> float:
     return engine.metric("manthan_encoded_blocks_total")
 
 
-def ask_each(engine: Any, tables: Any, count: Callable[[Any], float]) -> None:
-    """A question on each table, each when what there is to save of the one before was counted: nobody waits for it.
-    In the end all is in the store."""
-    before, stored, blocks = count(engine), encoded(engine), 0
-    for number, t in enumerate(tables):
-        prompt, right = t.question(2)
-        answer = engine.ask(prompt, f"user-{number}")
-        assert answer.text == right
-        blocks += (answer.prompt_tokens + 3) // 32  # the last token's KV is not computed
-        engine.wait(lambda: count(engine) - before >= blocks, "what is to be saved")  # noqa: B023
-    engine.wait(lambda: encoded(engine) - stored >= blocks, "all in the store")
-
-
 def wait_until_saved(engine: Any, blocks: float) -> None:
     """Until so many blocks were encoded since the engine was started, or the store is nearly full, which takes more
     only where the pool has need of room."""
@@ -72,8 +39,13 @@ def wait_until_saved(engine: Any, blocks: float) -> None:
 
 
 def test_sessions_are_saved_before_they_are_overwritten(crowded, table) -> None:
-    tables = [table(seed) for seed in range(SESSIONS)]
-    ask_each(crowded, tables, encoded)
+    tables, blocks = [table(seed) for seed in range(SESSIONS)], encoded(crowded)
+    for number, t in enumerate(tables):
+        prompt, right = t.question(2)
+        answer = crowded.ask(prompt, f"user-{number}")
+        assert answer.text == right
+        blocks += (answer.prompt_tokens + 3) // 32  # the last token's KV is not computed
+        crowded.wait(lambda: encoded(crowded) >= blocks, "what is to be saved")  # noqa: B023
     crowded.wait_until_quiet()
     assert crowded.sessions("cold") + crowded.sessions("idle") == SESSIONS
     names = ("manthan_restored_blocks_total", "manthan_overwritten_blocks_total")
@@ -86,19 +58,6 @@ def test_sessions_are_saved_before_they_are_overwritten(crowded, table) -> None:
     restored, overwritten = (crowded.metric(name) - value for name, value in zip(names, before, strict=True))
     assert restored >= (SESSIONS - 5) * 17  # for which the pool had no room
     assert overwritten == 0
-
-
-@pytest.mark.slow
-def test_a_slow_store_costs_no_block_that_was_copied_in_time(crowded, table) -> None:
-    crowded.on_worker(slow_store, 0.02)  # a session takes longer to save than the next one to answer
-    tables = [table(seed) for seed in range(10, 10 + SESSIONS)]
-    ask_each(crowded, tables, lambda engine: engine.handed)
-    crowded.wait_until_quiet()
-    for number, t in enumerate(tables):
-        prompt, right = t.question(2)
-        answer = crowded.ask(prompt, f"user-{number}")
-        assert answer.text == right
-        assert answer.cached_tokens == (answer.prompt_tokens - 1) // 32 * 32
 
 
 def test_the_budget_is_never_exceeded_and_the_oldest_goes_first(crowded, table) -> None:
@@ -118,26 +77,6 @@ def test_the_budget_is_never_exceeded_and_the_oldest_goes_first(crowded, table) 
     answer = crowded.ask(prompt, "user-30")
     assert answer.text == right
     assert answer.cached_tokens == 0
-
-
-@pytest.mark.slow
-def test_preempted_requests_are_right(crowded, table) -> None:
-    preempted = crowded.metric("num_preemptions_total")
-    tables = [table(seed) for seed in range(70, 70 + SESSIONS)]
-    for number, t in enumerate(tables):
-        crowded.ask(t.question(0)[0], f"user-{number}")
-    futures = [
-        crowded.start(crowded.generate(t.question(1)[0], f"user-{number}", max_tokens=400))
-        for number, t in enumerate(tables)
-    ]
-    for t, future in zip(tables, futures, strict=True):
-        assert future.result(120).text.startswith(t.question(1)[1])
-    assert crowded.metric("num_preemptions_total") > preempted
-    crowded.wait_until_quiet()
-    for number, t in enumerate(tables):
-        prompt, right = t.question(2)
-        assert crowded.ask(prompt, f"user-{number}").text == right
-    crowded.wait(lambda: crowded.metric("kv_cache_usage_perc") == 0, "an empty pool")
 
 
 def test_a_store_that_fails_costs_a_recompute_only(crowded, table) -> None:

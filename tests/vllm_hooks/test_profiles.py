@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from scripts import run_sessions
 from typer.testing import CliRunner
 from vllm import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm_engine import MODEL, Engine, Table
+from vllm_engine import BLOCK, MODEL, Engine, Table
 
 from manthan.codec.model import ModelFacts
 from manthan.codec.profile import Profile
@@ -125,13 +126,19 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
 
 
 def test_a_session_returns_by_way_of_a_profile(tiny_profile: Path, tmp_path: Path) -> None:
-    """Three times; its codes are as small as they should be, and as the books say."""
+    """Three times. Its compressed blocks are as small as they should be, and as the books say."""
     found = run_sessions(["profile", "grow"], {"name": "klt-8x", "profile": str(tiny_profile)}, str(tmp_path))
     assert found["profile"] == Profile.load(tiny_profile).digest
     assert found["right"] == [True] * 4
     assert found["failures"] == []
-    assert all(now["restored"] > 16 for now in found["rounds"])
+    assert found["rounds"][0]["same"] == [0, 1, 2, 3], "the exact tokens, and no others"
+    for last, now in pairwise(found["rounds"]):
+        old = BLOCK * last["restored"]
+        assert now["same"][:old] == list(range(old)), "what was restored is not encoded again"
+        assert not set(now["same"]) & set(range(old, BLOCK * now["restored"]))
     for now in found["rounds"]:
+        assert now["restored"] == len(now["exact"]) > 16
+        assert now["exact"] == [4] + [0] * (len(now["exact"]) - 1)
         assert BF16_BLOCK / np.mean(now["sizes"][1:]) > 6.5  # the first has exact tokens
         assert now["cold_bytes"] == now["used"]
 

@@ -1,4 +1,4 @@
-"""`vllm serve` with its sessions in Redis: two servers at once, one of which is killed, and started again."""
+"""`vllm serve` with its sessions in Redis: two servers at once, one of which is killed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,17 +78,6 @@ def killed(pair: list[VllmServer], table) -> list[str]:
     return server.new_log_lines()
 
 
-def its_sessions_return(server: VllmServer, seeds: range, table) -> None:
-    before = server.metrics().get("vllm:manthan_restored_blocks_total", 0)
-    for seed in seeds:
-        prompt, right = table(seed).question(1)
-        reply = ask(server, prompt, f"guest-{seed}")
-        assert reply.text == right
-        assert restored(reply)
-    assert server.metrics()["vllm:manthan_restored_blocks_total"] >= before + 17 * len(seeds)
-    assert not [value for name, _, value in server.samples() if name == "vllm:manthan_failures_total" and value]
-
-
 def test_a_session_goes_on_at_another_server(pair: list[VllmServer], redis_server: RedisServer, table) -> None:
     """Each turn at the other one; what one has added the other restores."""
     raw = redis_server.admin(PASSWORD)
@@ -110,15 +99,10 @@ def blocks_of(raw: Redis, session: str) -> int:
     )
 
 
-def test_sessions_of_a_server_that_was_killed_return_at_another(
-    pair: list[VllmServer], killed: list[str], table
-) -> None:
-    its_sessions_return(pair[1], range(2), table)
-
-
 def test_no_secret_and_no_text_is_anywhere(
     pair: list[VllmServer], killed: list[str], redis_server: RedisServer, table
 ) -> None:
+    assert restored(ask(pair[1], table(1).question(1)[0], "guest-1")), "it was the other server's"
     raw, raw_bytes = redis_server.admin(PASSWORD), redis_server.admin(PASSWORD, decode_responses=False)
     logs = "\n".join([*killed, *pair[1].new_log_lines()])
     metrics = httpx.get(f"{pair[1].url}/metrics").text

@@ -11,6 +11,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import stored_codes
 from sleeper import OTHER, turned
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import BLOCK, GPU_BYTES, MODEL, Answer, Engine, Table, fork_engines, restore_worker
@@ -256,23 +257,6 @@ def encodes(worker: Any) -> bool:
     return bool(get_kv_transfer_group().worker.engine.encodes)
 
 
-def stop_reads(worker: Any) -> None:
-    """Reading hangs until `let_reads_go`."""
-    import threading
-
-    path, gate = get_kv_transfer_group().worker.engine, threading.Event()
-
-    def read(group: int, keys: Any, tenant: str = "") -> Any:
-        gate.wait()
-        yield from type(path.store).read(path.store, group, keys)
-
-    path.store.read, path.gate = read, gate
-
-
-def let_reads_go(worker: Any) -> None:
-    get_kv_transfer_group().worker.engine.gate.set()
-
-
 class Traffic:
     """Requests that run at once."""
 
@@ -322,15 +306,12 @@ def test_while_sessions_are_loaded(engine: Engine, traffic: Traffic, running: bo
 
 def test_a_transfer_that_hangs_is_not_waited_for(engine: Engine, traffic: Traffic) -> None:
     go_cold(engine, 1)
-    engine.on_worker(stop_reads)
-    loading = traffic.ask(1)
-    engine.wait(lambda: engine.metric("num_requests_waiting") == 1, "a load")
-    try:
+    with stored_codes.gate(engine):
+        loading = traffic.ask(1)
+        engine.wait(lambda: engine.on_worker(stored_codes.at_gate) == 1, "a load")
         assert not engine.reset()
         assert not loading.done()
         assert engine.ask(Table(2).question(0)[0]).text == Table(2).question(0)[1]
-    finally:
-        engine.on_worker(let_reads_go)
 
 
 def test_after_a_reset_that_fails_nothing_cold_is_of_other_weights(engine: Engine, traffic: Traffic) -> None:

@@ -19,6 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "llama3": LLAMA3,
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 4096},
+    "yarn of its own": {"factor": 4.0, "original_max_position_embeddings": 4096, "attention_factor": 1.5},
 }
 DYNAMIC: dict[str, dict[str, Any]] = {
     "ntk": {"factor": 2.0},
@@ -34,7 +35,7 @@ def none_made(monkeypatch: pytest.MonkeyPatch, engine_config: None) -> None:
 
 
 def parameters(kind: str, **more: Any) -> dict[str, Any]:
-    return {"rope_type": kind, "rope_theta": 10000.0} | KINDS.get(kind, {}) | more
+    return {"rope_type": kind.split()[0], "rope_theta": 10000.0} | KINDS.get(kind, {}) | more
 
 
 def vllm_config(rope: dict[str, Any] | None) -> Any:

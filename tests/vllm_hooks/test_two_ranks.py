@@ -109,22 +109,3 @@ def test_a_block_that_one_rank_cannot_store_stays_hot(pair, table, rank: int) ->
     answer = pair.ask(prompt, "duo")
     assert (answer.text, answer.cached_tokens) == (right, (answer.prompt_tokens - 1) // 32 * 32)
     assert pair.metric("manthan_evictions_total") == evictions
-
-
-def test_a_prefetch_is_done_when_both_ranks_are(pair, table) -> None:
-    pair.start_afresh()
-    prompt, right = table(4).question(3)
-    first = pair.ask(prompt, "duo")
-    pair.wait_until_cold(1)
-    prefetched = pair.metric("manthan_prefetched_blocks_total")
-    pair.ask("x", prefetch="duo")
-    blocks = (first.prompt_tokens + 3) // 32  # the last token's KV is not computed
-    pair.wait(lambda: pair.metric("manthan_prefetched_blocks_total") == prefetched + blocks, "a prefetch")
-    pair.wait_until_cold(1)
-    failures = pair.failures()
-    pair.on_workers(flip_a_byte, 1)
-    pair.ask("x", prefetch="duo")
-    pair.wait(lambda: pair.failures() == failures + 1, "a failure")
-    answer = pair.ask(prompt, "duo")
-    assert answer.text == right
-    assert answer.cached_tokens <= (blocks - 4) * 32  # neither rank uses what the other could not read

@@ -26,18 +26,6 @@ def enter(pool: RealPool, text: str, group: int = MAIN) -> list[int]:
     return blocks
 
 
-def test_released_blocks_are_overwritten_next(pool: RealPool) -> None:
-    pool.keep(MAIN, names("a b"))
-    held = pool.lookup(MAIN, names("c"))
-    pool.hold(held)
-    pool.release(MAIN, [*names("a b"), *names("c d")])
-    assert pool.lookup(MAIN, [*names("a b"), *names("c d")]) == [-1] * 4
-    assert pool.queue() == "- - - - - w v u"
-    assert pool.take(3) == [4, 2, 1], "the last first"
-    pool.free(held)
-    assert pool.queue() == "- - - w v u", "a request read it until now"
-
-
 def test_a_block_that_is_handed_out_is_neither_saved_nor_marked(pool: RealPool) -> None:
     pool.keep(MAIN, names("a b"))
     pool.marks.set([1, 2], Mark.DECODED, None)
