@@ -4,6 +4,7 @@
 # make lint      ruff and mypy only                             make docs   what is generated in docs/
 # make handoffs  files that a block passes on its way, counted  make fuzz   random steps of the manager, STEPS=1000000
 # make site      the documents as a site, in build/site         make soak   two servers and all faults, for MINUTES=60
+# make kills     engines on one disk, killed at random moments, TIMES=200
 SHELL := /usr/bin/env bash
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -21,7 +22,7 @@ export VLLM_CPU_KVCACHE_SPACE := 1
 WORKERS := 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test test-all test-gpu lint demo fuzz handoffs soak docs site clean
+.PHONY: setup test test-all test-gpu lint demo fuzz handoffs kills soak docs site clean
 
 setup: $(VENV)/.installed
 
@@ -60,6 +61,11 @@ fuzz: $(VENV)/.installed
 # Pairs of files one of which calls the other, on a block's way out and back. It fails above its limits.
 handoffs: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/helpers/handoffs.py
+
+# KILLS: further options.
+TIMES := 200
+kills: $(VENV)/.installed
+	$(BIN)/python tests/helpers/kills.py --times $(TIMES) $(KILLS)
 
 # configuration.md and metrics.md, from the code and configs/default.yaml.
 docs: $(VENV)/.installed
