@@ -11,7 +11,9 @@ from latent_model import CONFIG as LATENTS
 
 STATES = {"state_size": 16, "num_hidden_layers": 2, "hidden_size": 256, "num_heads": 8, "head_dim": 64, "n_groups": 1}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
-    model: (config, COMMON | more) for config, model, more in SEVERAL.values() if model != "MistralForCausalLM"
+    model: (config, COMMON | more)
+    for config, model, more in reversed(SEVERAL.values())
+    if model != "MistralForCausalLM"
 } | {
     "LlamaForCausalLM": ("LlamaConfig", COMMON | {"num_hidden_layers": 4}),
     "DeepseekV3ForCausalLM": ("DeepseekV3Config", LATENTS | {"topk_method": "noaux_tc"}),

@@ -270,6 +270,7 @@ def test_a_block_is_stored_after_the_step_that_computes_it(start: Callable[..., 
     """vLLM has its hash when that step begins, and the step names it."""
     worker, connector, half = start(), object.__new__(ManthanConnector), object.__new__(WorkerHalf)
     half.engine, half.guard, connector.worker = worker.engine, None, half
+    half.of_this_rank = lambda metadata: metadata  # type: ignore[method-assign]
     made_up: Any = None
     connector.bind_connector_metadata(ManthanMetadata(stores=[jobs.store(KEYS[:1], [0], 0, 32, group=GROUP)]))
     connector.start_load_kv(made_up)

@@ -111,7 +111,8 @@ def test_the_first_prompts_tell_how_fast_the_model_computes(world: World) -> Non
 def test_a_step_is_timed_from_where_vllm_binds_its_metadata() -> None:
     """vLLM's V2 runner calls `start_load_kv` after the forward pass."""
     connector, steps = object.__new__(ManthanConnector), list[ManthanMetadata]()
-    connector.worker = types.SimpleNamespace(guard=types.SimpleNamespace(begin_step=steps.append))
+    guard = types.SimpleNamespace(begin_step=steps.append)
+    connector.worker = types.SimpleNamespace(guard=guard, of_this_rank=lambda metadata: metadata)
     metadata = ManthanMetadata(tokens=7)
     connector.bind_connector_metadata(metadata)
     assert steps == [metadata]

@@ -24,6 +24,7 @@ from manthan.vllm_hooks.doctor.families import families_table
 from manthan.vllm_hooks.doctor.model import check_model
 from manthan.vllm_hooks.support import VLLM, check_version
 
+LOGGING = "VLLM_LOGGING_LEVEL"
 MARKS = {
     Grade.OK: ("✓", "green"),
     Grade.SKIPPED: ("–", "dim"),
@@ -92,12 +93,15 @@ def _examined(model: str, file: str, url: str, template: str) -> Iterator[Findin
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Send what libraries print to standard error, so that standard output has the answer alone."""
-    kept = os.dup(1)
+    """Send what libraries print to standard error, so that standard output has the answer alone, and vLLM says less."""
+    kept, level = os.dup(1), os.environ.get(LOGGING)
+    os.environ.setdefault(LOGGING, "ERROR")
     os.dup2(2, 1)
     try:
         yield
     finally:
+        if level is None:
+            del os.environ[LOGGING]
         os.dup2(kept, 1)
         os.close(kept)
 

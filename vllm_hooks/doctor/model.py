@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -78,7 +77,6 @@ def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCache
     Args:
         names: names of its classes.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
