@@ -16,6 +16,9 @@ from vllm_engine import fork_engines
 
 from manthan.benchmarks.server import VllmServer
 
+LOOKUP_WAIT = "TEST_LOOKUP_WAIT_S"
+"""Environment variable: the seconds that a request waits for Redis, where a test must not depend on the machine."""
+
 
 def warm_server(model: str, flags: Sequence[str], log: Path, env: dict[str, str] | None = None) -> VllmServer:
     """env: nothing that Python or the loader looks at as a process starts, such as PYTHONPATH.
@@ -64,6 +67,9 @@ def _serve(command: Sequence[str], env: Mapping[str, str], log: str) -> None:
     from vllm.entrypoints.cli.main import main
     from vllm.v1.engine import utils
 
+    from manthan.manager.session import persist
+
     utils.get_mp_context = warm_vllm.forking
+    persist.WAIT_S = float(os.environ.get(LOOKUP_WAIT, persist.WAIT_S))
     sys.argv = list(command)
     main()

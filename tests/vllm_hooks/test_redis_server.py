@@ -7,7 +7,7 @@ import httpx
 import pytest
 from redis import Redis
 from redis_server import RedisServer, running
-from warm_server import warm_server
+from warm_server import LOOKUP_WAIT, warm_server
 
 from manthan.benchmarks.server import Reply, VllmServer
 
@@ -31,7 +31,7 @@ def serve(redis_server: RedisServer, folder: Path, more: str = "") -> VllmServer
     (folder / "manthan.yaml").write_text(YAML + more)
     flags = ["--manthan-config", str(folder / "manthan.yaml"), "--manthan-cold-store", "redis"]
     flags += ["--manthan-redis-url", redis_server.url, "--manthan-cold-bytes", "64MiB"]
-    return warm_server(MODEL, [*FLAGS, *flags], folder / "log", {"MANTHAN_REDIS_PASSWORD": PASSWORD})
+    return warm_server(MODEL, [*FLAGS, *flags], folder / "log", {"MANTHAN_REDIS_PASSWORD": PASSWORD, LOOKUP_WAIT: "10"})
 
 
 def ask(server: VllmServer, prompt: str, session: str) -> Reply:
