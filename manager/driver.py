@@ -53,7 +53,8 @@ class Serving:
     lossy: cached tokens of its prompt that are not exact. exact: block ids that were loaded for it and are exact.
     found: blocks of its prompt that were resident or loaded; None before it was admitted. computed: full blocks that
     the pool has of it. saves_after: time from which these are looked at, to be saved. was_loaded: True if blocks were
-    loaded for it. is_unserved: True if a store did not answer: it does not ask again.
+    loaded for it. is_unserved: True if a store did not answer: it does not ask again. taken: blocks that it had when it
+    was last admitted.
     """
 
     request: Request
@@ -64,6 +65,7 @@ class Serving:
     saves_after: float = 0.0
     was_loaded: bool = False
     is_unserved: bool = False
+    taken: int = 0
 
 
 class Load(NamedTuple):
@@ -240,6 +242,7 @@ class Driver:
         serving = self._serving.get(request_id)
         if serving is None:
             return 0
+        serving.taken = 0
         if request_id in self._loading:  # an earlier load, before it was preempted, is not settled
             return None
         if self._redis is not None and self._redis.awaits(request_id, now):
@@ -253,15 +256,20 @@ class Driver:
         return max(0, self.manager.match(serving.request, resident, usable) - self._again)
 
     def admitted(self, request_id: str, resident: int, usable: int, taken: int) -> None:
-        """Note that a request got its blocks. taken: the most that came from the head of the free queue."""
-        self.runway.taken(taken)
-        self._overwritten += taken - resident
-        self._taking += taken - resident
+        """Note that a request got its blocks. It is admitted again once its load has ended, and keeps the loaded ones.
+
+        taken: number of its blocks, of which resident ones may have come from the head of the free queue as well.
+        """
         serving = self._serving.get(request_id)
+        new = taken - (0 if serving is None else serving.taken)
+        self.runway.taken(new)
+        self._overwritten += new - resident
+        self._taking += new - resident
         if serving is None:
             return
+        serving.taken = taken
         rows = serving.request.rows
-        if serving.found is None:  # it is admitted again once its load has ended
+        if serving.found is None:
             serving.found = resident
             if lost := self.manager.unsaved(rows[resident:usable]):
                 self.manager.events(Overwritten(lost))

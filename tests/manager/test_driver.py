@@ -73,6 +73,19 @@ def test_a_load_reads_the_resume_point_behind_the_block_that_is_computed_again()
     check_integrity(talks.manager)
 
 
+def test_blocks_that_a_request_keeps_are_not_overwritten_twice() -> None:
+    """vLLM admits it again with all its blocks once its load has ended, and with new ones after a preemption."""
+    talks = went_cold()
+    request, before = talks.start(MORE, "A"), talks.driver._overwritten
+    talks.driver.admitted(request, 0, 8, 8)
+    assert talks.driver._overwritten == before
+    talks.driver.admitted(request, 0, 8, 9)
+    assert talks.driver._overwritten == before + 1
+    talks.driver.matched(request, 2, 8, 8, talks.now)
+    talks.driver.admitted(request, 2, 8, 8)
+    assert talks.driver._overwritten == before + 1 + 6
+
+
 def test_what_was_found_of_a_prompt_is_what_was_resident_and_what_was_restored() -> None:
     talks = went_cold()
     del talks.tier[0, names(TEXT)[4]]
