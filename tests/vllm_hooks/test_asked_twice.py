@@ -28,12 +28,13 @@ POOLS = {"gemma3": 500, "gpt-oss": 240, "llama4": 320, "qwen3-next": 100}
 class Asked(NamedTuple):
     """Turns of the second time: of an engine that has restored all, and of one that has kept all.
 
-    full: numbers of the KV cache groups with full attention.
+    full: numbers of the KV cache groups with full attention. first: the first engine's answers of the first time.
     """
 
     ours: list[dict[str, Any]]
     hot: list[dict[str, Any]]
     full: list[int]
+    first: list[list[int]]
 
 
 def ways() -> list[Any]:
@@ -62,12 +63,13 @@ def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     pool = {"num_gpu_blocks_override": POOLS[family]} if overwrites else {}
     ours, _ = run_script("asked_twice.py", job | {"manthan": MANTHAN, "engine": pool})
     hot, _ = run_script("asked_twice.py", job | {"manthan": None, "engine": {}})
-    return Asked(ours["turns"], hot["turns"], hot["full"])
+    return Asked(ours["turns"], hot["turns"], hot["full"], ours["first"])
 
 
 def test_answers_are_those_of_an_engine_that_kept_all(asked: Asked) -> None:
     for name in ("tokens", "logprobs", "cached"):
         assert [turn[name] for turn in asked.ours] == [turn[name] for turn in asked.hot], name
+    assert [turn["tokens"] for turn in asked.ours] == asked.first
     assert len({tuple(turn["tokens"]) for turn in asked.ours}) == len(TAILS)
     assert asked.ours[0]["restored"] == asked.ours[0]["cached"] > HEAD
     assert all(0 < turn["restored"] <= turn["cached"] for turn in asked.ours)
