@@ -21,7 +21,7 @@ MANTHAN = {
 """Nothing is saved before somebody asks for it, or overwrites it next."""
 BATCHED = {"falcon-h1": 256}
 """vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
-POOLS = {"gemma3": 500, "gpt-oss": 240, "llama4": 320, "qwen3-next": 100}
+POOLS = {"gpt-oss": 240, "llama4": 320, "mistral": 150, "qwen3-next": 100, "falcon-h1": 48}
 """Blocks of a pool that a dozen other prompts overwrite."""
 
 
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
 
 def ways() -> list[Any]:
     """`make test` tries one: a model with windows, whose rotary embedding vLLM casts when it first computes."""
-    reset = [(family, False) for family in ("gemma3", "gpt-oss", "llama4", "qwen3-next", "falcon-h1")]
+    reset = [(family, False) for family in (*POOLS, "gemma3", "gemma4")]
     found = [*reset, *((family, True) for family in POOLS)]
     marks: dict[Any, Any] = {("gpt-oss", False): ()}
     names = [f"{family}-{'overwritten' if overwrites else 'reset'}" for family, overwrites in found]
