@@ -21,7 +21,7 @@ MANTHAN = {
 """Nothing is saved before somebody asks for it, or overwrites it next."""
 BATCHED = {"falcon-h1": 256}
 """vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
-POOLS = {"gpt-oss": 240, "llama4": 320, "mistral": 150, "qwen3-next": 100, "falcon-h1": 48}
+POOLS = {"gpt-oss": 240, "llama4": 320, "mistral": 150, "qwen3-next": 64, "falcon-h1": 48}
 """Blocks of a pool that a dozen other prompts overwrite."""
 
 
