@@ -1137,9 +1137,14 @@ def parts_of(name: str, tensor: "torch.Tensor") -> "Iterator[tuple[str, torch.Te
 
 
 def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Parameters and buffers of a model by name, as tensors with memory of their own."""
+    """Parameters and persistent buffers of a model by name, as tensors with memory of their own.
+
+    Other buffers are made of these and of the configuration. vLLM casts some, such as YaRN's, when it first computes.
+    """
+    persistent = model.state_dict(keep_vars=True).keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield from parts_of(name, tensor)
+        if name in persistent:
+            yield from parts_of(name, tensor)
 
 
 def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], None]") -> None:
@@ -1175,7 +1180,7 @@ def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], Non
 
 
 def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
-    """The parameters and buffers of a worker's model, and of its draft, as tensors with memory of their own."""
+    """The parameters and persistent buffers of a worker's model, and of its draft; see `tensors_of`."""
     runner = worker.model_runner
     draft = getattr(runner, "get_draft_model", lambda: None)()
     for model in (runner.get_model(), draft):

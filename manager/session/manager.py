@@ -392,7 +392,7 @@ class SessionManager:
 
     def _place(self, session: Session, points: Sequence[PointParts]) -> list[StorePlan]:
         """Enter resume points of a session, and begin to store what they need."""
-        wanted = [point for point in points if point.parts and point.depth >= self.min_blocks]
+        wanted = [point for point in points if point.depth >= self.min_blocks]
         if not wanted or session.stays_out:
             return []
         session.prompt_depth = wanted[1].depth if wanted[1:] else 0

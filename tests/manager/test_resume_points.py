@@ -97,6 +97,14 @@ def test_a_prompt_is_gone_on_from_though_another_answer_is_wanted(talks: Talks) 
     assert (match(talks, words(9)), match(talks, words(12))) == (6, 12)
 
 
+def test_behind_a_whole_chunk_no_other_block_is_needed(talks: Talks) -> None:
+    """Chunked local attention looks back to its chunk's first token. A prefix of whole chunks needs nothing of it."""
+    talks.finish(talks.start(words(4), "s"), words(5), [PointParts(5, [])])
+    talks.rest()
+    assert talks.states() == {"s": "cold"}
+    assert (match(talks, words(4)), match(talks, words(9))) == (0, 5)
+
+
 def test_a_session_that_goes_cold_is_accounted_for_with_its_resume_point(talks: Talks) -> None:
     turn(talks, words(5))
     assert talks.manager.usage().saved_nbytes == 2 * 50

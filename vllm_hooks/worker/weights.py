@@ -132,7 +132,7 @@ def weights_state(worker: Any) -> tuple[int, str]:
 
 
 def weights_digest(worker: Any) -> str:
-    """Digest of all parameters and buffers of a worker's model.
+    """Digest of all parameters and persistent buffers of a worker's model.
 
     The digest is of sums that are made on the tensors' device, so that next to nothing is copied.
     """
