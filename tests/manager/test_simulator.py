@@ -107,10 +107,10 @@ def test_the_first_part_may_only_fill_the_caches(conversations) -> None:
 
 @pytest.mark.parametrize("policy", policy_names())
 def test_the_same_comes_out_twice_for_every_policy(conversations, policy) -> None:
-    setup = Setup(get_policy(policy), pool_blocks=600, cold_blocks=800)
-    tally = replay(conversations, setup, journal=True)
-    check(conversations, tally, setup)
-    assert tally == replay(conversations, setup, journal=True)
+    setup, some = Setup(get_policy(policy), pool_blocks=600, cold_blocks=800), conversations[:600]
+    tally = replay(some, setup, journal=True)
+    check(some, tally, setup)
+    assert tally == replay(some, setup, journal=True)
 
 
 def test_the_cost_model_gives_back_what_it_was_derived_from() -> None:

@@ -11,6 +11,7 @@ import pytest
 from conversation import ALL
 from scripts import run_script
 
+pytestmark = pytest.mark.slow
 HEAD, TAILS = 300, (401, 500, 300, 600)
 """Tokens that prompts have in common, and of each besides. Two prompts end with a chunk of Llama 4's attention."""
 MANTHAN = {
@@ -38,15 +39,10 @@ class Asked(NamedTuple):
 
 
 def ways() -> list[Any]:
-    """`make test` tries one: a model with windows, whose rotary embedding vLLM casts when it first computes."""
+    """Families, and whether others overwrite the pool between the two times, in place of a reset."""
     reset = [(family, False) for family in (*POOLS, "gemma3", "gemma4")]
     found = [*reset, *((family, True) for family in POOLS)]
-    marks: dict[Any, Any] = {("gpt-oss", False): ()}
-    names = [f"{family}-{'overwritten' if overwrites else 'reset'}" for family, overwrites in found]
-    return [
-        pytest.param(way, marks=marks.get(way, pytest.mark.slow), id=name)
-        for way, name in zip(found, names, strict=True)
-    ]
+    return [pytest.param(way, id=f"{way[0]}-{'overwritten' if way[1] else 'reset'}") for way in found]
 
 
 @pytest.fixture(scope="module", params=ways())

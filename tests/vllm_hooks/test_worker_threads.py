@@ -46,6 +46,7 @@ def affinities(given: set[int], bound: set[int], folder: Any) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_threads_leave_the_models_cpus_and_keep_an_operators_affinity(tmp_path: Any) -> None:
     first, *others = sorted(os.sched_getaffinity(0))
