@@ -1,5 +1,6 @@
 """KV cache groups of models that do not start on a CPU: their specs, grouped, laid out and looked up by vLLM itself."""
 
+import importlib
 from collections import defaultdict
 from fractions import Fraction
 from typing import Any
@@ -10,12 +11,11 @@ import torch
 from paged_cache import encode
 from vllm import EngineArgs
 from vllm.config.cache import _layout_from_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
 )
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -39,6 +39,9 @@ from manthan.vllm_hooks.memory import block_format
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, PackedMemory
 from manthan.vllm_hooks.worker.layout import placed_layers
 
+PLANNING: Any = kv_cache_utils
+if not hasattr(PLANNING, "get_kv_cache_groups"):  # of vLLM 0.33
+    PLANNING = importlib.import_module("vllm.v1.core.kv_cache_planning")
 BLOCKS, TOKENS = 8, 4096
 BF16: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.bfloat16}
 BYTES: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.uint8}
@@ -149,8 +152,9 @@ def vllm_config() -> Any:
 
 def laid_out(vllm_config: Any, model: str) -> KVCacheConfig:
     specs = {f"{n}": spec for n, spec in enumerate(MODELS[model])}
-    groups = get_kv_cache_groups(vllm_config, specs)
-    return get_kv_cache_config_from_groups(vllm_config, groups, 2**27)
+    groups = PLANNING.get_kv_cache_groups(vllm_config, specs)
+    config: KVCacheConfig = PLANNING.get_kv_cache_config_from_groups(vllm_config, groups, 2**27)
+    return config
 
 
 def stored(groups: Groups) -> list[KvCacheGroup]:
