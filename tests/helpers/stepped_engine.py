@@ -175,6 +175,7 @@ def converse(engine: ClockedEngine, requests: int, seed: int, every_s: float) ->
 
 def main(job: Any) -> Any:
     engine = ClockedEngine(job["blocks"], **job["manthan"])
+    engine.half.driver._bursts = job["bursts"]
     converse(engine, job["requests"], job["seed"], job["every_s"])
     cold_blocks = engine.half.manager.budget_nbytes // engine.half.manager.shape.cold_nbytes
     return {"actions": engine.actions, "requests": engine.requests, "cold_blocks": cold_blocks}

@@ -4,12 +4,14 @@ The engine says which requests it served; the simulator is told no more than the
 """
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 from scripts import run_script
 from vllm_engine import BLOCK
 
+from manthan.manager.simulator import engine
 from manthan.manager.simulator.cost_model import CostModel
 from manthan.manager.simulator.engine import replay
 from manthan.manager.simulator.replay import Setup
@@ -19,6 +21,8 @@ from manthan.policies import get_policy
 POOL, COLD = 95, 200
 CODE_NBYTES, EXACT_NBYTES = 25856, 131328
 IDLE_AFTER_S, EVERY_S = 2.0, 1000.0
+BURSTS = 0.0, 0.0
+"""Watermarks for bursts: they follow an engine's steps, which the simulator does not have."""
 INSTANT = CostModel(
     restore_s_per_token=1e-6,
     store_s_per_token=0,
@@ -38,7 +42,7 @@ def real(policy: str, count: int) -> dict[str, Any]:
         "codec": {"name": "k3v3", "sink_tokens": 0, "guard": False},  # blocks that all take as much
         "tiers": {"max_bytes": COLD * CODE_NBYTES},
     }
-    job = {"blocks": POOL + 1, "requests": count, "seed": 7, "every_s": EVERY_S, "manthan": manthan}
+    job = {"blocks": POOL + 1, "requests": count, "seed": 7, "every_s": EVERY_S, "manthan": manthan, "bursts": BURSTS}
     report: dict[str, Any] = run_script("stepped_engine.py", job)[0]
     return report
 
@@ -50,8 +54,9 @@ def traced(number: int, said: dict[str, Any]) -> TracedRequest:
 
 
 @pytest.mark.slow
-def test_the_same_blocks_are_stored_dropped_and_restored_in_the_same_order() -> None:
+def test_the_same_blocks_are_stored_dropped_and_restored_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = "lru"
+    monkeypatch.setattr(engine, "Driver", partial(engine.Driver, bursts=BURSTS))
     report = real(policy, 130)
     requests = [traced(number, said) for number, said in enumerate(report["requests"])]
     setup = Setup(
