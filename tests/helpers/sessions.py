@@ -314,7 +314,7 @@ def nap(job: Any) -> Any:
         return [request["found"][1] for request in engine.requests[-3:]]
 
     def later(*args: Any) -> Any:
-        time.sleep(0.6)
+        time.sleep(0.2)
         return encode(*args)
 
     ask_all()
