@@ -25,7 +25,7 @@ EVERY = 1 << 40
 """Number of tokens that a layer with full attention looks back: more than any context has."""
 
 
-class Stored(StrEnum):
+class StoredAs(StrEnum):
     """How blocks of a KV cache group are stored."""
 
     CODED = "coded"
@@ -46,7 +46,7 @@ class SpecEntry(NamedTuple):
             number of numbers.
     """
 
-    stored: Stored
+    stored: StoredAs
     reach: Callable[[Any], int] = lambda spec: EVERY
     is_coded: Callable[[Any, str, int], bool] = lambda spec, dtype, latent: False
 
@@ -68,24 +68,26 @@ def _has_latents(spec: Any, dtype: str, latent: int) -> bool:
 
 
 SPECS: Mapping[str, SpecEntry] = {
-    "FullAttentionSpec": SpecEntry(Stored.CODED, is_coded=_has_keys_and_values),
-    "RSWASpec": SpecEntry(Stored.CODED, is_coded=_has_keys_and_values),
-    "SinkFullAttentionSpec": SpecEntry(Stored.CODED, is_coded=_has_keys_and_values),
-    "MLAAttentionSpec": SpecEntry(Stored.CODED, is_coded=_has_latents),
-    "HiddenStateCacheSpec": SpecEntry(Stored.BYTES),
+    "FullAttentionSpec": SpecEntry(StoredAs.CODED, is_coded=_has_keys_and_values),
+    "RSWASpec": SpecEntry(StoredAs.CODED, is_coded=_has_keys_and_values),
+    "SinkFullAttentionSpec": SpecEntry(StoredAs.CODED, is_coded=_has_keys_and_values),
+    "MLAAttentionSpec": SpecEntry(StoredAs.CODED, is_coded=_has_latents),
+    "HiddenStateCacheSpec": SpecEntry(StoredAs.BYTES),
     "SlidingWindowSpec": SpecEntry(
-        Stored.CODED, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens), _has_keys_and_values
+        StoredAs.CODED, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens), _has_keys_and_values
     ),
-    "SlidingWindowMLASpec": SpecEntry(Stored.BYTES, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens)),
+    "SlidingWindowMLASpec": SpecEntry(
+        StoredAs.BYTES, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens)
+    ),
     "ChunkedLocalAttentionSpec": SpecEntry(
-        Stored.CODED, lambda spec: int(spec.attention_chunk_size), _has_keys_and_values
+        StoredAs.CODED, lambda spec: int(spec.attention_chunk_size), _has_keys_and_values
     ),
-    "MambaSpec": SpecEntry(Stored.CODED, lambda spec: 1),  # by `codec.state`, in blocks of bytes
-    "CircularBufferSpec": SpecEntry(Stored.NOTHING),
-    "EncoderOnlyAttentionSpec": SpecEntry(Stored.NOTHING),
-    "HiSparseHotSpec": SpecEntry(Stored.NOTHING),
-    "HiSparseResidentSpec": SpecEntry(Stored.NOTHING),
-    "CrossAttentionSpec": SpecEntry(Stored.REFUSED),
+    "MambaSpec": SpecEntry(StoredAs.CODED, lambda spec: 1),  # by `codec.state`, in blocks of bytes
+    "CircularBufferSpec": SpecEntry(StoredAs.NOTHING),
+    "EncoderOnlyAttentionSpec": SpecEntry(StoredAs.NOTHING),
+    "HiSparseHotSpec": SpecEntry(StoredAs.NOTHING),
+    "HiSparseResidentSpec": SpecEntry(StoredAs.NOTHING),
+    "CrossAttentionSpec": SpecEntry(StoredAs.REFUSED),
 }
 """By name of vLLM's class, because releases have different ones. A class without an entry has that of its base."""
 
@@ -97,9 +99,9 @@ def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
     """
     names = [each.__name__ for each in type(spec).__mro__]
     found = next((SPECS[name] for name in names if name in SPECS), None)
-    if found is None or names[0] in SPECS or found.stored is not Stored.CODED:
+    if found is None or names[0] in SPECS or found.stored is not StoredAs.CODED:
         return found
-    return found._replace(stored=Stored.BYTES)
+    return found._replace(stored=StoredAs.BYTES)
 
 
 class Context(NamedTuple):
@@ -250,7 +252,7 @@ class Groups(NamedTuple):
 
     @property
     def others(self) -> list[PointGroup]:
-        """Stored groups that are not the main one."""
+        """StoredAs groups that are not the main one."""
         return [each for each in self.at_points if each.group.index != self.main.index]
 
     @property
@@ -334,13 +336,13 @@ def groups_of(
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec: Any = group.kv_cache_spec
         entry = entry_of(_one_of(spec))
-        if entry is None or entry.stored is Stored.REFUSED or group.host_resident:
+        if entry is None or entry.stored is StoredAs.REFUSED or group.host_resident:
             where = " in the host's memory" if group.host_resident else ""
             raise UnsupportedError(
                 f"Manthan cannot be used here: the model has a {type(spec).__name__}{where}, whose blocks can be "
                 "neither stored nor left out; serve it without Manthan."
             )
-        if entry.stored is Stored.NOTHING or not spec.prefix_cacheable or not group.enable_kv_transfer:
+        if entry.stored is StoredAs.NOTHING or not spec.prefix_cacheable or not group.enable_kv_transfer:
             unstored.append(spec.block_size * (context.ranks if spec.dcp_sharded else 1))
         else:
             stored = _group(index, group, entry, pages, cache, latent)
@@ -418,7 +420,7 @@ def _group(
     dtype = _dtype_of(spec, cache)
     several = set(getattr(group.kv_cache_spec, "kv_cache_specs", {}).values())
     is_mixed = len(several) > 1 or len({pages[name][1] for name in names if name in pages}) > 1
-    is_coded = entry.stored is Stored.CODED and not is_mixed and (cache is None or not is_packed(cache))
+    is_coded = entry.stored is StoredAs.CODED and not is_mixed and (cache is None or not is_packed(cache))
     if is_coded and entry.is_coded(spec, dtype, latent):
         of_token = latent if entry.is_coded is _has_latents else 0
         return KvCacheGroup(index, spec, len(names), names, dtype, latent=of_token)

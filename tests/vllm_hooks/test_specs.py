@@ -37,7 +37,7 @@ from manthan.vllm_hooks.groups import (
     KvCacheGroup,
     Part,
     PointGroup,
-    Stored,
+    StoredAs,
     entry_of,
     groups_of,
 )
@@ -274,7 +274,7 @@ def test_what_refuses_has_a_manager_in_vllm_that_looks_nothing_up() -> None:
     """So it cannot be found, whoever stores it."""
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    assert [name for name, entry in SPECS.items() if entry.stored is Stored.REFUSED] == ["CrossAttentionSpec"]
+    assert [name for name, entry in SPECS.items() if entry.stored is StoredAs.REFUSED] == ["CrossAttentionSpec"]
     manager: Any = KVCacheSpecRegistry.get_manager_class(CrossAttentionSpec(block_size=16, **HEADS))
     with pytest.raises(NotImplementedError):
         manager.find_longest_cache_hit([], 0, [0], None, CrossAttentionSpec(block_size=16, **HEADS), False, 16)

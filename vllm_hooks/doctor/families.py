@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from manthan.vllm_hooks.groups import SPECS, Stored
+from manthan.vllm_hooks.groups import SPECS, StoredAs
 
 STORED: Mapping[str, str] = {
-    name: "" if entry.stored is Stored.NOTHING else str(entry.stored) for name, entry in SPECS.items()
+    name: "" if entry.stored is StoredAs.NOTHING else str(entry.stored) for name, entry in SPECS.items()
 }
 """Way in which a cache is stored, by vLLM's spec class; empty for one that vLLM itself finds no prefix in."""
 DENSE = ("FullAttention", "MLAAttention")
