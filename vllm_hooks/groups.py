@@ -26,7 +26,7 @@ EVERY = 1 << 40
 
 
 class StoredAs(StrEnum):
-    """How blocks of a KV cache group are stored."""
+    """Way in which blocks of a KV cache group are stored."""
 
     CODED = "coded"
     """By the configured codec, where the blocks have one of the layouts that a codec knows; else as bytes."""
@@ -38,7 +38,7 @@ class StoredAs(StrEnum):
 
 
 class SpecEntry(NamedTuple):
-    """How groups of one class of specs are stored.
+    """Way in which groups of one class of specs are stored.
 
     Args:
         reach: returns the number of tokens that a layer looks back, its own included; EVERY with full attention.
@@ -252,8 +252,13 @@ class Groups(NamedTuple):
 
     @property
     def others(self) -> list[PointGroup]:
-        """StoredAs groups that are not the main one."""
+        """Stored groups that are not the main one."""
         return [each for each in self.at_points if each.group.index != self.main.index]
+
+    @property
+    def stored(self) -> list[KvCacheGroup]:
+        """All stored groups, the main one first."""
+        return [self.main, *(each.group for each in self.others)]
 
     @property
     def hash_tokens(self) -> int:
@@ -378,7 +383,7 @@ def on_all_ranks(groups: Groups, told: Sequence[Mapping[int, tuple[int, ...]]]) 
     """Return groups with the layers of the rank that has the most, because stages of a pipeline may differ.
 
     Args:
-        told: by rank, the bytes of a block in each layer of each group; see `WorkerHalf.pages`.
+        told: by rank, the bytes of a block in each layer of each group; see `worker.half.pages`.
 
     Raises:
         UnsupportedError: if some stage has no layer of a group.

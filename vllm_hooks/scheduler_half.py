@@ -212,8 +212,7 @@ class SchedulerHalf:
             if self._scheduler is not None:
                 self._waiting = waiting
                 if scheduling.enable_chunked_prefill and not scheduling.disable_chunked_mm_input:
-                    groups = self.groups.main, *(other.group for other in self.groups.others)
-                    largest = max(group.tokens for group in groups)
+                    largest = max(group.tokens for group in self.groups.stored)
                     self._limit = StepLimit(self._scheduler.max_num_scheduled_tokens, largest)
         event = None if self._events is None else self._events.event
         block_tokens = {each.group.index: each.group.tokens for each in self.groups.at_points}

@@ -101,7 +101,8 @@ class ResumePoints:
         """Have a session leave a point. What nobody needs then is dropped."""
         self._touch(session)
         session.points.remove(point)
-        self._set_spare(session, [each for each in self._spare.get(session, ()) if each is not point])
+        spare = [each for each in self._spare.get(session, ()) if each is not point]
+        self._set_spare(session, spare)
         del point.sessions[session]
         if point.sessions:
             return
@@ -118,6 +119,7 @@ class ResumePoints:
         if len(saved):
             self._drop(saved, cause)
         blocks.use(point.rows, -1)
+        self._set_spare(session, spare)  # which may be the only ones now that need a block
 
     def stored(self, rows: Iterable[int]) -> None:
         """Note that blocks of other groups are saved now."""
@@ -136,9 +138,10 @@ class ResumePoints:
         saved = self._blocks.saved_prefix(session.rows)
         ready = [point for point in standing if point.depth <= saved]
         others = [point for point in standing[:-1] if point not in ready[-1:] and point.depth != session.prompt_depth]
-        self._set_spare(session, [point for point in others if point.ends_prompt and not session.is_pinned])
+        spare = [point for point in others if point.ends_prompt and not session.is_pinned]
+        self._set_spare(session, spare)
         for point in others:
-            if point not in self._spare.get(session, ()):
+            if point not in spare:
                 self.leave(session, point, DropCause.ABANDONED)
         while len(self._spare.get(session, ())) > MOST_SPARE:
             self._leave_spare(session)

@@ -4,6 +4,7 @@ Run as a script: a job as JSON on standard input, a report as JSON on standard o
 """
 
 import random
+import threading
 import time
 from collections.abc import Mapping
 from functools import cached_property
@@ -305,7 +306,7 @@ def made_up(number: int, tokens: int = 320) -> list[int]:
 def nap(job: Any) -> Any:
     """The engine sleeps while a session is encoded. Return what is under way then, and what is restored later."""
     engine = Sessions(100, idle={"after_s": 600, "min_tokens": 64}, codec={"guard": False})
-    encode = engine.blocks.encode
+    encode, began = engine.blocks.encode, threading.Event()
 
     def ask_all() -> list[int]:
         """Return how many blocks of each prompt were restored."""
@@ -314,6 +315,7 @@ def nap(job: Any) -> Any:
         return [request["found"][1] for request in engine.requests[-3:]]
 
     def later(*args: Any) -> Any:
+        began.set()
         time.sleep(0.2)
         return encode(*args)
 
@@ -321,6 +323,7 @@ def nap(job: Any) -> Any:
     engine.blocks.encode = later
     evict(engine.half, list(engine.half.manager.table.by_id.values())[:1])
     engine.engine.step()
+    assert began.wait(60)
     engine.core.sleep(1)
     asleep = {"steps": engine.scheduler.has_requests(), "held": engine.half.driver.holds_blocks}
     engine.core.wake_up()

@@ -52,7 +52,7 @@ def test_another_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.2\n")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    assert wrong(tmp_path, "--model", MODEL) == {
+    assert wrong(tmp_path, MODEL) == {
         "vLLM": "Manthan cannot be used here: vLLM is 0.31.2, but this version of Manthan was made for 0.32 and 0.33 "
         "and no other: install vllm>=0.32,<0.34."
     }
@@ -61,12 +61,12 @@ def test_another_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_template_that_drops_thinking(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(DROPS_BEFORE_QUESTION)
-    said = wrong(tmp_path, "--model", MODEL, "--chat-template", template)
+    said = wrong(tmp_path, MODEL, "--chat-template", template)
     assert set(said) == {"chat template"}
     assert said["chat template"].startswith("it rewrites history (thinking): the next prompt repeats ")
     assert "and goes on with 'The capital of France" in said["chat template"]
     template.write_text(KEEPS)
-    assert wrong(tmp_path, "--model", MODEL, "--chat-template", template) == {}
+    assert wrong(tmp_path, MODEL, "--chat-template", template) == {}
 
 
 def host(url: str) -> tuple[str, str]:

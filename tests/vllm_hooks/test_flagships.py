@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_engine import MODEL
 
-from manthan.vllm_hooks.groups import Context, Groups, KvCacheGroup, groups_of
+from manthan.vllm_hooks.groups import Context, KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import block_format
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, PackedMemory
 from manthan.vllm_hooks.worker.layout import placed_layers
@@ -157,23 +157,19 @@ def laid_out(vllm_config: Any, model: str) -> KVCacheConfig:
     return config
 
 
-def stored(groups: Groups) -> list[KvCacheGroup]:
-    return [groups.main, *(each.group for each in groups.others)]
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_the_scheduler_sees_the_groups_that_workers_see(vllm_config: Any, model: str) -> None:
     config = laid_out(vllm_config, model)
     mine = groups_of(config, vllm_config.cache_config, latent=512)
     theirs = groups_of(generate_scheduler_kv_cache_config([config]), vllm_config.cache_config, latent=512)
-    for one, other in zip(stored(mine), stored(theirs), strict=True):
+    for one, other in zip(mine.stored, theirs.stored, strict=True):
         assert (one.index, one.shape, one.dtype_name, one.latent) == (
             other.index,
             other.shape,
             other.dtype_name,
             other.latent,
         )
-    kept = {each.index for each in stored(mine)}
+    kept = {each.index for each in mine.stored}
     left_out = [each.kv_cache_spec for n, each in enumerate(config.kv_cache_groups) if n not in kept]
     assert not any(spec.prefix_cacheable for spec in left_out)
     assert len(left_out) == len(mine.unstored)
@@ -189,7 +185,7 @@ def test_blocks_come_back_bit_for_bit(vllm_config: Any, model: str) -> None:
     raw = torch.empty(0, dtype=torch.uint8).set_(storage)
     raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
     groups = groups_of(config, vllm_config.cache_config, latent=512)
-    for group in stored(groups):
+    for group in groups.stored:
         pages = dict(zip(group.names, group.layer_nbytes, strict=False)) or dict.fromkeys(
             group.names, group.spec.page_size_bytes
         )

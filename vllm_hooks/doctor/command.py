@@ -38,7 +38,6 @@ doctor = typer.Typer(add_completion=False)
 @doctor.command()
 def examine(
     model: Annotated[str, typer.Argument(help="Look at this model, too: a folder, or a name.")] = "",
-    same: Annotated[str, typer.Option("--model", metavar="MODEL", help="As MODEL.")] = "",
     config: Annotated[str, typer.Option(metavar="FILE", help="The YAML file of --manthan-config.")] = "",
     url: Annotated[str, typer.Option(help=f"Ask this server, too; its API key is read from {KEY_ENV}.")] = "",
     chat_template: Annotated[str, typer.Option(metavar="FILE", help="As vLLM's --chat-template, for MODEL.")] = "",
@@ -53,7 +52,7 @@ def examine(
     if of_families:
         typer.echo("\n".join(families_table()))
         return
-    found = list(_examined(model or same, config, url, chat_template))
+    found = list(_examined(model, config, url, chat_template))
     is_wrong = any(one.mark is Grade.WRONG for one in found)
     if as_json:
         typer.echo(json.dumps({"healthy": not is_wrong, "findings": [one._asdict() for one in found]}, indent=2))

@@ -232,7 +232,7 @@ class StatsRecorder:
 
 
 def _noise(judged: Judged | None) -> dict[str, float]:
-    """Of the configured codec; none before anything was measured."""
+    """Return the noise of the configured codec; nothing before it was measured."""
     if judged is None:
         return {}
     of = judged.verdict.measured[0]

@@ -98,7 +98,7 @@ def pages(worker: Any) -> dict[int, tuple[int, ...]]:
 
     connector: Any = get_kv_transfer_group()
     half: WorkerHalf = connector.worker
-    stored = half.groups.main, *(each.group for each in half.groups.others)
+    stored = half.groups.stored
     return {each.index: each.layer_nbytes or (each.spec.page_size_bytes,) * each.layers for each in stored}
 
 
@@ -114,6 +114,7 @@ class WorkerHalf:
         self._group = self.groups.main
         self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
+        self._is_spread = any(group.context.ranks > 1 for group in self.groups.stored)
         self._fails_whole = bool(self.groups.at_points)
         self.engine = Engine()
         self.guard: RankGuard | None = None
@@ -145,10 +146,9 @@ class WorkerHalf:
 
     def of_this_rank(self, metadata: ManthanMetadata) -> ManthanMetadata:
         """Return a message with the tokens of its transfers counted as this rank counts its own."""
-        stored = (self.groups.main, *(each.group for each in self.groups.others))
-        contexts = {group.index: group.context for group in stored}
-        if all(context.ranks == 1 for context in contexts.values()):
+        if not self._is_spread:
             return metadata
+        contexts = {group.index: group.context for group in self.groups.stored}
         stores, loads = (
             [contexts[job.group].of_a_rank(job) for job in jobs] for jobs in (metadata.stores, metadata.loads)
         )
