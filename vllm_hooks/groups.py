@@ -18,6 +18,7 @@ from manthan.vllm_hooks.settled import AS_THEY_ARE
 from manthan.vllm_hooks.support import UnsupportedError
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import CacheConfig, ParallelConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
@@ -29,7 +30,7 @@ class StoredAs(StrEnum):
     """Way in which blocks of a KV cache group are stored."""
 
     CODED = "coded"
-    """By the configured codec, where the blocks have one of the layouts that a codec knows; else as bytes."""
+    """By the configured codec, where the layers have one of the layouts that a codec knows; else as bytes."""
     BYTES = "bytes"
     NOTHING = "nothing"
     """Not at all, because vLLM does not look for such blocks in its prefix cache either."""
@@ -142,6 +143,8 @@ class KvCacheGroup:
             be of several kinds, and `spec` is the spec of one.
         latent: number of `head_size` numbers that are a latent (MLA), ahead of the part of the key that RoPE turns; 0
             for keys and values.
+        beside: the group's other layers, whose blocks are bytes; None if all its layers are coded, or none. It is
+            stored in the same compressed blocks.
     """
 
     index: int
@@ -152,6 +155,7 @@ class KvCacheGroup:
     layer_nbytes: tuple[int, ...] = ()
     latent: int = 0
     context: Context = ALONE
+    beside: "KvCacheGroup | None" = None
 
     @property
     def tokens(self) -> int:
@@ -186,7 +190,8 @@ class KvCacheGroup:
     @property
     def page_nbytes(self) -> int:
         """Number of bytes of a block in vLLM's pool, in all layers."""
-        return sum(self.layer_nbytes) or self.spec.page_size_bytes * self.layers
+        own = sum(self.layer_nbytes) or self.spec.page_size_bytes * self.layers
+        return own + (self.beside.page_nbytes if self.beside else 0)
 
 
 class Part(NamedTuple):
@@ -350,7 +355,7 @@ def groups_of(
         if entry.stored is StoredAs.NOTHING or not spec.prefix_cacheable or not group.enable_kv_transfer:
             unstored.append(spec.block_size * (context.ranks if spec.dcp_sharded else 1))
         else:
-            stored = _group(index, group, entry, pages, cache, latent)
+            stored = _group(index, group, pages, cache, latent)
             if stored.spec.dcp_sharded:
                 stored = replace(stored, context=context)
             found.append(PointGroup(stored, entry.reach(stored.spec)))
@@ -379,28 +384,36 @@ def config_for(config: ManthanConfig, groups: Groups) -> ManthanConfig:
     return config.model_copy(update={"codec": config.codec.model_copy(update=AS_THEY_ARE)})
 
 
-def on_all_ranks(groups: Groups, told: Sequence[Mapping[int, tuple[int, ...]]]) -> Groups:
+def is_mixed(kv_cache_config: "KVCacheConfig") -> bool:
+    """True if a group has layers of several specs. vLLM's scheduler gets one of them, and must ask the workers."""
+    pages = page_nbytes(kv_cache_config)
+    groups = kv_cache_config.kv_cache_groups
+    return any(len({pages[name][1] for name in group.layer_names if name in pages}) > 1 for group in groups)
+
+
+def on_all_ranks(told: Sequence[Groups]) -> Groups:
     """Return groups with the layers of the rank that has the most, because stages of a pipeline may differ.
 
     Args:
-        told: by rank, the bytes of a block in each layer of each group; see `worker.half.pages`.
+        told: groups of each rank; see `worker.half.groups_of_worker`.
 
     Raises:
         UnsupportedError: if some stage has no layer of a group.
     """
+    by_rank = [{group.index: group for group in groups.stored} for groups in told]
 
     def largest(group: KvCacheGroup) -> KvCacheGroup:
-        pages = [rank.get(group.index, ()) for rank in told]
-        if not all(pages):
-            raise UnsupportedError(
-                f"Manthan cannot be used here: rank {pages.index(())} of the pipeline has no layer of KV cache group "
-                f"{group.index}: use fewer stages, or tensor parallelism."
-            )
-        most = max(pages, key=sum)
-        return replace(group, layers=len(most), layer_nbytes=most if group.is_packed else ())
+        found = [rank.get(group.index) for rank in by_rank]
+        for rank, each in enumerate(found):
+            if each is None or not each.layers:
+                raise UnsupportedError(
+                    f"Manthan cannot be used here: rank {rank} of the pipeline has no layer of KV cache group "
+                    f"{group.index}: use fewer stages, or tensor parallelism."
+                )
+        return max((each for each in found if each is not None), key=lambda each: each.page_nbytes)
 
-    at_points = [each._replace(group=largest(each.group)) for each in groups.at_points]
-    return groups._replace(main=largest(groups.main), at_points=at_points)
+    at_points = [each._replace(group=largest(each.group)) for each in told[0].at_points]
+    return told[0]._replace(main=largest(told[0].main), at_points=at_points)
 
 
 def _one_of(spec: Any) -> Any:
@@ -412,25 +425,63 @@ def _one_of(spec: Any) -> Any:
 def _group(
     index: int,
     group: "KVCacheGroupSpec",
-    entry: SpecEntry,
     pages: Mapping[str, tuple[int, int]],
     cache: "CacheConfig | None",
     latent: int,
 ) -> KvCacheGroup:
-    """Return a group, with blocks of bytes unless a codec knows their layout.
+    """Return a group, with blocks of bytes for layers whose layout no codec knows.
 
     pages: see `page_nbytes`.
     """
-    spec, names = _one_of(group.kv_cache_spec), tuple(group.layer_names)
-    dtype = _dtype_of(spec, cache)
-    several = set(getattr(group.kv_cache_spec, "kv_cache_specs", {}).values())
-    is_mixed = len(several) > 1 or len({pages[name][1] for name in names if name in pages}) > 1
-    is_coded = entry.stored is StoredAs.CODED and not is_mixed and (cache is None or not is_packed(cache))
-    if is_coded and entry.is_coded(spec, dtype, latent):
-        of_token = latent if entry.is_coded is _has_latents else 0
-        return KvCacheGroup(index, spec, len(names), names, dtype, latent=of_token)
-    nbytes = tuple(pages[name][0] if name in pages else spec.page_size_bytes for name in names)
-    return KvCacheGroup(index, spec, len(names), names, _described(spec, dtype), nbytes)
+    names = tuple(group.layer_names)
+    specs: Mapping[str, Any] = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(names, group.kv_cache_spec))
+    several = set(specs.values())
+    is_known = len(several) > 1 or len({pages[name][1] for name in names if name in pages}) < 2
+
+    def packed(names: tuple[str, ...]) -> KvCacheGroup:
+        spec: Any = specs[names[0]] if names else _one_of(group.kv_cache_spec)
+        nbytes = tuple(pages[name][0] if name in pages else specs[name].page_size_bytes for name in names)
+        return KvCacheGroup(index, spec, len(names), names, _described(spec, _dtype_of(spec, cache)), nbytes)
+
+    coded = {each: _coded(each, cache, latent) for each in several} if is_known else {}
+    shapes = {shape for shape in coded.values() if shape}
+    ours = tuple(name for name in names if coded.get(specs[name]))
+    others = tuple(name for name in names if not coded.get(specs[name]))
+    beside = packed(others) if others else None
+    if len(shapes) != 1 or (beside and not _is_copied(beside)):
+        return packed(names)
+    [shape] = shapes
+    spec = specs[ours[0]]
+    return KvCacheGroup(index, spec, len(ours), ours, shape.dtype, latent=shape.latent, beside=beside)
+
+
+class _Coded(NamedTuple):
+    """Shape of a block in a layer that is coded. Layers of one group have the same."""
+
+    heads: int
+    head_size: int
+    number: "torch.dtype"
+    dtype: str
+    latent: int
+
+
+def _coded(spec: Any, cache: "CacheConfig | None", latent: int) -> _Coded | None:
+    """Shape of a block in layers of this spec; None if they are not coded."""
+    entry, dtype = entry_of(spec), _dtype_of(spec, cache)
+    if entry is None or entry.stored is not StoredAs.CODED or (cache is not None and is_packed(cache)):
+        return None
+    if not entry.is_coded(spec, dtype, latent):
+        return None
+    return _Coded(spec.num_kv_heads, spec.head_size, spec.dtype, dtype, latent if entry.is_coded is _has_latents else 0)
+
+
+UNIT = 16
+"""Bytes of which sections of compressed blocks are multiples, and which kernels copy at once."""
+
+
+def _is_copied(beside: KvCacheGroup) -> bool:
+    """True if blocks of these layers can stand in a section of bytes: all alike, and whole UNITs."""
+    return len(set(beside.layer_nbytes)) == 1 and beside.layer_nbytes[0] % UNIT == 0
 
 
 def _described(spec: Any, dtype: str) -> str:

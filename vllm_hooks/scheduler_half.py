@@ -40,7 +40,7 @@ from manthan.vllm_hooks.compat import (
 )
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
-from manthan.vllm_hooks.groups import Context, Part, config_for, groups_of, on_all_ranks
+from manthan.vllm_hooks.groups import Context, Part, config_for, groups_of, is_mixed, on_all_ranks
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
@@ -59,7 +59,7 @@ from manthan.vllm_hooks.worker.capacity import (
     room_in,
     usable_nbytes,
 )
-from manthan.vllm_hooks.worker.half import pages
+from manthan.vllm_hooks.worker.half import groups_of_worker
 from manthan.vllm_hooks.worker.weights import loaded_digest, loads, weights_state
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ class SchedulerHalf:
         groups = groups_of(
             kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), Context.of(vllm_config.parallel_config)
         )
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            groups = on_all_ranks(groups, ask_workers(pages) or [])
+        if vllm_config.parallel_config.pipeline_parallel_size > 1 or is_mixed(kv_cache_config):
+            groups = on_all_ranks(ask_workers(groups_of_worker) or [groups])
         self.groups = groups._replace(again=blocks_computed_again(vllm_config))
         self.config = config = config_for(from_vllm_config(vllm_config), groups)
         group = self.groups.main

@@ -109,10 +109,13 @@ class Sections(ctypes.Structure):
 
 
 class KltPlan(NamedTuple):
-    """How blocks of one form are worked on. exact: None where no token is. sections: None where all are. seal: with no
-    header where one is written before."""
+    """Arguments of the kernels for blocks of one form.
 
-    exact: Job | None
+    exact: sections that stay as they are. sections: None where all do.
+    seal: with no header where one is written before.
+    """
+
+    exact: list[Job]
     sections: Sections | None
     seal: Job
 
@@ -177,8 +180,8 @@ class KltPagedCodec(PagedCodec):
         """
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
-        if plan.exact is not None:
-            self._launch_exact("encode_exact", plan.exact, batch, codes)
+        for kept in plan.exact:
+            self._launch_exact("encode_exact", kept, batch, codes)
         if plan.sections is not None:
             with torch.inference_mode():
                 for job in self._jobs(plan.sections, batch, codes, ENCODING):
@@ -199,8 +202,8 @@ class KltPagedCodec(PagedCodec):
             with torch.inference_mode():
                 for job in self._jobs(plan.sections, batch, codes, DECODING):
                     self._decode(job)
-        if plan.exact is not None:
-            self._launch_exact("decode_exact", plan.exact, batch, codes)
+        for kept in plan.exact:
+            self._launch_exact("decode_exact", kept, batch, codes)
 
     def _encode(self, job: Sections) -> None:
         transforms, group = self._transforms, Group(job, self._components, torch.float16, self.device)
@@ -249,7 +252,7 @@ class KltPagedCodec(PagedCodec):
 
     def _launch_exact(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
         of_batch = job.of(batch, codes)
-        self._kernels.launch(name, of_batch, of_batch.n * 2 * of_batch.layers * of_batch.heads)
+        self._kernels.launch(name, of_batch, of_batch.n * of_batch.kinds * of_batch.layers * of_batch.heads)
 
     def _launch_one(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
         """A warp for each block."""
@@ -260,10 +263,9 @@ class KltPagedCodec(PagedCodec):
     def _plan(self, exact: int) -> KltPlan:
         if exact not in self._plans:
             layout, form = self.layout, self.form(exact)
-            kept = next(iter(exact_jobs(layout, self._addresses, form, exact)), None)
+            kept = exact_jobs(layout, self._addresses, form, exact)
             if exact == layout.tokens:
-                assert kept is not None
-                self._plans[exact] = KltPlan(kept, None, kept)
+                self._plans[exact] = KltPlan(kept, None, kept[-1])
             else:
                 sections = Sections.plan(layout, self._addresses, form, exact, self._rope)
                 sections.mean, sections.pool = self._transforms.mean.data_ptr(), self._tables.pool

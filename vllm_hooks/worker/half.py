@@ -25,7 +25,7 @@ from manthan.manager.tiers.tier import Tier
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.disk_store import open_disk
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.groups import Context, KvCacheGroup, config_for, groups_of
+from manthan.vllm_hooks.groups import Context, Groups, KvCacheGroup, config_for, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape, codec_of_other, exact_counts, rank_facts, with_states
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.settled import settled_profile
@@ -33,6 +33,7 @@ from manthan.vllm_hooks.shared_store import make_redis, namespace_of
 from manthan.vllm_hooks.support import UnsupportedError, latent_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import (
+    BesideMemory,
     CpuBlocks,
     DeviceMemory,
     HostMemory,
@@ -61,12 +62,16 @@ logger = init_logger("vllm.manthan.worker")
 
 @dataclass(frozen=True)
 class GroupCache:
-    """A KV cache group's blocks: where they lie, and the formats of their codes, the configured one first. exacts: how
-    many first tokens may have to be kept exact."""
+    """Blocks of a KV cache group: places of their layers, and formats of their codes, the configured one first.
+
+    exacts: numbers of first tokens that may have to be kept exact.
+    beside: layers whose blocks are bytes, if the others are coded.
+    """
 
     layers: list[Layer]
     forms: Sequence[BlockFormat]
     exacts: Sequence[int]
+    beside: Sequence[Layer] = ()
 
     @property
     def shape(self) -> BlockShape:
@@ -74,7 +79,14 @@ class GroupCache:
 
     @property
     def memory(self) -> PagedMemory:
-        """The paged cache as the CPU reads and writes it."""
+        """Paged cache as the CPU reads and writes it."""
+        if self.shape.beside is None:
+            return self.coded
+        return BesideMemory(self.coded, PackedMemory(self.beside, self.shape.beside))
+
+    @property
+    def coded(self) -> PagedMemory:
+        """Paged cache without the bytes beside."""
         if self.shape.is_raw:
             return PackedMemory(self.layers, self.shape)
         if self.layers[0].rows.is_cpu:
@@ -89,17 +101,16 @@ class GroupCache:
         return self._paged()
 
     def _paged(self) -> PagedLayout:
-        return paged_layout(self.layers, self.shape)
+        return paged_layout(self.layers, self.shape, self.beside)
 
 
-def pages(worker: Any) -> dict[int, tuple[int, ...]]:
-    """Bytes of a block in each layer of a worker, by KV cache group."""
+def groups_of_worker(worker: Any) -> Groups:
+    """KV cache groups as a worker sees them."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
     half: WorkerHalf = connector.worker
-    stored = half.groups.stored
-    return {each.index: each.layer_nbytes or (each.spec.page_size_bytes,) * each.layers for each in stored}
+    return half.groups
 
 
 class WorkerHalf:
@@ -138,7 +149,7 @@ class WorkerHalf:
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
-        main = GroupCache(layers, forms, self._exacts(group))
+        main = GroupCache(layers, forms, self._exacts(group), self._beside(group, kv_caches))
         others = {each.group.index: self._other(each.group, kv_caches, name) for each in self.groups.others}
         self.engine = self._engine(main, store, others)
         if config.codec.guard:
@@ -168,6 +179,10 @@ class WorkerHalf:
         modules: dict[str, Any] = attention_modules(self._vllm_config)
         return probe_layers(caches, modules, self._num_blocks, block_shape(group))
 
+    def _beside(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> Sequence[Layer]:
+        """Places of the group's layers whose blocks are bytes, if the others are coded. Raises UnsupportedError."""
+        return self._layers(group.beside, kv_caches) if group.beside else ()
+
     def _other(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
         """Return the cache of a group that is not the main one. namespace: see `fingerprint`."""
         layers, config = self._layers(group, kv_caches), self._config.codec
@@ -176,7 +191,7 @@ class WorkerHalf:
             group = replace(group, layers=len(layers))
         rope, names = self._rope(group), (codec, *([] if group.is_packed else finer_codecs(codec)))
         forms = [self._format(name, group, self._facts(name, group, rope), namespace) for name in names]
-        return GroupCache(layers, forms, self._exacts(group))
+        return GroupCache(layers, forms, self._exacts(group), self._beside(group, kv_caches))
 
     def _exacts(self, group: KvCacheGroup) -> Sequence[int]:
         """How many first tokens of its blocks may have to be kept exact."""
@@ -212,7 +227,8 @@ class WorkerHalf:
 
     def _make_guard(self, main: GroupCache, rope: Rope | None) -> RankGuard:
         device, rank = main.layers[0].rows.device, self._vllm_config.parallel_config.rank
-        guard = RankGuard(main.memory, main.forms, rope, device, rank, self.engine.decode_s)
+        forms = [form.without_bytes() for form in main.forms]
+        guard = RankGuard(main.coded, forms, rope, device, rank, self.engine.decode_s)
         guard.warm_up()
         return guard
 
