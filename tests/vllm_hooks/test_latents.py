@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from latent_model import LATENT, LAYERS, TURNED, make_latent_model
+from latent_model import INDEX, LATENT, LAYERS, TURNED, make_latent_model
 from scripts import run_script
 from vllm.config import CacheConfig
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
@@ -80,13 +80,33 @@ def test_the_default_keeps_rope_s_part_and_the_first_tokens_and_bounds_the_noise
     assert coded["hot"]["found"] == [FILLED, 0]
     assert coded["cold"]["found"] == coded["zeros"]["found"] == [0, FILLED]
     assert coded["zeros"]["answer"] != coded["cold"]["answer"], "the answer is made of the cache"
-    assert coded["turned_same"]
+    assert coded["kept"] == [True]
     assert coded["same_tokens"] == [0, 1, 2, 3]
     assert 0 < coded["noise"] < NOISE
     assert coded["sections"] == [
         [["KEYS", "exact", 0, 16], ["LATENT", "exact", 0, 4], ["LATENT", "wht-4x", 4, 12]],
         [["KEYS", "exact", 0, 16], ["LATENT", "wht-4x", 0, 16]],
     ]
+
+
+def test_index_keys_come_back_with_latents_out_of_one_block(coded: dict[str, Any], tmp_path: Path) -> None:
+    """They are kept as bytes, in a section of the same size in each block."""
+    job = {
+        "scenario": "latents",
+        "index": True,
+        "model": make_latent_model(tmp_path),
+        "manthan": {"idle": {"after_s": 3600, "min_tokens": 64}},
+    }
+    found, _ = run_script("sessions.py", job)
+    assert found["failures"] == []
+    assert found["cold"]["found"] == [0, FILLED]
+    assert found["kept"] == [True, True]
+    assert 0 < found["noise"] < NOISE
+    raw = ["RAW", "exact", 0, BLOCK]
+    assert found["sections"] == [[raw, *block] for block in coded["sections"]]
+    more = LAYERS * BLOCK * INDEX + 64
+    assert [size - more for size in found["sizes"][:2]] == coded["sizes"][:2]
+    assert found["zeros"]["answer"] != found["cold"]["answer"]
 
 
 def test_the_log_says_what_a_token_takes(coded: dict[str, Any]) -> None:
