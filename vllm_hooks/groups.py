@@ -13,7 +13,7 @@ from manthan.codec.gpu.paged import DTYPES
 from manthan.manager.config.resolve import ManthanConfig
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.compat import skipped_tokens
-from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed
+from manthan.vllm_hooks.kv_dtype import E4M3, FP8, is_packed
 from manthan.vllm_hooks.settled import AS_THEY_ARE
 from manthan.vllm_hooks.support import UnsupportedError
 
@@ -60,12 +60,17 @@ def _has_keys_and_values(spec: Any, dtype: str, latent: int) -> bool:
 
 
 def _has_latents(spec: Any, dtype: str, latent: int) -> bool:
-    """True if a block has a latent for each token and RoPE's part of the key, in the model's dtype, and no padding."""
+    """True if a block has a latent for each token and RoPE's part of the key, which is smaller, and no padding.
+
+    Both are in the model's dtype, or in fp8. The packed layouts of sparse attention take more bytes, or fewer.
+    """
     from vllm.v1.kv_cache_interface import SparseCacheRole
 
     nbytes = spec.block_size * spec.head_size * spec.dtype.itemsize
-    is_plain = dtype in PLAIN and spec.cache_role is not SparseCacheRole.INDEXER
-    return is_plain and 0 < latent < spec.head_size and spec.page_size_bytes == nbytes
+    is_known = spec.dtype.itemsize == 1 if dtype in FP8 else spec.dtype in DTYPES
+    is_index = getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER
+    is_latent = latent < spec.head_size < 2 * latent
+    return is_known and is_latent and not is_index and spec.page_size_bytes == nbytes
 
 
 SPECS: Mapping[str, SpecEntry] = {
@@ -78,7 +83,7 @@ SPECS: Mapping[str, SpecEntry] = {
         StoredAs.CODED, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens), _has_keys_and_values
     ),
     "SlidingWindowMLASpec": SpecEntry(
-        StoredAs.BYTES, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens)
+        StoredAs.CODED, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens), _has_latents
     ),
     "ChunkedLocalAttentionSpec": SpecEntry(
         StoredAs.CODED, lambda spec: int(spec.attention_chunk_size), _has_keys_and_values
@@ -493,10 +498,10 @@ def _described(spec: Any, dtype: str) -> str:
 
 
 def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
-    """Return the dtype of a group's numbers, as --kv-cache-dtype names it."""
+    """Return the dtype of a group's numbers, as --kv-cache-dtype names it, or as the spec does."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    dtype = "auto" if cache is None else cache.cache_dtype
+    dtype = getattr(spec, "cache_dtype_str", None) or ("auto" if cache is None else cache.cache_dtype)
     if dtype == "auto" and getattr(spec, "kv_quant_mode", None) is KVQuantMode.FP8_PER_TENSOR:
         return E4M3  # the model says so
     return str(dtype)

@@ -36,6 +36,12 @@ def test_latents_beside_bytes(beside: int, exact: int) -> None:
     device_blocks.kv(FormatCodec, beside=beside, exact=exact).check()
 
 
+@pytest.mark.parametrize("kind", [Dtype.FLOAT8_E4M3, Dtype.FLOAT8_E5M2])
+@pytest.mark.parametrize("beside", [0, 132])
+def test_latents_in_fp8(beside: int, kind: Dtype) -> None:
+    device_blocks.latents(FormatCodec, beside=beside, exact=4, fp8=kind).check()
+
+
 @pytest.mark.parametrize("exact", [0, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_are_told_where_sections_that_stay_as_they_are_lie(dtype: torch.dtype, exact: int) -> None:

@@ -37,6 +37,13 @@ def test_latents_beside_bytes(tokens: int, exact: int) -> None:
 
 
 @pytest.mark.parametrize("exact", [0, 4, 16])
+@pytest.mark.parametrize("beside", [0, 132])
+@pytest.mark.parametrize("kind", FP8)
+def test_latents_in_fp8(kind: Dtype, beside: int, exact: int) -> None:
+    device_blocks.latents(WhtPagedCodec, exact=exact, device=CUDA, beside=beside, fp8=kind).check()
+
+
+@pytest.mark.parametrize("exact", [0, 4, 16])
 def test_keys_and_values_beside_bytes(exact: int) -> None:
     device_blocks.kv(WhtPagedCodec, exact=exact, device=CUDA, beside=256).check()
 

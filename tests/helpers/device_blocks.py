@@ -14,7 +14,7 @@ from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape, piece_dim
 from manthan.codec.cpu.state import STATE_CODECS, StateLayout, StatePart
 from manthan.codec.errors import CodecError
-from manthan.codec.gpu.paged import Batch, PagedCodec, PagedLayout, RawLayout, status_cause
+from manthan.codec.gpu.paged import FP8, Batch, PagedCodec, PagedLayout, RawLayout, status_cause
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Rope
 
@@ -282,24 +282,28 @@ def latents(
     device: torch.device = CPU,
     layers: int = LAYERS,
     beside: int = 0,
+    fp8: Dtype | None = None,
 ) -> World:
     """As vLLM has them: of each token its latent, and behind that RoPE's part.
 
-    beside: bytes a token of other layers, as many as of latents. Their blocks follow those of latents.
+    beside: bytes a token of other layers, as many as of latents. Their blocks follow those of latents. fp8: kind of
+    numbers of 8 bits, if they are.
     """
     torch.manual_seed(latent + tokens)
     width, piece = latent + rope, piece_dim(latent)
     x = torch.randn(layers, BLOCKS, tokens, width) * torch.logspace(-1, 1, BLOCKS)[:, None, None]
     x[..., :latent] += 3 * torch.randn(layers, 1, 1, latent)
-    plain = x.to(dtype).view(layers, BLOCKS, tokens * width)
+    number = x.clamp(-400, 400).to(FP8[fp8]).view(torch.uint8) if fp8 else x.to(dtype)
+    plain = number.view(layers, BLOCKS, tokens * width)
     memory = (with_bytes(plain, tokens * beside) if beside else plain).to(device)
     end, size = tokens * width, memory.shape[2]
     caches, strides = tuple(memory), (size, piece, width)
-    pieces = PagedLayout(caches, latent // piece, tokens, piece, *strides, key_at=0, value_at=None)
+    pieces = PagedLayout(caches, latent // piece, tokens, piece, *strides, key_at=0, value_at=None, fp8=fp8)
     layout = PagedLayout(
         *(caches, 1, tokens, rope, *strides),
         key_at=latent,
         value_at=None,
+        fp8=fp8,
         latents=pieces,
         beside=bytes_beside(memory, tokens, beside),
     )
@@ -325,7 +329,7 @@ def fp8(
 ) -> World:
     """Heads beside each other; numbers that are finite, of all sizes."""
     chance = np.random.default_rng(head_dim + tokens)
-    number = {Dtype.FLOAT8_E4M3: torch.float8_e4m3fn, Dtype.FLOAT8_E5M2: torch.float8_e5m2}[kind]
+    number = FP8[kind]
     shape = (LAYERS, BLOCKS, tokens, heads, 2, head_dim)
     x = chance.standard_normal(shape) * 2.0 ** chance.integers(-9, 5, (LAYERS, BLOCKS, 1, heads, 2, 1))
     memory = (

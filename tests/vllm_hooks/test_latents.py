@@ -1,10 +1,12 @@
 """Latents (MLA): read and written as the backend does, and sessions of a real engine that go cold and return."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from latent_model import INDEX, LATENT, LAYERS, TURNED, make_latent_model
@@ -13,6 +15,7 @@ from vllm.config import CacheConfig
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
+from manthan.codec.base import Dtype
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape
@@ -53,11 +56,61 @@ def test_a_block_is_read_and_written_as_the_backend_does(memory: type) -> None:
     assert not any(cache[[0, 1, 2, 4, 6, 7]].any() for cache in caches.values())
 
 
-def test_latents_of_another_kind_are_bytes() -> None:
-    groups = [KVCacheGroupSpec(list(NAMES), SPEC)]
-    assert groups_of(KVCacheConfig(8, [], groups), latent=LATENT) == Groups(GROUP, [])
-    assert groups_of(KVCacheConfig(8, [], groups), CacheConfig(cache_dtype="fp8"), LATENT).main.is_packed
-    assert groups_of(KVCacheConfig(8, [], groups)).main.is_packed
+class Fp8Impl:
+    """Writes latents as vLLM's kernel for GPUs does."""
+
+    def do_kv_cache_update(self, latents: Any, keys: Any, cache: Any, slots: Any, dtype: str, scale: Any) -> None:
+        assert dtype == "fp8"
+        rows = cache.view(torch.float8_e4m3fn).view(-1, LATENT + TURNED)
+        both = torch.cat([latents, keys.squeeze(1)], 1).float() / scale
+        rows.view(torch.uint8)[slots] = both.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+@pytest.mark.parametrize("memory", [HostMemory, LatentMemory])
+@pytest.mark.parametrize("scale", [1.0, 0.03, 2.0])
+def test_a_block_of_fp8_is_found_whatever_the_scale(scale: float, memory: type) -> None:
+    spec = replace(SPEC, dtype=torch.uint8, cache_dtype_str="fp8")
+    group = groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec(list(NAMES), spec)]), latent=LATENT).main
+    shape = block_shape(group)
+    assert (shape.dtype, shape.latent, shape.head_dim) == (Dtype.FLOAT8_E4M3, LATENT, TURNED)
+    caches = {name: torch.zeros(BLOCKS, 1, BLOCK, LATENT + TURNED, dtype=torch.uint8) for name in NAMES}
+    module = SimpleNamespace(impl=Fp8Impl(), kv_cache_dtype="fp8", _k_scale=torch.tensor(scale))
+    layers = probe_layers(caches, dict.fromkeys(caches, module), BLOCKS, shape)
+    assert not any(cache.any() for cache in caches.values())
+    for cache in caches.values():
+        cache[3] = torch.randint(0, 0x7F, cache[3].shape)
+    read = memory(layers, shape)
+    turned, pieces = read.gather(3)
+    for n, cache in enumerate(caches.values()):
+        assert np.array_equal(cache[3, 0, :, LATENT:].numpy(), turned[n, 0])
+        assert np.array_equal(cache[3, 0, :, :LATENT].numpy(), pieces[n].swapaxes(0, 1).reshape(BLOCK, LATENT))
+    read.scatter(5, turned, pieces)
+    assert all(torch.equal(cache[5], cache[3]) for cache in caches.values())
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "is_coded"),
+    [
+        (SPEC, "auto", True),
+        (replace(SPEC, dtype=torch.uint8, cache_dtype_str="fp8"), "fp8", True),
+        (replace(SPEC, dtype=torch.uint8), "fp8_e5m2", True),
+        (SPEC, "fp8", False),
+        (replace(SPEC, dtype=torch.uint8), "auto", False),
+        (replace(SPEC, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656), "fp8_ds_mla", False),
+        (replace(SPEC, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656), "fp8", False),
+        (replace(SPEC, head_size=2 * LATENT), "auto", False),
+    ],
+    ids=str,
+)
+def test_latents_in_bf16_or_fp8_are_coded(spec: Any, dtype: Any, is_coded: bool) -> None:
+    """fp8_ds_mla has scales and bf16 among its bytes. vLLM's workers and its scheduler name its dtype differently."""
+    config = KVCacheConfig(8, [], [KVCacheGroupSpec(list(NAMES), spec)])
+    assert groups_of(config, CacheConfig(cache_dtype=dtype), LATENT).main.is_packed is not is_coded
+    assert groups_of(config).main.is_packed, "no latents are known of"
+
+
+def test_latents_are_a_group() -> None:
+    assert groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec(list(NAMES), SPEC)]), latent=LATENT) == Groups(GROUP, [])
 
 
 # ---- a real engine

@@ -188,6 +188,8 @@ RING = CircularBufferSpec(block_size=4, **HEADS)
         (replace(SPARSE, page_size_padded=2**15), False),
         (INDEXER, False),
         (RATIO_4, False),
+        (LOCAL, True),
+        (replace(LOCAL, head_size=2048, dtype=torch.float32), False),
         (WINDOW.group.spec, True),
         (CHUNKS.group.spec, True),
     ],
