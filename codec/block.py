@@ -151,8 +151,13 @@ class BlockFormat:
         self, codec: str, shape: BlockShape, fingerprint: bytes, group: int = 0, facts: ModelFacts = NO_FACTS
     ) -> None:
         self.codec, self.shape, self.fingerprint, self.group, self.facts = codec, shape, fingerprint, group, facts
-        if shape.latent and needs_profile(codec):
-            raise ProfileError(f"codec {codec} is calibrated, and latents (MLA) take no profile: use wht-5x or wht-4x.")
+        profile = facts.profile if needs_profile(codec) else None
+        if profile is not None and profile.info.latent != shape.latent:
+            whose, what = (
+                f"latents of {latent} numbers" if latent else "keys and values"
+                for latent in (profile.info.latent, shape.latent)
+            )
+            raise ProfileError(f"the profile of {profile.info.model} is of {whose}, but the model caches {what}.")
         self._codecs = {name: get_codec(name, shape.coded_dim, facts) for name in (codec, EXACT)}
         if shape.dtype.is_fp8 and codec != EXACT:
             self._codecs[codec] = Fp8Codec(self._codecs[codec])

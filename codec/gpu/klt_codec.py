@@ -151,7 +151,7 @@ class Group:
 class KltPagedCodec(PagedCodec):
     """`PagedCodec` for calibrated codecs, on one CUDA device of compute capability 8.0 or newer.
 
-    Raises CompileError, ProfileError.
+    It is of keys and values, or of latents. Raises CompileError, ProfileError.
     """
 
     layout: PagedLayout
@@ -161,7 +161,8 @@ class KltPagedCodec(PagedCodec):
         if not isinstance(profile, Profile):
             raise ProfileError(f"codec {format.codec} needs a profile of the model: run `manthan calibrate MODEL`.")
         super().__init__(layout, format, profile.info.rope)
-        self._rope, self._components = profile.info.rope or Rope(()), layout.heads * layout.head_dim
+        self._coded, self._rope = layout.coded, profile.info.rope or Rope(())
+        self._components, self._kinds = self._coded.heads * self._coded.head_dim, len(self._coded.ats)
         self._addresses = addresses(layout)
         self._transforms = Transforms.of(profile, format.codec, self.device)
         self._tables = RowTables.of(profile, format.codec, self.device)
@@ -169,8 +170,8 @@ class KltPagedCodec(PagedCodec):
         largest = max(self._tables.encoding.nbytes, self._tables.decoding.nbytes)
         properties: Any = torch.cuda.get_device_properties(self.device)  # of more than its stubs know
         self._shared = largest <= properties.shared_memory_per_block_optin
-        shape, pairs = (layout.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
-        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)
+        shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
+        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, self._kinds)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
         """A status becomes a vector's index too where it is 32,768 or more steps from the profile's mean.
@@ -217,7 +218,7 @@ class KltPagedCodec(PagedCodec):
             vectors = group.vectors[: part.rows].transpose(1, 2)
             torch.bmm(transforms.forward[rows].transpose(1, 2), vectors, out=group.numbers[rows])
         self._launch_rows("encode_rows", job, self._tables.encoding, self._tables.of_components[0])
-        warps = job.n * len(KINDS) * (ROW_THREADS // 32)
+        warps = job.n * self._kinds * (ROW_THREADS // 32)
         self._kernels.launch("double_steps", job, warps, threads=ROW_THREADS)
         self._launch("lay_out", job, ALONE)
         self._launch("pack", job, job.rows)
@@ -267,7 +268,7 @@ class KltPagedCodec(PagedCodec):
             if exact == layout.tokens:
                 self._plans[exact] = KltPlan(kept, None, kept[-1])
             else:
-                sections = Sections.plan(layout, self._addresses, form, exact, self._rope)
+                sections = Sections.plan(self._coded, self._addresses, form, exact, self._rope)
                 sections.mean, sections.pool = self._transforms.mean.data_ptr(), self._tables.pool
                 self._plans[exact] = KltPlan(kept, sections, Job())
         return self._plans[exact]
@@ -275,10 +276,23 @@ class KltPagedCodec(PagedCodec):
 
 @lru_cache
 def _module(
-    head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, shared: bool, pairs: int, interleaved: bool
+    head_dim: int,
+    dtype: Dtype,
+    device: torch.device,
+    aligned: bool,
+    shared: bool,
+    pairs: int,
+    interleaved: bool,
+    kinds: int,
 ) -> Module:
-    """The kernels for vectors of this size and dtype. aligned: see `cuda_codec.constants`. shared: whether tables fit
-    into a block's shared memory. pairs, interleaved: of RoPE."""
-    macros = {"KINDS": len(KINDS), "SHARED_TABLES": int(shared), "PAIRS": pairs, "INTERLEAVED": int(interleaved)}
+    """Return the kernels for vectors of this size and dtype.
+
+    Args:
+        aligned: see `cuda_codec.constants`.
+        shared: True if tables fit into a block's shared memory.
+        pairs, interleaved: of RoPE.
+        kinds: 1 for latents.
+    """
+    macros = {"KINDS": kinds, "SHARED_TABLES": int(shared), "PAIRS": pairs, "INTERLEAVED": int(interleaved)}
     macros |= {"SECTION_VERSION": VERSION, "MOST_DOUBLINGS": MOST_DOUBLINGS}
     return Module(f"{constants(head_dim, dtype, aligned, macros)}\n{sources(SOURCES)}", device)

@@ -3,14 +3,19 @@
 from dataclasses import replace
 
 import numpy as np
+import profiles
 import pytest
 from kv import in_cache, packed
 
 from manthan.codec import NonFiniteError, ShapeError, get_codec, wire
 from manthan.codec.base import Dtype, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape, piece_dim, sections
+from manthan.codec.cpu.numbers import as_floats, as_numbers
 from manthan.codec.errors import DtypeError, HeadDimError, ProfileError, SizeError, UnknownCodecError, WireError
 from manthan.codec.fidelity import Sample, measure
+from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.profile import LayerProfile, Profile
+from manthan.codec.registry import needs_profile
 
 PRINT, KEY = bytes(range(16)), b"k" * 32
 SHAPE = BlockShape(layers=3, heads=2, tokens=16, head_dim=64)
@@ -276,8 +281,50 @@ def test_pieces_are_as_large_as_they_may_be(latent, piece):
 def test_latents_that_cannot_be_coded_are_refused():
     with pytest.raises(HeadDimError, match=r"^a latent of 500 numbers is not supported"):
         BlockFormat("wht-5x", replace(LATENTS, latent=500), PRINT)
-    with pytest.raises(ProfileError, match=r"klt-8x is calibrated, and latents \(MLA\) take no profile: use wht"):
+    with pytest.raises(ProfileError, match=r"codec klt-8x needs a profile of the model"):
         BlockFormat("klt-8x", LATENTS, PRINT)
+    of_both, of_latents = profiles.built(rope=None), profiles.built_of_latents()
+    with pytest.raises(ProfileError, match=r"is of keys and values, but the model caches latents of 512 numbers\.$"):
+        BlockFormat("klt-8x", LATENTS, PRINT, facts=ModelFacts(profile=of_both))
+    with pytest.raises(ProfileError, match=r"is of latents of 512 numbers, but the model caches keys and values\.$"):
+        BlockFormat("klt-8x", replace(SHAPE, heads=4, head_dim=128), PRINT, facts=ModelFacts(profile=of_latents))
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT8_E4M3])
+@pytest.mark.parametrize("shape", [LATENTS, SPARSE], ids=["alone", "beside bytes"])
+def test_a_profile_makes_latents_smaller_and_no_worse(shape, dtype):
+    """Their differences lie in few directions. RoPE's part, the first tokens and the bytes beside are as they were."""
+    shape, facts = replace(shape, dtype=dtype), ModelFacts(profile=profiles.built_of_latents())
+    arrays = numbers(shape)
+    x = profiles.latents(16, seed=5)
+    arrays[1] = as_numbers(16 * x, dtype) if dtype.is_fp8 else in_cache(x, dtype)
+    if dtype.is_fp8:
+        facts = ModelFacts(profile=in_scale(facts.profile, 16))
+    noise, sizes = {}, {}
+    for codec in ("wht-5x", "klt-5x", "klt-8x"):
+        form = BlockFormat(codec, shape, PRINT, facts=facts if needs_profile(codec) else NO_FACTS)
+        buf = encode(form, arrays, exact=4, first_token=32)
+        sizes[codec] = len(buf)
+        assert len(buf) <= form.max_nbytes(4)
+        back = form.decode(buf, key=KEY)
+        assert {section.codec for section in wire.parse(buf).header.sections} == {"exact", codec}
+        for n, (was, now) in enumerate(zip(arrays, back, strict=True)):
+            kept = slice(4) if n == 1 else slice(None)
+            assert was[:, :, kept].tobytes() == now[:, :, kept].tobytes()
+        was, now = (as_floats(each[1], dtype)[:, :, 4:] for each in (arrays, back))
+        noise[codec] = np.square(now - was).sum() / np.square(was - was.mean(axis=2, keepdims=True)).sum()
+    assert sizes["klt-8x"] < sizes["klt-5x"] < sizes["wht-5x"]
+    assert 0 < noise["klt-5x"] < noise["klt-8x"]
+    assert noise["klt-5x"] < noise["wht-5x"]
+
+
+def in_scale(profile, scale):
+    """The profile of numbers that are so many times as large."""
+    layers = [
+        LayerProfile(replace(layer.keys, mean=scale * layer.keys.mean, scale=layer.keys.scale / np.float32(scale)))
+        for layer in profile.layers
+    ]
+    return Profile.of(profile.info, profile.frequencies, [layers])
 
 
 @pytest.mark.parametrize(

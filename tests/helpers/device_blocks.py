@@ -283,16 +283,20 @@ def latents(
     layers: int = LAYERS,
     beside: int = 0,
     fp8: Dtype | None = None,
+    facts: ModelFacts = NO_FACTS,
+    numbers: torch.Tensor | None = None,
 ) -> World:
     """As vLLM has them: of each token its latent, and behind that RoPE's part.
 
     beside: bytes a token of other layers, as many as of latents. Their blocks follow those of latents. fp8: kind of
-    numbers of 8 bits, if they are.
+    numbers of 8 bits, if they are. numbers: latents [layers, blocks, tokens, numbers], if not random ones.
     """
     torch.manual_seed(latent + tokens)
     width, piece = latent + rope, piece_dim(latent)
     x = torch.randn(layers, BLOCKS, tokens, width) * torch.logspace(-1, 1, BLOCKS)[:, None, None]
     x[..., :latent] += 3 * torch.randn(layers, 1, 1, latent)
+    if numbers is not None:
+        x[..., :latent] = numbers.cpu()
     number = x.clamp(-400, 400).to(FP8[fp8]).view(torch.uint8) if fp8 else x.to(dtype)
     plain = number.view(layers, BLOCKS, tokens * width)
     memory = (with_bytes(plain, tokens * beside) if beside else plain).to(device)
@@ -307,7 +311,7 @@ def latents(
         latents=pieces,
         beside=bytes_beside(memory, tokens, beside),
     )
-    format = BlockFormat(codec, layout.shape, b"f" * 16, GROUP)
+    format = BlockFormat(codec, layout.shape, b"f" * 16, GROUP, facts)
     at = np.arange(end).reshape(tokens, width)
     places = [at[:, latent:], at[:, :latent].reshape(tokens, -1, piece).swapaxes(0, 1)]
     places += [np.arange(end, size)] if beside else []

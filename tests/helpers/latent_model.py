@@ -32,19 +32,18 @@ GAIN = 1.5
 """Of the weights, so that what a token attends to shows in the answer."""
 
 
-def make_latent_model(folder: Path, with_weights: bool = True) -> str:
-    """Write config.json, and the weights if they are wanted; returns the folder."""
+def make_latent_model(folder: Path) -> str:
+    """Write config.json and weights; returns the folder."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     config = DeepseekV3Config(**CONFIG)
-    if with_weights:
-        torch.manual_seed(0)
-        model = DeepseekV3ForCausalLM(config).to(torch.bfloat16)
-        with torch.no_grad():
-            for weights in model.parameters():
-                if weights.ndim >= 2:
-                    weights.normal_(0, GAIN / weights.shape[-1] ** 0.5)
-        model.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.ndim >= 2:
+                weights.normal_(0, GAIN / weights.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
     of_vllm = {"architectures": ["DeepseekV3ForCausalLM"], "dtype": "bfloat16", "topk_method": "noaux_tc"}
     settings = config.to_dict() | of_vllm
     (folder / "config.json").write_text(json.dumps(settings, default=str))

@@ -1,24 +1,28 @@
 """Latents (MLA): read and written as the backend does, and sessions of a real engine that go cold and return."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import profiles
 import pytest
 import torch
-from latent_model import INDEX, LATENT, LAYERS, TURNED, make_latent_model
+from latent_model import INDEX, LATENT, LAYERS, TURNED, VOCAB, make_latent_model
 from scripts import run_script
 from vllm.config import CacheConfig
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
 from manthan.codec.base import Dtype
+from manthan.codec.calibration import ProfileBuilder
+from manthan.manager.calibration.model import ModelReader
+from manthan.manager.calibration.places import profile_path
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape
+from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import HostMemory, LatentMemory
 from manthan.vllm_hooks.worker.layout import probe_layers
 
@@ -171,20 +175,58 @@ def test_the_log_says_what_a_token_takes(coded: dict[str, Any]) -> None:
     assert "keys are coded as they are after RoPE" not in coded["log"]
 
 
-def test_calibrated_codecs_are_refused(tmp_path: Path) -> None:
+def test_a_profile_of_latents_is_used_if_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` does not look for one, and one of keys and values is refused. All ranks have the same latents."""
     from vllm import EngineArgs
 
     from manthan.vllm_hooks import kv_transfer_config
     from manthan.vllm_hooks.settled import settle_codec
 
-    model = make_latent_model(tmp_path, with_weights=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = make_latent_model(tmp_path)
     config = EngineArgs(model, skip_tokenizer_init=True).create_engine_config()
-    settle = partial(settle_codec, config)
-    config.kv_transfer_config = kv_transfer_config(codec={"name": "klt-8x"})
-    with pytest.raises(
-        ConfigError, match=r"^codec.name is klt-8x, but .* its latents take no profile: use auto, wht-5x"
-    ):
-        settle()
-    config.kv_transfer_config = kv_transfer_config(codec={"name": "auto", "profile": str(tmp_path / "p")})
-    with pytest.raises(ConfigError, match=r"^codec.profile is .* its latents take no profile"):
-        settle()
+    made, path = profiles.built_of_latents(), tmp_path / "p"
+    made.save(path)
+    made.save(profile_path(model))
+
+    def settled(**codec: Any) -> tuple[str, str]:
+        config.kv_transfer_config = kv_transfer_config(codec=codec)
+        settle_codec(config)
+        codec = from_vllm_config(config).codec
+        return codec.name, codec.profile
+
+    assert settled(name="auto") == ("wht-5x", "")
+    assert settled(name="auto", profile=str(path)) == ("klt-8x", str(path))
+    assert settled(name="klt-5x") == ("klt-5x", str(profile_path(model)))
+    config.parallel_config.tensor_parallel_size = 2
+    assert settled(name="klt-12x") == ("klt-12x", str(profile_path(model)))
+    profiles.built(rope=None).save(path)
+    with pytest.raises(ConfigError, match=r"is of keys and values, but .* caches latents of 512 numbers: run `manthan"):
+        settled(name="klt-8x", profile=str(path))
+
+
+def test_a_session_returns_by_way_of_a_profile(coded: dict[str, Any], tmp_path: Path) -> None:
+    """Of its own model. Its blocks are smaller than those of the finest codec, and the noise is bounded."""
+    folder, path = tmp_path / "model", tmp_path / "p"
+    folder.mkdir()
+    model = make_latent_model(folder)
+    reader, rng = ModelReader(model, "cpu"), np.random.default_rng(0)
+    builder = ProfileBuilder(reader.info("fisher", ""))
+    reader.read(builder, [rng.integers(10, VOCAB, 512).tolist() for _ in range(3)], True, lambda: None)
+    builder.finish().save(path)
+    job = {
+        "scenario": "latents",
+        "model": model,
+        "manthan": {
+            "idle": {"after_s": 3600, "min_tokens": 64},
+            "codec": {"name": "klt-5x", "profile": str(path), "guard": False},
+        },
+    }
+    found, _ = run_script("sessions.py", job)
+    assert found["failures"] == []
+    assert found["cold"]["found"] == found["zeros"]["found"] == [0, FILLED]
+    assert found["kept"] == [True]
+    assert found["same_tokens"] == [0, 1, 2, 3]
+    assert found["sections"][1] == [["KEYS", "exact", 0, 16], ["LATENT", "klt-5x", 0, 16]]
+    assert sum(found["sizes"]) < 0.9 * sum(coded["sizes"])
+    assert 0 < found["noise"] < 0.2, "random latents have no directions of their own"
