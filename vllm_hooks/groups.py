@@ -15,13 +15,14 @@ from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.compat import skipped_tokens
 from manthan.vllm_hooks.kv_dtype import E4M3, FP8, is_packed
 from manthan.vllm_hooks.settled import AS_THEY_ARE
-from manthan.vllm_hooks.support import UnsupportedError
+from manthan.vllm_hooks.support import Latents, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import CacheConfig, ParallelConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
+NO_LATENTS = Latents()
 EVERY = 1 << 40
 """Number of tokens that a layer with full attention looks back: more than any context has."""
 
@@ -43,24 +44,24 @@ class SpecEntry(NamedTuple):
 
     Args:
         reach: returns the number of tokens that a layer looks back, its own included; EVERY with full attention.
-        is_coded: True if a codec knows the layout of this spec's blocks, given the dtype's name, and the latent's
-            number of numbers.
+        is_coded: True if a codec knows the layout of this spec's blocks, given the dtype's name, and the model's
+            latents.
     """
 
     stored: StoredAs
     reach: Callable[[Any], int] = lambda spec: EVERY
-    is_coded: Callable[[Any, str, int], bool] = lambda spec, dtype, latent: False
+    is_coded: Callable[[Any, str, Latents], bool] = lambda spec, dtype, latents: False
 
 
-def _has_keys_and_values(spec: Any, dtype: str, latent: int) -> bool:
+def _has_keys_and_values(spec: Any, dtype: str, latents: Latents) -> bool:
     """True if a block has as many numbers for keys as for values, and nothing else."""
     heads = 2 * spec.num_kv_heads * spec.block_size * spec.head_size * spec.dtype.itemsize
     is_known = dtype in FP8 or spec.dtype in DTYPES
     return is_known and spec.head_size_v == spec.head_size and spec.unpadded_page_size_bytes == heads
 
 
-def _has_latents(spec: Any, dtype: str, latent: int) -> bool:
-    """True if a block has a latent for each token and RoPE's part of the key, which is smaller, and no padding.
+def _has_latents(spec: Any, dtype: str, latents: Latents) -> bool:
+    """True if a block has a latent for each token and RoPE's part of the key, and no padding.
 
     Both are in the model's dtype, or in fp8. The packed layouts of sparse attention take more bytes, or fewer.
     """
@@ -69,7 +70,7 @@ def _has_latents(spec: Any, dtype: str, latent: int) -> bool:
     nbytes = spec.block_size * spec.head_size * spec.dtype.itemsize
     is_known = spec.dtype.itemsize == 1 if dtype in FP8 else spec.dtype in DTYPES
     is_index = getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER
-    is_latent = latent < spec.head_size < 2 * latent
+    is_latent = 0 < latents.numbers < spec.head_size == sum(latents)
     return is_known and is_latent and not is_index and spec.page_size_bytes == nbytes
 
 
@@ -333,7 +334,10 @@ class Groups(NamedTuple):
 
 
 def groups_of(
-    kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0, context: Context = ALONE
+    kv_cache_config: "KVCacheConfig",
+    cache: "CacheConfig | None" = None,
+    latents: Latents = NO_LATENTS,
+    context: Context = ALONE,
 ) -> Groups:
     """Return the KV cache groups of a model.
 
@@ -341,7 +345,7 @@ def groups_of(
 
     Args:
         cache: vLLM's configuration of the cache; None for numbers of the model's kind.
-        latent: see `latent_of`.
+        latents: of the model.
         context: context parallelism of groups whose tokens are spread over ranks.
 
     Raises:
@@ -360,7 +364,7 @@ def groups_of(
         if entry.stored is StoredAs.NOTHING or not spec.prefix_cacheable or not group.enable_kv_transfer:
             unstored.append(spec.block_size * (context.ranks if spec.dcp_sharded else 1))
         else:
-            stored = _group(index, group, pages, cache, latent)
+            stored = _group(index, group, pages, cache, latents)
             if stored.spec.dcp_sharded:
                 stored = replace(stored, context=context)
             found.append(PointGroup(stored, entry.reach(stored.spec)))
@@ -432,7 +436,7 @@ def _group(
     group: "KVCacheGroupSpec",
     pages: Mapping[str, tuple[int, int]],
     cache: "CacheConfig | None",
-    latent: int,
+    latents: Latents,
 ) -> KvCacheGroup:
     """Return a group, with blocks of bytes for layers whose layout no codec knows.
 
@@ -448,7 +452,7 @@ def _group(
         nbytes = tuple(pages[name][0] if name in pages else specs[name].page_size_bytes for name in names)
         return KvCacheGroup(index, spec, len(names), names, _described(spec, _dtype_of(spec, cache)), nbytes)
 
-    coded = {each: _coded(each, cache, latent) for each in several} if is_known else {}
+    coded = {each: _coded(each, cache, latents) for each in several} if is_known else {}
     shapes = {shape for shape in coded.values() if shape}
     ours = tuple(name for name in names if coded.get(specs[name]))
     others = tuple(name for name in names if not coded.get(specs[name]))
@@ -470,14 +474,15 @@ class _Coded(NamedTuple):
     latent: int
 
 
-def _coded(spec: Any, cache: "CacheConfig | None", latent: int) -> _Coded | None:
+def _coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> _Coded | None:
     """Shape of a block in layers of this spec; None if they are not coded."""
     entry, dtype = entry_of(spec), _dtype_of(spec, cache)
     if entry is None or entry.stored is not StoredAs.CODED or (cache is not None and is_packed(cache)):
         return None
-    if not entry.is_coded(spec, dtype, latent):
+    if not entry.is_coded(spec, dtype, latents):
         return None
-    return _Coded(spec.num_kv_heads, spec.head_size, spec.dtype, dtype, latent if entry.is_coded is _has_latents else 0)
+    latent = latents.numbers if entry.is_coded is _has_latents else 0
+    return _Coded(spec.num_kv_heads, spec.head_size, spec.dtype, dtype, latent)
 
 
 UNIT = 16

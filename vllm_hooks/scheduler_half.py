@@ -49,7 +49,7 @@ from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.ordering import ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
-from manthan.vllm_hooks.support import UnsupportedError, blocks_computed_again, latent_of
+from manthan.vllm_hooks.support import Latents, UnsupportedError, blocks_computed_again
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
@@ -109,7 +109,7 @@ class SchedulerHalf:
         abort_at_shutdown(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
         groups = groups_of(
-            kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), Context.of(vllm_config.parallel_config)
+            kv_cache_config, vllm_config.cache_config, Latents.of(vllm_config), Context.of(vllm_config.parallel_config)
         )
         if vllm_config.parallel_config.pipeline_parallel_size > 1 or is_mixed(kv_cache_config):
             groups = on_all_ranks(ask_workers(groups_of_worker) or [groups])

@@ -13,7 +13,7 @@ from manthan.codec.profile import Profile
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import AUTO, PLAIN, check_profile, choose_codec
-from manthan.vllm_hooks.support import has_draft, latent_of
+from manthan.vllm_hooks.support import Latents, has_draft
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, is_on_gpu, keeps_bytes, settings
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         )
     ranks = parallel.tensor_parallel_size
     chosen = choose_codec(asked, model.model, ranks, has_latents=model.use_mla, revision=model.revision)
-    latent = latent_of(vllm_config)
+    latent = Latents.of(vllm_config).numbers
     heads, head_dim = model.get_total_num_kv_heads(), model.get_head_size()
     if latent and chosen.profile is not None:
         heads, head_dim = latent // piece_dim(latent), piece_dim(latent)

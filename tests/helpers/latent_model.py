@@ -32,17 +32,26 @@ GAIN = 1.5
 """Of the weights, so that what a token attends to shows in the answer."""
 
 
-def make_latent_model(folder: Path) -> str:
-    """Write config.json and weights; returns the folder."""
+def make_latent_model(folder: Path, hidden: int = 256, gain: float = GAIN, decay: float = 1.0) -> str:
+    """Write config.json and weights; returns the folder.
+
+    hidden: numbers of a hidden state. Latents have no more directions.
+    decay: ratio of each direction of latents to the one before.
+    """
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    config = DeepseekV3Config(**CONFIG)
+    config = DeepseekV3Config(**CONFIG | {"hidden_size": hidden})
     torch.manual_seed(0)
     model = DeepseekV3ForCausalLM(config).to(torch.bfloat16)
     with torch.no_grad():
         for weights in model.parameters():
             if weights.ndim >= 2:
-                weights.normal_(0, GAIN / weights.shape[-1] ** 0.5)
+                weights.normal_(0, gain / weights.shape[-1] ** 0.5)
+        for layer in model.model.layers if decay < 1 else ():
+            latents = layer.self_attn.kv_a_proj_with_mqa.weight[:LATENT]
+            left, _, right = torch.linalg.svd(latents.float(), full_matrices=False)
+            sizes = decay ** torch.arange(len(right), dtype=torch.float32)
+            latents.copy_(left * (sizes * sizes.square().mean().rsqrt() * gain) @ right)
     model.save_pretrained(folder)
     of_vllm = {"architectures": ["DeepseekV3ForCausalLM"], "dtype": "bfloat16", "topk_method": "noaux_tc"}
     settings = config.to_dict() | of_vllm

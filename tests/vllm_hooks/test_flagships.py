@@ -38,6 +38,7 @@ from vllm_engine import MODEL
 
 from manthan.vllm_hooks.groups import Context, KvCacheGroup, groups_of, is_mixed, on_all_ranks
 from manthan.vllm_hooks.memory import block_format, block_shape
+from manthan.vllm_hooks.support import Latents
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, PackedMemory
 from manthan.vllm_hooks.worker.half import GroupCache
 from manthan.vllm_hooks.worker.layout import placed_layers, probe_layers
@@ -46,6 +47,7 @@ PLANNING: Any = kv_cache_utils
 if not hasattr(PLANNING, "get_kv_cache_groups"):  # of vLLM 0.33
     PLANNING = importlib.import_module("vllm.v1.core.kv_cache_planning")
 BLOCKS, TOKENS = 8, 4096
+LATENTS = Latents(512, 64)
 BF16: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.bfloat16}
 BYTES: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.uint8}
 KV: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
@@ -163,9 +165,9 @@ def laid_out(vllm_config: Any, model: str) -> KVCacheConfig:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_scheduler_sees_the_groups_that_workers_see(vllm_config: Any, model: str) -> None:
     config = laid_out(vllm_config, model)
-    mine = groups_of(config, vllm_config.cache_config, latent=512)
+    mine = groups_of(config, vllm_config.cache_config, latents=LATENTS)
     told = generate_scheduler_kv_cache_config([config])
-    theirs = groups_of(told, vllm_config.cache_config, latent=512)
+    theirs = groups_of(told, vllm_config.cache_config, latents=LATENTS)
     if is_mixed(told):
         theirs = on_all_ranks([mine])
     for one, other in zip(mine.stored, theirs.stored, strict=True):
@@ -190,7 +192,7 @@ def test_blocks_come_back_bit_for_bit(vllm_config: Any, model: str) -> None:
     storage = (whole if isinstance(whole, torch.Tensor) else whole[0]).untyped_storage()
     raw = torch.empty(0, dtype=torch.uint8).set_(storage)
     raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
-    groups = groups_of(config, vllm_config.cache_config, latent=512)
+    groups = groups_of(config, vllm_config.cache_config, latents=LATENTS)
     for group in [part for each in groups.stored for part in (each, each.beside) if part]:
         pages = dict(zip(group.names, group.layer_nbytes, strict=False)) or dict.fromkeys(
             group.names, group.spec.page_size_bytes
@@ -216,7 +218,7 @@ def test_latents_are_coded_beside_index_keys(vllm_config: Any, model: str, monke
     monkeypatch.setattr(vllm_config.cache_config, "kv_cache_layout", "LBHNC")  # which the CPU's backend can write
     config = laid_out(vllm_config, model)
     memory = allocate_kv_cache(config, torch.device("cpu"), _layout_from_name("LBHNC"))
-    group = groups_of(config, vllm_config.cache_config, latent=512).main
+    group = groups_of(config, vllm_config.cache_config, latents=LATENTS).main
     assert group.beside is not None
     shape, index = block_shape(group), group.beside
     modules = {name: SimpleNamespace(impl=CPUMLAImpl.__new__(CPUMLAImpl)) for name in group.names}
@@ -255,7 +257,7 @@ SPREAD = [(model, 2) for model in ("DeepSeek V3.2, GLM-5", "MiniMax M3", "Nemotr
 def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: str, ranks: int) -> None:
     """Where all blocks are in its cache, it finds those that a resume point has, and no longer prefix."""
     config = generate_scheduler_kv_cache_config([laid_out(vllm_config, model)])
-    groups = groups_of(config, vllm_config.cache_config, 512, Context(ranks))
+    groups = groups_of(config, vllm_config.cache_config, LATENTS, Context(ranks))
     sizes = [each.kv_cache_spec.block_size * ranks for each in config.kv_cache_groups]
     coordinator = get_kv_cache_coordinator(
         kv_cache_config=config,

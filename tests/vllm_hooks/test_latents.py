@@ -22,6 +22,7 @@ from manthan.manager.calibration.places import profile_path
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape
+from manthan.vllm_hooks.support import Latents
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import HostMemory, LatentMemory
 from manthan.vllm_hooks.worker.layout import probe_layers
@@ -31,6 +32,7 @@ SPEC = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + TUR
 NAMES = tuple(f"layer-{n}" for n in range(LAYERS))
 GROUP = KvCacheGroup(0, SPEC, LAYERS, NAMES, latent=LATENT)
 SHAPE = block_shape(GROUP)
+LATENTS = Latents(LATENT, TURNED)
 NOISE = 0.0125
 """Of the latents that come back, in energy, beside what they differ in: the default's bound in this test."""
 
@@ -74,7 +76,7 @@ class Fp8Impl:
 @pytest.mark.parametrize("scale", [1.0, 0.03, 2.0])
 def test_a_block_of_fp8_is_found_whatever_the_scale(scale: float, memory: type) -> None:
     spec = replace(SPEC, dtype=torch.uint8, cache_dtype_str="fp8")
-    group = groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec(list(NAMES), spec)]), latent=LATENT).main
+    group = groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec(list(NAMES), spec)]), latents=LATENTS).main
     shape = block_shape(group)
     assert (shape.dtype, shape.latent, shape.head_dim) == (Dtype.FLOAT8_E4M3, LATENT, TURNED)
     caches = {name: torch.zeros(BLOCKS, 1, BLOCK, LATENT + TURNED, dtype=torch.uint8) for name in NAMES}
@@ -109,12 +111,12 @@ def test_a_block_of_fp8_is_found_whatever_the_scale(scale: float, memory: type) 
 def test_latents_in_bf16_or_fp8_are_coded(spec: Any, dtype: Any, is_coded: bool) -> None:
     """fp8_ds_mla has scales and bf16 among its bytes. vLLM's workers and its scheduler name its dtype differently."""
     config = KVCacheConfig(8, [], [KVCacheGroupSpec(list(NAMES), spec)])
-    assert groups_of(config, CacheConfig(cache_dtype=dtype), LATENT).main.is_packed is not is_coded
+    assert groups_of(config, CacheConfig(cache_dtype=dtype), LATENTS).main.is_packed is not is_coded
     assert groups_of(config).main.is_packed, "no latents are known of"
 
 
 def test_latents_are_a_group() -> None:
-    assert groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec(list(NAMES), SPEC)]), latent=LATENT) == Groups(GROUP, [])
+    assert groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec(list(NAMES), SPEC)]), latents=LATENTS) == Groups(GROUP, [])
 
 
 # ---- a real engine

@@ -13,7 +13,7 @@ from manthan.manager.config.model import ConfigError
 from manthan.manager.doctor.checks import Finding, Grade
 from manthan.manager.session.blocks import GroupShape
 from manthan.vllm_hooks.doctor.families import families, stored
-from manthan.vllm_hooks.support import RELEASES, check_supported, latent_of
+from manthan.vllm_hooks.support import RELEASES, Latents, check_supported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -138,7 +138,7 @@ def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> dict
     from manthan.vllm_hooks.transfer_config import from_vllm_config
 
     settle_codec(vllm_config)
-    groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
+    groups = groups_of(kv_cache_config, vllm_config.cache_config, Latents.of(vllm_config))
     codec = config_for(from_vllm_config(vllm_config), groups).codec
     profile = None if groups.main.is_packed else settled_profile(vllm_config)
     sizes = memory_shapes(codec, groups, Shards(1, lambda nbytes: nbytes), profile)[0].groups

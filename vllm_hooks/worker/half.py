@@ -30,7 +30,7 @@ from manthan.vllm_hooks.memory import block_format, block_shape, codec_of_other,
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_redis, namespace_of
-from manthan.vllm_hooks.support import UnsupportedError, latent_of
+from manthan.vllm_hooks.support import Latents, UnsupportedError
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import (
     BesideMemory,
@@ -119,7 +119,7 @@ class WorkerHalf:
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
         self.groups = groups_of(
-            kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), Context.of(vllm_config.parallel_config)
+            kv_cache_config, vllm_config.cache_config, Latents.of(vllm_config), Context.of(vllm_config.parallel_config)
         )
         self._config = config_for(from_vllm_config(vllm_config), self.groups)
         self._group = self.groups.main
