@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -338,6 +338,7 @@ def groups_of(
     cache: "CacheConfig | None" = None,
     latents: Latents = NO_LATENTS,
     context: Context = ALONE,
+    as_bytes: Container[int] = (),
 ) -> Groups:
     """Return the KV cache groups of a model.
 
@@ -347,6 +348,7 @@ def groups_of(
         cache: vLLM's configuration of the cache; None for numbers of the model's kind.
         latents: of the model.
         context: context parallelism of groups whose tokens are spread over ranks.
+        as_bytes: numbers of groups that are stored as bytes whatever their specs.
 
     Raises:
         UnsupportedError: for a group without which requests cannot go on, and which cannot be stored.
@@ -364,7 +366,7 @@ def groups_of(
         if entry.stored is StoredAs.NOTHING or not spec.prefix_cacheable or not group.enable_kv_transfer:
             unstored.append(spec.block_size * (context.ranks if spec.dcp_sharded else 1))
         else:
-            stored = _group(index, group, pages, cache, latents)
+            stored = _group(index, group, pages, cache, latents, can_code=index not in as_bytes)
             if stored.spec.dcp_sharded:
                 stored = replace(stored, context=context)
             found.append(PointGroup(stored, entry.reach(stored.spec)))
@@ -437,6 +439,8 @@ def _group(
     pages: Mapping[str, tuple[int, int]],
     cache: "CacheConfig | None",
     latents: Latents,
+    *,
+    can_code: bool,
 ) -> KvCacheGroup:
     """Return a group, with blocks of bytes for layers whose layout no codec knows.
 
@@ -452,7 +456,7 @@ def _group(
         nbytes = tuple(pages[name][0] if name in pages else specs[name].page_size_bytes for name in names)
         return KvCacheGroup(index, spec, len(names), names, _described(spec, _dtype_of(spec, cache)), nbytes)
 
-    coded = {each: _coded(each, cache, latents) for each in several} if is_known else {}
+    coded = {each: _coded(each, cache, latents) for each in several} if is_known and can_code else {}
     shapes = {shape for shape in coded.values() if shape}
     ours = tuple(name for name in names if coded.get(specs[name]))
     others = tuple(name for name in names if not coded.get(specs[name]))

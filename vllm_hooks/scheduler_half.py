@@ -108,10 +108,9 @@ class SchedulerHalf:
         self._vllm_config, self.ask = vllm_config, ask
         abort_at_shutdown(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
-        groups = groups_of(
-            kv_cache_config, vllm_config.cache_config, Latents.of(vllm_config), Context.of(vllm_config.parallel_config)
-        )
-        if vllm_config.parallel_config.pipeline_parallel_size > 1 or is_mixed(kv_cache_config):
+        latents, parallel = Latents.of(vllm_config), vllm_config.parallel_config
+        groups = groups_of(kv_cache_config, vllm_config.cache_config, latents, Context.of(parallel))
+        if parallel.pipeline_parallel_size > 1 or latents.numbers or is_mixed(kv_cache_config):
             groups = on_all_ranks(ask_workers(groups_of_worker) or [groups])
         self.groups = groups._replace(again=blocks_computed_again(vllm_config))
         self.config = config = config_for(from_vllm_config(vllm_config), groups)

@@ -22,6 +22,7 @@ from manthan.codec import wire
 from manthan.codec.cpu.numbers import as_floats
 from manthan.manager.events import Event, Restored
 from manthan.manager.session.blocks import Rows
+from manthan.vllm_hooks.worker import half
 from manthan.vllm_hooks.worker.blocks import BesideMemory, PackedMemory
 
 Blocks = dict[bytes, NDArray[Any]]
@@ -164,7 +165,10 @@ class LatentSessions(Sessions):
         return {"answer": self.ask(tokens, NAME, 24), "found": self.requests[-1]["found"]}
 
     def gathered(self) -> tuple[list[NDArray[Any]], Latents]:
-        """RoPE's part of all blocks, with the bytes beside if there are any, and the latents of each."""
+        """RoPE's part of all blocks, with the bytes beside if there are any, and the latents of each.
+
+        Of blocks of bytes the latents are empty.
+        """
         ids = self.half.pool.lookup(self.group, self.hashes(NAME)[:FILLED])
         turned, latents, *index = zip(*(self.blocks._memory.gather(block_id) for block_id in ids), strict=True)
         return [np.stack(part) for part in (turned, *index)], dict(enumerate(latents))
@@ -186,7 +190,8 @@ class LatentSessions(Sessions):
         report["cold"] = self.answered(tokens)
         turned_after, after = self.gathered()
         report["kept"] = [bool(x.any()) and np.array_equal(x, y) for x, y in zip(turned, turned_after, strict=True)]
-        report |= {"same_tokens": same_tokens(latents, after), "noise": noise(latents, after)}
+        if latents[0].size:
+            report |= {"same_tokens": same_tokens(latents, after), "noise": noise(latents, after)}
         self.blocks.decode = lambda *_: None
         self.go_cold()
         report["zeros"] = self.answered(tokens)
@@ -201,12 +206,22 @@ def noise(before: Latents, after: Latents) -> float:
 
 
 def latents(job: Any) -> Any:
-    """Return what became of a session with latents. index: True for a cache of index keys beside them."""
+    """Return what became of a session with latents.
+
+    index: True for a cache of index keys beside them. hidden: True for layers that cannot be probed.
+    """
     allow_prefix_caching()
     if job.get("index"):
         add_index_keys()
+    if job.get("hidden"):
+        half.probe_layers = hide
     vllm = {"skip_tokenizer_init": True, "block_size": LATENT_BLOCK}
     return LatentSessions(131, vllm, model=job["model"], **job["manthan"]).come_back()
+
+
+def hide(*_: object) -> None:
+    """Attention that writes its cache in a way of its own."""
+    raise AttributeError("do_kv_cache_update")
 
 
 # -- a session that is evicted in the very step that computes its blocks ------------------------------

@@ -168,6 +168,24 @@ def test_index_keys_come_back_with_latents_out_of_one_block(coded: dict[str, Any
     assert found["zeros"]["answer"] != found["cold"]["answer"]
 
 
+@pytest.mark.parametrize("index", [False, True])
+def test_layers_that_cannot_be_probed_are_bytes(index: bool, tmp_path: Path) -> None:
+    """With their index. The scheduler hears of it, too."""
+    job = {
+        "scenario": "latents",
+        "index": index,
+        "hidden": True,
+        "model": make_latent_model(tmp_path),
+        "manthan": {"idle": {"after_s": 3600, "min_tokens": 64}},
+    }
+    found, log = run_script("sessions.py", job)
+    assert found["failures"] == []
+    assert found["cold"] == {"answer": found["hot"]["answer"], "found": [0, FILLED]}
+    assert found["kept"] == [True]
+    assert {tuple(section[:2]) for block in found["sections"] for section in block} == {("RAW", "exact")}
+    assert "KV cache group 0 is stored as bytes, because its layout cannot be found: AttributeError: do_kv" in log
+
+
 def test_the_log_says_what_a_token_takes(coded: dict[str, Any]) -> None:
     form = block_format("wht-5x", GROUP)
     token = -(-form.expected_nbytes(0) // 256) * 256 // BLOCK

@@ -1,6 +1,6 @@
 """The worker half of the connector: it chooses the engine, once it has seen the KV cache."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -118,18 +118,23 @@ class WorkerHalf:
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
-        self.groups = groups_of(
-            kv_cache_config, vllm_config.cache_config, Latents.of(vllm_config), Context.of(vllm_config.parallel_config)
-        )
-        self._config = config_for(from_vllm_config(vllm_config), self.groups)
-        self._group = self.groups.main
         self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
-        self._is_spread = any(group.context.ranks > 1 for group in self.groups.stored)
-        self._fails_whole = bool(self.groups.at_points)
+        self._know_groups()
         self.engine = Engine()
         self.guard: RankGuard | None = None
         """None if the codec is not to be measured."""
+
+    def _know_groups(self, as_bytes: Container[int] = ()) -> None:
+        """Take note of the KV cache groups. as_bytes: see `groups_of`."""
+        parallel = self._vllm_config.parallel_config
+        latents, context = Latents.of(self._vllm_config), Context.of(parallel)
+        cache = self._vllm_config.cache_config
+        self.groups = groups_of(self._kv_cache_config, cache, latents, context, as_bytes)
+        self._config = config_for(from_vllm_config(self._vllm_config), self.groups)
+        self._group = self.groups.main
+        self._is_spread = any(group.context.ranks > 1 for group in self.groups.stored)
+        self._fails_whole = bool(self.groups.at_points)
 
     def shutdown(self) -> None:
         if self.guard is not None:
@@ -137,6 +142,8 @@ class WorkerHalf:
         self.engine.shutdown()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        if hidden := [group.index for group in self.groups.stored if not self._is_found(group, kv_caches)]:
+            self._know_groups(hidden)
         config = self._config
         layers = self._layers(self._group, kv_caches)
         group = self._group
@@ -178,6 +185,27 @@ class WorkerHalf:
         caches = {name: cache for name, cache in kv_caches.items() if name in group.names}
         modules: dict[str, Any] = attention_modules(self._vllm_config)
         return probe_layers(caches, modules, self._num_blocks, block_shape(group))
+
+    def _is_found(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> bool:
+        """False for latents, or layers with bytes beside, that are to be coded and cannot be probed.
+
+        Such models have attention of their own, which need not write as others do. The scheduler asks for their groups.
+        """
+        if group.beside is None and not group.latent:
+            return True
+        try:
+            layers = self._layers(group, kv_caches)
+            if not layers[0].rows.is_cpu:
+                paged_layout(layers, block_shape(group), self._beside(group, kv_caches))
+        except Exception as error:  # a backend raises anything
+            logger.warning(
+                "Manthan: KV cache group %d is stored as bytes, because its layout cannot be found: %s: %s",
+                group.index,
+                type(error).__name__,
+                error,
+            )
+            return False
+        return True
 
     def _beside(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> Sequence[Layer]:
         """Places of the group's layers whose blocks are bytes, if the others are coded. Raises UnsupportedError."""
