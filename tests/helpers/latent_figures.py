@@ -73,7 +73,7 @@ class Figure(NamedTuple):
 
 
 def figures(folder: Path, arms: Sequence[Arm] = ARMS, pieces: int = 4) -> Iterator[Figure]:
-    """Measure the arms on a model that is made in this folder."""
+    """Measure the arms on a model that is made in this folder. First comes what fp8 alone does to bf16."""
     name = make_latent_model(folder, HIDDEN, 1.0, DECAY)
     rng = np.random.default_rng(0)
     often = 1 / np.arange(10, VOCAB)  # as words are, by Zipf
@@ -81,18 +81,18 @@ def figures(folder: Path, arms: Sequence[Arm] = ARMS, pieces: int = 4) -> Iterat
     profile = calibrated(name, texts[:3])
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     found: dict[Arm, list[tuple[float, float, float]]] = {arm: [] for arm in arms}
+    rounded: list[tuple[float, float]] = []
     for text in texts[3:]:
         prefix, rest = text[:PREFIX], text[PREFIX : PREFIX + ASKED]
         with torch.no_grad():
             cache = model(torch.tensor([prefix]), use_cache=True, logits_to_keep=1).past_key_values
+            kept = {dtype: [as_numbers(x, dtype) for x in in_pieces(cache)] for dtype in (BF16, FP8)}
+            exact = {dtype: answered(model, rest, [as_floats(x, dtype) for x in each]) for dtype, each in kept.items()}
+            rounded.append(apart(exact[BF16], exact[FP8]))
             for arm in arms:
-                kept = [as_numbers(x, arm.dtype) for x in in_pieces(cache)]
-                wanted = answered(model, rest, [as_floats(x, arm.dtype) for x in kept])
-                back, ratio = there_and_back(arm, kept, profile)
-                told = answered(model, rest, back)
-                kl = (wanted.exp() * (wanted - told)).sum(-1)[1:].mean()
-                same = (wanted.argmax(-1) == told.argmax(-1))[1:].float().mean()
-                found[arm].append((ratio, float(kl), float(same)))
+                back, ratio = there_and_back(arm, kept[arm.dtype], profile)
+                found[arm].append((ratio, *apart(exact[arm.dtype], answered(model, rest, back))))
+    yield Figure("fp8 in place of bf16", 2.0, 2.0, *np.mean(rounded, axis=0).tolist())
     for arm, each in found.items():
         ratio, kl, same = np.mean(each, axis=0)
         form = of_arm(arm, DEEPSEEK, None if needs_profile(arm.codec) else profile)
@@ -140,6 +140,12 @@ def answered(model: Any, rest: list[int], kept: Sequence[np.ndarray]) -> torch.T
         cache.update(torch.from_numpy(latents.copy()), torch.from_numpy(turned[layer][None].copy()), layer)
     found: torch.Tensor = model(torch.tensor([rest]), past_key_values=cache).logits[0].log_softmax(-1)
     return found
+
+
+def apart(wanted: torch.Tensor, told: torch.Tensor) -> tuple[float, float]:
+    """KL of the next token, and share of the same likeliest ones. The first token's scores follow from the prefix."""
+    kl = (wanted.exp() * (wanted - told)).sum(-1)[1:].mean()
+    return float(kl), float((wanted.argmax(-1) == told.argmax(-1))[1:].float().mean())
 
 
 def there_and_back(arm: Arm, kept: Sequence[np.ndarray], profile: Profile) -> tuple[Sequence[np.ndarray], float]:
