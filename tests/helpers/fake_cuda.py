@@ -198,7 +198,7 @@ class Seals:
 
 
 def copy_exact(job: Job, block_id: int, block: np.ndarray, itemsize: int, *, out: bool) -> None:
-    """What exact.cu does to one encoded block, in this process's memory. out: from the paged cache."""
+    """Do to one encoded block what exact.cu does, in this process's memory. out: from the paged cache."""
     caches = np.ctypeslib.as_array((ctypes.c_int64 * job.layers).from_address(job.caches))
     size = job.vector_nbytes
     for kind, layer, head, token in np.ndindex(job.kinds, job.layers, job.heads, job.tokens):

@@ -61,7 +61,7 @@ def built_of_latents(tokens=2048, ranks=1):
 
 
 def of_latents(profile):
-    """The same with the bases of keys as those of latents."""
+    """Return a profile with the bases of keys as those of latents."""
     info = replace(profile.info, latent=profile.info.heads * profile.info.head_dim)
     made = [[LayerProfile(layer.keys) for layer in rank] for rank in profile.ranks]
     return Profile.of(info, profile.frequencies, made)
