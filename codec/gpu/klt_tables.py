@@ -28,7 +28,7 @@ Ranks = npt.NDArray[np.uint8]
 
 
 class Transforms(NamedTuple):
-    """Transforms of rows: the keys or latents of all layers, then the values, [rows, C] float32 and [rows, C, C] float16.
+    """Transforms of rows, keys or latents first, then values: [rows, C] float32 and [rows, C, C] float16.
 
     Encoding: rint(((x - mean) * gain) @ forward). Decoding: (q @ inverse) * gain_back + mean.
     """

@@ -226,7 +226,7 @@ def test_a_profile_of_latents_is_used_if_it_is_named(tmp_path: Path, monkeypatch
 
 
 def test_a_session_returns_by_way_of_a_profile(coded: dict[str, Any], tmp_path: Path) -> None:
-    """The profile is its own model's. Its blocks are smaller than those of the finest codec, and the noise is bounded."""
+    """The profile is its own model's. Its blocks are smaller than the finest codec's, and the noise is bounded."""
     folder, path = tmp_path / "model", tmp_path / "p"
     folder.mkdir()
     model = make_latent_model(folder)

@@ -196,7 +196,7 @@ class WorkerHalf:
         try:
             layers = self._layers(group, kv_caches)
             if not layers[0].rows.is_cpu:
-                paged_layout(layers, block_shape(group), self._beside(group, kv_caches))
+                paged_layout(layers, block_shape(group), self._beside(group, kv_caches)).kept(0)  # as kernels need it
         except Exception as error:  # a backend raises anything
             logger.warning(
                 "Manthan: KV cache group %d is stored as bytes, because its layout cannot be found: %s: %s",
