@@ -6,9 +6,11 @@ and the latent in the values'. RoPE's part is kept exact: it is a ninth of the n
 errors. The latent is cut into pieces that stand where heads do, so that codecs meet vectors of a usual size.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +29,7 @@ from manthan.codec.errors import (
 )
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.registry import get_codec, needs_profile
-from manthan.codec.wire import BlockHeader, Buffer, align16, block_nbytes, head, parse, seal
+from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block_nbytes, head, parse, seal
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,15 @@ class BlockShape:
         return self.dtype is Dtype.UINT8
 
 
+class Shard(NamedTuple):
+    """Decoded block of some of the model's heads. first_head: number of the first of `heads` heads."""
+
+    first_head: int
+    heads: int
+    keys: Numbers
+    values: Numbers
+
+
 PIECE = 128
 """Most numbers of a piece of a latent."""
 
@@ -85,17 +96,21 @@ def piece_dim(latent: int) -> int:
 
 
 @lru_cache(1024)
-def sections(codec: str, shape: BlockShape, exact: int) -> tuple[Section, ...]:
+def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> tuple[Section, ...]:
     """Sections of a block: the first `exact` tokens as they are, the others in `codec`. Each number is in one section.
 
     A block of bytes is one section, exact unless it has states in a codec of states. Raises ShapeError.
+
+    Args:
+        first_head: number of the block's first head among the model's.
     """
     if not 0 <= exact <= shape.tokens:
         raise ShapeError(f"{exact} exact tokens cannot be: the block has {shape.tokens}.")
 
     def section(kind: SectionKind, codec: str, first_token: int, end: int) -> Section:
         heads, dim = (shape.value_numbers[1], shape.coded_dim) if kind is SectionKind.LATENT else shape.numbers[1::2]
-        return Section(kind, codec, shape.layers, end - first_token, heads, dim, shape.dtype, 0, first_token)
+        of_block = (codec, shape.layers, end - first_token, heads, dim, shape.dtype, 0)
+        return Section(kind, *of_block, first_token, first_head)
 
     if shape.is_raw:
         return (section(SectionKind.RAW, codec if codec in STATE_CODECS.values() else EXACT, 0, shape.tokens),)
@@ -122,14 +137,22 @@ class BlockFormat:
         fingerprint: 16 bytes; see `wire.BlockHeader`.
         group: KV cache group.
         facts: of the model, for codecs that use them.
+        first_head: number of the blocks' first head among the model's.
 
     Raises: UnknownCodecError, HeadDimError, ProfileError.
     """
 
     def __init__(
-        self, codec: str, shape: BlockShape, fingerprint: bytes, group: int = 0, facts: ModelFacts = NO_FACTS
+        self,
+        codec: str,
+        shape: BlockShape,
+        fingerprint: bytes,
+        group: int = 0,
+        facts: ModelFacts = NO_FACTS,
+        first_head: int = 0,
     ) -> None:
         self.codec, self.shape, self.fingerprint, self.group, self.facts = codec, shape, fingerprint, group, facts
+        self.first_head = first_head
         if shape.latent and needs_profile(codec):
             raise ProfileError(f"codec {codec} is calibrated, and latents (MLA) take no profile: use wht-5x or wht-4x.")
         self._codecs = {name: get_codec(name, shape.coded_dim, facts) for name in (codec, EXACT)}
@@ -149,7 +172,7 @@ class BlockFormat:
 
     def header(self, key: bytes, first_token: int, exact: int, mark: int = 0) -> BlockHeader:
         """Header of a block. Raises ShapeError."""
-        made = sections(self.codec, self.shape, exact)
+        made = sections(self.codec, self.shape, exact, self.first_head)
         return BlockHeader(key, self.fingerprint, self.shape.tokens, made, self.group, first_token, mark)
 
     def max_sizes(self, exact: int) -> tuple[int, ...]:
@@ -185,14 +208,17 @@ class BlockFormat:
 
     def exact_of(self, header: BlockHeader) -> int:
         """Number of exact tokens of a block. Raises WireError for a block that is not of this format."""
+        return self._exact_of(header, self.shape, self.first_head)
+
+    def _exact_of(self, header: BlockHeader, shape: BlockShape, first_head: int) -> int:
         found = header.sections
         for section in found:
             if section.codec not in self._codecs:
                 raise WireError(f"a section is in codec {section.codec!r}: the block's is {self.codec}.", "codec")
         exact = exact_of(found)
-        tokens = self.shape.tokens
-        if header.tokens != tokens or exact > tokens or found != sections(self.codec, self.shape, exact):
-            raise SizeError(f"{header.tokens} tokens in {found} are not a block of {self.shape}.")
+        tokens = shape.tokens
+        if header.tokens != tokens or exact > tokens or found != sections(self.codec, shape, exact, first_head):
+            raise SizeError(f"{header.tokens} tokens in {found} are not a block of {shape}.")
         return exact
 
     def encode(
@@ -248,6 +274,18 @@ class BlockFormat:
         """
         block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
         self.exact_of(block.header)
+        return self._decode(block)
+
+    def decode_shard(self, buf: Buffer, *, key: bytes) -> Shard:
+        """Decode a block of any of the model's heads. See `decode`."""
+        block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
+        heads, first_head = self.shape.heads, self.first_head
+        if block.header.sections:
+            heads, first_head = block.header.sections[0].heads, block.header.sections[0].first_head
+        self._exact_of(block.header, replace(self.shape, heads=heads), first_head)
+        return Shard(first_head, heads, *self._decode(block))
+
+    def _decode(self, block: EncodedBlock) -> tuple[Numbers, Numbers]:
         keys, values = [], []
         for section, codes in zip(block.header.sections, block.payloads, strict=True):
             x = self._codecs[section.codec].decode(codes, section, _positions(block.header, section))
@@ -257,6 +295,28 @@ class BlockFormat:
             else:
                 (keys if section.kind in AS_KEYS else values).append(x)
         return _joined(keys), _joined(values or [np.empty(self.shape.value_numbers, x.dtype)])
+
+    def joined(self, shards: Iterable[Shard]) -> tuple[Numbers, Numbers]:
+        """Return the keys and values of this format's heads. Raises SizeError unless each head is in one shard."""
+        wanted, heads = sorted(shards, key=itemgetter(0)), self.shape.heads
+        if [shard[:2] for shard in wanted] == [(self.first_head, heads)]:
+            return wanted[0].keys, wanted[0].values
+        keys, values = (np.empty(shape, self.shape.dtype.numpy) for shape in (self.shape.numbers, self.shape.value_numbers))
+        filled = 0
+        for first, count, *numbers in wanted:
+            here = slice(max(0, first - self.first_head), min(heads, first + count - self.first_head))
+            if here.start >= here.stop:
+                continue
+            if here.start != filled:
+                break
+            there = slice(here.start + self.first_head - first, here.stop + self.first_head - first)
+            for to, part in zip((keys, values), numbers, strict=True):
+                to[:, here] = part[:, there]
+            filled = here.stop
+        if filled != heads:
+            found = [shard[:2] for shard in wanted]
+            raise SizeError(f"shards of heads {found} do not make up {heads} heads from {self.first_head} on.")
+        return keys, values
 
 
 AS_KEYS = (SectionKind.KEYS, SectionKind.RAW)
