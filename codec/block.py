@@ -301,7 +301,8 @@ class BlockFormat:
         wanted, heads = sorted(shards, key=itemgetter(0)), self.shape.heads
         if [shard[:2] for shard in wanted] == [(self.first_head, heads)]:
             return wanted[0].keys, wanted[0].values
-        keys, values = (np.empty(shape, self.shape.dtype.numpy) for shape in (self.shape.numbers, self.shape.value_numbers))
+        shapes = self.shape.numbers, self.shape.value_numbers
+        keys, values = (np.empty(shape, self.shape.dtype.numpy) for shape in shapes)
         filled = 0
         for first, count, *numbers in wanted:
             here = slice(max(0, first - self.first_head), min(heads, first + count - self.first_head))
