@@ -1,5 +1,6 @@
 """Shares of an engine's ranks in a block: each rank has some heads of a stage's layers, or the same as another rank."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manthan.codec.registry import needs_profile
@@ -87,12 +88,24 @@ ONE_RANK = Sharding()
 
 
 def _kv_heads(vllm_config: "VllmConfig") -> int:
-    """Number of KV heads of each layer, a draft's included; 0 if layers have different numbers."""
+    """Number of KV heads of each layer, a draft's included; 0 if layers may have different numbers.
+
+    Because `ModelConfig` has one number for all layers, all that the model's own configuration says must agree with it.
+    """
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     models: list[Any] = [model, *([speculative.draft_model_config] if speculative and has_draft(vllm_config) else ())]
-    totals = {each.get_total_num_kv_heads() for each in models}
-    is_uniform = all(each.model_arch_config.per_layer_overrides is None for each in models)
-    return totals.pop() if is_uniform and len(totals) == 1 else 0
+    total = int(model.get_total_num_kv_heads())
+    said = {str(number) for each in models for number in _said(each.hf_text_config.to_dict())}
+    return total if said == {str(total)} else 0
+
+
+def _said(config: object) -> Iterator[object]:
+    """Yield numbers of KV heads that a model's configuration has, at any depth."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        is_number = "head" in str(key) and ("kv" in str(key) or "key_value" in str(key))
+        yield from [value] if is_number and value is not None else _said(value)
+    for value in config if isinstance(config, list) else ():
+        yield from _said(value)
 
 
 def reads_others(vllm_config: "VllmConfig", sharding: Sharding) -> bool:
