@@ -40,10 +40,12 @@ class Sharding(NamedTuple):
         parallel, stored = vllm_config.parallel_config, groups.stored
         stages = parallel.pipeline_parallel_size
         ranks, tensor = parallel.world_size // stages, parallel.tensor_parallel_size
-        if any(group.context.ranks > 1 for group in stored):
-            return cls(stages, ranks, ranks)
-        if groups.replicas == tensor > 1 or all(getattr(each.spec, "max_tp_shards", None) == 1 for each in stored):
+        is_spread = any(group.context.ranks > 1 for group in stored)
+        has_latents = all(getattr(each.spec, "max_tp_shards", None) == 1 for each in stored)
+        if not is_spread and (groups.replicas == tensor > 1 or has_latents):
             return cls(stages, ranks, 1, 1)
+        if is_spread or ranks > tensor:
+            return cls(stages, ranks, ranks)
         total = _kv_heads(vllm_config)
         parts = min(total, tensor) or tensor // groups.replicas
         is_cut = all(not (each.is_packed or each.latent) and each.shape[1] * parts == total for each in stored)
