@@ -125,6 +125,10 @@ class Stream:
         self._gpu.check()
         merge(self.clock, stream.clock)
 
+    def query(self) -> bool:
+        self._gpu.check()
+        return True
+
     def synchronize(self) -> None:
         self._gpu.check()
         self._gpu.end(self.clock)
