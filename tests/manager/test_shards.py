@@ -76,7 +76,8 @@ def test_what_is_dropped_is_dropped_everywhere(tiers: list[RamTier], sharded: Sh
     assert [len(tier.names()) for tier in every] == [4] * 5
     other = sharded.cleared("elsewhere")
     assert not any(tier.names() for tier in every)
-    put(tiers[3], KEYS, 9)
+    for tier in every[1:]:
+        put(tier, KEYS, 9)
     assert read(other) == [None] * 6, "nobody else's are read behind a reset"
     assert put(other, KEYS[:1], 8) is None
     assert tiers[0].names() == [(0, KEYS[0])]

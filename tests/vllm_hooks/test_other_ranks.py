@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from key_files import write_keys
 from redis_server import RedisServer
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import Engine, Table, until_killed
@@ -75,8 +76,10 @@ def shards(server: RedisServer) -> dict[str, int]:
 
 @pytest.mark.parametrize("ranks", [(2, 1), pytest.param((1, 2, 1, 2), marks=SLOW)], ids=str)
 def test_redis(tmp_path: Path, ranks: Sequence[int]) -> None:
+    """Sealed, and with RAM before it."""
+    sealing = {"key_file": str(write_keys(tmp_path / "keys", "one"))}
     with RedisServer(tmp_path) as server:
-        in_turn({"kind": "redis", "redis": server.url, "host_bytes": "8MiB"}, ranks)
+        in_turn({"kind": "redis", "redis": server.url, "host_bytes": "8MiB"}, ranks, sealing=sealing)
         found = shards(server)
         assert found.keys() == {"0-of-1", "0-of-2", "1-of-2"}
         assert found["0-of-2"] == found["1-of-2"]
