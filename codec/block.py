@@ -74,7 +74,7 @@ class BlockShape:
         return self.dtype is Dtype.UINT8
 
 
-class Shard(NamedTuple):
+class DecodedShard(NamedTuple):
     """Decoded block of some of the model's heads. first_head: number of the first of `heads` heads."""
 
     first_head: int
@@ -276,14 +276,14 @@ class BlockFormat:
         self.exact_of(block.header)
         return self._decode(block)
 
-    def decode_shard(self, buf: Buffer, *, key: bytes) -> Shard:
+    def decode_shard(self, buf: Buffer, *, key: bytes) -> DecodedShard:
         """Decode a block of any of the model's heads. See `decode`."""
         block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
         heads, first_head = self.shape.heads, self.first_head
         if block.header.sections:
             heads, first_head = block.header.sections[0].heads, block.header.sections[0].first_head
         self._exact_of(block.header, replace(self.shape, heads=heads), first_head)
-        return Shard(first_head, heads, *self._decode(block))
+        return DecodedShard(first_head, heads, *self._decode(block))
 
     def _decode(self, block: EncodedBlock) -> tuple[Numbers, Numbers]:
         keys, values = [], []
@@ -296,7 +296,7 @@ class BlockFormat:
                 (keys if section.kind in AS_KEYS else values).append(x)
         return _joined(keys), _joined(values or [np.empty(self.shape.value_numbers, x.dtype)])
 
-    def joined(self, shards: Iterable[Shard]) -> tuple[Numbers, Numbers]:
+    def joined(self, shards: Iterable[DecodedShard]) -> tuple[Numbers, Numbers]:
         """Return the keys and values of this format's heads. Raises SizeError unless each head is in one shard."""
         wanted, heads = sorted(shards, key=itemgetter(0)), self.shape.heads
         if [shard[:2] for shard in wanted] == [(self.first_head, heads)]:
