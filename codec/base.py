@@ -78,6 +78,7 @@ class Section:
     layers, first_layer: of the KV cache group.
     tokens, first_token: of the block.
     heads, head_dim: of this shard; of bytes, the number of a token's runs, and the length of a run.
+    first_head: number of this shard's first head among the model's.
     """
 
     kind: SectionKind
@@ -89,6 +90,7 @@ class Section:
     dtype: Dtype = Dtype.BFLOAT16
     first_layer: int = 0
     first_token: int = 0
+    first_head: int = 0
 
     @property
     def vectors(self) -> int:

@@ -10,10 +10,11 @@ errors. The latent is cut into pieces that stand where heads do, so that codecs 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from manthan.codec.errors import (
 )
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.registry import get_codec, needs_profile
-from manthan.codec.wire import BlockHeader, Buffer, align16, block_nbytes, head, parse, seal
+from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block_nbytes, head, parse, seal
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,14 @@ class BlockShape:
         return self.dtype is Dtype.UINT8
 
 
+class DecodedShard(NamedTuple):
+    """Decoded block of some of the model's heads. first_head: number of the first of `heads` heads."""
+
+    first_head: int
+    heads: int
+    numbers: tuple[Numbers, ...]
+
+
 PIECE = 128
 """Most numbers of a piece of a latent."""
 
@@ -103,21 +112,25 @@ def piece_dim(latent: int) -> int:
 
 
 @lru_cache(1024)
-def sections(codec: str, shape: BlockShape, exact: int) -> tuple[Section, ...]:
+def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> tuple[Section, ...]:
     """Sections of a block: the first `exact` tokens as they are, the others in `codec`. Each number is in one section.
 
     A block of bytes is one section, exact unless it has states in a codec of states. Bytes beside come first. Raises
     ShapeError.
+
+    Args:
+        first_head: number of the block's first head among the model's.
     """
     if not 0 <= exact <= shape.tokens:
         raise ShapeError(f"{exact} exact tokens cannot be: the block has {shape.tokens}.")
 
     def section(kind: SectionKind, codec: str, first_token: int, end: int) -> Section:
         heads, dim = (shape.value_numbers[1], shape.coded_dim) if kind is SectionKind.LATENT else shape.numbers[1::2]
-        return Section(kind, codec, shape.layers, end - first_token, heads, dim, shape.dtype, 0, first_token)
+        of_block = (codec, shape.layers, end - first_token, heads, dim, shape.dtype, 0)
+        return Section(kind, *of_block, first_token, first_head)
 
     if shape.beside is not None:
-        return (*sections(EXACT, shape.beside, 0), *sections(codec, replace(shape, beside=None), exact))
+        return (*sections(EXACT, shape.beside, 0), *sections(codec, replace(shape, beside=None), exact, first_head))
     if shape.is_raw:
         return (section(SectionKind.RAW, codec if codec in STATE_CODECS.values() else EXACT, 0, shape.tokens),)
     if shape.latent:
@@ -143,14 +156,22 @@ class BlockFormat:
         fingerprint: 16 bytes; see `wire.BlockHeader`.
         group: KV cache group.
         facts: of the model, for codecs that use them.
+        first_head: number of the blocks' first head among the model's.
 
     Raises: UnknownCodecError, HeadDimError, ProfileError.
     """
 
     def __init__(
-        self, codec: str, shape: BlockShape, fingerprint: bytes, group: int = 0, facts: ModelFacts = NO_FACTS
+        self,
+        codec: str,
+        shape: BlockShape,
+        fingerprint: bytes,
+        group: int = 0,
+        facts: ModelFacts = NO_FACTS,
+        first_head: int = 0,
     ) -> None:
         self.codec, self.shape, self.fingerprint, self.group, self.facts = codec, shape, fingerprint, group, facts
+        self.first_head = first_head
         profile = facts.profile if needs_profile(codec) else None
         if profile is not None and profile.info.latent != shape.latent:
             whose, what = (
@@ -165,7 +186,7 @@ class BlockFormat:
     def without_bytes(self) -> "BlockFormat":
         """Return the format of the same blocks without the bytes beside."""
         shape = replace(self.shape, beside=None)
-        return BlockFormat(self.codec, shape, self.fingerprint, self.group, self.facts)
+        return BlockFormat(self.codec, shape, self.fingerprint, self.group, self.facts, self.first_head)
 
     def warm_up(self, exacts: Sequence[int] = (0,)) -> None:
         """Encode and decode a block of zeros, so that no later block waits for a compiler or a table.
@@ -179,7 +200,7 @@ class BlockFormat:
 
     def header(self, key: bytes, first_token: int, exact: int, mark: int = 0) -> BlockHeader:
         """Header of a block. Raises ShapeError."""
-        made = sections(self.codec, self.shape, exact)
+        made = sections(self.codec, self.shape, exact, self.first_head)
         return BlockHeader(key, self.fingerprint, self.shape.tokens, made, self.group, first_token, mark)
 
     def max_sizes(self, exact: int) -> tuple[int, ...]:
@@ -215,14 +236,17 @@ class BlockFormat:
 
     def exact_of(self, header: BlockHeader) -> int:
         """Number of exact tokens of a block. Raises WireError for a block that is not of this format."""
+        return self._exact_of(header, self.shape, self.first_head)
+
+    def _exact_of(self, header: BlockHeader, shape: BlockShape, first_head: int) -> int:
         found = header.sections
         for section in found:
             if section.codec not in self._codecs:
                 raise WireError(f"a section is in codec {section.codec!r}: the block's is {self.codec}.", "codec")
         exact = exact_of(found)
-        tokens = self.shape.tokens
-        if header.tokens != tokens or exact > tokens or found != sections(self.codec, self.shape, exact):
-            raise SizeError(f"{header.tokens} tokens in {found} are not a block of {self.shape}.")
+        tokens = shape.tokens
+        if header.tokens != tokens or exact > tokens or found != sections(self.codec, shape, exact, first_head):
+            raise SizeError(f"{header.tokens} tokens in {found} are not a block of {shape}.")
         return exact
 
     def encode(self, *numbers: Numbers, key: bytes, first_token: int, exact: int, mark: int = 0) -> Codes:
@@ -277,6 +301,18 @@ class BlockFormat:
         """
         block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
         self.exact_of(block.header)
+        return self._decode(block)
+
+    def decode_shard(self, buf: Buffer, *, key: bytes) -> DecodedShard:
+        """Decode a block of any of the model's heads; of latents and bytes there is but one shard. See `decode`."""
+        block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
+        heads, first_head = self.shape.heads, self.first_head
+        if block.header.sections and not (self.shape.latent or self.shape.is_raw or self.shape.beside):
+            heads, first_head = block.header.sections[0].heads, block.header.sections[0].first_head
+        self._exact_of(block.header, replace(self.shape, heads=heads), first_head)
+        return DecodedShard(first_head, heads, self._decode(block))
+
+    def _decode(self, block: EncodedBlock) -> tuple[Numbers, ...]:
         arrays = self.shape.arrays
         found: list[list[Numbers]] = [[] for _ in arrays]
         for section, codes in zip(block.header.sections, block.payloads, strict=True):
@@ -285,6 +321,28 @@ class BlockFormat:
             for place, part in zip(places, x if len(places) > 1 else [x], strict=True):
                 found[place].append(part)
         return tuple(_joined(parts) if parts else np.empty(*array) for parts, array in zip(found, arrays, strict=True))
+
+    def joined(self, shards: Iterable[DecodedShard]) -> tuple[Numbers, ...]:
+        """Return the arrays of this format's heads. Raises SizeError unless each head is in one shard."""
+        wanted, heads = sorted(shards, key=itemgetter(0)), self.shape.heads
+        if [shard[:2] for shard in wanted] == [(self.first_head, heads)]:
+            return wanted[0].numbers
+        arrays = tuple(np.empty(*array) for array in self.shape.arrays)
+        filled = 0
+        for first, count, numbers in wanted:
+            here = slice(max(0, first - self.first_head), min(heads, first + count - self.first_head))
+            if here.start >= here.stop:
+                continue
+            if here.start != filled:
+                break
+            there = slice(here.start + self.first_head - first, here.stop + self.first_head - first)
+            for to, part in zip(arrays, numbers, strict=True):
+                to[:, here] = part[:, there]
+            filled = here.stop
+        if filled != heads:
+            found = [shard[:2] for shard in wanted]
+            raise SizeError(f"shards of heads {found} do not make up {heads} heads from {self.first_head} on.")
+        return arrays
 
 
 def _places(section: Section, arrays: int) -> tuple[int, ...]:

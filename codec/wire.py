@@ -10,7 +10,7 @@ block, u64; fingerprint, 16 bytes; length of the block u64; place of the block's
 cache group u16; number of sections u16; tokens u32; length of the block key u8; mark u8; 6 zero bytes; block key, 64
 bytes.
 
-Entry: kind u8; dtype u8; first layer, layers, heads, head size, u16 each; 2 zero bytes; first token of the block,
+Entry: kind u8; dtype u8; first layer, layers, heads, head size, first head, u16 each; first token of the block,
 tokens, u32 each; 4 zero bytes; length in bytes u64; codec name, 24 bytes; 8 zero bytes. Shorter strings are filled with
 zeros.
 
@@ -33,8 +33,8 @@ from manthan.codec.errors import HeaderError, SizeError, WireError
 MAGIC = b"MNTH"
 VERSION = 1
 HEADER = struct.Struct("<4sHHQ16sQQHHIBB6x64s")
-ENTRY = struct.Struct("<BBHHHH2xII4xQ24s8x")
-CHECKSUM, FINGERPRINT = slice(8, 16), slice(16, 32)
+ENTRY = struct.Struct("<BBHHHHHII4xQ24s8x")
+CHECKSUM, FINGERPRINT, LENGTH = slice(8, 16), slice(16, 32), slice(32, 40)
 KEY_AT, MARK_AT = 64, 57
 KEY_MAX, FINGERPRINT_LEN, CODEC_NAME_MAX = 64, 16, 24
 SECTIONS_MAX = 256
@@ -49,7 +49,7 @@ class BlockHeader:
     """Header and entries of a compressed block.
 
     key: block key, at most 64 bytes.
-    fingerprint: 16 bytes that stand for the model, how it was loaded, the codec with its profile, and the shard.
+    fingerprint: 16 bytes that stand for the model, how it was loaded, and the codec with its profile.
     group: KV cache group.
     first_token: place of the block's first token in the session.
     mark: 0 for KV that was computed exactly, 1 for KV that was computed behind decoded KV.
@@ -113,7 +113,7 @@ def head(header: BlockHeader, sizes: Sequence[int]) -> Codes:
     """Header and entries, uint8 [header.nbytes], with a checksum of zero. Raises HeaderError."""
     _check(header, sizes)
     h, sections = header, header.sections
-    shapes = [(s.first_layer, s.layers, s.heads, s.head_dim, s.first_token, s.tokens) for s in sections]
+    shapes = [(s.first_layer, s.layers, s.heads, s.head_dim, s.first_head, s.first_token, s.tokens) for s in sections]
     place = (block_nbytes(h, sizes), h.first_token, h.group, len(sections), h.tokens)
     try:
         made = HEADER.pack(MAGIC, VERSION, h.nbytes, 0, h.fingerprint, *place, len(h.key), h.mark, h.key)
@@ -178,6 +178,17 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
         raise SizeError("the block's header has bytes that no header has.")
     payloads = (data[at : at + size] for at, size in zip(starts(header, sizes), sizes, strict=True))
     return EncodedBlock(header, tuple(payloads))
+
+
+def split(buf: Buffer) -> list[Codes]:
+    """Cut shards that stand one behind the other. Bytes that are no shard stay with the one before them."""
+    data, shards = np.frombuffer(buf, np.uint8), list[Codes]()
+    while data.size:
+        end = int.from_bytes(data[LENGTH].tobytes(), "little")
+        end = end if end and data[end : end + len(MAGIC)].tobytes() == MAGIC else data.size
+        shards.append(data[:end])
+        data = data[end:]
+    return shards or [data]
 
 
 def peek(data: Codes) -> Front:
@@ -245,13 +256,12 @@ def _front(data: Codes) -> Front:
 
 def _entry(data: Codes, at: int) -> tuple[Section, int]:
     """Section of the entry at this offset, and its length in bytes."""
-    kind, dtype, first_layer, layers, n_heads, head_dim, first_token, tokens, size, name = ENTRY.unpack_from(
-        data.data, at
-    )
+    kind, dtype, first_layer, layers, n_heads, head_dim, first_head, *others = ENTRY.unpack_from(data.data, at)
+    first_token, tokens, size, name = others
     try:
         codec = name.rstrip(b"\0").decode("ascii")
         shape = (layers, tokens, n_heads, head_dim)
-        return Section(SectionKind(kind), codec, *shape, Dtype(dtype), first_layer, first_token), size
+        return Section(SectionKind(kind), codec, *shape, Dtype(dtype), first_layer, first_token, first_head), size
     except ValueError as error:
         raise SizeError(f"a section of kind {kind} and dtype {dtype} in codec {name!r} is unknown ({error}).") from None
 

@@ -101,7 +101,7 @@ def test_the_scheduler_s_thread_leaves_redis_and_the_journal_to_others_and_waits
     too_long = threading.Timer(60, stuck.is_over.set)
     if name == "manthan-redis":
         talks: Talks = SharedTalks()
-        sessions = RedisSessions(stuck, Circuit(), Namespace("m", "name"), 1, 1e4, {"engine": "e"}, lambda: None)
+        sessions = RedisSessions(stuck, Circuit(), Namespace("m", "name"), [1], 1e4, {"engine": "e"}, lambda: None)
         talks.driver._redis = RedisLink(sessions, talks.manager, FRONTS)
         sessions.start()
         closes.callback(sessions.close)

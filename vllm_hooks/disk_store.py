@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
 
@@ -17,9 +17,18 @@ from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.persist import JournalLink
 from manthan.manager.tiers.arena_tier import ArenaTier
-from manthan.manager.tiers.disk_folder import check_folder, found_in, open_rank, open_root, remove_others
+from manthan.manager.tiers.disk_folder import (
+    check_folder,
+    counts_in,
+    found_in,
+    open_rank,
+    open_root,
+    remove_others,
+)
 from manthan.manager.tiers.journal import Journal
 from manthan.manager.tiers.sealed import Sealer, keys_of
+from manthan.manager.tiers.shards import Shard
+from manthan.vllm_hooks.shards import Sharding, reads_others
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
@@ -27,6 +36,13 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
 logger = init_logger("vllm.manthan")
+
+
+class RankFolder(NamedTuple):
+    """Blocks of a rank of an earlier server."""
+
+    shard: Shard
+    tier: ArenaTier
 
 
 PATIENCE_S = 10.0
@@ -46,9 +62,28 @@ def check_disk(vllm_config: "VllmConfig") -> None:
     check_folder(config.tiers.disk.path, PATIENCE_S)
 
 
-def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int, rank: int) -> ArenaTier:
+def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int) -> ArenaTier:
     """Return a rank's part, of `nbytes`. name: of the namespace. Raises ConfigError if another server has it."""
-    return open_rank(_root(config, parallel), name, rank, nbytes)
+    shard = Shard(parallel.rank, parallel.world_size)
+    return open_rank(_root(config, parallel), name, shard, nbytes // parallel.world_size)
+
+
+def open_left(
+    config: ManthanConfig, parallel: "ParallelConfig", name: str, sharding: Sharding
+) -> tuple[list[list[RankFolder]], list[RankFolder]]:
+    """Return what servers with other numbers of ranks have left: what this rank reads, and what it only drops from."""
+    root, rank, ranks = _root(config, parallel), parallel.rank, parallel.world_size
+
+    def opened(at: int, count: int) -> RankFolder:
+        return RankFolder(Shard(at, count), open_rank(root, name, Shard(at, count), 0, is_left=True))
+
+    sources, copies = list[list[RankFolder]](), list[RankFolder]()
+    for count in counts_in(root / name):
+        if count != ranks:
+            read = sharding.sources(rank, sharding.with_ranks(count // sharding.stages))
+            sources.append([opened(at, count) for at in read])
+            copies += [opened(at, count) for at in range(rank, count, ranks) if at not in read]
+    return sources, copies
 
 
 class DiskBooks:
@@ -56,19 +91,21 @@ class DiskBooks:
 
     Args:
         name: of the namespace.
-        shards: number of parts of a block, each in a folder.
+        sharding: shares of the ranks in a block.
 
     Raises:
         ConfigError: Another server has the folder.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str, shards: int) -> None:
-        self._parallel, self._shards = vllm_config.parallel_config, shards
-        root = _root(config, self._parallel)
+    def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str, sharding: Sharding) -> None:
+        self._ranks, self._sharding = vllm_config.parallel_config.world_size, sharding
+        root = _root(config, vllm_config.parallel_config)
         self._folder, self._lock = root / name, open_root(root)
         self._keys = keys_of(config.sealing)
         _end_with_parent()
-        for other, nbytes in remove_others(root, name).items():
+        is_reader = not config.tiers.is_shared and reads_others(vllm_config, sharding)
+        self._counts = {self._ranks, *(counts_in(root / name) if is_reader else ())}
+        for other, nbytes in remove_others(root, name, self._counts).items():
             logger.warning(
                 "Manthan: %s in %s is of another model or configuration, and is removed: %s",
                 other,
@@ -86,8 +123,10 @@ class DiskBooks:
     def adopt(self, link: JournalLink) -> None:
         """Enter the sessions that an earlier server left. The driver must listen by then: it drops all other blocks."""
         began = time.monotonic()
-        sizes = [found_in(self._folder / f"rank-{rank}") for rank in range(self._shards)]
-        found = link.adopt(sizes, began)
+        left = [self._left(count) for count in self._counts if count != self._ranks]
+        others = {name: sum(sizes.get(name, 0) for sizes in left) for sizes in left for name in sizes}
+        own = [found_in(self._folder, Shard(rank, self._ranks)) for rank in range(self._ranks)]
+        found = link.adopt(own, began, others)
         if found.written or found.dropped:
             logger.info(
                 "Manthan: %d of %d sessions of an earlier server are cold again: %d blocks (%s) in %s, in %.1f s; "
@@ -100,6 +139,14 @@ class DiskBooks:
                 time.monotonic() - began,
                 found.dropped,
             )
+
+    def _left(self, count: int) -> dict[BlockName, int]:
+        """Return the room of each block of a server with `count` ranks; 0 for one of which a shard is missing."""
+        other = self._sharding.with_ranks(count // self._sharding.stages)
+        ranks = [found_in(self._folder, Shard(rank, count)) for rank in range(count)]
+        names = dict.fromkeys(name for rank in ranks for name in rank)
+        whole = {name for name in names if all(name in rank for rank in ranks[:: other.copies])}
+        return {name: sum(rank.get(name, 0) for rank in ranks) if name in whole else 0 for name in names}
 
     def close(self) -> None:
         """Unlock the folder."""

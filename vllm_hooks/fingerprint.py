@@ -1,4 +1,4 @@
-"""Fingerprints of model, weights, codec and shard, which must agree for a compressed block to be read."""
+"""Fingerprints of model, weights and codec, which must agree for a compressed block to be read."""
 
 import hashlib
 import json
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from manthan.codec import wire
 from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.vllm_hooks.shards import ONE_RANK, Sharding
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -21,17 +22,17 @@ def fingerprint(
     codec: str,
     namespace: str = "",
     facts: ModelFacts = NO_FACTS,
-    replicas: int = 1,
+    sharding: Sharding = ONE_RANK,
 ) -> bytes:
-    """Return 16 bytes over everything that decides the meaning of this rank's blocks.
+    """Return 16 bytes over everything that decides the meaning of this rank's blocks, but for which heads they have.
 
     Args:
         namespace: name of a store that outlives the engine; it covers the model. `ModelConfig.compute_hash` does
             otherwise: name, revision, quantization, dtype and rotary settings, and much that does not matter.
         facts: properties of the model that the codec knows.
-        replicas: see `Groups`. Ranks with the same blocks read each other's.
+        sharding: shares of the ranks in a block.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model, rank = vllm_config.model_config, vllm_config.parallel_config.rank
     parts: dict[str, object] = {
         "wire": wire.VERSION,
         "codec": codec,
@@ -39,13 +40,17 @@ def fingerprint(
         "dtype": group.dtype_name,
         "group": group.index,
         "block_size": group.spec.block_size,
-        **({"layers": group.shape} if group.is_packed else {"kv_heads": group.shape[1], "head_size": group.shape[2]}),
-        "tensor_parallel": [parallel.rank // replicas, parallel.tensor_parallel_size // replicas],
     }
+    if group.is_packed:
+        parts["layers"] = group.shape
+    else:
+        parts |= {"kv_heads": sharding.heads or group.shape[1], "head_size": group.shape[2]}
+    if not sharding.heads:
+        parts["shard"] = sharding.shard(rank)
     if group.context.ranks > 1:
         parts["context_parallel"] = group.context
-    if parallel.pipeline_parallel_size > 1:
-        parts["pipeline_parallel"] = parallel.pipeline_parallel_size
+    if sharding.stages > 1:
+        parts["stage"] = [rank // sharding.ranks, sharding.stages]
     if group.latent:
         parts["latent"] = group.latent
     if group.beside is not None:

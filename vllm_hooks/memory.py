@@ -57,10 +57,14 @@ def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:
 
 
 def block_format(
-    codec: str, group: "KvCacheGroup", fingerprint: bytes = bytes(FINGERPRINT_LEN), facts: ModelFacts = NO_FACTS
+    codec: str,
+    group: "KvCacheGroup",
+    fingerprint: bytes = bytes(FINGERPRINT_LEN),
+    facts: ModelFacts = NO_FACTS,
+    first_head: int = 0,
 ) -> BlockFormat:
-    """What one rank's encoded blocks of a KV cache group have in common."""
-    return BlockFormat(codec, block_shape(group), fingerprint, group.index, facts)
+    """Return the format of one rank's compressed blocks of a KV cache group."""
+    return BlockFormat(codec, block_shape(group), fingerprint, group.index, facts, first_head)
 
 
 def memory_shapes(

@@ -48,6 +48,7 @@ from manthan.vllm_hooks.memory import Shards, memory_shapes
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.ordering import ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.settled import settled_profile
+from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
 from manthan.vllm_hooks.support import Latents, UnsupportedError, blocks_computed_again
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard
@@ -132,7 +133,7 @@ class SchedulerHalf:
             )
         lasting = config.tiers.is_lasting
         namespace = namespace_of(vllm_config, config, self.groups, _weights(config)) if lasting else None
-        owner = engine_name()
+        owner, sharding = engine_name(), Sharding.of(vllm_config, self.groups)
         self._salts = salts_of(config)
         prepare_requests(self._salts.of, PARAMS, lasting)
         chosen = choose_policy(config.policy)
@@ -163,9 +164,9 @@ class SchedulerHalf:
         self._redis: RedisLink | None = None
         self._books: DiskBooks | None = None
         if namespace is not None and config.tiers.is_on_disk:
-            self._books = DiskBooks(vllm_config, config, namespace.name, self._ranks)
+            self._books = DiskBooks(vllm_config, config, namespace.name, sharding)
         if namespace is not None and shared:
-            sessions = make_sessions(vllm_config, config, namespace, owner, self._ring, self.groups.replicas)
+            sessions = make_sessions(vllm_config, config, namespace, owner, self._ring, sharding)
             parts = self._parts if self.groups.at_points else None
             self._redis = RedisLink(sessions, self.manager, self._fronts, parts)
         self.driver: Driver

@@ -16,6 +16,7 @@ from manthan.manager.tiers.redis_schema import Namespace
 from manthan.manager.tiers.redis_sessions import RedisSessions
 from manthan.manager.tiers.sealed import Sealer, derived, keys_of
 from manthan.vllm_hooks.fingerprint import model_identity
+from manthan.vllm_hooks.shards import Sharding, reads_others
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS
 
@@ -36,35 +37,34 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     Codec and profile are not in it: each block names its own. weights: digest of all that was loaded.
     """
     group = groups.main
-    beside: list[object] = [[*_identity(each.group), each.reach] for each in groups.at_points]
+    sharding = Sharding.of(vllm_config, groups)
+    beside: list[object] = [[*_identity(each.group, sharding), each.reach] for each in groups.at_points]
     if any(each.group.is_state for each in groups.at_points):
         beside.append(config.codec.state)
     if groups.again and beside:
         beside.append(groups.again)  # resume points are at other depths
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    keys = keys_of(config.sealing)
+    cache, keys = vllm_config.cache_config, keys_of(config.sealing)
     return Namespace.of(
         config.tiers.redis.prefix,
         vllm_config.model_config.model,
         {
             "wire": wire.VERSION,
             "model": model_identity(vllm_config, weights),
-            "dtype": group.dtype_name,
-            "block_tokens": group.tokens,
+            "main": _identity(group, sharding),
             **({"context_parallel": group.context} if group.context.ranks > 1 else {}),
-            "shape": group.shape,
-            "tensor_parallel": parallel.tensor_parallel_size // (groups.replicas if config.tiers.is_shared else 1),
-            **({"pipeline_parallel": parallel.pipeline_parallel_size} if parallel.pipeline_parallel_size > 1 else {}),
+            **({} if sharding.heads else {"tensor_parallel": sharding.ranks}),
+            **({"pipeline_parallel": sharding.stages} if sharding.stages > 1 else {}),
             "block_hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED", "")],
             **({"sealed": derived(keys[-1], "mark of a key", nbytes=8).hex()} if keys else {}),
-            **({"group": group.index, "beside": beside} if beside else {}),
+            **({"beside": beside} if beside else {}),
         },
     )
 
 
-def _identity(group: "KvCacheGroup") -> list[object]:
-    """Return all that tells a group of windows or states from others."""
-    return [group.index, group.dtype_name, group.tokens, group.shape]
+def _identity(group: "KvCacheGroup", sharding: Sharding) -> list[object]:
+    """Return all that tells a group from others, whatever the number of its layers on a rank."""
+    shape = group.shape if group.is_packed else [sharding.heads or group.shape[1], *group.shape[2:]]
+    return [group.index, group.dtype_name, group.tokens, shape]
 
 
 def engine_name() -> str:
@@ -78,21 +78,22 @@ def make_sessions(
     namespace: Namespace,
     owner: str,
     ring: Callable[[], None],
-    replicas: int = 1,
+    sharding: Sharding,
 ) -> RedisSessions:
     """Return the books of sessions in Redis.
 
     Args:
         ring: called on their thread when there is an answer.
-        replicas: see `Groups`.
+        sharding: shares of the ranks in a block.
     """
+    others = sharding.others() if reads_others(vllm_config, sharding) else []
     facts = {"model": vllm_config.model_config.model, "codec": config.codec.name, "engine": owner}
     keys = keys_of(config.sealing)
     return RedisSessions(
         connect(config.tiers.redis),
         Circuit(ring),
         namespace,
-        vllm_config.parallel_config.world_size // replicas,
+        [each.stages * each.parts for each in (sharding, *others)],
         config.tiers.redis.ttl_s,
         facts,
         ring,
@@ -117,9 +118,8 @@ def check_redis(vllm_config: "VllmConfig") -> None:
         logger.warning("Manthan: %s", said)
 
 
-def make_redis(config: ManthanConfig, namespace: Namespace, rank: int, replicas: int = 1) -> RedisTier:
-    """Return a rank's blocks in Redis. replicas: see `Groups`. The first of ranks with the same blocks writes them."""
+def make_redis(config: ManthanConfig, namespace: Namespace, sharding: Sharding, rank: int) -> RedisTier:
+    """Return a rank's blocks in Redis. The first of ranks with the same blocks writes them."""
     client = connect(config.tiers.redis, threads=CPU_ENCODE_THREADS + LOAD_THREADS + AHEAD_THREADS)
-    return RedisTier(
-        client, Circuit(), namespace, rank // replicas, config.tiers.redis.ttl_s, writes=rank % replicas == 0
-    )
+    shard, is_first = sharding.shard(rank), sharding.is_first(rank)
+    return RedisTier(client, Circuit(), namespace, shard, config.tiers.redis.ttl_s, is_first)

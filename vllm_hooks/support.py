@@ -44,7 +44,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     from vllm.platforms import current_platform
 
     check_version(vllm.__version__)
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     config = from_vllm_config(vllm_config)
@@ -77,10 +77,6 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         ),
         (bool(hashes), hashes),
         (not cache.enable_prefix_caching, "prefix caching is off; remove --no-enable-prefix-caching"),
-        (
-            parallel.prefill_context_parallel_size > 1,
-            f"--prefill-context-parallel-size is {parallel.prefill_context_parallel_size}; set it to 1",
-        ),
         (
             speculative is not None and speculative.method not in DRAFTS and has_draft(vllm_config),
             f"--speculative-config has method {speculative and speculative.method}, whose draft's KV was never tried; "

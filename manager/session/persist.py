@@ -169,7 +169,9 @@ class JournalLink(_Link):
         notes = (known.get(name, b"") for name in zip(groups, hashes, strict=True))
         return tuple(map(JournalBlock, hashes, groups, *numbers, notes))
 
-    def adopt(self, ranks: Sequence[Mapping[BlockName, int]], now: float) -> Adopted:
+    def adopt(
+        self, ranks: Sequence[Mapping[BlockName, int]], now: float, others: Mapping[BlockName, int] | None = None
+    ) -> Adopted:
         """Enter sessions of which every rank has the blocks, as cold ones, and drop all other blocks.
 
         Sessions that were used last go before others, and heads before tails, as far as the budget and its shares have
@@ -177,11 +179,14 @@ class JournalLink(_Link):
 
         Args:
             ranks: of each rank, by block, the bytes that it takes of that rank's part of the budget.
+            others: by block of an engine with another number of ranks, the bytes that it takes in all; 0 for one of
+                which a shard is missing.
         """
-        manager, offset, weigh = self._manager, self._clock() - now, on_each(len(ranks))
-        table, names = manager.table, list(dict.fromkeys(name for rank in ranks for name in rank))
+        manager, offset, weigh, others = self._manager, self._clock() - now, on_each(len(ranks)), others or {}
+        table, names = manager.table, list(dict.fromkeys([*(name for rank in ranks for name in rank), *others]))
         whole = [name for name in names if all(name in rank for rank in ranks)]
-        sizes = {name: weigh([rank[name] for rank in ranks]) for name in whole}
+        sizes = {name: nbytes for name, nbytes in others.items() if nbytes}
+        sizes |= {name: weigh([rank[name] for rank in ranks]) + others.get(name, 0) for name in whole}
         written = list(self._journal.sessions())
         left = [one for each in written if (one := self._left(each, sizes, offset)) is not None]
         left.sort(key=lambda one: float(one.facts["last_used"]), reverse=True)

@@ -89,16 +89,17 @@ class DiskTier(ArenaTier):
 
     Args:
         timeout_s: Seconds that a reader waits for the disk in all, and a writer for each block.
+        is_left: True for the folder of an earlier server, which several ranks read and drop from. None writes to it.
 
     Raises:
         BlockingIOError: Another process uses the folder.
         OSError: The folder cannot be used.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, timeout_s: float = 10.0) -> None:
+    def __init__(self, folder: Path, max_bytes: int, timeout_s: float = 10.0, is_left: bool = False) -> None:
         self.folder, self._path, self._timeout_s = folder, folder / FILE, timeout_s
         make_folder(folder)
-        self._folder_lock = lock(folder / "lock")
+        self._folder_lock = lock(folder / "lock", is_left)
         self._fd = open_file(self._path)
         sync_folder(folder)
         weakref.finalize(self, os.close, self._fd)  # not before the last thread has done with it

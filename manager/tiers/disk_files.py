@@ -65,8 +65,11 @@ def open_file(path: Path) -> int:
         return os.open(path, flags, 0o600)
 
 
-def lock(path: Path) -> IO[bytes]:
+def lock(path: Path, is_shared: bool = False) -> IO[bytes]:
     """Lock a file, which `open_file` opens.
+
+    Args:
+        is_shared: True if other processes may lock it so, too.
 
     Returns: the file, which is locked until it is closed.
     Raises: BlockingIOError if another process has locked it, or another user owns it; OSError if it cannot be opened.
@@ -76,7 +79,7 @@ def lock(path: Path) -> IO[bytes]:
         raise BlockingIOError(errno.EAGAIN, "another user has it", str(path))
     file = os.fdopen(open_file(path), "r+b", buffering=0)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         raise

@@ -3,7 +3,7 @@
     PATH/lock                        locked by the server that uses the folder; its process id, and that of its parent
     PATH/NAME/                       blocks of one model and configuration; see `Namespace`
     PATH/NAME/sessions.sqlite        the sessions; see `manthan.manager.tiers.journal`
-    PATH/NAME/rank-N/                one rank's blocks; see `manthan.manager.tiers.disk`
+    PATH/NAME/rank-N-of-M/           one rank's blocks, of M ranks; see `manthan.manager.tiers.disk`
 
 The first data-parallel replica uses PATH, and each other one has a folder PATH/replica-N with all of that.
 """
@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -26,6 +26,7 @@ from manthan.manager.tiers.arena_tier import ArenaTier, Name, RamTier
 from manthan.manager.tiers.disk import DISK, FILE, DiskTier, records_in, room
 from manthan.manager.tiers.disk_files import lock, make_folder
 from manthan.manager.tiers.journal import JOURNAL
+from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import Buffer
 
 logger = logging.getLogger("vllm.manthan.disk")
@@ -96,11 +97,13 @@ def open_root(path: Path) -> IO[bytes] | None:
     return file
 
 
-def open_rank(path: Path, name: str, rank: int, max_bytes: int) -> ArenaTier:
+def open_rank(path: Path, name: str, shard: Shard, max_bytes: int, is_left: bool = False) -> ArenaTier:
     """Return the tier of a rank, or NoTier if the disk cannot be used.
 
     Args:
         name: Name of the namespace.
+        shard: Number of the rank, and of all ranks.
+        is_left: See `DiskTier`.
 
     Raises: ConfigError if another server uses the folder.
     """
@@ -108,7 +111,7 @@ def open_rank(path: Path, name: str, rank: int, max_bytes: int) -> ArenaTier:
         if not path.is_dir():
             make_folder(path)
         make_folder(path / name)
-        return DiskTier(path / name / f"rank-{rank}", max_bytes)
+        return DiskTier(path / name / f"rank-{shard}", max_bytes, is_left=is_left)
     except BlockingIOError:
         raise _in_use(path) from None
     except OSError as error:
@@ -116,11 +119,16 @@ def open_rank(path: Path, name: str, rank: int, max_bytes: int) -> ArenaTier:
         return NoTier()
 
 
-def found_in(folder: Path) -> dict[Name, int]:
-    """Return the room of each block in a folder, which a tier of another process may have open."""
+def counts_in(folder: Path) -> list[int]:
+    """Return the numbers of ranks of the servers that have left blocks in the folder of a namespace."""
+    return sorted({int(each.name.rpartition("-")[2]) for each in folder.glob("rank-*-of-*") if (each / FILE).exists()})
+
+
+def found_in(folder: Path, shard: Shard) -> dict[Name, int]:
+    """Return the room of each block of a rank, whose tier another process may have open."""
     found: dict[Name, int] = {}
     with suppress(OSError):
-        fd = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(folder / f"rank-{shard}" / FILE, os.O_RDONLY | os.O_CLOEXEC)
         try:
             found = {record.name: room(record.placed.nbytes) for record in records_in(fd)}
         finally:
@@ -128,13 +136,25 @@ def found_in(folder: Path) -> dict[Name, int]:
     return found
 
 
-def remove_others(path: Path, name: str) -> dict[str, int]:
-    """Remove Manthan's folders of other names than `name`. Returns their names and bytes."""
+def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, int]:
+    """Remove Manthan's folders of other names than `name`, and there those of ranks that nobody reads.
+
+    Args:
+        counts: Numbers of ranks of the servers whose blocks are read.
+
+    Returns: Names and bytes of what is removed.
+    """
     removed = {}
-    for other in path.glob("*"):
+    unread = [
+        folder for of in counts_in(path / name) if of not in counts for folder in path.glob(f"{name}/rank-*-of-{of}")
+    ]
+    for other in (*unread, *path.glob("*")):
         is_named = other.is_dir() and re.fullmatch(r".+-[0-9a-f]{12}", other.name) and other.name != name
-        if is_named and ((other / JOURNAL).exists() or (other / "rank-0" / LOCK).exists()):  # made by Manthan
-            removed[other.name] = sum(file.stat().st_size for file in other.rglob("*") if file.is_file())
+        is_ours = is_named and ((other / JOURNAL).exists() or any(other.glob(f"rank-0*/{LOCK}")))
+        if is_ours or other in unread:
+            removed[str(other.relative_to(path))] = sum(
+                file.stat().st_size for file in other.rglob("*") if file.is_file()
+            )
             shutil.rmtree(other, ignore_errors=True)
     return removed
 

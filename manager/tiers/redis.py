@@ -11,6 +11,7 @@ from redis.exceptions import OutOfMemoryError
 
 from manthan.manager.tiers.redis_client import Circuit, Client, pipelined
 from manthan.manager.tiers.redis_schema import FIRST_TTL, Namespace
+from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Tier, TierError
 
 BATCH_BYTES = 4 << 20
@@ -22,7 +23,7 @@ AHEAD_THREADS = 2
 
 
 class RedisTier(Tier):
-    """Blocks of one rank in one namespace. The server evicts them, so that any may be missing at any time.
+    """One shard of each block in one namespace. The server evicts them, so that any may be missing at any time.
 
     Args:
         ttl_s: Seconds a session lives after its last use. `RedisSessions` renews its blocks.
@@ -30,10 +31,10 @@ class RedisTier(Tier):
     """
 
     def __init__(
-        self, client: Client, circuit: Circuit, namespace: Namespace, rank: int, ttl_s: float, writes: bool = True
+        self, client: Client, circuit: Circuit, namespace: Namespace, shard: Shard, ttl_s: float, writes: bool = True
     ) -> None:
         self._client, self._circuit, self._writes = client, circuit, writes
-        self._namespace, self._rank = namespace, rank
+        self._namespace, self._shard = namespace, shard
         self._ttl_ms = round(1000 * FIRST_TTL * ttl_s)
         self._fetchers = ThreadPoolExecutor(AHEAD_THREADS, "manthan-fetch")
         self._nbytes: dict[int, int] = {}  # size of a group's block, as the last ones were
@@ -95,6 +96,12 @@ class RedisTier(Tier):
         other._namespace = Namespace(self._namespace.prefix, place)
         return other
 
+    def of(self, shard: Shard) -> "RedisTier":
+        """Return the tier of another shard. Both have the same connections and threads."""
+        other = copy(self)
+        other._shard, other._nbytes = shard, {}
+        return other
+
     def close(self) -> None:
         self._fetchers.shutdown(cancel_futures=True)
         self._client.close()
@@ -125,4 +132,4 @@ class RedisTier(Tier):
         return answers
 
     def _name(self, group: int, key: bytes) -> str:
-        return self._namespace.block(group, key, self._rank)
+        return self._namespace.block(group, key, self._shard)

@@ -1,10 +1,11 @@
 """Names of Manthan's data in Redis. docs/redis.md shows it with redis-cli.
 
     manthan:{NAME}:session:ID            hash: a session, for people
-    manthan:NAME:block:HASH:GROUP:RANK   string: one rank's compressed block, see manthan.codec.wire
+    manthan:NAME:block:HASH:GROUP:SHARD  string: one rank's compressed block, see manthan.codec.wire
 
-HASH is vLLM's block hash, GROUP the KV cache group. With `volatile-ttl` the server evicts what has the shortest time to
-live. Times to live fall along a session, so that its tail goes first.
+HASH is vLLM's block hash, GROUP the KV cache group. SHARD, such as 0-of-2, says which part of the block it is. With
+`volatile-ttl` the server evicts what has the shortest time to live. Times to live fall along a session, so that its
+tail goes first.
 """
 
 import hashlib
@@ -14,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from urllib.parse import quote
+
+from manthan.manager.tiers.shards import Shard
 
 FALL, HALF = 0.25, 512
 """Share of the time to live by which the last block of an endless session lives shorter; at depth HALF, half of it."""
@@ -45,9 +48,9 @@ class Namespace:
         """Return the key of a session's hash. Special characters of a shell are percent-encoded."""
         return f"{self.prefix}{{{self.name}}}:session:{quote(session_id, safe='@~+,=/', errors='surrogatepass')}"
 
-    def block(self, group: int, block_hash: bytes, rank: int) -> str:
+    def block(self, group: int, block_hash: bytes, shard: Shard) -> str:
         """Key of one rank's compressed block."""
-        return f"{self.prefix}{self.name}:block:{block_hash.hex()}:{group}:{rank}"
+        return f"{self.prefix}{self.name}:block:{block_hash.hex()}:{group}:{shard}"
 
 
 def lives_s(ttl_s: float, depth: int) -> float:

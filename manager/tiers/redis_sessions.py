@@ -17,6 +17,7 @@ from manthan.manager.pool import BlockName
 from manthan.manager.tiers.redis_client import BATCH, Circuit, Client, pipelined
 from manthan.manager.tiers.redis_schema import Namespace, lives_s
 from manthan.manager.tiers.sealed import Sealer
+from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import TierError
 
 logger = logging.getLogger("vllm.manthan.redis")
@@ -27,9 +28,10 @@ CLOSE_S = 5.0
 REST_S = 0.5
 RENEW = 1 / 16
 """The blocks of a session that is used are renewed when this share of their time to live has passed."""
-FIRST, RUN, PARTS = 32, 256, 16
+FIRST, RUN, PARTS, SWITCHES = 32, 256, 16, 16
 """Blocks that a lookup asks for first, so that an unknown prompt costs a short question only, and blocks that it counts
-together behind those. Of blocks with a hole, it counts this number of parts."""
+together behind those. Of blocks with a hole, it counts this number of parts. Most times that it goes on among blocks of
+another number of shards."""
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
 """Causes of drops that delete blocks, though other engines may use them. Drops that only make room delete none."""
 LASTING = (DropCause.EXPIRED, DropCause.RELEASED)
@@ -79,7 +81,7 @@ class RedisSessions:
     """Books of this engine's sessions in Redis. No call makes the engine's thread wait.
 
     Args:
-        ranks: number of ranks that each store a part of a block.
+        counts: numbers of shards of a block, this engine's own first, and then those of others that it can read.
         facts: fields that all hashes have. `engine` names the engine that wrote it.
         answered: called on this thread when there is an answer to take.
         sealer: names sessions where blocks are sealed.
@@ -90,13 +92,16 @@ class RedisSessions:
         client: Client,
         circuit: Circuit,
         namespace: Namespace,
-        ranks: int,
+        counts: Sequence[int],
         ttl_s: float,
         facts: Mapping[str, object],
         answered: Callable[[], None],
         sealer: Sealer | None = None,
     ) -> None:
-        self._client, self._circuit, self._ranks, self._ttl_s = client, circuit, ranks, ttl_s
+        self._client, self._circuit, self._ttl_s = client, circuit, ttl_s
+        self._counts = {count: [Shard(at, count) for at in range(count)] for count in counts}
+        self._renews = {counts[0]}
+        """Numbers of shards of blocks that this engine stores or has found."""
         self._base = self._namespace = namespace
         self._facts, self._answered, self._sealer = facts, answered, sealer
         self._wake = threading.Condition()
@@ -216,29 +221,57 @@ class RedisSessions:
         return LookupResult()
 
     def _found(self, namespace: Namespace, lookup: _Lookup) -> tuple[list[int], str]:
-        """Return sizes of the blocks up to the first that is not there, each on all ranks, and the session's sample.
+        """Return sizes of the blocks up to the first that is not there, each in all shards, and the session's sample.
+
+        Where a block is not there as this engine stores it, the search goes on among those of another number of shards.
+        """
+        name, group, count = self._name(namespace, lookup.session_id), lookup.group, next(iter(self._counts))
+
+        def counted(block_hash: bytes) -> list[tuple[Any, ...]]:
+            """Return commands that count the shards of a block, for each number of shards that it may be stored as."""
+            each = self._counts.values() if len(self._counts) > 1 else ()
+            return [("EXISTS", *(namespace.block(group, block_hash, shard) for shard in shards)) for shards in each]
+
+        told = [("HGET", name, "hashes"), *counted(lookup.hashes[0])]
+        sizes, [sampled, *there] = self._stored(namespace, group, lookup.hashes, count, told)
+        for _ in range(SWITCHES if there else 0):
+            left = lookup.hashes[len(sizes) :]
+            if sizes and left:
+                there = self._ask(counted(left[0]))
+            count = next((count for count, found in zip(self._counts, there, strict=True) if found == count), 0)
+            if not (left and count):
+                break
+            self._renews.add(count)
+            sizes += self._stored(namespace, group, left, count, [])[0]
+        return sizes, (sampled or b"").decode()
+
+    def _stored(
+        self, namespace: Namespace, group: int, hashes: Sequence[bytes], count: int, more: Sequence[tuple[Any, ...]]
+    ) -> tuple[list[int], list[Any]]:
+        """Return sizes of the first blocks that are there in `count` shards, and the answers to `more` commands.
 
         Runs of blocks are counted, all in one round trip, and then parts of the first run with a hole. The blocks of a
         run take about as much as its first one.
         """
-        name, ranks, sizes = self._name(namespace, lookup.session_id), range(self._ranks), list[int]()
-        left, step, sampled = lookup.hashes[:FIRST], FIRST, None
+        shards, sizes, said = self._counts[count], list[int](), list[Any]()
+        left, step = hashes[:FIRST], FIRST
         while left:
             runs = [left[at : at + step] for at in range(0, len(left), step)]
-            named = [[namespace.block(lookup.group, each, rank) for each in run for rank in ranks] for run in runs]
+            named = [[namespace.block(group, each, shard) for each in run for shard in shards] for run in runs]
             counts = [("EXISTS", *names) for names in named]
-            lengths = [("STRLEN", shard) for names in named for shard in names[: self._ranks]]
-            sampled, *found = self._ask([("HGET", name, "hashes"), *counts, *lengths])
-            whole = [count == len(names) for count, names in zip(found, named, strict=False)]
+            lengths = [("STRLEN", name) for names in named for name in names[:count]]
+            answers = self._ask([*more, *counts, *lengths])
+            said, found, more = said or answers[: len(more)], answers[len(more) :], ()
+            whole = [there == len(names) for there, names in zip(found, named, strict=False)]
             good = (*whole, False).index(False)
             for at, run in enumerate(runs[:good]):
-                first = len(runs) + at * self._ranks
-                sizes += [sum(found[first : first + self._ranks])] * len(run)
+                first = len(runs) + at * count
+                sizes += [sum(found[first : first + count])] * len(run)
             if good == len(runs):
-                left, step = lookup.hashes[len(sizes) :], RUN
+                left, step = hashes[len(sizes) :], RUN
             else:
                 left, step = runs[good] if step > 1 and found[good] else (), max(1, step // PARTS)
-        return sizes, (sampled or b"").decode()
+        return sizes, said
 
     def _point(self, namespace: Namespace, count: int, needed: Needed) -> StoredPoint | None:
         """Return the deepest point, up to `count` blocks, at which all is stored. It is mostly the first one."""
@@ -254,11 +287,17 @@ class RedisSessions:
         return None
 
     def _sizes(self, namespace: Namespace, blocks: Sequence[BlockName]) -> list[int]:
-        """Return the bytes of each block on all ranks; 0 if a rank does not have it."""
-        ranks = range(self._ranks)
-        found = self._ask([("STRLEN", namespace.block(*block, rank)) for block in blocks for rank in ranks])
-        each = [found[at : at + self._ranks] for at in range(0, len(found), self._ranks)]
-        return [sum(sizes) if all(sizes) else 0 for sizes in each]
+        """Return the bytes of each block in all shards; 0 if it is not there."""
+        sizes = dict.fromkeys(blocks, 0)
+        for count, shards in self._counts.items():
+            left = [block for block, nbytes in sizes.items() if not nbytes]
+            found = self._ask([("STRLEN", namespace.block(*block, shard)) for block in left for shard in shards])
+            for at, block in enumerate(left):
+                each = found[at * count : (at + 1) * count]
+                if all(each):
+                    self._renews.add(count)
+                    sizes[block] = sum(each)
+        return list(sizes.values())
 
     def _try(self, namespace: Namespace) -> None:
         """Write what is left to write, or see whether Redis is back."""
@@ -273,8 +312,8 @@ class RedisSessions:
                     if self._records.get(record.session_id) is record:
                         del self._records[record.session_id]
             while names := list(self._deletes)[:BATCH]:
-                shards = [namespace.block(*name, rank) for name in names for rank in range(self._ranks)]
-                self._ask([("UNLINK", *shards)])
+                every = list(chain.from_iterable(self._counts.values()))
+                self._ask([("UNLINK", *(namespace.block(*name, shard) for name in names for shard in every))])
                 with self._wake:
                     for name in names:
                         self._deletes.pop(name, None)
@@ -308,10 +347,11 @@ class RedisSessions:
         count, when = self._renewed.get(session_id, (-1, 0.0))
         if count != len(record.blocks) or record.used - when > RENEW * self._ttl_s:
             self._renewed[session_id] = len(record.blocks), record.used
+            shards = [shard for count in self._renews for shard in self._counts[count]]
             for group, block_hash, depth in record.blocks:
                 until = round(1000 * (record.used + lives_s(self._ttl_s, depth)))
-                shards = (namespace.block(group, block_hash, rank) for rank in range(self._ranks))
-                commands += [("PEXPIREAT", shard, until, "GT") for shard in shards]
+                names = (namespace.block(group, block_hash, shard) for shard in shards)
+                commands += [("PEXPIREAT", name, until, "GT") for name in names]
         self._ask(commands)
 
     def _ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from manthan.manager.config.model import ConfigError, SealingConfig
+from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 MAGIC, VERSION, KEY_NBYTES = b"MNS", 1, 32
@@ -115,13 +116,18 @@ class Sealer:
 
 
 class SealedTier(Tier):
-    """Tier whose blocks are sealed. `read` yields a cause for a block that does not open."""
+    """Tier whose blocks are sealed. `read` yields a cause for a block that does not open.
 
-    def __init__(self, inner: Tier, sealer: Sealer, rank: int) -> None:
-        self.inner, self._sealer, self._rank = inner, sealer, rank
+    Args:
+        shard: Shard that the blocks are, which they are bound to.
+    """
+
+    def __init__(self, inner: Tier, sealer: Sealer, shard: Shard) -> None:
+        self.inner, self._sealer, self._shard = inner, sealer, shard
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
-        sealed = {key: self._sealer.seal(buf, tenant, "block", self._rank, group, key) for key, buf in blocks.items()}
+        bound = "block", str(self._shard), group
+        sealed = {key: self._sealer.seal(buf, tenant, *bound, key) for key, buf in blocks.items()}
         return self.inner.put_all(group, {key: np.frombuffer(buf, np.uint8) for key, buf in sealed.items()}, tenant)
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
@@ -132,7 +138,7 @@ class SealedTier(Tier):
         if value is None or isinstance(value, str):
             return value
         try:
-            return np.frombuffer(self._sealer.open(value, tenant, "block", self._rank, group, key), np.uint8)
+            return np.frombuffer(self._sealer.open(value, tenant, "block", str(self._shard), group, key), np.uint8)
         except SealError as error:
             return error.cause
 
@@ -148,7 +154,7 @@ class SealedTier(Tier):
     def cleared(self, place: str) -> "SealedTier":
         """See Tier. Values that were sealed before do not open in the new tier."""
         place = place or f"{self._sealer.place}-{secrets.token_hex(8)}"
-        return SealedTier(self.inner.cleared(place), Sealer(self._sealer.keys, place), self._rank)
+        return SealedTier(self.inner.cleared(place), Sealer(self._sealer.keys, place), self._shard)
 
     def room(self, nbytes: int) -> int:
         return self.inner.room(nbytes + OVERHEAD)

@@ -335,3 +335,70 @@ def test_the_guard_tells_codecs_apart_by_a_bias_of_latents(codec, bias, faithful
     at = [slice(n * 16, n * 16 + 16) for n in range(8)]
     samples = [Sample(turned[:, :, some], latents[:, :, some], some.start) for some in at]
     assert measure(BlockFormat(codec, LATENTS, PRINT), samples, None).is_faithful == faithful
+
+
+# -- heads of one rank, and of others
+
+
+WHOLE = replace(SHAPE, heads=4)
+
+
+def shards(codec, parts, exact, both):
+    """The blocks of this number of ranks."""
+    each = WHOLE.heads // parts
+    for at in range(0, WHOLE.heads, each):
+        form = BlockFormat(codec, replace(WHOLE, heads=each), PRINT, first_head=at)
+        yield encode(form, [numbers[:, at : at + each] for numbers in both], exact)
+
+
+@each_exact
+@pytest.mark.parametrize("codec", ["wht-5x", "k3v3"])
+@pytest.mark.parametrize("written", [1, 2, 4])
+@pytest.mark.parametrize("read", [1, 2, 4])
+def test_any_number_of_ranks_reads_what_another_wrote(codec, exact, written, read):
+    """Each head is that of the shard in which it was written, bit for bit."""
+    both, each = numbers(WHOLE), WHOLE.heads // written
+    stored = list(shards(codec, written, exact, both))
+    forms = [BlockFormat(codec, replace(WHOLE, heads=each), PRINT, first_head=at) for at in range(0, 4, each)]
+    right = [form.decode(buf, key=KEY) for form, buf in zip(forms, stored, strict=True)]
+    right = [np.concatenate([part[n] for part in right], axis=1) for n in (0, 1)]
+    width = WHOLE.heads // read
+    for at in range(0, WHOLE.heads, width):
+        form = BlockFormat(codec, replace(WHOLE, heads=width), PRINT, first_head=at)
+        needed = stored[at // each : (at + width - 1) // each + 1]
+        parts = wire.split(np.concatenate(needed))
+        assert [bytes(part) for part in parts] == [bytes(buf) for buf in needed]
+        found = form.joined(form.decode_shard(part, key=KEY) for part in parts)
+        for numbers_found, wanted in zip(found, right, strict=True):
+            assert np.array_equal(numbers_found, wanted[:, at : at + width])
+
+
+@pytest.mark.parametrize("which", [[0], [1], [0, 0], [0, 2, 3], []], ids=str)
+def test_heads_that_are_missing_are_no_block(which):
+    stored = list(shards("wht-5x", 4, 0, numbers(WHOLE)))
+    form = BlockFormat("wht-5x", replace(WHOLE, heads=2), PRINT, first_head=0)
+    with pytest.raises(SizeError, match="do not make up 2 heads from 0 on"):
+        form.joined(form.decode_shard(stored[at], key=KEY) for at in which)
+
+
+def test_a_shard_is_not_taken_for_another() -> None:
+    """Its header says which heads it has."""
+    first, second = (
+        BlockFormat("wht-5x", replace(WHOLE, heads=2), PRINT, first_head=at).header(KEY, 0, 0) for at in (0, 2)
+    )
+    assert first != second
+    [one, _] = shards("wht-5x", 2, 0, numbers(WHOLE))
+    with pytest.raises(SizeError):
+        BlockFormat("wht-5x", replace(WHOLE, heads=2), PRINT, first_head=2).decode(one, key=KEY)
+
+
+@pytest.mark.parametrize("tail", [b"", b"M", b"x" * 40], ids=len)
+def test_bytes_that_are_no_shard_stay_with_the_one_before(tail):
+    [whole] = shards("k3v3", 1, 0, numbers(WHOLE))
+    assert [bytes(part) for part in wire.split(whole.tobytes() + tail)] == [whole.tobytes() + tail]
+    for at in (32, 33):
+        damaged = whole.copy()
+        damaged[at] ^= 1
+        assert sum(map(len, wire.split(damaged))) == len(whole)
+    damaged[32:40] = 0
+    assert len(wire.split(damaged)) == 1

@@ -20,6 +20,7 @@ from manthan.manager.tiers.disk import DiskTier
 from manthan.manager.tiers.redis import RedisTier
 from manthan.manager.tiers.redis_client import Circuit, connect
 from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import TransferResult
 from manthan.vllm_hooks import compat
@@ -112,7 +113,7 @@ def test_blocks_go_and_come_back(
     monkeypatch.setattr(pinned, "PIECE", 2 * MIB)
     if kind == "redis":
         config = RedisConfig(url=redis_server.url)
-        store: Tier = RedisTier(connect(config), Circuit(), Namespace("m:", codec), 0, 60.0)
+        store: Tier = RedisTier(connect(config), Circuit(), Namespace("m:", codec), Shard(0, 1), 60.0)
     else:
         store = DiskTier(tmp_path, 256 * MIB)
     world = World(paged(codec), ram, store)

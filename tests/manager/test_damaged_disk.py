@@ -17,13 +17,21 @@ from disk_faults import small_disk
 from manthan.manager.config.model import ConfigError
 from manthan.manager.tiers.disk_folder import LOCK, check_folder, found_in, open_rank, open_root
 from manthan.manager.tiers.journal import JOURNAL, Journal, JournalBlock, JournalSession, SavedBlocks
+from manthan.manager.tiers.shards import Shard
 
 HASHES = [bytes([n]) * 32 for n in range(20)]
 BLOCK = np.arange(9000, dtype=np.uint8)
 MODEL = Path("model-0123456789ab")
-SEGMENT = MODEL / "rank-0" / "blocks"
-FILES = [LOCK, MODEL / JOURNAL, MODEL / f"{JOURNAL}-wal", MODEL / f"{JOURNAL}-shm", MODEL / "rank-0" / LOCK, SEGMENT]
-FOLDERS = [MODEL, MODEL / "rank-0"]
+SEGMENT = MODEL / "rank-0-of-1" / "blocks"
+FILES = [
+    LOCK,
+    MODEL / JOURNAL,
+    MODEL / f"{JOURNAL}-wal",
+    MODEL / f"{JOURNAL}-shm",
+    MODEL / "rank-0-of-1" / LOCK,
+    SEGMENT,
+]
+FOLDERS = [MODEL, MODEL / "rank-0-of-1"]
 
 
 def _folder(path: Path) -> None:
@@ -83,10 +91,10 @@ class Server:
 
     def __init__(self, path: Path) -> None:
         check_folder(str(path))
-        self.store = open_rank(path, MODEL.name, 0, 1 << 24)
+        self.store = open_rank(path, MODEL.name, Shard(0, 1), 1 << 24)
         self.lock = open_root(path)
         self.journal = Journal(path / MODEL)
-        self.found = found_in(path / MODEL / "rank-0")
+        self.found = found_in(path / MODEL, Shard(0, 1))
         self.sessions = list(self.journal.sessions())
 
     def use(self) -> int:
@@ -152,7 +160,7 @@ def test_a_damaged_folder_is_set_aside(used: Path, folder: Path, damage: Damage)
     server.close()
 
 
-@pytest.mark.parametrize("file", [LOCK, MODEL / JOURNAL, MODEL / "rank-0" / LOCK, SEGMENT], ids=str)
+@pytest.mark.parametrize("file", [LOCK, MODEL / JOURNAL, MODEL / "rank-0-of-1" / LOCK, SEGMENT], ids=str)
 def test_what_cannot_be_set_aside_either(used: Path, file: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The server starts, without what needs the file."""
     (used / file).chmod(0)

@@ -36,7 +36,7 @@ def get(tier: DiskTier, key: bytes) -> Found:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return tmp_path / "rank-0"
+    return tmp_path / "rank-0-of-1"
 
 
 @pytest.fixture

@@ -84,12 +84,12 @@ def test_processes_of_one_server_do_not_refuse_each_other(tmp_path: Path) -> Non
 def test_what_is_of_another_configuration_is_removed_and_nothing_else(tmp_path: Path) -> None:
     for name in ("mine-0123456789ab", "other-ba9876543210"):
         Journal(tmp_path / name).close()
-        (tmp_path / name / "rank-0").mkdir()
-        (tmp_path / name / "rank-0" / "blocks").write_bytes(bytes(1000))
+        (tmp_path / name / "rank-0-of-1").mkdir()
+        (tmp_path / name / "rank-0-of-1" / "blocks").write_bytes(bytes(1000))
     for kept in ("notes", "photos-ba9876543210"):
         (tmp_path / kept).mkdir()
         (tmp_path / kept / "file").write_text("x")
-    removed = remove_others(tmp_path, "mine-0123456789ab")
+    removed = remove_others(tmp_path, "mine-0123456789ab", {1})
     assert list(removed) == ["other-ba9876543210"]
     assert removed["other-ba9876543210"] >= 1000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine-0123456789ab", "notes", "photos-ba9876543210"]

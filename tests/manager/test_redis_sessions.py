@@ -21,6 +21,7 @@ from manthan.manager.tiers.redis_client import Circuit, connect
 from manthan.manager.tiers.redis_schema import FALL, FIRST_TTL, SAMPLES, Namespace, lives_s, sample, shared_blocks
 from manthan.manager.tiers.redis_sessions import LookupResult, RedisSessions, SessionRecord, StoredPoint
 from manthan.manager.tiers.sealed import Sealer, keys_of
+from manthan.manager.tiers.shards import Shard
 
 HERE, TTL_S, NBYTES, RANKS = Namespace("manthan:", "tiny-1"), 4000.0, 100, 2
 
@@ -31,18 +32,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 class Player:
-    """An engine's part: its sessions' thread, and the stores of two ranks."""
+    """An engine's part: its sessions' thread, and the stores of its ranks.
+
+    counts: numbers of ranks, its own first.
+    """
 
     def __init__(
-        self, server: RedisServer, name: str, namespace: Namespace = HERE, sealer: Sealer | None = None
+        self,
+        server: RedisServer,
+        name: str,
+        namespace: Namespace = HERE,
+        sealer: Sealer | None = None,
+        counts: Sequence[int] = (RANKS,),
     ) -> None:
         self.config, self.namespace = RedisConfig(url=f"{server.url}?socket_timeout=0.5"), namespace
         facts, client = {"model": namespace.name, "engine": name}, connect(self.config)
         self.rung = threading.Event()
         self.circuit = Circuit()
-        self.sessions = RedisSessions(client, self.circuit, namespace, RANKS, TTL_S, facts, self.rung.set, sealer)
+        self.sessions = RedisSessions(client, self.circuit, namespace, counts, TTL_S, facts, self.rung.set, sealer)
         self.sessions.start()
-        self.stores = [RedisTier(connect(self.config, 3), Circuit(), namespace, rank, TTL_S) for rank in range(RANKS)]
+        first = RedisTier(connect(self.config, 3), Circuit(), namespace, Shard(0, counts[0]), TTL_S)
+        self.stores = [first.of(Shard(rank, counts[0])) for rank in range(counts[0])]
 
     def store(self, hashes: Sequence[bytes], group: int = 0) -> None:
         for rank, store in enumerate(self.stores):
@@ -113,12 +123,55 @@ def left_ms(server: RedisServer, *hashes: bytes) -> list[int]:
     with server.client as client, client.pipeline() as pipeline:
         for name in hashes:
             for rank in range(RANKS):
-                pipeline.pttl(HERE.block(0, name, rank))
+                pipeline.pttl(HERE.block(0, name, Shard(rank, RANKS)))
         found = pipeline.execute()
     return [min(found[at : at + RANKS]) for at in range(0, len(found), RANKS)]
 
 
 # -- lookups ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others", [[], [1], [1, 4], [4]])
+def test_blocks_of_other_numbers_of_ranks_are_found_behind_each_other(start: Start, others: list[int]) -> None:
+    """The first are of two ranks, then come some of one, of four, and of two again."""
+    hashes = blocks("a", 400)
+    for counts, part in (((2,), hashes[:40]), ((1,), hashes[40:90]), ((4,), hashes[90:390]), ((2,), hashes[390:])):
+        start("writer", HERE, None, counts).store(part)
+    reader, end = start("reader", HERE, None, (2, *others)), {(): 40, (1,): 90, (1, 4): 400, (4,): 40}[tuple(others)]
+    sizes = [2] * 40 + [1] * 50 + [4] * 300 + [2] * 10
+    assert reader.ask(hashes).sizes == [NBYTES * shards for shards in sizes[:end]]
+    assert reader.ask(hashes[40:]).sizes == [NBYTES * shards for shards in sizes[40:end]]
+    assert reader.ask(blocks("b", 5)).sizes == []
+
+
+def test_a_block_of_which_a_shard_is_missing_is_not_there(start: Start, server: RedisServer) -> None:
+    hashes = blocks("a", 50)
+    start("writer", HERE, None, (4,)).store(hashes)
+    reader = start("reader", HERE, None, (1, 2, 4))
+    assert len(reader.ask(hashes).sizes) == 50
+    server.client.delete(HERE.block(0, hashes[33], Shard(3, 4)))
+    assert len(reader.ask(hashes).sizes) == 33
+
+
+def test_other_groups_are_found_in_any_number_of_shards(start: Start) -> None:
+    hashes, (part,) = blocks("a", 3), blocks("part", 1)
+    start("one", HERE, None, (1,)).store(hashes)
+    start("four", HERE, None, (4,)).store([part], 1)
+    reader = start("reader", HERE, None, (2, 1, 4))
+    assert reader.ask(hashes, lambda count: [(1, part)]).point == StoredPoint(3, [4 * NBYTES])
+
+
+def test_what_another_number_of_ranks_stored_is_renewed_and_deleted(start: Start, server: RedisServer) -> None:
+    hashes = blocks("a", 3)
+    start("one", HERE, None, (1,)).store(hashes)
+    reader = start("reader", HERE, None, (2, 1))
+    names = [HERE.block(0, each, Shard(0, 1)) for each in hashes]
+    reader.ask(hashes)
+    reader.tell("s", hashes)
+    until(lambda: hash_of(server, "s"))
+    assert min(map(server.client.pttl, names)) > 1000 * FIRST_TTL * TTL_S
+    reader.sessions.tell([], [BlocksDropped(0, hashes, DropCause.RELEASED)])
+    until(lambda: not server.client.exists(*names))
 
 
 @pytest.mark.parametrize("count", [3, 700])
@@ -150,7 +203,7 @@ def test_what_is_found_ends_before_the_first_hole(start: Start, server: RedisSer
     player, hashes = start(), blocks("a", 800)
     player.store(hashes)
     holes = {count, *random.Random(count).sample(range(count, 800), 20)}
-    server.client.delete(*(HERE.block(0, hashes[at], at % RANKS) for at in holes))
+    server.client.delete(*(HERE.block(0, hashes[at], Shard(at % RANKS, RANKS)) for at in holes))
     assert player.ask(hashes) == LookupResult([RANKS * NBYTES] * count)
 
 
@@ -307,7 +360,8 @@ def test_what_is_released_is_deleted_for_all_engines_and_what_only_makes_room_st
     causes = [DropCause.BUDGET, DropCause.RELEASED, DropCause.EXPIRED, DropCause.FAILED, DropCause.ABANDONED]
     one.sessions.tell([], [BlocksDropped(0, [name], cause) for name, cause in zip(hashes, causes, strict=False)])
     until(lambda: not any(left > 0 for left in left_ms(server, *hashes[1:5])))
-    assert sum(server.client.exists(HERE.block(0, name, rank)) for name in hashes for rank in range(RANKS)) == 2 * RANKS
+    shards = [Shard(rank, RANKS) for rank in range(RANKS)]
+    assert sum(server.client.exists(HERE.block(0, name, shard)) for name in hashes for shard in shards) == 2 * RANKS
     assert other.ask(hashes) == LookupResult([RANKS * NBYTES]), "the other engine computes the rest again"
 
 

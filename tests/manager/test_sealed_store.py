@@ -13,6 +13,7 @@ from manthan.manager.config.model import ConfigError, SealingConfig
 from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.journal import Journal, JournalBlock, JournalSession, SavedBlocks
 from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
+from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import Buffer, Tier
 
 KEYS = [f"key-{number:028d}".encode() for number in range(20)]
@@ -36,7 +37,7 @@ Seal = Callable[..., SealedTier]
 @pytest.fixture
 def seal(inner: Tier, tmp_path: Path) -> Seal:
     def make(*names: str, place: str = PLACE, rank: int = 0) -> SealedTier:
-        return SealedTier(inner, sealer(tmp_path, *(names or ("k1",)), place=place), rank)
+        return SealedTier(inner, sealer(tmp_path, *(names or ("k1",)), place=place), Shard(rank, 2))
 
     return make
 

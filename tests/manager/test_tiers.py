@@ -32,6 +32,7 @@ from manthan.manager.tiers.redis_client import Circuit, connect
 from manthan.manager.tiers.redis_schema import Namespace
 from manthan.manager.tiers.redis_sessions import RedisSessions
 from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
+from manthan.manager.tiers.shards import Shard, ShardedTier
 from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Tier
 from manthan.manager.transfer import STORE_DOWN
@@ -155,7 +156,7 @@ class RedisWorld(World):
         self._server = server
         server.client.flushall()
         config = RedisConfig(url=f"{server.url}?socket_timeout=0.5")
-        self.tier = RedisTier(connect(config, 12), Circuit(), HERE, 0, 1000)
+        self.tier = RedisTier(connect(config, 12), Circuit(), HERE, Shard(0, 1), 1000)
 
     def raw(self) -> bytes:
         client = self._server.binary_client
@@ -163,7 +164,7 @@ class RedisWorld(World):
 
     def released(self, keys: Sequence[bytes]) -> None:
         client = connect(RedisConfig(url=self._server.url))
-        sessions = RedisSessions(client, Circuit(), HERE, 1, 1000, {"engine": "one"}, lambda: None)
+        sessions = RedisSessions(client, Circuit(), HERE, [1], 1000, {"engine": "one"}, lambda: None)
         sessions.start()
         sessions.tell([], [BlocksDropped(0, keys, DropCause.RELEASED)])
         sessions.close()
@@ -228,7 +229,8 @@ class Around(World):
 
 
 BASES = ("dict", "ram", "disk", "redis")
-KINDS = (*BASES, *(f"sealed {base}" for base in BASES), "ram+disk", "ram+redis", "disk+sealed redis", "ram+disk+redis")
+AROUND = (f"{kind} {base}" for kind in ("sealed", "shards") for base in BASES)
+KINDS = (*BASES, *AROUND, "ram+disk", "ram+redis", "disk+sealed redis", "ram+disk+redis")
 
 
 @pytest.fixture(scope="module")
@@ -246,9 +248,12 @@ def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         if kind.startswith("sealed "):
             inner = make(kind.removeprefix("sealed "))
             keys = keys_of(SealingConfig(key_file=str(write_keys(tmp_path / "keys", "k1"))))
-            return Around(SealedTier(inner.tier, Sealer(keys, "tiny"), 0), inner)
+            return Around(SealedTier(inner.tier, Sealer(keys, "tiny"), Shard(0, 1)), inner)
+        if kind.startswith("shards "):
+            inner = make(kind.removeprefix("shards "))
+            return Around(ShardedTier(inner.tier, [[RamTier(1 << 20), RamTier(1 << 20)]]), inner)
         if kind == "disk":
-            return DiskWorld(tmp_path / "rank-0", monkeypatch)
+            return DiskWorld(tmp_path / "rank-0-of-1", monkeypatch)
         if kind == "redis":
             return RedisWorld(request.getfixturevalue("server"))
         return {"dict": DictWorld, "ram": RamWorld}[kind]()

@@ -43,7 +43,7 @@ def all_return(engine: Engine) -> bool:
 
 
 def files_of(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*/rank-0/blocks"))
+    return sorted(folder.glob("*/rank-0-of-1/blocks"))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from paged_cache import cpu_blocks, paged, write
 from manthan.manager.config.model import SealingConfig
 from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
+from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import TierError
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.vllm_hooks.connector import ManthanConnector
@@ -160,7 +161,7 @@ def test_blocks_that_do_not_open_are_told_all_at_once(start: Callable[..., Worke
     """Or a session of another tenant would fail once for each of its blocks."""
     keys = keys_of(SealingConfig(key_file=str(write_keys(tmp_path / "keys", "k1"))))
     worker = start()
-    worker.engine.store = SealedTier(worker.store, Sealer(keys, "place"), 0)
+    worker.engine.store = SealedTier(worker.store, Sealer(keys, "place"), Shard(0, 1))
     by_tenant = {"": [0, 3], "acme": [1, 2]}
     for tenant, ids in by_tenant.items():
         for n in ids:

@@ -18,6 +18,7 @@ from manthan.manager.config.model import RedisConfig
 from manthan.manager.tiers.redis import RedisTier
 from manthan.manager.tiers.redis_client import Circuit, connect
 from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.shards import Shard
 from manthan.manager.transfer import TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.engine import Engine
@@ -70,9 +71,9 @@ class Loader:
     def __init__(self, server: RedisServer, make: Callable[[RedisTier], tuple[Engine, dict]]) -> None:
         namespace = Namespace("manthan:", make.__name__)
         client = connect(RedisConfig(url=server.url))
-        self.engine, self.caches = make(RedisTier(client, Circuit(), namespace, 0, 1000))
+        self.engine, self.caches = make(RedisTier(client, Circuit(), namespace, Shard(0, 1), 1000))
         self.raw = server.binary_client
-        self.names = [namespace.block(GROUP, key, 0) for key in KEYS]
+        self.names = [namespace.block(GROUP, key, Shard(0, 1)) for key in KEYS]
         for n, key in enumerate(KEYS):
             job = jobs.store([key], [n], 32 * n, 32 * n + EXACT[n])
             self.engine.submit_stores(ManthanMetadata(stores=[job]))

@@ -127,14 +127,6 @@ def test_settings(options: dict[str, Any], manthan: dict[str, Any], roles: dict[
     assert refusal(MODEL, kv_transfer_config=transfer, **options).startswith(f"Manthan cannot be used here: {why}")
 
 
-def test_prefill_context_parallelism() -> None:
-    """vLLM's CPU build does not come that far."""
-    config = EngineArgs(MODEL, kv_transfer_config=kv_transfer_config()).create_engine_config()
-    config.parallel_config.prefill_context_parallel_size = 2
-    with pytest.raises(ConfigError, match=r"^Manthan cannot be used here: --prefill-context-parallel-size is 2; set"):
-        check_supported(config)
-
-
 def test_a_profile_is_of_all_layers() -> None:
     transfer = kv_transfer_config(codec="klt-8x")
     with pytest.raises(ConfigError) as refused:

@@ -239,7 +239,7 @@ class CpuBlocks:
         return encoded
 
     def decode(self, key: bytes, block_id: int, found: Found) -> str | None:
-        """Check a compressed block, then write it into a paged block.
+        """Check a compressed block, in one or several shards, then write it into a paged block.
 
         Returns:
             Cause of a failure; None for a good block.
@@ -247,7 +247,8 @@ class CpuBlocks:
         if found is None or isinstance(found, str):
             return MISSING if found is None else found
         try:
-            numbers = self.format_of(found).decode(found, key=key)
+            shards = (self.format_of(shard).decode_shard(shard, key=key) for shard in wire.split(found))
+            numbers = self.format.joined(shards)
         except WireError as error:
             return error.cause
         except CodecError:

@@ -20,15 +20,17 @@ from manthan.manager.config.model import ConfigError
 from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.redis_schema import Namespace
 from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
+from manthan.manager.tiers.shards import Shard, ShardedTier
 from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import Tier
 from manthan.vllm_hooks.compat import attention_modules
-from manthan.vllm_hooks.disk_store import open_disk
+from manthan.vllm_hooks.disk_store import open_disk, open_left
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import Context, Groups, KvCacheGroup, config_for, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape, codec_of_other, exact_counts, rank_facts, with_states
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.settled import settled_profile
+from manthan.vllm_hooks.shards import Sharding, reads_others
 from manthan.vllm_hooks.shared_store import make_redis, namespace_of
 from manthan.vllm_hooks.support import Latents, UnsupportedError
 from manthan.vllm_hooks.transfer_config import from_vllm_config
@@ -133,6 +135,7 @@ class WorkerHalf:
         self.groups = groups_of(self._kv_cache_config, cache, latents, context, as_bytes)
         self._config = config_for(from_vllm_config(self._vllm_config), self.groups)
         self._group = self.groups.main
+        self._sharding = Sharding.of(self._vllm_config, self.groups)
         self._is_spread = any(group.context.ranks > 1 for group in self.groups.stored)
         self._fails_whole = bool(self.groups.at_points)
 
@@ -152,7 +155,7 @@ class WorkerHalf:
         name, store = "", None
         if config.tiers.is_lasting:
             namespace = namespace_of(self._vllm_config, config, self.groups, loaded_of(self._vllm_config).digest())
-            name, store = namespace.name, _make_store(self._vllm_config, namespace, self.groups.replicas)
+            name, store = namespace.name, _make_store(self._vllm_config, namespace, self._sharding)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
@@ -248,8 +251,9 @@ class WorkerHalf:
         """namespace: see `fingerprint`. Raises ConfigError."""
         facts = with_states(codec, group, facts)
         try:
-            mark = fingerprint(self._vllm_config, group, codec, namespace, facts, self.groups.replicas)
-            return block_format(codec, group, mark, facts)
+            mark = fingerprint(self._vllm_config, group, codec, namespace, facts, self._sharding)
+            first_head = self._sharding.first_head(self._vllm_config.parallel_config.rank)
+            return block_format(codec, group, mark, facts, first_head)
         except ProfileError as error:
             raise ConfigError(str(error)) from None
 
@@ -306,24 +310,36 @@ def codec_backend(wanted: str, device: torch.device) -> str:
     return "numpy" if torch.cuda.get_device_properties(device).is_integrated else "cuda"
 
 
-def _make_store(vllm_config: "VllmConfig", namespace: Namespace, replicas: int) -> Tier:
+def _make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Sharding) -> Tier:
     """Return a rank's tiers that outlive the engine, behind the one in RAM. Raises ConfigError.
 
-    replicas: see `Groups`.
+    sharding: shares of the ranks in a block.
     """
     config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
-    cold, ranks, rank = config.tiers, parallel.world_size, parallel.rank
-    store: Tier
-    if cold.is_shared:
-        store = make_redis(config, namespace, rank, replicas)
+    keys, rank = keys_of(config.sealing), parallel.rank
+    sealer = Sealer(keys, namespace.name) if keys else None
+
+    def sealed(shard: Shard, tier: Tier) -> Tier:
+        return tier if sealer is None else SealedTier(tier, sealer, shard)
+
+    sources, copies = list[list[Tier]](), list[Tier]()
+    is_reader = reads_others(vllm_config, sharding)
+    if config.tiers.is_shared:
+        shard, redis = sharding.shard(rank), make_redis(config, namespace, sharding, rank)
+        for other in sharding.others() if is_reader else ():
+            shards = [Shard(at, other.stages * other.parts) for at in sharding.sources(rank, other)]
+            sources.append([sealed(each, redis.of(each)) for each in shards])
+        store: Tier = redis
+        if config.tiers.front_disk_bytes:
+            store = StackedTier(open_disk(config, parallel, namespace.name, config.tiers.front_disk_bytes), redis)
     else:
-        store = open_disk(config, parallel, namespace.name, cold.max_bytes // ranks, rank)
-    if cold.front_disk_bytes:
-        front = open_disk(config, parallel, namespace.name, cold.front_disk_bytes // ranks, rank)
-        store = StackedTier(front, store)
-    if keys := keys_of(config.sealing):
-        store = SealedTier(store, Sealer(keys, namespace.name), rank // replicas if cold.is_shared else rank)
-    return store
+        shard = Shard(rank, parallel.world_size)
+        store = open_disk(config, parallel, namespace.name, config.tiers.max_bytes)
+        if is_reader:
+            left, rest = open_left(config, parallel, namespace.name, sharding)
+            sources, copies = [[sealed(*each) for each in some] for some in left], [each.tier for each in rest]
+    own = sealed(shard, store)
+    return ShardedTier(own, sources, copies) if sources else own
 
 
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:

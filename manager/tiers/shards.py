@@ -1,0 +1,94 @@
+"""Blocks as engines with several numbers of ranks store them: each rank a shard, of some of a block's heads."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from manthan.manager.tiers.tier import Buffer, Found, Tier
+
+
+class Shard(NamedTuple):
+    """Number of a shard, and of all shards of its block."""
+
+    at: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.at}-of-{self.of}"
+
+
+class ShardedTier(Tier):
+    """Blocks of one rank, and those of engines with other numbers of ranks.
+
+    A block of such an engine is read as all shards that have heads of this rank, one behind the other.
+
+    Args:
+        own: Tier of this rank's shards, to which all is written.
+        others: For each other number of ranks, the tiers of the shards that have heads of this rank.
+        copies: Tiers of the same blocks that are not read, but dropped with them.
+    """
+
+    def __init__(self, own: Tier, others: Iterable[Sequence[Tier]], copies: Sequence[Tier] = ()) -> None:
+        self.own, self._copies = own, copies
+        self._sources: list[Sequence[Tier]] = [[own], *others]
+
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
+        return self.own.put_all(group, blocks, tenant)
+
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
+        """See Tier. Blocks that stand together are mostly of one engine."""
+        at, source = 0, self._sources[0]
+        while at < len(keys):
+            start = at
+            for each in [source, *(other for other in self._sources if other is not source)]:
+                for found in _joined(each, group, keys[at:], tenant):
+                    if found is None:
+                        break
+                    yield found
+                    at += 1
+                if at > start:
+                    source = each
+                    break
+            else:
+                yield None
+                at += 1
+
+    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
+        missing = list(keys)
+        for source in self._sources:
+            if missing:
+                gone = {key for tier in source for key in tier.absent(group, missing)}
+                missing = [key for key in missing if key in gone]
+        return missing
+
+    def drop(self, group: int, keys: Iterable[bytes]) -> None:
+        keys = list(keys)
+        for tier in self._all:
+            tier.drop(group, keys)
+
+    def cleared(self, place: str) -> Tier:
+        """Return this rank's own tier, cleared. No other engine writes there."""
+        own, *others = [tier.cleared(place) for tier in self._all]
+        return ShardedTier(own, [], others)
+
+    def close(self) -> None:
+        for tier in self._all:
+            tier.close()
+
+    def room(self, nbytes: int) -> int:
+        return self.own.room(nbytes)
+
+    @property
+    def _all(self) -> list[Tier]:
+        return [*(tier for source in self._sources for tier in source), *self._copies]
+
+
+def _joined(tiers: Sequence[Tier], group: int, keys: Sequence[bytes], tenant: str) -> Iterator[Found]:
+    """Yield the shards of each block, one behind the other; the cause of a failure, if one cannot be read."""
+    for shards in zip(*(tier.read(group, keys, tenant) for tier in tiers), strict=True):
+        bufs = [shard for shard in shards if isinstance(shard, np.ndarray)]
+        if len(bufs) == len(shards):
+            yield bufs[0] if len(bufs) == 1 else np.concatenate(bufs)
+        else:
+            yield None if any(shard is None for shard in shards) else next(s for s in shards if isinstance(s, str))

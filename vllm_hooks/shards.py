@@ -1,0 +1,120 @@
+"""Shares of an engine's ranks in a block: each rank has some heads of a stage's layers, or the same as another rank."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from manthan.codec.registry import needs_profile
+from manthan.manager.tiers.shards import Shard
+from manthan.vllm_hooks.support import has_draft
+from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from manthan.vllm_hooks.groups import Groups
+
+
+MOST_PARTS = 16
+"""Most parts of a block that engines look for which store it in another number of parts."""
+
+
+class Sharding(NamedTuple):
+    """Shares of the ranks of an engine.
+
+    Args:
+        stages: number of stages of the pipeline.
+        ranks: number of ranks of a stage.
+        parts: number of those that have different blocks. Consecutive ranks have the same.
+        heads: number of KV heads of the model; 1 if all ranks of a stage have the same, and 0 if only engines with as
+            many ranks can read the blocks.
+    """
+
+    stages: int = 1
+    ranks: int = 1
+    parts: int = 1
+    heads: int = 0
+
+    @classmethod
+    def of(cls, vllm_config: "VllmConfig", groups: "Groups") -> "Sharding":
+        """Return what an engine is configured for."""
+        parallel, stored = vllm_config.parallel_config, groups.stored
+        stages = parallel.pipeline_parallel_size
+        ranks, tensor = parallel.world_size // stages, parallel.tensor_parallel_size
+        is_spread = any(group.context.ranks > 1 for group in stored)
+        has_latents = all(getattr(each.spec, "max_tp_shards", None) == 1 for each in stored)
+        if not is_spread and (groups.replicas == tensor > 1 or has_latents):
+            return cls(stages, ranks, 1, 1)
+        if is_spread or ranks > tensor:
+            return cls(stages, ranks, ranks)
+        total = _kv_heads(vllm_config)
+        parts = min(total, tensor) or tensor // groups.replicas
+        whole = any(each.is_packed or each.latent or each.beside for each in stored)
+        is_cut = not whole and all(each.shape[1] * parts == total for each in stored)
+        return cls(stages, ranks, parts if is_cut else tensor // groups.replicas, total if is_cut else 0)
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that have the same."""
+        return self.ranks // self.parts
+
+    def shard(self, rank: int) -> Shard:
+        """Return what a rank has, where ranks with the same store it once."""
+        stage, within = divmod(rank, self.ranks)
+        return Shard(stage * self.parts + within // self.copies, self.stages * self.parts)
+
+    def is_first(self, rank: int) -> bool:
+        """True if no rank before has the same."""
+        return rank % self.ranks % self.copies == 0
+
+    def first_head(self, rank: int) -> int:
+        """Return the number of a rank's first head."""
+        return rank % self.ranks // self.copies * (self.heads // self.parts)
+
+    def with_ranks(self, ranks: int) -> "Sharding":
+        """Return the shares of another number of ranks of a stage."""
+        return self._replace(ranks=ranks, parts=min(ranks, self.heads))
+
+    def sources(self, rank: int, other: "Sharding") -> list[int]:
+        """Return ranks of an engine of other shares that together have all heads of this engine's rank."""
+        heads, width = self.heads // self.parts, self.heads // other.parts
+        first, stage = self.first_head(rank), rank // self.ranks
+        needed = range(first // width, (first + heads - 1) // width + 1)
+        return [stage * other.ranks + part * other.copies for part in needed]
+
+    def others(self) -> list["Sharding"]:
+        """Return the shares of engines without copies whose blocks can be read, but for this engine's own."""
+        some = range(1, min(self.heads, MOST_PARTS) + 1)
+        return [self.with_ranks(count) for count in some if self.heads % count == 0 and count != self.parts]
+
+
+ONE_RANK = Sharding()
+
+
+def _kv_heads(vllm_config: "VllmConfig") -> int:
+    """Number of KV heads of each layer, a draft's included; 0 if layers may have different numbers.
+
+    Because `ModelConfig` has one number for all layers, all that the model's own configuration says must agree with it.
+    """
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    models: list[Any] = [model, *([speculative.draft_model_config] if speculative and has_draft(vllm_config) else ())]
+    total = int(model.get_total_num_kv_heads())
+    said = {str(number) for each in models for number in _said(each.hf_text_config.to_dict())}
+    return total if said == {str(total)} else 0
+
+
+def _said(config: object) -> Iterator[object]:
+    """Yield numbers of KV heads that a model's configuration has, at any depth."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        is_number = "head" in str(key) and ("kv" in str(key) or "key_value" in str(key))
+        yield from [value] if is_number and value is not None else _said(value)
+    for value in config if isinstance(config, list) else ():
+        yield from _said(value)
+
+
+def reads_others(vllm_config: "VllmConfig", sharding: Sharding) -> bool:
+    """True if this engine reads blocks of engines with other numbers of ranks.
+
+    Kernels on a GPU decode whole blocks of a rank only, and a profile is of one number of ranks.
+    """
+    codec = from_vllm_config(vllm_config).codec
+    return sharding.heads > 0 and not is_on_gpu(vllm_config) and not needs_profile(codec.name)
