@@ -31,7 +31,7 @@ from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_redis, namespace_of
 from manthan.vllm_hooks.support import UnsupportedError, latent_of
-from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.transfer_config import CONNECTOR, from_vllm_config
 from manthan.vllm_hooks.worker.blocks import (
     CpuBlocks,
     DeviceMemory,
@@ -92,13 +92,25 @@ class GroupCache:
         return paged_layout(self.layers, self.shape)
 
 
-def pages(worker: Any) -> dict[int, tuple[int, ...]]:
-    """Bytes of a block in each layer of a worker, by KV cache group."""
+def running_half() -> "WorkerHalf":
+    """Return the worker half in this process, which may have other connectors beside it."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
-    half: WorkerHalf = connector.worker
-    stored = half.groups.stored
+    connectors = getattr(connector, "sub_connectors", (connector,))
+    half: WorkerHalf = next(each.worker for each in connectors if type(each).__name__ == CONNECTOR)
+    return half
+
+
+def get_ready(worker: Any) -> None:
+    """Have a worker wait for what compiles beside vLLM's own warm-up. The server is not ready before that."""
+    if (guard := running_half().guard) is not None:
+        guard.wait()
+
+
+def pages(worker: Any) -> dict[int, tuple[int, ...]]:
+    """Bytes of a block in each layer of a worker, by KV cache group."""
+    stored = running_half().groups.stored
     return {each.index: each.layer_nbytes or (each.spec.page_size_bytes,) * each.layers for each in stored}
 
 
@@ -153,11 +165,6 @@ class WorkerHalf:
             [contexts[job.group].of_a_rank(job) for job in jobs] for jobs in (metadata.stores, metadata.loads)
         )
         return replace(metadata, stores=stores, loads=loads)
-
-    def get_ready(self) -> None:
-        """Wait for what compiles beside vLLM's own warm-up. The server is not ready before that."""
-        if self.guard is not None:
-            self.guard.wait()
 
     def _layers(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
         """Where the group's blocks lie. Raises UnsupportedError."""
