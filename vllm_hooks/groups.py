@@ -232,6 +232,7 @@ class Groups(NamedTuple):
         again: number of found blocks at a prefix's end that are computed nevertheless; see `blocks_computed_again`.
         unstored: tokens of a block of each group that is not stored.
         replicas: number of consecutive ranks of tensor parallelism that have the same blocks, as with latents (MLA).
+        unit: number of tokens between two of vLLM's hashes; None for the largest that all blocks' ends are at.
     """
 
     main: KvCacheGroup
@@ -239,6 +240,7 @@ class Groups(NamedTuple):
     again: int = 0
     unstored: Sequence[int] = ()
     replicas: int = 1
+    unit: int | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -263,7 +265,7 @@ class Groups(NamedTuple):
     @property
     def hash_tokens(self) -> int:
         """Number of tokens between two of vLLM's hashes, which are at the ends of every group's blocks."""
-        return math.gcd(*self._sizes)
+        return self.unit or math.gcd(*self._sizes)
 
     @property
     def is_expected(self) -> bool:
@@ -363,13 +365,9 @@ def groups_of(
     main = max(mains, key=lambda each: (not each.group.is_packed, each.group.page_nbytes, -each.group.index))
     at_points = [each for each in found if each is not main or main.reach < EVERY]
     made = Groups(main.group, at_points, unstored=tuple(unstored), replicas=kv_cache_config.kv_tp_replicas)
-    unit = getattr(cache, "prefix_match_unit", None)
-    if unit not in (None, made.hash_tokens):
-        raise UnsupportedError(
-            f"Manthan cannot be used here: --prefix-match-unit is {unit}, and the KV cache has blocks of "
-            f"{made.hash_tokens} tokens; remove it."
-        )
-    return made
+    if any(each.group.is_state and each.group.spec.mamba_cache_mode != "align" for each in at_points):
+        return made._replace(unit=math.lcm(*made._sizes, *unstored))  # as vLLM does
+    return made._replace(unit=None if cache is None else cache.prefix_match_unit)
 
 
 def config_for(config: ManthanConfig, groups: Groups) -> ManthanConfig:

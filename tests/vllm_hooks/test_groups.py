@@ -53,6 +53,27 @@ def test_without_the_hybrid_cache_manager(tmp_path: Path) -> None:
     returns_as_if_hot(model, 2048, disable_hybrid_kv_cache_manager=True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "unit", "warm"),
+    [("qwen3-next", 32, 0), ("qwen3-next", 32, 360), ("falcon-h1", 16, 0), ("gemma4", 16, 0)],
+)
+def test_a_finer_unit_of_matching(family: str, unit: int, warm: int, tmp_path: Path) -> None:
+    """A session that is restored goes on behind its last whole block, as in vLLM without that unit.
+
+    With `warm` tokens, what is resident ends within a block, of which all is saved.
+    """
+    model = group_models.made(family, tmp_path / "model")
+    batched = BATCHED.get(family, 2048)
+    ours, log = run(model, manthan(**WHT, sink_tokens=ALL), batched, warm=warm, prefix_match_unit=unit)
+    whole, _ = run(model, None, batched, [turn["prompt"] for turn in ours])
+    assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
+    assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in whole]
+    prompt, cached = ours[1]["prompt"], ours[1]["cached"]
+    [_, hot], _ = run(model, None, batched, [prompt[: cached + 10], prompt], prefix_match_unit=unit)
+    assert (hot["cached"], hot["tokens"], hot["logprobs"]) == (cached, ours[1]["tokens"], ours[1]["logprobs"])
+
+
 def returns_as_if_hot(model: str, batched: int, **engine: Any) -> dict[str, list[float]]:
     """With all tokens exact. Returns how keys are turned in each KV cache group, see the script."""
     ours, log = run(model, manthan(**WHT, sink_tokens=ALL), batched, **engine)
