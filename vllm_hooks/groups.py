@@ -268,6 +268,11 @@ class Groups(NamedTuple):
         return self.unit or math.gcd(*self._sizes)
 
     @property
+    def resume_tokens(self) -> int:
+        """Number of tokens between two resume points, which are where blocks of all groups end."""
+        return math.lcm(*self._sizes, *self.unstored)
+
+    @property
     def is_expected(self) -> bool:
         """True if vLLM finds a prefetched session: all groups have the same hashes, and no window lacks a block.
 
@@ -286,7 +291,7 @@ class Groups(NamedTuple):
         Blocks of all groups end at a resume point, and the blocks that are computed again come behind it.
         """
         end = depth - self.again
-        end -= end % (math.lcm(*self._sizes, *self.unstored) // self.main.tokens)
+        end -= end % (self.resume_tokens // self.main.tokens)
         return end + self.again if end > 0 else 0
 
     def parts(self, depth: int) -> Iterator[Part]:
@@ -366,7 +371,7 @@ def groups_of(
     at_points = [each for each in found if each is not main or main.reach < EVERY]
     made = Groups(main.group, at_points, unstored=tuple(unstored), replicas=kv_cache_config.kv_tp_replicas)
     if any(each.group.is_state and each.group.spec.mamba_cache_mode != "align" for each in at_points):
-        return made._replace(unit=math.lcm(*made._sizes, *unstored))  # as vLLM does
+        return made._replace(unit=made.resume_tokens)  # as vLLM does
     return made._replace(unit=None if cache is None else cache.prefix_match_unit)
 
 

@@ -1,7 +1,6 @@
 """Check of a model: its KV caches and what Manthan stores of them. vLLM builds the model without weights."""
 
 import json
-import math
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -55,19 +54,15 @@ def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
     except ConfigError as error:
         refusals.append(str(error))
     shapes: dict[int, tuple[str, GroupShape]] = {}
+    distance = 0
     try:
-        shapes = _stored(vllm_config, kv_cache_config)
+        shapes, distance = _stored(vllm_config, kv_cache_config)
     except ConfigError as error:
         refusals.append(str(error))
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         yield Finding(f"{CACHE} {index}", *_said(group, shapes.get(index)))
     if shapes:
-        tokens = math.lcm(*(shape.tokens for _, shape in shapes.values()))
-        said = f"a session can be resumed every {tokens:,} tokens"
-        if tokens > LONG:
-            yield Finding(RESUME, Grade.WARNING, f"{said}: what a shorter turn adds is computed again in the next.")
-        else:
-            yield Finding(RESUME, Grade.OK, f"{said}.")
+        yield _resumed(distance, vllm_config.model_config.max_model_len)
     yield from (Finding("Manthan", Grade.WRONG, said) for said in dict.fromkeys(refusals))
 
 
@@ -130,8 +125,29 @@ def _without_quantization(config: Any) -> Any:
     return config
 
 
-def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> dict[int, tuple[str, GroupShape]]:
-    """Return the codec and the sizes of each group that Manthan stores, by number. Raises ConfigError."""
+def _resumed(distance: int, longest: int) -> Finding:
+    """Say where a session can be resumed.
+
+    Args:
+        distance: number of tokens between two such places.
+        longest: most tokens of a session.
+    """
+    said = f"a session can be resumed every {distance:,} tokens"
+    if distance >= longest:
+        return Finding(RESUME, Grade.WRONG, f"{said}, but has at most {longest:,}: nothing of it is ever found again.")
+    if distance <= LONG:
+        return Finding(RESUME, Grade.OK, f"{said}.")
+    shorter = "nothing of a shorter one is found again, and what a shorter turn adds is computed again in the next"
+    return Finding(RESUME, Grade.WARNING, f"{said}: {shorter}.")
+
+
+def _stored(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+) -> tuple[dict[int, tuple[str, GroupShape]], int]:
+    """Return the codec and the sizes of each group that Manthan stores, by number, and tokens between resume points.
+
+    Raises ConfigError.
+    """
     from manthan.vllm_hooks.groups import config_for, groups_of
     from manthan.vllm_hooks.memory import Shards, codec_of_other, memory_shapes
     from manthan.vllm_hooks.settled import settle_codec, settled_profile
@@ -143,7 +159,8 @@ def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> dict
     profile = None if groups.main.is_packed else settled_profile(vllm_config)
     sizes = memory_shapes(codec, groups, Shards(1, lambda nbytes: nbytes), profile)[0].groups
     names = {each.group.index: codec_of_other(codec.name, each.group, codec.state) for each in groups.others}
-    return {index: (names.get(index, codec.name), shape) for index, shape in sizes.items()}
+    stores = {index: (names.get(index, codec.name), shape) for index, shape in sizes.items()}
+    return stores, groups.resume_tokens
 
 
 def _said(group: "KVCacheGroupSpec", how: tuple[str, GroupShape] | None) -> tuple[Grade, str]:
