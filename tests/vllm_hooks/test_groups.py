@@ -85,14 +85,15 @@ def test_numbers_of_fp8(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "gemma3-full", "mistral", "gemma4"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma3-full", "mistral", "gemma4", "falcon-h1", "nemotron-h"])
 def test_an_adapter(family: str, tmp_path: Path) -> None:
     """vLLM's CPU build has LoRA for models without experts."""
     model = group_models.made(family, tmp_path / "model")
-    adapter, engine = make_adapter(tmp_path / "adapter", 1, model), {"enable_lora": True, "max_lora_rank": 8}
-    ours, log = run(model, manthan(**WHT, sink_tokens=ALL), adapter=adapter, **engine)
-    hot, _ = run(model, None, prompts=[turn["prompt"] for turn in ours], adapter=adapter, **engine)
-    [without], _ = run(model, None, prompts=[ours[0]["prompt"]])
+    adapter, batched = make_adapter(tmp_path / "adapter", 1, model), BATCHED.get(family, 2048)
+    engine = {"adapter": adapter, "enable_lora": True, "max_lora_rank": 8}
+    ours, log = run(model, manthan(**WHT, sink_tokens=ALL), batched, **engine)
+    hot, _ = run(model, None, batched, [turn["prompt"] for turn in ours], **engine)
+    [without], _ = run(model, None, batched, [ours[0]["prompt"]])
     assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
     for what in ("cached", "tokens", "logprobs"):
         assert [turn[what] for turn in ours] == [turn[what] for turn in hot], what
