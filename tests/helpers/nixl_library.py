@@ -7,7 +7,7 @@ import pytest
 from filelock import FileLock
 from release import ROOT
 
-PACKAGES = ("nixl", "nixl-cu12")
+PACKAGES = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 """The Python package, and one of its libraries. They run without a GPU too."""
 
 
