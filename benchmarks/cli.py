@@ -2,6 +2,7 @@
 
 import typer
 
+from manthan.benchmarks.agents import agents
 from manthan.benchmarks.capacity import capacity
 from manthan.benchmarks.codec import main as codec
 from manthan.benchmarks.load import load
@@ -19,6 +20,7 @@ evaluate = typer.Typer(
 
 
 bench.command("load")(load)
+bench.command("agents")(agents)
 bench.command("restore")(restore)
 bench.command("codec")(codec)
 bench.command("capacity")(capacity)

@@ -119,7 +119,7 @@ def load(
     run(options, files or [], context.params)
 
 
-def read_size(text: str) -> int:
+def read_size(text: str, flag: str = "--memory") -> int:
     """`20GiB`, in bytes; 0 for nothing. Raises BadParameter."""
     if not text:
         return 0
@@ -128,7 +128,7 @@ def read_size(text: str) -> int:
     except ValidationError:
         found = 0
     if found <= 0:
-        raise typer.BadParameter(f"--memory must be a size such as 20GiB, not {text!r}")
+        raise typer.BadParameter(f"{flag} must be a size such as 20GiB, not {text!r}")
     return found
 
 

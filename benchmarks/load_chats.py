@@ -27,28 +27,36 @@ TRACE_SEED = 1_000_000_007
 class Said(NamedTuple):
     """What a user adds to the conversation: token ids, and how the right answer begins if there is one."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     right: str | None = None
 
 
 @dataclass(frozen=True)
 class Turn:
-    """pause_s: from the end of the answer before until it is said. known: those of its tokens that were said before."""
+    """pause_s: from the end of the answer before until it is said. known: those of its tokens that were said before.
+
+    is_whole: what is said is the prompt, and nothing of before is.
+    """
 
     said: Said
     answer_tokens: int
     pause_s: float = 0.0
     known: int = 0
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
 class Chat:
-    """One conversation. name: for the server; empty if it is to find out. first: the number of its first turn."""
+    """One conversation. name: for the server; empty if it is to find out. first: the number of its first turn.
+
+    then: the conversation that its user begins as soon as it is over.
+    """
 
     name: str
     starts_s: float
     turns: Sequence[Turn]
     first: int = 1
+    then: "Chat | None" = None
 
 
 @dataclass(frozen=True)

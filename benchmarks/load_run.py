@@ -7,7 +7,7 @@ import contextlib
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -32,7 +32,7 @@ from manthan.benchmarks.arms import (
 from manthan.benchmarks.capacity_arms import IN_REDIS, CapacityArm, Memory, as_json, read_codecs, shown
 from manthan.benchmarks.endpoint import POLL_S, Endpoint, ServerError
 from manthan.benchmarks.load_arms import MANTHAN_ARMS, ORDERED, Arms, cannot_run, read_arms
-from manthan.benchmarks.load_chats import Chat, Made, made_up, replayed, writer
+from manthan.benchmarks.load_chats import FIXED, Chat, Made, made_up, replayed, writer
 from manthan.benchmarks.load_talk import Talk, Talker
 from manthan.benchmarks.load_waits import explain, read_log
 from manthan.benchmarks.local_redis import redis_for_arms
@@ -40,7 +40,7 @@ from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.restore import SPARE_POSITIONS
 from manthan.benchmarks.restore import made_up as made_up_model
 from manthan.benchmarks.served import SAFE_VOCABULARY, Served
-from manthan.benchmarks.server import codec_used
+from manthan.benchmarks.server import VllmServer, codec_used
 from manthan.benchmarks.settle import until_settled
 
 CACHES = ("VLLM_CACHE_ROOT", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR")
@@ -135,8 +135,15 @@ def memory_of(options: Namespace, served: Served, load: Load) -> Memory:
     return Memory(pool + store, blocks, pool, store)
 
 
-def choose_arms(options: Namespace, served: Served, load: Load, stack: ExitStack) -> dict[str, CapacityArm | str]:
-    """By name: each arm, or why it is left out. The stack ends what is begun for them."""
+def choose_arms(
+    options: Namespace, served: Served, memory: Memory, longest: int, most: int, stack: ExitStack
+) -> dict[str, CapacityArm | str]:
+    """Return each arm by name, or why it is left out. The stack ends what is begun for them.
+
+    Args:
+        longest: tokens of the longest prompt with its answer.
+        most: number of requests that run at a time, at most.
+    """
     kinds, codecs = read_arms(options.arms, served.on_gpu), read_codecs(options.codecs)
     reasons = {kind: cannot_run(kind, served.on_gpu) for kind in kinds}
     if options.redis_url:
@@ -144,8 +151,8 @@ def choose_arms(options: Namespace, served: Served, load: Load, stack: ExitStack
     in_redis = any(kind in IN_REDIS and not reasons[kind] for kind in kinds)
     redis = stack.enter_context(redis_for_arms(options.redis_url)) if in_redis else {}
     common = Arms(
-        memory_of(options, served, load), load.longest, len(load.chats), options.idle_after, options.manthan,
-        options.profile, served.made_up, redis, options.out, options.flags,
+        memory, longest, most, options.idle_after, options.manthan, options.profile, served.made_up, redis,
+        options.out, options.flags,
     )  # fmt: skip
     found: dict[str, CapacityArm | str] = {}
     for kind in kinds:
@@ -156,6 +163,30 @@ def choose_arms(options: Namespace, served: Served, load: Load, stack: ExitStack
 
 
 # -- on one server --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(
+    options: Namespace, served: Served, arm: CapacityArm, longest: int, name: str, console: Console
+) -> Iterator[tuple[VllmServer, Bar, dict[str, Any]]]:
+    """Start an arm's server and warm it up; yield it, a progress bar, and what a report says of both at the end."""
+    began = time.monotonic()
+    with ExitStack() as stack:
+        if options.cold:
+            caches = stack.enter_context(tempfile.TemporaryDirectory(prefix="manthan-load-"))
+            arm = replace(arm, env=dict(arm.env) | dict.fromkeys(CACHES, caches))
+        server = stack.enter_context(arm.server(served, options.out, name))
+        progress = stack.enter_context(Bar(console, shown(arm)))
+        server.wait_for_answers(ANSWER_TIMEOUT_S)
+        progress.begin("the server starts")
+        server.wait_until_ready(options.start_timeout)
+        about = as_json(arm) | {"start_s": round(time.monotonic() - began, 1), "block_size": served.block_size}
+        if not options.cold:
+            progress.begin("warm-up")
+            warm_up(server, options, served, longest, arm.manthan is not None)
+        yield server, progress, about
+    tell_codec(server.log, console)
+    about["codec_used"] = codec_used(server.log)
 
 
 def run_arm(
@@ -170,18 +201,7 @@ def run_arm(
     } or {"the chats talk": load.chats}
     talks: dict[str, Talk] = {}
     is_ours = arm.manthan is not None
-    with ExitStack() as stack:
-        if options.cold:
-            caches = stack.enter_context(tempfile.TemporaryDirectory(prefix="manthan-load-"))
-            arm = replace(arm, env=dict(arm.env) | dict.fromkeys(CACHES, caches))
-        server = stack.enter_context(arm.server(served, options.out, name))
-        progress = stack.enter_context(Bar(console, shown(arm)))
-        server.wait_for_answers(ANSWER_TIMEOUT_S)
-        progress.begin("the server starts")
-        server.wait_until_ready(options.start_timeout)
-        start_s = time.monotonic() - began
-        if not options.cold:
-            warm_up(server, options, served, load, is_ours, progress)
+    with serving(options, served, arm, load.longest, name, console) as (server, progress, found):
         for part, chats in parts.items():
             if talks:
                 until_settled(server, options.idle_after + 1)
@@ -194,28 +214,20 @@ def run_arm(
         reports[part] = as_report(talk, waits, is_ours)
         of = f", {part}" if load.parts else ""
         console.print(f"  {shown(arm)}{of}: {said(talk)}; {time.monotonic() - began:.0f} s", soft_wrap=True)
-    tell_codec(server.log, console)
-    found = as_json(arm) | {
-        "codec_used": codec_used(server.log),
-        "start_s": round(start_s, 1),
-        "block_size": served.block_size,
-    }
     return found | ({"seed": seed, "loads": reports} if load.parts else reports.popitem()[1])
 
 
-def warm_up(server: Endpoint, options: Namespace, served: Served, load: Load, is_ours: bool, progress: Bar) -> None:
+def warm_up(server: Endpoint, options: Namespace, served: Served, longest: int, is_ours: bool) -> None:
     """A chat of its own comes and returns, and all is forgotten: what a server does for the first time takes longer."""
-    progress.begin("warm-up")
-    made = replace(
-        made_of(options, served.on_gpu), chats=1, tokens=max(16, load.longest // 2), turns=1, answer=4, arrive_s=0
-    )
-    chats = made_up(made, writer(None, served.shape.vocabulary, options.seed + 1))
+    made = Made(1, max(16, longest // 2), 1, 1, 4, 0.0, FIXED, 0.0, options.seed + 1)
+    chats = made_up(made, writer(None, served.shape.vocabulary, made.seed))
+    still_s = 0.0 if not is_ours or options.idle_after > SOON_S else options.idle_after + 1
     for _ in range(2):
-        talk = Talker(server, lambda: None, options.timeout).run(chats)
+        talk = Talker(server, lambda: None, ANSWER_TIMEOUT_S).run(chats)
         for one in talk.asked:
             if one.error:
                 raise server.error(f"The server does not answer: {one.error}")
-        until_settled(server, options.idle_after + 1 if is_ours and options.idle_after <= SOON_S else 0)
+        until_settled(server, still_s)
     forget(server)
 
 
@@ -312,7 +324,8 @@ def run_arms(
     load = load_of(options, served, served.shape.vocabulary, served.shape.positions, on_gpu)
     if options.fairness:
         load = in_parts(options, served, load)
-    arms = choose_arms(options, served, load, stack)
+    memory = memory_of(options, served, load)
+    arms = choose_arms(options, served, memory, load.longest, len(load.chats), stack)
     left_out = {name: arm for name, arm in arms.items() if isinstance(arm, str)}
     for reason in left_out.values():
         console.print(f"  {reason}", soft_wrap=True)
@@ -322,7 +335,6 @@ def run_arms(
         for name, arm in arms.items()
         if isinstance(arm, CapacityArm)
     }
-    memory = memory_of(options, served, load)
     about = {"model": served.name, "left_out_arms": left_out, "memory": asdict(memory)} | load.about
     requests = sum(len(chat.turns) for chat in load.chats)
     sizes = [ByteSize(nbytes).human_readable() for nbytes in (memory.pool_nbytes, memory.store_nbytes)]

@@ -85,7 +85,7 @@ class Talker:
         began, self._zero = time.time(), time.perf_counter()
         with self._sampled() as samples, ThreadPoolExecutor(max(1, len(chats))) as pool:
             try:
-                jobs = [pool.submit(self._chat, index, chat) for index, chat in enumerate(chats)]
+                jobs = [pool.submit(self._user, index, chat) for index, chat in enumerate(chats)]
                 for job in jobs:
                     job.result()
             finally:
@@ -100,22 +100,29 @@ class Talker:
 
     # -- a chat -----------------------------------------------------------------------------------------
 
-    def _chat(self, index: int, chat: Chat) -> None:
-        """A chat one of whose requests failed ends there."""
+    def _user(self, index: int, chat: Chat | None) -> None:
+        """One chat after the other."""
+        due = chat.starts_s if chat else 0.0
+        while chat is not None and self._chat(index, chat, due):
+            chat, due = chat.then, self._now()
+
+    def _chat(self, index: int, chat: Chat, due: float) -> bool:
+        """Return False if a request failed, or the time is over: the chat ends there."""
         history: list[int] = []
         computed = 0
-        due = chat.starts_s
         for number, turn in enumerate(chat.turns):
-            self._over.wait(max(0.0, due + turn.pause_s - self._now()))
-            if self._over.is_set() or self._now() > self._deadline_s:
-                return
-            history += turn.said.tokens
+            due += turn.pause_s
+            self._over.wait(max(0.0, min(due, self._deadline_s) - self._now()))
+            if self._over.is_set() or max(due, self._now()) > self._deadline_s:
+                return False
+            history = [*turn.said.tokens] if turn.is_whole else [*history, *turn.said.tokens]
             reply = self._ask(index, chat, chat.first + number, turn, history, max(computed, turn.known))
             if reply is None:
-                return
+                return False
             due = self._now()
-            computed = len(history) + reply.generated_tokens - 1
+            computed = 0 if turn.is_whole else len(history) + reply.generated_tokens - 1
             history += reply.token_ids
+        return True
 
     def _ask(self, index: int, chat: Chat, number: int, turn: Turn, prompt: list[int], known: int) -> Reply | None:
         named: dict[str, Any] = {"session_id": chat.name} if chat.name else {}

@@ -59,7 +59,7 @@ def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[T
     torch.manual_seed(seed)
     sides = []
     for keys in (True, False):
-        rows = [_row(layer.keys if keys else layer.values, tokens, device) for layer in of.layers]
+        rows = [_row(layer.bases[not keys], tokens, device) for layer in of.layers]
         heads = torch.stack(rows).view(len(rows), tokens, of.info.heads, of.info.head_dim).transpose(1, 2)
         sides.append(_turned(heads, of.info.rope) if keys and of.info.rope else heads)
     return sides[0], sides[1]

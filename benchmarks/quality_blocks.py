@@ -74,5 +74,6 @@ class CodedPrefix:
             keys, values = (x[:, :, first : first + self._block_size] for x in self._kv)
             key = number.to_bytes(4, "little")
             codes = self._format.encode(keys, values, key=key, first_token=first, exact=exact)
-            self._blocks[which] = Returned(*self._format.decode(codes, key=key), codes.nbytes)
+            keys, values = self._format.decode(codes, key=key)
+            self._blocks[which] = Returned(keys, values, codes.nbytes)
         return self._blocks[which]

@@ -43,7 +43,7 @@ class SectionKind(IntEnum):
     STATE = 4
     """A recurrent layer's state."""
     RAW = 5
-    """Bytes of the cache that are not looked into."""
+    """Bytes of the cache that are not looked into: a whole block, or of layers beside those that are coded."""
     LATENT = 6
     """Latents of MLA, in pieces that stand where heads do, coded as keys without RoPE."""
 

@@ -1,14 +1,19 @@
 """Blocks of the cache as compressed blocks and back: their sections, and the codec of each.
 
+A KV cache group may have layers that no codec knows beside those that are coded, such as the index keys of sparse
+attention. Their bytes are a section of a fixed size ahead of the others.
+
 Models with multi-head latent attention (MLA) cache no keys and values. They cache a latent of each token, from which
 both are made, and the part of the key that RoPE turns, the same for all heads. Here that part stands in the keys' place
 and the latent in the values'. RoPE's part is kept exact: it is a ninth of the numbers, and every head's logits have its
 errors. The latent is cut into pieces that stand where heads do, so that codecs meet vectors of a usual size.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +42,7 @@ class BlockShape:
     dtype: UINT8 stands for bytes that are not looked into. They are the block's keys, and it has no values.
     latent: numbers of a token's latent in a layer (MLA), 0 where there are values. Then heads is 1, and head_dim is
         that of the key's part that RoPE turns.
+    beside: of the bytes of the group's other layers; None if there are none.
     """
 
     layers: int
@@ -45,6 +51,18 @@ class BlockShape:
     head_dim: int
     dtype: Dtype = Dtype.BFLOAT16
     latent: int = 0
+    beside: "BlockShape | None" = None
+
+    @cached_property
+    def arrays(self) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
+        """Shape and dtype of each of a block's arrays: the keys, the values, and the bytes beside if there are any."""
+        own = [(self.numbers, self.dtype.numpy), (self.value_numbers, self.dtype.numpy)]
+        return tuple(own) if self.beside is None else (*own, self.beside.arrays[0])
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Number of bytes of a block."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays)
 
     @cached_property
     def numbers(self) -> tuple[int, int, int, int]:
@@ -88,7 +106,8 @@ def piece_dim(latent: int) -> int:
 def sections(codec: str, shape: BlockShape, exact: int) -> tuple[Section, ...]:
     """Sections of a block: the first `exact` tokens as they are, the others in `codec`. Each number is in one section.
 
-    A block of bytes is one section, exact unless it has states in a codec of states. Raises ShapeError.
+    A block of bytes is one section, exact unless it has states in a codec of states. Bytes beside come first. Raises
+    ShapeError.
     """
     if not 0 <= exact <= shape.tokens:
         raise ShapeError(f"{exact} exact tokens cannot be: the block has {shape.tokens}.")
@@ -97,6 +116,8 @@ def sections(codec: str, shape: BlockShape, exact: int) -> tuple[Section, ...]:
         heads, dim = (shape.value_numbers[1], shape.coded_dim) if kind is SectionKind.LATENT else shape.numbers[1::2]
         return Section(kind, codec, shape.layers, end - first_token, heads, dim, shape.dtype, 0, first_token)
 
+    if shape.beside is not None:
+        return (*sections(EXACT, shape.beside, 0), *sections(codec, replace(shape, beside=None), exact))
     if shape.is_raw:
         return (section(SectionKind.RAW, codec if codec in STATE_CODECS.values() else EXACT, 0, shape.tokens),)
     if shape.latent:
@@ -130,11 +151,21 @@ class BlockFormat:
         self, codec: str, shape: BlockShape, fingerprint: bytes, group: int = 0, facts: ModelFacts = NO_FACTS
     ) -> None:
         self.codec, self.shape, self.fingerprint, self.group, self.facts = codec, shape, fingerprint, group, facts
-        if shape.latent and needs_profile(codec):
-            raise ProfileError(f"codec {codec} is calibrated, and latents (MLA) take no profile: use wht-5x or wht-4x.")
+        profile = facts.profile if needs_profile(codec) else None
+        if profile is not None and profile.info.latent != shape.latent:
+            whose, what = (
+                f"latents of {latent} numbers" if latent else "keys and values"
+                for latent in (profile.info.latent, shape.latent)
+            )
+            raise ProfileError(f"the profile of {profile.info.model} is of {whose}, but the model caches {what}.")
         self._codecs = {name: get_codec(name, shape.coded_dim, facts) for name in (codec, EXACT)}
         if shape.dtype.is_fp8 and codec != EXACT:
             self._codecs[codec] = Fp8Codec(self._codecs[codec])
+
+    def without_bytes(self) -> "BlockFormat":
+        """Return the format of the same blocks without the bytes beside."""
+        shape = replace(self.shape, beside=None)
+        return BlockFormat(self.codec, shape, self.fingerprint, self.group, self.facts)
 
     def warm_up(self, exacts: Sequence[int] = (0,)) -> None:
         """Encode and decode a block of zeros, so that no later block waits for a compiler or a table.
@@ -142,10 +173,9 @@ class BlockFormat:
         Args:
             exacts: numbers of exact tokens, one for each kind of block.
         """
-        dtype = self.shape.dtype.numpy
-        keys, values = (np.zeros(shape, dtype) for shape in (self.shape.numbers, self.shape.value_numbers))
+        numbers = [np.zeros(shape, dtype) for shape, dtype in self.shape.arrays]
         for exact in exacts:
-            self.decode(self.encode(keys, values, key=b"", first_token=0, exact=exact), key=b"")
+            self.decode(self.encode(*numbers, key=b"", first_token=0, exact=exact), key=b"")
 
     def header(self, key: bytes, first_token: int, exact: int, mark: int = 0) -> BlockHeader:
         """Header of a block. Raises ShapeError."""
@@ -195,14 +225,12 @@ class BlockFormat:
             raise SizeError(f"{header.tokens} tokens in {found} are not a block of {self.shape}.")
         return exact
 
-    def encode(
-        self, keys: Numbers, values: Numbers, *, key: bytes, first_token: int, exact: int, mark: int = 0
-    ) -> Codes:
+    def encode(self, *numbers: Numbers, key: bytes, first_token: int, exact: int, mark: int = 0) -> Codes:
         """Encode a block.
 
         Args:
-            keys, values: [layers, heads, tokens, head_dim] in the cache's numbers, or RoPE's part and latents, as
-                `BlockShape` has them.
+            numbers: the block's arrays, as `BlockShape.arrays` has them: keys and values [layers, heads, tokens,
+                head_dim] in the cache's numbers, or RoPE's part and latents.
             key: block key.
             first_token: place of the block's first token in its session.
             exact: number of first tokens to keep exact, at least.
@@ -210,21 +238,22 @@ class BlockFormat:
 
         Raises: NonFiniteError, ShapeError, DtypeError, HeaderError.
         """
-        if (keys.shape, values.shape) != (self.shape.numbers, self.shape.value_numbers):
-            raise ShapeError(f"keys {keys.shape} and values {values.shape} are not a block of {self.shape}.")
-        if {keys.dtype, values.dtype} != {self.shape.dtype.numpy}:
-            raise DtypeError(f"keys {keys.dtype} and values {values.dtype} are not a block of {self.shape}.")
+        shapes, dtypes = ([getattr(x, what) for x in numbers] for what in ("shape", "dtype"))
+        if shapes != [shape for shape, _ in self.shape.arrays]:
+            raise ShapeError(f"arrays of {', '.join(map(str, shapes))} are not a block of {self.shape}.")
+        if dtypes != [dtype for _, dtype in self.shape.arrays]:
+            raise DtypeError(f"arrays of {', '.join(map(str, dtypes))} are not a block of {self.shape}.")
         if self._may_be_whole(exact):
             try:
-                coded = self._encode(keys, values, key, first_token, exact, mark)
+                coded = self._encode(numbers, key, first_token, exact, mark)
             except CodecError:  # a NaN, or whatever else the codec does not take
                 coded = None
             if coded is not None and coded.nbytes <= self._whole_nbytes:
                 return coded
             exact = self.shape.tokens
-        return self._encode(keys, values, key, first_token, exact, mark)
+        return self._encode(numbers, key, first_token, exact, mark)
 
-    def _encode(self, keys: Numbers, values: Numbers, key: bytes, first_token: int, exact: int, mark: int) -> Codes:
+    def _encode(self, numbers: Sequence[Numbers], key: bytes, first_token: int, exact: int, mark: int) -> Codes:
         """Encode with exactly this number of exact tokens."""
         header = self.header(key, first_token, exact, mark)
         limits = self.max_sizes(exact)
@@ -232,7 +261,7 @@ class BlockFormat:
         sizes: list[int] = []
         at = header.nbytes
         for section, limit in zip(header.sections, limits, strict=True):
-            part, positions = _part(keys, values, section), _positions(header, section)
+            part, positions = _part(numbers, section), _positions(header, section)
             size = self._codecs[section.codec].encode(part, section, positions, block[at : at + limit])
             end = at + align16(size)
             block[at + size : end] = 0
@@ -241,26 +270,31 @@ class BlockFormat:
         block[: header.nbytes] = head(header, sizes)
         return seal(block[:at])
 
-    def decode(self, buf: Buffer, *, key: bytes) -> tuple[Numbers, Numbers]:
-        """Return the keys and values of a block with any number of exact tokens; they may be views of `buf`.
+    def decode(self, buf: Buffer, *, key: bytes) -> tuple[Numbers, ...]:
+        """Return the arrays of a block with any number of exact tokens; they may be views of `buf`.
 
         Raises: WireError with the cause, or another CodecError for codes that cannot be decoded.
         """
         block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
         self.exact_of(block.header)
-        keys, values = [], []
+        arrays = self.shape.arrays
+        found: list[list[Numbers]] = [[] for _ in arrays]
         for section, codes in zip(block.header.sections, block.payloads, strict=True):
             x = self._codecs[section.codec].decode(codes, section, _positions(block.header, section))
-            if section.kind is SectionKind.BOTH:
-                keys.append(x[0])
-                values.append(x[1])
-            else:
-                (keys if section.kind in AS_KEYS else values).append(x)
-        return _joined(keys), _joined(values or [np.empty(self.shape.value_numbers, x.dtype)])
+            places = _places(section, len(arrays))
+            for place, part in zip(places, x if len(places) > 1 else [x], strict=True):
+                found[place].append(part)
+        return tuple(_joined(parts) if parts else np.empty(*array) for parts, array in zip(found, arrays, strict=True))
 
 
-AS_KEYS = (SectionKind.KEYS, SectionKind.RAW)
-"""Kinds that stand in the keys' place. Values and latents stand in the values'."""
+def _places(section: Section, arrays: int) -> tuple[int, ...]:
+    """Places of a section's numbers among a block's `arrays` arrays. Bytes are the last, or keys if there is no other.
+
+    A block of bytes alone has no values, which are an array nevertheless.
+    """
+    if section.kind is SectionKind.RAW:
+        return (2,) if arrays > 2 else (0,)
+    return {SectionKind.BOTH: (0, 1), SectionKind.KEYS: (0,)}.get(section.kind, (1,))
 
 
 def exact_of(found: Sequence[Section]) -> int:
@@ -269,12 +303,11 @@ def exact_of(found: Sequence[Section]) -> int:
     return runs[0].tokens if runs and runs[0].codec == EXACT else 0
 
 
-def _part(keys: Numbers, values: Numbers, section: Section) -> Numbers:
+def _part(numbers: Sequence[Numbers], section: Section) -> Numbers:
     """Numbers of a section, of its shape."""
     tokens = slice(section.first_token, section.first_token + section.tokens)
-    if section.kind is SectionKind.BOTH:
-        return np.stack([keys[:, :, tokens], values[:, :, tokens]])
-    return (keys if section.kind in AS_KEYS else values)[:, :, tokens]
+    parts = [numbers[place][:, :, tokens] for place in _places(section, len(numbers))]
+    return parts[0] if len(parts) == 1 else np.stack(parts)
 
 
 def _positions(header: BlockHeader, section: Section) -> Positions:

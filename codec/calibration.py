@@ -1,4 +1,4 @@
-"""Profile of a model from its keys and values: second moments, and a few tokens held back to measure on.
+"""Profile of a model from its keys and values, or its latents: second moments, and tokens held back to measure on.
 
 A metric tells what errors cost: a matrix G for keys and one for values of a layer, by which an error e of a token costs
 e G e^T. With G = L L^T (Cholesky), all directions of x @ L cost the same. The eigenvectors U of the covariance there
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from manthan.codec.base import Positions
 from manthan.codec.cpu.rans import streams_of
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import PRESETS, Basis, LayerProfile, Profile, ProfileInfo, rank_heads
+from manthan.codec.profile import PRESETS, Basis, Profile, ProfileInfo, layers_of, rank_heads
 from manthan.codec.tables.frequencies import ESCAPE, LARGEST, costs, family
 
 SINKS = 4
@@ -50,7 +50,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass
 class _Moments:
-    """Moments of rows [C] of one layer's keys or values. are_keys: queries are compared with them."""
+    """Moments of rows [C] of one layer's keys, values or latents. are_keys: queries are compared with them."""
 
     size: int
     are_keys: bool
@@ -104,55 +104,59 @@ class ProfileBuilder:
     def __init__(self, info: ProfileInfo) -> None:
         self._info = info
         size = info.heads * info.head_dim
-        self._layers = [(_Moments(size, True), _Moments(size, False)) for _ in range(info.layers)]
+        kinds = (False,) if info.latent else (True, False)
+        self._layers = [[_Moments(size, are_keys) for are_keys in kinds] for _ in range(info.layers)]
 
     @property
     def tokens(self) -> int:
         """Tokens that the layer with the fewest has seen, without those held back."""
-        return min(keys.tokens for keys, _ in self._layers)
+        return min(moments[0].tokens for moments in self._layers)
 
-    def add(self, layer: int, keys: Floats, values: Floats, positions: Positions) -> None:
-        """Add keys and values of one layer. Tokens with a number that is not finite are left out.
+    def add(self, layer: int, positions: Positions, *parts: Floats) -> None:
+        """Add keys and values of one layer, or latents. Tokens with a number that is not finite are left out.
 
         Args:
             layer: number of the layer.
-            keys, values: [heads, tokens, head_dim], keys behind RoPE as the cache has them.
             positions: [tokens], of one text.
+            parts: keys and values, or latents, [heads, tokens, head_dim], keys behind RoPE as the cache has them.
         """
-        k = keys if self._info.rope is None else self._info.rope.turn_back(keys, positions)
-        rows = tuple(x.transpose(1, 0, 2).reshape(len(positions), -1) for x in (k, values))
-        good = (positions >= SINKS) & np.isfinite(rows[0]).all(1) & np.isfinite(rows[1]).all(1)
+        first, *others = parts
+        turned_back = first if self._info.rope is None else self._info.rope.turn_back(first, positions)
+        rows = [x.transpose(1, 0, 2).reshape(len(positions), -1) for x in (turned_back, *others)]
+        good = (positions >= SINKS) & np.logical_and.reduce([np.isfinite(x).all(1) for x in rows])
         for moments, x in zip(self._layers[layer], rows, strict=True):
             moments.add(x[good])
 
-    def weigh(self, layer: int, keys: Doubles, values: Doubles) -> None:
-        """Set the metrics of a layer, [C, C]: of keys before RoPE, and of values; of all layers in one measure."""
-        for moments, weights in zip(self._layers[layer], (keys, values), strict=True):
+    def weigh(self, layer: int, *metrics: Doubles) -> None:
+        """Set the metrics of a layer, [C, C]: of keys before RoPE and of values, or of latents.
+
+        All layers are in one measure.
+        """
+        for moments, weights in zip(self._layers[layer], metrics, strict=True):
             moments.weights = weights
 
     def finish(self, *, ranks: int = 1, presets: Mapping[str, float] = PRESETS) -> Profile:
         """Make the profile. Raises ProfileError for too few tokens.
 
         Args:
-            ranks: number of tensor-parallel ranks.
+            ranks: number of tensor-parallel ranks. Latents are the same on all of them.
             presets: by name, the factor by which each is to be smaller than bf16.
         """
         size = self._info.heads * self._info.head_dim
         if self.tokens < size:
             raise ProfileError(f"{self.tokens} tokens do not calibrate {size} numbers: at least as many tokens do.")
-        made, sizes = [], dict.fromkeys(presets, 0.0)
+        made, sizes, ranks = [], dict.fromkeys(presets, 0.0), 1 if self._info.latent else ranks
         for rank in range(ranks):
             heads = rank_heads(self._info.heads, rank, ranks)
             at = slice(heads.start * self._info.head_dim, heads.stop * self._info.head_dim)
             sources = [
                 _Source(moments, at, share)
                 for layer in self._layers
-                for moments, share in zip(layer, SHARES, strict=True)
+                for moments, share in zip(layer, SHARES, strict=False)
             ]
             for preset, ratio in presets.items():
                 sizes[preset] += _set_steps(sources, preset, ratio) / ranks
-            bases = [source.basis for source in sources]
-            made.append([LayerProfile(*pair) for pair in zip(bases[::2], bases[1::2], strict=True)])
+            made.append(layers_of([source.basis for source in sources], self._info))
         ratios = {preset: 16 / bits for preset, bits in sizes.items()}
         return Profile.of(replace(self._info, tokens=self.tokens, ratios=ratios), family(), made)
 

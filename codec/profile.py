@@ -1,9 +1,10 @@
-"""Profile of a model's keys and values, for calibrated codecs: a safetensors file.
+"""Profile of a model's keys and values, or of its latents (MLA), for calibrated codecs: a safetensors file.
 
 It has, for the keys (before RoPE) and the values of each layer, all heads of a rank together: their mean; a transform
 to components that do not correlate, largest first (Karhunen and Loeve's), in whose space all errors weigh the same; and
 for each preset, the quantizer's step, and each component's table of frequencies. With tensor parallelism every rank
-has its own, because a transform over all heads cannot be cut.
+has its own, because a transform over all heads cannot be cut. Latents are the same on all ranks. They are coded as
+keys without RoPE, so that their basis is that of the keys, and there is none of values.
 """
 
 import hashlib
@@ -64,10 +65,15 @@ class Basis:
 
 @dataclass(frozen=True, eq=False)
 class LayerProfile:
-    """Bases of one layer, for one rank."""
+    """Bases of one layer, for one rank. values: None for latents, whose basis is `keys`."""
 
     keys: Basis
-    values: Basis
+    values: Basis | None = None
+
+    @property
+    def bases(self) -> tuple[Basis, ...]:
+        """All bases, in the order of `ProfileInfo.kinds`."""
+        return (self.keys,) if self.values is None else (self.keys, self.values)
 
 
 @dataclass(frozen=True)
@@ -75,12 +81,14 @@ class ProfileInfo:
     """Facts about a profile.
 
     model: name or folder of the model.
-    heads: KV heads of all ranks.
+    heads: KV heads of all ranks; pieces of a latent.
+    head_dim: numbers of a head, or of a piece.
     rope: RoPE by which keys were turned back, or None.
     metric: name of the metric.
     text: sha256 of the calibration text.
     tokens: number of tokens read.
     ratios: by preset, bytes of bf16 over bytes of sections, on tokens held out.
+    latent: numbers of a token's latent (MLA); 0 for keys and values.
     """
 
     model: str
@@ -92,6 +100,12 @@ class ProfileInfo:
     text: str = ""
     tokens: int = 0
     ratios: Mapping[str, float] = field(default_factory=dict)
+    latent: int = 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the bases of a layer."""
+        return KINDS[:1] if self.latent else KINDS
 
     @classmethod
     def of_json(cls, told: Mapping[str, Any]) -> Self:
@@ -123,7 +137,9 @@ class Profile:
         return replace(made, digest=_digest(_metadata(made), _tensors(made)))
 
     def for_rank(self, rank: int, ranks: int) -> "Profile":
-        """Cut the profile for one rank. Raises ProfileError for another number of ranks."""
+        """Cut the profile for one rank. Raises ProfileError for another number of ranks; latents fit any."""
+        if self.info.latent:
+            return self
         if len(self.ranks) != ranks:
             raise ProfileError(
                 f"the profile of {self.info.model} is for {len(self.ranks)} tensor-parallel ranks, and there are "
@@ -180,13 +196,19 @@ class Profile:
                 _basis(info, f"{rank}.{layer}.{kind}", tensors, len(frequencies))
                 for rank in range(metadata["ranks"])
                 for layer in range(info.layers)
-                for kind in KINDS
+                for kind in info.kinds
             ]
-            layers = [LayerProfile(*pair) for pair in zip(bases[::2], bases[1::2], strict=True)]
+            layers = layers_of(bases, info)
             ranks = tuple(tuple(layers[at : at + info.layers]) for at in range(0, len(layers), info.layers))
         except (KeyError, TypeError, ValueError) as error:
             raise ProfileError(f"the profile {path} does not fit together: {error}.") from None
         return cls(info, frequencies, ranks, digest)
+
+
+def layers_of(bases: Sequence[Basis], info: ProfileInfo) -> list[LayerProfile]:
+    """Layers of these bases, those of one layer side by side."""
+    count = len(info.kinds)
+    return [LayerProfile(*bases[at : at + count]) for at in range(0, len(bases), count)]
 
 
 def rank_heads(heads: int, rank: int, ranks: int) -> range:
@@ -227,8 +249,7 @@ def _tensors(profile: Profile) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     yield "frequencies", np.ascontiguousarray(profile.frequencies)
     for rank, layers in enumerate(profile.ranks):
         for number, layer in enumerate(layers):
-            for kind in KINDS:
-                basis: Basis = getattr(layer, kind)
+            for kind, basis in zip(KINDS, layer.bases, strict=False):
                 name = f"{rank}.{number}.{kind}"
                 for what in ("mean", "scale", "transform"):
                     yield f"{name}.{what}", np.ascontiguousarray(getattr(basis, what))

@@ -1136,7 +1136,7 @@ def write_latents(
     its backend does."""
     scale = getattr(module, "_k_scale", None)  # the CPU's takes none; a cache that is not quantized has no use for it
     cache = cache.squeeze(1) if cache.ndim == 4 else cache  # without heads, as the layer itself has it
-    module.impl.do_kv_cache_update(latents, keys, cache, slots, "auto", scale)
+    module.impl.do_kv_cache_update(latents, keys, cache, slots, getattr(module, "kv_cache_dtype", "auto"), scale)
 
 
 def parts_of(name: str, tensor: "torch.Tensor") -> "Iterator[tuple[str, torch.Tensor]]":

@@ -48,6 +48,8 @@ def fingerprint(
         parts["pipeline_parallel"] = parallel.pipeline_parallel_size
     if group.latent:
         parts["latent"] = group.latent
+    if group.beside is not None:
+        parts["beside"] = [group.beside.dtype_name, group.beside.shape]
     if facts.rope is not None:
         parts["rope"] = [facts.rope.frequencies, facts.rope.interleaved]
     if facts.state is not None:

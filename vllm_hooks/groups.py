@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,14 +13,16 @@ from manthan.codec.gpu.paged import DTYPES
 from manthan.manager.config.resolve import ManthanConfig
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.compat import skipped_tokens
-from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed
+from manthan.vllm_hooks.kv_dtype import E4M3, FP8, is_packed
 from manthan.vllm_hooks.settled import AS_THEY_ARE
-from manthan.vllm_hooks.support import UnsupportedError
+from manthan.vllm_hooks.support import Latents, UnsupportedError
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import CacheConfig, ParallelConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
+NO_LATENTS = Latents()
 EVERY = 1 << 40
 """Number of tokens that a layer with full attention looks back: more than any context has."""
 
@@ -29,7 +31,7 @@ class StoredAs(StrEnum):
     """Way in which blocks of a KV cache group are stored."""
 
     CODED = "coded"
-    """By the configured codec, where the blocks have one of the layouts that a codec knows; else as bytes."""
+    """By the configured codec, where the layers have one of the layouts that a codec knows; else as bytes."""
     BYTES = "bytes"
     NOTHING = "nothing"
     """Not at all, because vLLM does not look for such blocks in its prefix cache either."""
@@ -42,29 +44,34 @@ class SpecEntry(NamedTuple):
 
     Args:
         reach: returns the number of tokens that a layer looks back, its own included; EVERY with full attention.
-        is_coded: True if a codec knows the layout of this spec's blocks, given the dtype's name, and the latent's
-            number of numbers.
+        is_coded: True if a codec knows the layout of this spec's blocks, given the dtype's name, and the model's
+            latents.
     """
 
     stored: StoredAs
     reach: Callable[[Any], int] = lambda spec: EVERY
-    is_coded: Callable[[Any, str, int], bool] = lambda spec, dtype, latent: False
+    is_coded: Callable[[Any, str, Latents], bool] = lambda spec, dtype, latents: False
 
 
-def _has_keys_and_values(spec: Any, dtype: str, latent: int) -> bool:
+def _has_keys_and_values(spec: Any, dtype: str, latents: Latents) -> bool:
     """True if a block has as many numbers for keys as for values, and nothing else."""
     heads = 2 * spec.num_kv_heads * spec.block_size * spec.head_size * spec.dtype.itemsize
     is_known = dtype in FP8 or spec.dtype in DTYPES
     return is_known and spec.head_size_v == spec.head_size and spec.unpadded_page_size_bytes == heads
 
 
-def _has_latents(spec: Any, dtype: str, latent: int) -> bool:
-    """True if a block has a latent for each token and RoPE's part of the key, in the model's dtype, and no padding."""
+def _has_latents(spec: Any, dtype: str, latents: Latents) -> bool:
+    """True if a block has a latent for each token and RoPE's part of the key, and no padding.
+
+    Both are in the model's dtype, or in fp8. The packed layouts of sparse attention take more bytes, or fewer.
+    """
     from vllm.v1.kv_cache_interface import SparseCacheRole
 
     nbytes = spec.block_size * spec.head_size * spec.dtype.itemsize
-    is_plain = dtype in PLAIN and spec.cache_role is not SparseCacheRole.INDEXER
-    return is_plain and 0 < latent < spec.head_size and spec.page_size_bytes == nbytes
+    is_known = spec.dtype.itemsize == 1 if dtype in FP8 else spec.dtype in DTYPES
+    is_index = getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER
+    is_latent = 0 < latents.numbers < spec.head_size == sum(latents)
+    return is_known and is_latent and not is_index and spec.page_size_bytes == nbytes
 
 
 SPECS: Mapping[str, SpecEntry] = {
@@ -77,7 +84,7 @@ SPECS: Mapping[str, SpecEntry] = {
         StoredAs.CODED, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens), _has_keys_and_values
     ),
     "SlidingWindowMLASpec": SpecEntry(
-        StoredAs.BYTES, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens)
+        StoredAs.CODED, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens), _has_latents
     ),
     "ChunkedLocalAttentionSpec": SpecEntry(
         StoredAs.CODED, lambda spec: int(spec.attention_chunk_size), _has_keys_and_values
@@ -142,6 +149,8 @@ class KvCacheGroup:
             be of several kinds, and `spec` is the spec of one.
         latent: number of `head_size` numbers that are a latent (MLA), ahead of the part of the key that RoPE turns; 0
             for keys and values.
+        beside: the group's other layers, whose blocks are bytes; None if all its layers are coded, or none. It is
+            stored in the same compressed blocks.
     """
 
     index: int
@@ -152,6 +161,7 @@ class KvCacheGroup:
     layer_nbytes: tuple[int, ...] = ()
     latent: int = 0
     context: Context = ALONE
+    beside: "KvCacheGroup | None" = None
 
     @property
     def tokens(self) -> int:
@@ -186,7 +196,8 @@ class KvCacheGroup:
     @property
     def page_nbytes(self) -> int:
         """Number of bytes of a block in vLLM's pool, in all layers."""
-        return sum(self.layer_nbytes) or self.spec.page_size_bytes * self.layers
+        own = sum(self.layer_nbytes) or self.spec.page_size_bytes * self.layers
+        return own + (self.beside.page_nbytes if self.beside else 0)
 
 
 class Part(NamedTuple):
@@ -330,7 +341,11 @@ class Groups(NamedTuple):
 
 
 def groups_of(
-    kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0, context: Context = ALONE
+    kv_cache_config: "KVCacheConfig",
+    cache: "CacheConfig | None" = None,
+    latents: Latents = NO_LATENTS,
+    context: Context = ALONE,
+    as_bytes: Container[int] = (),
 ) -> Groups:
     """Return the KV cache groups of a model.
 
@@ -338,8 +353,9 @@ def groups_of(
 
     Args:
         cache: vLLM's configuration of the cache; None for numbers of the model's kind.
-        latent: see `latent_of`.
+        latents: of the model.
         context: context parallelism of groups whose tokens are spread over ranks.
+        as_bytes: numbers of groups that are stored as bytes whatever their specs.
 
     Raises:
         UnsupportedError: for a group without which requests cannot go on, and which cannot be stored.
@@ -357,7 +373,7 @@ def groups_of(
         if entry.stored is StoredAs.NOTHING or not spec.prefix_cacheable or not group.enable_kv_transfer:
             unstored.append(spec.block_size * (context.ranks if spec.dcp_sharded else 1))
         else:
-            stored = _group(index, group, entry, pages, cache, latent)
+            stored = _group(index, group, pages, cache, latents, can_code=index not in as_bytes)
             if stored.spec.dcp_sharded:
                 stored = replace(stored, context=context)
             found.append(PointGroup(stored, entry.reach(stored.spec)))
@@ -382,28 +398,36 @@ def config_for(config: ManthanConfig, groups: Groups) -> ManthanConfig:
     return config.model_copy(update={"codec": config.codec.model_copy(update=AS_THEY_ARE)})
 
 
-def on_all_ranks(groups: Groups, told: Sequence[Mapping[int, tuple[int, ...]]]) -> Groups:
+def is_mixed(kv_cache_config: "KVCacheConfig") -> bool:
+    """True if a group has layers of several specs. vLLM's scheduler gets one of them, and must ask the workers."""
+    pages = page_nbytes(kv_cache_config)
+    groups = kv_cache_config.kv_cache_groups
+    return any(len({pages[name][1] for name in group.layer_names if name in pages}) > 1 for group in groups)
+
+
+def on_all_ranks(told: Sequence[Groups]) -> Groups:
     """Return groups with the layers of the rank that has the most, because stages of a pipeline may differ.
 
     Args:
-        told: by rank, the bytes of a block in each layer of each group; see `worker.half.pages`.
+        told: groups of each rank; see `worker.half.groups_of_worker`.
 
     Raises:
         UnsupportedError: if some stage has no layer of a group.
     """
+    by_rank = [{group.index: group for group in groups.stored} for groups in told]
 
     def largest(group: KvCacheGroup) -> KvCacheGroup:
-        pages = [rank.get(group.index, ()) for rank in told]
-        if not all(pages):
-            raise UnsupportedError(
-                f"Manthan cannot be used here: rank {pages.index(())} of the pipeline has no layer of KV cache group "
-                f"{group.index}: use fewer stages, or tensor parallelism."
-            )
-        most = max(pages, key=sum)
-        return replace(group, layers=len(most), layer_nbytes=most if group.is_packed else ())
+        found = [rank.get(group.index) for rank in by_rank]
+        for rank, each in enumerate(found):
+            if each is None or not each.layers:
+                raise UnsupportedError(
+                    f"Manthan cannot be used here: rank {rank} of the pipeline has no layer of KV cache group "
+                    f"{group.index}: use fewer stages, or tensor parallelism."
+                )
+        return max((each for each in found if each is not None), key=lambda each: each.page_nbytes)
 
-    at_points = [each._replace(group=largest(each.group)) for each in groups.at_points]
-    return groups._replace(main=largest(groups.main), at_points=at_points)
+    at_points = [each._replace(group=largest(each.group)) for each in told[0].at_points]
+    return told[0]._replace(main=largest(told[0].main), at_points=at_points)
 
 
 def _one_of(spec: Any) -> Any:
@@ -415,25 +439,66 @@ def _one_of(spec: Any) -> Any:
 def _group(
     index: int,
     group: "KVCacheGroupSpec",
-    entry: SpecEntry,
     pages: Mapping[str, tuple[int, int]],
     cache: "CacheConfig | None",
-    latent: int,
+    latents: Latents,
+    *,
+    can_code: bool,
 ) -> KvCacheGroup:
-    """Return a group, with blocks of bytes unless a codec knows their layout.
+    """Return a group, with blocks of bytes for layers whose layout no codec knows.
 
     pages: see `page_nbytes`.
     """
-    spec, names = _one_of(group.kv_cache_spec), tuple(group.layer_names)
-    dtype = _dtype_of(spec, cache)
-    several = set(getattr(group.kv_cache_spec, "kv_cache_specs", {}).values())
-    is_mixed = len(several) > 1 or len({pages[name][1] for name in names if name in pages}) > 1
-    is_coded = entry.stored is StoredAs.CODED and not is_mixed and (cache is None or not is_packed(cache))
-    if is_coded and entry.is_coded(spec, dtype, latent):
-        of_token = latent if entry.is_coded is _has_latents else 0
-        return KvCacheGroup(index, spec, len(names), names, dtype, latent=of_token)
-    nbytes = tuple(pages[name][0] if name in pages else spec.page_size_bytes for name in names)
-    return KvCacheGroup(index, spec, len(names), names, _described(spec, dtype), nbytes)
+    names = tuple(group.layer_names)
+    specs: Mapping[str, Any] = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(names, group.kv_cache_spec))
+    several = set(specs.values())
+    is_known = len(several) > 1 or len({pages[name][1] for name in names if name in pages}) < 2
+
+    def packed(names: tuple[str, ...]) -> KvCacheGroup:
+        spec: Any = specs[names[0]] if names else _one_of(group.kv_cache_spec)
+        nbytes = tuple(pages[name][0] if name in pages else specs[name].page_size_bytes for name in names)
+        return KvCacheGroup(index, spec, len(names), names, _described(spec, _dtype_of(spec, cache)), nbytes)
+
+    coded = {each: _coded(each, cache, latents) for each in several} if is_known and can_code else {}
+    shapes = {shape for shape in coded.values() if shape}
+    ours = tuple(name for name in names if coded.get(specs[name]))
+    others = tuple(name for name in names if not coded.get(specs[name]))
+    beside = packed(others) if others else None
+    if len(shapes) != 1 or (beside and not _is_copied(beside)):
+        return packed(names)
+    [shape] = shapes
+    spec = specs[ours[0]]
+    return KvCacheGroup(index, spec, len(ours), ours, shape.dtype, latent=shape.latent, beside=beside)
+
+
+class _Coded(NamedTuple):
+    """Shape of a block in a layer that is coded. Layers of one group have the same."""
+
+    heads: int
+    head_size: int
+    number: "torch.dtype"
+    dtype: str
+    latent: int
+
+
+def _coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> _Coded | None:
+    """Shape of a block in layers of this spec; None if they are not coded."""
+    entry, dtype = entry_of(spec), _dtype_of(spec, cache)
+    if entry is None or entry.stored is not StoredAs.CODED or (cache is not None and is_packed(cache)):
+        return None
+    if not entry.is_coded(spec, dtype, latents):
+        return None
+    latent = latents.numbers if entry.is_coded is _has_latents else 0
+    return _Coded(spec.num_kv_heads, spec.head_size, spec.dtype, dtype, latent)
+
+
+UNIT = 16
+"""Bytes of which sections of compressed blocks are multiples, and which kernels copy at once."""
+
+
+def _is_copied(beside: KvCacheGroup) -> bool:
+    """True if blocks of these layers can stand in a section of bytes: all alike, and whole UNITs."""
+    return len(set(beside.layer_nbytes)) == 1 and beside.layer_nbytes[0] % UNIT == 0
 
 
 def _described(spec: Any, dtype: str) -> str:
@@ -445,10 +510,10 @@ def _described(spec: Any, dtype: str) -> str:
 
 
 def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
-    """Return the dtype of a group's numbers, as --kv-cache-dtype names it."""
+    """Return the dtype of a group's numbers, as --kv-cache-dtype names it, or as the spec does."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    dtype = "auto" if cache is None else cache.cache_dtype
+    dtype = getattr(spec, "cache_dtype_str", None) or ("auto" if cache is None else cache.cache_dtype)
     if dtype == "auto" and getattr(spec, "kv_quant_mode", None) is KVQuantMode.FP8_PER_TENSOR:
         return E4M3  # the model says so
     return str(dtype)

@@ -41,7 +41,7 @@ from manthan.vllm_hooks.compat import (
 )
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
-from manthan.vllm_hooks.groups import Context, Part, config_for, groups_of, on_all_ranks
+from manthan.vllm_hooks.groups import Context, Part, config_for, groups_of, is_mixed, on_all_ranks
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, decoded_elsewhere, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
@@ -50,7 +50,7 @@ from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.ordering import ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
-from manthan.vllm_hooks.support import UnsupportedError, blocks_computed_again, latent_of
+from manthan.vllm_hooks.support import Latents, UnsupportedError, blocks_computed_again
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
@@ -60,7 +60,7 @@ from manthan.vllm_hooks.worker.capacity import (
     room_in,
     usable_nbytes,
 )
-from manthan.vllm_hooks.worker.half import get_ready, pages
+from manthan.vllm_hooks.worker.half import get_ready, groups_of_worker
 from manthan.vllm_hooks.worker.weights import loaded_digest, loads, weights_state
 
 if TYPE_CHECKING:
@@ -109,11 +109,10 @@ class SchedulerHalf:
         self._vllm_config, self.ask = vllm_config, ask
         abort_at_shutdown(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
-        groups = groups_of(
-            kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), Context.of(vllm_config.parallel_config)
-        )
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            groups = on_all_ranks(groups, ask_workers(pages) or [])
+        latents, parallel = Latents.of(vllm_config), vllm_config.parallel_config
+        groups = groups_of(kv_cache_config, vllm_config.cache_config, latents, Context.of(parallel))
+        if parallel.pipeline_parallel_size > 1 or latents.numbers or is_mixed(kv_cache_config):
+            groups = on_all_ranks(ask_workers(groups_of_worker) or [groups])
         self.groups = groups._replace(again=blocks_computed_again(vllm_config))
         self.config = config = config_for(from_vllm_config(vllm_config), groups)
         group = self.groups.main

@@ -6,13 +6,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manthan.codec.block import piece_dim
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.errors import ProfileError
 from manthan.codec.profile import Profile
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import AUTO, PLAIN, check_profile, choose_codec
-from manthan.vllm_hooks.support import has_draft
+from manthan.vllm_hooks.support import Latents, has_draft
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, is_on_gpu, keeps_bytes, settings
 
 if TYPE_CHECKING:
@@ -62,8 +63,11 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         )
     ranks = parallel.tensor_parallel_size
     chosen = choose_codec(asked, model.model, ranks, has_latents=model.use_mla, revision=model.revision)
-    shape = (model.get_num_layers(parallel), model.get_total_num_kv_heads(), model.get_head_size())
-    check_profile(chosen, model.model, *shape)
+    latent = Latents.of(vllm_config).numbers
+    heads, head_dim = model.get_total_num_kv_heads(), model.get_head_size()
+    if latent and chosen.profile is not None:
+        heads, head_dim = latent // piece_dim(latent), piece_dim(latent)
+    check_profile(chosen, model.model, model.get_num_layers(parallel), heads, head_dim, latent)
     settled = asked.model_copy(update={"name": chosen.name, "profile": str(chosen.path or "")})
     extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": settled.model_dump(mode="json")}
     extra[DIGEST] = "" if chosen.profile is None else chosen.profile.digest

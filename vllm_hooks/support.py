@@ -1,7 +1,7 @@
 """Models and settings that Manthan can serve. All others stop the server at start with one sentence."""
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from manthan.manager.config.model import TenantsConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
@@ -133,10 +133,18 @@ def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig) -> 
     )
 
 
-def latent_of(vllm_config: "VllmConfig") -> int:
-    """Number of numbers of a token's latent in a layer; 0 for a cache of keys and values."""
-    model = vllm_config.model_config
-    return int(getattr(model.hf_text_config, "kv_lora_rank", None) or 0) if model.use_mla else 0
+class Latents(NamedTuple):
+    """Numbers of a token's latent in a layer (MLA), and of the key's part that RoPE turns; 0 for keys and values."""
+
+    numbers: int = 0
+    turned: int = 0
+
+    @classmethod
+    def of(cls, vllm_config: "VllmConfig") -> Self:
+        """Return what a model caches."""
+        model = vllm_config.model_config
+        numbers = int(getattr(model.hf_text_config, "kv_lora_rank", None) or 0) if model.use_mla else 0
+        return cls(numbers, model.get_head_size() - numbers) if numbers else cls()
 
 
 def has_draft(vllm_config: "VllmConfig") -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from manthan.manager.config.model import FIELDS
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import ARGUMENT, DEFAULT, ManthanConfig, kind_of_source, resolve_config
-from manthan.vllm_hooks.kv_dtype import is_packed, is_plain
+from manthan.vllm_hooks.kv_dtype import is_packed
 
 if TYPE_CHECKING:
     from vllm import EngineArgs
@@ -170,5 +170,4 @@ def keeps_bytes(vllm_config: "VllmConfig") -> bool:
 
     The KV cache groups, which are known later, may be stored as bytes for other reasons; see `groups.config_for`.
     """
-    cache = vllm_config.cache_config
-    return is_packed(cache) or (vllm_config.model_config.use_mla and not is_plain(cache))
+    return is_packed(vllm_config.cache_config)

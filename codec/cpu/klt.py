@@ -3,14 +3,14 @@
 Transform coding of the KV cache (Karhunen and Loeve's transform with a calibrated mean: Staniszewski and Lancucki,
 "KV Cache Transform Coding", 2025). The numbers of a token, all heads of a layer side by side, are a vector x:
 
-    keys: x is turned back to place 0; values: x is as it is
+    keys: x is turned back to place 0; values and latents: x is as it is
     q = rint((x - mean) @ (forward / step));   x^ = q @ (step * inverse) + mean
 
 in float32. Products of matrices round as the machine's BLAS does: where it differs, an encoder may round another way to
 q what lies half-way between two steps, and a decoder's numbers differ by 2**-20 or so of their size, before they are
 rounded to bf16. The integers are the same everywhere.
 
-Codes, little-endian. A row is a layer's keys or values, [C, tokens]:
+Codes, little-endian. A row is a layer's keys, values or latents, [C, tokens]:
 
     | version u8, 1 | d u8 | 2 zero bytes | rows as `manthan.codec.cpu.rans` has them |
 
@@ -127,11 +127,8 @@ class KltCodec(Codec):
         self.name = name
         self._profile, self._rope, self._head_dim = profile, profile.info.rope, head_dim
         _check(name, head_dim, profile, rope)
-        layers = profile.layers
-        self._of_layers = {
-            SectionKind.KEYS: [layer.keys for layer in layers],
-            SectionKind.VALUES: [layer.values for layer in layers],
-        }
+        kinds = [SectionKind.LATENT] if profile.info.latent else [SectionKind.KEYS, SectionKind.VALUES]
+        self._of_layers = {kind: [layer.bases[n] for layer in profile.layers] for n, kind in enumerate(kinds)}
         self._coder = Coder(profile.frequencies)
 
     @cached_property

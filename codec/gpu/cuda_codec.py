@@ -75,28 +75,33 @@ class Job(ctypes.Structure):
 
 
 def addresses(layout: PagedLayout) -> torch.Tensor:
-    """Of the caches, int64 [layers], on their device."""
-    return torch.tensor([layer.data_ptr() for layer in layout.caches], device=layout.caches[0].device)
+    """Addresses of the caches, then of those beside, int64 [layers], on their device."""
+    beside = layout.beside.caches if layout.beside else ()
+    return torch.tensor([layer.data_ptr() for layer in (*layout.caches, *beside)], device=layout.caches[0].device)
 
 
 def exact_jobs(layout: PagedLayout, caches: torch.Tensor, form: Form, exact: int) -> list[Job]:
-    """The sections that stay as they are, where so many first tokens do. caches: `addresses`."""
+    """Return the sections that stay as they are, if the first `exact` tokens do. caches: `addresses`."""
+    kept = layout.kept(exact)
+    of_each = [caches] * len(kept)
+    if layout.beside:
+        of_each[0] = caches[len(layout.caches) :]
     return [
-        Job.plan(each, caches, form, 0, tokens, (start, start + size // 2))
-        for (each, tokens), start, size in zip(layout.kept(exact), form.starts, form.sizes, strict=False)
+        Job.plan(each, there, form, 0, tokens, (start, start + size // 2))
+        for (each, tokens), there, start, size in zip(kept, of_each, form.starts, form.sizes, strict=False)
     ]
 
 
 def is_aligned(layout: PagedLayout) -> bool:
-    """Whether all vectors begin at multiples of ALIGNMENT, and are of as many bytes."""
-    parts = [layout, layout.coded]
+    """True if all vectors begin at multiples of ALIGNMENT, and are of as many bytes."""
+    parts = [layout, layout.coded, *([layout.beside.as_vectors(layout)] if layout.beside else [])]
     numbers = [
         number
         for part in parts
         for number in (part.block_stride, part.head_stride, part.token_stride, part.head_dim, *part.ats)
     ]
     return not any(number * layout.number.itemsize % ALIGNMENT for number in numbers) and not any(
-        layer.data_ptr() % ALIGNMENT for layer in layout.caches
+        layer.data_ptr() % ALIGNMENT for part in parts for layer in part.caches
     )
 
 

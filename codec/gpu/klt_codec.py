@@ -109,10 +109,13 @@ class Sections(ctypes.Structure):
 
 
 class KltPlan(NamedTuple):
-    """How blocks of one form are worked on. exact: None where no token is. sections: None where all are. seal: with no
-    header where one is written before."""
+    """Arguments of the kernels for blocks of one form.
 
-    exact: Job | None
+    exact: sections that stay as they are. sections: None where all do.
+    seal: with no header where one is written before.
+    """
+
+    exact: list[Job]
     sections: Sections | None
     seal: Job
 
@@ -148,7 +151,7 @@ class Group:
 class KltPagedCodec(PagedCodec):
     """`PagedCodec` for calibrated codecs, on one CUDA device of compute capability 8.0 or newer.
 
-    Raises CompileError, ProfileError.
+    It is of keys and values, or of latents. Raises CompileError, ProfileError.
     """
 
     layout: PagedLayout
@@ -158,7 +161,8 @@ class KltPagedCodec(PagedCodec):
         if not isinstance(profile, Profile):
             raise ProfileError(f"codec {format.codec} needs a profile of the model: run `manthan calibrate MODEL`.")
         super().__init__(layout, format, profile.info.rope)
-        self._rope, self._components = profile.info.rope or Rope(()), layout.heads * layout.head_dim
+        self._coded, self._rope = layout.coded, profile.info.rope or Rope(())
+        self._components, self._kinds = self._coded.heads * self._coded.head_dim, len(self._coded.ats)
         self._addresses = addresses(layout)
         self._transforms = Transforms.of(profile, format.codec, self.device)
         self._tables = RowTables.of(profile, format.codec, self.device)
@@ -166,8 +170,8 @@ class KltPagedCodec(PagedCodec):
         largest = max(self._tables.encoding.nbytes, self._tables.decoding.nbytes)
         properties: Any = torch.cuda.get_device_properties(self.device)  # of more than its stubs know
         self._shared = largest <= properties.shared_memory_per_block_optin
-        shape, pairs = (layout.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
-        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)
+        shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
+        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, self._kinds)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
         """A status becomes a vector's index too where it is 32,768 or more steps from the profile's mean.
@@ -177,8 +181,8 @@ class KltPagedCodec(PagedCodec):
         """
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
-        if plan.exact is not None:
-            self._launch_exact("encode_exact", plan.exact, batch, codes)
+        for kept in plan.exact:
+            self._launch_exact("encode_exact", kept, batch, codes)
         if plan.sections is not None:
             with torch.inference_mode():
                 for job in self._jobs(plan.sections, batch, codes, ENCODING):
@@ -199,8 +203,8 @@ class KltPagedCodec(PagedCodec):
             with torch.inference_mode():
                 for job in self._jobs(plan.sections, batch, codes, DECODING):
                     self._decode(job)
-        if plan.exact is not None:
-            self._launch_exact("decode_exact", plan.exact, batch, codes)
+        for kept in plan.exact:
+            self._launch_exact("decode_exact", kept, batch, codes)
 
     def _encode(self, job: Sections) -> None:
         transforms, group = self._transforms, Group(job, self._components, torch.float16, self.device)
@@ -214,7 +218,7 @@ class KltPagedCodec(PagedCodec):
             vectors = group.vectors[: part.rows].transpose(1, 2)
             torch.bmm(transforms.forward[rows].transpose(1, 2), vectors, out=group.numbers[rows])
         self._launch_rows("encode_rows", job, self._tables.encoding, self._tables.of_components[0])
-        warps = job.n * len(KINDS) * (ROW_THREADS // 32)
+        warps = job.n * self._kinds * (ROW_THREADS // 32)
         self._kernels.launch("double_steps", job, warps, threads=ROW_THREADS)
         self._launch("lay_out", job, ALONE)
         self._launch("pack", job, job.rows)
@@ -249,7 +253,7 @@ class KltPagedCodec(PagedCodec):
 
     def _launch_exact(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
         of_batch = job.of(batch, codes)
-        self._kernels.launch(name, of_batch, of_batch.n * 2 * of_batch.layers * of_batch.heads)
+        self._kernels.launch(name, of_batch, of_batch.n * of_batch.kinds * of_batch.layers * of_batch.heads)
 
     def _launch_one(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
         """A warp for each block."""
@@ -260,12 +264,11 @@ class KltPagedCodec(PagedCodec):
     def _plan(self, exact: int) -> KltPlan:
         if exact not in self._plans:
             layout, form = self.layout, self.form(exact)
-            kept = next(iter(exact_jobs(layout, self._addresses, form, exact)), None)
+            kept = exact_jobs(layout, self._addresses, form, exact)
             if exact == layout.tokens:
-                assert kept is not None
-                self._plans[exact] = KltPlan(kept, None, kept)
+                self._plans[exact] = KltPlan(kept, None, kept[-1])
             else:
-                sections = Sections.plan(layout, self._addresses, form, exact, self._rope)
+                sections = Sections.plan(self._coded, self._addresses, form, exact, self._rope)
                 sections.mean, sections.pool = self._transforms.mean.data_ptr(), self._tables.pool
                 self._plans[exact] = KltPlan(kept, sections, Job())
         return self._plans[exact]
@@ -273,10 +276,23 @@ class KltPagedCodec(PagedCodec):
 
 @lru_cache
 def _module(
-    head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, shared: bool, pairs: int, interleaved: bool
+    head_dim: int,
+    dtype: Dtype,
+    device: torch.device,
+    aligned: bool,
+    shared: bool,
+    pairs: int,
+    interleaved: bool,
+    kinds: int,
 ) -> Module:
-    """The kernels for vectors of this size and dtype. aligned: see `cuda_codec.constants`. shared: whether tables fit
-    into a block's shared memory. pairs, interleaved: of RoPE."""
-    macros = {"KINDS": len(KINDS), "SHARED_TABLES": int(shared), "PAIRS": pairs, "INTERLEAVED": int(interleaved)}
+    """Return the kernels for vectors of this size and dtype.
+
+    Args:
+        aligned: see `cuda_codec.constants`.
+        shared: True if tables fit into a block's shared memory.
+        pairs, interleaved: of RoPE.
+        kinds: 1 for latents.
+    """
+    macros = {"KINDS": kinds, "SHARED_TABLES": int(shared), "PAIRS": pairs, "INTERLEAVED": int(interleaved)}
     macros |= {"SECTION_VERSION": VERSION, "MOST_DOUBLINGS": MOST_DOUBLINGS}
     return Module(f"{constants(head_dim, dtype, aligned, macros)}\n{sources(SOURCES)}", device)

@@ -28,7 +28,7 @@ Ranks = npt.NDArray[np.uint8]
 
 
 class Transforms(NamedTuple):
-    """Of rows: the keys of all layers, then the values, [rows, C] float32 and [rows, C, C] float16.
+    """Transforms of rows, keys or latents first, then values: [rows, C] float32 and [rows, C, C] float16.
 
     Encoding: rint(((x - mean) * gain) @ forward). Decoding: (q @ inverse) * gain_back + mean.
     """
@@ -71,8 +71,7 @@ class RowTables(NamedTuple):
 
 
 def _bases(profile: Profile) -> Sequence[Basis]:
-    layers = profile.layers
-    return [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
+    return [layer.bases[kind] for kind in range(len(profile.info.kinds)) for layer in profile.layers]
 
 
 def _transform(basis: Basis, preset: str, device: torch.device) -> tuple[Tensor, ...]:

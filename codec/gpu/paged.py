@@ -62,6 +62,7 @@ class PagedLayout:
     `at + i * block_stride + h * head_stride + t * token_stride` from the tensor's first, with `at` key_at or value_at;
     its other numbers follow it. value_at: None where there are no values. fp8: of which kind numbers of 8 bits are.
     latents: where they lie (MLA), their pieces as heads of keys without values; the keys here are RoPE's part then.
+    beside: of the bytes of other layers that are stored with them.
     """
 
     caches: tuple[torch.Tensor, ...]
@@ -75,6 +76,7 @@ class PagedLayout:
     value_at: int | None
     fp8: Dtype | None = None
     latents: "PagedLayout | None" = None
+    beside: "RawLayout | None" = None
 
     @property
     def dtype(self) -> Dtype:
@@ -90,7 +92,8 @@ class PagedLayout:
     def shape(self) -> BlockShape:
         """Of its blocks."""
         latent = self.latents.heads * self.latents.head_dim if self.latents else 0
-        return BlockShape(len(self.caches), self.heads, self.tokens, self.head_dim, self.dtype, latent)
+        beside = self.beside.shape if self.beside else None
+        return BlockShape(len(self.caches), self.heads, self.tokens, self.head_dim, self.dtype, latent, beside)
 
     @property
     def ats(self) -> tuple[int, ...]:
@@ -104,8 +107,9 @@ class PagedLayout:
 
     def kept(self, exact: int) -> "list[tuple[PagedLayout, int]]":
         """The sections of numbers that stay as they are, if so many first tokens do: whose, and of how many tokens."""
+        beside = [(self.beside.as_vectors(self), 1)] if self.beside else []
         rope = [(self, self.tokens)] if self.latents else []
-        return [*rope, *([(self.coded, exact)] if exact else [])]
+        return [*beside, *rope, *([(self.coded, exact)] if exact else [])]
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,15 @@ class RawLayout:
             number for cache in self.caches for number in (cache.shape[1], cache.stride(0), cache.storage_offset())
         ]
         return next(unit for unit in UNITS if not any(number % unit.itemsize for number in numbers))
+
+    def as_vectors(self, layout: PagedLayout) -> PagedLayout:
+        """Return the layers as those of keys of one token, in the numbers of a layout that is coded beside them.
+
+        Layers must be of the same size.
+        """
+        caches = tuple(cache.view(layout.caches[0].dtype) for cache in self.caches)
+        _, size = caches[0].shape
+        return PagedLayout(caches, 1, 1, size, caches[0].stride(0), size, size, key_at=0, value_at=None, fp8=layout.fp8)
 
 
 class Form(NamedTuple):

@@ -1,6 +1,6 @@
-"""Measurement of a model while it reads a text, for its profile: keys and values of its cache, and their metrics.
+"""Measurement of a model while it reads a text, for its profile: what its cache holds, and its metrics.
 
-Needs torch and Transformers.
+The cache holds keys and values, or latents (MLA) and RoPE's part of keys. Needs torch and Transformers.
 
 A metric tells what errors do to the next tokens' probabilities. For small errors that is Fisher's information: the
 mean of g g^T over tokens, where g is the gradient of the log-probability of the model's own prediction in the keys and
@@ -9,7 +9,8 @@ therefore mixed, half and half and of the same size in each layer, with facts th
 
 - for keys, the queries: RoPE turns pairs of numbers by the distance of query and key, so that over all distances both
   numbers of a pair weigh the queries' mean energy in it;
-- for values, the output projection: W^T W of the part of its matrix W that takes a head.
+- for values, the output projection: W^T W of the part of its matrix W that takes a head;
+- for latents, the projection that makes keys and values of them: W^T W.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils import logging
 
 from manthan.codec.base import Positions
+from manthan.codec.block import piece_dim
 from manthan.codec.calibration import SINKS, ProfileBuilder
-from manthan.codec.errors import ProfileError
+from manthan.codec.errors import HeadDimError, ProfileError
 from manthan.codec.profile import ProfileInfo
 from manthan.codec.rope import Rope
 
@@ -41,6 +43,8 @@ DRAWS = 2
 NAME = "manthan_calibration"
 OUTPUTS = ("o_proj", "out_proj", "dense")
 """Names of the output projection of attention, [hidden, query heads * head_dim]."""
+FROM_LATENTS = "kv_b_proj"
+"""Name of the projection that makes keys and values of latents, [numbers of all heads, latent]."""
 
 Doubles = npt.NDArray[np.float64]
 
@@ -62,8 +66,15 @@ class ModelReader:
         self._model = loaded.eval().to(self._device).requires_grad_(False)
 
     def info(self, metric: str, text: str) -> ProfileInfo:
-        """Facts of the profile. text: sha256 of the text."""
+        """Facts of the profile. text: sha256 of the text. Raises ProfileError for latents of an odd size."""
         config = self._config
+        if latent := getattr(config, "kv_lora_rank", None):
+            try:
+                piece = piece_dim(latent)
+            except HeadDimError as error:
+                raise ProfileError(f"{self._name} cannot be calibrated: {error}") from None
+            shape = (config.num_hidden_layers, latent // piece, piece)
+            return ProfileInfo(self._name, *shape, None, metric, text, latent=latent)
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -88,41 +99,48 @@ class ModelReader:
         return whole
 
     def read(self, builder: ProfileBuilder, pieces: Sequence[list[int]], weigh: bool, step: Callable[[], None]) -> None:
-        """Add the keys and values of all pieces, and their metrics if `weigh`. Call `step` after each piece."""
+        """Add the cache of all pieces, and its metrics if `weigh`. Call `step` after each piece."""
         info = self.info("", "")
         weights = [_Weights(info) for _ in range(info.layers)]
         with _seen(self._model, info) as seen:
             for number, piece in enumerate(pieces):
-                layers = self._read(builder, piece)
+                layers = self._read(builder, piece, info)
                 if weigh:
                     self._feel(weights, piece, layers, number)
                 step()
         if weigh:
             for layer, attention in seen.items():
-                builder.weigh(layer, *weights[layer].with_directions(attention.keys(), attention.values()))
+                builder.weigh(layer, *weights[layer].with_directions(*attention.metrics()))
 
     @torch.no_grad()
-    def _read(self, builder: ProfileBuilder, ids: list[int]) -> list[Any]:
-        """Add the keys and values of a piece. Returns the layers of the cache."""
+    def _read(self, builder: ProfileBuilder, ids: list[int], info: ProfileInfo) -> list[Any]:
+        """Add the cache of a piece. Returns its layers.
+
+        Transformers keeps latents where keys are, and RoPE's part where values are.
+        """
         cache: Any = DynamicCache(config=self._config)
         self._model(torch.tensor([ids], device=self._device), past_key_values=cache, logits_to_keep=1)
         if not all(type(layer) is DynamicLayer for layer in cache.layers):
             raise ProfileError(
                 f"{self._name} cannot be calibrated: its cache is not keys and values of all tokens in all layers."
             )
+        if info.latent and any(layer.keys.shape[1::2] != (1, info.latent) for layer in cache.layers):
+            raise ProfileError(f"{self._name} cannot be calibrated: Transformers does not cache its latents.")
         for layer, found in enumerate(cache.layers):
-            builder.add(layer, _numpy(found.keys[0]), _numpy(found.values[0]), np.arange(len(ids)))
+            parts = [_numpy(x[0]) for x in (found.keys, found.values)[: len(info.kinds)]]
+            builder.add(layer, np.arange(len(ids)), *(_heads(x, info) for x in parts))
         return list(cache.layers)
 
     def _feel(self, weights: Sequence["_Weights"], ids: list[int], layers: Sequence[Any], seed: int) -> None:
-        """Add the gradients of the last tokens' probabilities in the keys and values of the others.
+        """Add the gradients of the last tokens' probabilities in the keys and values, or latents, of the others.
 
         The first tokens are left out: they weigh more than all others together, and are exact.
         """
         cut, cache, leaves = len(ids) - len(ids) // ASKED, DynamicCache(config=self._config), []
+        kinds = weights[0].kinds
         for number, layer in enumerate(layers):
-            prefix = [x[:, :, :cut].detach().requires_grad_() for x in (layer.keys, layer.values)]
-            leaves += prefix
+            prefix = [x[:, :, :cut].detach() for x in (layer.keys, layer.values)]
+            leaves += [x.requires_grad_() for x in prefix[:kinds]]
             cache.update(prefix[0], prefix[1], number)
         logits = self._model(torch.tensor([ids[cut:]], device=self._device), past_key_values=cache).logits[0]
         told = logits.float().log_softmax(-1)
@@ -131,33 +149,34 @@ class ModelReader:
             tokens = torch.multinomial(told.detach().exp(), 1, generator=drawing)
             said = told.gather(-1, tokens).sum()
             found = torch.autograd.grad(said, leaves, retain_graph=draw < DRAWS - 1)
-            for weight, keys, values in zip(weights, found[::2], found[1::2], strict=True):
-                weight.add(_numpy(keys[0, :, SINKS:]), _numpy(values[0, :, SINKS:]), np.arange(SINKS, cut))
+            for number, weight in enumerate(weights):
+                parts = [_numpy(x[0, :, SINKS:]) for x in found[number * kinds : (number + 1) * kinds]]
+                weight.add(parts, np.arange(SINKS, cut))
 
 
 class _Weights:
-    """Fisher's information in a layer's keys, before RoPE, and values, [C, C] each."""
+    """Fisher's information in a layer's keys, before RoPE, and values, or in its latents, [C, C] each."""
 
     def __init__(self, info: ProfileInfo) -> None:
         size = info.heads * info.head_dim
         self._rope = replace(info.rope, scale=1 / info.rope.scale) if info.rope else None
-        self._keys, self._values = np.zeros((size, size)), np.zeros((size, size))
+        self.kinds = len(info.kinds)
+        self._totals = [np.zeros((size, size)) for _ in range(self.kinds)]
 
-    def add(self, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32], positions: Positions) -> None:
+    def add(self, parts: Sequence[npt.NDArray[np.float32]], positions: Positions) -> None:
         """Add gradients, [heads, tokens, head_dim], in the cache's numbers at these places."""
-        if self._rope is not None:
-            keys = self._rope.turn_back(keys, positions)
-        for total, x in ((self._keys, keys), (self._values, values)):
+        first, *others = parts
+        turned_back = first if self._rope is None else self._rope.turn_back(first, positions)
+        for total, x in zip(self._totals, (turned_back, *others), strict=True):
             rows = x.transpose(1, 0, 2).reshape(x.shape[1], -1).astype(np.float64)
             total += rows.T @ rows
 
-    def with_directions(self, keys: Doubles, values: Doubles) -> tuple[Doubles, Doubles]:
+    def with_directions(self, *known: Doubles) -> list[Doubles]:
         """Mix half of it with half of these, scaled to the same size."""
-        mixed = [
-            (fisher + known * (np.trace(fisher) / np.trace(known))) / 2
-            for fisher, known in ((self._keys, keys), (self._values, values))
+        return [
+            (fisher + each * (np.trace(fisher) / np.trace(each))) / 2
+            for fisher, each in zip(self._totals, known, strict=True)
         ]
-        return mixed[0], mixed[1]
 
 
 class _Attention:
@@ -170,6 +189,19 @@ class _Attention:
     def see(self, queries: Any) -> None:
         """Add queries, [1, query heads, tokens, head_dim], behind RoPE."""
         self.energy = self.energy + queries[0].detach().float().square().sum(1)
+
+    def metrics(self) -> list[Doubles]:
+        """Metrics that need no gradient, in the order of `ProfileInfo.kinds`."""
+        return [self.latents()] if self._info.latent else [self.keys(), self.values()]
+
+    def latents(self) -> Doubles:
+        """Metric of latents, [C, C]; the identity for an unknown projection."""
+        projection = getattr(self._module, FROM_LATENTS, None)
+        if projection is None or projection.weight.shape[1] != self._info.latent:
+            return np.eye(self._info.latent)
+        weight = projection.weight.double()
+        made: Doubles = (weight.T @ weight).cpu().numpy()
+        return made
 
     def keys(self) -> Doubles:
         """Metric of keys, [C, C], diagonal."""
@@ -211,6 +243,11 @@ def _seen(model: Any, info: ProfileInfo) -> Iterator[dict[int, _Attention]]:
         yield seen
     finally:
         model.set_attn_implementation(before)
+
+
+def _heads(x: npt.NDArray[np.float32], info: ProfileInfo) -> npt.NDArray[np.float32]:
+    """Return latents [1, tokens, numbers] in pieces [heads, tokens, head_dim]; keys and values as they are."""
+    return x[0].reshape(len(x[0]), info.heads, info.head_dim).swapaxes(0, 1) if info.latent else x
 
 
 def _numpy(x: Any) -> npt.NDArray[np.float32]:

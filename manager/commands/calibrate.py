@@ -39,11 +39,11 @@ def calibrate(
         typer.Option(help="What errors weigh: what they do to the model's predictions, or what keys alone tell."),
     ] = Metric.fisher,
 ) -> None:
-    """Measure a model's keys and values, for codecs that take a profile (klt-5x, klt-8x, klt-12x)."""
+    """Measure a model's keys and values, or its latents, for codecs that take a profile (klt-5x, klt-8x, klt-12x)."""
     console, began = make_console(), time.monotonic()
     try:
         profile = made(console, model, text, tokens, tensor_parallel_size, metric)
-        path = out or profile_path(model, tensor_parallel_size)
+        path = out or profile_path(model, len(profile.ranks))
         profile.save(path)
     except (ProfileError, OSError) as error:
         typer.echo(f"manthan calibrate: {error}", err=True)
@@ -62,7 +62,7 @@ def made(console: Console, model: str, text: Path | None, tokens: int, ranks: in
     words = source.read_bytes().decode("utf-8", "replace")
     reader = ModelReader(model)
     info = reader.info(metric, hashlib.sha256(words.encode()).hexdigest())
-    if info.rope is None:
+    if info.rope is None and not info.latent:
         console.print(f"{model}: how its keys are turned by their place is not understood; they are taken as they are.")
     pieces, builder = reader.pieces(words, tokens), ProfileBuilder(info)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -75,8 +75,9 @@ def made(console: Console, model: str, text: Path | None, tokens: int, ranks: in
 
 def _show(console: Console, profile: Profile, path: Path, seconds: float) -> None:
     info = profile.info
+    holds = f"latents of {info.latent}" if info.latent else f"{info.heads} KV heads of {info.head_dim}"
     console.print(
-        f"{path}: {info.layers} layers, {info.heads} KV heads of {info.head_dim} numbers, {info.tokens:,} tokens, "
+        f"{path}: {info.layers} layers, {holds} numbers, {info.tokens:,} tokens, "
         f"metric {info.metric}, {path.stat().st_size / 1e6:.1f} MB, {seconds:.0f} s",
         soft_wrap=True,
     )

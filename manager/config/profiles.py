@@ -33,21 +33,18 @@ def choose_codec(
 
     Args:
         ranks: Number of tensor-parallel ranks.
-        has_latents: True if the model caches latents (MLA), which take no profile.
+        has_latents: True if the model caches latents (MLA). All ranks have the same, and AUTO is PLAIN unless a profile
+            is named, because no calibrated codec was tried on a trained model of this kind.
 
     Raises:
         ConfigError: The profile is missing, cannot be read, is for another number of ranks, or lacks the preset.
     """
     is_auto = config.name == AUTO
     name = CALIBRATED if is_auto else config.name
-    if has_latents and (needs_profile(config.name) or config.profile):
-        what = f"codec.profile is {config.profile}" if config.profile else f"codec.name is {config.name}"
-        raise ConfigError(
-            f"{what}, but {model} uses multi-head latent attention (MLA), and its latents take no profile: use auto, "
-            f"{PLAIN} or wht-4x"
-        )
-    if has_latents and is_auto:
-        return ChosenCodec(PLAIN)
+    if has_latents:
+        ranks = 1
+        if is_auto and not config.profile:
+            return ChosenCodec(PLAIN)
     if not needs_profile(name):
         if config.profile:
             takes = ", ".join((AUTO, *PRESETS))
@@ -83,11 +80,21 @@ def load_profile(path: Path, codec: str, model: str, ranks: int) -> Profile:
     return profile
 
 
-def check_profile(chosen: ChosenCodec, model: str, layers: int, heads: int, head_dim: int) -> None:
-    """Raise ConfigError for a profile of another shape. heads: KV heads of all ranks."""
+def check_profile(chosen: ChosenCodec, model: str, layers: int, heads: int, head_dim: int, latent: int = 0) -> None:
+    """Raise ConfigError for a profile of another shape.
+
+    Args:
+        heads: KV heads of all ranks, or pieces of a latent.
+        latent: numbers of a latent; 0 for keys and values.
+    """
     if chosen.profile is None:
         return
     info = chosen.profile.info
+    if info.latent != latent:
+        whose, what = (f"latents of {each} numbers" if each else "keys and values" for each in (info.latent, latent))
+        raise ConfigError(
+            f"the profile {chosen.path} is of {whose}, but {model} caches {what}: run `{_command(model, 1)}`"
+        )
     if (info.layers, info.heads, info.head_dim) != (layers, heads, head_dim):
         raise ConfigError(
             f"the profile {chosen.path} is of {info.layers} layers with {info.heads} KV heads of {info.head_dim} "

@@ -1,6 +1,7 @@
 """Request traces: who asked when for which blocks. docs/simulate.md has the format."""
 
 import json
+import lzma
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -26,7 +27,8 @@ class TracedRequest(NamedTuple):
 
     at: seconds. session: as the client called it; None if it did not. hashes: block hashes of all full blocks, first
     the prompt's, then the answer's as far as the trace tells. prompt_blocks: number of the prompt's among them.
-    expect_return_s, tool: the hints of these names, if the client gave them.
+    expect_return_s, tool: the hints of these names, if the client gave them. agent: the session that the trace names,
+    whose requests follow each other; empty if it names none.
     """
 
     at: float
@@ -37,6 +39,7 @@ class TracedRequest(NamedTuple):
     output_tokens: int
     expect_return_s: float | None = None
     tool: str = ""
+    agent: str = ""
 
 
 class Trace(NamedTuple):
@@ -66,16 +69,18 @@ class MooncakeLine(BaseModel):
     hash_ids: list[int] = Field(description="a list of whole numbers, one a block of the prompt")
     expect_return_s: _Return = None
     tool: ToolName = Field(default="", description=TOOL_NAME)
+    session_id: str = Field(default="", description="a text")
 
 
 def read_trace(path: str | Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Trace:
-    """Read a trace of JSON lines in the format of Mooncake's. Raises TraceError."""
+    """Read a trace of JSON lines in the format of Mooncake's, or such lines in a file .xz. Raises TraceError."""
     path, prefixes, requests = Path(path), _Prefixes(Path(path).name), []
     name = path.name
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror}") from None
+        with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, lzma.LZMAError) as error:
+        raise TraceError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError:
         raise TraceError(f"{path}: is no text: a trace is JSON lines in UTF-8") from None
     for number, text in enumerate(lines, 1):
@@ -90,7 +95,7 @@ def read_trace(path: str | Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> T
             )
         full = line.input_length // block_tokens
         prompt = prefixes.of(line.hash_ids, number)[:full]
-        said = line.expect_return_s, line.tool
+        said = line.expect_return_s, line.tool, line.session_id
         at = line.timestamp / 1000
         requests.append(TracedRequest(at, None, prompt, full, line.input_length, line.output_length, *said))
     if not requests:

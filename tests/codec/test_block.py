@@ -3,30 +3,44 @@
 from dataclasses import replace
 
 import numpy as np
+import profiles
 import pytest
 from kv import in_cache, packed
 
 from manthan.codec import NonFiniteError, ShapeError, get_codec, wire
 from manthan.codec.base import Dtype, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape, piece_dim, sections
+from manthan.codec.cpu.numbers import as_floats, as_numbers
 from manthan.codec.errors import DtypeError, HeadDimError, ProfileError, SizeError, UnknownCodecError, WireError
 from manthan.codec.fidelity import Sample, measure
+from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.profile import LayerProfile, Profile
+from manthan.codec.registry import needs_profile
 
 PRINT, KEY = bytes(range(16)), b"k" * 32
 SHAPE = BlockShape(layers=3, heads=2, tokens=16, head_dim=64)
 LATENTS = BlockShape(layers=3, heads=1, tokens=16, head_dim=64, latent=512)
+INDEX = BlockShape(1, 3 * 132, 16, 1, Dtype.UINT8)
+SPARSE = replace(LATENTS, beside=INDEX)
 PLACES = {
     SectionKind.KEYS: (0,),
     SectionKind.VALUES: (1,),
     SectionKind.BOTH: (0, 1),
     SectionKind.LATENT: (1,),
+    SectionKind.RAW: (2,),
 }
-each_shape = pytest.mark.parametrize("shape", [SHAPE, LATENTS], ids=["keys and values", "latents"])
+SHAPES = {
+    "keys and values": SHAPE,
+    "latents": LATENTS,
+    "latents beside bytes": SPARSE,
+    "keys and values beside bytes": replace(SHAPE, beside=INDEX),
+}
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 each_exact = pytest.mark.parametrize("exact", [0, 1, 4, 15, 16])
 
 
 def numbers(shape, seed=0, bias=0.0, blocks=1):
-    """Keys and values, or RoPE's part and latents behind an RMS norm, in the cache's numbers."""
+    """Keys and values, or RoPE's part and latents behind an RMS norm, in the cache's numbers; and bytes beside."""
     rng, made = np.random.default_rng(seed), []
     for layers, heads, tokens, dim in (shape.numbers, shape.value_numbers):
         x = rng.standard_normal((layers, blocks * tokens, heads * dim))
@@ -35,7 +49,7 @@ def numbers(shape, seed=0, bias=0.0, blocks=1):
             x /= np.sqrt(np.square(x).mean(axis=2, keepdims=True))
         x = x.reshape(layers, blocks * tokens, heads, dim).swapaxes(1, 2).astype(np.float32)
         made.append(in_cache(x, shape.dtype))
-    return made
+    return made if shape.beside is None else [*made, rng.integers(0, 256, shape.beside.numbers, np.uint8)]
 
 
 def encode(form, both, exact=0, first_token=0, key=KEY):
@@ -45,14 +59,14 @@ def encode(form, both, exact=0, first_token=0, key=KEY):
 @each_shape
 @pytest.mark.parametrize("exact", range(SHAPE.tokens + 1))
 def test_every_number_is_in_one_section(shape, exact):
-    covered = [np.zeros(shape.numbers, int), np.zeros(shape.value_numbers, int)]
+    covered = [np.zeros(array, int) for array, _ in shape.arrays]
     for section in sections("k3v3", shape, exact):
         tokens = slice(section.first_token, section.first_token + section.tokens)
         for place in PLACES[section.kind]:
             covered[place][: section.layers, : section.heads, tokens, : section.head_dim] += 1
-        is_rope_part = shape.latent and section.kind is SectionKind.KEYS
-        assert section.codec == ("exact" if section.first_token < exact or is_rope_part else "k3v3")
-        assert section.dtype is shape.dtype
+        is_kept = section.kind is SectionKind.RAW or (shape.latent and section.kind is SectionKind.KEYS)
+        assert section.codec == ("exact" if section.first_token < exact or is_kept else "k3v3")
+        assert section.dtype is (Dtype.UINT8 if section.kind is SectionKind.RAW else shape.dtype)
     assert all((count == 1).all() for count in covered)
 
 
@@ -135,6 +149,14 @@ FORGED = {
     "payloads traded": (SHAPE, 4, lambda header: header, "size", (3072 - 16, 2976, 2976)),
     "a payload too long": (SHAPE, 0, lambda header: header, "size", (4992, 4992)),
     "no keys": (LATENTS, 4, with_sections(lambda found: found[1:]), "size", None),
+    "no bytes beside": (SPARSE, 4, with_sections(lambda found: found[1:]), "size", None),
+    "bytes beside where there are none": (
+        LATENTS,
+        4,
+        with_sections(lambda found: sections("k3v3", SPARSE, 4)),
+        "size",
+        None,
+    ),
     "values for latents": (LATENTS, 4, with_section(2, kind=SectionKind.VALUES), "size", None),
     "keys and values": (
         LATENTS,
@@ -200,6 +222,47 @@ def test_numbers_of_another_block_are_refused():
         BlockFormat("k3v4", SHAPE, PRINT)
 
 
+# ---- bytes beside
+
+
+def test_bytes_beside_are_a_section_of_a_fixed_size_ahead_of_the_others():
+    form, arrays = BlockFormat("wht-5x", SPARSE, PRINT), numbers(SPARSE)
+    block = wire.parse(encode(form, arrays), key=KEY, fingerprint=PRINT)
+    assert [section.kind.name for section in block.header.sections] == ["RAW", "KEYS", "LATENT"]
+    assert block.payloads[0].tobytes() == arrays[2].tobytes()
+    assert form.shape.nbytes == 3 * 16 * (1152 + 132)
+    alone = form.without_bytes()
+    assert alone.shape == LATENTS
+    without = wire.parse(encode(alone, arrays[:2]), key=KEY, fingerprint=PRINT)
+    assert [part.tobytes() for part in block.payloads[1:]] == [part.tobytes() for part in without.payloads]
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_damage_in_any_section_is_found(part):
+    form = BlockFormat("wht-5x", SPARSE, PRINT)
+    buf = encode(form, numbers(SPARSE))
+    block = wire.parse(buf, key=KEY, fingerprint=PRINT)
+    at = wire.starts(block.header, [len(payload) for payload in block.payloads])[part]
+    for byte in (at, at + len(block.payloads[part]) - 1):
+        bad = buf.copy()
+        bad[byte] ^= 1
+        with pytest.raises(WireError) as refusal:
+            form.decode(bad, key=KEY)
+        assert refusal.value.cause == "checksum"
+
+
+def test_bytes_beside_of_another_shape_are_refused():
+    form, (turned, latents, index) = BlockFormat("wht-5x", SPARSE, PRINT), numbers(SPARSE)
+    for arrays in ((turned, latents), (turned, latents, index[:, 1:])):
+        with pytest.raises(ShapeError, match="are not a block of"):
+            encode(form, arrays)
+    with pytest.raises(DtypeError, match="int8"):
+        encode(form, (turned, latents, index.view(np.int8)))
+    other = BlockFormat("wht-5x", replace(SPARSE, beside=replace(INDEX, heads=INDEX.heads + 3)), PRINT)
+    with pytest.raises(SizeError):
+        other.decode(encode(form, numbers(SPARSE)), key=KEY)
+
+
 # ---- latents
 
 
@@ -218,8 +281,50 @@ def test_pieces_are_as_large_as_they_may_be(latent, piece):
 def test_latents_that_cannot_be_coded_are_refused():
     with pytest.raises(HeadDimError, match=r"^a latent of 500 numbers is not supported"):
         BlockFormat("wht-5x", replace(LATENTS, latent=500), PRINT)
-    with pytest.raises(ProfileError, match=r"klt-8x is calibrated, and latents \(MLA\) take no profile: use wht"):
+    with pytest.raises(ProfileError, match=r"codec klt-8x needs a profile of the model"):
         BlockFormat("klt-8x", LATENTS, PRINT)
+    of_both, of_latents = profiles.built(rope=None), profiles.built_of_latents()
+    with pytest.raises(ProfileError, match=r"is of keys and values, but the model caches latents of 512 numbers\.$"):
+        BlockFormat("klt-8x", LATENTS, PRINT, facts=ModelFacts(profile=of_both))
+    with pytest.raises(ProfileError, match=r"is of latents of 512 numbers, but the model caches keys and values\.$"):
+        BlockFormat("klt-8x", replace(SHAPE, heads=4, head_dim=128), PRINT, facts=ModelFacts(profile=of_latents))
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT8_E4M3])
+@pytest.mark.parametrize("shape", [LATENTS, SPARSE], ids=["alone", "beside bytes"])
+def test_a_profile_makes_latents_smaller_and_no_worse(shape, dtype):
+    """Their differences lie in few directions. RoPE's part, the first tokens and the bytes beside are as they were."""
+    shape, facts = replace(shape, dtype=dtype), ModelFacts(profile=profiles.built_of_latents())
+    arrays = numbers(shape)
+    x = profiles.latents(16, seed=5)
+    arrays[1] = as_numbers(16 * x, dtype) if dtype.is_fp8 else in_cache(x, dtype)
+    if dtype.is_fp8:
+        facts = ModelFacts(profile=in_scale(facts.profile, 16))
+    noise, sizes = {}, {}
+    for codec in ("wht-5x", "klt-5x", "klt-8x"):
+        form = BlockFormat(codec, shape, PRINT, facts=facts if needs_profile(codec) else NO_FACTS)
+        buf = encode(form, arrays, exact=4, first_token=32)
+        sizes[codec] = len(buf)
+        assert len(buf) <= form.max_nbytes(4)
+        back = form.decode(buf, key=KEY)
+        assert {section.codec for section in wire.parse(buf).header.sections} == {"exact", codec}
+        for n, (was, now) in enumerate(zip(arrays, back, strict=True)):
+            kept = slice(4) if n == 1 else slice(None)
+            assert was[:, :, kept].tobytes() == now[:, :, kept].tobytes()
+        was, now = (as_floats(each[1], dtype)[:, :, 4:] for each in (arrays, back))
+        noise[codec] = np.square(now - was).sum() / np.square(was - was.mean(axis=2, keepdims=True)).sum()
+    assert sizes["klt-8x"] < sizes["klt-5x"] < sizes["wht-5x"]
+    assert 0 < noise["klt-5x"] < noise["klt-8x"]
+    assert noise["klt-5x"] < noise["wht-5x"]
+
+
+def in_scale(profile, scale):
+    """The profile of numbers that are so many times as large."""
+    layers = [
+        LayerProfile(replace(layer.keys, mean=scale * layer.keys.mean, scale=layer.keys.scale / np.float32(scale)))
+        for layer in profile.layers
+    ]
+    return Profile.of(profile.info, profile.frequencies, [layers])
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
-"""Recurrent states on a GPU, played on the CPU: the same encoded blocks as numpy's, and the same numbers back."""
+"""States, and latents beside bytes, on a GPU, played on the CPU: numpy's blocks, and the same numbers back."""
 
 from dataclasses import replace
 
 import device_blocks
+import numpy as np
 import pytest
-from device_blocks import FIRST_TOKENS, IDS, KEYS
-from fake_cuda import raw_codec
+import torch
+from device_blocks import FIRST_TOKENS, IDS, KEYS, TARGETS
+from fake_cuda import FormatCodec, copy_exact, raw_codec
 
 from manthan.codec.base import Dtype
 from manthan.codec.gpu import states
+from manthan.codec.gpu.cuda_codec import addresses, exact_jobs, is_aligned
 from manthan.codec.gpu.paged import Batch
 from manthan.codec.gpu.raw import RawPagedCodec
 
@@ -24,6 +27,46 @@ def test_states(option: str, number: Dtype, at_once: int, monkeypatch: pytest.Mo
     rows[0, : 16 * 40] = 0
     rows[1, : 16 * 20 : 16] = 1
     world.check()
+
+
+@pytest.mark.parametrize("exact", [0, 4, 16])
+@pytest.mark.parametrize("beside", [132, 64])
+def test_latents_beside_bytes(beside: int, exact: int) -> None:
+    device_blocks.latents(FormatCodec, beside=beside, exact=exact).check()
+    device_blocks.kv(FormatCodec, beside=beside, exact=exact).check()
+
+
+@pytest.mark.parametrize("kind", [Dtype.FLOAT8_E4M3, Dtype.FLOAT8_E5M2])
+@pytest.mark.parametrize("beside", [0, 132])
+def test_latents_in_fp8(beside: int, kind: Dtype) -> None:
+    device_blocks.latents(FormatCodec, beside=beside, exact=4, fp8=kind).check()
+
+
+@pytest.mark.parametrize("exact", [0, 4, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_are_told_where_sections_that_stay_as_they_are_lie(dtype: torch.dtype, exact: int) -> None:
+    """Played on the CPU: the bytes of other layers, RoPE's part, and the first tokens' latents, both ways."""
+    world = device_blocks.latents(FormatCodec, beside=132, exact=exact, dtype=dtype)
+    layout = world.codec.layout
+    there = addresses(layout)
+    jobs, block = exact_jobs(layout, there, world.form, exact), np.zeros(world.form.nbytes, np.uint8)
+    for job in jobs:
+        copy_exact(job, IDS[0], block, dtype.itemsize, out=True)
+    right, kept = world.by_numpy(0), 2 + (exact > 0)
+    assert len(jobs) == kept
+    for start, size in list(zip(world.form.starts, world.form.sizes, strict=True))[:kept]:
+        assert np.array_equal(block[start : start + size], right[start : start + size])
+    for job in jobs:
+        copy_exact(job, TARGETS[0], block, dtype.itemsize, out=False)
+    for n, (x, y) in enumerate(zip(world.numbers(IDS[0]), world.numbers(TARGETS[0]), strict=True)):
+        some = slice(exact) if n == 1 else slice(None)
+        assert np.array_equal(x[:, :, some], y[:, :, some])
+
+
+def test_vectors_beside_bytes_at_odd_places_are_copied_number_by_number() -> None:
+    assert is_aligned(device_blocks.latents(FormatCodec, beside=132).codec.layout)
+    assert not is_aligned(device_blocks.latents(FormatCodec, beside=132, tokens=2).codec.layout)
+    assert is_aligned(device_blocks.latents(FormatCodec, tokens=2).codec.layout)
 
 
 def test_the_host_never_waits_for_the_device() -> None:

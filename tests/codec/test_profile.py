@@ -158,25 +158,43 @@ def test_a_metric_moves_errors_to_where_they_weigh_little():
     assert shares[1] < 0.5 * shares[0]
 
 
+# ---- latents
+
+
+def test_a_profile_of_latents_has_one_basis_a_layer_and_fits_any_number_of_ranks(tmp_path):
+    made = profiles.built_of_latents(ranks=2)
+    assert [len(layer.bases) for layer in made.layers] == [1] * profiles.LAYERS
+    assert made.layers[0].keys.mean.shape == (profiles.LATENT,)
+    made.save(tmp_path / "p")
+    read = Profile.load(tmp_path / "p")
+    assert read.digest == made.digest
+    assert read.info == made.info
+    assert read.info.latent == profiles.LATENT
+    for rank in range(4):
+        assert read.for_rank(rank, 4).layers == read.layers
+    for preset, ratio in made.info.ratios.items():
+        assert PRESETS[preset] <= ratio < 1.1 * PRESETS[preset]
+
+
 INFO = ProfileInfo("m", 1, profiles.HEADS, profiles.HEAD_DIM, None, "none")
 
 
 def test_first_tokens_and_what_is_not_finite_do_not_count():
     clean, dirty = ProfileBuilder(INFO), ProfileBuilder(INFO)
     keys, values, positions = profiles.kv(300, rope=None)
-    clean.add(0, keys[0][:, 4:], values[0][:, 4:], positions[4:])
+    clean.add(0, positions[4:], keys[0][:, 4:], values[0][:, 4:])
     keys, values = keys.copy(), values.copy()
     keys[0][:, :4] = 1e9
     keys, values = (np.concatenate([x, x[..., -2:, :]], -2) for x in (keys, values))
     keys[0][:, -1, 3], values[0][:, -2, 1] = np.nan, np.inf
-    dirty.add(0, keys[0], values[0], np.arange(302))
+    dirty.add(0, np.arange(302), keys[0], values[0])
     assert clean.finish().digest == dirty.finish().digest
 
 
 def test_too_few_tokens():
     builder = ProfileBuilder(INFO)
     keys, values, positions = profiles.kv(69, rope=None)
-    builder.add(0, keys[0], values[0], positions)
+    builder.add(0, positions, keys[0], values[0])
     with pytest.raises(ProfileError, match="52 tokens do not calibrate 64 numbers"):
         builder.finish()
 
@@ -185,7 +203,7 @@ def test_a_few_tokens_are_held_back_however_many_come():
     builder = ProfileBuilder(INFO)
     keys, values, _ = profiles.kv(4000, rope=None)
     for turn in range(8):
-        builder.add(0, keys[0], values[0], np.arange(4 + 4000 * turn, 4004 + 4000 * turn))
+        builder.add(0, np.arange(4 + 4000 * turn, 4004 + 4000 * turn), keys[0], values[0])
         assert SAMPLE / 4 < len(builder._layers[0][0].held) <= SAMPLE
     assert builder.tokens == 8 * 3200
     assert set(builder.finish().info.ratios) == set(PRESETS)

@@ -30,6 +30,48 @@ def test_latents_of_any_dtype_in_blocks_of_any_size(dtype: torch.dtype, tokens: 
     device_blocks.latents(WhtPagedCodec, tokens=tokens, exact=exact, dtype=dtype, device=CUDA).check()
 
 
+@pytest.mark.parametrize(("tokens", "exact"), [(64, 0), (64, 4), (64, 64), (2, 0)], ids=str)
+def test_latents_beside_bytes(tokens: int, exact: int) -> None:
+    """Index keys of 132 bytes a token. Two tokens of them are no multiple of 16, and go number by number."""
+    device_blocks.latents(WhtPagedCodec, tokens=tokens, exact=exact, device=CUDA, beside=132).check()
+
+
+@pytest.mark.parametrize("exact", [0, 4, 16])
+@pytest.mark.parametrize("beside", [0, 132])
+@pytest.mark.parametrize("kind", FP8)
+def test_latents_in_fp8(kind: Dtype, beside: int, exact: int) -> None:
+    device_blocks.latents(WhtPagedCodec, exact=exact, device=CUDA, beside=beside, fp8=kind).check()
+
+
+@pytest.mark.parametrize("exact", [0, 4, 16])
+def test_keys_and_values_beside_bytes(exact: int) -> None:
+    device_blocks.kv(WhtPagedCodec, exact=exact, device=CUDA, beside=256).check()
+
+
+@pytest.mark.parametrize("exact", [0, 4, 16])
+def test_keys_and_values_beside_bytes_in_a_calibrated_codec(exact: int) -> None:
+    rope = made_up.rope_of(64)
+    facts = ModelFacts(rope, made_up.profile(LAYERS, 3, 64, rope))
+    world = device_blocks.kv(KltPagedCodec, "klt-8x", exact=exact, device=CUDA, facts=facts, beside=256)
+    assert world.encode() == [None] * 4
+    right = [world.numbers(block)[2] for block in IDS]
+    assert world.decode() == [None] * 4
+    for target, index in zip(TARGETS, right, strict=True):
+        assert np.array_equal(world.numbers(target)[2], index)
+
+
+@pytest.mark.parametrize("at", [400, 20_000, -9])
+def test_damage_in_bytes_beside_or_in_latents_is_found(at: int) -> None:
+    world = device_blocks.latents(WhtPagedCodec, tokens=64, device=CUDA, beside=132)
+    assert world.encode() == [None] * 4
+    block = world.block(1).copy()
+    block[at] ^= 1
+    world.write(1, block)
+    before = world.bits.clone()
+    assert world.decode() == [None, "checksum", None, None]
+    world.check_others(before, [TARGETS[0], *TARGETS[2:]])
+
+
 def test_latents_that_are_not_finite_or_damaged() -> None:
     world = device_blocks.latents(WhtPagedCodec, exact=2, device=CUDA)
     for cache in world.codec.layout.caches:

@@ -30,6 +30,7 @@ VLLM: dict[str, dict[str, Any]] = {
     "gemma3 fp8": {"kv_cache_dtype": "fp8"},
     "llama fp8": {"kv_cache_dtype": "fp8"},
     "latents": {"block_size": 64},
+    "latents fp8": {"block_size": 64, "kv_cache_dtype": "fp8"},
     # vLLM's own choice on Hopper needs flashinfer
     "qwen3-next": {"gdn_prefill_backend": "triton", "mamba_ssm_cache_dtype": "float32"},
     "falcon-h1": {"mamba_ssm_cache_dtype": "float32"},
@@ -70,7 +71,7 @@ def divergence(hot: dict[str, float], cold: dict[str, float]) -> float:
 
 
 @pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "latents fp8"])
 def test_exact_sections_give_what_the_hot_cache_gives(kind: str, store: str, models: Any) -> None:
     said = run(kind, models(kind), "come_back", tiers=STORES[store], codec=EXACT)
     full = said["prompt"] // said["block"] * said["block"]

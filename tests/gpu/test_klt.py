@@ -86,6 +86,36 @@ def test_each_reads_what_the_other_wrote(heads: int, head_dim: int, preset: str,
     check(world_of(heads, head_dim, preset, exact=exact))
 
 
+@pytest.mark.parametrize("exact", [0, 4, 16])
+@pytest.mark.parametrize("beside", [0, 132])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_latents(preset: str, beside: int, exact: int) -> None:
+    """A basis a layer, of four pieces; RoPE's part, the first tokens and the bytes beside are as they were."""
+    both = made_up.profile(LAYERS, 4, 128, None)
+    numbers, _ = made_up.kv(both, BLOCKS * 16, CUDA)
+    profile = profiles.of_latents(both)
+    told: dict[str, Any] = {"exact": exact, "beside": beside, "device": CUDA, "facts": ModelFacts(profile=profile)}
+    of_tokens = numbers.unflatten(2, (BLOCKS, 16)).permute(0, 2, 3, 1, 4).flatten(3)
+    world = device_blocks.latents(KltPagedCodec, preset, numbers=of_tokens, **told)
+    before = world.bits.clone()
+    assert world.encode() == [None] * 4
+    for i in range(4):
+        by_cpu = world.by_numpy(i)
+        assert abs(world.nbytes[i] - len(by_cpu)) <= 0.01 * len(by_cpu) + 32
+    means = torch.tensor([float(np.abs(layer.keys.mean).max()) for layer in profile.layers])
+    for _ in range(2):
+        assert world.decode() == [None] * 4
+        for i, target in enumerate(TARGETS):
+            right, found = world.format.decode(world.block(i), key=KEYS[i]), world.numbers(target)
+            assert all(x.tobytes() == y.tobytes() for n, (x, y) in enumerate(zip(right, found, strict=True)) if n != 1)
+            assert right[1][:, :, :exact].tobytes() == found[1][:, :, :exact].tobytes()
+            x, y = as_floats(right[1]), as_floats(found[1])
+            far = (x.abs().amax((1, 3)) + means[:, None])[:, None, :, None] * 2**-10
+            assert bool(((x - y).abs() <= far + torch.finfo(torch.bfloat16).eps * x.abs()).all())
+            world.write(i, world.by_numpy(i))  # and then what the CPU wrote
+    world.check_others(before, TARGETS)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("exact", [0, 4])
 def test_other_caches(dtype: torch.dtype, exact: int) -> None:

@@ -1,39 +1,82 @@
-"""Tensor parallelism on two GPUs: each rank keeps its own shard, and a session goes cold and returns on both."""
+"""Two GPUs: each rank keeps its own heads, layers or tokens, and a session goes cold and returns on both."""
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from latent_model import VOCAB, make_latent_model
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm_engine import Engine, Table, running
+from vllm_engine import Completion, Engine, Table, running
 
 pytestmark = pytest.mark.gpus(2)
+MANTHAN: dict[str, Any] = {"blocks": 131, "idle": 0.3}
+LATENTS, BLOCKS, BLOCK = {"sink_tokens": 100_000, "guard": False}, 8, 64
+TIERS = pytest.mark.parametrize("kind", ["host", "device"])
 
 
-def tier(worker: Any) -> tuple[str, int, int]:
+def tier(worker: Any) -> tuple[str, int, int, int]:
     path = get_kv_transfer_group().worker.engine
-    return str(path._device), next(iter(path.codecs.values())).layout.heads, path.tiers.used
+    layout = next(iter(path.codecs.values())).layout
+    return str(path._device), layout.heads, len(layout.caches), path.tiers.used
 
 
-@pytest.mark.parametrize("kind", ["host", "device"])
-def test_a_session_goes_cold_and_returns_on_both(kind: str) -> None:
-    store = {"kind": kind, "max_bytes": "64MiB"}
-    for engine in running(blocks=131, ranks=2, idle=0.3, tiers=store):
-        check(engine)
+@TIERS
+@pytest.mark.parametrize(("parallel", "heads", "layers"), [("tensor", 1, 4), ("pipeline", 2, 2)])
+def test_a_session_goes_cold_and_returns_on_both(kind: str, parallel: str, heads: int, layers: int) -> None:
+    tiers = {"kind": kind, "max_bytes": "64MiB"}
+    flags = {f"{parallel}_parallel_size": 2}
+    for engine in running(**MANTHAN, flags=flags, tiers=tiers):
+        tables = [Table(seed) for seed in range(4)]
+        for n, table in enumerate(tables):
+            prompt, right = table.question(0)
+            assert engine.ask(prompt, f"duo {n}").text == right
+        engine.wait_until_cold(4)
+        ranks = engine.on_workers(tier)
+        assert [device for device, *_ in ranks] == ["cuda:0", "cuda:1"]
+        assert [each[1] for each in ranks] == [heads, heads]
+        assert {each[2] for each in ranks} <= {layers, 2 * layers}, "one tensor a layer, or keys and values apart"
+        assert all(each[3] > 0 for each in ranks)
+        for n, table in enumerate(tables):
+            prompt, right = table.question(2)
+            answer = engine.ask(prompt, f"duo {n}")
+            assert answer.text == right
+            assert answer.cached_tokens >= 0.95 * (answer.full_blocks - 1) * 32
+        assert engine.failures() == 0
 
 
-def check(engine: Engine) -> None:
-    tables = [Table(seed) for seed in range(4)]
-    for n, table in enumerate(tables):
-        prompt, right = table.question(0)
-        assert engine.ask(prompt, f"duo {n}").text == right
-    engine.wait_until_cold(4)
-    ranks = engine.on_workers(tier)
-    assert [device for device, _, _ in ranks] == ["cuda:0", "cuda:1"]
-    assert [heads for _, heads, _ in ranks] == [1, 1]
-    assert ranks[0][2] == ranks[1][2] > 0
-    for n, table in enumerate(tables):
-        prompt, right = table.question(2)
-        answer = engine.ask(prompt, f"duo {n}")
-        assert answer.text == right
-        assert answer.cached_tokens >= 0.95 * (answer.full_blocks - 1) * 32
-    assert engine.failures() == 0
+def forget(worker: Any) -> None:
+    """Fill the pool with zeros."""
+    with torch.inference_mode():
+        for codec in get_kv_transfer_group().worker.engine.codecs.values():
+            for cache in codec.layout.caches:
+                cache.zero_()
+    torch.cuda.synchronize()
+
+
+@TIERS
+@pytest.mark.parametrize("contexts", [1, 2])
+def test_latents_return_whether_ranks_have_all_tokens_or_half(kind: str, contexts: int, tmp_path: Path) -> None:
+    chance = random.Random(1)
+    tokens = [chance.randrange(10, VOCAB) for _ in range(BLOCKS * BLOCK * contexts + 9)]
+    flags = {
+        "tensor_parallel_size": 2,
+        "decode_context_parallel_size": contexts,
+        "skip_tokenizer_init": True,
+        "block_size": BLOCK,
+    }
+    tiers = {"kind": kind, "max_bytes": "64MiB"}
+    model = make_latent_model(tmp_path)
+    for engine in running(**MANTHAN, model=model, flags=flags, tiers=tiers, codec=LATENTS):
+
+        def ask(engine: Engine = engine) -> Completion:
+            return engine.run(engine.complete(tokens, "duo", 4))
+
+        _, hot = ask(), ask()
+        engine.wait_until_cold(1)
+        engine.on_workers(forget)
+        cold = ask()
+        assert hot.cached_tokens == cold.cached_tokens == BLOCKS * BLOCK * contexts
+        assert (cold.tokens, cold.logprobs) == (hot.tokens, hot.logprobs)
+        assert engine.failures() == 0

@@ -14,7 +14,7 @@ from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape, piece_dim
 from manthan.codec.cpu.state import STATE_CODECS, StateLayout, StatePart
 from manthan.codec.errors import CodecError
-from manthan.codec.gpu.paged import Batch, PagedCodec, PagedLayout, RawLayout, status_cause
+from manthan.codec.gpu.paged import FP8, Batch, PagedCodec, PagedLayout, RawLayout, status_cause
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Rope
 
@@ -67,10 +67,10 @@ class World:
         self.codes[self.offsets[i] :][: len(block)] = torch.from_numpy(block.copy()).to(self.codes.device)
 
     def numbers(self, block: int) -> list[np.ndarray]:
-        """Keys and values of a paged block, as numpy's codec has them."""
+        """Arrays of a paged block, as numpy's codec has them."""
         found = self.bits[:, block].cpu().numpy().view(self.format.shape.dtype.numpy)
-        shapes = (self.format.shape.numbers, self.format.shape.value_numbers)
-        return [found[:, at].reshape(shape) for at, shape in zip(self.places, shapes, strict=True)]
+        parts = zip(self.places, self.format.shape.arrays, strict=True)
+        return [np.ascontiguousarray(found[:, at]).view(dtype).reshape(shape) for at, (shape, dtype) in parts]
 
     def by_numpy(self, i: int) -> np.ndarray:
         numbers = self.numbers(IDS[i])
@@ -209,10 +209,12 @@ def kv(
     apart: int = 0,
     layers: int = LAYERS,
     device: torch.device = CPU,
+    beside: int = 0,
 ) -> World:
     """Gaussian numbers, keys about a mean; or these, [layers, blocks, tokens, heads, keys and values].
 
-    offset: numbers ahead of each layer's, behind a multiple of 16 bytes. apart: between two heads.
+    offset: numbers ahead of each layer's, behind a multiple of 16 bytes. apart: between two heads. beside: see
+    `latents`.
     """
     torch.manual_seed(heads * head_dim + tokens)
     if numbers is None:
@@ -221,9 +223,26 @@ def kv(
     plain = numbers.reshape(layers, BLOCKS, -1)
     room = torch.zeros(layers, plain[0].numel() + 16, dtype=dtype, device=device)
     memory = room[:, offset : offset + plain[0].numel()].unflatten(1, plain.shape[1:]).copy_(plain)
-    world = _beside(make, codec, memory, heads, head_dim, tokens, exact, facts or ModelFacts(rope or rope_of(head_dim)))
-    world.layers = tuple(memory.unflatten(2, numbers.shape[2:]))
+    memory = with_bytes(memory, tokens * beside) if beside else memory
+    facts = facts or ModelFacts(rope or rope_of(head_dim))
+    world = _beside(make, codec, memory, heads, head_dim, tokens, exact, facts, beside=beside)
+    world.layers = tuple(memory[:, :, : plain.shape[2]].unflatten(2, numbers.shape[2:]))
     return world
+
+
+def with_bytes(memory: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Return numbers [layers, blocks, numbers of a block] with so many bytes of noise behind each block."""
+    layers, blocks, _ = memory.shape
+    noise = torch.randint(0, 256, (layers * blocks * nbytes,), dtype=torch.uint8).view(memory.dtype)
+    return torch.cat([memory, noise.view(layers, blocks, -1).to(memory.device)], 2)
+
+
+def bytes_beside(memory: torch.Tensor, tokens: int, beside: int) -> RawLayout | None:
+    """Layout of the bytes behind each block; None without any. beside: see `latents`."""
+    if not beside:
+        return None
+    raw = tuple(layer.view(torch.uint8)[:, -tokens * beside :] for layer in memory)
+    return RawLayout(raw, BlockShape(1, len(memory) * beside, tokens, 1, Dtype.UINT8))
 
 
 def _beside(
@@ -236,14 +255,19 @@ def _beside(
     exact: int,
     facts: ModelFacts,
     fp8: Dtype | None = None,
+    beside: int = 0,
 ) -> World:
     """Heads beside each other."""
-    nbytes = memory.shape[2]
-    wide = nbytes // tokens // heads
-    layout = PagedLayout(tuple(memory), heads, tokens, head_dim, nbytes, wide, heads * wide, 0, head_dim, fp8=fp8)
+    size = memory.shape[2]
+    end = size - tokens * beside // memory.itemsize
+    wide = end // tokens // heads
+    others = bytes_beside(memory, tokens, beside)
+    strides = (size, wide, heads * wide)
+    layout = PagedLayout(tuple(memory), heads, tokens, head_dim, *strides, 0, head_dim, fp8=fp8, beside=others)
     format = BlockFormat(codec, layout.shape, b"f" * 16, GROUP, facts)
-    at = np.arange(nbytes).reshape(tokens, heads, wide).swapaxes(0, 1)
+    at = np.arange(end).reshape(tokens, heads, wide).swapaxes(0, 1)
     places = [at[..., :head_dim].ravel(), at[..., head_dim : 2 * head_dim].ravel()]
+    places += [np.arange(end, size)] if beside else []
     return World(memory.view(INTEGERS[memory.itemsize]), places, make(layout, format), format, exact)
 
 
@@ -257,19 +281,40 @@ def latents(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device = CPU,
     layers: int = LAYERS,
+    beside: int = 0,
+    fp8: Dtype | None = None,
+    facts: ModelFacts = NO_FACTS,
+    numbers: torch.Tensor | None = None,
 ) -> World:
-    """As vLLM has them: of each token its latent, and behind that RoPE's part."""
+    """As vLLM has them: of each token its latent, and behind that RoPE's part.
+
+    beside: bytes a token of other layers, as many as of latents. Their blocks follow those of latents. fp8: kind of
+    numbers of 8 bits, if they are. numbers: latents [layers, blocks, tokens, numbers], if not random ones.
+    """
     torch.manual_seed(latent + tokens)
     width, piece = latent + rope, piece_dim(latent)
     x = torch.randn(layers, BLOCKS, tokens, width) * torch.logspace(-1, 1, BLOCKS)[:, None, None]
     x[..., :latent] += 3 * torch.randn(layers, 1, 1, latent)
-    memory = x.to(dtype).view(layers, BLOCKS, tokens * width).to(device)
-    caches, strides = tuple(memory), (tokens * width, piece, width)
-    pieces = PagedLayout(caches, latent // piece, tokens, piece, *strides, key_at=0, value_at=None)
-    layout = PagedLayout(caches, 1, tokens, rope, *strides, key_at=latent, value_at=None, latents=pieces)
-    format = BlockFormat(codec, layout.shape, b"f" * 16, GROUP)
-    at = np.arange(tokens * width).reshape(tokens, width)
+    if numbers is not None:
+        x[..., :latent] = numbers.cpu()
+    number = x.clamp(-400, 400).to(FP8[fp8]).view(torch.uint8) if fp8 else x.to(dtype)
+    plain = number.view(layers, BLOCKS, tokens * width)
+    memory = (with_bytes(plain, tokens * beside) if beside else plain).to(device)
+    end, size = tokens * width, memory.shape[2]
+    caches, strides = tuple(memory), (size, piece, width)
+    pieces = PagedLayout(caches, latent // piece, tokens, piece, *strides, key_at=0, value_at=None, fp8=fp8)
+    layout = PagedLayout(
+        *(caches, 1, tokens, rope, *strides),
+        key_at=latent,
+        value_at=None,
+        fp8=fp8,
+        latents=pieces,
+        beside=bytes_beside(memory, tokens, beside),
+    )
+    format = BlockFormat(codec, layout.shape, b"f" * 16, GROUP, facts)
+    at = np.arange(end).reshape(tokens, width)
     places = [at[:, latent:], at[:, :latent].reshape(tokens, -1, piece).swapaxes(0, 1)]
+    places += [np.arange(end, size)] if beside else []
     return World(
         memory.view(INTEGERS[memory.itemsize]), [place.ravel() for place in places], make(layout, format), format, exact
     )
@@ -288,7 +333,7 @@ def fp8(
 ) -> World:
     """Heads beside each other; numbers that are finite, of all sizes."""
     chance = np.random.default_rng(head_dim + tokens)
-    number = {Dtype.FLOAT8_E4M3: torch.float8_e4m3fn, Dtype.FLOAT8_E5M2: torch.float8_e5m2}[kind]
+    number = FP8[kind]
     shape = (LAYERS, BLOCKS, tokens, heads, 2, head_dim)
     x = chance.standard_normal(shape) * 2.0 ** chance.integers(-9, 5, (LAYERS, BLOCKS, 1, heads, 2, 1))
     memory = (

@@ -125,6 +125,10 @@ class Stream:
         self._gpu.check()
         merge(self.clock, stream.clock)
 
+    def query(self) -> bool:
+        self._gpu.check()
+        return True
+
     def synchronize(self) -> None:
         self._gpu.check()
         self._gpu.end(self.clock)
@@ -197,6 +201,19 @@ class Seals:
             at(job.status, 4 * job.n).view(np.int32)[i] = first if np.array_equal(sealed, block) else BAD_CHECKSUM
 
 
+def copy_exact(job: Job, block_id: int, block: np.ndarray, itemsize: int, *, out: bool) -> None:
+    """Do to one encoded block what exact.cu does, in this process's memory. out: from the paged cache."""
+    caches = np.ctypeslib.as_array((ctypes.c_int64 * job.layers).from_address(job.caches))
+    size = job.vector_nbytes
+    for kind, layer, head, token in np.ndindex(job.kinds, job.layers, job.heads, job.tokens):
+        elements = block_id * job.block_stride + job.at[kind] + head * job.head_stride + token * job.token_stride
+        address = int(caches[layer]) + itemsize * elements
+        vector = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+        at = job.payload[kind] + ((layer * job.heads + head) * job.tokens + token) * size
+        here = block[at : at + size]
+        here[:], vector[:] = (vector, vector) if out else (here, here)
+
+
 def raw_codec(layout: RawLayout, format: BlockFormat) -> RawPagedCodec:
     return RawPagedCodec(layout, format, Seals())
 
@@ -206,10 +223,10 @@ class FormatCodec(PagedCodec):
 
     def encode(self, batch: Batch, codes: torch.Tensor) -> None:
         for i, (key, first_token, mark, at) in enumerate(self._told(batch)):
-            keys, values = self._numbers(int(batch.block_ids[i]))
+            numbers = self._numbers(int(batch.block_ids[i]))
             told = {"key": key, "first_token": first_token, "exact": batch.exact, "mark": mark}
             try:
-                block = self.format._encode(keys, values, *told.values())
+                block = self.format._encode(numbers, *told.values())
             except NonFiniteError as error:
                 batch.status[i] = error.index
                 continue
@@ -239,14 +256,14 @@ class FormatCodec(PagedCodec):
                 batch.status[i] = 0
                 continue
             for part, view in zip(parts, self._views(int(batch.block_ids[i])), strict=True):
-                for numbers, layer in zip(part, view, strict=True):
-                    layer.copy_(torch.from_numpy(np.ascontiguousarray(numbers)).view(layer.dtype).view(layer.shape))
+                for numbers, layer in zip(part.reshape(len(view), -1), view, strict=True):
+                    layer.copy_(torch.from_numpy(numbers.copy()).view(layer.dtype).view(layer.shape))
 
     def _views(self, block: int) -> list[list[torch.Tensor]]:
         """Keys of each layer, and values, or what stands in their places."""
         layout = self.layout
         latents = [(layout.latents, layout.latents.key_at)] if layout.latents else []
-        return [
+        found = [
             [
                 cache.as_strided(
                     (part.heads, part.tokens, part.head_dim),
@@ -257,11 +274,13 @@ class FormatCodec(PagedCodec):
             ]
             for part, at in [*((layout, at) for at in layout.ats), *latents]
         ]
+        return [*found, [cache[block] for cache in layout.beside.caches]] if layout.beside else found
 
     def _numbers(self, block: int) -> list[np.ndarray]:
         """Of a block, as `BlockFormat` has them."""
         found = [torch.stack(layers) for layers in self._views(block)]
-        return [(x.view(torch.uint16) if x.dtype is torch.bfloat16 else x).numpy() for x in found]
+        plain = [(x.view(torch.uint16) if x.dtype is torch.bfloat16 else x).numpy() for x in found]
+        return [x.reshape(shape) for x, (shape, _) in zip(plain, self.format.shape.arrays, strict=True)]
 
     def _told(self, batch: Batch) -> Iterator[tuple[bytes, int, int, int]]:
         """Key, first token, mark and offset of each block."""

@@ -1,9 +1,11 @@
 """A profile of made-up keys and values, in a blink."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from manthan.codec.calibration import ProfileBuilder
-from manthan.codec.profile import ProfileInfo
+from manthan.codec.profile import LayerProfile, Profile, ProfileInfo
 from manthan.codec.rope import Rope
 
 HEADS, HEAD_DIM, LAYERS = 2, 32, 3
@@ -31,8 +33,35 @@ def built(tokens=1024, *, rope=ROPE, metric=False, presets=None, ranks=1, model=
     for start in range(0, tokens, 128):
         keys, values, positions = kv(128, seed=start, first=start, rope=rope)
         for layer in range(LAYERS):
-            builder.add(layer, keys[layer], values[layer], positions)
+            builder.add(layer, positions, keys[layer], values[layer])
     if metric:
         for layer in range(LAYERS):
             builder.weigh(layer, np.diag(np.geomspace(1, 100, SIZE)), np.eye(SIZE))
     return builder.finish(ranks=ranks, **({"presets": presets} if presets else {}))
+
+
+LATENT = 512
+
+
+def latents(tokens, seed=0):
+    """Latents behind an RMS norm, [layers, pieces, tokens, numbers of a piece] float32: few directions, and a mean."""
+    fixed, rng = np.random.default_rng(8), np.random.default_rng(seed)
+    mix = fixed.standard_normal((LAYERS, LATENT, LATENT)) * 0.98 ** np.arange(LATENT)[:, None]
+    x = rng.standard_normal((LAYERS, tokens, LATENT)) @ mix + 10 * fixed.standard_normal((LAYERS, 1, LATENT))
+    x /= np.sqrt(np.square(x).mean(2, keepdims=True))
+    return x.reshape(LAYERS, tokens, -1, LATENT // 4).swapaxes(1, 2).astype(np.float32)
+
+
+def built_of_latents(tokens=2048, ranks=1):
+    builder = ProfileBuilder(ProfileInfo("made-up", LAYERS, 4, LATENT // 4, None, "none", latent=LATENT))
+    x = latents(tokens)
+    for layer in range(LAYERS):
+        builder.add(layer, np.arange(tokens), x[layer])
+    return builder.finish(ranks=ranks)
+
+
+def of_latents(profile):
+    """Return a profile with the bases of keys as those of latents."""
+    info = replace(profile.info, latent=profile.info.heads * profile.info.head_dim)
+    made = [[LayerProfile(layer.keys) for layer in rank] for rank in profile.ranks]
+    return Profile.of(info, profile.frequencies, made)

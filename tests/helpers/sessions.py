@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import vllm_engine
-from latent_model import VOCAB, allow_prefix_caching
+from latent_model import VOCAB, add_index_keys, allow_prefix_caching
 from numpy.typing import NDArray
 from opentelemetry import trace
 from scripts import answer
@@ -22,7 +22,8 @@ from manthan.codec import wire
 from manthan.codec.cpu.numbers import as_floats
 from manthan.manager.events import Event, Restored
 from manthan.manager.session.blocks import Rows
-from manthan.vllm_hooks.worker.blocks import PackedMemory
+from manthan.vllm_hooks.worker import half
+from manthan.vllm_hooks.worker.blocks import BesideMemory, PackedMemory
 
 Blocks = dict[bytes, NDArray[Any]]
 """Keys with values of paged blocks, [layers, heads, tokens, 2 * head_dim], or all of their bytes, by block hash."""
@@ -72,8 +73,7 @@ class Sessions(SteppedEngine):
     def go_cold(self) -> None:
         """Evict everything, and leave nothing of it in the pool."""
         evict_all(self.engine, self.half)
-        memory = self.blocks._memory
-        for rows in memory._rows if isinstance(memory, PackedMemory) else [rows for rows, _, _ in memory._layers]:
+        for rows in all_rows(self.blocks._memory):
             rows[:] = 0
 
     def stored(self, session: str) -> list[Any]:
@@ -119,6 +119,13 @@ class Sessions(SteppedEngine):
         self.report["profile"] = None if found is None else found.digest
 
 
+def all_rows(memory: Any) -> list[Any]:
+    """Blocks of each layer, as they lie."""
+    if isinstance(memory, BesideMemory):
+        return [*all_rows(memory._coded), *all_rows(memory._others)]
+    return list(memory._rows) if isinstance(memory, PackedMemory) else [rows for rows, _, _ in memory._layers]
+
+
 def same_tokens(before: Mapping[Any, NDArray[Any]], after: Mapping[Any, NDArray[Any]]) -> list[int]:
     """Places in the session of the tokens whose numbers are the same in all layers, bit for bit."""
     same: list[int] = []
@@ -157,11 +164,14 @@ class LatentSessions(Sessions):
         """The session's next answer, and how many blocks were resident and restored."""
         return {"answer": self.ask(tokens, NAME, 24), "found": self.requests[-1]["found"]}
 
-    def gathered(self) -> tuple[NDArray[Any], Latents]:
-        """RoPE's part of all blocks, and the latents of each."""
+    def gathered(self) -> tuple[list[NDArray[Any]], Latents]:
+        """RoPE's part of all blocks, with the bytes beside if there are any, and the latents of each.
+
+        Of blocks of bytes the latents are empty.
+        """
         ids = self.half.pool.lookup(self.group, self.hashes(NAME)[:FILLED])
-        turned, latents = zip(*(self.blocks._memory.gather(block_id) for block_id in ids), strict=True)
-        return np.stack(turned), dict(enumerate(latents))
+        turned, latents, *index = zip(*(self.blocks._memory.gather(block_id) for block_id in ids), strict=True)
+        return [np.stack(part) for part in (turned, *index)], dict(enumerate(latents))
 
     def sections(self) -> list[list[Any]]:
         """Kind, codec and tokens of each section of the first block and of the second."""
@@ -179,11 +189,13 @@ class LatentSessions(Sessions):
         report["sections"] = self.sections()
         report["cold"] = self.answered(tokens)
         turned_after, after = self.gathered()
-        report["turned_same"] = bool(np.array_equal(turned, turned_after))
-        report |= {"same_tokens": same_tokens(latents, after), "noise": noise(latents, after)}
+        report["kept"] = [bool(x.any()) and np.array_equal(x, y) for x, y in zip(turned, turned_after, strict=True)]
+        if latents[0].size:
+            report |= {"same_tokens": same_tokens(latents, after), "noise": noise(latents, after)}
         self.blocks.decode = lambda *_: None
         self.go_cold()
-        return report | {"zeros": self.answered(tokens)}
+        report["zeros"] = self.answered(tokens)
+        return report | {"sizes": [len(buf) for buf in self.stored(NAME)[:FILLED]]}
 
 
 def noise(before: Latents, after: Latents) -> float:
@@ -194,10 +206,22 @@ def noise(before: Latents, after: Latents) -> float:
 
 
 def latents(job: Any) -> Any:
-    """Return what became of a session with latents."""
+    """Return what became of a session with latents.
+
+    index: True for a cache of index keys beside them. hidden: True for layers that cannot be probed.
+    """
     allow_prefix_caching()
+    if job.get("index"):
+        add_index_keys()
+    if job.get("hidden"):
+        half.probe_layers = hide
     vllm = {"skip_tokenizer_init": True, "block_size": LATENT_BLOCK}
     return LatentSessions(131, vllm, model=job["model"], **job["manthan"]).come_back()
+
+
+def hide(*_: object) -> None:
+    """Attention that writes its cache in a way of its own."""
+    raise AttributeError("do_kv_cache_update")
 
 
 # -- a session that is evicted in the very step that computes its blocks ------------------------------

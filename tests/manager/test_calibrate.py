@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.profile import PRESETS, Profile, ProfileInfo
 from manthan.codec.rope import Rope
 from manthan.manager.calibration.places import profile_path, profiles_folder
@@ -15,7 +16,9 @@ from manthan.manager.commands.calibrate import Metric
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from manthan.manager.calibration.model import _Weights
+from latent_model import LATENT, LAYERS, VOCAB, make_latent_model
+
+from manthan.manager.calibration.model import ModelReader, _Weights
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 
@@ -67,12 +70,41 @@ def test_gradients_are_of_keys_before_they_are_turned():
     rng, places, rope = np.random.default_rng(0), np.arange(5), Rope((1.0, 0.1), scale=2.0)
     keys, gradient, change = rng.standard_normal((3, 1, 5, 6)).astype(np.float32)
     weights = _Weights(ProfileInfo("made-up", 1, 1, 6, rope, "fisher"))
-    weights.add(gradient, gradient, places)
+    weights.add([gradient, gradient], places)
     gained = ((rope.turn(keys + change, places) - rope.turn(keys, places)) * gradient).sum((0, 2))
-    own, _ = weights.with_directions(weights._keys, weights._values)
+    own, _ = weights.with_directions(*weights._totals)
     before = replace(rope, scale=1 / rope.scale).turn_back(gradient, places)
     assert np.allclose((change * before).sum((0, 2)), gained, rtol=1e-4)
     assert np.allclose(own, before[0].T @ before[0], rtol=1e-4)
+
+
+def test_a_profile_of_latents_is_made_by_what_errors_do_to_predictions(tmp_path):
+    """They are what vLLM caches, and a profile with a metric keeps the predictions better than one without."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    reader, rng = ModelReader(make_latent_model(folder), "cpu"), np.random.default_rng(0)
+    info = reader.info("fisher", "")
+    assert (info.layers, info.heads, info.head_dim, info.rope, info.latent) == (
+        LAYERS,
+        LATENT // 128,
+        128,
+        None,
+        LATENT,
+    )
+    pieces = [rng.integers(0, VOCAB, 400).tolist() for _ in range(3)]
+    builder, steps = ProfileBuilder(info), []
+    reader.read(builder, pieces, True, lambda: steps.append(1))
+    assert len(steps) == len(pieces)
+    made = builder.finish()
+    assert made.info.kinds == ("keys",)
+    assert [layer.bases[0].mean.shape for layer in made.layers] == [(LATENT,)] * LAYERS
+    [moments] = builder._layers[0]
+    assert moments.weights is not None
+    assert np.allclose(moments.weights, moments.weights.T)
+    assert np.trace(moments.weights) > 0
+    # behind an RMS norm with weights of GAIN over the root of 512, which make_latent_model leaves at 1
+    energy = (moments.sums[None] ** 2).sum() / moments.tokens**2 + np.trace(moments.covariance(slice(0, LATENT)))
+    assert energy == pytest.approx(LATENT, rel=0.05)
 
 
 def test_without_a_metric_it_lies_in_the_cache_folder(cache):

@@ -1,15 +1,27 @@
 """`manthan doctor MODEL` on models without weights: KV caches, refusals, and models that cannot be built."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from latent_model import make_latent_model
 from small_configs import SMALL, small_config
 from torch.distributed import is_initialized
 from typer.testing import CliRunner
+from vllm import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
 
 from manthan.manager.cli import app
+from manthan.vllm_hooks.doctor import model as doctor
 from manthan.vllm_hooks.doctor.families import families
 
 
@@ -38,7 +50,7 @@ def test_windows_beside_full_attention(tmp_path: Path) -> None:
 
 def test_states_are_kept_unless_they_are_to_be_coded(tmp_path: Path) -> None:
     model = small_config("Qwen3NextForCausalLM", tmp_path)
-    assert said(model)["KV cache 0"][1].endswith(": kept as it is.")
+    assert said(model)["KV cache 0"][1].endswith(": kept as it is, 1.0 times smaller.")
     (tmp_path / "manthan.yaml").write_text("codec: {state: int8}\n")
     found = said(model, "--config", str(tmp_path / "manthan.yaml"))
     assert "2 layers of MambaSpec, a state of " in found["KV cache 0"][1]
@@ -63,6 +75,28 @@ def test_blocks_may_be_larger_than_turns(tmp_path: Path, longest: int, mark: str
     found = said(small_config("FalconH1ForCausalLM", tmp_path, **large))
     assert found["resume points"] == (mark, f"a session can be resumed every 2,176 tokens{rest}")
     assert "in blocks of 2,176: " in found["KV cache 0"][1]
+
+
+def test_latents_beside_index_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSeek V3.2 has them, which the CPU build cannot make: of 1,284 bytes a token and layer 132 are bytes."""
+    model = make_latent_model(tmp_path)
+
+    def planned(*_: object) -> tuple[Any, KVCacheConfig]:
+        config = EngineArgs(model, skip_tokenizer_init=True).create_engine_config()
+        config.cache_config.enable_prefix_caching = True
+        latents = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+        index = replace(latents, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
+        specs = {name: spec for n in range(3) for name, spec in ((f"{n}.index", index), (f"{n}", latents))}
+        whole = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=specs)
+        return config, KVCacheConfig(8, [], [KVCacheGroupSpec(list(specs), whole)])
+
+    monkeypatch.setattr(doctor, "planned", planned)
+    mark, text = said(model)["KV cache 0"]
+    assert mark == "ok"
+    assert text == (
+        "6 layers of UniformTypeKVCacheSpecs, 3,852 bytes a token, in blocks of 64: codec wht-5x, 3 of the layers as "
+        "bytes, 2.5 times smaller."
+    )
 
 
 def test_quantized_weights_do_not_matter(tmp_path: Path) -> None:
@@ -91,7 +125,7 @@ def test_a_model_that_cannot_be_built_is_looked_up_by_its_class(tmp_path: Path) 
     assert mark == "warning"
     assert why.startswith("it cannot be built here (")
     assert found["KV cache"] == (
-        "warning",
+        "ok",
         "models of Glm5NextForCausalLM have MLAAttention (compressed), MLAAttention/indexer (as bytes), "
         "Mamba (compressed), CircularBuffer (not needed).",
     )

@@ -3,6 +3,7 @@
 import importlib
 from collections import defaultdict
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from paged_cache import encode
 from vllm import EngineArgs
 from vllm.config.cache import _layout_from_name
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import (
@@ -34,15 +36,18 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_engine import MODEL
 
-from manthan.vllm_hooks.groups import Context, KvCacheGroup, groups_of
-from manthan.vllm_hooks.memory import block_format
+from manthan.vllm_hooks.groups import Context, KvCacheGroup, groups_of, is_mixed, on_all_ranks
+from manthan.vllm_hooks.memory import block_format, block_shape
+from manthan.vllm_hooks.support import Latents
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, PackedMemory
-from manthan.vllm_hooks.worker.layout import placed_layers
+from manthan.vllm_hooks.worker.half import GroupCache
+from manthan.vllm_hooks.worker.layout import placed_layers, probe_layers
 
 PLANNING: Any = kv_cache_utils
 if not hasattr(PLANNING, "get_kv_cache_groups"):  # of vLLM 0.33
     PLANNING = importlib.import_module("vllm.v1.core.kv_cache_planning")
 BLOCKS, TOKENS = 8, 4096
+LATENTS = Latents(512, 64)
 BF16: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.bfloat16}
 BYTES: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.uint8}
 KV: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
@@ -160,8 +165,11 @@ def laid_out(vllm_config: Any, model: str) -> KVCacheConfig:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_scheduler_sees_the_groups_that_workers_see(vllm_config: Any, model: str) -> None:
     config = laid_out(vllm_config, model)
-    mine = groups_of(config, vllm_config.cache_config, latent=512)
-    theirs = groups_of(generate_scheduler_kv_cache_config([config]), vllm_config.cache_config, latent=512)
+    mine = groups_of(config, vllm_config.cache_config, latents=LATENTS)
+    told = generate_scheduler_kv_cache_config([config])
+    theirs = groups_of(told, vllm_config.cache_config, latents=LATENTS)
+    if is_mixed(told):
+        theirs = on_all_ranks([mine])
     for one, other in zip(mine.stored, theirs.stored, strict=True):
         assert (one.index, one.shape, one.dtype_name, one.latent) == (
             other.index,
@@ -184,8 +192,8 @@ def test_blocks_come_back_bit_for_bit(vllm_config: Any, model: str) -> None:
     storage = (whole if isinstance(whole, torch.Tensor) else whole[0]).untyped_storage()
     raw = torch.empty(0, dtype=torch.uint8).set_(storage)
     raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
-    groups = groups_of(config, vllm_config.cache_config, latent=512)
-    for group in groups.stored:
+    groups = groups_of(config, vllm_config.cache_config, latents=LATENTS)
+    for group in [part for each in groups.stored for part in (each, each.beside) if part]:
         pages = dict(zip(group.names, group.layer_nbytes, strict=False)) or dict.fromkeys(
             group.names, group.spec.page_size_bytes
         )
@@ -204,6 +212,43 @@ def test_blocks_come_back_bit_for_bit(vllm_config: Any, model: str) -> None:
         assert torch.equal(raw, before)
 
 
+@pytest.mark.parametrize("model", ["DeepSeek V3.2, GLM-5"])
+def test_latents_are_coded_beside_index_keys(vllm_config: Any, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RoPE's part and the index come back as they were; damage of either part is found, and nothing is written."""
+    monkeypatch.setattr(vllm_config.cache_config, "kv_cache_layout", "LBHNC")  # which the CPU's backend can write
+    config = laid_out(vllm_config, model)
+    memory = allocate_kv_cache(config, torch.device("cpu"), _layout_from_name("LBHNC"))
+    group = groups_of(config, vllm_config.cache_config, latents=LATENTS).main
+    assert group.beside is not None
+    shape, index = block_shape(group), group.beside
+    modules = {name: SimpleNamespace(impl=CPUMLAImpl.__new__(CPUMLAImpl)) for name in group.names}
+    caches = {name: memory[name] for name in group.names}
+    layers = probe_layers(caches, modules, config.num_blocks, shape)
+    others = placed_layers(memory, config, dict(zip(index.names, index.layer_nbytes, strict=True)))
+    cache = GroupCache(layers, [block_format("wht-4x", group, b"f" * 16)], [0], others)
+    blocks = CpuBlocks(cache.memory, *cache.forms)
+    for name in group.names:
+        caches[name].copy_(torch.randn(caches[name].shape))
+    for layer in others:
+        layer.rows.copy_(torch.randint(0, 256, layer.rows.shape, dtype=torch.uint8))
+    untouched = [[layer.rows[4].clone() for layer in part] for part in (layers, others)]
+    buf = encode(blocks, b"k" * 32, 3, 0)
+    assert len(buf) < group.page_nbytes / 2
+    assert blocks.nbytes == group.page_nbytes
+    for at in (-40, 400, 20_000):
+        bad = buf.copy()
+        bad[at] ^= 1
+        assert blocks.decode(b"k" * 32, 4, bad) == "checksum"
+    for part, before in zip((layers, others), untouched, strict=True):
+        assert all(torch.equal(layer.rows[4], row) for layer, row in zip(part, before, strict=True))
+    assert blocks.decode(b"k" * 32, 5, buf) is None
+    assert all(torch.equal(layer.rows[5], layer.rows[3]) for layer in others)
+    for cache_of_layer in caches.values():
+        was, now = cache_of_layer[3].float(), cache_of_layer[5].float()
+        assert torch.equal(was[..., 512:], now[..., 512:])
+        assert 0 < (was - now).square().mean() < 0.01
+
+
 ALONE = [(model, 1) for model in MODELS if model != "openPangu"]  # whose manager vLLM 0.32 cannot make
 SPREAD = [(model, 2) for model in ("DeepSeek V3.2, GLM-5", "MiniMax M3", "Nemotron-NAS")]
 
@@ -212,7 +257,7 @@ SPREAD = [(model, 2) for model in ("DeepSeek V3.2, GLM-5", "MiniMax M3", "Nemotr
 def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: str, ranks: int) -> None:
     """Where all blocks are in its cache, it finds those that a resume point has, and no longer prefix."""
     config = generate_scheduler_kv_cache_config([laid_out(vllm_config, model)])
-    groups = groups_of(config, vllm_config.cache_config, 512, Context(ranks))
+    groups = groups_of(config, vllm_config.cache_config, LATENTS, Context(ranks))
     sizes = [each.kv_cache_spec.block_size * ranks for each in config.kv_cache_groups]
     coordinator = get_kv_cache_coordinator(
         kv_cache_config=config,

@@ -205,22 +205,31 @@ def test_a_packed_cache_settles_for_exact_and_says_its_own_size() -> None:
     assert shape.pool_nbytes < shape.cold_nbytes < shape.pool_nbytes + 2 * 512
 
 
-def test_layers_of_several_shapes_are_bytes_whatever_the_dtype() -> None:
+def test_layers_of_a_packed_dtype_are_bytes_whatever_their_specs() -> None:
     """The scheduler, which is told one of the shapes, sees it by where the layers lie."""
-    config, cache = mixed()
+    config, cache = mixed(cache_dtype="turboquant_3bit_nc")
     main = groups_of(config, cache).main
     config.kv_cache_groups[0].kv_cache_spec = main.spec
     assert main.is_packed
     assert groups_of(config, cache).main == main
 
 
+def test_plain_layers_are_coded_beside_those_of_another_dtype() -> None:
+    config, cache = mixed()
+    found = groups_of(config, cache).main
+    assert (found.is_packed, found.names) == (False, ("a",))
+    assert found.beside is not None
+    assert found.beside.layer_nbytes == (HEADS * 32 * 70,) * 2
+
+
 def test_kinds_of_fp8_are_not_taken_for_each_other() -> None:
     config, spec = EngineArgs(MODEL).create_engine_config(), SPEC
     groups = [KvCacheGroup(0, spec, LAYERS, cache_dtype=dtype) for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")]
     packed = KvCacheGroup(0, spec, LAYERS, cache_dtype="int8_per_token_head", layer_nbytes=(4352,) * LAYERS)
-    marks = [fingerprint(config, group, "wht-5x") for group in (*groups, packed)]
+    beside = [replace(groups[0], beside=replace(packed, layer_nbytes=(size,) * LAYERS)) for size in (4352, 8704)]
+    marks = [fingerprint(config, group, "wht-5x") for group in (*groups, packed, *beside)]
     assert marks[0] == marks[1]
-    assert len(set(marks)) == 3
+    assert len(set(marks)) == 5
     said = groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], spec)]), CacheConfig())  # by the model, not the flag
     assert block_shape(said.main).dtype is Dtype.FLOAT8_E4M3
 

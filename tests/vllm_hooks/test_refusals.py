@@ -163,14 +163,14 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CodecConfig]:
 GPU_SETTINGS: list[dict[str, Any]] = [{}, {"tiers": "device"}, {"codec.backend": "cuda"}, {"codec.backend": "numpy"}]
 
 
-@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_ds_mla"])
 @pytest.mark.parametrize("manthan", GPU_SETTINGS, ids=str)
 def test_latents_on_a_gpu(manthan: dict[str, Any], dtype: str, tmp_path: Path, on_gpu: Callable[..., Any]) -> None:
-    """Coded, but for fp8, which stays as the bytes that it is."""
+    """Coded, but for vLLM's packed layout, which stays as the bytes that it is."""
     (tmp_path / "config.json").write_text(json.dumps(MLA))
     config = EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
     config.cache_config.enable_prefix_caching, config.cache_config.cache_dtype = True, dtype
-    coded = dtype == "auto"
+    coded = dtype != "fp8_ds_mla"
     codec = on_gpu(config, manthan)
     assert (codec.name, codec.guard) == (("wht-5x", True) if coded else ("exact", False))
     assert keeps_bytes(config) != coded

@@ -9,6 +9,7 @@ import torch
 from loaded import load_config
 from vllm.config import CacheConfig
 from vllm.v1 import kv_cache_interface
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -32,6 +33,7 @@ from manthan.manager.config.resolve import ConfigError
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.groups import (
     ALONE,
+    NO_LATENTS,
     SPECS,
     Context,
     Groups,
@@ -41,8 +43,11 @@ from manthan.vllm_hooks.groups import (
     StoredAs,
     entry_of,
     groups_of,
+    is_mixed,
+    on_all_ranks,
 )
-from manthan.vllm_hooks.memory import Shards, exact_counts, group_shape
+from manthan.vllm_hooks.memory import Shards, block_shape, exact_counts, group_shape
+from manthan.vllm_hooks.support import Latents, UnsupportedError
 
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=16, **HEADS)
@@ -154,10 +159,13 @@ def test_ranks_of_context_parallelism_share_a_block() -> None:
 # ---- vLLM's specs
 
 
-def told(*specs: KVCacheSpec, latent: int = 0, context: Context = ALONE, **facts: Any) -> Groups:
+LATENTS = Latents(512, 64)
+
+
+def told(*specs: KVCacheSpec, latents: Latents = NO_LATENTS, context: Context = ALONE, **facts: Any) -> Groups:
     """Groups with a layer each."""
     groups = [KVCacheGroupSpec([str(n)], spec, **facts) for n, spec in enumerate(specs)]
-    return groups_of(KVCacheConfig(8, [], groups), None, latent, context)
+    return groups_of(KVCacheConfig(8, [], groups), None, latents, context)
 
 
 def test_every_spec_of_vllm_has_an_entry() -> None:
@@ -175,6 +183,7 @@ INDEXER = MLAAttentionSpec(
     block_size=16, num_kv_heads=1, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER
 )
 RATIO_4 = MLAAttentionSpec(block_size=256, tokens_per_state=4, alignment=576, **LATENT)
+PLAIN_RATIO_4 = replace(RATIO_4, alignment=512, page_size_padded=None)
 REPLAYED = SlidingWindowMLASpec(block_size=16, sliding_window=64, bounded_replay=True, **LATENT)
 LOCAL = SlidingWindowMLASpec(block_size=64, sliding_window=128, **LATENT)
 RING = CircularBufferSpec(block_size=4, **HEADS)
@@ -192,12 +201,16 @@ RING = CircularBufferSpec(block_size=4, **HEADS)
         (replace(SPARSE, page_size_padded=2**15), False),
         (INDEXER, False),
         (RATIO_4, False),
+        (replace(SPARSE, head_size=640), False),
+        (PLAIN_RATIO_4, False),
+        (LOCAL, True),
+        (replace(LOCAL, head_size=2048, dtype=torch.float32), False),
         (WINDOW.group.spec, True),
         (CHUNKS.group.spec, True),
     ],
 )
 def test_blocks_that_no_codec_knows_are_bytes(spec: KVCacheSpec, is_coded: bool) -> None:
-    found = told(spec, latent=512).main
+    found = told(spec, latents=LATENTS).main
     assert found.is_packed is not is_coded
     assert found.page_nbytes == spec.page_size_bytes
 
@@ -223,7 +236,7 @@ def test_the_chain_is_coded_if_one_is_and_the_largest() -> None:
 
 
 def test_a_resume_point_needs_what_vllm_would_allocate() -> None:
-    found = told(RATIO_4, INDEXER, LOCAL, REPLAYED, RING, CHUNKS.group.spec, latent=512)
+    found = told(RATIO_4, INDEXER, LOCAL, REPLAYED, RING, CHUNKS.group.spec, latents=LATENTS)
     assert found.main.index == 0, "the largest blocks"
     assert [each.group.index for each in found.at_points] == [1, 2, 5]
     assert found.unstored == (16, 4)
@@ -239,15 +252,63 @@ def test_resume_points_are_where_blocks_of_all_groups_end() -> None:
     assert [told(FULL, replace(RING, block_size=48)).deepest(depth) for depth in (2, 3, 7)] == [0, 3, 6]
 
 
-def test_layers_of_several_shapes_in_a_group_are_bytes() -> None:
-    """As a sparse model has them: latents and the keys of its index."""
-    specs = {"0": SPARSE, "1": INDEXER}
+def one_group(specs: dict[str, Any]) -> KVCacheConfig:
+    """Layers that have one group, each in a tensor of its own."""
     tensors = [
         KVCacheTensor(1 << 20, [name], 8 * spec.page_size_bytes, spec.page_size_bytes) for name, spec in specs.items()
     ]
-    group = KVCacheGroupSpec(["0", "1"], UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
-    found = groups_of(KVCacheConfig(8, tensors, [group]), latent=512)
-    assert found.main.layer_nbytes == (SPARSE.page_size_bytes, INDEXER.page_size_bytes)
+    whole = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
+    return KVCacheConfig(8, tensors, [KVCacheGroupSpec(list(specs), whole)])
+
+
+@pytest.mark.parametrize(
+    ("coded", "latent"),
+    [(SPARSE, 512), (replace(SPARSE, is_index_group_leader=True), 512), (FULL, 0)],
+    ids=["latents", "latents of several specs", "keys and values"],
+)
+def test_layers_that_no_codec_knows_are_bytes_beside_those_that_are_coded(coded: Any, latent: int) -> None:
+    """As a sparse model has them: latents, or keys and values, and the keys of its index."""
+    other = SPARSE if latent else FULL
+    config = one_group({"a": INDEXER, "b": coded, "c": INDEXER, "d": other})
+    found = groups_of(config, latents=LATENTS).main
+    assert (found.is_packed, found.names, found.layers, found.latent) == (False, ("b", "d"), 2, latent)
+    assert found.beside == KvCacheGroup(0, INDEXER, 2, ("a", "c"), layer_nbytes=(INDEXER.page_size_bytes,) * 2)
+    assert found.page_nbytes == 2 * (coded.page_size_bytes + INDEXER.page_size_bytes)
+    shape = block_shape(found)
+    assert (shape.layers, shape.latent, shape.nbytes) == (2, latent, found.page_nbytes)
+    assert shape.beside is not None
+    assert shape.beside.nbytes == 2 * INDEXER.page_size_bytes
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (FULL, replace(FULL, num_kv_heads=4)),
+        (SPARSE, INDEXER, replace(INDEXER, head_size=64)),
+        (SPARSE, replace(INDEXER, head_size=129, block_size=16, page_size_padded=2065)),
+        (INDEXER, replace(INDEXER, head_size=64)),
+    ],
+    ids=["of several shapes", "beside several shapes", "beside odd sizes", "none"],
+)
+def test_layers_that_cannot_be_stored_together_are_bytes(specs: tuple[Any, ...]) -> None:
+    config = one_group({str(n): spec for n, spec in enumerate(specs)})
+    found = groups_of(config, latents=LATENTS).main
+    assert (found.beside, found.latent) == (None, 0)
+    assert found.layer_nbytes == tuple(spec.page_size_bytes for spec in specs)
+
+
+def test_a_scheduler_knows_of_several_specs_from_the_workers() -> None:
+    """It has one of them, such as the index's."""
+    mine = one_group({"a": INDEXER, "b": SPARSE})
+    theirs = generate_scheduler_kv_cache_config([mine])
+    assert groups_of(theirs, latents=LATENTS).main.is_packed
+    assert [is_mixed(config) for config in (mine, theirs, KVCacheConfig(8, [], mine.kv_cache_groups))] == [1, 1, 0]
+    told = groups_of(mine, latents=LATENTS)
+    assert on_all_ranks([told]) == told
+    more = told._replace(main=replace(told.main, layers=3, names=("b", "c", "d")))
+    assert on_all_ranks([told, more, told]).main == more.main
+    with pytest.raises(UnsupportedError, match="rank 1 of the pipeline has no layer of KV cache group 0"):
+        on_all_ranks([told, told._replace(main=replace(told.main, layers=0, names=()))])
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manthan.codec.cpu.exact import EXACT
 from manthan.manager.config.model import ConfigError
 from manthan.manager.doctor.checks import Finding, Grade
 from manthan.manager.session.blocks import GroupShape
 from manthan.vllm_hooks.doctor.families import families, stored
-from manthan.vllm_hooks.support import RELEASES, check_supported, latent_of
+from manthan.vllm_hooks.support import RELEASES, Latents, check_supported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,7 +53,7 @@ def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
         check_supported(vllm_config)
     except ConfigError as error:
         refusals.append(str(error))
-    shapes: dict[int, tuple[str, GroupShape]] = {}
+    shapes: dict[int, StoredGroup] = {}
     distance = 0
     try:
         shapes, distance = _stored(vllm_config, kv_cache_config)
@@ -141,34 +141,41 @@ def _resumed(distance: int, longest: int) -> Finding:
     return Finding(RESUME, Grade.WARNING, f"{said}: {shorter}.")
 
 
-def _stored(
-    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
-) -> tuple[dict[int, tuple[str, GroupShape]], int]:
-    """Return the codec and the sizes of each group that Manthan stores, by number, and tokens between resume points.
+class StoredGroup(NamedTuple):
+    """Codec and sizes of a group, and the number of its layers that are bytes in the same blocks."""
 
-    Raises ConfigError.
-    """
+    codec: str
+    shape: GroupShape
+    as_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the group in vLLM's pool over its bytes in compressed blocks."""
+        return self.shape.pool_nbytes / self.shape.cold_nbytes
+
+
+def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[dict[int, StoredGroup], int]:
+    """Return each group that Manthan stores, by number, and tokens between resume points. Raises ConfigError."""
     from manthan.vllm_hooks.groups import config_for, groups_of
     from manthan.vllm_hooks.memory import Shards, codec_of_other, memory_shapes
     from manthan.vllm_hooks.settled import settle_codec, settled_profile
     from manthan.vllm_hooks.transfer_config import from_vllm_config
 
     settle_codec(vllm_config)
-    groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
+    groups = groups_of(kv_cache_config, vllm_config.cache_config, Latents.of(vllm_config))
     codec = config_for(from_vllm_config(vllm_config), groups).codec
     profile = None if groups.main.is_packed else settled_profile(vllm_config)
     sizes = memory_shapes(codec, groups, Shards(1, lambda nbytes: nbytes), profile)[0].groups
     names = {each.group.index: codec_of_other(codec.name, each.group, codec.state) for each in groups.others}
-    stores = {index: (names.get(index, codec.name), shape) for index, shape in sizes.items()}
+    beside = {group.index: group.beside.layers for group in groups.stored if group.beside}
+    stores = {
+        index: StoredGroup(names.get(index, codec.name), shape, beside.get(index, 0)) for index, shape in sizes.items()
+    }
     return stores, groups.resume_tokens
 
 
-def _said(group: "KVCacheGroupSpec", how: tuple[str, GroupShape] | None) -> tuple[Grade, str]:
-    """Return the grade of a group, and what it holds.
-
-    Args:
-        how: codec and sizes; None if it is not stored.
-    """
+def _said(group: "KVCacheGroupSpec", how: StoredGroup | None) -> tuple[Grade, str]:
+    """Return the grade of a group, and what it holds. how: None if it is not stored."""
     spec: Any = group.kv_cache_spec
     kind, layers = type(spec).__name__, len(group.layer_names)
     nbytes = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else layers)  # some have those of all layers
@@ -181,10 +188,10 @@ def _said(group: "KVCacheGroupSpec", how: tuple[str, GroupShape] | None) -> tupl
         return Grade.OK, f"{holds}not stored, because vLLM needs none of it for a prefix."
     if how is None:
         return Grade.WARNING, f"{holds}not stored."
-    codec, shape = how
-    if codec == EXACT:
-        return Grade.OK if is_state else Grade.WARNING, f"{holds}kept as it is."
-    return Grade.OK, f"{holds}codec {codec}, {shape.pool_nbytes / shape.cold_nbytes:.1f} times smaller."
+    if how.codec == EXACT:
+        return Grade.OK if is_state else Grade.WARNING, f"{holds}kept as it is, {how.ratio:.1f} times smaller."
+    beside = f", {how.as_bytes} of the layers as bytes" if how.as_bytes else ""
+    return Grade.OK, f"{holds}codec {how.codec}{beside}, {how.ratio:.1f} times smaller."
 
 
 def _by_class(name: str) -> Finding:

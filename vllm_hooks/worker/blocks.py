@@ -1,6 +1,5 @@
 """Blocks of the paged cache that the CPU reads, encodes, decodes and writes."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -22,8 +21,10 @@ from manthan.vllm_hooks.worker.layout import Layer
 
 logger = init_logger("vllm.manthan.worker")
 
-Copies: TypeAlias = list[tuple[Numbers, Numbers]]
-"""Keys and values of blocks, as `PagedMemory.gather` returns them."""
+Arrays: TypeAlias = tuple[Numbers, ...]
+"""Keys and values of a block, or what else `BlockShape.arrays` names."""
+Copies: TypeAlias = list[Arrays]
+"""Arrays of blocks, as `PagedMemory.gather` returns them."""
 
 
 class PagedMemory(ABC):
@@ -34,17 +35,17 @@ class PagedMemory(ABC):
     """
 
     @abstractmethod
-    def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
-        """Return a block's keys and values."""
+    def gather(self, block_id: int) -> Arrays:
+        """Return a block's arrays."""
 
-    def gather_soon(self, block_id: int) -> Callable[[], tuple[Numbers, Numbers]]:
+    def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
         """Begin to gather a block. The function returned gives it once the current stream has come this far."""
         found = self.gather(block_id)
         return lambda: found
 
     @abstractmethod
-    def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
-        """Write a block's keys and values, and wait until they are written."""
+    def scatter(self, block_id: int, *numbers: Numbers) -> None:
+        """Write a block's arrays, and wait until they are written."""
 
 
 class HostMemory(PagedMemory):
@@ -54,7 +55,7 @@ class HostMemory(PagedMemory):
         self._layers = [(_as_numpy(layer.rows), layer.keys, layer.values) for layer in layers]
         self._shapes = (shape.numbers, shape.value_numbers)
 
-    def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
+    def gather(self, block_id: int) -> Arrays:
         keys, values = (np.empty(shape, self._layers[0][0].dtype) for shape in self._shapes)
         for n, (rows, key_at, value_at) in enumerate(self._layers):
             # mode="clip" spares numpy a buffer; all positions are in range.
@@ -62,7 +63,8 @@ class HostMemory(PagedMemory):
             np.take(rows[block_id], value_at, out=values[n].reshape(-1), mode="clip")
         return keys, values
 
-    def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
+    def scatter(self, block_id: int, *numbers: Numbers) -> None:
+        keys, values = numbers
         for n, (rows, key_at, value_at) in enumerate(self._layers):
             rows[block_id, key_at] = keys[n].reshape(-1)
             rows[block_id, value_at] = values[n].reshape(-1)
@@ -74,20 +76,21 @@ class LatentMemory(PagedMemory):
     def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
         self._layers, self._shape = list(layers), shape
 
-    def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
+    def gather(self, block_id: int) -> Arrays:
         return self._split(torch.stack([layer.rows[block_id] for layer in self._layers]).cpu())
 
-    def gather_soon(self, block_id: int) -> Callable[[], tuple[Numbers, Numbers]]:
+    def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
         here = _copied_soon(torch.stack([layer.rows[block_id] for layer in self._layers]))
         return lambda: self._split(here)
 
-    def _split(self, copied: torch.Tensor) -> tuple[Numbers, Numbers]:
+    def _split(self, copied: torch.Tensor) -> Arrays:
         rows = _as_numpy(copied)
         keys = np.stack([row[layer.keys] for row, layer in zip(rows, self._layers, strict=True)])
         latents = np.stack([row[layer.values] for row, layer in zip(rows, self._layers, strict=True)])
         return keys.reshape(self._shape.numbers), latents.reshape(self._shape.value_numbers)
 
-    def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
+    def scatter(self, block_id: int, *numbers: Numbers) -> None:
+        keys, values = numbers
         targets = [layer.rows[block_id] for layer in self._layers]
         rows: Numbers = np.empty((len(targets), targets[0].numel()), keys.dtype)
         for n, layer in enumerate(self._layers):
@@ -106,18 +109,18 @@ class DeviceMemory(PagedMemory):
     def __init__(self, layout: PagedLayout) -> None:
         self._layout = layout
 
-    def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
+    def gather(self, block_id: int) -> Arrays:
         keys, values = _as_numpy(self._both(block_id).cpu())
         return keys, values
 
-    def gather_soon(self, block_id: int) -> Callable[[], tuple[Numbers, Numbers]]:
+    def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
         here = _as_numpy(_copied_soon(self._both(block_id)))
         return lambda: (here[0], here[1])
 
-    def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
+    def scatter(self, block_id: int, *numbers: Numbers) -> None:
         device, dtype = self._layout.caches[0].device, self._layout.caches[0].dtype
-        for numbers, at in zip((keys, values), self._layout.ats, strict=True):
-            host = torch.from_numpy(np.array(numbers)).view(dtype)  # a copy: torch wants memory that it may write to
+        for part, at in zip(numbers, self._layout.ats, strict=True):
+            host = torch.from_numpy(np.array(part)).view(dtype)  # a copy: torch wants memory that it may write to
             torch._foreach_copy_(self._views(block_id, at), list(host.to(device)))
         _wait(device)
 
@@ -140,17 +143,31 @@ class PackedMemory(PagedMemory):
     def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
         self._rows, self._shape = [layer.rows for layer in layers], shape
 
-    def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
+    def gather(self, block_id: int) -> Arrays:
         together = torch.cat([rows[block_id] for rows in self._rows]).cpu()
         return together.numpy().reshape(self._shape.numbers), np.empty(self._shape.value_numbers, np.uint8)
 
-    def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
+    def scatter(self, block_id: int, *numbers: Numbers) -> None:
         device = self._rows[0].device
-        host = torch.from_numpy(keys.reshape(-1).copy())  # torch wants memory that it may write to
+        host = torch.from_numpy(numbers[0].reshape(-1).copy())  # torch wants memory that it may write to
         parts = host.to(device).split([rows.shape[1] for rows in self._rows])
         for rows, part in zip(self._rows, parts, strict=True):
             rows[block_id].copy_(part)
         _wait(device)
+
+
+class BesideMemory(PagedMemory):
+    """Paged cache of which some layers are coded, and the others are bytes."""
+
+    def __init__(self, coded: PagedMemory, others: PackedMemory) -> None:
+        self._coded, self._others = coded, others
+
+    def gather(self, block_id: int) -> Arrays:
+        return *self._coded.gather(block_id), self._others.gather(block_id)[0]
+
+    def scatter(self, block_id: int, *numbers: Numbers) -> None:
+        self._coded.scatter(block_id, *numbers[:-1])
+        self._others.scatter(block_id, numbers[-1])
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
@@ -183,8 +200,7 @@ class CpuBlocks:
             exacts: numbers of a block's first tokens that may have to be kept exact.
         """
         self.formats, self._memory, self.format = (format, *others), memory, format
-        shape = format.shape
-        self.nbytes = (math.prod(shape.numbers) + math.prod(shape.value_numbers)) * shape.dtype.numpy.itemsize
+        self.nbytes = format.shape.nbytes
         """Number of bytes of a gathered block."""
         for each in self.formats:
             each.warm_up(exacts)
@@ -211,10 +227,10 @@ class CpuBlocks:
         tokens, codec = self.format.shape.tokens, "" if self.format.shape.is_raw else job.codec
         told = zip(job.block_hashes, copies, job.first_tokens(tokens), job.exacts(tokens), strict=True)
         encoded: list[Buffer | str] = []
-        for key, (keys, values), first_token, exact in told:
+        for key, numbers, first_token, exact in told:
             try:
                 format = self.format_named(codec)
-                buf = format.encode(keys, values, key=key, first_token=first_token, exact=exact, mark=job.mark)
+                buf = format.encode(*numbers, key=key, first_token=first_token, exact=exact, mark=job.mark)
             except CodecError as error:
                 logger.warning("Manthan: a block is not kept cold: %s", error)
                 encoded.append("encode")
@@ -231,10 +247,10 @@ class CpuBlocks:
         if found is None or isinstance(found, str):
             return MISSING if found is None else found
         try:
-            keys, values = self.format_of(found).decode(found, key=key)
+            numbers = self.format_of(found).decode(found, key=key)
         except WireError as error:
             return error.cause
         except CodecError:
             return "decode"
-        self._memory.scatter(block_id, keys, values)
+        self._memory.scatter(block_id, *numbers)
         return None

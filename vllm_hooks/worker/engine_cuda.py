@@ -379,6 +379,7 @@ class CudaEngine(Engine):
             for lane in self._lanes if self._primary is None else ():  # a block may still be read, or on its way here
                 self._eraser.wait_stream(lane.stream)
             with torch.cuda.stream(self._eraser):
+                self._eraser.query()  # has the GPU's context on this thread, which the driver's copies do not look for
                 zeros = [(Extent(0, ERASE_BYTES),) * -(-size // ERASE_BYTES) for _, size in freed]
                 _copy(self._zeros, zeros, tier.codes, [(extent,) for extent in freed], [size for _, size in freed])
                 self._erased = self._eraser.record_event()

@@ -11,7 +11,6 @@ from contextlib import suppress
 import torch
 from vllm.logger import init_logger
 
-from manthan.codec.base import Numbers
 from manthan.codec.block import BlockFormat
 from manthan.codec.cpu import precompile
 from manthan.codec.fidelity import Fidelity, NothingToMeasureError, Sample, measure
@@ -19,7 +18,7 @@ from manthan.codec.rope import Rope
 from manthan.manager.events import Verdict
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.messages import ManthanMetadata
-from manthan.vllm_hooks.worker.blocks import PagedMemory
+from manthan.vllm_hooks.worker.blocks import Arrays, PagedMemory
 from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
 
 logger = init_logger("vllm.manthan.worker")
@@ -64,7 +63,7 @@ class RankGuard:
         self._lock = threading.Lock()
         self._verdicts: list[Verdict] = []
         self._found: deque[list[Fidelity]] = deque(maxlen=2 * BATCHES)
-        self._samples: list[tuple[Callable[[], tuple[Numbers, Numbers]], Transfer]] = []
+        self._samples: list[tuple[Callable[[], Arrays], Transfer]] = []
         self._seen = self._age = 0
         self._is_busy = self._was_judged = False
         self._threads: JobThreads | None = None
@@ -146,7 +145,7 @@ class RankGuard:
 
     def _measure(
         self,
-        samples: Sequence[tuple[Callable[[], tuple[Numbers, Numbers]], Transfer]],
+        samples: Sequence[tuple[Callable[[], Arrays], Transfer]],
         copied: torch.cuda.Event | None,
         age: int,
     ) -> None:
@@ -156,7 +155,10 @@ class RankGuard:
         try:
             if copied is not None:
                 copied.synchronize()
-            blocks = [Sample(*numbers(), job.first_token, job.exacts(tokens)[0] % tokens) for numbers, job in samples]
+            blocks = []
+            for numbers, job in samples:
+                keys, values = numbers()
+                blocks.append(Sample(keys, values, job.first_token, job.exacts(tokens)[0] % tokens))
             found = [measure(format, blocks, self._rope) for format in self._formats]
         except NothingToMeasureError:
             self._is_busy = False

@@ -1,6 +1,6 @@
 """The worker half of the connector: it chooses the engine, once it has seen the KV cache."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,15 @@ from manthan.manager.tiers.tier import Tier
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.disk_store import open_disk
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.groups import Context, KvCacheGroup, config_for, groups_of
+from manthan.vllm_hooks.groups import Context, Groups, KvCacheGroup, config_for, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape, codec_of_other, exact_counts, rank_facts, with_states
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_redis, namespace_of
-from manthan.vllm_hooks.support import UnsupportedError, latent_of
+from manthan.vllm_hooks.support import Latents, UnsupportedError
 from manthan.vllm_hooks.transfer_config import CONNECTOR, from_vllm_config
 from manthan.vllm_hooks.worker.blocks import (
+    BesideMemory,
     CpuBlocks,
     DeviceMemory,
     HostMemory,
@@ -61,12 +62,16 @@ logger = init_logger("vllm.manthan.worker")
 
 @dataclass(frozen=True)
 class GroupCache:
-    """A KV cache group's blocks: where they lie, and the formats of their codes, the configured one first. exacts: how
-    many first tokens may have to be kept exact."""
+    """Blocks of a KV cache group: places of their layers, and formats of their codes, the configured one first.
+
+    exacts: numbers of first tokens that may have to be kept exact.
+    beside: layers whose blocks are bytes, if the others are coded.
+    """
 
     layers: list[Layer]
     forms: Sequence[BlockFormat]
     exacts: Sequence[int]
+    beside: Sequence[Layer] = ()
 
     @property
     def shape(self) -> BlockShape:
@@ -74,7 +79,14 @@ class GroupCache:
 
     @property
     def memory(self) -> PagedMemory:
-        """The paged cache as the CPU reads and writes it."""
+        """Paged cache as the CPU reads and writes it."""
+        if self.shape.beside is None:
+            return self.coded
+        return BesideMemory(self.coded, PackedMemory(self.beside, self.shape.beside))
+
+    @property
+    def coded(self) -> PagedMemory:
+        """Paged cache without the bytes beside."""
         if self.shape.is_raw:
             return PackedMemory(self.layers, self.shape)
         if self.layers[0].rows.is_cpu:
@@ -89,7 +101,7 @@ class GroupCache:
         return self._paged()
 
     def _paged(self) -> PagedLayout:
-        return paged_layout(self.layers, self.shape)
+        return paged_layout(self.layers, self.shape, self.beside)
 
 
 def running_half() -> "WorkerHalf":
@@ -108,10 +120,9 @@ def get_ready(worker: Any) -> None:
         guard.wait()
 
 
-def pages(worker: Any) -> dict[int, tuple[int, ...]]:
-    """Bytes of a block in each layer of a worker, by KV cache group."""
-    stored = running_half().groups.stored
-    return {each.index: each.layer_nbytes or (each.spec.page_size_bytes,) * each.layers for each in stored}
+def groups_of_worker(worker: Any) -> Groups:
+    """KV cache groups as a worker sees them."""
+    return running_half().groups
 
 
 class WorkerHalf:
@@ -119,18 +130,23 @@ class WorkerHalf:
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
-        self.groups = groups_of(
-            kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), Context.of(vllm_config.parallel_config)
-        )
-        self._config = config_for(from_vllm_config(vllm_config), self.groups)
-        self._group = self.groups.main
         self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
-        self._is_spread = any(group.context.ranks > 1 for group in self.groups.stored)
-        self._fails_whole = bool(self.groups.at_points)
+        self._know_groups()
         self.engine = Engine()
         self.guard: RankGuard | None = None
         """None if the codec is not to be measured."""
+
+    def _know_groups(self, as_bytes: Container[int] = ()) -> None:
+        """Take note of the KV cache groups. as_bytes: see `groups_of`."""
+        parallel = self._vllm_config.parallel_config
+        latents, context = Latents.of(self._vllm_config), Context.of(parallel)
+        cache = self._vllm_config.cache_config
+        self.groups = groups_of(self._kv_cache_config, cache, latents, context, as_bytes)
+        self._config = config_for(from_vllm_config(self._vllm_config), self.groups)
+        self._group = self.groups.main
+        self._is_spread = any(group.context.ranks > 1 for group in self.groups.stored)
+        self._fails_whole = bool(self.groups.at_points)
 
     def shutdown(self) -> None:
         if self.guard is not None:
@@ -138,6 +154,8 @@ class WorkerHalf:
         self.engine.shutdown()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        if hidden := [group.index for group in self.groups.stored if not self._is_found(group, kv_caches)]:
+            self._know_groups(hidden)
         config = self._config
         layers = self._layers(self._group, kv_caches)
         group = self._group
@@ -150,7 +168,7 @@ class WorkerHalf:
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
-        main = GroupCache(layers, forms, self._exacts(group))
+        main = GroupCache(layers, forms, self._exacts(group), self._beside(group, kv_caches))
         others = {each.group.index: self._other(each.group, kv_caches, name) for each in self.groups.others}
         self.engine = self._engine(main, store, others)
         if config.codec.guard:
@@ -175,6 +193,31 @@ class WorkerHalf:
         modules: dict[str, Any] = attention_modules(self._vllm_config)
         return probe_layers(caches, modules, self._num_blocks, block_shape(group))
 
+    def _is_found(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> bool:
+        """False for latents, or layers with bytes beside, that are to be coded and cannot be probed.
+
+        Such models have attention of their own, which need not write as others do. The scheduler asks for their groups.
+        """
+        if group.beside is None and not group.latent:
+            return True
+        try:
+            layers = self._layers(group, kv_caches)
+            if not layers[0].rows.is_cpu:
+                paged_layout(layers, block_shape(group), self._beside(group, kv_caches)).kept(0)  # as kernels need it
+        except Exception as error:  # a backend raises anything
+            logger.warning(
+                "Manthan: KV cache group %d is stored as bytes, because its layout cannot be found: %s: %s",
+                group.index,
+                type(error).__name__,
+                error,
+            )
+            return False
+        return True
+
+    def _beside(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> Sequence[Layer]:
+        """Places of the group's layers whose blocks are bytes, if the others are coded. Raises UnsupportedError."""
+        return self._layers(group.beside, kv_caches) if group.beside else ()
+
     def _other(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
         """Return the cache of a group that is not the main one. namespace: see `fingerprint`."""
         layers, config = self._layers(group, kv_caches), self._config.codec
@@ -183,7 +226,7 @@ class WorkerHalf:
             group = replace(group, layers=len(layers))
         rope, names = self._rope(group), (codec, *([] if group.is_packed else finer_codecs(codec)))
         forms = [self._format(name, group, self._facts(name, group, rope), namespace) for name in names]
-        return GroupCache(layers, forms, self._exacts(group))
+        return GroupCache(layers, forms, self._exacts(group), self._beside(group, kv_caches))
 
     def _exacts(self, group: KvCacheGroup) -> Sequence[int]:
         """How many first tokens of its blocks may have to be kept exact."""
@@ -219,7 +262,8 @@ class WorkerHalf:
 
     def _make_guard(self, main: GroupCache, rope: Rope | None) -> RankGuard:
         device, rank = main.layers[0].rows.device, self._vllm_config.parallel_config.rank
-        guard = RankGuard(main.memory, main.forms, rope, device, rank, self.engine.decode_s)
+        forms = [form.without_bytes() for form in main.forms]
+        guard = RankGuard(main.coded, forms, rope, device, rank, self.engine.decode_s)
         guard.warm_up()
         return guard
 

@@ -7,7 +7,7 @@ not zero is a one.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from manthan.codec.block import BlockShape
-from manthan.codec.gpu.paged import PagedLayout
+from manthan.codec.gpu.paged import PagedLayout, RawLayout
 from manthan.vllm_hooks.compat import write_kv, write_latents
 from manthan.vllm_hooks.support import UnsupportedError
 
@@ -95,8 +95,11 @@ def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Ma
     return layers
 
 
-def paged_layout(layers: list[Layer], shape: BlockShape) -> PagedLayout:
-    """Return the layers as strides for GPU kernels. Raises UnsupportedError if they are not that regular."""
+def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[Layer] = ()) -> PagedLayout:
+    """Return the layers as strides for GPU kernels. Raises UnsupportedError if they are not that regular.
+
+    beside: the group's layers whose blocks are bytes.
+    """
     first = layers[0]
     keys, values = _run(first.keys, shape.numbers), _run(first.values, shape.value_numbers)
     alike = all(
@@ -118,9 +121,11 @@ def paged_layout(layers: list[Layer], shape: BlockShape) -> PagedLayout:
         strides = (stride, run.head_stride, run.token_stride)
         return PagedLayout(caches, heads, tokens, head_dim, *strides, run.at, value_at, fp8)
 
+    others = RawLayout(tuple(layer.rows for layer in beside), shape.beside) if shape.beside else None
     if not shape.latent:
-        return laid_out(shape.numbers, keys, values.at)
-    return replace(laid_out(shape.numbers, keys, None), latents=laid_out(shape.value_numbers, values, None))
+        return replace(laid_out(shape.numbers, keys, values.at), beside=others)
+    latents = laid_out(shape.value_numbers, values, None)
+    return replace(laid_out(shape.numbers, keys, None), latents=latents, beside=others)
 
 
 class _Strides(NamedTuple):

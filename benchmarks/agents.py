@@ -1,0 +1,91 @@
+"""How many agents a server bears: sessions of a trace in closed loop, on plain vLLM, its offload and Manthan.
+
+Each arm is `vllm serve`, one after another, with the same KV pool and the same bytes beside it. So many agents at a
+time go through sessions of a trace, and each pauses after an answer as in the trace. From some number on, what is alive
+outgrows what an arm keeps, and first tokens take as long as whole prompts: the cliff.
+
+    manthan bench agents TRACE [--agents 16,32,48] [--arms plain,offload,host] [--codecs wht-5x] [--out FOLDER]
+    manthan bench agents made-up
+    manthan bench agents --plot-only FOLDER/agents.json OTHER/agents.json
+
+See docs/agents.md.
+"""
+
+import shlex
+from argparse import Namespace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manthan.benchmarks.load import read_manthan, read_size
+from manthan.benchmarks.shapes import DEFAULT as DEFAULT_SHAPE
+from manthan.benchmarks.shapes import PUBLIC
+from manthan.codec import DEFAULT
+
+
+class Half(StrEnum):
+    """Sessions of the trace: every other one, or all."""
+
+    even = "even"
+    odd = "odd"
+    all = "all"
+
+
+def agents(
+    context: typer.Context,
+    trace: Annotated[
+        str, typer.Argument(help="File as `simulate` reads it, .xz too; made-up: none; with --plot-only a report.")
+    ],
+    files: Annotated[list[Path] | None, typer.Argument(help="With --plot-only: further reports.")] = None,
+    agents: Annotated[str, typer.Option(help="How many at a time; default: 4,8,16, on a GPU 8,16,32,48.")] = "",
+    arms: Annotated[str, typer.Option(help="As of `load`; default: plain, host; on a GPU plain, offload, host.")] = "",
+    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
+    shrink: Annotated[float, typer.Option(min=0, help="So many times fewer tokens; 0: 64, on a GPU 4.")] = 0,
+    faster: Annotated[float, typer.Option(min=0, help="So many times shorter pauses; 0: 10, on a GPU 1.5.")] = 0,
+    half: Annotated[Half, typer.Option(help="Sessions of the trace that take part.")] = Half.all,
+    seconds: Annotated[float, typer.Option(min=0, help="Of each measurement; 0: 30, on a GPU 150.")] = 0,
+    ramp: Annotated[
+        float, typer.Option(min=0, help="Seconds within which all agents come, not measured; 0: a third of --seconds.")
+    ] = 0,
+    bound: Annotated[float, typer.Option(min=0, help="Seconds of p90 at which the cliff begins.")] = 2.0,
+    pool: Annotated[str, typer.Option(help="KV pool, such as 24GiB; default: 36MiB, on a GPU 24GiB.")] = "",
+    memory: Annotated[str, typer.Option(help="Beside the pool; default: as the pool.")] = "",
+    idle_after: Annotated[float, typer.Option(min=0, help="Manthan's idle.after_s.")] = 2,
+    manthan: Annotated[str, typer.Option(help="Further keys of Manthan's, as YAML.")] = "",
+    model: Annotated[
+        Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")
+    ] = None,
+    shape: Annotated[
+        str, typer.Option(help=f"On a GPU without --model, made-up weights of {', '.join(PUBLIC)}.")
+    ] = DEFAULT_SHAPE,
+    profile: Annotated[Path | None, typer.Option(help="The model's, for codecs that take one.")] = None,
+    block_size: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32, on a GPU 16.")] = 0,
+    flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`, in one string.")] = "",
+    redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
+    seed: Annotated[int, typer.Option(help="Of who has which sessions.")] = 0,
+    start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 300,
+    out: Annotated[Path, typer.Option(help="Folder for JSON, plot, logs.")] = Path("build", "benchmarks"),
+    plot_only: Annotated[
+        bool, typer.Option("--plot-only", help="Show and plot reports of earlier runs again.")
+    ] = False,
+) -> None:
+    """First tokens against the number of agents, and where each arm's cliff is."""
+    options = Namespace(**locals())
+    from manthan.benchmarks import agents_report
+    from manthan.benchmarks.agents_run import run
+    from manthan.benchmarks.arms import make_console
+
+    if files and not plot_only:
+        raise typer.BadParameter("only --plot-only takes several files")
+    if plot_only:
+        paths = [Path(trace), *(files or [])]
+        return agents_report.show(agents_report.merged(paths), paths[0].with_suffix(".png"), make_console())
+    options.pool, options.memory = read_size(pool, "--pool"), read_size(memory)
+    options.manthan, options.flags, options.cold = read_manthan(manthan), shlex.split(flags), False
+    run(options, context.params)
+
+
+if __name__ == "__main__":
+    typer.run(agents)

@@ -1,0 +1,205 @@
+"""What the agents' benchmark found: a table, each arm's cliff, and a picture."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from manthan.benchmarks.arms import merge_reports, save_plot, where
+from manthan.benchmarks.capacity_report import COLORS, GREYS, quantile
+from manthan.benchmarks.load_report import COMPACT, OTHERS
+
+QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
+STEEP = 5
+"""So many times the median at the cliff is the most that is wanted at twice as many agents."""
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Point:
+    """One arm with so many agents, after all have come.
+
+    Args:
+        returns: number of requests that went on with a session.
+        first_s: their seconds to the first token, by quantile.
+        spread: by quantile, least and most of the repeats' own, if there are several.
+        found: tokens that were not computed, of the returns' prompts.
+        possible: tokens that an earlier request of the session had, of the same.
+        unfair: mean seconds of the agent that waits longest, over those of the median agent.
+        alive_nbytes: bf16 bytes of each agent's last prompt.
+        errors: number of requests that were not answered, at any time.
+    """
+
+    arm: str
+    agents: int
+    returns: int
+    first_s: dict[str, float]
+    spread: dict[str, tuple[float, float]]
+    found: float
+    possible: float
+    unfair: float
+    alive_nbytes: float
+    errors: int
+
+
+def points_of(report: dict[str, Any]) -> list[Point]:
+    """Return what was measured, by arm and number of agents; repeats with other seeds are taken together."""
+    found: dict[tuple[str, int], list[list[dict[str, Any]]]] = {}
+    for run in report["runs"]:
+        for agents, point in run["points"].items():
+            found.setdefault((run["arm"], int(agents)), []).append(point["requests"])
+    made = [_point(report, *name, repeats) for name, repeats in found.items()]
+    return sorted((point for point in made if point), key=lambda point: point.agents)
+
+
+def _point(report: dict[str, Any], arm: str, agents: int, repeats: Sequence[list[dict[str, Any]]]) -> Point | None:
+    returns = [
+        [one for one in asked if one["turn"] > 1 and not one["error"] and one["sent_s"] >= report["ramp_s"]]
+        for asked in repeats
+    ]
+    returns = [each for each in returns if each]
+    together = [one for each in returns for one in each]
+    if not together:
+        return None
+    times = [[one["ttft_s"] for one in each] for each in returns]
+    prompts = sum(one["prompt_tokens"] for one in together)
+    means = [
+        statistics.fmean(one["ttft_s"] for one in each if one["chat"] == agent)
+        for each in returns
+        for agent in {one["chat"] for one in each}
+    ]
+    last = {(n, one["chat"]): one["prompt_tokens"] for n, asked in enumerate(repeats) for one in asked}
+    return Point(
+        arm,
+        agents,
+        len(together),
+        {name: quantile([one for each in times for one in each], share) for name, share in QUANTILES.items()},
+        {
+            name: (min(quantile(each, share) for each in times), max(quantile(each, share) for each in times))
+            for name, share in QUANTILES.items()
+            if len(times) > 1
+        },
+        sum(one["cached_tokens"] for one in together) / prompts,
+        sum(one["known_tokens"] for one in together) / prompts,
+        max(means) / statistics.median(means),
+        sum(last.values()) / len(repeats) * report["token_nbytes"],
+        sum(bool(one["error"]) for asked in repeats for one in asked),
+    )
+
+
+def cliffs(points: Sequence[Point], bound_s: float) -> dict[str, int]:
+    """Return the most agents of each arm up to which p90 stays within the bound; 0 if it never does."""
+    found: dict[str, int] = {}
+    over = set[str]()
+    for point in points:
+        found.setdefault(point.arm, 0)
+        if point.first_s["p90"] > bound_s:
+            over.add(point.arm)
+        elif point.arm not in over:
+            found[point.arm] = point.agents
+    return found
+
+
+def merged(files: Sequence[Path]) -> dict[str, Any]:
+    """Return one report of several: other arms, other numbers of agents, other seeds. See merge_reports."""
+    alike = ("trace", "model", "memory", "scale", "half", "seconds", "ramp_s", "bound_s", "token_nbytes")
+    return merge_reports(files, "agents", alike, lambda run: (run["arm"], run["seed"], *run["points"]))
+
+
+# -- shown ----------------------------------------------------------------------------------------------
+
+
+def show(report: dict[str, Any], plot: Path, console: Console) -> None:
+    """Print the table and the cliffs, and draw the plot."""
+    console.print(where(report), soft_wrap=True)
+    points = points_of(report)
+    if not points:
+        console.print("  No request went on with a session after all agents had come: raise --seconds.")
+        return
+    console.print(make_table(report, points))
+    for line in said(report, points):
+        console.print(f"  {line}", soft_wrap=True)
+    save_plot(lambda _: draw(report, points), report, plot, console)
+
+
+def make_table(report: dict[str, Any], points: Sequence[Point]) -> Table:
+    memory = report["memory"]
+    sizes = f"pool {memory['pool_nbytes'] / GIB:.3g} GiB, {memory['store_nbytes'] / GIB:.3g} GiB beside it"
+    table = Table(title=f"{report['trace']}, {report['model']}, {sizes}: returns' first tokens, s", **COMPACT)
+    for header in ("agents", "arm"):
+        table.add_column(header, no_wrap=True)
+    for header in (*QUANTILES, "found", "possible", "slowest agent\nover median", "returns", "alive,\nGiB", "errors"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for point in points:
+        table.add_row(
+            str(point.agents),
+            point.arm,
+            *(_with_spread(point, name) for name in QUANTILES),
+            f"{point.found:.1%}",
+            f"{point.possible:.1%}",
+            f"{point.unfair:.1f}",
+            str(point.returns),
+            f"{point.alive_nbytes / GIB:.3g}",
+            str(point.errors),
+        )
+    return table
+
+
+def _with_spread(point: Point, name: str) -> str:
+    text = f"{point.first_s[name]:.3g}"
+    if name in point.spread:
+        least, most = point.spread[name]
+        text += f" ({least:.3g}-{most:.3g})"
+    return text
+
+
+def said(report: dict[str, Any], points: Sequence[Point]) -> list[str]:
+    """Say each arm's cliff in a line, and how steep it is where twice as many agents were measured."""
+    lines = []
+    for arm, cliff in cliffs(points, report["bound_s"]).items():
+        most = max(point.agents for point in points if point.arm == arm)
+        line = f"{arm}: p90 within {report['bound_s']:g} s up to {cliff} agents"
+        line += " (the most measured)" if cliff == most else ""
+        medians = {point.agents: point.first_s["p50"] for point in points if point.arm == arm}
+        if cliff and 2 * cliff in medians:
+            times = medians[2 * cliff] / medians[cliff]
+            line += f"; with {2 * cliff}, p50 is {times:.1f} times as long (wanted: at most {STEEP})"
+        lines.append(line)
+    return lines
+
+
+def draw(report: dict[str, Any], points: Sequence[Point]) -> Any:
+    """Draw first tokens, and what was found, against the number of agents."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    first, found = figure.subplots(1, 2)
+    arms = list(dict.fromkeys(point.arm for point in points))
+    ours = [arm for arm in arms if arm not in OTHERS]
+    colors = dict(zip(ours, COLORS * len(arms), strict=False))
+    colors |= dict(zip((arm for arm in arms if arm in OTHERS), GREYS * len(arms), strict=False))
+    for arm in arms:
+        own = [point for point in points if point.arm == arm]
+        counts = [point.agents for point in own]
+        for name, style in (("p50", ":"), ("p90", "-")):
+            times = [point.first_s[name] for point in own]
+            first.plot(counts, times, style, color=colors[arm], marker="o", ms=4, label=f"{arm}, {name}")
+        found.plot(counts, [point.found for point in own], "-", color=colors[arm], marker="o", ms=4, label=arm)
+    counts = sorted({point.agents for point in points})
+    possible = [max(point.possible for point in points if point.agents == count) for count in counts]
+    found.plot(counts, possible, "--", color="#c9ced3", label="possible")
+    first.axhline(report["bound_s"], color="#c9ced3", lw=1)
+    first.set(yscale="log", xlabel="agents", ylabel="time to first token, s")
+    first.set_title("Returns: first token", loc="left")
+    found.set(ylim=(0, 1.02), xlabel="agents", ylabel="share of the prompts' tokens")
+    found.set_title("Returns: found, not computed", loc="left")
+    for axes in (first, found):
+        axes.set_xticks(counts)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{report['trace']}, {report['model']}; {where(report)}", fontsize=9)
+    return figure

@@ -1,0 +1,151 @@
+"""`manthan bench agents`: sessions in closed loop, cliffs, and a small run on real servers."""
+
+import json
+import lzma
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from bench_command import is_png, refusal, report
+from vllm.benchmarks.datasets.datasets import TimedTrace
+from warm_server import warm_server
+
+from manthan.benchmarks import capacity_arms
+from manthan.benchmarks.agents_report import Point, cliffs, merged, points_of, said
+from manthan.benchmarks.agents_trace import Scale, agents_of, made_up_trace, read_agents, sessions_of
+from manthan.benchmarks.load_chats import Chat
+from manthan.codec import DEFAULT
+
+TRACE = Path("tests/data/coding_agents.jsonl.xz")
+SCALE = Scale(64, 10, 2000, 1000)
+
+
+@pytest.fixture(scope="module")
+def sessions() -> list[Chat]:
+    return sessions_of(made_up_trace(12), SCALE)
+
+
+def test_prompts_share_what_the_trace_says(sessions: list[Chat]) -> None:
+    [agent, *_] = agents_of(sessions, 2, 1.0, 1.0, 0)
+    said = [[*turn.said.tokens] for turn in agent.turns]
+    assert [len(prompt) for prompt in said] == [len(turn.said.tokens) for turn in agent.turns]
+    assert agent.turns[0].known == 0
+    for before, prompt, turn in zip(said, said[1:], agent.turns[1:], strict=False):
+        assert prompt[: turn.known] == before[: turn.known]
+        assert turn.known + 8 > len(before) - 8, "all full blocks of the prompt before"
+    others = {tuple(chat.turns[0].said.tokens[:16]) for chat in sessions}
+    assert len(others) == len(sessions)
+
+
+def test_agents_go_through_all_sessions_and_begin_in_the_middle_of_one(sessions: list[Chat]) -> None:
+    agents = agents_of(sessions, 4, 20.0, 8.0, 1)
+    assert [agent.starts_s for agent in agents] == [0.0, 2.0, 4.0, 6.0]
+    names = []
+    for agent in agents:
+        chat: Chat | None = agent
+        while chat is not None:
+            names.append(chat.name)
+            assert chat.turns[0].pause_s == 0.0
+            chat = chat.then
+    assert sorted(names) == sorted(chat.name for chat in sessions)
+    whole = {chat.name: chat for chat in sessions}
+    cut = [agent for agent in agents if len(agent.turns) < len(whole[agent.name].turns)]
+    assert cut
+    assert all(sum(turn.pause_s for turn in agent.turns) >= 20.0 for agent in cut)
+    with pytest.raises(typer.BadParameter, match="the trace has 12 sessions"):
+        agents_of(sessions, 13, 20.0, 8.0, 1)
+
+
+def test_the_halves_of_a_trace_are_all_of_it() -> None:
+    trace = made_up_trace(9)
+    halves = [[chat.name for chat in sessions_of(trace, SCALE, half)] for half in (0, 1)]
+    assert sorted(halves[0] + halves[1]) == sorted(chat.name for chat in sessions_of(trace, SCALE))
+    assert abs(len(halves[0]) - len(halves[1])) <= 1
+
+
+def test_a_trace_without_names_has_the_sessions_that_go_on() -> None:
+    trace = made_up_trace(6)
+    unnamed = trace._replace(requests=[request._replace(agent="") for request in trace.requests])
+    turns = [[[*turn.said.tokens] for turn in chat.turns] for chat in sessions_of(unnamed, SCALE)]
+    assert turns == [[[*turn.said.tokens] for turn in chat.turns] for chat in sessions_of(trace, SCALE)]
+
+
+def test_vllm_s_client_reads_the_same_trace(tmp_path: Path) -> None:
+    """A prompt has as many tokens, and prompts begin alike as far as ours do."""
+    with lzma.open(TRACE, "rt") as file:
+        lines = file.read().splitlines()
+    name = json.loads(lines[0])["session_id"]
+    mine = [line for line in lines if json.loads(line)["session_id"] == name][:5]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(mine) + "\n")
+    labels = {
+        f"timed_trace_label_{label}": label for label in ("timestamp", "input_length", "output_length", "hash_ids")
+    }
+    theirs = TimedTrace(
+        dataset_path=str(path), timed_trace_chunk_hash_size=512, timed_trace_sec_multiplier=0.001, **labels
+    ).sample(Tokenizer(), len(mine))
+    [session] = sessions_of(read_agents(str(path)), Scale(1, 1, 1 << 20, 1000))
+    ours = [[*turn.said.tokens] for turn in session.turns]
+    assert [len(prompt) for prompt in ours] == [sample.prompt_len for sample in theirs]
+    assert [turn.answer_tokens for turn in session.turns] == [sample.expected_output_len for sample in theirs]
+    pauses = [round(b.timestamp - a.timestamp, 6) for a, b in pairwise(theirs)]
+    assert [round(turn.pause_s, 6) for turn in session.turns[1:]] == pauses
+    for n in range(1, len(mine)):
+        assert alike(ours[n - 1], ours[n]) // 512 == alike(theirs[n - 1].prompt, theirs[n].prompt) // 512
+
+
+class Tokenizer:
+    """As much of one as the client of vLLM needs."""
+
+    all_special_ids: tuple[int, ...] = ()
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(1000)}
+
+
+def alike(one: Any, other: Any) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def point(arm: str, agents: int, p50: float, p90: float) -> Point:
+    return Point(arm, agents, 10, {"p50": p50, "p90": p90, "p99": p90}, {}, 0.5, 1.0, 1.0, 0.0, 0)
+
+
+def test_a_cliff_is_the_last_number_before_the_first_that_is_too_slow() -> None:
+    points = [point("a", 4, 0.1, 1), point("b", 4, 1, 3), point("a", 8, 0.8, 3), point("a", 16, 1, 1)]
+    assert cliffs(points, 2.0) == {"a": 4, "b": 0}
+    steep, never = said({"bound_s": 2.0}, points)
+    assert "with 8, p50 is 8.0 times as long" in steep
+    assert "up to 0 agents" in never
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        (("made-up", "--agents", "4,x"), "--agents must be whole numbers"),
+        (("made-up", "--agents", 500), "--agents 500 is too many"),
+        (("made-up", "--pool", "1MiB"), "--pool must have room for a prompt"),
+        (("nowhere.jsonl",), "cannot be read"),
+        (("made-up", "other.json"), "only --plot-only takes several files"),
+    ],
+)
+def test_mistakes_are_refused_in_a_sentence(arguments: tuple[Any, ...], refused: str, tmp_path: Path) -> None:
+    assert refused in refusal("agents", *arguments, "--out", tmp_path)
+
+
+@pytest.mark.slow
+def test_what_outgrows_the_pool_is_found_by_manthan_and_computed_by_plain_vllm(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capacity_arms, "VllmServer", warm_server)
+        size = ("--agents", "2,10", "--seconds", 12, "--ramp", 4, "--faster", 40, "--idle-after", 0.2)
+        found = report(tmp_path, "agents", "made-up", *size)
+    points = {(each.arm, each.agents): each for each in points_of(found)}
+    plain, ours = points["plain", 10], points[f"host {DEFAULT}", 10]
+    assert plain.found < ours.found <= 1
+    assert all(each.errors == 0 and each.found <= each.possible + 0.02 for each in points.values())
+    assert ours.alive_nbytes > found["memory"]["pool_nbytes"]
+    assert is_png(tmp_path / "agents.png")
+    files = [tmp_path / "agents.json"] * 2
+    assert points_of(merged(files)) == points_of(found)
