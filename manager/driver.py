@@ -255,10 +255,12 @@ class Driver:
             return None
         return max(0, self.manager.match(serving.request, resident, usable) - self._again)
 
-    def admitted(self, request_id: str, resident: int, usable: int, taken: int) -> None:
+    def admitted(self, request_id: str, resident: int, usable: int, taken: int, brought: int = 0) -> None:
         """Note that a request got its blocks. It is admitted again once its load has ended, and keeps the loaded ones.
 
-        taken: number of its blocks, of which resident ones may have come from the head of the free queue as well.
+        Args:
+            taken: number of its blocks. Resident ones may have come from the head of the free queue as well.
+            brought: number of blocks behind the resident ones that come from elsewhere than the tiers.
         """
         serving = self._serving.get(request_id)
         new = taken - (0 if serving is None else serving.taken)
@@ -270,8 +272,8 @@ class Driver:
         serving.taken = taken
         rows = serving.request.rows
         if serving.found is None:
-            serving.found = resident
-            if lost := self.manager.unsaved(rows[resident:usable]):
+            serving.found = resident + brought
+            if lost := self.manager.unsaved(rows[resident + brought : usable]):
                 self.manager.events(Overwritten(lost))
         self._waiting.pop(request_id, None)
         if self.prefetcher.ready and resident:
@@ -285,6 +287,23 @@ class Driver:
         serving.exact = set()
         lossy = max((len(self._pool.marks.lossy(of_group)) for of_group in block_ids), default=0)
         serving.lossy = lossy * self.manager.shape.block_tokens
+
+    def handed(self, request_id: str, decoded: Sequence[Sequence[int]], derived: Sequence[Sequence[int]]) -> None:
+        """Mark blocks whose KV another engine hands over for a request, by KV cache group.
+
+        Args:
+            decoded: blocks that the other engine has decoded, or has found as such.
+            derived: blocks that it has computed behind these.
+        """
+        serving = self._serving.get(request_id)
+        if serving is None:
+            return
+        marks, owner = self._pool.marks, serving.request.session.owner
+        for mark, groups in ((Mark.DECODED, decoded), (Mark.DERIVED, derived)):
+            for block_ids in groups:
+                marks.set(block_ids, mark, owner)
+        lossy = max((len(first) + len(behind) for first, behind in zip(decoded, derived, strict=True)), default=0)
+        serving.lossy += lossy * self.manager.shape.block_tokens
 
     def computed(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Mark blocks that a request computes behind decoded ones. Loaded ones keep their marks."""

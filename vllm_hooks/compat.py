@@ -149,7 +149,8 @@ READS: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.core_client.AsyncMPClient": ("call_utility_all_async",),
     "vllm.v1.engine.input_processor.InputProcessor": ("vllm_config",),
     "vllm.v1.executor.abstract.Executor": ("is_sleeping",),
-    "vllm.v1.request.Request": ("request_id", "status", "num_computed_tokens", "num_preemptions"),
+    "vllm.v1.metrics.stats.PrefillStats": ("num_external_cached_tokens",),
+    "vllm.v1.request.Request": ("request_id", "status", "num_computed_tokens", "num_preemptions", "prefill_stats"),
     "vllm.v1.request.RequestStatus": ("WAITING", "WAITING_FOR_REMOTE_KVS", "PREEMPTED"),
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ("get_model", "get_draft_model"),
     "vllm.v1.worker.gpu_worker.Worker": ("model_runner", *LOADS, *HARMLESS),
@@ -477,6 +478,15 @@ def _manager_of(spec: "KVCacheSpec") -> "SingleTypeKVCacheManager":
 def skipped_tokens(spec: "KVCacheSpec", tokens: int) -> int:
     """Number of first tokens whose blocks vLLM neither looks for nor allocates for a prefix of `tokens`."""
     return int(_manager_of(spec).get_num_skipped_tokens(tokens))
+
+
+def tokens_to_load(request: "Request") -> int:
+    """Number of tokens that connectors load for a request that vLLM has just admitted; 0 if it was preempted before.
+
+    vLLM tells a connector of its own tokens only.
+    """
+    stats = request.prefill_stats
+    return 0 if stats is None or request.num_preemptions else stats.num_external_cached_tokens
 
 
 def ask_workers(ask: Callable[[Any], Any]) -> list[Any] | None:

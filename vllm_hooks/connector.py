@@ -190,10 +190,6 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         self.worker.register_kv_caches(kv_caches)
 
-    def get_handshake_metadata(self) -> None:
-        """vLLM asks each rank for this when it has warmed up, before the server reports that it is ready."""
-        self.worker.get_ready()
-
     def unregister_kv_caches(self) -> None:
         """vLLM 0.33 is about to take the cache's memory away (sleep mode), and has reset its prefix cache. The
         addresses stay, and wake up with other memory behind them: there is nothing to restore."""

@@ -243,6 +243,7 @@ class Groups(NamedTuple):
         again: number of found blocks at a prefix's end that are computed nevertheless; see `blocks_computed_again`.
         unstored: tokens of a block of each group that is not stored.
         replicas: number of consecutive ranks of tensor parallelism that have the same blocks, as with latents (MLA).
+        unit: number of tokens between two of vLLM's hashes; None for the largest that all blocks' ends are at.
     """
 
     main: KvCacheGroup
@@ -250,6 +251,7 @@ class Groups(NamedTuple):
     again: int = 0
     unstored: Sequence[int] = ()
     replicas: int = 1
+    unit: int | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -274,7 +276,12 @@ class Groups(NamedTuple):
     @property
     def hash_tokens(self) -> int:
         """Number of tokens between two of vLLM's hashes, which are at the ends of every group's blocks."""
-        return math.gcd(*self._sizes)
+        return self.unit or math.gcd(*self._sizes)
+
+    @property
+    def resume_tokens(self) -> int:
+        """Number of tokens between two resume points, which are where blocks of all groups end."""
+        return math.lcm(*self._sizes, *self.unstored)
 
     @property
     def is_expected(self) -> bool:
@@ -295,7 +302,7 @@ class Groups(NamedTuple):
         Blocks of all groups end at a resume point, and the blocks that are computed again come behind it.
         """
         end = depth - self.again
-        end -= end % (math.lcm(*self._sizes, *self.unstored) // self.main.tokens)
+        end -= end % (self.resume_tokens // self.main.tokens)
         return end + self.again if end > 0 else 0
 
     def parts(self, depth: int) -> Iterator[Part]:
@@ -379,13 +386,9 @@ def groups_of(
     main = max(mains, key=lambda each: (not each.group.is_packed, each.group.page_nbytes, -each.group.index))
     at_points = [each for each in found if each is not main or main.reach < EVERY]
     made = Groups(main.group, at_points, unstored=tuple(unstored), replicas=kv_cache_config.kv_tp_replicas)
-    unit = getattr(cache, "prefix_match_unit", None)
-    if unit not in (None, made.hash_tokens):
-        raise UnsupportedError(
-            f"Manthan cannot be used here: --prefix-match-unit is {unit}, and the KV cache has blocks of "
-            f"{made.hash_tokens} tokens; remove it."
-        )
-    return made
+    if any(each.group.is_state and each.group.spec.mamba_cache_mode != "align" for each in at_points):
+        return made._replace(unit=made.resume_tokens)  # as vLLM does
+    return made._replace(unit=None if cache is None else cache.prefix_match_unit)
 
 
 def config_for(config: ManthanConfig, groups: Groups) -> ManthanConfig:

@@ -36,12 +36,13 @@ from manthan.vllm_hooks.compat import (
     offer,
     prepare_requests,
     replace_waiting,
+    tokens_to_load,
     watch_lookups,
 )
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.groups import Context, Part, config_for, groups_of, is_mixed, on_all_ranks
-from manthan.vllm_hooks.http.hints import PARAMS, answer_to, hints_of, tenant_of
+from manthan.vllm_hooks.http.hints import PARAMS, answer_to, decoded_elsewhere, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
 from manthan.vllm_hooks.memory import Shards, memory_shapes
@@ -60,7 +61,7 @@ from manthan.vllm_hooks.worker.capacity import (
     room_in,
     usable_nbytes,
 )
-from manthan.vllm_hooks.worker.half import groups_of_worker
+from manthan.vllm_hooks.worker.half import get_ready, groups_of_worker
 from manthan.vllm_hooks.worker.weights import loaded_digest, loads, weights_state
 
 if TYPE_CHECKING:
@@ -233,6 +234,7 @@ class SchedulerHalf:
         if self._books is not None and self._journal is not None:
             self._books.adopt(self._journal)
         watch_lookups(pool, self.pool.marks, self)
+        self._resets.ask(get_ready)  # vLLM has warmed up
         try:
             self._weights = self._resets.ask(weights_state)
         except Exception as error:  # whatever it is, the engine goes on
@@ -364,15 +366,20 @@ class SchedulerHalf:
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
         """vLLM has allocated the request's blocks, of each group; `tokens` tokens behind its hot ones are to be
         restored."""
+        is_new = request.request_id in self._hot  # else its load has ended
         hot = self._hot.pop(request.request_id, 0)
+        brought = tokens_to_load(request) - tokens if is_new else 0  # by another connector
         usable = self.driver.usable(request.num_tokens)
         if self._events is not None and self._redis is not None:  # others may have stored what it asks for
             self._events.remember(request, usable)
-        self.driver.admitted(request.request_id, hot, usable, sum(map(len, blocks.blocks)))
+        taken = sum(map(len, blocks.blocks))
+        self.driver.admitted(request.request_id, hot, usable, taken, brought // self._block_size)
         was_found = request.request_id in self._found  # not if a connector loads: vLLM caches the blocks later
         self._found.discard(request.request_id)
         if not was_found:
             self.driver.hits(request.request_id, blocks.get_block_ids())
+        if brought and (decoded := decoded_elsewhere(request.kv_transfer_params)):
+            self._handed(request.request_id, blocks, decoded)
         if tokens:
             block_ids = blocks.get_block_ids()
             end, hot_tokens = hot + tokens // self._block_size, hot * self._block_size
@@ -384,6 +391,21 @@ class SchedulerHalf:
             self.driver.loading(request.request_id, hot, found, block_ids[self._group][hot:end], others)
             if self.telemetry.traces is not None:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
+
+    def _handed(self, request_id: str, blocks: "KVCacheBlocks", decoded: float) -> None:
+        """Mark what another connector loads. decoded: number of the prompt's first tokens that may be decoded KV."""
+        sizes = {group.index: group.tokens for group in self.groups.stored}
+        new = [
+            [
+                (at * sizes.get(group, self._block_size), block.block_id)
+                for at, block in enumerate(of_group)
+                if block.block_hash is None and not block.is_null
+            ]
+            for group, of_group in enumerate(blocks.blocks)
+        ]
+        first = [[block_id for start, block_id in of_group if start < decoded] for of_group in new]
+        behind = [[block_id for start, block_id in of_group if start >= decoded] for of_group in new]
+        self.driver.handed(request_id, first, behind)
 
     def loaded_into(self, request_id: str, block_ids: Sequence[int], tokens: int) -> Sequence[int]:
         """Return the blocks of the main group that a load of `tokens` writes for a request."""

@@ -6,7 +6,8 @@ from integrity import check_integrity
 from talks import GROUP, IDLE_AFTER_S, Talks, long_text, name, names
 
 from manthan.manager.driver import A_STEP
-from manthan.manager.events import PrefetchHit, Restored
+from manthan.manager.events import Overwritten, PrefetchHit, Restored
+from manthan.manager.pool import Mark
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 
 TEXT, MORE = "a b c d e f", "a b c d e f g h"
@@ -116,3 +117,37 @@ def test_a_long_session_goes_cold_by_some_blocks_a_step() -> None:
         taken = talks.pool.take(8 * blocks)
         assert [at[block] for block in taken if block in at] == [*reversed(range(blocks))]
         talks.pool.free(taken)
+
+
+def test_blocks_that_another_engine_hands_over_keep_their_marks() -> None:
+    """What that engine has decoded is not encoded here; what it computed behind these is, once there is a way to it."""
+    talks = Talks(blocks=50)
+    request = talks.ask(MORE, "A")
+    assert talks.driver.matched(request, 0, 8, 8, talks.now) == 0
+    talks.driver.admitted(request, 0, 8, 8, brought=8)
+    assert talks.driver.found(request) == 8 * 16
+    ids = talks.pool.take(8)
+    talks.driver.handed(request, [ids[:6]], [ids[6:]])
+    talks.driver.computed(request, ids)  # vLLM caches them when they are there
+    talks.pool.cache_all(ids, names(MORE), talks.manager.shape.main)
+    assert [talks.pool.marks[each] for each in ids] == [Mark.DECODED] * 6 + [Mark.DERIVED] * 2
+    assert talks.driver.serves(request, ids[0])
+    assert not talks.driver.serves(talks.ask(MORE, "B"), ids[0])
+    outcome = talks.driver.finished(request, names(MORE), talks.now, 129)
+    talks.pool.free(ids[::-1])
+    assert outcome is not None
+    assert outcome.lossy_tokens == 8 * 16
+    talks.now += IDLE_AFTER_S
+    assert not talks.step().stores
+    check_integrity(talks.manager)
+
+
+@pytest.mark.parametrize(("brought", "lost"), [(0, [8]), (6, [2]), (8, [])])
+def test_blocks_that_come_from_elsewhere_are_not_missed(brought: int, lost: list[int]) -> None:
+    """Blocks that were overwritten before they were saved, and that somebody has to compute again."""
+    talks = Talks(blocks=50)
+    talks.finish(talks.start(MORE, "A"), MORE)
+    talks.overwrite()
+    request = talks.ask(MORE + " i", "A")
+    talks.driver.admitted(request, 0, 8, 9, brought=brought)
+    assert [event.blocks for event in talks.told(Overwritten)] == lost

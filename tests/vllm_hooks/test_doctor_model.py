@@ -58,6 +58,25 @@ def test_states_are_kept_unless_they_are_to_be_coded(tmp_path: Path) -> None:
     assert found["resume points"][1] == "a session can be resumed every 256 tokens."
 
 
+@pytest.mark.parametrize(
+    ("longest", "mark", "rest"),
+    [
+        (
+            8192,
+            "warning",
+            ": nothing of a shorter one is found again, and what a shorter turn adds is computed again in the next.",
+        ),
+        (1024, "wrong", ", but has at most 1,024: nothing of it is ever found again."),
+    ],
+)
+def test_blocks_may_be_larger_than_turns(tmp_path: Path, longest: int, mark: str, rest: str) -> None:
+    """A block of full attention has as many bytes as a state: few heads and large states make it long."""
+    large = {"mamba_d_state": 256, "num_key_value_heads": 1, "max_position_embeddings": longest}
+    found = said(small_config("FalconH1ForCausalLM", tmp_path, **large))
+    assert found["resume points"] == (mark, f"a session can be resumed every 2,176 tokens{rest}")
+    assert "in blocks of 2,176: " in found["KV cache 0"][1]
+
+
 def test_latents_beside_index_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As DeepSeek V3.2 has them, which the CPU build cannot make: of 1,284 bytes a token and layer 132 are bytes."""
     model = make_latent_model(tmp_path)

@@ -26,7 +26,12 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return proposing(method="eagle", model=make_draft(tmp_path_factory.mktemp("draft")))
 
 
-KINDS = ["qwen3-next mtp", "gpt-oss eagle", "glm mtp", "tiny-llama eagle3", "tiny-llama draft_model", "gpt-oss ngram"]
+KINDS = [
+    *("qwen3-next mtp", "glm mtp", "gpt-oss eagle", "gemma3 eagle", "mistral eagle", "gemma4-large eagle"),
+    *("tiny-llama eagle3", "gpt-oss eagle3", "llama4 eagle3", "tiny-llama draft_model"),
+    *("gpt-oss ngram", "llama4 ngram", "gemma3n ngram", "gemma4 ngram", "qwen3-next ngram", "qwen3-next eagle"),
+]
+"""Windows of one size and of several, chunks, states, and layers that share a cache."""
 
 
 @pytest.mark.slow
@@ -54,6 +59,18 @@ def test_a_prompt_that_ends_with_a_block_is_found_when_it_comes_again(kind: str,
     hot, _ = run(model, None, prompts=[prompt, prompt, prompt], **options)
     assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot] == [0, 640 - block, 640 - block]
     assert [turn["tokens"] for turn in ours] == [turn["tokens"] for turn in hot]
+
+
+@pytest.mark.slow
+def test_blocks_of_several_sizes_lose_the_last_block_that_was_found(tmp_path: Path) -> None:
+    """vLLM leaves out as many tokens as the largest block has. What is restored ends there or a smaller block later."""
+    model, options = proposed("gemma4 eagle", tmp_path)
+    ours, _ = run(model, EXACT, **options)
+    own, _ = run(model, None, prompts=[turn["prompt"] for turn in ours], **options)
+    assert [a["cached"] - b["cached"] for a, b in zip(ours[1:], own[1:], strict=True)] == [64, 0, 64]
+    prompt, cached = ours[1]["prompt"], ours[1]["cached"]
+    [_, hot], _ = run(model, None, prompts=[prompt[: cached + 70], prompt], **options)  # so that vLLM finds as much
+    assert (hot["cached"], hot["tokens"], hot["logprobs"]) == (cached, ours[1]["tokens"], ours[1]["logprobs"])
 
 
 def configured(options: dict[str, Any], **manthan: Any) -> Any:

@@ -12,6 +12,7 @@ from scripts import run_sessions
 from vllm import EngineArgs
 from vllm.config import CacheConfig
 from vllm.config.cache import _layout_from_name
+from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim, nvfp4_split_data_scale
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -20,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     KVQuantMode,
     UniformTypeKVCacheSpecs,
+    get_kv_quant_mode,
 )
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_engine import MODEL
@@ -31,7 +33,7 @@ from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import Shards, block_format, block_shape, group_shape
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory, PackedMemory
 from manthan.vllm_hooks.worker.layout import paged_layout, placed_layers, probe_layers
 
@@ -147,6 +149,44 @@ def test_blocks_of_bytes_come_back_bit_for_bit_from_layers_of_different_sizes() 
     moved = caches | {"c": caches["c"][1:]}
     with pytest.raises(UnsupportedError, match=r"the KV cache of c begins \d+ bytes into its memory; \d+ are expected"):
         placed_layers(moved, config, dict(zip(group.names, group.layer_nbytes, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "nvfp4_4over6"])
+def test_blocks_of_nvfp4_come_back_bit_for_bit_with_their_scales(dtype: str) -> None:
+    """A head's slot has 4 bits a number and then, for each 16 of them, a scale of a byte, as vLLM lays them out."""
+    slot = nvfp4_kv_cache_full_dim(SPEC.head_size)
+    assert slot == 64 // 2 + 64 // 16
+    quantized = replace(SPEC, kv_quant_mode=get_kv_quant_mode(dtype))
+    spec = replace(quantized, num_head_slots=2 * HEADS, state_content_bytes=slot)  # FlashInfer's `customize_spec`
+    page, names = 2 * HEADS * 32 * slot, ["a", "b"]
+    tensors = [KVCacheTensor(2 * BLOCKS * page, names, BLOCKS * page, page)]
+    config = KVCacheConfig(BLOCKS, tensors, [KVCacheGroupSpec(names, spec)])
+    group = groups_of(config, CacheConfig(cache_dtype=dtype)).main
+    assert (group.layer_nbytes, group.dtype_name) == ((page, page), dtype)
+    caches = allocate_kv_cache(config, torch.device("cpu"), _layout_from_name("LBHNC"))
+    for cache in caches.values():
+        cache.copy_(torch.randint(0, 256, cache.shape))
+    layers = placed_layers(caches, config, dict(zip(group.names, group.layer_nbytes, strict=True)))
+    form = block_format("exact", group, PRINT)
+    blocks = CpuBlocks(PackedMemory(layers, form.shape), form)
+    before = {name: cache.clone() for name, cache in caches.items()}
+    assert blocks.decode(KEY, 5, encode(blocks, KEY, 3)) is None
+    for name, cache in caches.items():
+        data, scales = nvfp4_split_data_scale(cache[5:6].transpose(1, 2))
+        assert torch.equal(cache[5], before[name][3])
+        assert (data.shape[-1], scales.shape[-1]) == (32, 4)
+        assert torch.equal(cache[[0, 1, 2, 3, 4, 6, 7]], before[name][[0, 1, 2, 3, 4, 6, 7]])
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "nvfp4_4over6", "nvfp4_ds_mla"])
+def test_no_codec_is_used_for_nvfp4(dtype: str) -> None:
+    """Nor for latents in it. Blocks of one kind are never taken for those of another."""
+    config = SimpleNamespace(cache_config=CacheConfig(cache_dtype=dtype), model_config=SimpleNamespace(use_mla=False))
+    assert keeps_bytes(config)
+    packed = KvCacheGroup(0, SPEC, LAYERS, cache_dtype=dtype, layer_nbytes=(4352,) * LAYERS)
+    other = replace(packed, cache_dtype="int4_per_token_head")
+    engine = EngineArgs(MODEL).create_engine_config()
+    assert fingerprint(engine, packed, "exact") != fingerprint(engine, other, "exact")
 
 
 def test_a_packed_cache_settles_for_exact_and_says_its_own_size() -> None:

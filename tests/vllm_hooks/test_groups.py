@@ -7,7 +7,9 @@ from typing import Any
 
 import group_models
 import pytest
+import torch
 from conversation import ALL, run
+from lora_adapter import make_adapter
 
 BATCHED = {"falcon-h1": 256, "nemotron-h": 256, "granite": 256}
 """vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
@@ -51,6 +53,52 @@ def test_without_the_hybrid_cache_manager(tmp_path: Path) -> None:
     """vLLM keeps the blocks of all tokens then, in one group: a chain like any other."""
     model = group_models.made("gemma3", tmp_path / "model")
     returns_as_if_hot(model, 2048, disable_hybrid_kv_cache_manager=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "unit", "warm"),
+    [("qwen3-next", 32, 0), ("qwen3-next", 32, 360), ("falcon-h1", 16, 0), ("gemma4", 16, 0)],
+)
+def test_a_finer_unit_of_matching(family: str, unit: int, warm: int, tmp_path: Path) -> None:
+    """A session that is restored goes on behind its last whole block, as in vLLM without that unit.
+
+    With `warm` tokens, what is resident ends within a block, of which all is saved.
+    """
+    model = group_models.made(family, tmp_path / "model")
+    batched = BATCHED.get(family, 2048)
+    ours, log = run(model, manthan(**WHT, sink_tokens=ALL), batched, warm=warm, prefix_match_unit=unit)
+    whole, _ = run(model, None, batched, [turn["prompt"] for turn in ours])
+    assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
+    assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in whole]
+    prompt, cached = ours[1]["prompt"], ours[1]["cached"]
+    [_, hot], _ = run(model, None, batched, [prompt[: cached + 10], prompt], prefix_match_unit=unit)
+    assert (hot["cached"], hot["tokens"], hot["logprobs"]) == (cached, ours[1]["tokens"], ours[1]["logprobs"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM has fp8 KV on x86 with AVX-512 only")
+@pytest.mark.parametrize("family", group_models.FAMILIES)
+def test_numbers_of_fp8(family: str, tmp_path: Path) -> None:
+    """Those of attention. States stay what they are."""
+    returns_as_if_hot(group_models.made(family, tmp_path / "model"), BATCHED.get(family, 2048), kv_cache_dtype="fp8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "gemma3-full", "mistral", "gemma4", "falcon-h1", "nemotron-h"])
+def test_an_adapter(family: str, tmp_path: Path) -> None:
+    """vLLM's CPU build has LoRA for models without experts."""
+    model = group_models.made(family, tmp_path / "model")
+    adapter, batched = make_adapter(tmp_path / "adapter", 1, model), BATCHED.get(family, 2048)
+    engine = {"adapter": adapter, "enable_lora": True, "max_lora_rank": 8}
+    ours, log = run(model, manthan(**WHT, sink_tokens=ALL), batched, **engine)
+    hot, _ = run(model, None, batched, [turn["prompt"] for turn in ours], **engine)
+    [without], _ = run(model, None, batched, [ours[0]["prompt"]])
+    assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
+    for what in ("cached", "tokens", "logprobs"):
+        assert [turn[what] for turn in ours] == [turn[what] for turn in hot], what
+    assert all(turn["cached"] > 500 for turn in ours[1:])
+    assert without["logprobs"] != ours[0]["logprobs"]
 
 
 def returns_as_if_hot(model: str, batched: int, **engine: Any) -> dict[str, list[float]]:

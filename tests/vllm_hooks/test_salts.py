@@ -1,18 +1,16 @@
 """Cache salts: tenants never have the same one, and LoRA adapters are told apart by their content."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from conversation import EXACT, run
 from draft_model import TINY
 from hypothesis import example, given
 from key_files import write_keys
-from safetensors.torch import save_file
+from lora_adapter import make_adapter
 from tokenizers import Tokenizer
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
@@ -79,31 +77,6 @@ def test_salts_last_as_long_as_what_is_stored_by_them(tmp_path: Path) -> None:
     sealed = salt(kind="disk", keys=keys)
     assert sealed == salt(kind="redis", keys=keys)
     assert sealed not in (salt(kind="disk"), salt(kind="disk", keys=others))
-
-
-RANK, WIDTH, LAYERS = 8, 192, 4
-OUTPUTS = {"q_proj": 512, "k_proj": 256, "v_proj": 256}
-"""Numbers that the adapted layers give."""
-
-
-def make_adapter(folder: Path, seed: int) -> str:
-    """Write a small adapter of the tiny model with random weights, and return its folder.
-
-    Adapters of two seeds have different contents of the same size.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "bias": "none"}
-    settings["target_modules"] = list(OUTPUTS)  # type: ignore[assignment]
-    random = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(LAYERS):
-        for name, outputs in OUTPUTS.items():
-            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{place}.lora_A.weight"] = 0.05 * torch.randn(RANK, WIDTH, generator=random)
-            weights[f"{place}.lora_B.weight"] = 0.05 * torch.randn(outputs, RANK, generator=random)
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    save_file(weights, folder / "adapter_model.safetensors")
-    return str(folder)
 
 
 def asked(folder: str, in_place: bool = False) -> LoRARequest:

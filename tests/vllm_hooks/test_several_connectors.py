@@ -1,7 +1,9 @@
 """Manthan beside another connector: what vLLM is told of both, and what is refused."""
 
 import json
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from manthan.vllm_hooks.connector import ManthanConnector
-from manthan.vllm_hooks.http.hints import checked_params, hints_of
+from manthan.vllm_hooks.http.hints import checked_params, decoded_elsewhere, hints_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
+from manthan.vllm_hooks.worker.half import get_ready
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "engine_id": "prefill-0"}
@@ -109,4 +112,37 @@ def test_an_answer_that_a_proxy_hands_on_says_nothing() -> None:
         kv_transfer_params, kv_hints = answer, None
 
     assert not hints_of(Request()).given
-    assert checked_params(answer, "X-Tenant-ID")["manthan"] == {"tenant": ""}
+    with_tenant = checked_params(answer, "X-Tenant-ID")
+    assert with_tenant == answer | {"manthan": said | {"tenant": ""}}
+    Request.kv_transfer_params = with_tenant
+    assert set(hints_of(Request()).given) <= {"tenant"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "cached", "tokens"),
+    [
+        ({"lossy_tokens": 64}, {"remote_prefill_cached_tokens": 96}, 96),
+        ({"lossy_tokens": 64, "tenant": "a"}, {}, inf),
+        ({"lossy_tokens": 0}, {"remote_prefill_cached_tokens": 96}, 0),
+        (None, {"remote_prefill_cached_tokens": 96}, 0),
+    ],
+    ids=["cached", "unknown", "exact", "no answer"],
+)
+def test_an_answer_that_a_proxy_hands_on_says_what_is_decoded(
+    answer: dict[str, Any] | None, cached: dict[str, int], tokens: float
+) -> None:
+    said = {} if answer is None else {"manthan": {"session_id": "A", "pinned": True, "refused": None} | answer}
+    assert decoded_elsewhere({"do_remote_prefill": True, **said, **cached}) == tokens
+    assert decoded_elsewhere(None) == 0
+
+
+@pytest.mark.parametrize("others", [0, 1, 2], ids=["alone", "behind one", "behind two"])
+def test_a_worker_finds_its_half_beside_other_connectors(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks several connectors for their handshakes up to the first that has one: Manthan asks its half itself."""
+    waited = []
+    own = ManthanConnector.__new__(ManthanConnector)
+    own.worker = SimpleNamespace(guard=SimpleNamespace(wait=lambda: waited.append(True)))
+    several = SimpleNamespace(sub_connectors=[*(SimpleNamespace() for _ in range(others)), own])
+    monkeypatch.setattr("vllm.distributed.kv_transfer.get_kv_transfer_group", lambda: several if others else own)
+    get_ready(None)
+    assert waited == [True]

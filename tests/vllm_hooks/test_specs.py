@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from loaded import load_config
+from vllm.config import CacheConfig
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
@@ -124,6 +125,13 @@ def test_what_is_prefetched_is_found_unless_windows_need_another_block() -> None
     assert Groups(MAIN, [STATE], again=1).is_expected
     assert not Groups(MAIN, [WINDOW, STATE], again=1).is_expected
     assert not Groups(MAIN, [LARGE]).is_expected
+
+
+def test_hashes_are_as_far_apart_as_vllm_is_told() -> None:
+    """They are at the ends of all blocks in any case."""
+    assert [Groups(MAIN, [LARGE], unit=unit).hash_tokens for unit in (None, 8, 16)] == [16, 8, 16]
+    assert groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec(["0"], FULL)]), CacheConfig(prefix_match_unit=4)).unit == 4
+    assert Groups(MAIN, [LARGE], unit=8).deepest(5) == Groups(MAIN, [LARGE]).deepest(5)
 
 
 # ---- context parallelism

@@ -1,7 +1,6 @@
 """Check of a model: its KV caches and what Manthan stores of them. vLLM builds the model without weights."""
 
 import json
-import math
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -55,19 +54,15 @@ def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
     except ConfigError as error:
         refusals.append(str(error))
     shapes: dict[int, StoredGroup] = {}
+    distance = 0
     try:
-        shapes = _stored(vllm_config, kv_cache_config)
+        shapes, distance = _stored(vllm_config, kv_cache_config)
     except ConfigError as error:
         refusals.append(str(error))
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         yield Finding(f"{CACHE} {index}", *_said(group, shapes.get(index)))
     if shapes:
-        tokens = math.lcm(*(each.shape.tokens for each in shapes.values()))
-        said = f"a session can be resumed every {tokens:,} tokens"
-        if tokens > LONG:
-            yield Finding(RESUME, Grade.WARNING, f"{said}: what a shorter turn adds is computed again in the next.")
-        else:
-            yield Finding(RESUME, Grade.OK, f"{said}.")
+        yield _resumed(distance, vllm_config.model_config.max_model_len)
     yield from (Finding("Manthan", Grade.WRONG, said) for said in dict.fromkeys(refusals))
 
 
@@ -130,6 +125,22 @@ def _without_quantization(config: Any) -> Any:
     return config
 
 
+def _resumed(distance: int, longest: int) -> Finding:
+    """Say where a session can be resumed.
+
+    Args:
+        distance: number of tokens between two such places.
+        longest: most tokens of a session.
+    """
+    said = f"a session can be resumed every {distance:,} tokens"
+    if distance >= longest:
+        return Finding(RESUME, Grade.WRONG, f"{said}, but has at most {longest:,}: nothing of it is ever found again.")
+    if distance <= LONG:
+        return Finding(RESUME, Grade.OK, f"{said}.")
+    shorter = "nothing of a shorter one is found again, and what a shorter turn adds is computed again in the next"
+    return Finding(RESUME, Grade.WARNING, f"{said}: {shorter}.")
+
+
 class StoredGroup(NamedTuple):
     """Codec and sizes of a group, and the number of its layers that are bytes in the same blocks."""
 
@@ -143,8 +154,8 @@ class StoredGroup(NamedTuple):
         return self.shape.pool_nbytes / self.shape.cold_nbytes
 
 
-def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> dict[int, StoredGroup]:
-    """Return each group that Manthan stores, by number. Raises ConfigError."""
+def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[dict[int, StoredGroup], int]:
+    """Return each group that Manthan stores, by number, and tokens between resume points. Raises ConfigError."""
     from manthan.vllm_hooks.groups import config_for, groups_of
     from manthan.vllm_hooks.memory import Shards, codec_of_other, memory_shapes
     from manthan.vllm_hooks.settled import settle_codec, settled_profile
@@ -157,9 +168,10 @@ def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> dict
     sizes = memory_shapes(codec, groups, Shards(1, lambda nbytes: nbytes), profile)[0].groups
     names = {each.group.index: codec_of_other(codec.name, each.group, codec.state) for each in groups.others}
     beside = {group.index: group.beside.layers for group in groups.stored if group.beside}
-    return {
+    stores = {
         index: StoredGroup(names.get(index, codec.name), shape, beside.get(index, 0)) for index, shape in sizes.items()
     }
+    return stores, groups.resume_tokens
 
 
 def _said(group: "KVCacheGroupSpec", how: StoredGroup | None) -> tuple[Grade, str]:

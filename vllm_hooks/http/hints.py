@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -115,7 +116,7 @@ def checked_params(params: object, header: str) -> object:
     except HintError as error:
         raise RequestHintError(str(error)) from None
     others = params if isinstance(params, Mapping) else {}
-    return {**others, EXTRA_KEY: {**(_own(others) or {}), "tenant": tenant}}
+    return {**others, EXTRA_KEY: {**(others.get(EXTRA_KEY) or {}), "tenant": tenant}}
 
 
 def _hints_in(params: object) -> Hints:
@@ -133,9 +134,26 @@ def _hints_in(params: object) -> Hints:
 
 
 def _own(params: Mapping[str, Any]) -> Any:
-    """Return the value for Manthan. An answer is ignored, because proxies hand it on to the engine that decodes."""
+    """Return the hints to Manthan. An answer says none: proxies hand it on to the engine that decodes."""
     own = params.get(EXTRA_KEY)
-    return None if isinstance(own, Mapping) and own.keys() == ANSWER else own
+    if not isinstance(own, Mapping) or not own.keys() >= ANSWER:
+        return own
+    return {name: value for name, value in own.items() if name not in ANSWER} or None
+
+
+def decoded_elsewhere(params: object) -> float:
+    """Return the number of a prompt's first tokens whose KV may have been decoded where the prompt was computed.
+
+    That engine's answer says so, if a proxy hands it on: `lossy_tokens`. Which tokens they are is not said, so that all
+    that it had cached count.
+    """
+    own = params.get(EXTRA_KEY) if isinstance(params, Mapping) else None
+    if not isinstance(params, Mapping) or not isinstance(own, Mapping) or not own.keys() >= ANSWER:
+        return 0
+    if not own["lossy_tokens"]:
+        return 0
+    cached = params.get("remote_prefill_cached_tokens")
+    return cached if isinstance(cached, int) else inf
 
 
 def tenant_in(header: str) -> str:

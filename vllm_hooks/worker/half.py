@@ -33,7 +33,7 @@ from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shards import Sharding, reads_others
 from manthan.vllm_hooks.shared_store import make_redis, namespace_of
 from manthan.vllm_hooks.support import Latents, UnsupportedError
-from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.transfer_config import CONNECTOR, from_vllm_config
 from manthan.vllm_hooks.worker.blocks import (
     BesideMemory,
     CpuBlocks,
@@ -106,13 +106,25 @@ class GroupCache:
         return paged_layout(self.layers, self.shape, self.beside)
 
 
-def groups_of_worker(worker: Any) -> Groups:
-    """KV cache groups as a worker sees them."""
+def running_half() -> "WorkerHalf":
+    """Return the worker half in this process, which may have other connectors beside it."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
-    half: WorkerHalf = connector.worker
-    return half.groups
+    connectors = getattr(connector, "sub_connectors", (connector,))
+    half: WorkerHalf = next(each.worker for each in connectors if type(each).__name__ == CONNECTOR)
+    return half
+
+
+def get_ready(worker: Any) -> None:
+    """Have a worker wait for what compiles beside vLLM's own warm-up. The server is not ready before that."""
+    if (guard := running_half().guard) is not None:
+        guard.wait()
+
+
+def groups_of_worker(worker: Any) -> Groups:
+    """KV cache groups as a worker sees them."""
+    return running_half().groups
 
 
 class WorkerHalf:
@@ -174,11 +186,6 @@ class WorkerHalf:
             [contexts[job.group].of_a_rank(job) for job in jobs] for jobs in (metadata.stores, metadata.loads)
         )
         return replace(metadata, stores=stores, loads=loads)
-
-    def get_ready(self) -> None:
-        """Wait for what compiles beside vLLM's own warm-up. The server is not ready before that."""
-        if self.guard is not None:
-            self.guard.wait()
 
     def _layers(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
         """Where the group's blocks lie. Raises UnsupportedError."""
