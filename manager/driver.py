@@ -7,6 +7,7 @@
 It does no I/O, waits for nobody, and reads no clock.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, product
@@ -468,9 +469,19 @@ class Driver:
         if (prefetcher.to_load or looks) and not self.rests:
             self._loads += prefetcher.step(now, sum(self._waiting.values()))
         self._give_back()
-        work = self._ordered = Work(drops, self._granted, self._loads, revokes)
+        work = self._ordered = Work(drops, self._granted, self._smallest_first(self._loads), revokes)
         self._granted, self._loads = [], []
         return work
+
+    def _smallest_first(self, loads: Sequence[Transfer]) -> Sequence[Transfer]:
+        """Return loads by the bytes of their request, prefetches last.
+
+        Engines work on loads in order, those of an earlier step first. A large load is passed by those of its step.
+        """
+        groups, nbytes = self.manager.shape.groups, Counter[str | None]()
+        for job in loads:
+            nbytes[job.request_id] += len(job) * groups[job.group].pool_nbytes
+        return sorted(loads, key=lambda job: (job.request_id is None, nbytes[job.request_id]))
 
     def _expect_burst(self, taken: int) -> None:
         """Set the watermarks so that what requests may take in one step is saved before.
