@@ -7,6 +7,7 @@
 It does no I/O, waits for nobody, and reads no clock.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, product
@@ -54,7 +55,7 @@ class Serving:
     found: blocks of its prompt that were resident or loaded; None before it was admitted. computed: full blocks that
     the pool has of it. saves_after: time from which these are looked at, to be saved. was_loaded: True if blocks were
     loaded for it. is_unserved: True if a store did not answer: it does not ask again. taken: blocks that it had when it
-    was last admitted.
+    was last admitted. known: tokens of its prompt that earlier requests had.
     """
 
     request: Request
@@ -66,6 +67,7 @@ class Serving:
     was_loaded: bool = False
     is_unserved: bool = False
     taken: int = 0
+    known: int = 0
 
 
 class Load(NamedTuple):
@@ -217,7 +219,8 @@ class Driver:
         request = self.manager.request_started(
             request_id, hashes, name, now, tokens=tokens, hints=hints, tenant=tenant, tail=tail
         )
-        self._serving[request_id] = Serving(request)
+        known = 0 if request.is_exact else tokens - request.session.added_tokens
+        self._serving[request_id] = Serving(request, known=known)
         self._waiting[request_id] = blocks
         if hints.prefetch:
             self.prefetcher.expect(hints.prefetch, tenant, now)
@@ -395,6 +398,17 @@ class Driver:
         serving = self._serving.get(request_id)
         return (0 if serving is None else serving.found or 0) * self.manager.shape.block_tokens
 
+    def missed(self, request_id: str) -> tuple[int, int]:
+        """Return how many blocks of a request's prompt earlier ones had, and how many of these it did not find.
+
+        Both are 0 if it never got blocks, or wants exact KV only: it says nothing then.
+        """
+        serving = self._serving.get(request_id)
+        if serving is None or serving.found is None:
+            return 0, 0
+        known = min(serving.known // self.manager.shape.block_tokens, self.usable(serving.request.tokens))
+        return known, max(0, known - serving.found)
+
     def finished(
         self, request_id: str, hashes: Sequence[bytes], now: float, tokens: int, points: Sequence[PointParts] = ()
     ) -> Outcome | None:
@@ -455,9 +469,19 @@ class Driver:
         if (prefetcher.to_load or looks) and not self.rests:
             self._loads += prefetcher.step(now, sum(self._waiting.values()))
         self._give_back()
-        work = self._ordered = Work(drops, self._granted, self._loads, revokes)
+        work = self._ordered = Work(drops, self._granted, self._smallest_first(self._loads), revokes)
         self._granted, self._loads = [], []
         return work
+
+    def _smallest_first(self, loads: Sequence[Transfer]) -> Sequence[Transfer]:
+        """Return loads by the bytes of their request, prefetches last.
+
+        Engines work on loads in order, those of an earlier step first. A large load is passed by those of its step.
+        """
+        groups, nbytes = self.manager.shape.groups, Counter[str | None]()
+        for job in loads:
+            nbytes[job.request_id] += len(job) * groups[job.group].pool_nbytes
+        return sorted(loads, key=lambda job: (job.request_id is None, nbytes[job.request_id]))
 
     def _expect_burst(self, taken: int) -> None:
         """Set the watermarks so that what requests may take in one step is saved before.

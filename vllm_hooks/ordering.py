@@ -1,4 +1,4 @@
-"""Returns first: the scheduler's waiting queue, and the number of tokens that it computes in a step."""
+"""Returns first: the scheduler's waiting queue, how far it may go, and the number of tokens of a step."""
 
 import heapq
 from collections.abc import Iterable, Iterator
@@ -11,6 +11,10 @@ from vllm.v1.request import Request, RequestStatus
 
 BOUND_S = 2.0
 """Seconds by which a request with much to compute stands behind its arrival, at most."""
+RETURNS = 32
+"""Number of the last returns that say if KV is lost before it is asked for again."""
+MANY_LOST, FEW_LOST = 0.2, 0.1
+"""Shares of returns' blocks. Above the first, requests with much to compute are held back, until below the second."""
 STEP_S = 0.05
 """Seconds that a step may take while several requests are there."""
 LEAST_TOKENS = 1024
@@ -37,7 +41,8 @@ class ReturnsFirstQueue(RequestQueue):
     each token would be right for the engine's work, but too small on a fast GPU to let a return pass the first
     prompts of the last second.
 
-    A request that came `BOUND_S` later never passes, whatever either has to compute: nobody starves.
+    A request that came `BOUND_S` later never passes, whatever either has to compute: nobody starves. `hold_back` sets
+    another bound. Nobody is held back from an engine that would have nothing else to begin.
 
     A heap with lazy deletion: adding, updating and popping are O(log n), removing is O(1).
 
@@ -53,6 +58,21 @@ class ReturnsFirstQueue(RequestQueue):
         self._entries: dict[str, _Entry] = {}
         self._to_compute: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._front, self._back = count(-1, -1), count()
+        self._bound_s = BOUND_S
+
+    def hold_back(self, seconds: float) -> None:
+        """Let a request with much to compute stand behind its arrival by this number of seconds, at most."""
+        if seconds != self._bound_s:
+            self._bound_s = seconds
+            for entry in list(self._entries.values()):
+                self._push(entry.request, entry.tie)
+
+    def held(self, now: float) -> list[float]:
+        """Return how many seconds the requests wait that stand farther behind their arrival than `BOUND_S`."""
+        if self._bound_s <= BOUND_S:
+            return []
+        requests = ((entry.due, entry.request.arrival_time) for entry in self._entries.values())
+        return [now - arrival for due, arrival in requests if due - arrival > BOUND_S]
 
     def update(self, request: Request, to_compute: int) -> None:
         """Take note of how many tokens a request has to compute; until then it is all that it has.
@@ -73,7 +93,7 @@ class ReturnsFirstQueue(RequestQueue):
         entry = _Entry(
             request.priority if self._by_priority else 0,
             request.status is not RequestStatus.PREEMPTED,
-            request.arrival_time + BOUND_S * min(1.0, tokens / self._step_tokens),
+            request.arrival_time + self._bound_s * min(1.0, tokens / self._step_tokens),
             tie,
             request,
         )
@@ -124,6 +144,39 @@ class ReturnsFirstQueue(RequestQueue):
 
     def __iter__(self) -> Iterator[Request]:
         return iter([entry.request for entry in sorted(self._entries.values())])
+
+
+class Losses:
+    """Share of the last returns' blocks that were lost before they were asked for again.
+
+    It is large when more is alive than the pool and the tiers hold. Then each session that is computed anew makes
+    another lose its KV, unless sessions that have theirs go first.
+    """
+
+    def __init__(self) -> None:
+        self._known = self._lost = self._returns = 0.0
+        self.are_many = False
+
+    @property
+    def share(self) -> float:
+        """Lost blocks by known ones."""
+        return self._lost / max(1.0, self._known)
+
+    def add(self, known: int, lost: int) -> bool:
+        """Take note of a return, and return True if `are_many` has changed.
+
+        Args:
+            known: Number of its blocks that earlier requests had.
+            lost: Number of these that it did not find.
+        """
+        if not known:
+            return False
+        keep, before = 1 - 1 / RETURNS, self.are_many
+        self._known, self._lost = keep * self._known + known, keep * self._lost + lost
+        self._returns = keep * self._returns + 1
+        limit = FEW_LOST if before else MANY_LOST
+        self.are_many = self.share > limit and self._returns > RETURNS / 4
+        return self.are_many is not before
 
 
 class StepLimit:

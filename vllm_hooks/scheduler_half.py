@@ -47,12 +47,12 @@ from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
 from manthan.vllm_hooks.memory import Shards, memory_shapes
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
-from manthan.vllm_hooks.ordering import ReturnsFirstQueue, StepLimit
+from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
 from manthan.vllm_hooks.support import Latents, UnsupportedError, blocks_computed_again
-from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard
+from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_held
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import abort_at_shutdown, from_vllm_config, is_on_gpu
@@ -174,6 +174,7 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._waiting: ReturnsFirstQueue | None = None
         """The scheduler's waiting requests; None if they stand in vLLM's own queue."""
+        self._losses = Losses()
         self._scheduler: Scheduler | None = None
         self._limit: StepLimit | None = None
         """The most tokens of a step; None if that is left to vLLM."""
@@ -212,6 +213,7 @@ class SchedulerHalf:
             self._scheduler = replace_waiting(waiting)
             if self._scheduler is not None:
                 self._waiting = waiting
+                self.telemetry.watch(lambda: waiting.held(time.time()))
                 if scheduling.enable_chunked_prefill and not scheduling.disable_chunked_mm_input:
                     largest = max(group.tokens for group in self.groups.stored)
                     self._limit = StepLimit(self._scheduler.max_num_scheduled_tokens, largest)
@@ -335,6 +337,16 @@ class SchedulerHalf:
             if (request := waiting.get(request_id)) is not None:
                 waiting.update(request, self._to_compute(request))
 
+    def _hold_back(self, known: int, lost: int) -> None:
+        """Hold requests with much to compute back while returns lose their KV. See `Losses.add`."""
+        if (waiting := self._waiting) is None or not self.config.admission_s:
+            return
+        if self._losses.add(known, lost):
+            bound = max(BOUND_S, self.config.admission_s) if self._losses.are_many else BOUND_S
+            held = waiting.held(time.time())
+            waiting.hold_back(bound)
+            tell_held(self._losses.share, bound, held or waiting.held(time.time()), self._losses.are_many)
+
     def _tail(self, request: "Request") -> bytes | None:
         """The prompt's tokens behind its full blocks; None for a prompt of embeddings."""
         tokens = request.prompt_token_ids
@@ -441,6 +453,7 @@ class SchedulerHalf:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
+        self._hold_back(*self.driver.missed(request.request_id))
         if self._limit is not None and self._scheduler is not None and not self._requests:
             self._scheduler.max_num_scheduled_tokens = self._limit.rest()
         prompt = min(request.num_prompt_tokens, request.num_computed_tokens)

@@ -304,7 +304,19 @@ class ManthanConfig(_Model):
     tenants: TenantsConfig = TenantsConfig()
     sealing: SealingConfig = SealingConfig()
     ordering: Literal["returns", "arrival"] = Field(default="returns", description="returns or arrival")
+    admission_s: Annotated[Number, Field(ge=0, le=3600)] = Field(
+        default=0.0, description="a number of seconds from 0 to 3600, 0 for none"
+    )
     memory_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 110GiB; 0 for no such budget")
+
+    @model_validator(mode="after")
+    def _check_admission(self) -> Self:
+        if self.admission_s and self.ordering == "arrival":
+            raise ValueError(
+                "admission_s holds requests back in Manthan's own order, but ordering is arrival: leave it out, or use "
+                "returns"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_sealing(self) -> Self:

@@ -3,6 +3,7 @@
 Run as a script: a job as JSON on standard input, a report as JSON on standard output.
 """
 
+import logging
 import time
 from typing import Any
 
@@ -85,6 +86,26 @@ class Waiting(SteppedEngine):
         """The return comes the bound later than all first prompts."""
         self.add_all(20, 2.3)
         return self.serve()
+
+    def held(self) -> dict[str, Any]:
+        """The return comes much later than all first prompts, when KV was lost, and when it is lost no more."""
+        missed, lost = self.half.driver.missed, 10
+        self.half.driver.missed = lambda request_id: (10, lost)
+        report: dict[str, Any] = {"lines": [], "gauges": []}
+        handler = logging.Handler()
+        handler.emit = lambda record: report["lines"].append(record.getMessage())  # type: ignore[method-assign]
+        handler.addFilter(lambda record: "returns did not find" in record.getMessage())
+        logging.getLogger("vllm.manthan").addHandler(handler)
+        for name, lost, asked in ("many", 10, 20), ("few", 0, 100):
+            for at in range(asked):
+                self.ask(prompt(300 + at, 40), f"{name}-{at}", 1)
+            self.admitted, self.answers = [], {}
+            self.base = time.time() - 30
+            self.add_all(130 + lost, 10.0)
+            report["gauges"].append(self.half.telemetry._stats._gauges()["held_requests"][""])
+            report[name] = self.serve()
+        self.half.driver.missed = missed
+        return report
 
     def saved(self) -> dict[str, Any]:
         """Nothing is resident any more."""

@@ -43,7 +43,7 @@ def refusal(path: Path | None = None, env: dict[str, str] | None = None, flags: 
 
 
 def test_there_are_few_keys() -> None:
-    assert len(FIELDS) <= 28
+    assert len(FIELDS) <= 29
     assert not {*FIELDS} & {*REMOVED, *RENAMED}
 
 
@@ -185,7 +185,7 @@ def test_bad_files_are_refused(write: WriteYaml, text: str, expected: str) -> No
 
 def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
     assert refusal(flags={"zzz": 1}).startswith(
-        "argument: unknown key 'zzz' (valid: api, api.enabled, api.hosts, codec, codec.backend, "
+        "argument: unknown key 'zzz' (valid: admission_s, api, api.enabled, api.hosts, codec, "
     )
 
 
@@ -204,6 +204,11 @@ def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
             {"tiers": {"kind": "tiered", "host_bytes": "1GiB"}},
             "argument: tiers.kind is tiered, which is no more: name the last tier, disk or redis, and the bytes of "
             "those in front of it, tiers.host_bytes and tiers.disk_bytes",
+        ),
+        (
+            {"ordering": "arrival", "admission_s": 30},
+            "argument: admission_s holds requests back in Manthan's own order, but ordering is arrival: leave it out, "
+            "or use returns",
         ),
         (
             {"--manthan-cold-store": "disk"},

@@ -87,6 +87,55 @@ def test_blocks_that_a_request_keeps_are_not_overwritten_twice() -> None:
     assert talks.driver._overwritten == before + 1 + 6
 
 
+def test_loads_of_a_step_go_by_the_size_of_their_request_and_steps_in_order() -> None:
+    """A window's block makes a request larger than another with as many blocks. A request's jobs stay together."""
+    shape = MemoryShape({0: GROUP, WINDOW: GroupShape(16, 200, {0: 50})})
+    talks = Talks(shape=shape, blocks=200, driver={"last_tokens": 0}, holds=True)
+    texts = {"long": long_text("l", 9), "window": long_text("w", 2), "plain": long_text("p", 2)}
+    talks.holds = False
+    for who, text in texts.items():
+        points = [talks.point(text, {WINDOW: 1} if who == "window" else {})]
+        talks.finish(talks.start(text, who), points=points)
+    talks.rest()
+    talks.overwrite()
+    talks.holds = True
+    asked = {talks.start(text, who): who for who, text in texts.items()}
+    order = [(asked[str(job.request_id)], job.group) for job in talks.step().loads]
+    assert order == [("plain", 0), ("window", 0), ("window", WINDOW), ("long", 0)]
+
+
+def test_a_prefetch_goes_behind_the_loads_of_its_step() -> None:
+    """Nobody waits for it, although it is the smaller one."""
+    talks, longer = Talks(blocks=50, driver=PREFETCHES), long_text("l", 9)
+    talks.finish(talks.start(longer, "B"))
+    talks.finish(talks.start(TEXT, "A", expect_return_s=19.0))
+    talks.rest()
+    talks.overwrite()
+    talks.now, talks.holds = 18.5, True
+    request = talks.start(longer, "B")
+    assert [(job.request_id, len(job)) for job in talks.step().loads] == [(request, 9), (None, 6)]
+
+
+def test_what_was_lost_of_a_prompt_is_what_its_session_had_and_it_did_not_find() -> None:
+    talks = went_cold()
+    del talks.tier[0, names(TEXT)[4]]
+    request = talks.start(MORE, "A")
+    assert talks.driver.missed(request) == (6, 2)
+    talks.finish(request)
+    assert talks.driver.missed(request) == (0, 0)
+
+
+@pytest.mark.parametrize("why", ["new", "exact", "waits"])
+def test_a_request_that_says_nothing_of_losses(why: str) -> None:
+    """It had nothing to find, takes no decoded KV, or has not looked yet."""
+    talks = went_cold()
+    who, hints = ("B" if why == "new" else "A"), {"quality": "exact"} if why == "exact" else {}
+    text = long_text("n", 6) if why == "new" else MORE
+    request = talks.ask(text, who, **hints)
+    assert why == "waits" or talks.serve(request)
+    assert talks.driver.missed(request) == (0, 0)
+
+
 def test_what_was_found_of_a_prompt_is_what_was_resident_and_what_was_restored() -> None:
     talks = went_cold()
     del talks.tier[0, names(TEXT)[4]]

@@ -13,9 +13,10 @@ from scripts import run_script
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from manthan.vllm_hooks.ordering import BOUND_S, LEAST_TOKENS, STEP_S, ReturnsFirstQueue, StepLimit
+from manthan.vllm_hooks.ordering import BOUND_S, LEAST_TOKENS, RETURNS, STEP_S, Losses, ReturnsFirstQueue, StepLimit
 
 STEP = 1000
+HELD_S = 30.0
 NAMES = itertools.count()
 
 
@@ -65,6 +66,45 @@ def test_entries_that_are_gone_take_no_room() -> None:
     assert len(queue._heap) < 100
 
 
+def test_while_kv_is_lost_a_request_with_much_to_compute_stands_back_by_the_bound_that_is_set() -> None:
+    gone, soon, late = request(50 * STEP), request(1, HELD_S - 0.1), request(1, HELD_S + 0.1)
+    queue = queue_of(gone, soon, late)
+    assert (next(iter(queue)), queue.held(9.0)) == (gone, [])
+    queue.hold_back(HELD_S)
+    assert (list(queue), queue.held(9.0)) == ([soon, gone, late], [9.0])
+    queue.hold_back(BOUND_S)
+    assert (drain(queue), queue.held(9.0)) == ([gone, soon, late], [])
+
+
+def test_those_that_are_held_back_go_as_they_came_and_at_once_if_nobody_else_waits() -> None:
+    first, second = request(50 * STEP), request(9 * STEP, 0.1)
+    queue = queue_of(second, first)
+    queue.hold_back(HELD_S)
+    assert drain(queue) == [first, second]
+
+
+def test_a_users_priority_wins_over_a_long_bound() -> None:
+    urgent, cheap = request(50 * STEP, 5.0, -1), request(1)
+    queue = queue_of(cheap, urgent, by_priority=True)
+    queue.hold_back(HELD_S)
+    assert drain(queue) == [urgent, cheap]
+
+
+def test_losses_are_many_above_one_share_and_few_below_another() -> None:
+    losses = Losses()
+    assert [losses.add(0, 0), losses.are_many] == [False, False], "first prompts say nothing"
+    changed = [losses.add(10, 9) for _ in range(RETURNS)]
+    assert (changed.count(True), changed[0], losses.are_many) == (1, False, True), "one return is not enough"
+    assert losses.share == pytest.approx(0.9)
+    while losses.share > 0.11:
+        assert not losses.add(10, 0)
+    assert losses.are_many
+    changed = [losses.add(10, 0) for _ in range(RETURNS)]
+    assert (changed.count(True), losses.are_many) == (1, False)
+    while losses.share < 0.19:
+        assert not losses.add(10, 3)
+
+
 class Ordered(RuleBasedStateMachine):
     """The queue beside a list of (priority, preempted, due, request), which is sorted each time."""
 
@@ -73,12 +113,13 @@ class Ordered(RuleBasedStateMachine):
         self.queue = ReturnsFirstQueue(STEP, by_priority=True)
         self.out: list[Request] = []
         self.known: dict[str, int] = {}
+        self.bound_s = BOUND_S
         self.listed: list[Request] = []
         """Those in the queue, so that a stable sort by key gives its order."""
 
     def key(self, one: Request) -> Any:
         tokens = self.known.get(one.request_id, one.num_tokens)
-        late = min(BOUND_S, BOUND_S * tokens / STEP)
+        late = min(self.bound_s, self.bound_s * tokens / STEP)
         return one.priority, one.status is not RequestStatus.PREEMPTED, one.arrival_time + late
 
     @property
@@ -90,6 +131,11 @@ class Ordered(RuleBasedStateMachine):
         one = request(tokens, arrival, priority)
         self.queue.add_request(one)
         self.listed.append(one)
+
+    @rule(bound_s=st.sampled_from([BOUND_S, 4.0]))
+    def hold_back(self, bound_s: float) -> None:
+        self.bound_s = bound_s
+        self.queue.hold_back(bound_s)
 
     @precondition(lambda self: self.listed)
     @rule(data=st.data(), tokens=st.integers(0, 2 * STEP))
@@ -138,7 +184,7 @@ class Ordered(RuleBasedStateMachine):
         order = {one.request_id: at for at, one in enumerate(self.queue)}
         for one, other in itertools.permutations(self.listed, 2):
             same = self.key(one)[:2] == self.key(other)[:2]
-            if same and one.arrival_time + BOUND_S < other.arrival_time:
+            if same and one.arrival_time + self.bound_s < other.arrival_time:
                 assert order[one.request_id] < order[other.request_id]
 
 
@@ -185,6 +231,7 @@ def test_time_without_requests_and_steps_of_few_tokens_say_nothing() -> None:
 # -- a real engine ----------------------------------------------------------------------------------------
 
 SCENARIOS = ["resident", "late", "saved", "lost", "overwritten", "aborted", "grammar", "preempted", "short_steps"]
+HELD = "held"
 FIRSTS = ["first-0", "first-1", "first-2"]
 
 
@@ -200,7 +247,7 @@ def served(
 @pytest.fixture(scope="module")
 def returns() -> dict[str, Any]:
     """With asynchronous scheduling, as a server has it."""
-    return served(SCENARIOS, "fcfs", "returns", is_async=True)
+    return served([*SCENARIOS, HELD], "fcfs", "returns", is_async=True)
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +293,24 @@ def test_a_preempted_request_resumes_before_a_shorter_one_that_came_earlier(retu
 
 def test_several_requests_are_computed_in_short_steps_and_one_alone_in_whole_ones(returns: dict[str, Any]) -> None:
     assert returns["short_steps"] == {"alone": 512, "together": 96}
+
+
+def test_while_returns_lose_their_kv_those_that_have_it_pass_for_longer() -> None:
+    """A return that comes after the order's own bound passes first prompts, as long as KV is lost, and no longer."""
+    found = served([HELD], "fcfs", "returns", is_async=True, admission_s=15)[HELD]
+    assert found["many"]["admitted"] == ["back", *FIRSTS]
+    assert found["few"]["admitted"] == [*FIRSTS, "back"]
+    assert found["gauges"] == [3, 0]
+    assert [("stand back by up to 15 s;" in line, "up to 2 s again" in line) for line in found["lines"]] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_nobody_is_held_back_by_default(returns: dict[str, Any]) -> None:
+    assert returns[HELD]["many"]["admitted"] == returns[HELD]["few"]["admitted"] == [*FIRSTS, "back"]
+    assert returns[HELD]["gauges"] == [0, 0]
+    assert returns[HELD]["lines"] == []
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Log lines: settings at start, evictions, restores, and verdicts of the guard."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import ByteSize
@@ -108,6 +109,20 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
         _beside(restored.beside),
         restored.seconds * 1e3,
         f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
+    )
+
+
+def tell_held(share: float, bound_s: float, held: Sequence[float], are_many: bool) -> None:
+    """Log that requests are held back from now on, or are no more. held: seconds for which each has waited so far."""
+    logger.info(
+        "Manthan: returns did not find %.0f%% of the KV that their sessions had: requests with much to compute stand "
+        "back by up to %g s%s; %d %s, the longest for %.1f s",
+        share * 100,
+        bound_s,
+        "" if are_many else " again",
+        len(held),
+        "wait" if are_many else "waited",
+        max(held, default=0.0),
     )
 
 

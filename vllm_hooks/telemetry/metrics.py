@@ -48,6 +48,10 @@ METRICS: dict[str, _Metric] = {
     ),
     "exact_blocks": _Metric(Gauge, "Cold blocks that keep all or some of their tokens exact."),
     "cold_budget_bytes": _Metric(Gauge, "The cold store's budget in bytes."),
+    "held_requests": _Metric(
+        Gauge, "Waiting requests that admission_s holds back, while sessions lose KV before they return."
+    ),
+    "held_seconds": _Metric(Gauge, "Seconds for which the first of these has waited."),
     "cold_store_up": _Metric(Gauge, "Whether the cold store answers: 1, or 0 while Redis is down."),
     "codec_noise": _Metric(
         Gauge,

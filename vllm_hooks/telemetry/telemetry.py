@@ -1,7 +1,7 @@
 """Events of an engine, told to metrics, to the log, to histories of sessions, and to traces if these are on."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from manthan.manager.events import (
@@ -60,6 +60,10 @@ class Telemetry:
     def take(self) -> ManthanStats | None:
         """Return metrics since the last call, for vLLM to carry to where they are shown."""
         return self._stats.take()
+
+    def watch(self, held: Callable[[], Sequence[float]]) -> None:
+        """Show how many requests are held back. held: returns the seconds for which each has waited."""
+        self._stats.held = held
 
     # -- calls of the scheduler half ------------------------------------------------------------------
 
@@ -184,6 +188,8 @@ class StatsRecorder:
         self._counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
         self.store_is_up = True
+        self.held: Callable[[], Sequence[float]] = tuple
+        """Returns the seconds for which each request has waited that is held back."""
         self.judged: Judged | None = None
         """What the guard has decided last."""
         self._sent_gauges: dict[str, dict[str, float]] = {}
@@ -216,6 +222,7 @@ class StatsRecorder:
 
     def _gauges(self) -> dict[str, dict[str, float]]:
         usage, shape = self._manager.usage(), self._manager.shape
+        held = self.held()
         ratio = usage.pool_nbytes / usage.saved_nbytes if usage.saved_nbytes else shape.ratio
         return {
             "sessions": {str(state): count for state, count in usage.sessions.items()},
@@ -224,6 +231,8 @@ class StatsRecorder:
             "cold_bytes": {"": usage.saved_nbytes},
             "exact_blocks": {"": usage.exact_blocks},
             "cold_budget_bytes": {"": usage.budget_nbytes},
+            "held_requests": {"": len(held)},
+            "held_seconds": {"": float(round(max(held, default=0.0)))},
             "cold_store_up": {"": float(self.store_is_up)},
             "compression_ratio": {"": round(ratio, 4)},
             "codec_noise": _noise(self.judged),
