@@ -27,6 +27,7 @@ AGES = (5, 8, 10, 12, 15, 18, 22, 27, 33, 40, 50, 60, 75, 90, 105, 120, 150, 180
 HORIZON = 4 * 3600.0
 """Age in seconds after which the model no longer waits for a session."""
 PIECES = len(AGES) + 1
+_ENDS = np.array((*AGES, HORIZON))
 SAID = (10, 60)
 """Seconds that part the returns that clients announce: soon, in a while, later."""
 KEPT = (0.5, 2)
@@ -41,6 +42,8 @@ RECENT, LASTING = 0.3, 0.06
 """Weights of a new pause in the two moving averages of a session's pauses."""
 HALF_LIVES = 2
 """A request counts half as much after this part of the window."""
+YOUNG_S = 30.0
+"""Seconds in which one return is assumed of the youngest sessions."""
 ROUNDS = 32
 """Estimates of a piece while all requests in the window are replaced, at most."""
 LARGEST_STEP = 1.5
@@ -52,8 +55,8 @@ class History:
     """A session's requests until now.
 
     number: of its last request among all. uses: the session's, at that request. last, recent, lasting: logarithm of its
-    last pause, and two moving averages. longest: a fading maximum. said: seconds that the client announced behind the last request. kept: the last pause in parts of
-    the announced one; -1 if none was announced.
+    last pause, and two moving averages. longest: a fading maximum. said: seconds that the client announced behind the
+    last request. kept: the last pause in parts of the announced one; -1 if none was announced.
     """
 
     number: int = -1
@@ -119,8 +122,8 @@ class ReturnModel:
 
     Args:
         window: number of requests to learn from.
-        refit_every: requests between two estimates of a piece, or a part of the requests in the window if that is
-            more. The pieces take turns, so that no request waits long, and an estimate costs a request the same in any
+        refit_every: requests between two estimates of a piece, or the window's requests by ROUNDS if that is more.
+            The pieces take turns, so that no request waits long, and an estimate costs a request the same in any
             window.
         prior: returns that would have to be seen to believe half of a coefficient of a rare feature.
     """
@@ -135,9 +138,9 @@ class ReturnModel:
         """Number of requests so far."""
         self._open: dict[str, History] = {}
         self._begins = np.array((0.0, *AGES))
-        self._widths = np.array((*AGES, HORIZON)) - self._begins
+        self._widths = _ENDS - self._begins
         self.coefficients = np.zeros((PIECES, width))
-        self.coefficients[:, 0] = -np.log((*AGES, HORIZON))
+        self.coefficients[:, 0] = -np.log(_ENDS)
         """By piece. Before the first estimate the hazard is that of any scale of time, which falls with age."""
         self._due, self._next = float(refit_every), 0
         """Count at which a piece is estimated next, and number of that piece."""
@@ -188,18 +191,27 @@ class ReturnModel:
             at_risk = np.nonzero(age > begin if piece else age >= begin)[0]
             x, waited = self._x[at_risk], np.minimum(age[at_risk] - begin, width) * weight[at_risk]
             events = weight[at_risk] * (came[at_risk] & (age[at_risk] <= begin + width))
-            self.coefficients[piece] += self._step(self.coefficients[piece], x, events, waited, begin + width)
+            self.coefficients[piece] += self._step(piece, x, events, waited)
         self._next = (self._next + 1) % PIECES
         self._due += max(self._refit_every, n // ROUNDS) / (1 if is_first else PIECES)
 
-    def _step(self, b: Floats, x: Floats, events: Floats, waited: Floats, end: float) -> Floats:
-        """Newton's step towards the greatest penalized likelihood. The penalty pulls coefficients towards 0."""
-        mean, penalty = np.zeros_like(b), np.full_like(b, self._prior)
-        mean[0], penalty[0] = np.log((events.sum() + 1) / (waited.sum() + max(30.0, end))), 1.0
+    def _step(self, piece: int, x: Floats, events: Floats, waited: Floats) -> Floats:
+        """Newton's step towards the greatest penalized likelihood of a piece.
+
+        The penalty pulls coefficients towards 0, but the rate towards that of the piece before, falling as 1/age. So
+        ages that few sessions in the window have reached are judged by younger ones.
+        """
+        b, penalty, mean = self.coefficients[piece], np.full(x.shape[1], self._prior), np.zeros(x.shape[1])
+        penalty[0] = 1.0
+        if piece:
+            mean[0] = self.coefficients[piece - 1, 0] + np.log(_ENDS[piece - 1] / _ENDS[piece])
+        else:
+            mean[0] = np.log((events.sum() + 1) / (waited.sum() + YOUNG_S))
         expected = waited * np.exp(np.clip(x @ b, -20, 3))
         gradient = x.T @ (events - expected) - penalty * (b - mean)
         step: Floats = np.linalg.solve((x * expected[:, None]).T @ x + np.diag(penalty), gradient)
-        return step * min(1.0, LARGEST_STEP / max(1e-9, np.abs(step).max()))
+        step *= min(1.0, LARGEST_STEP / max(1e-9, float(np.abs(step).max())))
+        return step
 
     def hazard(self, x: Sequence[float]) -> Floats:
         """Returns per second in each piece of age, for these features."""

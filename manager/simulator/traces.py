@@ -26,7 +26,7 @@ class TracedRequest(NamedTuple):
 
     at: seconds. session: as the client called it; None if it did not. hashes: block hashes of all full blocks, first
     the prompt's, then the answer's as far as the trace tells. prompt_blocks: number of the prompt's among them.
-    expect_return_s, tool: the hints of these names, if the client gave them.
+    expect_return_s, tool: the hints of these names, if the client gave them. stop: how the answer ended.
     """
 
     at: float
@@ -37,6 +37,7 @@ class TracedRequest(NamedTuple):
     output_tokens: int
     expect_return_s: float | None = None
     tool: str = ""
+    stop: str = ""
 
 
 class Trace(NamedTuple):
@@ -66,6 +67,7 @@ class MooncakeLine(BaseModel):
     hash_ids: list[int] = Field(description="a list of whole numbers, one a block of the prompt")
     expect_return_s: _Return = None
     tool: ToolName = Field(default="", description=TOOL_NAME)
+    stop: str = Field(default="", description="a word, such as tool_use")
 
 
 def read_trace(path: str | Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Trace:
@@ -90,7 +92,7 @@ def read_trace(path: str | Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> T
             )
         full = line.input_length // block_tokens
         prompt = prefixes.of(line.hash_ids, number)[:full]
-        said = line.expect_return_s, line.tool
+        said = line.expect_return_s, line.tool, line.stop
         at = line.timestamp / 1000
         requests.append(TracedRequest(at, None, prompt, full, line.input_length, line.output_length, *said))
     if not requests:
