@@ -231,7 +231,7 @@ class ReturnModel:
         seconds = np.concatenate([[0.0], np.cumsum(waiting[:-1] * (1 - stays) / hazard)])
         rise, run = waiting[:-1, None] - waiting, seconds - seconds[:-1, None]
         slopes = np.divide(rise, run, out=np.zeros_like(rise), where=_LATER & (run > 0))
-        best: list[float] = slopes.max(axis=1).tolist()
+        best: list[float] = np.maximum(slopes.max(axis=1), hazard).tolist()  # hazard: where hardly any session waits
         return best
 
 

@@ -1,12 +1,15 @@
 """Traces for tests, and what must hold of a replay's journal."""
 
+import json
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 from manthan.manager.simulator.replay import Action
-from manthan.manager.simulator.traces import TracedRequest
+from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest
 
-EXCERPT = Path(__file__).parents[1] / "data" / "mooncake_conversation_1000.jsonl"
+DATA = Path(__file__).parents[1] / "data"
+EXCERPT = DATA / "mooncake_conversation_1000.jsonl"
 BLOCK = 4
 """Tokens of a block of the traces that are made here."""
 HASH_NBYTES = 32
@@ -27,6 +30,21 @@ def request(at: float, text: str, *, answer: str = "", session: str | None = Non
 def name(text: str) -> bytes:
     """Return the block hash of a text's last letter."""
     return text.encode().ljust(HASH_NBYTES, b"_")
+
+
+def agent_requests() -> list[TracedRequest]:
+    """Return the requests of agent_sessions.jsonl, in the order of their arrival."""
+    requests, numbers = list[TracedRequest](), count()
+    for line in (DATA / "agent_sessions.jsonl").read_text().splitlines():
+        at, tokens, hashes = 0, 0, list[bytes]()
+        for seconds, new, answer, left, ending in json.loads(line):
+            at, tokens = at + seconds, tokens + new
+            whole, full = -(-tokens // MOONCAKE_BLOCK_TOKENS), tokens // MOONCAKE_BLOCK_TOKENS
+            hashes = hashes[: len(hashes) - left]
+            hashes += [next(numbers).to_bytes(8, "big") for _ in range(whole - len(hashes))]
+            stop = {"t": "tool_use", "e": "end_turn", "": ""}[ending]
+            requests.append(TracedRequest(float(at), None, hashes[:full], full, tokens, answer, stop=stop))
+    return sorted(requests, key=lambda one: one.at)
 
 
 def check_journal(journal: Sequence[Action], capacity: int) -> None:
