@@ -63,7 +63,7 @@ def test_flags_change_what_happens(short: Path, tmp_path: Path) -> None:
 
 def test_one_cache_and_the_share_of_the_gap_that_is_closed(short: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    result = run("simulate", short, "--policy", "lru,returns", "--hot", 0, "--cold", "5%,90%", "--json", path)
+    result = run("simulate", short, "--policy", "lru,returns", "--hot", 0, "--cold", "5%,20%", "--json", path)
     assert result.exit_code == 0, result.output
     assert len(result.stdout.splitlines()) == 5
     for row in figures(path):
