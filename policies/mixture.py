@@ -18,10 +18,10 @@ from manthan.policies.returns import Returns, ReturnsOptions
 
 DECAY = 0.5 ** (1 / 512)
 """Weight of a finding after one more request: a half after 512."""
-SURE = 2.0
+SURE = 1.25
 """Standard deviations by which another must have found more than the leader.
 
-A smaller number changes the leader too often where few sessions fit."""
+Above 1, so that one session alone does not change the leader."""
 SAMPLE = 512
 """Sessions in the fullest shadow, up to twice this number."""
 LOOK_EVERY = 8
@@ -122,8 +122,8 @@ class ShadowCache:
 class Mixture(EvictionPolicy):
     """Follows the better of the prediction of returns (see `Returns`) and lru.
 
-    Shadows as large as the place tell how much each would find. The prediction, which begins as lru, is followed until
-    lru has surely found more (see `Contest`). In a place of many sessions, shadows see a sample of them, chosen by a
+    Shadows as large as the place tell how much each would find. lru is followed until the prediction has surely found
+    more, and so on (see `Contest`). In a place of many sessions, shadows see a sample of them, chosen by a
     hash of the id, with their room scaled down alike. O(log n) an event.
     """
 
@@ -140,7 +140,7 @@ class Mixture(EvictionPolicy):
         self._nbytes = 0
         policies: dict[str, EvictionPolicy] = {"returns": Returns(self.options, self.model), "lru": LRU()}
         self._shadows = {name: ShadowCache(policy) for name, policy in policies.items()}
-        self._contest = Contest(tuple(policies), "returns")
+        self._contest = Contest(tuple(policies), "lru")
         self._running: dict[str, SessionView] = {}
         """Sampled sessions that reported their present request once."""
         self._told: dict[str, tuple[int, float]] = {}

@@ -12,7 +12,8 @@ from traces import BLOCK, agent_requests, request
 
 from manthan.manager.simulator.one_cache import clairvoyant, one_cache
 from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest
-from manthan.policies import get_policy
+from manthan.policies import SessionView, get_policy
+from manthan.policies.lru import LRU
 
 TEXTS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=6)
 
@@ -62,6 +63,20 @@ def test_the_last_token_is_always_computed() -> None:
     for rest, found in ((1, 3), (0, 2)):
         requests = [request(float(at), "abc", rest=rest) for at in range(2)]
         assert clairvoyant(requests, 9, BLOCK) == one_cache(requests, get_policy("lru"), None, 9, BLOCK) == [0, found]
+
+
+def test_policies_are_told_how_the_last_answer_ended() -> None:
+    told = []
+
+    class Hearing(LRU):
+        def used(self, session: SessionView) -> None:
+            told.append(session.ending)
+            super().used(session)
+
+    requests = [request(0.0, "a")._replace(stop="tool_use"), request(1.0, "ab")._replace(tool="grep")]
+    one_cache(requests, Hearing, None, 9, BLOCK)
+    assert {"", "tool_use", "grep"} == set(told)
+    assert told[-1] == "grep"
 
 
 @pytest.mark.slow

@@ -37,14 +37,14 @@ def told(policy: EvictionPolicy) -> EvictionPolicy:
     return policy
 
 
-def test_the_prediction_is_followed_until_lru_has_surely_found_more() -> None:
+def test_lru_is_followed_until_the_prediction_has_surely_found_more() -> None:
     policy = told(Mixture())
     policy.superseded("s11")
-    assert next(policy.victims()) == "s11"
-    for _ in range(10):
-        policy._contest.add([0.0, 1000.0])
-    policy._contest.look()
     assert list(policy.victims()) == list(told(LRU()).victims())
+    for _ in range(10):
+        policy._contest.add([1000.0, 0.0])
+    policy._contest.look()
+    assert next(policy.victims()) == "s11"
 
 
 def test_whoever_goes_on_from_the_middle_of_another_finds_its_kv_in_the_shadows() -> None:
