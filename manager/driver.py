@@ -410,7 +410,13 @@ class Driver:
         return known, max(0, known - serving.found)
 
     def finished(
-        self, request_id: str, hashes: Sequence[bytes], now: float, tokens: int, points: Sequence[PointParts] = ()
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        now: float,
+        tokens: int,
+        points: Sequence[PointParts] = (),
+        ending: str = "",
     ) -> Outcome | None:
         """Note that a request ended. The arguments are those of `SessionManager.request_finished`."""
         found, serving = self.found(request_id), self._serving.pop(request_id, None)
@@ -426,7 +432,14 @@ class Driver:
             blocks, rows = self.manager.blocks, serving.request.rows
             self._pool.keep(self._main, blocks.hashes(rows[blocks.is_saved(rows)][::-1]))
         outcome, plans = self.manager.request_finished(
-            request_id, hashes, now, tokens=tokens, points=() if self.rests else points, found=found, lossy=lossy
+            request_id,
+            hashes,
+            now,
+            tokens=tokens,
+            points=() if self.rests else points,
+            found=found,
+            lossy=lossy,
+            ending=ending,
         )
         self._begin(plans)
         return outcome

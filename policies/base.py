@@ -21,6 +21,7 @@ class SessionView(NamedTuple):
     answer_tokens: tokens that were generated for it.
     left_tokens: tokens of the conversation that the last request changed and left behind.
     expected: time at which the client said it would return; None if it said nothing.
+    ending: tool that the client waits for, or else how the last answer ended; empty if that is unknown.
     """
 
     session_id: str
@@ -34,6 +35,7 @@ class SessionView(NamedTuple):
     answer_tokens: int = 0
     left_tokens: int = 0
     expected: float | None = None
+    ending: str = ""
 
 
 class PolicyOptions(BaseModel):

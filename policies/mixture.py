@@ -1,6 +1,6 @@
-"""The policy `returns` as users choose it: a prediction of returns, unless a simpler rule finds more.
+"""The policy `returns` as users choose it: a prediction of returns, unless lru finds more.
 
-Shadows tell how much each of three policies would find. A shadow is a simulated cache on a sample of the sessions
+Shadows tell how much both would find. A shadow is a simulated cache on a sample of the sessions
 (C. Waldspurger et al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017: a cache scaled
 down together with its requests, chosen by a hash, finds about the share that the whole one would).
 """
@@ -12,17 +12,16 @@ from typing import Any, ClassVar, Self
 from zlib import crc32
 
 from manthan.policies.base import EvictionPolicy, SessionView, in_order
-from manthan.policies.gdsf import GDSF
 from manthan.policies.lru import LRU
 from manthan.policies.return_model import ReturnModel
 from manthan.policies.returns import Returns, ReturnsOptions
 
 DECAY = 0.5 ** (1 / 512)
 """Weight of a finding after one more request: a half after 512."""
-SURE = 2.0
+SURE = 1.25
 """Standard deviations by which another must have found more than the leader.
 
-A smaller number changes the leader too often where few sessions fit."""
+Above 1, so that one session alone does not change the leader."""
 SAMPLE = 512
 """Sessions in the fullest shadow, up to twice this number."""
 LOOK_EVERY = 8
@@ -121,11 +120,11 @@ class ShadowCache:
 
 
 class Mixture(EvictionPolicy):
-    """Follows the best of three: the prediction of returns (see `Returns`), lru, and gdsf.
+    """Follows the better of the prediction of returns (see `Returns`) and lru.
 
-    Shadows as large as the place tell how much each would find. gdsf is followed until another policy has surely found
-    more (see `Contest`). In a place of many sessions, shadows see a sample of them, chosen by a hash of the id, with
-    their room scaled down alike. O(log n) an event.
+    Shadows as large as the place tell how much each would find. lru is followed until the prediction has surely found
+    more, and so on (see `Contest`). In a place of many sessions, shadows see a sample of them, chosen by a
+    hash of the id, with their room scaled down alike. O(log n) an event.
     """
 
     name: ClassVar[str] = "returns"
@@ -134,14 +133,14 @@ class Mixture(EvictionPolicy):
 
     def __init__(self, options: Any = None, model: ReturnModel | None = None) -> None:
         super().__init__(options)
-        self._returns, self._gdsf, self._gdsf_shadow = Returns(self.options, model), GDSF(), GDSF()
+        self._returns = Returns(self.options, model)
         self.model = self._returns.model
         self._present: OrderedDict[str, int] = OrderedDict()
         """Bytes of the sessions in this place, least recently used first. A session takes at least one."""
         self._nbytes = 0
-        policies = {"returns": Returns(self.options, self.model), "lru": LRU(), "gdsf": self._gdsf_shadow}
+        policies: dict[str, EvictionPolicy] = {"returns": Returns(self.options, self.model), "lru": LRU()}
         self._shadows = {name: ShadowCache(policy) for name, policy in policies.items()}
-        self._contest = Contest(tuple(policies), "gdsf")
+        self._contest = Contest(tuple(policies), "lru")
         self._running: dict[str, SessionView] = {}
         """Sampled sessions that reported their present request once."""
         self._told: dict[str, tuple[int, float]] = {}
@@ -166,9 +165,6 @@ class Mixture(EvictionPolicy):
         self._take(session_id)
         self._present[session_id] = nbytes = max(1, session.nbytes)
         self._nbytes += nbytes
-        if self._contest.leader != "gdsf":  # another policy's victims do not age gdsf
-            self._gdsf.age = self._gdsf_shadow.age
-        self._gdsf.used(session)
         self._returns.used(session)
         if self._is_sampled(session_id):
             self._tell_shadows(session)
@@ -182,8 +178,6 @@ class Mixture(EvictionPolicy):
 
     def evicted(self, session_id: str) -> None:
         self._offered = ""
-        if self._contest.leader == "gdsf":
-            self._gdsf.evicted(session_id)
         self._left(session_id)
 
     def superseded(self, session_id: str) -> None:
@@ -201,16 +195,13 @@ class Mixture(EvictionPolicy):
             yield victim
 
     def _order(self) -> Iterator[str]:
-        if self._contest.leader == "lru":
-            return in_order(self._present)
-        return (self._gdsf if self._contest.leader == "gdsf" else self._returns).victims()
+        return in_order(self._present) if self._contest.leader == "lru" else self._returns.victims()
 
     def _take(self, session_id: str) -> None:
         self._nbytes -= self._present.pop(session_id, 0)
 
     def _left(self, session_id: str) -> None:
         self._take(session_id)
-        self._gdsf.forget(session_id)
         self._returns.forget(session_id)
         if (session := self._running.pop(session_id, None)) is not None:
             self._request(session)

@@ -1,60 +1,82 @@
-"""Model of when sessions return: proportional hazards, learned online.
+"""Model of when sessions return: a piecewise exponential regression, learned online.
 
-The hazard of a session's return at age t (seconds since its last use) is base_k(t) · exp(Σ w_f[bucket]): a curve over
-age, and a factor for each known feature of the session. There are a few curves, for kinds k of sessions by the pause
-before their last request: a session that returned after four seconds returns soon or not at all. All are estimated
-from the last few thousand requests, of which recent ones count more. An estimate is events (returns) over exposure
-(waiting time), as in Poisson regression with piecewise exponential lifetimes (Friedman, "Piecewise Exponential Models
-for Survival Data with Covariates", Annals of Statistics 1982). Sessions that never return count as exposure, so that
-the model learns to recognize them.
+The hazard of a session's return at age t, in seconds since its last use, is constant in each of the pieces between the
+AGES. In piece p it is exp(β_p · x) for a session with the features x. Each piece has coefficients of its own, because
+features fade: a tool's answer comes within seconds or tells nothing. Each is a Poisson regression of the returns in
+that piece, with the seconds waited in it as exposure (Friedman, "Piecewise Exponential Models for Survival Data with
+Covariates", Annals of Statistics 1982). Sessions that never return count as exposure, so that the model learns to
+recognize them.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from math import log1p
+from typing import TypeAlias
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manthan.policies.base import SessionView
 
-Floats = NDArray[np.float64]
+Floats: TypeAlias = NDArray[np.float64]
 
-AGES = (2, 5, 8, 12, 20, 30, 40, 50, 60, 75, 90, 105, 120, 150, 180, 240, 300, 400, 520, 690, 1100, 2000)
-"""Seconds at which one piece of the base curve ends and the next begins."""
+AGES = (5, 8, 10, 12, 15, 18, 22, 27, 33, 40, 50, 60, 75, 90, 105, 120, 150, 180, 240, 300, 400, 520, 690, 1100, 2000)
+"""Seconds at which one piece of the hazard ends and the next begins."""
 HORIZON = 4 * 3600.0
 """Age in seconds after which the model no longer waits for a session."""
-FEATURES: dict[str, tuple[float, ...]] = {
-    "requests so far": (1, 2, 3, 4, 6, 9, 14, 24),
-    "tokens that its last request added": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
-    "tokens of the last answer": (2, 6, 20, 60, 150, 300, 500, 700, 1000),
-    "seconds between its last two requests": (-1, 2, 5, 10, 30, 60, 120, 240, 480),
-    "tokens": (1024, 2048, 4096, 8192, 16384, 32768, 65536),
-    "tokens of earlier turns that its last request changed": (0,),
-    "seconds after which the client said it would be back": (-1, 2, 5, 10, 30, 60, 300),
-    "its last pause, in parts of what the client had said": (-1, 0.5, 2),
-}
-"""Features of a session: the upper ends, included, of each feature's buckets but the last."""
-GAP = list(FEATURES).index("seconds between its last two requests")
-SAID = list(FEATURES).index("seconds after which the client said it would be back")
-KIND_OF_GAP = (0, 1, 1, 1, 2, 2, 3, 3, 3, 3)
-"""Curve by the bucket of the gap: none, up to 10 s, up to a minute, longer."""
-KIND_OF_SAID = (None, 4, 4, 4, 5, 5, 6, 6)
-"""Curve by the bucket of the announced return, where there is one: up to 10 s, up to a minute, later."""
-KINDS = 7
-STEP, LEVELS = 0.5, 17
-LOG_FACTORS: Floats = STEP * np.arange(-(LEVELS // 2), LEVELS // 2 + 1, dtype=np.float64)
-"""Levels that sessions are kept by: logarithms of their factor, in steps."""
-HALF_LIVES = 4
+PIECES = len(AGES) + 1
+_ENDS = np.array((*AGES, HORIZON))
+SAID = (10, 60)
+"""Seconds that part the returns that clients announce: soon, in a while, later."""
+KEPT = (0.5, 2)
+"""Parts of what the client had said that part its last pauses: earlier, as said, later."""
+ENDINGS = 8
+"""Columns of the features for `SessionView.ending`. A hash chooses one (Weinberger et al., ICML 2009)."""
+SWITCH = 3.0
+"""Size of a feature that is there or not, so that the penalty holds it back as little as a number."""
+USUAL = 3.0
+"""Logarithm of the pause in seconds that is assumed of a session that has had none."""
+RECENT, LASTING = 0.3, 0.06
+"""Weights of a new pause in the two moving averages of a session's pauses."""
+HALF_LIVES = 2
 """A request counts half as much after this part of the window."""
-FITS = 16
-"""Estimates while all requests in the window are replaced, at most."""
-_KIND_OF = np.array([[gap if said is None else said for said in KIND_OF_SAID] for gap in KIND_OF_GAP])
+YOUNG_S = 30.0
+"""Seconds in which one return is assumed of the youngest sessions."""
+ROUNDS = 32
+"""Estimates of a piece while all requests in the window are replaced, at most."""
+LARGEST_STEP = 1.5
+"""Change of a coefficient in one step of Newton's method, at most."""
 
 
-def kind_of(known: Sequence[int]) -> int:
-    """Curve of a session with these buckets."""
-    return int(_KIND_OF[known[GAP], known[SAID]])
+@dataclass(slots=True)
+class History:
+    """A session's requests until now.
+
+    number: of its last request among all. uses: the session's, at that request. last, recent, lasting: logarithm of its
+    last pause, and two moving averages. longest: a fading maximum. said: seconds that the client announced behind the
+    last request. kept: the last pause in parts of the announced one; -1 if none was announced.
+    """
+
+    number: int = -1
+    uses: int = 0
+    pauses: int = 0
+    last: float = USUAL
+    recent: float = USUAL
+    lasting: float = USUAL
+    longest: float = USUAL
+    said: float | None = None
+    kept: float = -1.0
+
+    def add(self, pause: float) -> None:
+        """Note a pause in seconds."""
+        self.pauses += 1
+        self.last = log = log1p(pause)
+        self.recent += max(RECENT, 1 / self.pauses) * (log - self.recent)
+        self.lasting += max(LASTING, 1 / (1 + self.pauses)) * (log - self.lasting)
+        self.longest = log if self.pauses == 1 else max(log, self.longest + 0.1 * (self.lasting - self.longest))
+        self.kept = -1.0 if self.said is None else pause / max(self.said, 1.0)
 
 
 def said_s(session: SessionView) -> float | None:
@@ -62,19 +84,37 @@ def said_s(session: SessionView) -> float | None:
     return None if session.expected is None else max(0.0, session.expected - session.last_used)
 
 
-class LastRequest(NamedTuple):
-    """A session's last request: its number, the session's `uses`, the announced pause behind it, and the kept part.
+def features_of(session: SessionView, history: History) -> list[float]:
+    """Numbers that the hazard depends on, each about 0 on average and of the size of 1."""
+    answer, added = log1p(session.answer_tokens) / 2 - 2.5, log1p(session.added_tokens) / 2 - 3.5
+    recent, tokens = history.recent - USUAL, log1p(session.tokens) / 2 - 5
+    away, kept = said_s(session), history.kept
+    return [
+        1.0,
+        answer,
+        added,
+        tokens,
+        history.last - USUAL,
+        recent,
+        history.lasting - USUAL,
+        history.longest - USUAL - 1,
+        float(history.pauses > 0),
+        log1p(session.uses) / 2 - 1.5,
+        log1p(max(0.0, session.last_used - session.created)) / 2 - 3,
+        answer * answer - 0.5,
+        recent * recent - 0.5,
+        answer * recent,
+        max(0.0, added) * answer,
+        float(session.left_tokens > 0),
+        *_one_of(4, 0 if away is None else 1 + bisect_left(SAID, away)),
+        *_one_of(4, 0 if kept < 0 else 1 + bisect_left(KEPT, kept)),
+        *_one_of(ENDINGS + 1, 1 + crc32(session.ending.encode()) % ENDINGS if session.ending else 0),
+    ]
 
-    kept: the pause before it in parts of the announced one; -1 if none was announced.
-    """
 
-    number: int
-    uses: int
-    said: float | None
-    kept: float
-
-
-NO_REQUEST = LastRequest(-1, 0, None, -1.0)
+def _one_of(choices: int, chosen: int) -> Sequence[float]:
+    """A column for each choice but the first: SWITCH for the one that is chosen, 0 for the others."""
+    return [SWITCH * (choice == chosen) for choice in range(1, choices)]
 
 
 class ReturnModel:
@@ -82,135 +122,117 @@ class ReturnModel:
 
     Args:
         window: number of requests to learn from.
-        refit_every: requests between two estimates, or a sixteenth of the requests in the window if that is more.
-            An estimate so costs a request the same in any window.
-        prior: events at the average rate that are added to each factor, which pulls rare ones towards 1.
+        refit_every: requests between two estimates of a piece, or the window's requests by ROUNDS if that is more.
+            The pieces take turns, so that no request waits long, and an estimate costs a request the same in any
+            window.
+        prior: returns that would have to be seen to believe half of a coefficient of a rare feature.
     """
 
     def __init__(self, window: int, refit_every: int, prior: float) -> None:
         self._refit_every, self._prior, self._size = refit_every, prior, window
-        self._known = np.zeros((window, len(FEATURES)), np.uint8)
+        width = len(features_of(SessionView(""), History()))
+        self._x = np.zeros((window, width))
         self._began, self._returned, self._weight = np.zeros(window), np.full(window, np.nan), np.zeros(window)
-        """Requests in a ring: buckets, begin, time of the return (NaN: none yet), and weight."""
-        self._count = 0
-        self._next_fit = refit_every
-        self._open: dict[str, LastRequest] = {}
+        """Requests in a ring: features, begin, time of the return (NaN: none yet), and weight."""
+        self.count = 0
+        """Number of requests so far."""
+        self._open: dict[str, History] = {}
         self._begins = np.array((0.0, *AGES))
-        self._widths = np.array((*AGES, HORIZON)) - self._begins
-        self.base: Floats = np.tile(1 / np.array((*AGES, HORIZON)), (KINDS, 1))
-        """Returns per second of a session whose factors are all 1, [kinds, pieces of age]."""
-        self.weights = [np.zeros(len(ends) + 1) for ends in FEATURES.values()]
-        """Logarithm of each bucket's factor."""
-        self._logs: list[list[float]] = [weights.tolist() for weights in self.weights]  # plain numbers are read faster
-        self.version = 0
-        """Number of estimates so far."""
-        self._table: tuple[int, list[list[float]]] = -1, []
+        self._widths = _ENDS - self._begins
+        self.coefficients = np.zeros((PIECES, width))
+        self.coefficients[:, 0] = -np.log(_ENDS)
+        """By piece. Before the first estimate the hazard is that of any scale of time, which falls with age."""
+        self._due, self._next = float(refit_every), 0
+        """Count at which a piece is estimated next, and number of that piece."""
+        self._last: tuple[SessionView, list[float]] = SessionView(""), []
 
-    def log_factor(self, known: tuple[int, ...]) -> float:
-        """Σ w_f of a session with these buckets."""
-        return sum(logs[bucket] for logs, bucket in zip(self._logs, known, strict=True))
+    def observe(self, session: SessionView) -> list[float]:
+        """Learn from a request that began or ended. Return the index of its session for each piece of age."""
+        if session == self._last[0]:  # several orders of sessions hear of the same request
+            return self._last[1]
+        history = self._open.setdefault(session.session_id, History())
+        if history.uses != session.uses:
+            self._begin(session, history)
+        if session.expected is not None:
+            history.said = said_s(session)
+        x = features_of(session, history)
+        if history.number >= self.count - self._size:
+            slot = history.number % self._size
+            self._x[slot], self._began[slot], self._returned[slot] = x, session.last_used, np.nan
+            self._weight[slot] = max(1, session.tokens) ** 0.5  # long ones matter more, but not as their size
+        while self.count >= self._due:
+            self._estimate(session.last_used)
+        self._last = session, self.index(x)
+        return self._last[1]
 
-    def buckets(self, session: SessionView) -> tuple[int, ...]:
-        """Bucket of each feature of a session."""
-        away = said_s(session)
-        values = (
-            session.uses,
-            session.added_tokens,
-            session.answer_tokens,
-            -1.0 if session.gap is None else session.gap,
-            session.tokens,
-            session.left_tokens,
-            -1.0 if away is None else away,
-            self._kept(session),
-        )
-        return tuple(map(bisect_left, FEATURES.values(), values))
+    def _begin(self, session: SessionView, history: History) -> None:
+        """Note that a session returned, and number its new request."""
+        if session.gap is not None:
+            if history.number >= max(0, self.count - self._size):
+                slot = history.number % self._size
+                self._returned[slot] = self._began[slot] + session.gap
+            history.add(session.gap)
+        history.number, history.uses, history.said = self.count, session.uses, None
+        self.count += 1
+        if len(self._open) > 2 * self._size:
+            oldest = self.count - self._size
+            self._open = {key: one for key, one in self._open.items() if one.number >= oldest}
 
-    def _kept(self, session: SessionView) -> float:
-        last = self._open.get(session.session_id, NO_REQUEST)
-        if last.uses == session.uses:
-            return last.kept
-        return -1.0 if last.said is None or session.gap is None else session.gap / max(last.said, 1.0)
-
-    def observe(self, session: SessionView, known: tuple[int, ...]) -> None:
-        """Learn from a request that ended. A second call for the same request only corrects its facts."""
-        last = self._open.get(session.session_id, NO_REQUEST)
-        number, is_new = last.number, last.uses != session.uses
-        if is_new and number >= self._count - self._size and session.gap is not None:
-            self._returned[number % self._size] = self._began[number % self._size] + session.gap
-        if is_new:
-            number = self._count
-            self._count += 1
-        if is_new or session.expected is not None:
-            self._open[session.session_id] = LastRequest(number, session.uses, said_s(session), self._kept(session))
-            if len(self._open) > 2 * self._size:
-                oldest = self._count - self._size
-                self._open = {key: entry for key, entry in self._open.items() if entry.number >= oldest}
-        if number < self._count - self._size:
-            return
-        slot = number % self._size
-        self._known[slot], self._began[slot], self._returned[slot] = known, session.last_used, np.nan
-        self._weight[slot] = max(1, session.tokens) ** 0.5  # long ones matter more, but not as their size
-        if is_new and self._count >= self._next_fit:
-            self._fit(session.last_used)
-            self._next_fit = self._count + max(self._refit_every, min(self._count, self._size) // FITS)
-
-    def _fit(self, now: float) -> None:
-        """Estimate twice: the curves given the factors, then each factor given the curves and the others."""
-        n, pieces = min(self._count, self._size), len(self._widths)
-        known, returned = self._known[:n].astype(np.int64), self._returned[:n]
-        ago = (self._count - 1 - np.arange(n)) % self._size
+    def _estimate(self, now: float) -> None:
+        """Take the step of Newton's method for the piece whose turn it is, and for all pieces the first time."""
+        is_first, n = self._due == self._refit_every, min(self.count, self._size)
+        returned, began = self._returned[:n], self._began[:n]
+        ago = (self.count - 1 - np.arange(n)) % self._size
         weight = self._weight[:n] * (0.5 ** (ago * HALF_LIVES / self._size) / self._weight[:n].mean())
         came = ~np.isnan(returned)
-        age = np.where(came, returned, now) - self._began[:n]
-        kind = _KIND_OF[known[:, GAP], known[:, SAID]]
-        cell = kind[came] * pieces + np.searchsorted(AGES, age[came], side="left")
-        events = np.bincount(cell, weight[came], KINDS * pieces).reshape(KINDS, pieces)
-        exposure = np.clip(age[:, None] - self._begins, 0, self._widths) * weight[:, None]
-        is_kind = np.equal.outer(np.arange(KINDS), kind).astype(float)
-        log_factor = np.sum([weights[known[:, f]] for f, weights in enumerate(self.weights)], axis=0)
-        for _ in range(2):
-            waited = (is_kind * np.exp(log_factor)) @ exposure
-            # Two returns in each piece at the rate of one per age, which any scale of time has.
-            prior = 2 * (self._begins + self._widths).clip(30)
-            mean = (events.sum(axis=0) + 2) / (waited.sum(axis=0) + prior)
-            self.base = mean * (events + self._prior) / (mean * waited + self._prior)
-            expected = (exposure @ self.base.T)[np.arange(n), kind]
-            for f, weights in enumerate(self.weights):
-                others = np.exp(log_factor - weights[known[:, f]]) * expected
-                seen = np.bincount(known[came, f], weight[came], len(weights))
-                due = np.bincount(known[:, f], others, len(weights))
-                new = np.log((seen + self._prior) / (due + self._prior))
-                log_factor += (new - weights)[known[:, f]]
-                self.weights[f] = new
-        self._logs = [weights.tolist() for weights in self.weights]
-        self.version += 1
+        age = np.where(came, returned, now) - began
+        for piece in range(PIECES) if is_first else (self._next,):
+            begin, width = self._begins[piece], self._widths[piece]
+            at_risk = np.nonzero(age > begin if piece else age >= begin)[0]
+            x, waited = self._x[at_risk], np.minimum(age[at_risk] - begin, width) * weight[at_risk]
+            events = weight[at_risk] * (came[at_risk] & (age[at_risk] <= begin + width))
+            self.coefficients[piece] += self._step(piece, x, events, waited)
+        self._next = (self._next + 1) % PIECES
+        self._due += max(self._refit_every, n // ROUNDS) / (1 if is_first else PIECES)
 
-    def table(self) -> list[list[float]]:
-        """Index by kind and level, in pieces of age, smoothed to one peak. All places share it."""
-        if self._table[0] != self.version:
-            self._table = self.version, _with_one_peak(self.index()).reshape(-1, len(self._widths)).tolist()
-        return self._table[1]
+    def _step(self, piece: int, x: Floats, events: Floats, waited: Floats) -> Floats:
+        """Newton's step towards the greatest penalized likelihood of a piece.
 
-    def index(self) -> Floats:
-        """Gittins index of waiting from the begin of each piece of age, [kinds, levels, pieces].
+        The penalty pulls coefficients towards 0, but the rate towards that of the piece before, falling as 1/age. So
+        ages that few sessions in the window have reached are judged by younger ones.
+        """
+        b, penalty, mean = self.coefficients[piece], np.full(x.shape[1], self._prior), np.zeros(x.shape[1])
+        penalty[0] = 1.0
+        if piece:
+            mean[0] = self.coefficients[piece - 1, 0] + np.log(_ENDS[piece - 1] / _ENDS[piece])
+        else:
+            mean[0] = np.log((events.sum() + 1) / (waited.sum() + YOUNG_S))
+        expected = waited * np.exp(np.clip(x @ b, -20, 3))
+        gradient = x.T @ (events - expected) - penalty * (b - mean)
+        step: Floats = np.linalg.solve((x * expected[:, None]).T @ x + np.diag(penalty), gradient)
+        step *= min(1.0, LARGEST_STEP / max(1e-9, float(np.abs(step).max())))
+        return step
+
+    def hazard(self, x: Sequence[float]) -> Floats:
+        """Returns per second in each piece of age, for these features."""
+        hazard: Floats = np.exp(np.clip(self.coefficients @ np.array(x), -18, 1))
+        return hazard
+
+    def index(self, x: Sequence[float]) -> list[float]:
+        """Gittins index of waiting from the begin of each piece of age.
 
         Returns per second of room, if waiting stops at the best moment: max over τ of P(return within τ) /
-        E[seconds until the return or τ] (Gittins, "Bandit Processes and Dynamic Allocation Indices", JRSS B 1979).
+        E[seconds until the return or τ] (Gittins, "Bandit Processes and Dynamic Allocation Indices", JRSS B 1979). It
+        is the steepest slope from a point of the curve (expected seconds, chance of a return) to a later one.
         """
-        hazard = self.base[:, None] * np.exp(LOG_FACTORS)[:, None]
-        returns = 1 - np.exp(-hazard * self._widths)
-        waited = returns / hazard
-        index: Floats = np.zeros_like(hazard)
-        for begin in range(len(self._widths)):
-            waiting = np.ones_like(returns[..., begin:])
-            np.cumprod(1 - returns[..., begin:-1], axis=-1, out=waiting[..., 1:])
-            gain = np.cumsum(waiting * returns[..., begin:], axis=-1)
-            cost = np.cumsum(waiting * waited[..., begin:], axis=-1)
-            index[..., begin] = (gain / cost).max(axis=-1)
-        return index
+        hazard = self.hazard(x)
+        stays = np.exp(-hazard * self._widths)
+        waiting = np.concatenate([[1.0], np.cumprod(stays)])
+        seconds = np.concatenate([[0.0], np.cumsum(waiting[:-1] * (1 - stays) / hazard)])
+        rise, run = waiting[:-1, None] - waiting, seconds - seconds[:-1, None]
+        slopes = np.divide(rise, run, out=np.zeros_like(rise), where=_LATER & (run > 0))
+        best: list[float] = np.maximum(slopes.max(axis=1), hazard).tolist()  # hazard: where hardly any session waits
+        return best
 
 
-def _with_one_peak(index: Floats) -> Floats:
-    is_behind = np.arange(index.shape[-1]) >= index.argmax(axis=-1)[..., None]
-    falling = np.minimum.accumulate(np.where(is_behind, index, np.inf), axis=-1)
-    return np.where(is_behind, falling, np.maximum.accumulate(index, axis=-1))
+_LATER = np.triu(np.ones((PIECES, PIECES + 1), np.bool_), 1)

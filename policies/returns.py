@@ -1,15 +1,14 @@
 """Sessions that are least likely to return soon go first."""
 
-import heapq
-from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
 from manthan.policies.base import EvictionPolicy, PolicyOptions, SessionView, in_order
-from manthan.policies.return_model import AGES, KINDS, LEVELS, STEP, ReturnModel, kind_of
+from manthan.policies.ranking import Ranking
+from manthan.policies.return_model import AGES, ReturnModel
 
 
 class ReturnsOptions(PolicyOptions):
@@ -29,13 +28,12 @@ class Returns(EvictionPolicy):
     both online from the features of a session. A session's worth is the Gittins index of waiting for it: returns per
     second of room, at the best moment to give up.
 
-    Sessions of one kind and of about the same factor (a level) share a queue, in which only age tells them apart. The
-    index rises with age to a peak and then falls, so the least of a queue is at one of its ends. O(levels) a victim,
-    O(1) a use.
+    The index is constant in each piece of age. A session is ranked anew when it has passed into the next piece. O(1) a
+    use besides the ranking's O(log n), and O(log n) a victim and a piece that a session passes.
     """
 
     name: ClassVar[str] = "returns"
-    Options: ClassVar[type[PolicyOptions]] = ReturnsOptions
+    Options: ClassVar[type[ReturnsOptions]] = ReturnsOptions
     options: ReturnsOptions
 
     def __init__(self, options: Any = None, model: ReturnModel | None = None) -> None:
@@ -43,55 +41,48 @@ class Returns(EvictionPolicy):
         o = self.options
         self.model = model if model is not None else ReturnModel(o.window, o.refit_every, o.prior)
         self._now = 0.0
-        self._levels: list[OrderedDict[str, float]] = [OrderedDict() for _ in range(KINDS * LEVELS)]
-        self._level_of: dict[str, int] = {}
+        self._index: dict[str, tuple[float, list[float]]] = {}
+        """Last use of each session, and its index by the piece of age."""
+        self._worth, self._passes = Ranking(), Ranking()
+        """Sessions by their index now, and by the time at which they pass into the next piece of age."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
 
+    @classmethod
+    def family(cls, options: Any = None) -> Callable[[], Self]:
+        first = cls(options)
+        return lambda: cls(options, first.model)
+
     def used(self, session: SessionView) -> None:
-        self.forget(session.session_id)
+        session_id = session.session_id
+        self._superseded.pop(session_id, None)
         self._now = max(self._now, session.last_used)
-        known = self.model.buckets(session)
-        self.model.observe(session, known)
-        level = round(self.model.log_factor(known) / STEP) + LEVELS // 2
-        level = min(max(level, 0), LEVELS - 1) + LEVELS * kind_of(known)
-        self._level_of[session.session_id] = level
-        self._levels[level][session.session_id] = session.last_used
+        self._index[session_id] = session.last_used, self.model.observe(session)
+        self._rank(session_id)
 
     def forget(self, session_id: str) -> None:
         self._superseded.pop(session_id, None)
-        if (level := self._level_of.pop(session_id, None)) is not None:
-            del self._levels[level][session_id]
+        self._index.pop(session_id, None)
+        self._worth.discard(session_id)
+        self._passes.discard(session_id)
 
     def superseded(self, session_id: str) -> None:
-        if session_id in self._level_of:
+        if session_id in self._index:
             self.forget(session_id)
             self._superseded[session_id] = None
 
     def victims(self) -> Iterator[str]:
         yield from in_order(self._superseded)
-        index = self.model.table()
-        passed: set[str] = set()
-        ends: list[tuple[float, float, int, bool, str]] = []
-        """Worth, last use, level, whether from the newest end, and session id of each queue's two ends."""
-        queues = {
-            (level, newest): in_order(queue, reversed if newest else iter)
-            for level, queue in enumerate(self._levels)
-            if queue
-            for newest in (False, True)
-        }
+        while (first := self._passes.first()) is not None and first[0] < self._now:
+            self._rank(first[2])
+        yield from self._worth.in_order()
 
-        def push(level: int, newest: bool) -> None:
-            session_id = next((key for key in queues[level, newest] if key not in passed), None)
-            if session_id is not None:
-                last_used = self._levels[level][session_id]
-                worth = index[level][bisect_left(AGES, self._now - last_used)]
-                heapq.heappush(ends, (worth, last_used, level, newest, session_id))
-
-        for end in queues:
-            push(*end)
-        while ends:
-            _, _, level, newest, session_id = heapq.heappop(ends)
-            if session_id in self._levels[level] and session_id not in passed:
-                passed.add(session_id)
-                yield session_id
-            push(level, newest)
+    def _rank(self, session_id: str) -> None:
+        last_used, index = self._index[session_id]
+        piece = 0
+        while piece < len(AGES) and last_used + AGES[piece] < self._now:
+            piece += 1
+        self._worth.set(session_id, index[piece])
+        if piece < len(AGES):
+            self._passes.set(session_id, last_used + AGES[piece])
+        else:
+            self._passes.discard(session_id)

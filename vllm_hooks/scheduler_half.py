@@ -100,6 +100,16 @@ def _weights(config: ManthanConfig) -> str:
     return str(found[0])
 
 
+def _ending(request: "Request") -> str:
+    """Return the stop token that ended an answer, or else the last token before the end of sequence.
+
+    A call of a tool ends with another token than a text does. Empty if the answer was cut off.
+    """
+    if str(request.get_finished_reason()) != "stop":
+        return ""
+    return str(request.stop_reason or list(request.output_token_ids[-2:-1]))
+
+
 class SchedulerHalf:
     """Runs on the scheduler's thread, inside its calls. It decides and counts; it never waits, encodes or stores.
 
@@ -467,7 +477,8 @@ class SchedulerHalf:
             for depth in depths
             if depth and self.groups.at_points
         ]
-        outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, points)
+        now, ending = time.monotonic(), _ending(request)
+        outcome = self.driver.finished(request.request_id, keys, now, request.num_tokens, points, ending)
         if self._events is not None:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.parts(depth)))
         self._set_deadline()

@@ -22,9 +22,10 @@ from manthan.manager.config.registered import ChosenPolicy, choose_policy
 from manthan.manager.config.resolve import ConfigError, resolve_config
 from manthan.manager.config.sentences import nearest
 from manthan.manager.simulator.engine import replay, total_blocks
+from manthan.manager.simulator.one_cache import clairvoyant, one_cache
 from manthan.manager.simulator.replay import Setup
 from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TracedRequest, TraceError, read_trace
-from manthan.policies import BadPolicyError, UnknownPolicyError, get_policy
+from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, UnknownPolicyError, get_policy
 
 _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
@@ -49,13 +50,28 @@ class Result:
     dropped_blocks: int
 
 
+@dataclass(frozen=True)
+class OneCacheResult:
+    """Figures of one cache without a pool. Shares are of the asked blocks, partial ones included.
+
+    best_share: of a cache of the same size that knows the future. gap_closed: share of the gap between `lru` and that
+    which the policy closes; None where `lru` was not asked for, or leaves no gap.
+    """
+
+    policy: str
+    tokens: int
+    found_share: float
+    best_share: float
+    gap_closed: float | None
+
+
 def simulate(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines as Mooncake's.")],
     policy: Annotated[
         str,
         typer.Option(help="Names, with options as NAME:OPTION=VALUE, separated by commas."),
     ] = "lru,returns",
-    hot: Annotated[str, typer.Option(help="The KV pool: tokens (64000, 4M) or a share (5%).")] = "5%",
+    hot: Annotated[str, typer.Option(help="The KV pool: tokens (64000, 4M) or a share (5%); 0 for one cache.")] = "5%",
     cold: Annotated[str, typer.Option(help="The cold store: tokens that its blocks stand for, or a share.")] = "10%",
     idle_after: Annotated[float | None, typer.Option(help="As idle.after_s.")] = None,
     measure_from: Annotated[float, typer.Option(min=0, max=0.99, help="Count only what follows this share.")] = 0,
@@ -67,8 +83,10 @@ def simulate(
         config = resolve_config(env={}, flags={"idle.after_s": idle_after}).config
         policies = [(label, *_policy(label)) for label in policy.split(",")]
         read = read_trace(trace, block_tokens)
-        pairs = list(product(_capacities("--hot", hot, read), _capacities("--cold", cold, read)))
-        _check_pools(hot, [hot_blocks for hot_blocks, _ in pairs], read)
+        is_one = hot.strip() == "0"
+        sizes = _capacities("--cold", cold, read)
+        pools = [] if is_one else _capacities("--hot", hot, read)
+        _check_pools(hot, pools, read)
     except (ConfigError, TraceError, UnknownPolicyError, BadPolicyError) as error:
         typer.echo(str(error).replace("argument: idle.after_s", "--idle-after"), err=True)
         raise typer.Exit(1) from None
@@ -76,19 +94,44 @@ def simulate(
         "idle_after_s": config.idle.after_s,
         "first_measured": int(measure_from * len(read.requests)),
     }
-    runs = [
-        (label, Setup(kind, hot_blocks, options, cold_blocks, block_tokens, **same))
-        for (label, kind, options), (hot_blocks, cold_blocks) in product(policies, pairs)
-    ]
     gc.freeze()  # a replay makes many objects that live long and are in no cycles
     gc.set_threshold(50_000, 20, 20)
-    bar = track(runs, "replays", len(runs), console=Console(stderr=True), transient=True)
-    results = [_run(label, setup, read.requests) for label, setup in bar]
-    make_console().print(_table(results))
+    progress = Console(stderr=True)
+    if is_one:
+        each = track(sizes, "sizes", len(sizes), console=progress, transient=True)
+        found = [row for size in each for row in one_cache_rows(policies, size, read, same["first_measured"])]
+        make_console().print(_one_cache_table(found))
+        rows = [asdict(row) for row in found]
+    else:
+        runs = [
+            (label, Setup(kind, hot_blocks, options, cold_blocks, block_tokens, **same))
+            for (label, kind, options), hot_blocks, cold_blocks in product(policies, pools, sizes)
+        ]
+        bar = track(runs, "replays", len(runs), console=progress, transient=True)
+        results = [_run(label, setup, read.requests) for label, setup in bar]
+        make_console().print(_table(results))
+        rows = [asdict(result) for result in results]
     if json_file is not None:
         about = {"name": read.name, "requests": len(read.requests), "distinct_blocks": read.distinct_blocks}
-        rows = [asdict(result) for result in results]
         json_file.write_text(json.dumps({"trace": about, "results": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def one_cache_rows(
+    policies: Sequence[tuple[str, type[EvictionPolicy], PolicyOptions]], blocks: int, trace: Trace, first: int = 0
+) -> list[OneCacheResult]:
+    """Return a row for each policy in one cache of this number of blocks. Requests count from number `first` on."""
+    requests, block_tokens = trace.requests, trace.block_tokens
+    asked = sum(-(-request.input_tokens // block_tokens) for request in requests[first:])
+    best = sum(clairvoyant(requests, blocks, block_tokens)[first:]) / asked
+    found = {
+        label: sum(one_cache(requests, kind, options, blocks, block_tokens)[first:]) / asked
+        for label, kind, options in policies
+    }
+    lru = found.get("lru", best)
+    return [
+        OneCacheResult(label, blocks * block_tokens, share, best, (share - lru) / (best - lru) if best > lru else None)
+        for label, share in found.items()
+    ]
 
 
 def _run(label: str, setup: Setup, requests: Sequence[TracedRequest]) -> Result:
@@ -131,6 +174,17 @@ def _table(results: Sequence[Result]) -> Table:
     return table
 
 
+def _one_cache_table(results: Sequence[OneCacheResult]) -> Table:
+    """Return a row for each policy and size, in percent."""
+    table = Table("policy", box=None)
+    for name in ("tokens", "found", "best possible", "gap closed"):
+        table.add_column(name, justify="right")
+    for row in results:
+        shares = (row.found_share, row.best_share, row.gap_closed)
+        table.add_row(row.policy, f"{row.tokens:,}", *("" if one is None else f"{100 * one:.1f}%" for one in shares))
+    return table
+
+
 # -- arguments --------------------------------------------------------------------------------------------
 
 
@@ -165,7 +219,7 @@ def _capacities(option: str, texts: str, trace: Trace) -> list[int]:
 
 def _check_pools(text: str, hot: list[int], trace: Trace) -> None:
     largest = max(total_blocks(request, trace.block_tokens) for request in trace.requests)
-    if min(hot) < largest:
+    if hot and min(hot) < largest:
         raise ConfigError(
             f"--hot {text} is too small for the largest request of {trace.name}, which takes {largest} blocks: give it "
             f"{largest * trace.block_tokens} tokens or more"

@@ -300,6 +300,7 @@ class SessionManager:
         points: Sequence[PointParts] = (),
         found: int = 0,
         lossy: int = 0,
+        ending: str = "",
     ) -> tuple[Outcome | None, list[StorePlan]]:
         """Note that a request ended. Return what came of its hints, and stores of its resume points.
 
@@ -309,6 +310,7 @@ class SessionManager:
             points: resume points that the pool has now.
             found: tokens of its prompt that were resident or loaded.
             lossy: those of them that were not exact.
+            ending: how the answer ended, such as its stop token; see `SessionView.ending`.
         """
         request = self.requests.pop(request_id, None)
         if request is None:
@@ -328,7 +330,7 @@ class SessionManager:
             self._extend(session, rows[len(session.rows) :])
         session.answer_tokens = max(0, total - session.tokens)
         session.tokens = max(session.tokens, total)
-        session.lossy_tokens = lossy
+        session.lossy_tokens, session.ending = lossy, ending
         plans = self._place(session, points) if len(session.rows) == len(rows) else []
         seconds = now - request.began
         self.events(Turn(session.session_id, session.tokens, len(session.rows), seconds, found, lossy))
@@ -374,7 +376,7 @@ class SessionManager:
         session.added_tokens = max(0, tokens - before)
         session.tokens = session.prompt_tokens = tokens
         session.uses += 1
-        session.expected = None
+        session.expected, session.ending = None, ""
         self.table.begin(session, request_id)
         self.table.used(session, now)
 

@@ -92,6 +92,8 @@ class Session:
     added_tokens: int = 0
     answer_tokens: int = 0
     left_tokens: int = 0
+    ending: str = ""
+    """How its last answer ended; empty while a request runs, or if that is unknown."""
     lossy_tokens: int = 0
     """Cached tokens of its last request that were decoded, or computed behind decoded ones."""
     tip: bytes = b""
@@ -442,6 +444,7 @@ class SessionTable:
             session.answer_tokens,
             session.left_tokens,
             session.expected,
+            session.tool or session.ending,
         )
 
     # -- the session of a request ---------------------------------------------------------------------

@@ -211,7 +211,8 @@ class EngineReplay:
     def _finish(self, request: _Request) -> None:
         self._enter(request, len(request.blocks))
         traced = request.traced
-        self._driver.finished(request.name, traced.hashes, self.now, traced.input_tokens + traced.output_tokens)
+        tokens = traced.input_tokens + traced.output_tokens
+        self._driver.finished(request.name, traced.hashes, self.now, tokens, ending=traced.stop)
         self._pool.free(request.blocks[::-1])
 
     # -- blocks ---------------------------------------------------------------------------------------

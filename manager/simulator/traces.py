@@ -27,8 +27,8 @@ class TracedRequest(NamedTuple):
 
     at: seconds. session: as the client called it; None if it did not. hashes: block hashes of all full blocks, first
     the prompt's, then the answer's as far as the trace tells. prompt_blocks: number of the prompt's among them.
-    expect_return_s, tool: the hints of these names, if the client gave them. agent: the session that the trace names,
-    whose requests follow each other; empty if it names none.
+    expect_return_s, tool: the hints of these names, if the client gave them. stop: how the answer ended. agent: the
+    session that the trace names, whose requests follow each other; empty if it names none.
     """
 
     at: float
@@ -39,6 +39,7 @@ class TracedRequest(NamedTuple):
     output_tokens: int
     expect_return_s: float | None = None
     tool: str = ""
+    stop: str = ""
     agent: str = ""
 
 
@@ -69,6 +70,7 @@ class MooncakeLine(BaseModel):
     hash_ids: list[int] = Field(description="a list of whole numbers, one a block of the prompt")
     expect_return_s: _Return = None
     tool: ToolName = Field(default="", description=TOOL_NAME)
+    stop: str = Field(default="", description="a word, such as tool_use")
     session_id: str = Field(default="", description="a text")
 
 
@@ -95,7 +97,7 @@ def read_trace(path: str | Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> T
             )
         full = line.input_length // block_tokens
         prompt = prefixes.of(line.hash_ids, number)[:full]
-        said = line.expect_return_s, line.tool, line.session_id
+        said = line.expect_return_s, line.tool, line.stop, line.session_id
         at = line.timestamp / 1000
         requests.append(TracedRequest(at, None, prompt, full, line.input_length, line.output_length, *said))
     if not requests:

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manthan.manager.simulator.replay import Action
-from manthan.manager.simulator.traces import TracedRequest
+from manthan.manager.simulator.traces import TracedRequest, read_trace
 
-EXCERPT = Path(__file__).parents[1] / "data" / "mooncake_conversation_1000.jsonl"
+DATA = Path(__file__).parents[1] / "data"
+EXCERPT = DATA / "mooncake_conversation_1000.jsonl"
+AGENTS = DATA / "coding_agents.jsonl.xz"
 BLOCK = 4
 """Tokens of a block of the traces that are made here."""
 HASH_NBYTES = 32
@@ -27,6 +29,11 @@ def request(at: float, text: str, *, answer: str = "", session: str | None = Non
 def name(text: str) -> bytes:
     """Return the block hash of a text's last letter."""
     return text.encode().ljust(HASH_NBYTES, b"_")
+
+
+def agent_requests() -> list[TracedRequest]:
+    """Return the requests of the coding agents' sessions of odd number, in the order of their arrival."""
+    return [one for one in read_trace(AGENTS).requests if int(one.agent.removeprefix("trace_")) % 2]
 
 
 def check_journal(journal: Sequence[Action], capacity: int) -> None:

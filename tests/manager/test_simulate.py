@@ -61,6 +61,18 @@ def test_flags_change_what_happens(short: Path, tmp_path: Path) -> None:
     assert one("--measure-from", 0.75)["evictions"] < one()["evictions"]
 
 
+def test_one_cache_and_the_share_of_the_gap_that_is_closed(short: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    result = run("simulate", short, "--policy", "lru,returns", "--hot", 0, "--cold", "5%,20%", "--json", path)
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.splitlines()) == 5
+    for row in figures(path):
+        assert 0 < row["found_share"] <= row["best_share"] < 1
+        assert row["gap_closed"] == 0 or row["policy"] == "returns"
+    run("simulate", short, "--policy", "returns", "--hot", 0, "--cold", "5%", "--json", path)
+    assert figures(path)[0]["gap_closed"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manthan.policies import EvictionPolicy, SessionView, get_policy, policy_names
-from manthan.policies.gdsf import GDSF
 from manthan.policies.returns import Returns
 
 IDS = st.integers(0, 14).map(str)
-each_policy = pytest.mark.parametrize("policy", [*map(get_policy, policy_names()), Returns, GDSF])
+each_policy = pytest.mark.parametrize("policy", [*map(get_policy, policy_names()), Returns])
 EVENTS = st.lists(
     st.one_of(
         st.tuples(

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manthan.policies import SessionView
-from manthan.policies.gdsf import GDSF
 from manthan.policies.lru import LRU
 from manthan.policies.ranking import Ranking
 
@@ -25,21 +24,6 @@ def test_lru_orders_by_the_last_use_whatever_size_and_uses(requests: list[tuple[
     for victim in order:  # one look gives the order in which they go one by one
         assert next(policy.victims()) == victim
         policy.evicted(victim)
-
-
-def test_gdsf_keeps_long_sessions_and_newcomers_overtake_the_unused() -> None:
-    policy = GDSF()
-    policy.used(SessionView("long", tokens=32_000, nbytes=3_200_000))
-    policy.used(SessionView("short", tokens=500, nbytes=50_000))
-    assert list(policy.victims()) == ["short", "long"]
-    policy = GDSF()
-    policy.used(SessionView("often", tokens=1000, nbytes=100_000, uses=5))
-    gone = []
-    for number in range(9):
-        policy.used(SessionView(f"new{number}", tokens=1000, nbytes=100_000))
-        gone.append(next(policy.victims()))
-        policy.evicted(gone[-1])
-    assert gone == ["new0", "new1", "new2", "new3", "often", "new4", "new5", "new6", "new7"]
 
 
 def test_a_ranking_orders_by_the_last_numbers_and_stays_small() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from manthan.policies import SessionView
 from manthan.policies.mixture import Mixture
-from manthan.policies.return_model import AGES, ReturnModel
+from manthan.policies.return_model import AGES, HORIZON, PIECES, History, ReturnModel, features_of
 from manthan.policies.returns import Returns, ReturnsOptions
 
 
@@ -92,28 +92,62 @@ def test_all_places_learn_from_all_and_count_a_request_once() -> None:
     for i in range(8):
         for place in (hot, cold, hot, cold):
             place.used(view(f"s{i}", float(i)))
-    assert hot.model.version == 2
+    assert hot.model.count == 8
 
 
 def test_hazards_are_found_that_made_the_data() -> None:
-    """Exponential returns, three times as fast after short additions: the factors' ratio is 3, the rate is right."""
+    """Exponential returns, three times as fast after a call of a tool: the rates and their ratio are found."""
     chance = random.Random(1)
-    model = ReturnModel(window=8192, refit_every=4000, prior=1.0)
+    model = ReturnModel(window=8192, refit_every=64, prior=1.0)
     events: list[tuple[float, SessionView]] = []
     for i in range(4000):
-        short = i % 2 == 0
-        gap = chance.expovariate(0.03 if short else 0.01)
-        events.append((i * 1.0, view(f"s{i}", i * 1.0, added=10 if short else 5000)))
+        ending = ("tool_use", "end_turn")[i % 2]
+        gap = chance.expovariate(0.01 if i % 2 else 0.03)
+        events.append((i * 1.0, view(f"s{i}", i * 1.0)._replace(ending=ending)))
         if i + gap < 4000:
             events.append((i + gap, view(f"s{i}", i + gap, 9, gap, added=200_000)))
     for _, session in sorted(events, key=lambda event: event[0]):
-        model.observe(session, model.buckets(session))
-    model._fit(4000.0)
-    short, long = (model.buckets(view("x", 0.0, added=added)) for added in (10, 5000))
-    factors = [np.exp(model.log_factor(known)) for known in (short, long)]
-    assert 2.5 < factors[0] / factors[1] < 3.5
-    piece = AGES.index(30)
-    assert 0.024 < model.base[0, piece] * factors[0] < 0.036
+        model.observe(session)
+    tool, text = (
+        model.hazard(features_of(view("x", 4000.0)._replace(ending=ending), History()))
+        for ending in ("tool_use", "end_turn")
+    )
+    for piece in (AGES.index(8), AGES.index(33), AGES.index(75)):
+        assert tool[piece] == pytest.approx(0.03, rel=0.35)
+        assert text[piece] == pytest.approx(0.01, rel=0.35)
+
+
+def test_a_session_that_always_pauses_long_is_expected_later() -> None:
+    policy, chance, now = quick(), random.Random(2), 0.0
+    sessions = {f"s{i}": (chance.uniform(0, 100), 1, None) for i in range(40)}
+    for _ in range(1500):
+        name = min(sessions, key=lambda key: sessions[key][0])
+        now, uses, gap = sessions[name]
+        policy.used(view(name, now, uses, gap))
+        away = chance.lognormvariate(np.log(200 if name < "s2" else 15), 0.3)
+        sessions[name] = now + away, uses + 1, away
+    policy.used(view("s11", now + 400, sessions["s11"][1], 200.0))
+    policy.used(view("s30", now + 400, sessions["s30"][1], 15.0))
+    order = list(policy.victims())
+    assert order.index("s11") < order.index("s30")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_index_is_the_best_rate_of_all_moments_to_stop(seed: int) -> None:
+    """Compared with a plain sum over each first and last piece."""
+    rng, model = np.random.default_rng(seed), ReturnModel(window=64, refit_every=64, prior=8.0)
+    model.coefficients[:, 0] = rng.normal(-5, 1, PIECES)
+    x = [1.0, *[0.0] * (model.coefficients.shape[1] - 1)]
+    hazard, index, ends = model.hazard(x), model.index(x), [0, *AGES, HORIZON]
+    for first in range(PIECES):
+        rates, waiting, chance, seconds = [], 1.0, 0.0, 0.0
+        for piece in range(first, PIECES):
+            returns = 1 - np.exp(-hazard[piece] * (ends[piece + 1] - ends[piece]))
+            chance += waiting * returns
+            seconds += waiting * returns / hazard[piece]
+            waiting *= 1 - returns
+            rates.append(chance / seconds)
+        assert index[first] == pytest.approx(max(rates), rel=1e-3)
 
 
 def said(policy: Returns, true: bool, sessions: int = 400) -> float:

@@ -1,0 +1,111 @@
+"""One cache without a KV pool, and the most that any cache could find: the yardstick of policies.
+
+found = one_cache(trace.requests, policy, options, blocks, trace.block_tokens)
+best = clairvoyant(trace.requests, blocks, trace.block_tokens)
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from manthan.manager.events import DropCause, Events
+from manthan.manager.pool import Mark
+from manthan.manager.session.blocks import GroupShape, MemoryShape
+from manthan.manager.session.manager import SessionManager
+from manthan.manager.simulator.replay import hints_of
+from manthan.manager.simulator.traces import TracedRequest
+from manthan.policies import EvictionPolicy, PolicyOptions
+
+
+class _Marks:
+    """Marks of a pool in which every block is exact."""
+
+    def __getitem__(self, block_id: int) -> Mark:
+        return Mark.EXACT
+
+
+class _WholePool:
+    """A pool that has the blocks of the request that just ended, and is overwritten by the next one."""
+
+    marks = _Marks()
+
+    def lookup(self, group: int, block_hashes: Sequence[bytes]) -> list[int]:
+        """See Pool."""
+        return [0] * len(block_hashes)
+
+    def _ignore(self, *_: object) -> None:
+        """Do nothing: no block outlives its request."""
+
+    hold = keep = lead = forget = release = _ignore
+
+
+def usable(request: TracedRequest, block_tokens: int) -> int:
+    """Return the blocks of a prompt that may be found: the last token is always computed."""
+    return min(request.prompt_blocks, (request.input_tokens - 1) // block_tokens)
+
+
+def one_cache(
+    requests: Iterable[TracedRequest],
+    policy: type[EvictionPolicy],
+    options: PolicyOptions | None,
+    capacity: int,
+    block_tokens: int,
+) -> list[int]:
+    """Return the blocks that each request finds in one cache of `capacity` blocks.
+
+    A request takes no time. Its session is stored at once, as far as others are worth less. The manager and the policy
+    are the ones that serve.
+    """
+    shape = MemoryShape({0: GroupShape(block_tokens, 1, {0: 1}, is_lossless=True)})
+    manager = SessionManager(policy, shape, capacity, 0.0, Events(), options=options)
+    manager.bind(_WholePool(), 0, lambda: None)  # type: ignore[arg-type]
+    found = []
+    for number, traced in enumerate(requests):
+        name, now, prompt = str(number), traced.at, traced.hashes[: traced.prompt_blocks]
+        request = manager.request_started(
+            name, prompt, traced.session, now, tokens=traced.input_tokens, hints=hints_of(traced)
+        )
+        found.append(manager.match(request, 0, usable(traced, block_tokens)))
+        tokens = traced.input_tokens + traced.output_tokens
+        manager.request_finished(name, traced.hashes, now, tokens=tokens, ending=traced.stop)
+        for plan in manager.plan_stores(now, room=len(traced.hashes), wanted=0):
+            manager.stored(plan, dict.fromkeys(range(len(plan.rows)), 1), now, 0.0)
+        session = request.session
+        if manager.table.by_id.get(session.session_id) is session and not session.is_cold:  # the rest did not fit
+            manager.cut(session, manager.blocks.saved_prefix(session.rows), DropCause.ABANDONED)
+    return found
+
+
+def clairvoyant(requests: Sequence[TracedRequest], capacity: int, block_tokens: int) -> list[int]:
+    """Return the blocks that each request finds at best, in a cache of `capacity` blocks that knows the future.
+
+    The block that is asked for last goes first, of equals the deeper (L. A. Belady, "A Study of Replacement Algorithms
+    for a Virtual-Storage Computer", IBM Systems Journal 1966). A block need not be taken in. What is kept is whole
+    prefixes, because who asks for a block asks for all before it. O(n log n) for n blocks of all requests.
+    """
+    following = _next_uses(requests)
+    kept: dict[bytes, int] = {}
+    """Number of the next request for each block that is kept."""
+    order: list[tuple[int, int, bytes]] = []
+    """Next request and depth, both negative. An entry is outdated where `kept` says something else."""
+    found = []
+    for traced, uses in zip(requests, following, strict=True):
+        most = usable(traced, block_tokens)
+        found.append(next((at for at in range(most) if traced.hashes[at] not in kept), most))
+        for depth, (block_hash, use) in enumerate(zip(traced.hashes, uses, strict=True)):
+            kept[block_hash] = use
+            heapq.heappush(order, (-use, -depth, block_hash))
+        while len(kept) > capacity:
+            use, _, block_hash = heapq.heappop(order)
+            if kept.get(block_hash) == -use:
+                del kept[block_hash]
+    return found
+
+
+def _next_uses(requests: Sequence[TracedRequest]) -> list[list[int]]:
+    """Number of the next request for each block of each request; a number too high if there is none."""
+    never, upcoming, following = len(requests), dict[bytes, int](), []
+    for number in reversed(range(never)):
+        hashes = requests[number].hashes
+        following.append([upcoming.get(block_hash, never) for block_hash in hashes])
+        upcoming.update(dict.fromkeys(hashes, number))
+    return following[::-1]
