@@ -26,7 +26,7 @@ from manthan.manager.events import (
     Pinned,
     Turn,
 )
-from manthan.manager.pool import BlockName, Mark, Owner, Pool
+from manthan.manager.pool import MARKS, BlockName, Mark, Owner, Pool
 from manthan.manager.session.blocks import (
     NO_GROUP,
     NO_ROWS,
@@ -509,7 +509,7 @@ class SessionManager:
         if self._is_shared:
             return [Mark.DECODED] * len(rows)
         marks = np.where(self._is_whole(rows), self.blocks.mark[rows], np.uint8(Mark.DECODED))
-        return [Mark(mark) for mark in marks.tolist()]
+        return [MARKS[mark] for mark in marks.tolist()]
 
     # -- stores ---------------------------------------------------------------------------------------
 
@@ -708,7 +708,7 @@ class SessionManager:
         self.blocks.hold(needed, -1)
         if not fits:
             return StoresBegun([], 0, is_gone, lost)
-        self.events(EncodingBegins([Mark(mark) for mark in marks.tolist()]))
+        self.events(EncodingBegins([MARKS[mark] for mark in marks.tolist()]))
         whole = counts == shape.tokens
         breaks = np.zeros(fits, np.int32)
         breaks[1:] = (counts[1:] > 0) & ~whole[:-1]
