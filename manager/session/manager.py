@@ -876,10 +876,12 @@ class SessionManager:
         for session in self.table.resident_victims():
             if count >= most:
                 break
+            if not session.is_cold:  # a full tier has no room for it: many may wait
+                continue
             depth = self._resident_depth(session.rows)
             if not depth:
                 self.table.resident.leave(session.session_id)
-            elif session.is_cold and not session.requests:
+            else:
                 chosen.append((session.number, depth))
                 rows.append(session.rows[:depth][::-1])
                 count += depth
