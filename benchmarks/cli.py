@@ -8,6 +8,7 @@ from manthan.benchmarks.codec import main as codec
 from manthan.benchmarks.load import load
 from manthan.benchmarks.quality import main as quality
 from manthan.benchmarks.restore import main as restore
+from manthan.benchmarks.scale import scale
 
 bench = typer.Typer(
     add_completion=False,
@@ -24,6 +25,7 @@ bench.command("agents")(agents)
 bench.command("restore")(restore)
 bench.command("codec")(codec)
 bench.command("capacity")(capacity)
+bench.command("scale")(scale)
 
 
 @evaluate.callback()

@@ -1,9 +1,10 @@
 """Histories of sessions, for those who look at one: its last events, and a bound on the events of all."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum, auto
+from typing import Any
 
 from pydantic import ByteSize
 
@@ -57,8 +58,11 @@ class Lives:
     def __init__(self, manager: SessionManager, clock: Callable[[], float], most: int = MOST_EVENTS) -> None:
         self._table, self._block_tokens = manager.table, manager.shape.block_tokens
         self._clock, self._most = clock, most
-        self._lives: OrderedDict[str, deque[LifeEvent]] = OrderedDict()
-        """By session id, the one that was added to last last."""
+        self._lives: OrderedDict[str, tuple[tuple[Any, ...], ...]] = OrderedDict()
+        """Fields of its events by session id, the one that was added to last last.
+
+        Tuples of plain values, because Python's garbage collector passes over them.
+        """
         self._count = 0
         manager.table.gone.append(self._gone)
 
@@ -68,7 +72,8 @@ class Lives:
 
     def of(self, session: Session) -> Sequence[LifeEvent]:
         """Return a session's last events, the oldest first."""
-        return list(self._lives.get(session.session_id, ()))
+        kept = self._lives.get(session.session_id, ())
+        return [LifeEvent(at, EventKind(kind), *facts) for at, kind, *facts in kept]
 
     def __call__(self, event: Event) -> None:
         """Add an event of the stream to the history of its session."""
@@ -103,9 +108,10 @@ class Lives:
     def _add(self, session_id: str, event: LifeEvent) -> None:
         if session_id not in self._table.by_id:
             return
-        life = self._lives.setdefault(session_id, deque(maxlen=EVENTS_A_SESSION))
+        at, kind, *facts = (getattr(event, each.name) for each in fields(event))
+        life = self._lives.get(session_id, ())
         self._count += len(life) < EVENTS_A_SESSION
-        life.append(event)
+        self._lives[session_id] = (*life, (at, kind.value, *facts))[-EVENTS_A_SESSION:]
         self._lives.move_to_end(session_id)
         while self._count > self._most:
             self._forget(next(iter(self._lives)))

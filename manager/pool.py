@@ -26,6 +26,10 @@ class Mark(IntEnum):
     DECODED = 2
 
 
+MARKS = tuple(Mark)
+"""By number. To look one up is ten times as fast as to call `Mark`."""
+
+
 class Marks:
     """Mark and owner of each block of a pool, by block id. A new block is EXACT.
 

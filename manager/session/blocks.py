@@ -27,6 +27,7 @@ NOBODY = "\0"
 SAVED, STORING = 1, 2
 _EMPTY, _GONE = -1, -2  # in the index
 _FIRST_ROWS = 256
+_AT_ONCE = 1 << 18
 _SPREAD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
 _COLUMNS = {
     "group": np.int8,
@@ -316,7 +317,9 @@ class BlockTable:
         while 3 * (len(rows) + more) > size:
             size *= 2
         self._index, self._index_used = np.full(size, _EMPTY, np.int32), 0
-        self._place(rows, self._slots(self.group[rows], self._hashes[rows]))
+        for at in range(0, len(rows), _AT_ONCE):  # hashes of all rows at once take more memory than the table
+            some = rows[at : at + _AT_ONCE]
+            self._place(some, self._slots(self.group[some], self._hashes[some]))
 
     def _grow(self) -> None:
         old = len(self._free)

@@ -26,7 +26,7 @@ from manthan.manager.events import (
     Pinned,
     Turn,
 )
-from manthan.manager.pool import BlockName, Mark, Owner, Pool
+from manthan.manager.pool import MARKS, BlockName, Mark, Owner, Pool
 from manthan.manager.session.blocks import (
     NO_GROUP,
     NO_ROWS,
@@ -511,7 +511,7 @@ class SessionManager:
         if self._is_shared:
             return [Mark.DECODED] * len(rows)
         marks = np.where(self._is_whole(rows), self.blocks.mark[rows], np.uint8(Mark.DECODED))
-        return [Mark(mark) for mark in marks.tolist()]
+        return [MARKS[mark] for mark in marks.tolist()]
 
     # -- stores ---------------------------------------------------------------------------------------
 
@@ -710,7 +710,7 @@ class SessionManager:
         self.blocks.hold(needed, -1)
         if not fits:
             return StoresBegun([], 0, is_gone, lost)
-        self.events(EncodingBegins([Mark(mark) for mark in marks.tolist()]))
+        self.events(EncodingBegins([MARKS[mark] for mark in marks.tolist()]))
         whole = counts == shape.tokens
         breaks = np.zeros(fits, np.int32)
         breaks[1:] = (counts[1:] > 0) & ~whole[:-1]
@@ -878,10 +878,12 @@ class SessionManager:
         for session in self.table.resident_victims():
             if count >= most:
                 break
+            if not session.is_cold:  # a full tier has no room for it: many may wait
+                continue
             depth = self._resident_depth(session.rows)
             if not depth:
                 self.table.resident.leave(session.session_id)
-            elif session.is_cold and not session.requests:
+            else:
                 chosen.append((session.number, depth))
                 rows.append(session.rows[:depth][::-1])
                 count += depth

@@ -81,8 +81,7 @@ class ResumePoints:
                 self._standing.add(row)
         if session not in point.sessions:
             point.sessions[session] = None
-            session.points.append(point)
-            session.points.sort(key=lambda point: point.depth)
+            session.points = tuple(sorted((*session.points, point), key=lambda point: point.depth))
             self._touch(session)
         return point
 
@@ -100,7 +99,7 @@ class ResumePoints:
     def leave(self, session: Session, point: ResumePoint, cause: DropCause) -> None:
         """Have a session leave a point. What nobody needs then is dropped."""
         self._touch(session)
-        session.points.remove(point)
+        session.points = tuple(each for each in session.points if each is not point)
         spare = [each for each in self._spare.get(session, ()) if each is not point]
         self._set_spare(session, spare)
         del point.sessions[session]

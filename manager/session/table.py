@@ -4,14 +4,14 @@ A session is a growing list of blocks. A block hash covers the whole prefix, so 
 session.
 """
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from itertools import count, islice, repeat
+from itertools import count, islice
 from math import inf
 
 import numpy as np
+from msgspec import Struct, field
 
 from manthan.manager.pool import Owner
 from manthan.manager.session.blocks import NO_ROWS, BlockTable, MemoryShape, Rows, common_prefix, first_false
@@ -20,6 +20,8 @@ from manthan.policies.ranking import Ranking
 
 REMEMBERED = 1024
 """Sessions without KV that are remembered at least. As many as there are with KV, if these are more."""
+
+_NO_REQUESTS: frozenset[str] = frozenset()
 
 
 class SessionState(StrEnum):
@@ -30,8 +32,7 @@ class SessionState(StrEnum):
     COLD = auto()
 
 
-@dataclass(slots=True, eq=False)
-class ResumePoint:
+class ResumePoint(Struct, eq=False, gc=False):
     """Blocks of other KV cache groups that are needed to go on behind a block: a window's last ones, or a state.
 
     row: of that block. depth: number of blocks before that point. rows: of the blocks of other groups. ends_prompt:
@@ -45,9 +46,11 @@ class ResumePoint:
     sessions: "dict[Session, None]" = field(default_factory=dict)
 
 
-@dataclass(slots=True, eq=False)
-class Session:
+class Session(Struct, eq=False, gc=False):
     """Conversation or agent.
+
+    Python's garbage collector passes over it, because a full collection would take seconds with many sessions. So
+    whatever leads from a session back to it must be taken apart when the session is forgotten.
 
     name: as the client called it; None if it did not. number: of all sessions of this engine. rows: of its blocks.
     Times are seconds on the engine's monotonic clock.
@@ -59,15 +62,15 @@ class Session:
     number: int
     created: float
     last_used: float
-    owner: Owner = field(init=False)
+    owner: Owner = ("", "")
     """Tenant and name, or number of a session without one. Branches of one named session have the same.
 
     A session without a name that asks another's whole prompt again has that one's.
     """
     rows: Rows = field(default_factory=lambda: NO_ROWS)
-    requests: set[str] = field(default_factory=set)
+    requests: frozenset[str] = _NO_REQUESTS
     is_cold: bool = False
-    points: list[ResumePoint] = field(default_factory=list)
+    points: tuple[ResumePoint, ...] = ()
     """Resume points, the deepest last."""
     prompt_depth: int = 0
     """Depth of the resume point at the end of its last prompt, which is kept besides the deepest."""
@@ -224,6 +227,48 @@ class Order:
             yield from policy.victims()
 
 
+class SessionsBy:
+    """Sessions by a key that few of them share, in the order in which they came.
+
+    One that shares it with nobody has no container of its own, so that Python's garbage collector has less to visit.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[object, Session] = {}
+        """The first one of each key."""
+        self._others: dict[object, dict[Session, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def items(self) -> Iterator[tuple[object, Iterable[Session]]]:
+        """Yield the keys and the sessions of each."""
+        return ((key, self.get(key)) for key in self._first)
+
+    def get(self, key: object, default: Iterable[Session] = ()) -> Iterable[Session]:
+        """Return the sessions of a key."""
+        first = self._first.get(key)
+        return default if first is None else (first, *self._others.get(key, ()))
+
+    def add(self, key: object, session: Session) -> None:
+        """Enter a session, once."""
+        if self._first.setdefault(key, session) is not session:
+            self._others.setdefault(key, {})[session] = None
+
+    def remove(self, key: object, session: Session) -> None:
+        """Take a session out that is there."""
+        others = self._others.get(key, {})
+        if self._first[key] is not session:
+            del others[session]
+        elif others:
+            self._first[key] = next(iter(others))
+            del others[self._first[key]]
+        else:
+            del self._first[key]
+        if not others:
+            self._others.pop(key, None)
+
+
 class SessionTable:
     """All sessions that have blocks or a request, and those that are remembered without. No tenant finds another's.
 
@@ -252,16 +297,16 @@ class SessionTable:
         self.gone: list[Callable[[Session], None]] = []
         """Called with each session that is forgotten."""
         self._numbers = count(1)
-        self._sessions_of: Counter[str] = Counter()  # by tenant
-        self._ending: dict[int, dict[Session, None]] = {}
+        self._ending = SessionsBy()
         """By the row of their last block, sessions with blocks."""
-        self._named = defaultdict[tuple[str, str | None], dict[Session, None]](dict)
-        """By tenant and name; None for all of a tenant."""
+        self._named = SessionsBy()
+        """By tenant and name, sessions with one."""
+        self._of_tenant = defaultdict[str, dict[Session, None]](dict)
         self._prompts: dict[tuple[str, bytes, str], Session] = {}
         """By tenant, hash of a prompt's last full block, and its end, the session that asked it last."""
         self._prompt_of: dict[Session, tuple[str, bytes, str]] = {}
-        self._remembered: OrderedDict[tuple[str, bytes], Session] = OrderedDict()
-        """By tenant and tip, also those whose blocks are gone. The oldest are forgotten."""
+        self._remembered: dict[bytes, Session] = {}
+        """By tenant and tip, also those whose blocks are gone. The oldest are forgotten, several at a time."""
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
         self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, who learns nothing of others
         self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
@@ -277,7 +322,11 @@ class SessionTable:
 
     def _alike(self, session: Session) -> Iterable[Session]:
         """Return the sessions that a client calls by the same name."""
-        return () if session.name is None else self._named.get((session.tenant, session.name), ())
+        return () if session.name is None else self._called(session.name, session.tenant)
+
+    def _called(self, name: str | None, tenant: str) -> Iterable[Session]:
+        """Return the sessions of a tenant that have this name, or all."""
+        return self._of_tenant.get(tenant, ()) if name is None else self._named.get((tenant, name))
 
     def stay_out(self, session: Session, stays_out: bool) -> None:
         """Keep a session, and others of its name, out of the tiers, or no longer."""
@@ -288,9 +337,9 @@ class SessionTable:
     def _enter(self, session: Session) -> None:
         self.by_id[session.session_id] = self.by_number[session.number] = session
         self.states[session.state] += 1
-        self._sessions_of[session.tenant] += 1
-        for name in {session.name, None}:
-            self._named[session.tenant, name][session] = None
+        self._of_tenant[session.tenant][session] = None
+        if session.name is not None:
+            self._named.add((session.tenant, session.name), session)
 
     def touch(self, session: Session) -> None:
         """Note that a session, or what is stored of it, is not what it was."""
@@ -304,12 +353,18 @@ class SessionTable:
 
     def begin(self, session: Session, request_id: str) -> None:
         """Note that a request of a session runs."""
-        self._count(session, lambda: session.requests.add(request_id))
+        self._set_requests(session, session.requests | {request_id})
         self.set_cold(session, False)
 
     def end(self, session: Session, request_id: str) -> None:
         """Note that a request of a session runs no more."""
-        self._count(session, lambda: session.requests.discard(request_id))
+        self._set_requests(session, session.requests - {request_id} or _NO_REQUESTS)
+
+    def _set_requests(self, session: Session, requests: frozenset[str]) -> None:
+        def change() -> None:
+            session.requests = requests
+
+        self._count(session, change)
 
     def set_cold(self, session: Session, is_cold: bool) -> None:
         """Note whether all blocks of a session are saved."""
@@ -375,14 +430,12 @@ class SessionTable:
         self.states[session.state] -= 1
         self.leave_order(session)
         self.resident.leave(session.session_id)
-        for name in {session.name, None}:
-            del self._named[session.tenant, name][session]
-            if not self._named[session.tenant, name]:
-                del self._named[session.tenant, name]
+        if session.name is not None:
+            self._named.remove((session.tenant, session.name), session)
         self._forget_prompt(session)
-        self._sessions_of[session.tenant] -= 1
-        if not self._sessions_of[session.tenant]:  # clients may make up any number of tenants
-            del self._sessions_of[session.tenant]
+        del self._of_tenant[session.tenant][session]
+        if not self._of_tenant[session.tenant]:  # clients may make up any number of tenants
+            del self._of_tenant[session.tenant]
             self.order_of.pop(session.tenant, None)
             self._anonymous.pop(session.tenant, None)
             self._forks.pop(session.tenant, None)
@@ -548,7 +601,7 @@ class SessionTable:
         """Return how many of these rows, from the first on, one session of this name or any has, and a session that
         has the most."""
         best, found = 0, None
-        for session in self._named.get((tenant, name), ()) if len(rows) else ():
+        for session in self._called(name, tenant) if len(rows) else ():
             if best < len(session.rows) and session.rows[best] == rows[best]:
                 best, found = common_prefix(session.rows, rows), session
                 if best == len(rows):
@@ -603,7 +656,7 @@ class SessionTable:
 
     def holders(self, row: int, depth: int, tenant: str | None = None) -> Iterator[Session]:
         """Yield the sessions, of one tenant or all, that have the block. A scan."""
-        some = self.by_id.values() if tenant is None else self._named.get((tenant, None), ())
+        some = self.by_id.values() if tenant is None else self._called(None, tenant)
         return (session for session in some if session.has(row, depth))
 
     def _has_several(self, row: int, depth: int, tenant: str) -> bool:
@@ -612,14 +665,11 @@ class SessionTable:
 
     def _enter_end(self, session: Session) -> None:
         if len(session.rows):
-            self._ending.setdefault(int(session.rows[-1]), {})[session] = None
+            self._ending.add(int(session.rows[-1]), session)
 
     def _leave_end(self, session: Session) -> None:
         if len(session.rows):
-            row = int(session.rows[-1])
-            del self._ending[row][session]
-            if not self._ending[row]:
-                del self._ending[row]
+            self._ending.remove(int(session.rows[-1]), session)
 
     # -- sessions whose KV may be gone ----------------------------------------------------------------
 
@@ -628,19 +678,23 @@ class SessionTable:
         self.forget_tip(session)
         if len(session.rows):
             session.tip = self.blocks.hashes(session.rows[-1:])[0]
-            self._remembered[session.tenant, session.tip] = session
-            self._remembered.move_to_end((session.tenant, session.tip))
-        while len(self._remembered) > REMEMBERED + 2 * len(self.by_id):
-            self._remembered.popitem(last=False)
+            tip = session.tenant.encode() + session.tip
+            self._remembered.pop(tip, None)  # the newest is the last
+            self._remembered[tip] = session
+        most = REMEMBERED + 2 * len(self.by_id)
+        if len(self._remembered) > most + most // 8:
+            for tip in list(islice(self._remembered, len(self._remembered) - most)):
+                del self._remembered[tip]
 
     def forget_tip(self, session: Session) -> None:
         """Remember a session no longer."""
-        if self._remembered.get((session.tenant, session.tip)) is session:
-            del self._remembered[session.tenant, session.tip]
+        tip = session.tenant.encode() + session.tip
+        if self._remembered.get(tip) is session:
+            del self._remembered[tip]
 
     def _recall(self, hashes: Sequence[bytes], name: str | None, tenant: str) -> Session | None:
         """Return the remembered session, of this name or any, whose conversation is the longest that these extend."""
-        found = map(self._remembered.get, zip(repeat(tenant), reversed(hashes)))
+        found = map(self._remembered.get, map(tenant.encode().__add__, reversed(hashes)))
         return next((one for one in found if one is not None and name in (None, one.name)), None)
 
     def _revive(self, session: Session) -> None:

@@ -175,7 +175,10 @@ class SimulatedPool:
     def _blocks_of(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
         """Return all blocks of these names."""
         names = [(group, block_hash) for block_hash in dict.fromkeys(block_hashes)]
-        first = ((name, self._cached.get(name)) for name in names)
+        found = map(self._cached.get, names)
+        if not self._copies:
+            return [block for block in found if block is not None]
+        first = zip(names, found, strict=True)
         return [block for name, one in first if one is not None for block in (one, *self._copies.get(name, ()))]
 
     def _lose(self, block: int) -> None:

@@ -186,18 +186,19 @@ def _links(manager: SessionManager) -> Findings:
     ends = {(int(session.rows[-1]), session) for session in sessions if len(session.rows)}
     kept = {(row, session) for row, some in table._ending.items() for session in some or [None]}
     yield ends == kept, f"{len(ends)} sessions have an end, and {len(kept)} ends are kept"
-    names = {((session.tenant, name), session) for session in sessions for name in {session.name, None}}
+    names = {((session.tenant, session.name), session) for session in sessions if session.name is not None}
     named = {(name, session) for name, some in table._named.items() for session in some or [None]}
     yield names == named, f"{len(names)} names are in use, and {len(named)} are kept"
     counts = Counter(session.tenant for session in sessions)
-    yield table._sessions_of == counts, f"tenants have sessions {table._sessions_of}, but there are {counts}"
+    owned = {(tenant, session) for tenant, some in table._of_tenant.items() for session in some or [None]}
+    yield owned == {(session.tenant, session) for session in sessions}, "tenants do not have their sessions"
     for name, by_tenant in (("orders", table.order_of), ("numbers", table._anonymous), ("branches", table._forks)):
         yield set(by_tenant) <= set(counts), f"{name} are kept of tenants {set(by_tenant)}, and there are {set(counts)}"
     yield set(table._prompt_of) <= set(sessions), "a prompt is of a session that is gone"
     last = {key: session for session, key in table._prompt_of.items() if table._prompts.get(key) is session}
     yield table._prompts == last, "prompts by name are not those by session"
-    for (tenant, tip), session in table._remembered.items():
-        yield (session.tenant, session.tip) == (tenant, tip), f"{session.session_id} is remembered by another's tip"
+    for tip, session in table._remembered.items():
+        yield session.tenant.encode() + session.tip == tip, f"{session.session_id} is remembered by another's tip"
     for session in sessions:
         if len(session.rows):
             longest = table._longest(session.rows, session.name, session.tenant)
@@ -372,7 +373,7 @@ def _left(manager: SessionManager) -> Findings:
     yield not table.order._level_of, f"{table.order._level_of} are left in the order"
 
 
-_BY_SESSION = ("by_id", "by_number", "order_of", "_sessions_of", "_ending", "_named", "_prompts", "_prompt_of")
+_BY_SESSION = ("by_id", "by_number", "order_of", "_of_tenant", "_ending", "_named", "_prompts", "_prompt_of")
 
 
 # -- tiers ------------------------------------------------------------------------------------------------

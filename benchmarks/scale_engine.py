@@ -1,0 +1,248 @@
+"""The real heart of an engine on a simulated one, so that its own time is measured alone: no model, no KV, no bytes.
+
+The KV pool is the simulator's, and a tier takes all that is stored at once. Timed are the calls that vLLM's scheduler
+makes, those of a request and those of a step, in seconds of this thread: other processes of the machine do not count.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from time import thread_time_ns
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from manthan.manager.driver import Driver
+from manthan.manager.events import Events
+from manthan.manager.lives import Lives
+from manthan.manager.session.blocks import GroupShape, MemoryShape
+from manthan.manager.session.manager import SessionManager, StorePlan
+from manthan.manager.session.table import SessionState
+from manthan.manager.simulator.pool import SimulatedPool
+from manthan.manager.transfer import Transfer, TransferResult
+from manthan.policies import get_policy
+
+BLOCK_TOKENS = 16
+BLOCK_NBYTES = BLOCK_TOKENS * 144 << 10
+"""Bytes of a block of Qwen3-8B in the pool. A compressed one takes a fifth."""
+COLD_NBYTES = BLOCK_NBYTES // 5
+POOL_BLOCKS = 32_768
+"""Blocks of the pool: 524,288 tokens, about what the model leaves free on an H200."""
+HASH_NBYTES = 32
+ANSWER_BLOCKS = 16
+IDLE_AFTER_S = 2.0
+ENOUGH = 1 << 60
+"""Bytes of a tier that never fills up."""
+WHOLE = 64
+"""Sessions of each number that are made as on a server. The pool holds about as many."""
+STEP_S = 0.02
+FILL_S = 0.05
+"""Seconds between two new sessions."""
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request as vLLM has it. hashes: of prompt and answer. computed: blocks with KV. left: steps to its end."""
+
+    request_id: str
+    session: int
+    hashes: Sequence[bytes]
+    prompt: int
+    blocks: list[int]
+    computed: int
+    left: int
+
+
+class Times(NamedTuple):
+    """Nanoseconds of each step, and of each request."""
+
+    steps: list[int]
+    requests: list[int]
+
+
+class Heart:
+    """Sessions of one engine: made one after another, then asked again by a few requests at a time.
+
+    Args:
+        tokens: of each session's conversation, at first.
+        policy: name of the policy.
+        seed: of who returns when.
+    """
+
+    def __init__(self, tokens: int, policy: str, seed: int) -> None:
+        self.blocks = tokens // BLOCK_TOKENS
+        sizes = {0: COLD_NBYTES, BLOCK_TOKENS: BLOCK_NBYTES}
+        shape = MemoryShape({0: GroupShape(BLOCK_TOKENS, BLOCK_NBYTES, sizes)})
+        events = Events()
+        self.manager = SessionManager(get_policy(policy), shape, ENOUGH, IDLE_AFTER_S, events, is_exclusive=True)
+        self.lives = Lives(self.manager, lambda: self.now)
+        events.subscribe(self.lives)
+        self.pool = SimulatedPool(POOL_BLOCKS)
+        self.driver = Driver(self.manager, self.pool)
+        self.now = 0.0
+        self.sessions = 0
+        """Number of sessions that were made."""
+        self.longest_ns = 0
+        """Nanoseconds of the longest call that made a session: one that made the table larger."""
+        self._lengths: dict[int, int] = {}
+        """Blocks of the sessions that returned, by their number."""
+        self._seed, self._ids, self._chance = seed, count(), random.Random(seed)
+        self._sent: Sequence[Transfer] = ()
+        self._running: list[Running] = []
+        self._spent = 0
+        """Nanoseconds in the heart since the last `_lap`."""
+
+    # -- sessions -------------------------------------------------------------------------------------
+
+    def fill(self, sessions: int) -> None:
+        """Make cold sessions until there are so many, the last WHOLE of them by the way of a real one."""
+        while self.sessions < sessions:
+            number, self.sessions = self.sessions, self.sessions + 1
+            self.now += FILL_S
+            if self.sessions + WHOLE > sessions:
+                request = self._begin(number, self.blocks - ANSWER_BLOCKS, self.blocks)
+                self._answer(request, self.blocks)
+                self._finish(request)
+                self.step(self.blocks)
+            else:
+                self._adopt(number)
+        self.settle()
+
+    def _adopt(self, number: int) -> None:
+        """Make a session all of whose blocks are stored at once. The pool has none of them."""
+        manager, request_id = self.manager, f"session-{number}"
+        hashes, tokens = self.hashes(number, self.blocks), self.blocks * BLOCK_TOKENS
+        start = partial(manager.request_started, tokens=tokens, tail=b"1")
+        rows = self._heart(start, request_id, hashes, request_id, self.now).rows
+        self.longest_ns = max(self.longest_ns, self._lap())
+        manager.request_finished(request_id, hashes, self.now, tokens=tokens)
+        manager.blocks.reserve(rows, COLD_NBYTES, "")
+        job = Transfer(next(manager.job_ids), "store", 0, hashes, rows)
+        plan = StorePlan(job, rows, np.zeros(len(rows), np.uint16), np.zeros(len(rows), np.bool_))
+        manager.stored(plan, dict.fromkeys(range(len(rows)), COLD_NBYTES), self.now, 0.0)
+
+    def settle(self) -> None:
+        """Have all sessions go cold."""
+        while self.manager.table.states[SessionState.IDLE]:
+            self.now += IDLE_AFTER_S
+            self.step(0)
+        self._lap()
+
+    def hashes(self, session: int, blocks: int) -> list[bytes]:
+        """Return the hashes of a session's first blocks."""
+        drawn = np.random.default_rng((self._seed, session)).bytes(blocks * HASH_NBYTES)
+        return [drawn[at : at + HASH_NBYTES] for at in range(0, len(drawn), HASH_NBYTES)]
+
+    # -- a request ------------------------------------------------------------------------------------
+
+    def _heart(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        began = thread_time_ns()
+        result = call(*arguments, **named)
+        self._spent += thread_time_ns() - began
+        return result
+
+    def _lap(self) -> int:
+        spent, self._spent = self._spent, 0
+        return spent
+
+    def _begin(self, session: int, prompt: int, whole: int) -> Running:
+        """Bring a request of `prompt` full blocks, of `whole` with its answer, up to where its prompt has its KV."""
+        driver, pool, heart = self.driver, self.pool, self._heart
+        hashes, request_id = self.hashes(session, whole), f"request-{next(self._ids)}"
+        asked, tokens, usable = hashes[:prompt], prompt * BLOCK_TOKENS + 1, prompt
+        name = f"session-{session}"
+        heart(driver.started, request_id, asked, name, self.now, tokens=tokens, blocks=prompt + 1, tail=b"1")
+        hits = pool.hit(asked)
+        cold = heart(driver.matched, request_id, len(hits), usable, prompt + 1, self.now)
+        pool.hold(hits)
+        blocks = hits + pool.take(prompt - len(hits))
+        heart(driver.hits, request_id, [hits])
+        heart(driver.admitted, request_id, len(hits), usable, prompt)
+        found = len(hits) + cold
+        if cold:
+            heart(driver.loading, request_id, len(hits), found, blocks[len(hits) : found])
+            results = [TransferResult(job.job_id, np.zeros(len(job), np.int64)) for job in driver.loads_of(request_id)]
+            heart(driver.answered, results, self.now)
+            heart(driver.admitted, request_id, found, usable, prompt)
+        heart(driver.computed, request_id, blocks[len(hits) :])
+        pool.cache_all(blocks[len(hits) :], hashes[len(hits) : prompt])
+        return Running(request_id, session, hashes, prompt, blocks, prompt, 0)
+
+    def _answer(self, request: Running, blocks: int) -> None:
+        """Compute an answer up to so many blocks."""
+        new = self.pool.take(blocks - request.computed)
+        self._heart(self.driver.computed, request.request_id, new)
+        self.pool.cache_all(new, request.hashes[request.computed : blocks])
+        request.blocks += new
+        request.computed = blocks
+
+    def _finish(self, request: Running) -> None:
+        hashes = request.hashes[: request.computed]
+        tokens = request.computed * BLOCK_TOKENS + 1
+        self._heart(self.driver.finished, request.request_id, hashes, self.now, tokens)
+        self.pool.free(request.blocks[::-1])
+
+    # -- a step ---------------------------------------------------------------------------------------
+
+    def step(self, taken: int) -> None:
+        """Run the calls of a step: results of the step before, then orders. A store takes one step."""
+        driver, job_ids = self.driver, [job.job_id for job in self._sent]
+        results = [TransferResult(job.job_id, np.full(len(job), COLD_NBYTES, np.int64)) for job in self._sent]
+        began = thread_time_ns()
+        if results:
+            driver.gathered(job_ids)
+            driver.answered(results, self.now)
+        if driver.wanted(self.now):
+            for request in self._running:
+                driver.cached(request.request_id, request.computed)
+        work = driver.step(taken, self.now)
+        _ = driver.next_deadline, driver.has_work
+        self._spent += thread_time_ns() - began
+        self._sent = work.stores
+
+    def serve(self, steps: int, running: int, is_full: bool = True) -> Times:
+        """Let random sessions return, so many at a time, and time each step and each request.
+
+        A request's prompt is its session and a block more. Its answer has ANSWER_BLOCKS blocks, one for each
+        BLOCK_TOKENS steps. is_full: True if the tier has no room but what is dropped, as in a server that has run long.
+        """
+        self.manager.budget_nbytes = self.manager.blocks.taken_nbytes if is_full else ENOUGH
+        times, slots = Times([], []), self._running
+        spent: dict[str, int] = {}
+        self._lap()
+        for at in range(steps):
+            self.now += STEP_S
+            while len(slots) < running:
+                request = self._return(slots)
+                request.left = ANSWER_BLOCKS * BLOCK_TOKENS * (len(slots) + 1) // running if at == 0 else request.left
+                spent[request.request_id] = self._lap()
+                slots.append(request)
+            self._lap()
+            for request in slots:
+                request.left -= 1
+                if request.left % BLOCK_TOKENS == 0:
+                    self._answer(request, request.computed + 1)
+            self.step(running)
+            times.steps.append(self._lap())
+            for request in [each for each in slots if not each.left]:
+                slots.remove(request)
+                self._finish(request)
+                self._lengths[request.session] = request.computed
+                times.requests.append(spent.pop(request.request_id) + self._lap())
+        for request in slots:
+            self._finish(request)
+            self._lengths[request.session] = request.computed
+        slots.clear()
+        self.manager.budget_nbytes = ENOUGH
+        self.settle()
+        return times
+
+    def _return(self, slots: Sequence[Running]) -> Running:
+        busy = {each.session for each in slots}
+        session = next(n for n in iter(lambda: self._chance.randrange(self.sessions), -1) if n not in busy)
+        known = self._lengths.get(session, self.blocks)
+        request = self._begin(session, known + 1, known + 1 + ANSWER_BLOCKS)
+        request.left = ANSWER_BLOCKS * BLOCK_TOKENS
+        return request
