@@ -74,9 +74,10 @@ class Hints(BaseModel):
     priority: sessions of lower priority go before any of higher priority, under every policy; 0 where nobody said.
     release: drop it when this request ends. expect_return_s: the client will be back in about so many seconds. tool:
     when the tool of that name is done, of which is known how long it takes when sessions have waited for it.
-    prefetch: ids of sessions that are about to be used. tenant: who pays for the session. quality: "exact" if this
-    request takes only KV that was computed exactly, "any" if decoded KV will do. store: false if nothing of this
-    request and of later ones of the session may reach a tier, true if it may again.
+    prefetch: ids of sessions that are about to be used. parent_session_id: the session for which it works. tenant: who
+    pays for the session. quality: "exact" if this request takes only KV that was computed exactly, "any" if decoded KV
+    will do. store: false if nothing of this request and of later ones of the session may reach a tier, true if it may
+    again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,6 +98,9 @@ class Hints(BaseModel):
         default=(),
         description=f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable "
         "characters",
+    )
+    parent_session_id: SessionId | None = Field(
+        default=None, description=f"a session id of 1 to {LONGEST_NAME} printable characters"
     )
     tenant: Annotated[str, AfterValidator(_printable)] = Field(
         default="",

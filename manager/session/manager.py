@@ -23,6 +23,7 @@ from manthan.manager.events import (
     Evicted,
     Lost,
     Overwritten,
+    Parent,
     Pinned,
     Turn,
 )
@@ -225,6 +226,8 @@ class SessionManager:
         """Rows of heads that sessions share, which are stored exact."""
         self.read: Callable[[Rows], None] = lambda rows: None
         """Called with rows that were read. The estimate of front tiers sets it."""
+        self._heirs: dict[Session, None] = {}
+        """Sessions that enter the policy's order again: they have alone what they kept for a relative."""
         self.spare = 0
         """Number of saved blocks at the head of the pool's free queue that are kept saved."""
         self._led: list[tuple[int, int]] = []
@@ -288,6 +291,10 @@ class SessionManager:
         self.table.asks(session, hashes, tail)
         if hints.store is not None:
             self.table.stay_out(session, not hints.store)
+        if (parent := hints.parent_session_id) and parent != session.name:
+            if parent != session.parent:
+                self.events(Parent(session.session_id, parent))
+            self.table.join(session, parent)
         return request
 
     def request_finished(
@@ -324,6 +331,8 @@ class SessionManager:
                 self._begin_use(home, request_id, now, session.tokens, len(home.rows) * self.shape.block_tokens)
                 self._end_use(session, request_id, now)
                 home.stays_out |= session.stays_out
+                if session.parent is not None:
+                    self.table.join(home, session.parent)
                 session = home
             self._extend(session, rows[len(session.rows) :])
         session.answer_tokens = max(0, total - session.tokens)
@@ -1011,17 +1020,23 @@ class SessionManager:
         """Drop in the policy's order, of one tenant or of all, until nothing is short or it is the session's turn."""
         if short() <= 0:
             return
-        for victim in self.table.victims(tenant):
-            if victim is session or short() <= 0:
-                break
-            if not victim.requests:
-                self._drop_tail(victim, short(), is_pressed)
+        while True:
+            while self._heirs:  # nobody may enter the order in the loop below
+                self.table.enter_order_again(self._heirs.popitem()[0])
+            for victim in self.table.victims(tenant):
+                if victim is session or self._heirs or short() <= 0:
+                    break
+                if not victim.requests:
+                    self._drop_tail(victim, short(), is_pressed)
+            if not self._heirs or short() <= 0:
+                return
 
     def _drop_tail(self, victim: Session, short: int, is_pressed: bool) -> None:
         """Drop compressed blocks from a session's tail until these bytes are free, or it has no more to give.
 
         It keeps blocks in the pool that the model computed: they can be stored again. Decoded ones go. If memory is
         short, all go: blocks that are worth less than others would be stored again and again as they are overwritten.
+        The head that it shares with a relative goes with the last tail of both.
         """
         before = self.free_nbytes
         self.points.leave_spare(victim, DropCause.BUDGET)
@@ -1032,6 +1047,12 @@ class SessionManager:
         pinned = np.nonzero(blocks.pins[rows] > 0)[0]
         floor = int(pinned[-1]) + 1 if len(pinned) else 0
         own = (blocks.users[rows] == 1) & blocks.is_droppable(rows) & (blocks.nbytes[rows] > 0)
+        if kept := self._family_head(victim):
+            floor = max(floor, kept)
+            if not own[floor:].any():
+                if not own.any():
+                    self.table.leave_order(victim)
+                return
         freed = np.cumsum(np.where(own, blocks.nbytes[rows], 0)[floor:][::-1].astype(np.int64))
         length = len(rows) - min(int(np.searchsorted(freed, short)) + 1, len(freed))
         gone, end = rows[length:][own[length:]], len(rows)
@@ -1039,6 +1060,7 @@ class SessionManager:
             self.points.cut(victim, 0, DropCause.BUDGET)
             if not own.any() and victim.session_id in self.due:  # others have all of it that is saved
                 self.table.leave_order(victim)
+                self._heirs |= dict.fromkeys(one for one in self.table.relatives(victim) if one.is_cold)
                 return
         if was_cold and (is_pressed or not self._is_exclusive or not len(gone)):
             end = length
@@ -1051,12 +1073,24 @@ class SessionManager:
             self._tell_lost(victim, resident, DropCause.REDUNDANT)
             self._drop(resident, DropCause.REDUNDANT)
             self._save_later(victim)
-        if end == 0 or not blocks.status[rows[:end]].any():
+        if end == 0 or not blocks.status[rows[:end]].any() or (end == kept and not own[:end].any()):
             self.table.leave_order(victim, evicted=was_cold and end == 0)
         if end < len(rows) and is_pressed:
             self._give_up(victim, end)
         elif end < len(rows):
             self.cut(victim, end, DropCause.BUDGET)
+
+    def _family_head(self, session: Session) -> int:
+        """Return the number of first blocks that a session shares with a living relative.
+
+        That is one with a request, or with blocks to give in its turn.
+        """
+        shared = 0
+        for one in self.table.relatives(session):
+            if one.requests or one.is_pinned or one.session_id in self.table.order:
+                asked = (self.requests[each].rows for each in one.requests if each in self.requests)
+                shared = max(shared, *(common_prefix(session.rows, rows) for rows in (one.rows, *asked)))
+        return shared
 
     def _give_up(self, session: Session, length: int) -> None:
         """Cut a session. The pool overwrites next what nobody else needs of the rest."""
@@ -1104,12 +1138,14 @@ class SessionManager:
         if not len(cut) and length:
             return
         self._tell_lost(session, cut[blocks.is_saved(cut)], cause)
+        heirs = [one for one in self.table.relatives(session) if common_prefix(one.rows, session.rows) > length]
         self.points.cut(session, length, cause)
         last = cut[blocks.users[cut] == 1]
         self._release_decoded(last)
         dropped = last[blocks.is_droppable(last)]
         self.table.truncate(session, length)  # a saved row stays until it is dropped
         self._drop(dropped, cause)
+        self._heirs |= dict.fromkeys(heirs)
         if not len(session.rows):
             self._stop_saving(session)
             self._pins.pop(session, None)
@@ -1182,6 +1218,7 @@ class SessionManager:
         self.due.set(session.session_id, None)
         self._stop_saving(session)
         self._pins.pop(session, None)
+        self._heirs.pop(session, None)
         self.said.forget(session.session_id)
 
     def disown(self, names: Iterable[BlockName]) -> None:

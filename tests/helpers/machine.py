@@ -38,6 +38,9 @@ HINTS: list[dict[str, object]] = [
     {"store": False},
     {"store": False, "quality": "exact"},
     {"store": True},
+    *[{"parent_session_id": "A"}] * 3,
+    {"parent_session_id": "B"},
+    {"parent_session_id": "C", "ttl_s": 5},
 ]
 
 

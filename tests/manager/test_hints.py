@@ -14,11 +14,12 @@ from manthan.manager.session.hints import (
     parse_hints,
 )
 
-NAMES = "expect_return_s, pin, prefetch, priority, quality, release, store, tenant, tool, ttl_s"
+NAMES = "expect_return_s, parent_session_id, pin, prefetch, priority, quality, release, store, tenant, tool, ttl_s"
 BOOLEAN = "true or false"
 SECONDS = "a number of seconds above 0, and at most 2592000 (30 days)"
 PRIORITY = f"a whole number from -{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}"
 PREFETCH = f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable characters"
+PARENT = f"a session id of 1 to {LONGEST_NAME} printable characters"
 TENANT = f"a name of at most {LONGEST_NAME} printable characters"
 
 
@@ -58,6 +59,7 @@ def test_nothing_is_said(value: object) -> None:
         ("prefetch", ["a" * LONGEST_NAME] * MOST_PREFETCHES, ("a" * LONGEST_NAME,) * MOST_PREFETCHES),
         ("tenant", "Universität Zürich", "Universität Zürich"),
         ("tool", "web search", "web search"),
+        ("parent_session_id", "agent 7", "agent 7"),
         ("quality", "exact", "exact"),
     ],
 )
@@ -79,6 +81,7 @@ def test_each_hint(name: str, given: object, expected: object) -> None:
         ("priority", PRIORITY, [11, -11, True, 1.0, "1", float("nan")]),
         ("prefetch", PREFETCH, ["", [""], [1], 1, True, {"alice": 1}, ["alice", None]]),
         ("prefetch", PREFETCH, ["a" * (LONGEST_NAME + 1), ["a"] * (MOST_PREFETCHES + 1), "\ud800", "a\nb"]),
+        ("parent_session_id", PARENT, ["", 1, ["agent"], "a\nb", "a" * (LONGEST_NAME + 1)]),
         ("tool", TOOL_NAME, [1, True, ["search"], "a\nb", "a" * (LONGEST_NAME + 1)]),
         ("tenant", TENANT, [1, True, ["acme"], "a\nb", "\x1b[2J", "a" * (LONGEST_NAME + 1), "\ud800", b"acme"]),
     ],
