@@ -1050,8 +1050,10 @@ class SessionManager:
         if kept := self._family_head(victim):
             floor = max(floor, kept)
             if not own[floor:].any():
-                if not own.any():
+                if not own.any() and floor == kept:
                     self.table.leave_order(victim)
+                    if was_cold:  # no relative says when others leave it alone with what is behind
+                        self.cut(victim, floor, DropCause.BUDGET)
                 return
         freed = np.cumsum(np.where(own, blocks.nbytes[rows], 0)[floor:][::-1].astype(np.int64))
         length = len(rows) - min(int(np.searchsorted(freed, short)) + 1, len(freed))
@@ -1083,11 +1085,11 @@ class SessionManager:
     def _family_head(self, session: Session) -> int:
         """Return the number of first blocks that a session shares with a living relative.
 
-        That is one with a request, or with blocks to give in its turn.
+        That is one with a request, or one that has blocks to give in its turn, or is pinned.
         """
         shared = 0
         for one in self.table.relatives(session):
-            if one.requests or one.is_pinned or one.session_id in self.table.order:
+            if one.is_pinned or one.session_id in self.table.order:
                 asked = (self.requests[each].rows for each in one.requests if each in self.requests)
                 shared = max(shared, *(common_prefix(session.rows, rows) for rows in (one.rows, *asked)))
         return shared

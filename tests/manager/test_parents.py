@@ -71,6 +71,18 @@ def test_a_child_that_expires_leaves_the_head_which_goes_in_the_parents_turn() -
     assert budget_drops(talks) == "p1 task"
 
 
+def test_a_parent_keeps_nothing_that_only_strangers_share_with_it() -> None:
+    talks = Talks(5)
+    talks.go_cold("sys a b")
+    talks.talk("sys c", "child", parent_session_id="sys a b")
+    talks.talk("sys a b d", "stranger")
+    talks.rest()
+    talks.go_cold("x")
+    assert (budget_drops(talks), talks.texts()["sys a b"]) == ("c", "sys")
+    talks.manager.steer("release", talks.session("stranger"), talks.now)
+    check_integrity(talks.manager, talks.driver)
+
+
 def test_a_childs_first_request_keeps_the_head_that_it_has_in_its_prompt() -> None:
     talks = Talks(4)
     talks.go_cold("sys task p1 p2")
@@ -88,13 +100,15 @@ def test_all_descendants_of_an_ancestor_keep_its_head() -> None:
     talks.talk("sys task d1", "grandchild", parent_session_id="child")
     talks.rest()
     talks.talk("sys task c1 c2", "child", release=True)
-    talks.go_cold("x y z", "u v")
-    assert budget_drops(talks) == "p1"
+    talks.go_cold("x y z")
+    talks.talk("sys task d1", "grandchild")
+    talks.go_cold("u v w")
+    assert budget_drops(talks) == "p1 z"
     assert (talks.texts()["parent"], talks.texts()["grandchild"]) == ("sys task", "sys task d1")
     talks.manager.steer("release", talks.session("parent"), talks.now)
     assert "sys task d1" in talks.saved(), "a parent that is finished ends nobody else"
     talks.manager.steer("release", talks.session("grandchild"), talks.now)
-    assert set(talks.texts()) == {"x y z", "u v"}
+    assert set(talks.texts()) == {"x y z", "u v w"}
     check_integrity(talks.manager, talks.driver)
 
 
