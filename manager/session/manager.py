@@ -207,7 +207,7 @@ class SessionManager:
         self.points = ResumePoints(
             self.blocks, shape.needs_points, self._drop, self.table.touch, lambda: int(SPARE_SHARE * self.budget_nbytes)
         )
-        self.said = SaidBySession(self.table, self._pin, self._unpin, self.forget_session, ttl_s)
+        self.said = SaidBySession(self.table, self._pin, self._unpin, self._keep, self.forget_session, ttl_s)
         self.requests: dict[str, Request] = {}
         self.job_ids = count()
         self._is_shared, self._is_exclusive = is_shared, is_exclusive
@@ -221,7 +221,7 @@ class SessionManager:
         self._torn: set[int] = set()
         """Rows that are read now and are to be dropped, because a rank could not store them again."""
         self._pins: dict[Session, int] = {}
-        """Bytes that pinned sessions count."""
+        """Bytes that sessions count which are pinned, or of which a head is kept."""
         self._heads: set[int] = set()
         """Rows of heads that sessions share, which are stored exact."""
         self.read: Callable[[Rows], None] = lambda rows: None
@@ -1047,7 +1047,8 @@ class SessionManager:
         pinned = np.nonzero(blocks.pins[rows] > 0)[0]
         floor = int(pinned[-1]) + 1 if len(pinned) else 0
         own = (blocks.users[rows] == 1) & blocks.is_droppable(rows) & (blocks.nbytes[rows] > 0)
-        if kept := self._family_head(victim):
+        own[: victim.kept] = False
+        if kept := max(victim.kept, self._family_head(victim)):
             floor = max(floor, kept)
             if not own[floor:].any():
                 if not own.any() and floor == kept:
@@ -1085,11 +1086,11 @@ class SessionManager:
     def _family_head(self, session: Session) -> int:
         """Return the number of first blocks that a session shares with a living relative.
 
-        That is one with a request, or one that has blocks to give in its turn, or is pinned.
+        That is one with a request, or one that has blocks to give in its turn, or keeps blocks for its client.
         """
         shared = 0
         for one in self.table.relatives(session):
-            if one.is_pinned or one.session_id in self.table.order:
+            if one.is_pinned or one.kept or one.session_id in self.table.order:
                 asked = (self.requests[each].rows for each in one.requests if each in self.requests)
                 shared = max(shared, *(common_prefix(session.rows, rows) for rows in (one.rows, *asked)))
         return shared
@@ -1117,7 +1118,7 @@ class SessionManager:
             rows = rows[rows >= 0]
             rows = rows[(blocks.users[rows] == 1) & blocks.is_droppable(rows) & (blocks.status[rows] & STORING == 0)]
             users = {number: self.table.by_number.get(number) for number in blocks.origin[rows].tolist()}
-            free = [number for number, session in users.items() if session is not None and not session.is_pinned]
+            free = [number for number, one in users.items() if one is not None and not (one.is_pinned or one.kept)]
             rows = rows[np.isin(blocks.origin[rows], free)]
             freed = np.cumsum(blocks.nbytes[rows].astype(np.int64))
             rows = rows[: int(np.searchsorted(freed, short)) + 1]
@@ -1151,7 +1152,7 @@ class SessionManager:
         if not len(session.rows):
             self._stop_saving(session)
             self._pins.pop(session, None)
-            session.is_pinned, session.pinned_until = False, None
+            session.is_pinned, session.pinned_until, session.keeps, session.kept = False, None, (), 0
             self.said.forget(session.session_id)
 
     def _end_at_point(self, session: Session, is_leaving: bool = False) -> int:
@@ -1266,10 +1267,8 @@ class SessionManager:
     def _pin(self, session: Session) -> str:
         """Pin a session, or keep it pinned as it grows. Return in a sentence why not, if so."""
         self.points.leave_spare(session, DropCause.ABANDONED)
-        blocks, rows = self.blocks, session.rows
-        beside = session.point_rows
-        needed = self._pin_nbytes(rows) + int(blocks.nbytes[beside].sum() + blocks.reserved[beside].sum())
-        if refused := self._pin_refusal(session, needed):
+        needed = self._pin_nbytes(session.rows, session.point_rows)
+        if refused := self._pin_refusal("pin", session, needed):
             self._unpin(session)
             return refused
         was_pinned, session.is_pinned = session.is_pinned, True
@@ -1280,23 +1279,47 @@ class SessionManager:
             self.events(Pinned(session.session_id, True))
         return ""
 
-    def _pin_nbytes(self, rows: Rows) -> int:
-        """Return the bytes that blocks count in a pinned session.
+    def _keep(self, session: Session, tokens: int) -> str:
+        """Keep a session's first tokens, as a pin keeps all. Return in a sentence why not, if so.
+
+        Where resume points are needed, the whole session is kept: the last of them is at its end.
+        """
+        rows, before, refused = session.rows, session.kept, ""
+        most = len(rows) if tokens and self.points.is_needed else -(-tokens // self.shape.block_tokens)
+        session.kept = 0 if session.is_pinned else min(len(rows), most)
+        if not session.is_pinned:
+            self._pins.pop(session, None)
+        if session.kept:
+            self.points.leave_spare(session, DropCause.ABANDONED)
+            needed = self._pin_nbytes(rows[: session.kept], session.point_rows)
+            refused = self._pin_refusal("keep", session, needed)
+            if refused:
+                session.kept = 0
+            else:
+                self._pins[session] = needed
+        if session.kept < before:
+            self.table.enter_order_again(session)
+        return refused
+
+    def _pin_nbytes(self, rows: Rows, beside: Rows) -> int:
+        """Return the bytes that blocks, and those of other groups, count in a pinned session.
 
         A head that sessions share is kept exact within the heads' share, so it counts what it would take otherwise.
         """
+        of_points = int(self.blocks.nbytes[beside].sum() + self.blocks.reserved[beside].sum())
         if not self.shape.stores_main:
-            return 0
+            return of_points
         shape = self.shape.groups[self.shape.main]
         left = self._sink - self.blocks.depth[rows].astype(np.int64) * shape.tokens
         counts = np.clip(left, 0, shape.tokens)
         bounds = np.array([shape.bounds.get(tokens, shape.bounds[0]) for tokens in counts.tolist()], np.int64)
         nbytes = self.blocks.nbytes[rows].astype(np.int64)
         is_head = self.blocks.exact[rows] >= shape.tokens
-        return int(np.where(nbytes == 0, bounds, np.where(is_head, np.minimum(nbytes, bounds), nbytes)).sum())
+        counted = np.where(nbytes == 0, bounds, np.where(is_head, np.minimum(nbytes, bounds), nbytes))
+        return of_points + int(counted.sum())
 
-    def _pin_refusal(self, session: Session, needed: int) -> str:
-        """Return why a session cannot be pinned, in words that tell its tenant nothing of what others have."""
+    def _pin_refusal(self, hint: str, session: Session, needed: int) -> str:
+        """Return why a session is not pinned or kept, in words that tell its tenant nothing of what others have."""
         others = sum(nbytes for other, nbytes in self._pins.items() if other is not session)
         tenant = session.tenant
         own = sum(nbytes for other, nbytes in self._pins.items() if other is not session and other.tenant == tenant)
@@ -1304,11 +1327,13 @@ class SessionManager:
         said = f"tiers.pinned_share is {whole:g}" + (f", the tenant's share {part:g}" if part < 1 else "")
         if own + needed > (allowed := int(whole * part * self.budget_nbytes)):
             return (
-                f"pin is refused: pinned sessions may take {allowed} bytes of the cold store ({said}), {own} are "
+                f"{hint} is refused: pinned sessions may take {allowed} bytes of the cold store ({said}), {own} are "
                 f"taken, and this session needs {needed}"
             )
         if others + needed > int(whole * self.budget_nbytes):
-            return f"pin is refused: {needed} bytes are not left of what all tenants' pinned sessions may take ({said})"
+            return (
+                f"{hint} is refused: {needed} bytes are not left of what all tenants' pinned sessions may take ({said})"
+            )
         return ""
 
     def _unpin(self, session: Session) -> None:

@@ -102,6 +102,10 @@ class Session:
     # What the client said; see Hints.
     is_pinned: bool = False
     pinned_until: float | None = None
+    keeps: tuple[tuple[float, int], ...] = ()
+    """Until when its first tokens are kept, and how many."""
+    kept: int = 0
+    """Number of first blocks that are kept for that; 0 while it is pinned."""
     ttl_s: float | None = None
     priority: int = 0
     expected: float | None = None

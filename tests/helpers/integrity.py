@@ -268,6 +268,7 @@ def _orders(manager: SessionManager) -> Findings:
     for session in table.by_id.values():
         rows = session.rows
         gives = (blocks.users[rows] == 1) & blocks.is_droppable(rows) & (blocks.nbytes[rows] > 0)
+        gives[: session.kept] = False
         if not session.is_cold:  # others may have stored what it had in common with them
             gives &= blocks.origin[rows] == session.number
         is_free = not gives.any() or session.is_pinned or session.session_id in listed or session in manager._heirs
@@ -288,7 +289,7 @@ def _budget(manager: SessionManager) -> Findings:
     for tenant in blocks._tenants:
         share, taken = shares.of_tenant(tenant), blocks.taken_by(tenant)
         yield share >= 1 or taken <= share * budget, f"tenant {tenant!r} takes {taken} bytes, of {share:g} of {budget}"
-    pinned = {session for session in manager.table.by_id.values() if session.is_pinned}
+    pinned = {session for session in manager.table.by_id.values() if session.is_pinned or session.kept}
     yield set(manager._pins) == pinned, f"{len(pinned)} sessions are pinned, and {len(manager._pins)} are counted"
     total, own = sum(manager._pins.values()), Counter[str]()
     for session, nbytes in manager._pins.items():
@@ -310,7 +311,8 @@ def _deadlines(manager: SessionManager) -> Findings:
         first = min(whens.values(), default=inf)
         yield deadlines.first == first, f"{name}: the first is kept as {deadlines.first}, and is {first}"
     for session in table.by_id.values():
-        until = session.pinned_until if session.is_pinned else None
+        ends = [until for until, _ in session.keeps] + ([session.pinned_until] if session.pinned_until else [])
+        until = min(ends, default=None)
         yield said.pins._when.get(session.session_id) == until, f"the pin of {session.session_id} ends at {until}"
     for session_id in _whens(manager.due):
         state = table.by_id[session_id].state

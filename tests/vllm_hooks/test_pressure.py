@@ -119,3 +119,16 @@ def test_a_parent_that_waits_has_the_head_still_when_its_child_is_released(
     shared = again.prompt_tokens // 2 // 32 - 1
     assert again.text == first.text
     assert (again.cached_tokens // 32 >= shared) is bool(hints)
+
+
+@pytest.mark.parametrize("seconds", [600, None])
+def test_a_range_of_tokens_stays_while_others_take_the_rest(crowded: Any, table: Any, seconds: float | None) -> None:
+    """Behind the range, the session is as any other."""
+    prompt, right = table(300).question(3)
+    kept = 8 * 32
+    hints = {} if seconds is None else {"keep": [{"from": 32, "to": kept, "seconds": seconds}]}
+    assert crowded.ask(prompt, "keeper", **hints).text == right
+    ask_others(crowded, table, range(310, 330))
+    crowded.empty_pool()
+    again = crowded.ask(prompt, "keeper")
+    assert (again.text, again.cached_tokens) == (right, 0 if seconds is None else kept)
