@@ -57,6 +57,53 @@ def test_a_parent_that_waits_still_has_the_head_when_its_child_is_finished(
     assert ("sys task" in talks.saved()) is bool(hints)
 
 
+def test_a_child_of_which_only_the_head_is_kept_is_alive() -> None:
+    talks = Talks(6)
+    keep = [{"from": 0, "to": 16, "seconds": 1000}]
+    talks.talk("sys task c1 c2", "child", parent_session_id="parent", keep=keep)
+    talks.rest()
+    talks.talk("sys task p1 p2", "parent")
+    talks.rest()
+    talks.go_cold("w x y z v")
+    assert budget_drops(talks) == "c1 c2 p1 p2"
+    assert (talks.texts()["child"], talks.texts()["parent"]) == ("sys task", "sys task")
+
+
+def test_a_pinned_child_keeps_the_head_for_its_parent() -> None:
+    talks = Talks(8)
+    talks.talk("sys p1 p2", "parent")
+    talks.talk("sys c1", "child", parent_session_id="parent", pin=True)
+    talks.rest()
+    talks.go_cold("t u v w x y z")
+    assert talks.texts()["parent"] == "sys"
+
+
+def test_what_a_family_keeps_makes_room_also_for_one_who_comes_before_the_childs_tail_is_saved() -> None:
+    talks = Talks(4)
+    talks.go_cold("sys task p1 p2")
+    talks.talk("sys task c1", "child", parent_session_id="sys task p1 p2")
+    talks.now += 1
+    talks.talk("w x y z", "other")
+    talks.driver.steer("evict", talks.session("other"), talks.now)
+    talks.save()
+    assert talks.saved() == {"w", "w x", "w x y", "w x y z"}
+    check_integrity(talks.manager, talks.driver)
+
+
+def test_who_leaves_a_family_leaves_what_was_kept_for_it() -> None:
+    talks = Talks(6)
+    talks.talk("sys task c1 c2", "child", parent_session_id="parent")
+    talks.rest()
+    talks.talk("sys task p1 p2", "parent")
+    talks.rest()
+    talks.go_cold("x y")
+    assert (budget_drops(talks), talks.texts()["child"]) == ("c1 c2", "sys task")
+    talks.talk("sys task p1 p2", "parent", parent_session_id="another")
+    talks.manager.steer("release", talks.session("parent"), talks.now)
+    check_integrity(talks.manager, talks.driver)
+    assert talks.texts()["child"] == "sys task"
+
+
 def test_a_child_that_expires_leaves_the_head_which_goes_in_the_parents_turn() -> None:
     talks = Talks(6)
     talks.go_cold("sys task p1")

@@ -37,7 +37,7 @@ def fronts(worker: Any) -> list[tuple[int, int, list[str]]]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     store, found = get_kv_transfer_group().worker.engine.store, []
-    while hasattr(store, "front"):
+    while hasattr(store := getattr(store, "own", store), "front"):
         keys = [key.hex() for _, key in store.front.names()]
         found.append((store.front.used, store.front.usable, keys))
         store = store.behind
