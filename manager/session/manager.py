@@ -179,6 +179,8 @@ class SessionManager:
 
     pool: Pool
     """Set by `bind`."""
+    enough = 16
+    """Returns in a row whose prompts left the last answer out, after which answers are not saved."""
 
     def __init__(
         self,
@@ -232,6 +234,8 @@ class SessionManager:
         """Number of saved blocks at the head of the pool's free queue that are kept saved."""
         self._led: list[tuple[int, int]] = []
         """Number and resident depth of each session whose blocks the pool was last told to overwrite first."""
+        self._left_out = 0
+        """Number of the last returns in a row whose prompts left the last answer out."""
         self.table.gone.append(self._forgotten)
 
     def bind(self, pool: Pool, spare: int, unkept: Callable[[], None]) -> None:
@@ -278,10 +282,13 @@ class SessionManager:
         session = self.table.attribute(hashes, rows, name, tenant, now)
         prompt = len(hashes) * self.shape.block_tokens if tokens is None else tokens
         length = self.table.kept(session, rows, name, prompt)
-        if left := (len(session.rows) - length) * self.shape.block_tokens:
-            session.left_tokens = left
+        left = len(session.rows) - length
+        if self._leaves_answer_out(session, hashes, rows, prompt):
+            left = session.tokens // self.shape.block_tokens - length
+        if left:
+            session.left_tokens = left * self.shape.block_tokens
         self._begin_use(session, request_id, now, prompt, known)
-        if left:  # nobody asks for the old answer any more
+        if length < len(session.rows):  # nobody asks for the old answer any more
             self.cut(session, length, DropCause.ABANDONED)
         request = Request(request_id, session, hashes, rows, prompt, now, hints)
         request.is_exact = (hints.quality or self.quality) == "exact"
@@ -296,6 +303,30 @@ class SessionManager:
                 self.events(Parent(session.session_id, parent))
             self.table.join(session, parent)
         return request
+
+    def _leaves_answer_out(self, session: Session, hashes: Sequence[bytes], rows: Rows, tokens: int) -> bool:
+        """True if a longer prompt has nothing of its session's last answer. Learn whether all do so.
+
+        Chat templates leave out what the model thought. One prompt with an answer ends the belief that all do.
+        """
+        before = session.prompt_tokens // self.shape.block_tokens
+        is_next = not session.requests and session.prompt_tokens < tokens and before < len(hashes)
+        if not session.answer or not is_next:
+            return False
+        if hashes[before] == session.answer:
+            self._left_out = 0
+            return False
+        is_left_out = common_prefix(session.rows, rows) >= before - 1  # else an earlier message is another
+        self._left_out += is_left_out
+        return is_left_out
+
+    def _leave_answer(self, session: Session, length: int) -> None:
+        """Cut a session behind its last prompt. The pool overwrites the answer before what is yet to be saved."""
+        rows = session.rows[length:]
+        hashes = self.blocks.hashes(rows[(self.blocks.users[rows] == 1) & (self.blocks.holds[rows] == 0)])
+        self.cut(session, length, DropCause.ABANDONED)
+        if self.shape.stores_main:
+            self.pool.keep(self.shape.main, hashes[::-1])
 
     def request_finished(
         self,
@@ -396,6 +427,11 @@ class SessionManager:
             self.cut(session, 0, DropCause.ABANDONED)
         else:
             self.table.remember(session)
+            length = session.prompt_tokens // self.shape.block_tokens
+            session.answer = b"".join(self.blocks.hashes(session.rows[length : length + 1]))
+            is_kept = session.is_pinned or session.kept
+            if session.answer and self._left_out >= self.enough and length >= self.min_blocks and not is_kept:
+                self._leave_answer(session, length)
             session.left_tokens = 0
             self.due.set(session.session_id, now + self.idle_after_s)
 

@@ -117,6 +117,8 @@ class Session:
     """Name of the session for which it works; that one may be unknown."""
     family: str | None = None
     """Name of its first ancestor, where there are several relatives; see `SessionTable.join`."""
+    answer: bytes = b""
+    """Hash of the first full block with its last answer; empty if there is none."""
     prompt_end: str = ""
     """Number of full blocks of its last prompt, and the tokens behind them; empty if these are not known."""
 

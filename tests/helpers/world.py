@@ -334,6 +334,7 @@ class World:
             sink_tokens=setup.sink_tokens,
             is_exclusive=setup.is_exclusive,
         )
+        self.manager.enough = 2
         self.pool = WatchedPool(setup.pool_blocks, setup.ranks)
         self.pool.is_asked = self._is_asked
         self.driver = Driver(
