@@ -283,7 +283,7 @@ class SessionManager:
         prompt = len(hashes) * self.shape.block_tokens if tokens is None else tokens
         length = self.table.kept(session, rows, name, prompt)
         left = len(session.rows) - length
-        if self._leaves_answer_out(session, hashes, rows, prompt):
+        if self._leaves_answer_out(session, hashes, rows):
             left = session.tokens // self.shape.block_tokens - length
         if left:
             session.left_tokens = left * self.shape.block_tokens
@@ -304,14 +304,13 @@ class SessionManager:
             self.table.join(session, parent)
         return request
 
-    def _leaves_answer_out(self, session: Session, hashes: Sequence[bytes], rows: Rows, tokens: int) -> bool:
+    def _leaves_answer_out(self, session: Session, hashes: Sequence[bytes], rows: Rows) -> bool:
         """True if a longer prompt has nothing of its session's last answer. Learn whether all do so.
 
         Chat templates leave out what the model thought. One prompt with an answer ends the belief that all do.
         """
         before = session.prompt_tokens // self.shape.block_tokens
-        is_next = not session.requests and session.prompt_tokens < tokens and before < len(hashes)
-        if not session.answer or not is_next:
+        if session.requests or not session.answer or before >= len(hashes):
             return False
         if hashes[before] == session.answer:
             self._left_out = 0

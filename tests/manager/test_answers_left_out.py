@@ -4,6 +4,7 @@ import pytest
 from integrity import check_integrity
 from talks import SHAPE, Talks, last_words
 
+from manthan.manager.events import DropCause
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.manager import SessionManager
 
@@ -62,19 +63,38 @@ def test_one_answer_that_comes_back_ends_the_belief(turns: int) -> None:
 def test_neither_an_earlier_change_nor_the_same_prompt_again_tells_anything() -> None:
     talks = Talks(900, blocks=900)
     for at in range(2 * ENOUGH):
-        talks.talk(f"agent {at} a b c think", "agent")
-        request = talks.start(f"agent {at} a b c", "agent")
-        talks.finish(request, f"agent {at} a b c other")
+        who = f"agent{at}"
+        talks.talk(f"{who} a b c think", who)
+        request = talks.start(f"{who} a b c", who)
+        talks.finish(request, f"{who} a b c other")
+        talks.manager.cut(talks.session(who), 2, DropCause.BUDGET)
+        talks.finish(talks.start(f"{who} a x y z u v", who))
     talks.rest()
     assert stored(talks, "new") == f"new sys said0 user0 {THOUGHT}"
 
 
-def test_a_pinned_session_keeps_its_answers() -> None:
+def test_requests_of_a_session_at_once_tell_nothing() -> None:
+    talks = Talks()
+    talks.talk("agent a think1", "agent")
+    requests = [talks.start(f"agent a think1 b{more}", "agent") for more in ("", " c")]
+    assert talks.manager._left_out == 0
+    for request in requests:
+        talks.finish(request)
+
+
+@pytest.mark.parametrize("hints", [{"pin": True}, {"keep": [{"from": 0, "to": 99, "seconds": 9}]}])
+def test_a_session_that_its_client_keeps_keeps_its_answers(hints: dict[str, object]) -> None:
     talks = Talks(900, blocks=900)
-    converse(talks, ENOUGH + 1)
-    talks.rest()
-    talks.talk("pinned a think", "pinned", pin=True)
-    assert last_words(talks.rest()) == "pinned a think"
+    talks.manager._left_out = ENOUGH
+    talks.talk("kept a think", "kept", **hints)
+    assert last_words(talks.rest()) == "kept a think"
+
+
+def test_a_session_that_would_be_too_short_keeps_its_answer() -> None:
+    talks = Talks(min_tokens=48)
+    talks.manager._left_out = ENOUGH
+    talks.finish(talks.start("a b", "short"), "a b think1 think2")
+    assert last_words(talks.rest()) == "a b think1 think2"
 
 
 def test_the_policy_is_told_what_was_left_out_whether_it_was_saved_or_not() -> None:

@@ -132,3 +132,25 @@ def test_a_range_of_tokens_stays_while_others_take_the_rest(crowded: Any, table:
     crowded.empty_pool()
     again = crowded.ask(prompt, "keeper")
     assert (again.text, again.cached_tokens) == (right, 0 if seconds is None else kept)
+
+
+def test_answers_are_not_saved_while_every_prompt_leaves_them_out(crowded: Any, table: Any) -> None:
+    """Turns leave out 64 tokens each. One that keeps them ends it, also for the tests behind this one."""
+
+    def blocks_saved(seed: int) -> float:
+        before = encoded(crowded)
+        answer = crowded.ask(table(seed).question(0)[0], f"once-{seed}", max_tokens=100)
+        crowded.wait(lambda: crowded.sessions("idle") == crowded.sessions("active") == 0, "all is saved")
+        return encoded(crowded) - before - answer.prompt_tokens // 32
+
+    assert blocks_saved(400) >= 3
+    prompt = ""
+    for at in range(24):
+        prompt += f"# said {at}\n" * 8
+        crowded.ask(prompt, "thinker", max_tokens=64)
+    crowded.wait(lambda: crowded.sessions("idle") == 0, "it is saved")
+    assert blocks_saved(402) == 0
+    answer = crowded.ask(prompt, "keeper", max_tokens=64)
+    crowded.ask(f"{prompt}{answer.text} and on", "keeper")
+    crowded.wait(lambda: crowded.sessions("idle") == 0, "it is saved")
+    assert blocks_saved(403) >= 3
