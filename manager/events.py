@@ -106,6 +106,14 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True)
+class Parent:
+    """A session's client said for which session it works."""
+
+    session_id: str
+    parent: str
+
+
+@dataclass(frozen=True, slots=True)
 class EncodingBegins:
     """Blocks of these marks are about to be encoded."""
 
@@ -216,6 +224,7 @@ Event: TypeAlias = (
     | Restored
     | Lost
     | Pinned
+    | Parent
     | EncodingBegins
     | BlocksSaved
     | BlocksDropped

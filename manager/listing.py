@@ -74,8 +74,8 @@ class SessionInfo:
     id: for a tenant, as it named the session. hot_blocks: blocks that are resident, and take hot_bytes. cold_blocks:
     saved blocks. cold_bytes: of these and of its resume points in the tiers. tiers: that have some of these, by name,
     the fastest first. expected_return: as its client said, or as long as its tool takes. tool: that its client waits
-    for. lossy_tokens: cached tokens of its last request that were decoded, or computed behind decoded ones. engine:
-    number of the data-parallel engine that has it.
+    for. parent: session for which it works, as its client named it. lossy_tokens: cached tokens of its last request
+    that were decoded, or computed behind decoded ones. engine: number of the data-parallel engine that has it.
     """
 
     id: str
@@ -95,6 +95,7 @@ class SessionInfo:
     priority: int
     expected_return: float | None
     tool: str
+    parent: str | None
     lossy_tokens: int
     engine: int = 0
 
@@ -183,6 +184,7 @@ class Listing:
             priority=session.priority,
             expected_return=None if session.expected is None else round(session.expected + offset, 3),
             tool=session.tool,
+            parent=session.parent,
             lossy_tokens=session.lossy_tokens,
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from manthan.manager.events import Event, Evicted, Lost, Pinned, Restored, Turn
+from manthan.manager.events import Event, Evicted, Lost, Parent, Pinned, Restored, Turn
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session
 
@@ -27,6 +27,7 @@ class EventKind(StrEnum):
     DROPPED = auto()
     PINNED = auto()
     UNPINNED = auto()
+    PARENT = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,8 @@ class Lives:
                 self._add(session_id, LifeEvent(at, EventKind.PINNED, "Was pinned."))
             case Pinned(session_id):
                 self._add(session_id, LifeEvent(at, EventKind.UNPINNED, "Is not pinned any more."))
+            case Parent(session_id, parent):
+                self._add(session_id, LifeEvent(at, EventKind.PARENT, f"Works for {parent}."))
 
     def _add(self, session_id: str, event: LifeEvent) -> None:
         if session_id not in self._table.by_id:

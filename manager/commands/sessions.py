@@ -24,7 +24,7 @@ TIMEOUT_S = 30.0
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="Of vLLM's server.")]
 Tenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Whose session it is.")]
 Id = Annotated[str, typer.Argument(metavar="SESSION", help="Its id, as `list` shows it.")]
-COLUMNS = ("id", "tenant", "state", "tokens", "hot_bytes", "tiers", "last_used", "requests", "pinned")
+COLUMNS = ("id", "parent", "tenant", "state", "tokens", "hot_bytes", "tiers", "last_used", "requests", "pinned")
 LOCAL = "http://127.0.0.1:8000"
 
 
@@ -130,8 +130,10 @@ def _path(session: str, tenant: str) -> str:
 def _value(name: str, value: Any) -> str:
     if name.endswith("_bytes"):
         return ByteSize(value).human_readable() if value else "0B"
+    if value is None:
+        return ""
     if name in ("at", "created", "last_used", "expected_return"):
-        return "" if value is None else datetime.fromtimestamp(value).strftime("%Y-%m-%d %H:%M:%S")
+        return datetime.fromtimestamp(value).strftime("%Y-%m-%d %H:%M:%S")
     if isinstance(value, dict):
         return " and ".join(f"{ByteSize(part['bytes']).human_readable()} {tier}" for tier, part in value.items())
     return str(value)

@@ -6,6 +6,7 @@ A field's description completes the sentence "HINT must be …".
 import reprlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from math import inf
 from statistics import median
 from typing import Annotated, Self
 
@@ -67,21 +68,49 @@ SECONDS = f"a number of seconds above 0, and at most {LONGEST_S} (30 days)"
 TOOL_NAME = f"a tool's name, of at most {LONGEST_NAME} printable characters"
 
 
+MOST_KEEPS = 16
+MOST_TOKENS = 10_000_000
+
+
+class TokenRange(BaseModel):
+    """Tokens of a session from `start` to before `end`, to be kept for some seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    start: int = Field(alias="from", strict=True, ge=0)
+    end: int = Field(alias="to", strict=True, le=MOST_TOKENS)
+    seconds: Seconds
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.start >= self.end:
+            raise ValueError("an empty range")
+        return self
+
+
 class Hints(BaseModel):
     """Hints of a request for its session. None, false or empty says nothing, and what was said before holds.
 
-    pin: keep its compressed blocks whatever comes, or no longer. ttl_s: forget it so long after its last use.
+    pin: keep its compressed blocks whatever comes, or no longer. keep: those of these tokens, each for a time. ttl_s:
+    forget it so long after its last use.
     priority: sessions of lower priority go before any of higher priority, under every policy; 0 where nobody said.
     release: drop it when this request ends. expect_return_s: the client will be back in about so many seconds. tool:
     when the tool of that name is done, of which is known how long it takes when sessions have waited for it.
-    prefetch: ids of sessions that are about to be used. tenant: who pays for the session. quality: "exact" if this
-    request takes only KV that was computed exactly, "any" if decoded KV will do. store: false if nothing of this
-    request and of later ones of the session may reach a tier, true if it may again.
+    prefetch: ids of sessions that are about to be used. parent_session_id: the session for which it works. tenant: who
+    pays for the session. quality: "exact" if this request takes only KV that was computed exactly, "any" if decoded KV
+    will do. store: false if nothing of this request and of later ones of the session may reach a tier, true if it may
+    again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     pin: bool | None = Field(default=None, strict=True, description="true or false")
+    keep: tuple[TokenRange, ...] = Field(
+        default=(),
+        max_length=MOST_KEEPS,
+        description=f"a list of up to {MOST_KEEPS} objects with from, to and seconds: token numbers from 0 to "
+        f"{MOST_TOKENS}, from below to, and {SECONDS}",
+    )
     ttl_s: Seconds | None = Field(default=None, description=SECONDS)
     priority: int | None = Field(
         default=None,
@@ -98,6 +127,9 @@ class Hints(BaseModel):
         description=f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable "
         "characters",
     )
+    parent_session_id: SessionId | None = Field(
+        default=None, description=f"a session id of 1 to {LONGEST_NAME} printable characters"
+    )
     tenant: Annotated[str, AfterValidator(_printable)] = Field(
         default="",
         strict=True,
@@ -112,6 +144,7 @@ class Hints(BaseModel):
     def _check_release(self) -> Self:
         for hint, given in (
             ("pin", self.pin),
+            ("keep", self.keep),
             ("expect_return_s", self.expect_return_s),
             ("tool", self.tool),
         ):
@@ -196,7 +229,7 @@ class SaidBySession:
     """Obeys hints, or refuses to: pins, times to live, expected returns.
 
     Args:
-        pin: pins a session and returns why not, if so. unpin: takes that back.
+        pin: pins a session and returns why not, if so. unpin: takes that back. keep: does so with its first tokens.
         forget: keeps nothing of a session.
         ttl_s: seconds after its last use at which a session is forgotten of which no hint says it; None for never.
     """
@@ -206,12 +239,14 @@ class SaidBySession:
         table: SessionTable,
         pin: Callable[[Session], str],
         unpin: Callable[[Session], None],
+        keep: Callable[[Session, int], str],
         forget: Callable[[Session, DropCause], None],
         ttl_s: float | None,
     ) -> None:
-        self._table, self._pin, self._unpin, self._forget, self._ttl_s = table, pin, unpin, forget, ttl_s
+        self._table, self._pin, self._unpin, self._keep = table, pin, unpin, keep
+        self._forget, self._ttl_s = forget, ttl_s
         self.ttls, self.pins = Deadlines(), Deadlines()
-        """Times at which sessions are forgotten, and pins end."""
+        """Times at which sessions are forgotten, and pins or the first of their ranges end."""
         self._tools = ToolTimes()
         self.expected: Callable[[Session, float], None] = lambda session, now: None
         """Called when a session's expected return changes. A prefetcher sets it."""
@@ -223,6 +258,9 @@ class SaidBySession:
             refused = self.pin(session, session.pinned_until if hints.pin is None else None)
         elif hints.pin is False:
             self.unpin(session)
+        if hints.keep:
+            session.keeps = tuple((now + each.seconds, each.end) for each in hints.keep)
+        refused_range = self._renew(session, now)
         session.ttl_s = hints.ttl_s or session.ttl_s
         if hints.priority is not None:
             session.priority = hints.priority
@@ -230,7 +268,7 @@ class SaidBySession:
             self.await_return(session, hints.expect_return_s, hints.tool, now)
         if (ttl_s := session.ttl_s or self._ttl_s) is not None:
             self.ttls.set(session.session_id, now + ttl_s)
-        return refused
+        return refused or refused_range
 
     def await_return(self, session: Session, seconds: float | None, tool: str, since: float) -> None:
         """Note when a client will be back: in about these seconds, or when the tool is done, if that is known."""
@@ -250,14 +288,25 @@ class SaidBySession:
         """Pin a session until then, None for good, or keep it pinned as it grows. Return why not, if so."""
         refused = self._pin(session)
         session.pinned_until = None if refused else until
-        self.pins.set(session.session_id, session.pinned_until)
+        self._renew(session)
         return refused
 
     def unpin(self, session: Session) -> None:
         """Take a pin back."""
         session.pinned_until = None
-        self.pins.set(session.session_id, None)
         self._unpin(session)
+        self._renew(session)
+
+    def _renew(self, session: Session, now: float = -inf) -> str:
+        """Keep the ranges whose time is not over. Return why not, if so. KV is of no use without all before it."""
+        session.keeps = tuple(each for each in session.keeps if each[0] > now)
+        refused = self._keep(session, max((end for _, end in session.keeps), default=0))
+        if refused:
+            session.keeps = ()
+        ends = [until for until, _ in session.keeps]
+        ends += [] if session.pinned_until is None else [session.pinned_until]
+        self.pins.set(session.session_id, min(ends, default=None))
+        return refused
 
     def adopted(self, session: Session, was_pinned: bool, now: float) -> None:
         """Take over what was said of a session of an earlier engine."""
@@ -270,9 +319,10 @@ class SaidBySession:
     def expire(self, now: float) -> None:
         """Forget sessions whose time to live is over, and end pins."""
         for session_id in list(self.pins.pop_due(now)):
-            session = self._table.by_id.get(session_id)
-            if session is not None and session.pinned_until is not None and session.pinned_until <= now:
-                self.unpin(session)
+            if (session := self._table.by_id.get(session_id)) is not None:
+                if session.pinned_until is not None and session.pinned_until <= now:
+                    self.unpin(session)
+                self._renew(session, now)
         for session_id in list(self.ttls.pop_due(now)):
             session = self._table.by_id.get(session_id)
             if session is not None and not session.requests:  # the end of a request sets it anew

@@ -23,6 +23,7 @@ from manthan.manager.events import (
     Evicted,
     Lost,
     Overwritten,
+    Parent,
     Pinned,
     Turn,
 )
@@ -178,6 +179,8 @@ class SessionManager:
 
     pool: Pool
     """Set by `bind`."""
+    enough = 16
+    """Returns in a row whose prompts left the last answer out, after which answers are not saved."""
 
     def __init__(
         self,
@@ -206,7 +209,7 @@ class SessionManager:
         self.points = ResumePoints(
             self.blocks, shape.needs_points, self._drop, self.table.touch, lambda: int(SPARE_SHARE * self.budget_nbytes)
         )
-        self.said = SaidBySession(self.table, self._pin, self._unpin, self.forget_session, ttl_s)
+        self.said = SaidBySession(self.table, self._pin, self._unpin, self._keep, self.forget_session, ttl_s)
         self.requests: dict[str, Request] = {}
         self.job_ids = count()
         self._is_shared, self._is_exclusive = is_shared, is_exclusive
@@ -220,15 +223,19 @@ class SessionManager:
         self._torn: set[int] = set()
         """Rows that are read now and are to be dropped, because a rank could not store them again."""
         self._pins: dict[Session, int] = {}
-        """Bytes that pinned sessions count."""
+        """Bytes that sessions count which are pinned, or of which a head is kept."""
         self._heads: set[int] = set()
         """Rows of heads that sessions share, which are stored exact."""
         self.read: Callable[[Rows], None] = lambda rows: None
         """Called with rows that were read. The estimate of front tiers sets it."""
+        self._heirs: dict[Session, None] = {}
+        """Sessions that enter the policy's order again: they have alone what they kept for a relative."""
         self.spare = 0
         """Number of saved blocks at the head of the pool's free queue that are kept saved."""
         self._led: list[tuple[int, int]] = []
         """Number and resident depth of each session whose blocks the pool was last told to overwrite first."""
+        self._left_out = 0
+        """Number of the last returns in a row whose prompts left the last answer out."""
         self.table.gone.append(self._forgotten)
 
     def bind(self, pool: Pool, spare: int, unkept: Callable[[], None]) -> None:
@@ -275,10 +282,13 @@ class SessionManager:
         session = self.table.attribute(hashes, rows, name, tenant, now)
         prompt = len(hashes) * self.shape.block_tokens if tokens is None else tokens
         length = self.table.kept(session, rows, name, prompt)
-        if left := (len(session.rows) - length) * self.shape.block_tokens:
-            session.left_tokens = left
+        left = len(session.rows) - length
+        if self._leaves_answer_out(session, hashes, rows):
+            left = session.tokens // self.shape.block_tokens - length
+        if left:
+            session.left_tokens = left * self.shape.block_tokens
         self._begin_use(session, request_id, now, prompt, known)
-        if left:  # nobody asks for the old answer any more
+        if length < len(session.rows):  # nobody asks for the old answer any more
             self.cut(session, length, DropCause.ABANDONED)
         request = Request(request_id, session, hashes, rows, prompt, now, hints)
         request.is_exact = (hints.quality or self.quality) == "exact"
@@ -288,7 +298,34 @@ class SessionManager:
         self.table.asks(session, hashes, tail)
         if hints.store is not None:
             self.table.stay_out(session, not hints.store)
+        if (parent := hints.parent_session_id) and parent != session.name:
+            if parent != session.parent:
+                self.events(Parent(session.session_id, parent))
+            self.table.join(session, parent)
         return request
+
+    def _leaves_answer_out(self, session: Session, hashes: Sequence[bytes], rows: Rows) -> bool:
+        """True if a longer prompt has nothing of its session's last answer. Learn whether all do so.
+
+        Chat templates leave out what the model thought. One prompt with an answer ends the belief that all do.
+        """
+        before = session.prompt_tokens // self.shape.block_tokens
+        if session.requests or not session.answer or before >= len(hashes):
+            return False
+        if hashes[before] == session.answer:
+            self._left_out = 0
+            return False
+        is_left_out = common_prefix(session.rows, rows) >= before - 1  # else an earlier message is another
+        self._left_out += is_left_out
+        return is_left_out
+
+    def _leave_answer(self, session: Session, length: int) -> None:
+        """Cut a session behind its last prompt. The pool overwrites the answer before what is yet to be saved."""
+        rows = session.rows[length:]
+        hashes = self.blocks.hashes(rows[(self.blocks.users[rows] == 1) & (self.blocks.holds[rows] == 0)])
+        self.cut(session, length, DropCause.ABANDONED)
+        if self.shape.stores_main:
+            self.pool.keep(self.shape.main, hashes[::-1])
 
     def request_finished(
         self,
@@ -326,6 +363,8 @@ class SessionManager:
                 self._begin_use(home, request_id, now, session.tokens, len(home.rows) * self.shape.block_tokens)
                 self._end_use(session, request_id, now)
                 home.stays_out |= session.stays_out
+                if session.parent is not None:
+                    self.table.join(home, session.parent)
                 session = home
             self._extend(session, rows[len(session.rows) :])
         session.answer_tokens = max(0, total - session.tokens)
@@ -389,6 +428,11 @@ class SessionManager:
             self.cut(session, 0, DropCause.ABANDONED)
         else:
             self.table.remember(session)
+            length = session.prompt_tokens // self.shape.block_tokens
+            session.answer = b"".join(self.blocks.hashes(session.rows[length : length + 1]))
+            is_kept = session.is_pinned or session.kept
+            if session.answer and self._left_out >= self.enough and length >= self.min_blocks and not is_kept:
+                self._leave_answer(session, length)
             session.left_tokens = 0
             self.due.set(session.session_id, now + self.idle_after_s)
 
@@ -1015,17 +1059,23 @@ class SessionManager:
         """Drop in the policy's order, of one tenant or of all, until nothing is short or it is the session's turn."""
         if short() <= 0:
             return
-        for victim in self.table.victims(tenant):
-            if victim is session or short() <= 0:
-                break
-            if not victim.requests:
-                self._drop_tail(victim, short(), is_pressed)
+        while True:
+            while self._heirs:  # nobody may enter the order in the loop below
+                self.table.enter_order_again(self._heirs.popitem()[0])
+            for victim in self.table.victims(tenant):
+                if victim is session or self._heirs or short() <= 0:
+                    break
+                if not victim.requests:
+                    self._drop_tail(victim, short(), is_pressed)
+            if not self._heirs or short() <= 0:
+                return
 
     def _drop_tail(self, victim: Session, short: int, is_pressed: bool) -> None:
         """Drop compressed blocks from a session's tail until these bytes are free, or it has no more to give.
 
         It keeps blocks in the pool that the model computed: they can be stored again. Decoded ones go. If memory is
         short, all go: blocks that are worth less than others would be stored again and again as they are overwritten.
+        The head that it shares with a relative goes with the last tail of both.
         """
         before = self.free_nbytes
         self.points.leave_spare(victim, DropCause.BUDGET)
@@ -1036,6 +1086,15 @@ class SessionManager:
         pinned = np.nonzero(blocks.pins[rows] > 0)[0]
         floor = int(pinned[-1]) + 1 if len(pinned) else 0
         own = (blocks.users[rows] == 1) & blocks.is_droppable(rows) & (blocks.nbytes[rows] > 0)
+        own[: victim.kept] = False
+        if kept := max(victim.kept, self._family_head(victim)):
+            floor = max(floor, kept)
+            if not own[floor:].any():
+                if not own.any() and floor == kept:
+                    self.table.leave_order(victim)
+                    if was_cold:  # no relative says when others leave it alone with what is behind
+                        self.cut(victim, floor, DropCause.BUDGET)
+                return
         freed = np.cumsum(np.where(own, blocks.nbytes[rows], 0)[floor:][::-1].astype(np.int64))
         length = len(rows) - min(int(np.searchsorted(freed, short)) + 1, len(freed))
         gone, end = rows[length:][own[length:]], len(rows)
@@ -1043,6 +1102,7 @@ class SessionManager:
             self.points.cut(victim, 0, DropCause.BUDGET)
             if not own.any() and victim.session_id in self.due:  # others have all of it that is saved
                 self.table.leave_order(victim)
+                self._heirs |= dict.fromkeys(one for one in self.table.relatives(victim) if one.is_cold)
                 return
         if was_cold and (is_pressed or not self._is_exclusive or not len(gone)):
             end = length
@@ -1055,12 +1115,24 @@ class SessionManager:
             self._tell_lost(victim, resident, DropCause.REDUNDANT)
             self._drop(resident, DropCause.REDUNDANT)
             self._save_later(victim)
-        if end == 0 or not blocks.status[rows[:end]].any():
+        if end == 0 or not blocks.status[rows[:end]].any() or (end == kept and not own[:end].any()):
             self.table.leave_order(victim, evicted=was_cold and end == 0)
         if end < len(rows) and is_pressed:
             self._give_up(victim, end)
         elif end < len(rows):
             self.cut(victim, end, DropCause.BUDGET)
+
+    def _family_head(self, session: Session) -> int:
+        """Return the number of first blocks that a session shares with a living relative.
+
+        That is one with a request, or one that has blocks to give in its turn, or keeps blocks for its client.
+        """
+        shared = 0
+        for one in self.table.relatives(session):
+            if one.is_pinned or one.kept or one.session_id in self.table.order:
+                asked = (self.requests[each].rows for each in one.requests if each in self.requests)
+                shared = max(shared, *(common_prefix(session.rows, rows) for rows in (one.rows, *asked)))
+        return shared
 
     def _give_up(self, session: Session, length: int) -> None:
         """Cut a session. The pool overwrites next what nobody else needs of the rest."""
@@ -1085,7 +1157,7 @@ class SessionManager:
             rows = rows[rows >= 0]
             rows = rows[(blocks.users[rows] == 1) & blocks.is_droppable(rows) & (blocks.status[rows] & STORING == 0)]
             users = {number: self.table.by_number.get(number) for number in blocks.origin[rows].tolist()}
-            free = [number for number, session in users.items() if session is not None and not session.is_pinned]
+            free = [number for number, one in users.items() if one is not None and not (one.is_pinned or one.kept)]
             rows = rows[np.isin(blocks.origin[rows], free)]
             freed = np.cumsum(blocks.nbytes[rows].astype(np.int64))
             rows = rows[: int(np.searchsorted(freed, short)) + 1]
@@ -1108,16 +1180,18 @@ class SessionManager:
         if not len(cut) and length:
             return
         self._tell_lost(session, cut[blocks.is_saved(cut)], cause)
+        heirs = [one for one in self.table.relatives(session) if common_prefix(one.rows, session.rows) > length]
         self.points.cut(session, length, cause)
         last = cut[blocks.users[cut] == 1]
         self._release_decoded(last)
         dropped = last[blocks.is_droppable(last)]
         self.table.truncate(session, length)  # a saved row stays until it is dropped
         self._drop(dropped, cause)
+        self._heirs |= dict.fromkeys(heirs)
         if not len(session.rows):
             self._stop_saving(session)
             self._pins.pop(session, None)
-            session.is_pinned, session.pinned_until = False, None
+            session.is_pinned, session.pinned_until, session.keeps, session.kept = False, None, (), 0
             self.said.forget(session.session_id)
 
     def _end_at_point(self, session: Session, is_leaving: bool = False) -> int:
@@ -1186,6 +1260,7 @@ class SessionManager:
         self.due.set(session.session_id, None)
         self._stop_saving(session)
         self._pins.pop(session, None)
+        self._heirs.pop(session, None)
         self.said.forget(session.session_id)
 
     def disown(self, names: Iterable[BlockName]) -> None:
@@ -1231,10 +1306,8 @@ class SessionManager:
     def _pin(self, session: Session) -> str:
         """Pin a session, or keep it pinned as it grows. Return in a sentence why not, if so."""
         self.points.leave_spare(session, DropCause.ABANDONED)
-        blocks, rows = self.blocks, session.rows
-        beside = session.point_rows
-        needed = self._pin_nbytes(rows) + int(blocks.nbytes[beside].sum() + blocks.reserved[beside].sum())
-        if refused := self._pin_refusal(session, needed):
+        needed = self._pin_nbytes(session.rows, session.point_rows)
+        if refused := self._pin_refusal("pin", session, needed):
             self._unpin(session)
             return refused
         was_pinned, session.is_pinned = session.is_pinned, True
@@ -1245,23 +1318,47 @@ class SessionManager:
             self.events(Pinned(session.session_id, True))
         return ""
 
-    def _pin_nbytes(self, rows: Rows) -> int:
-        """Return the bytes that blocks count in a pinned session.
+    def _keep(self, session: Session, tokens: int) -> str:
+        """Keep a session's first tokens, as a pin keeps all. Return in a sentence why not, if so.
+
+        Where resume points are needed, the whole session is kept: the last of them is at its end.
+        """
+        rows, before, refused = session.rows, session.kept, ""
+        most = len(rows) if tokens and self.points.is_needed else -(-tokens // self.shape.block_tokens)
+        session.kept = 0 if session.is_pinned else min(len(rows), most)
+        if not session.is_pinned:
+            self._pins.pop(session, None)
+        if session.kept:
+            self.points.leave_spare(session, DropCause.ABANDONED)
+            needed = self._pin_nbytes(rows[: session.kept], session.point_rows)
+            refused = self._pin_refusal("keep", session, needed)
+            if refused:
+                session.kept = 0
+            else:
+                self._pins[session] = needed
+        if session.kept < before:
+            self.table.enter_order_again(session)
+        return refused
+
+    def _pin_nbytes(self, rows: Rows, beside: Rows) -> int:
+        """Return the bytes that blocks, and those of other groups, count in a pinned session.
 
         A head that sessions share is kept exact within the heads' share, so it counts what it would take otherwise.
         """
+        of_points = int(self.blocks.nbytes[beside].sum() + self.blocks.reserved[beside].sum())
         if not self.shape.stores_main:
-            return 0
+            return of_points
         shape = self.shape.groups[self.shape.main]
         left = self._sink - self.blocks.depth[rows].astype(np.int64) * shape.tokens
         counts = np.clip(left, 0, shape.tokens)
         bounds = np.array([shape.bounds.get(tokens, shape.bounds[0]) for tokens in counts.tolist()], np.int64)
         nbytes = self.blocks.nbytes[rows].astype(np.int64)
         is_head = self.blocks.exact[rows] >= shape.tokens
-        return int(np.where(nbytes == 0, bounds, np.where(is_head, np.minimum(nbytes, bounds), nbytes)).sum())
+        counted = np.where(nbytes == 0, bounds, np.where(is_head, np.minimum(nbytes, bounds), nbytes))
+        return of_points + int(counted.sum())
 
-    def _pin_refusal(self, session: Session, needed: int) -> str:
-        """Return why a session cannot be pinned, in words that tell its tenant nothing of what others have."""
+    def _pin_refusal(self, hint: str, session: Session, needed: int) -> str:
+        """Return why a session is not pinned or kept, in words that tell its tenant nothing of what others have."""
         others = sum(nbytes for other, nbytes in self._pins.items() if other is not session)
         tenant = session.tenant
         own = sum(nbytes for other, nbytes in self._pins.items() if other is not session and other.tenant == tenant)
@@ -1269,11 +1366,13 @@ class SessionManager:
         said = f"tiers.pinned_share is {whole:g}" + (f", the tenant's share {part:g}" if part < 1 else "")
         if own + needed > (allowed := int(whole * part * self.budget_nbytes)):
             return (
-                f"pin is refused: pinned sessions may take {allowed} bytes of the cold store ({said}), {own} are "
+                f"{hint} is refused: pinned sessions may take {allowed} bytes of the cold store ({said}), {own} are "
                 f"taken, and this session needs {needed}"
             )
         if others + needed > int(whole * self.budget_nbytes):
-            return f"pin is refused: {needed} bytes are not left of what all tenants' pinned sessions may take ({said})"
+            return (
+                f"{hint} is refused: {needed} bytes are not left of what all tenants' pinned sessions may take ({said})"
+            )
         return ""
 
     def _unpin(self, session: Session) -> None:

@@ -20,6 +20,8 @@ from manthan.policies.ranking import Ranking
 
 REMEMBERED = 1024
 """Sessions without KV that are remembered at least. As many as there are with KV, if these are more."""
+MOST_RELATIVES = 64
+"""Sessions of a family. Those that come later are no relatives of it, because each drop looks at all of them."""
 
 _NO_REQUESTS: frozenset[str] = frozenset()
 
@@ -105,6 +107,10 @@ class Session(Struct, eq=False, gc=False):
     # What the client said; see Hints.
     is_pinned: bool = False
     pinned_until: float | None = None
+    keeps: tuple[tuple[float, int], ...] = ()
+    """Until when its first tokens are kept, and how many."""
+    kept: int = 0
+    """Number of first blocks that are kept for that; 0 while it is pinned."""
     ttl_s: float | None = None
     priority: int = 0
     expected: float | None = None
@@ -112,6 +118,12 @@ class Session(Struct, eq=False, gc=False):
     """The tool that its client waits for."""
     stays_out: bool = False
     """True if nothing of it may reach a tier."""
+    parent: str | None = None
+    """Name of the session for which it works; that one may be unknown."""
+    family: str | None = None
+    """Name of its first ancestor, where there are several relatives; see `SessionTable.join`."""
+    answer: bytes = b""
+    """Hash of the first full block with its last answer; empty if there is none."""
     prompt_end: str = ""
     """Number of full blocks of its last prompt, and the tokens behind them; empty if these are not known."""
 
@@ -302,6 +314,8 @@ class SessionTable:
         self._named = SessionsBy()
         """By tenant and name, sessions with one."""
         self._of_tenant = defaultdict[str, dict[Session, None]](dict)
+        self._families: dict[tuple[str, str], dict[Session, None]] = {}
+        """By tenant and the name of their first ancestor, sessions of which one has named another its parent."""
         self._prompts: dict[tuple[str, bytes, str], Session] = {}
         """By tenant, hash of a prompt's last full block, and its end, the session that asked it last."""
         self._prompt_of: dict[Session, tuple[str, bytes, str]] = {}
@@ -340,6 +354,45 @@ class SessionTable:
         self._of_tenant[session.tenant][session] = None
         if session.name is not None:
             self._named.add((session.tenant, session.name), session)
+        if session.parent is not None:  # it was remembered
+            self.join(session, session.parent)
+        elif session.name is not None and (session.tenant, session.name) in self._families:
+            self._join(session, session.name)
+
+    def join(self, session: Session, parent: str) -> None:
+        """Note the parent of a session, by name. All descendants of one ancestor and that itself are a family.
+
+        The parent may be unknown, also for good. Sessions that name each other in a circle are relatives.
+        """
+        session.parent = parent
+        parents = list(islice(self._named.get((session.tenant, parent)), MOST_RELATIVES))
+        family = next((one.family for one in parents if one.family), parent)
+        for one in (session, *parents):
+            self._join(one, family)
+        self.touch(session)
+
+    def _join(self, session: Session, family: str) -> None:
+        if session.family != family:
+            for one in self.relatives(session):  # what they kept for each other may go
+                self.enter_order_again(one)
+            self.enter_order_again(session)
+            self._leave_family(session)
+            members = self._families.setdefault((session.tenant, family), {})
+            if len(members) < MOST_RELATIVES:
+                members[session], session.family = None, family
+
+    def _leave_family(self, session: Session) -> None:
+        if session.family is not None:
+            members = self._families[session.tenant, session.family]
+            del members[session]
+            if not members:
+                del self._families[session.tenant, session.family]
+            session.family = None
+
+    def relatives(self, session: Session) -> list[Session]:
+        """Return the other sessions of its family."""
+        found = () if session.family is None else self._families[session.tenant, session.family]
+        return [one for one in found if one is not session]
 
     def touch(self, session: Session) -> None:
         """Note that a session, or what is stored of it, is not what it was."""
@@ -433,6 +486,7 @@ class SessionTable:
         if session.name is not None:
             self._named.remove((session.tenant, session.name), session)
         self._forget_prompt(session)
+        self._leave_family(session)
         del self._of_tenant[session.tenant][session]
         if not self._of_tenant[session.tenant]:  # clients may make up any number of tenants
             del self._of_tenant[session.tenant]

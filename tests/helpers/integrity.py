@@ -16,7 +16,7 @@ from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import NO_GROUP, SAVED, STORING
 from manthan.manager.session.manager import SPARE_SHARE, SessionManager
 from manthan.manager.session.resume_points import MOST_SPARE
-from manthan.manager.session.table import Deadlines, Order, ResumePoint
+from manthan.manager.session.table import MOST_RELATIVES, Deadlines, Order, ResumePoint
 from manthan.manager.tiers.arena import GRANULE, Arena
 from manthan.manager.tiers.arena_tier import ArenaTier
 
@@ -194,6 +194,11 @@ def _links(manager: SessionManager) -> Findings:
     yield owned == {(session.tenant, session) for session in sessions}, "tenants do not have their sessions"
     for name, by_tenant in (("orders", table.order_of), ("numbers", table._anonymous), ("branches", table._forks)):
         yield set(by_tenant) <= set(counts), f"{name} are kept of tenants {set(by_tenant)}, and there are {set(counts)}"
+    families = {((session.tenant, session.family), session) for session in sessions if session.family is not None}
+    kept = {(family, session) for family, some in table._families.items() for session in some or [None]}
+    yield families == kept, f"{len(families)} sessions have a family, and {len(kept)} are kept"
+    yield all(len(some) <= MOST_RELATIVES for some in table._families.values()), "a family is too large"
+    yield set(manager._heirs) <= set(sessions), "a session that is gone is to enter the order"
     yield set(table._prompt_of) <= set(sessions), "a prompt is of a session that is gone"
     last = {key: session for session, key in table._prompt_of.items() if table._prompts.get(key) is session}
     yield table._prompts == last, "prompts by name are not those by session"
@@ -264,9 +269,10 @@ def _orders(manager: SessionManager) -> Findings:
     for session in table.by_id.values():
         rows = session.rows
         gives = (blocks.users[rows] == 1) & blocks.is_droppable(rows) & (blocks.nbytes[rows] > 0)
+        gives[: session.kept] = False
         if not session.is_cold:  # others may have stored what it had in common with them
             gives &= blocks.origin[rows] == session.number
-        is_free = not gives.any() or session.is_pinned or session.session_id in listed
+        is_free = not gives.any() or session.is_pinned or session.session_id in listed or session in manager._heirs
         waits = session.session_id in manager.due or session in manager.saving  # it is listed again when it is saved
         is_free |= not session.is_cold and waits
         yield is_free, f"{session.session_id} has compressed blocks that nobody would drop"
@@ -284,7 +290,7 @@ def _budget(manager: SessionManager) -> Findings:
     for tenant in blocks._tenants:
         share, taken = shares.of_tenant(tenant), blocks.taken_by(tenant)
         yield share >= 1 or taken <= share * budget, f"tenant {tenant!r} takes {taken} bytes, of {share:g} of {budget}"
-    pinned = {session for session in manager.table.by_id.values() if session.is_pinned}
+    pinned = {session for session in manager.table.by_id.values() if session.is_pinned or session.kept}
     yield set(manager._pins) == pinned, f"{len(pinned)} sessions are pinned, and {len(manager._pins)} are counted"
     total, own = sum(manager._pins.values()), Counter[str]()
     for session, nbytes in manager._pins.items():
@@ -306,7 +312,8 @@ def _deadlines(manager: SessionManager) -> Findings:
         first = min(whens.values(), default=inf)
         yield deadlines.first == first, f"{name}: the first is kept as {deadlines.first}, and is {first}"
     for session in table.by_id.values():
-        until = session.pinned_until if session.is_pinned else None
+        ends = [until for until, _ in session.keeps] + ([session.pinned_until] if session.pinned_until else [])
+        until = min(ends, default=None)
         yield said.pins._when.get(session.session_id) == until, f"the pin of {session.session_id} ends at {until}"
     for session_id in _whens(manager.due):
         state = table.by_id[session_id].state
@@ -373,7 +380,8 @@ def _left(manager: SessionManager) -> Findings:
     yield not table.order._level_of, f"{table.order._level_of} are left in the order"
 
 
-_BY_SESSION = ("by_id", "by_number", "order_of", "_of_tenant", "_ending", "_named", "_prompts", "_prompt_of")
+_SESSIONS = ("by_id", "by_number", "order_of", "_of_tenant", "_ending", "_named", "_families")
+_BY_SESSION = (*_SESSIONS, "_prompts", "_prompt_of")
 
 
 # -- tiers ------------------------------------------------------------------------------------------------

@@ -38,6 +38,11 @@ HINTS: list[dict[str, object]] = [
     {"store": False},
     {"store": False, "quality": "exact"},
     {"store": True},
+    *[{"parent_session_id": "A"}] * 3,
+    {"parent_session_id": "B"},
+    {"keep": [{"from": 0, "to": 2 * TOKENS, "seconds": 15}]},
+    {"keep": [{"from": 0, "to": 40, "seconds": 5}, {"from": 0, "to": TOKENS, "seconds": 30}]},
+    {"parent_session_id": "C", "ttl_s": 5},
 ]
 
 

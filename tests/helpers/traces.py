@@ -33,7 +33,7 @@ def name(text: str) -> bytes:
 
 def agent_requests() -> list[TracedRequest]:
     """Return the requests of the coding agents' sessions of odd number, in the order of their arrival."""
-    return [one for one in read_trace(AGENTS).requests if int(one.agent.removeprefix("trace_")) % 2]
+    return [one for one in read_trace(AGENTS).requests if int(one.agent[6:10]) % 2]
 
 
 def check_journal(journal: Sequence[Action], capacity: int) -> None:

@@ -334,6 +334,7 @@ class World:
             sink_tokens=setup.sink_tokens,
             is_exclusive=setup.is_exclusive,
         )
+        self.manager.enough = 2
         self.pool = WatchedPool(setup.pool_blocks, setup.ranks)
         self.pool.is_asked = self._is_asked
         self.driver = Driver(
@@ -370,6 +371,8 @@ class World:
         """Block hashes of requests whose KV may be stored."""
         self.brought: dict[bytes, set[Uid]] = {}
         """By block hash, clients that had it in a prompt or an answer."""
+        self.kept: dict[Session, list[bytes]] = {}
+        """Saved blocks of heads that sessions keep, when all was checked last."""
         self._private: dict[Session, bool] = {}
         self._numbers: dict[Owner, int] = {}
         self.now, self.count, self.taken, self.clears = 0.0, 0, 0, False
@@ -882,6 +885,10 @@ class World:
         if cause is DropCause.FAILED:
             return
         blocks = self.manager.blocks
+        if cause in (DropCause.BUDGET, DropCause.REDUNDANT) and group == self.manager.shape.session_group:
+            for session, hashes in self.kept.items():
+                lost = set(hashes[: session.kept]) & set(event.block_hashes)
+                assert not lost, f"{lost} of a head that {session.session_id} keeps make room"
         for block_hash in event.block_hashes:
             row = blocks.row(group, block_hash)
             if row < 0:
@@ -950,6 +957,8 @@ class World:
         self._check_marks()
         self._check_stored()
         self._check_holes()
+        blocks, sessions = self.manager.blocks, self.manager.table.by_id.values()
+        self.kept = {one: blocks.hashes(one.rows[: min(one.kept, blocks.saved_prefix(one.rows))]) for one in sessions}
 
     def _check_marks(self) -> None:
         for block, name in self.pool.named():

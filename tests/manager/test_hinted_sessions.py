@@ -1,10 +1,12 @@
-"""Hints obeyed: pins, times to live, priorities, release, sessions that stay out of the tiers; and tenants' shares."""
+"""Hints obeyed: pins, ranges of tokens, times to live, priorities, release, sessions that stay out of the tiers."""
 
 import pytest
-from integrity import check_empty
-from talks import IDLE_AFTER_S, Talks, last_words, names
+from integrity import check_empty, check_integrity
+from talks import GROUP, IDLE_AFTER_S, Talks, last_words, names
 
 from manthan.manager.events import DropCause
+from manthan.manager.session.blocks import MemoryShape
+from manthan.manager.session.manager import Shares
 
 # -- pins ---------------------------------------------------------------------------------------------
 
@@ -142,3 +144,104 @@ def test_others_may_store_what_they_have_in_common_with_a_session_that_stays_out
     talks.talk("sys a b", "other")
     assert last_words(talks.rest()) == "sys a b"
     assert talks.states() == {"out": "idle", "other": "cold"}
+
+
+# -- ranges of tokens that are kept -------------------------------------------------------------------
+
+
+def tokens(end: int, seconds: float, start: int = 0) -> dict[str, object]:
+    """Return a range up to the end of this block."""
+    return {"from": 16 * start, "to": 16 * end, "seconds": seconds}
+
+
+def test_the_first_tokens_of_a_session_stay_for_their_time_and_its_tail_goes() -> None:
+    talks = Talks(capacity=8)
+    talks.talk("a b c d", "old", keep=[tokens(2, 100, start=1)])
+    talks.rest()
+    talks.go_cold("k l m n o p", "q r s t u v")
+    assert talks.texts() == {"old": "a b", "q r s t u v": "q r s t u v"}
+    assert "old" not in list(talks.manager.table.order.victims()), "nobody looks at it in vain"
+    talks.now = 100
+    talks.go_cold("x")
+    assert "old" in talks.texts(), "its turn comes again"
+    assert talks.saved() & {"a", "a b"} == {"a"}
+
+
+def test_each_range_has_its_time() -> None:
+    talks = Talks(capacity=12)
+    talks.talk("a b c d", "old", keep=[tokens(3, 60), tokens(1, 200), tokens(2, 100)])
+    for talks.now, left in ((10, "a b c"), (70, "a b"), (110, "a")):
+        talks.step()
+        talks.go_cold(f"{talks.now}")
+        talks.go_cold(" ".join(f"{talks.now}{at}" for at in range(12)))
+        assert talks.texts()["old"] == left
+    talks.rest(100)
+    talks.go_cold("x", " ".join(f"y{at}" for at in range(12)))
+    assert "old" not in talks.texts()
+
+
+def test_a_shared_head_is_kept_by_the_longest() -> None:
+    talks = Talks(capacity=8)
+    talks.talk("sys a b", "short", keep=[tokens(1, 50)])
+    talks.talk("sys c d", "long", keep=[tokens(1, 500)])
+    for talks.now, kept in ((10, True), (100, True), (510, False)):
+        talks.step()
+        talks.go_cold(f"{talks.now}", *(" ".join(f"{talks.now}{at}{n}" for at in range(8)) for n in "12"))
+        assert ("sys" in talks.saved()) is kept
+        check_integrity(talks.manager, talks.driver)
+
+
+def test_what_is_kept_counts_as_pinned_and_is_refused_in_a_sentence() -> None:
+    talks = Talks(capacity=8)
+    assert talks.talk("a b", "first", keep=[tokens(1, 100)]).refused == ""
+    refused = (
+        "keep is refused: pinned sessions may take 224 bytes of the cold store (tiers.pinned_share is 0.25), 100 are "
+        "taken, and this session needs 200"
+    )
+    assert talks.talk("c d e", "second", keep=[tokens(2, 100)]).refused == refused
+    assert talks.talk("c d e f", "second", keep=[tokens(1, 100)]).refused == ""
+    assert talks.talk("g h", "third", pin=True).refused.startswith("pin is refused: pinned sessions may take 224")
+    talks.rest(100)
+    assert talks.talk("g h i", "third", pin=True).is_pinned is False
+    assert talks.talk("x y", "fourth", pin=True).is_pinned, "nothing is kept any more"
+
+
+def test_a_range_that_a_session_has_not_reached_is_kept_as_it_grows() -> None:
+    talks = Talks(capacity=20, shares=Shares(pinned=0.15))
+    talks.talk("a b", "old", keep=[tokens(4, 100)])
+    assert talks.session("old").kept == 2
+    assert talks.talk("a b c", "old").refused == ""
+    assert talks.session("old").kept == 3
+    assert talks.talk("a b c d e", "old").refused.startswith("keep is refused")
+    assert talks.session("old").kept == 0
+
+
+@pytest.mark.parametrize("over", ["by itself", "by an operator", ""])
+def test_a_pin_counts_the_whole_session_and_the_range_counts_again_when_it_ends(over: str) -> None:
+    talks = Talks(capacity=20)
+    talks.talk("a b c", "old", keep=[tokens(2, 1000)])
+    talks.manager.steer("pin", talks.session("old"), talks.now, 50.0)
+    assert talks.manager._pins == {talks.session("old"): 300}
+    talks.rest(60 if over == "by itself" else 40)
+    if over == "by an operator":
+        talks.manager.steer("unpin", talks.session("old"), talks.now)
+    assert talks.manager._pins == {talks.session("old"): 200 if over else 300}
+    check_integrity(talks.manager, talks.driver)
+
+
+def test_with_resume_points_the_whole_session_is_kept() -> None:
+    shape = MemoryShape({0: GROUP, 1: GROUP})
+    talks = Talks(capacity=40, shape=shape)
+    talks.finish(talks.start("a b", "old", keep=[tokens(1, 1000)]), "a b c", [talks.point("a b c", {1: 1})])
+    assert talks.session("old").kept == 3
+    assert talks.manager._pins == {talks.session("old"): 400}
+
+
+def test_redundant_copies_of_what_is_kept_stay() -> None:
+    talks = Talks(capacity=4, is_exclusive=True, shares=Shares(pinned=1.0), blocks=6, low=0.5, high=0.5)
+    talks.go_cold("a b")
+    talks.go_cold("c d", keep=[tokens(2, 1000)])
+    talks.start("c d", "c d")
+    talks.talk("x y", "x y")
+    talks.save()
+    assert {"c", "c d"} <= talks.saved()

@@ -11,14 +11,23 @@ from manthan.manager.session.hints import (
     WHERE,
     HintError,
     Hints,
+    TokenRange,
     parse_hints,
 )
 
-NAMES = "expect_return_s, pin, prefetch, priority, quality, release, store, tenant, tool, ttl_s"
+NAMES = (
+    "expect_return_s, keep, parent_session_id, pin, prefetch, priority, quality, release, store, tenant, tool, ttl_s"
+)
 BOOLEAN = "true or false"
 SECONDS = "a number of seconds above 0, and at most 2592000 (30 days)"
 PRIORITY = f"a whole number from -{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}"
 PREFETCH = f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable characters"
+KEEP = (
+    "a list of up to 16 objects with from, to and seconds: token numbers from 0 to 10000000, from below to, and "
+    "a number of seconds above 0, and at most 2592000 (30 days)"
+)
+RANGE = {"from": 0, "to": 9, "seconds": 1}
+PARENT = f"a session id of 1 to {LONGEST_NAME} printable characters"
 TENANT = f"a name of at most {LONGEST_NAME} printable characters"
 
 
@@ -58,6 +67,8 @@ def test_nothing_is_said(value: object) -> None:
         ("prefetch", ["a" * LONGEST_NAME] * MOST_PREFETCHES, ("a" * LONGEST_NAME,) * MOST_PREFETCHES),
         ("tenant", "Universität Zürich", "Universität Zürich"),
         ("tool", "web search", "web search"),
+        ("parent_session_id", "agent 7", "agent 7"),
+        ("keep", [RANGE] * 16, (TokenRange(**RANGE),) * 16),
         ("quality", "exact", "exact"),
     ],
 )
@@ -72,6 +83,13 @@ def test_each_hint(name: str, given: object, expected: object) -> None:
     [
         ("pin", BOOLEAN, [1, 0, "true", "", []]),
         ("release", BOOLEAN, [1, "yes"]),
+        ("keep", KEEP, ["all", {"from": 0, "to": 9, "seconds": 1}, [{"from": 0, "to": 9}], [RANGE] * 17, [[0, 9, 1]]]),
+        (
+            "keep",
+            KEEP,
+            [[RANGE | {"from": 9}], [RANGE | {"from": -1}], [RANGE | {"to": 10_000_001}], [RANGE | {"x": 1}]],
+        ),
+        ("keep", KEEP, [[RANGE | {"seconds": 0}], [RANGE | {"from": True}], [RANGE | {"to": 9.0}], [RANGE, None]]),
         ("store", BOOLEAN, [0, "no"]),
         ("ttl_s", SECONDS, [0, -1, 2_592_001, True, "60", float("inf"), float("nan"), 10**400, [60]]),
         ("expect_return_s", SECONDS, [0, False, "5m", float("-inf")]),
@@ -79,6 +97,7 @@ def test_each_hint(name: str, given: object, expected: object) -> None:
         ("priority", PRIORITY, [11, -11, True, 1.0, "1", float("nan")]),
         ("prefetch", PREFETCH, ["", [""], [1], 1, True, {"alice": 1}, ["alice", None]]),
         ("prefetch", PREFETCH, ["a" * (LONGEST_NAME + 1), ["a"] * (MOST_PREFETCHES + 1), "\ud800", "a\nb"]),
+        ("parent_session_id", PARENT, ["", 1, ["agent"], "a\nb", "a" * (LONGEST_NAME + 1)]),
         ("tool", TOOL_NAME, [1, True, ["search"], "a\nb", "a" * (LONGEST_NAME + 1)]),
         ("tenant", TENANT, [1, True, ["acme"], "a\nb", "\x1b[2J", "a" * (LONGEST_NAME + 1), "\ud800", b"acme"]),
     ],
@@ -108,7 +127,9 @@ def test_hints_must_be_a_mapping(value: object) -> None:
     assert refusal(value) == f" must be a mapping of hints to values, not {value!r}"
 
 
-@pytest.mark.parametrize(("name", "value"), [("pin", True), ("expect_return_s", 5), ("tool", "search")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("pin", True), ("keep", [RANGE]), ("expect_return_s", 5), ("tool", "search")]
+)
 def test_contradictions_are_refused(name: str, value: object) -> None:
     assert refusal({"release": True, name: value}) == (
         f": release drops the session when this request ends, but {name} keeps it: give one of them"

@@ -3,7 +3,7 @@
 import pytest
 from talks import Talks
 
-from manthan.manager.events import DropCause, Lost, Pinned, Restored
+from manthan.manager.events import DropCause, Lost, Parent, Pinned, Restored
 from manthan.manager.lives import EVENTS_A_SESSION, EventKind, LifeEvent, Lives
 
 
@@ -35,11 +35,12 @@ def test_a_life_is_told_in_order_with_numbers_and_words(talks: Looked) -> None:
     tell(Lost("a", 1, 100, DropCause.BUDGET))
     tell(Pinned("a", True))
     tell(Pinned("a", False))
+    tell(Parent("a", "b"))
     life = talks.life("a")
     assert [(event.kind, event.at) for event in life] == [
         ("turn", 0.0),
         ("evicted", 10.0),
-        *((kind, 30.0) for kind in ("restored", "prefetched", "dropped", "pinned", "unpinned")),
+        *((kind, 30.0) for kind in ("restored", "prefetched", "dropped", "pinned", "unpinned", "parent")),
     ]
     assert {event.kind for event in life} == set(EventKind)
     assert [event.text for event in life] == [
@@ -50,6 +51,7 @@ def test_a_life_is_told_in_order_with_numbers_and_words(talks: Looked) -> None:
         "Lost 100B of compressed blocks, 16 tokens (budget).",
         "Was pinned.",
         "Is not pinned any more.",
+        "Works for b.",
     ]
     assert (life[2].saved_tokens, life[2].tokens, life[2].blocks, life[2].bytes) == (32, 32, 2, 250)
     assert life[3].saved_tokens is None

@@ -1,7 +1,9 @@
 """More sessions than the pool holds: saved before they are overwritten, within the cold store's budget."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 SESSIONS = 8  # of 18 blocks each, where the pool has 95
@@ -89,3 +91,66 @@ def test_a_store_that_fails_costs_a_recompute_only(crowded, table) -> None:
     crowded.wait_until_quiet()
     assert crowded.metric("manthan_failures_total", cause="internal") > 0
     assert crowded.on_worker(store_figures)[1] == 0
+
+
+def ask_others(engine: Any, table: Any, seeds: Iterable[int]) -> None:
+    """Have other sessions fill pool and store, each of which is saved."""
+    for seed in seeds:
+        blocks = encoded(engine)
+        answer = engine.ask(table(seed).question(0)[0], f"other-{seed}")
+        wait_until_saved(engine, blocks + (answer.prompt_tokens + 3) // 32)
+
+
+@pytest.mark.parametrize("hints", [{"parent_session_id": "planner"}, {}], ids=["a child", "a stranger"])
+def test_a_parent_that_waits_has_the_head_still_when_its_child_is_released(
+    crowded: Any, table: Any, hints: dict[str, str]
+) -> None:
+    """The child is asked again and again, until others' blocks have taken the parent's tail."""
+    head = table(200)
+    plan, task = (head.text + table(seed).text for seed in (201, 202))
+    first = crowded.ask(plan, "planner")
+    for at in range(6):
+        crowded.ask(f"{task}# {at}", "worker", **hints)
+        ask_others(crowded, table, range(210 + 4 * at, 214 + 4 * at))
+    crowded.ask(f"{task}# done", "worker", release=True, **hints)
+    crowded.wait_until_quiet()
+    crowded.empty_pool()
+    again = crowded.ask(plan, "planner")
+    shared = again.prompt_tokens // 2 // 32 - 1
+    assert again.text == first.text
+    assert (again.cached_tokens // 32 >= shared) is bool(hints)
+
+
+@pytest.mark.parametrize("seconds", [600, None])
+def test_a_range_of_tokens_stays_while_others_take_the_rest(crowded: Any, table: Any, seconds: float | None) -> None:
+    """Behind the range, the session is as any other."""
+    prompt, right = table(300).question(3)
+    kept = 8 * 32
+    hints = {} if seconds is None else {"keep": [{"from": 32, "to": kept, "seconds": seconds}]}
+    assert crowded.ask(prompt, "keeper", **hints).text == right
+    ask_others(crowded, table, range(310, 330))
+    crowded.empty_pool()
+    again = crowded.ask(prompt, "keeper")
+    assert (again.text, again.cached_tokens) == (right, 0 if seconds is None else kept)
+
+
+def test_answers_are_not_saved_while_every_prompt_leaves_them_out(crowded: Any, table: Any) -> None:
+    """Turns leave out 64 tokens each. One that keeps them ends it, also for the tests behind this one."""
+
+    def blocks_saved(seed: int) -> float:
+        before = encoded(crowded)
+        answer = crowded.ask(table(seed).question(0)[0], f"once-{seed}", max_tokens=100)
+        crowded.wait(lambda: crowded.sessions("idle") == crowded.sessions("active") == 0, "all is saved")
+        return encoded(crowded) - before - answer.prompt_tokens // 32
+
+    assert blocks_saved(400) >= 3
+    prompt = ""
+    for at in range(24):
+        prompt += f"# said {at}\n" * 8
+        crowded.ask(prompt, "thinker", max_tokens=64)
+    crowded.wait(lambda: crowded.sessions("idle") == 0, "it is saved")
+    assert blocks_saved(402) == 0
+    answer = crowded.ask(prompt, "keeper", max_tokens=64)
+    crowded.ask(f"{prompt}{answer.text} and on", "keeper")
+    crowded.wait(lambda: crowded.sessions("idle") == 0, "it is saved")
+    assert blocks_saved(403) >= 3

@@ -13,7 +13,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
 
 from manthan.manager.config.removed import REMOVED
-from manthan.manager.session.hints import NO_HINTS, Hints
+from manthan.manager.session.hints import NO_HINTS, Hints, parse_hints
 from manthan.manager.session.manager import Outcome
 from manthan.vllm_hooks.http.hints import RequestHintError, answer_to, checked_params, hints_of, keep, tenant_of
 from manthan.vllm_hooks.plugin import MIDDLEWARE, read_flags
@@ -112,6 +112,13 @@ def test_what_the_client_leaves_open_an_orchestrator_may_say() -> None:
     own = {"manthan": {"priority": -2, "pin": False, "release": False}}
     asked = enveloped({"priority": 3, "pin": True, "ttl_s": 7, "prefetch": "b"}, {"release": True}, params=own)
     assert hints_of(asked) == Hints(priority=-2, pin=False, ttl_s=7, prefetch=("b",))
+
+
+def test_an_orchestrator_adds_to_ranges_and_a_parent() -> None:
+    own = {"keep": [{"from": 0, "to": 64, "seconds": 5}]}
+    merged = hints_of(enveloped({"parent_session_id": "planner", "keep": []}, params={"manthan": own}))
+    assert merged == parse_hints(own | {"parent_session_id": "planner"})
+    assert hints_of(enveloped(own)) == parse_hints(own)
 
 
 def test_what_contradicts_the_client_is_left_out() -> None:
