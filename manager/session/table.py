@@ -316,9 +316,9 @@ class SessionTable:
         self._of_tenant = defaultdict[str, dict[Session, None]](dict)
         self._families: dict[tuple[str, str], dict[Session, None]] = {}
         """By tenant and the name of their first ancestor, sessions of which one has named another its parent."""
-        self._prompts: dict[tuple[str, bytes, str], Session] = {}
-        """By tenant, hash of a prompt's last full block, and its end, the session that asked it last."""
-        self._prompt_of: dict[Session, tuple[str, bytes, str]] = {}
+        self._prompts: dict[bytes, Session] = {}
+        """By `_prompt_key`, the session that asked this prompt last."""
+        self._prompt_of: dict[Session, bytes] = {}
         self._remembered: dict[bytes, Session] = {}
         """By tenant and tip, also those whose blocks are gone. The oldest are forgotten, several at a time."""
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
@@ -616,7 +616,7 @@ class SessionTable:
         if session.name is not None:
             return self._nearest(self._used(rows), session.name, session.tenant)[0]
         if not len(session.rows) and can_be_kin and hashes and (end := prompt_end(hashes, tail)):
-            origin = self._prompts.get((session.tenant, hashes[-1], end))
+            origin = self._prompts.get(_prompt_key(session.tenant, hashes[-1], end))
             if origin is not None and len(origin.rows) >= len(hashes):
                 session.owner = origin.owner
                 return len(hashes)
@@ -631,7 +631,7 @@ class SessionTable:
         self._forget_prompt(session)
         session.prompt_end = end
         if hashes and end:
-            key = session.tenant, hashes[-1], end
+            key = _prompt_key(session.tenant, hashes[-1], end)
             self._prompts[key], self._prompt_of[session] = session, key
 
     def _forget_prompt(self, session: Session) -> None:
@@ -772,3 +772,8 @@ class SessionTable:
 def prompt_end(hashes: Sequence[bytes], tail: bytes | None) -> str:
     """Return what tells a prompt from others with the same full blocks; see `Session.prompt_end`."""
     return "" if tail is None else f"{len(hashes)}:{tail.hex()}"
+
+
+def _prompt_key(tenant: str, last: bytes, end: str) -> bytes:
+    """Return what a tenant's prompt is found by: the hash of its last full block, and its end; see `prompt_end`."""
+    return b"\0".join((tenant.encode(), end.encode(), last))  # no tuple, which the garbage collector would visit
