@@ -95,6 +95,7 @@ class ResumePoints:
         """Have a session leave the points behind its first `length` blocks."""
         for point in [point for point in session.points if point.depth > length]:
             self.leave(session, point, cause)
+        self._bound()
 
     def leave(self, session: Session, point: ResumePoint, cause: DropCause) -> None:
         """Have a session leave a point. What nobody needs then is dropped."""
@@ -144,13 +145,18 @@ class ResumePoints:
                 self.leave(session, point, DropCause.ABANDONED)
         while len(self._spare.get(session, ())) > MOST_SPARE:
             self._leave_spare(session)
-        while sum(self._taken.values()) > self._spare_nbytes():
-            self._leave_spare(max(self._taken, key=self._taken.__getitem__))
+        self._bound()
 
     def leave_spare(self, session: Session, cause: DropCause) -> None:
         """Have a session leave all its spare points."""
         for point in self._spare.get(session, []):
             self.leave(session, point, cause)
+        self._bound()
+
+    def _bound(self) -> None:
+        """Have sessions leave spare points until the rest is within its share. Each that goes may cost others more."""
+        while sum(self._taken.values()) > self._spare_nbytes():
+            self._leave_spare(max(self._taken, key=self._taken.__getitem__))
 
     def _set_spare(self, session: Session, points: list[ResumePoint]) -> None:
         self._spare.pop(session, None)
@@ -180,4 +186,5 @@ class ResumePoints:
             for session in list(point.sessions):
                 found[session] = None
                 self.leave(session, point, cause)
+        self._bound()
         return list(found)

@@ -42,3 +42,21 @@ def test_invariants_hold_under_every_policy(name: str) -> None:
 
     for number in range(examples(10)):
         fuzz.run(SessionsOfPolicy, number)
+
+
+def test_spare_points_stay_within_their_share_when_what_they_shared_is_theirs_alone() -> None:
+    """Sessions part from heads that they had in common."""
+    state = CONFIGURATIONS["Alone"]()
+    said = {"more": "", "name": None}
+    state.converse(answer="baab", at=486, base=234, fault=2, has_slept=True, hints={"ttl_s": 5}, **said)
+    state.all_work(fault=0)
+    state.converse(
+        answer="b", at=514, base=32, fault=1, has_slept=False, hints={"quality": "exact"}, more="b", name=None
+    )
+    state.wait(seconds=10.0)
+    state.converse(answer="a", at=97, base=150, fault=2, has_slept=True, hints={"priority": -1}, more="baab", name=None)
+    state.all_work(fault=4)
+    state.all_work(fault=0)
+    state.converse(answer="", at=960, base=591, fault=0, has_slept=False, hints={"quality": "exact"}, **said)
+    state.converse(answer="aabb", at=147, base=858, fault=2, has_slept=True, hints={"priority": -1}, **said)
+    state.all_is_right()

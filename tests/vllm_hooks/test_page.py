@@ -184,7 +184,7 @@ def test_a_session_goes_cold_and_comes_back(server, table, tabs) -> None:
 
 
 def test_filters_sorting_and_pages(server, table, tabs) -> None:
-    prompt = table(4).question(1)[0]
+    prompt = table(404).question(1)[0]
     for n in range(3):
         ask(server, prompt[: -100 * n - 1], f"sorted-{n}")
     tab = tabs()
