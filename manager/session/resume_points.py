@@ -159,8 +159,11 @@ class ResumePoints:
             self._leave_spare(max(self._taken, key=self._taken.__getitem__))
 
     def _set_spare(self, session: Session, points: list[ResumePoint]) -> None:
+        """Note which points are spare, but for the deepest that stands: where others went, it is what is left."""
         self._spare.pop(session, None)
         self._taken.pop(session, None)
+        deepest = next((point for point in reversed(session.points) if self.stands(point)), None)
+        points = [point for point in points if point is not deepest]
         if points:
             rows = np.unique(np.concatenate([point.rows for point in points]))
             self._spare[session] = points
