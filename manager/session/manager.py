@@ -230,6 +230,8 @@ class SessionManager:
         """Called with rows that were read. The estimate of front tiers sets it."""
         self._heirs: dict[Session, None] = {}
         """Sessions that enter the policy's order again: they have alone what they kept for a relative."""
+        self._heads_only: dict[Session, None] = {}
+        """Sessions that have left the policy's order, because others have all of the head that they keep."""
         self.spare = 0
         """Number of saved blocks at the head of the pool's free queue that are kept saved."""
         self._led: list[tuple[int, int]] = []
@@ -1061,7 +1063,9 @@ class SessionManager:
             return
         while True:
             while self._heirs:  # nobody may enter the order in the loop below
-                self.table.enter_order_again(self._heirs.popitem()[0])
+                heir, _ = self._heirs.popitem()
+                self._heads_only.pop(heir, None)
+                self.table.enter_order_again(heir)
             for victim in self.table.victims(tenant):
                 if victim is session or self._heirs or short() <= 0:
                     break
@@ -1092,6 +1096,7 @@ class SessionManager:
             if not own[floor:].any():
                 if not own.any() and floor == kept:
                     self.table.leave_order(victim)
+                    self._heads_only[victim] = None
                     if was_cold:  # no relative says when others leave it alone with what is behind
                         self.cut(victim, floor, DropCause.BUDGET)
                 return
@@ -1117,6 +1122,8 @@ class SessionManager:
             self._save_later(victim)
         if end == 0 or not blocks.status[rows[:end]].any() or (end == kept and not own[:end].any()):
             self.table.leave_order(victim, evicted=was_cold and end == 0)
+            if end and kept:
+                self._heads_only[victim] = None
         if end < len(rows) and is_pressed:
             self._give_up(victim, end)
         elif end < len(rows):
@@ -1187,6 +1194,8 @@ class SessionManager:
         dropped = last[blocks.is_droppable(last)]
         self.table.truncate(session, length)  # a saved row stays until it is dropped
         self._drop(dropped, cause)
+        single = cut[blocks.users[cut] == 1]
+        heirs += [one for one in self._heads_only if len(single) and np.isin(single, one.rows).any()]
         self._heirs |= dict.fromkeys(heirs)
         if not len(session.rows):
             self._stop_saving(session)
@@ -1261,6 +1270,7 @@ class SessionManager:
         self._stop_saving(session)
         self._pins.pop(session, None)
         self._heirs.pop(session, None)
+        self._heads_only.pop(session, None)
         self.said.forget(session.session_id)
 
     def disown(self, names: Iterable[BlockName]) -> None:
