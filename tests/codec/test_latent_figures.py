@@ -31,6 +31,7 @@ def test_the_document_has_every_arm() -> None:
     assert {arm.name for arm in ARMS} < told().keys()
 
 
+@pytest.mark.slow
 def test_a_profile_loses_less_at_a_smaller_size(tmp_path: Path) -> None:
     arms = [Arm(BF16, "wht-5x"), Arm(BF16, "klt-8x"), Arm(BF16, "wht-5x", INDEX), Arm(FP8, "wht-5x")]
     rounding, plain, calibrated, beside, fp8 = latent_figures.figures(tmp_path, arms, pieces=1)
