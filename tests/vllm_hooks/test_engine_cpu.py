@@ -255,9 +255,12 @@ def test_the_thread_that_orders_transfers_does_none_and_waits_for_none(start: Ca
     worker.submit()
     worker.engine.submit_loads(ManthanMetadata(loads=[jobs.load(KEYS, TARGETS, group=GROUP)]))
     assert worker.engine.take_report() is None
-    for each in held:
-        each.go_on.set()
-    assert [result.failed for result in worker.wait(2).results] == [{}, {}]
+    for some in (held[2::2], held):  # what is stored again is missing for a moment, and is loaded before
+        for each in some:
+            each.go_on.set()
+        if some is not held:
+            assert [result.failed for result in worker.wait(1).results] == [{}]
+    assert [result.failed for result in worker.wait(1).results] == [{}]
     assert all(each.began.is_set() for each in held)
 
 
