@@ -140,7 +140,7 @@ class ClockedEngine(SteppedEngine):
 
         engine.take_report = report_of_all
         self.now = time.monotonic()
-        scheduler_half.time = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[assignment]
+        scheduler_half.time = SimpleNamespace(monotonic=lambda: self.now, time=time.time)  # type: ignore[assignment]
         self.half._sweeper.stop()  # steps that are due are taken by `rest`
 
     def rest(self, seconds: float) -> None:
