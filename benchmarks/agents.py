@@ -19,9 +19,8 @@ from typing import Annotated
 
 import typer
 
-from manthan.benchmarks.load import read_manthan, read_size
+from manthan.benchmarks.load import BlockTokens, ModelFolder, ModelProfile, ModelShape, read_manthan, read_size
 from manthan.benchmarks.shapes import DEFAULT as DEFAULT_SHAPE
-from manthan.benchmarks.shapes import PUBLIC
 from manthan.codec import DEFAULT
 
 
@@ -54,14 +53,10 @@ def agents(
     memory: Annotated[str, typer.Option(help="Beside the pool; default: as the pool.")] = "",
     idle_after: Annotated[float, typer.Option(min=0, help="Manthan's idle.after_s.")] = 2,
     manthan: Annotated[str, typer.Option(help="Further keys of Manthan's, as YAML.")] = "",
-    model: Annotated[
-        Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")
-    ] = None,
-    shape: Annotated[
-        str, typer.Option(help=f"On a GPU without --model, made-up weights of {', '.join(PUBLIC)}.")
-    ] = DEFAULT_SHAPE,
-    profile: Annotated[Path | None, typer.Option(help="The model's, for codecs that take one.")] = None,
-    block_size: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32, on a GPU 16.")] = 0,
+    model: ModelFolder = None,
+    shape: ModelShape = DEFAULT_SHAPE,
+    profile: ModelProfile = None,
+    block_size: BlockTokens = 0,
     flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`, in one string.")] = "",
     redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
     seed: Annotated[int, typer.Option(help="Of who has which sessions.")] = 0,

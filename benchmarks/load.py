@@ -32,6 +32,12 @@ from manthan.manager.config import resolve
 from manthan.manager.config.resolve import ConfigError, resolve_config
 
 
+ModelFolder = Annotated[Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")]
+ModelShape = Annotated[str, typer.Option(help=f"On a GPU without --model, made-up weights of {', '.join(PUBLIC)}.")]
+ModelProfile = Annotated[Path | None, typer.Option(help="The model's, for codecs that take one.")]
+BlockTokens = Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32, on a GPU 16.")]
+
+
 class Thinking(StrEnum):
     """How long a user thinks: always as long, or exponentially distributed."""
 
@@ -73,14 +79,10 @@ def load(
     manthan: Annotated[
         str, typer.Option(help="Further keys of Manthan's, as YAML: '{tiers: {pinned_share: 0.5}}'.")
     ] = "",
-    model: Annotated[
-        Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")
-    ] = None,
-    shape: Annotated[
-        str, typer.Option(help=f"On a GPU without --model, made-up weights of {', '.join(PUBLIC)}.")
-    ] = DEFAULT_SHAPE,
-    profile: Annotated[Path | None, typer.Option(help="The model's, for codecs that take one.")] = None,
-    block_size: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32, on a GPU 16.")] = 0,
+    model: ModelFolder = None,
+    shape: ModelShape = DEFAULT_SHAPE,
+    profile: ModelProfile = None,
+    block_size: BlockTokens = 0,
     fairness: Annotated[
         bool,
         typer.Option("--fairness", help="Compare plain, host-arrival and host in three loads: is a request slower?"),

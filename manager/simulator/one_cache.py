@@ -1,4 +1,4 @@
-"""One cache without a KV pool, and the most that any cache could find: the yardstick of policies.
+"""Replay a trace through a cache without a KV pool, and find the most that any cache could find.
 
 found = one_cache(trace.requests, policy, options, blocks, trace.block_tokens)
 best = clairvoyant(trace.requests, blocks, trace.block_tokens)

@@ -23,7 +23,7 @@ AHEAD_THREADS = 2
 
 
 class RedisTier(Tier):
-    """One shard of each block in one namespace. The server evicts them, so that any may be missing at any time.
+    """Tier of a shard of each block in a namespace. The server evicts them: any may be missing at any time.
 
     Args:
         ttl_s: Seconds a session lives after its last use. `RedisSessions` renews its blocks.
