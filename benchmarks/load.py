@@ -31,7 +31,6 @@ from manthan.codec import DEFAULT
 from manthan.manager.config import resolve
 from manthan.manager.config.resolve import ConfigError, resolve_config
 
-
 ModelFolder = Annotated[Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")]
 ModelShape = Annotated[str, typer.Option(help=f"On a GPU without --model, made-up weights of {', '.join(PUBLIC)}.")]
 ModelProfile = Annotated[Path | None, typer.Option(help="The model's, for codecs that take one.")]
