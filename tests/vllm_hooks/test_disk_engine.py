@@ -20,8 +20,9 @@ ALL = 100_000
 
 
 def engine(folder: Path, **options: Any) -> AbstractContextManager[Engine]:
+    """Its pool has room for all guests, so that none is overwritten before it is saved, however slow the machine is."""
     store = {"tiers": {"kind": "disk", "max_bytes": "64MiB", "disk": {"path": str(folder)}}}
-    return until_killed(**(store | options))
+    return until_killed(**({"blocks": 161} | store | options))
 
 
 def ask_all(engine: Engine, seed: int = 0) -> tuple[int, int]:
@@ -38,6 +39,8 @@ def ask_all(engine: Engine, seed: int = 0) -> tuple[int, int]:
 
 
 def all_return(engine: Engine) -> bool:
+    """Whether all is found again that nothing but the disk has."""
+    engine.empty_pool()
     full, cached = ask_all(engine)
     return cached == full
 
