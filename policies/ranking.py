@@ -4,12 +4,12 @@ import heapq
 from collections.abc import Iterator
 from itertools import count
 
-Entry = tuple[float, int, str]
+Entry = tuple[float, float, str]
 """Number, age and key."""
 
 
 class Ranking:
-    """Keys, least number first, of equals the one that was set first. O(log n) an operation on average.
+    """Keys, least number first, of equals the one of least age. O(log n) an operation on average.
 
     A heap keeps outdated entries until they come to its front. It is made anew when most entries are outdated.
     """
@@ -30,9 +30,9 @@ class Ranking:
         entry = self._entries.get(key)
         return None if entry is None else entry[0]
 
-    def set(self, key: str, rank: float) -> None:
-        """Give a key a number."""
-        self._entries[key] = entry = rank, next(self._count), key
+    def set(self, key: str, rank: float, age: float | None = None) -> None:
+        """Give a key a number. Of equals the one of least `age` comes first; by default the one that was set first."""
+        self._entries[key] = entry = rank, next(self._count) if age is None else age, key
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = list(self._entries.values())

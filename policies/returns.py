@@ -81,7 +81,7 @@ class Returns(EvictionPolicy):
         piece = 0
         while piece < len(AGES) and last_used + AGES[piece] < self._now:
             piece += 1
-        self._worth.set(session_id, index[piece])
+        self._worth.set(session_id, index[piece], last_used)
         if piece < len(AGES):
             self._passes.set(session_id, last_used + AGES[piece])
         else:

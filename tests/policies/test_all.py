@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from manthan.policies import EvictionPolicy, SessionView, get_policy, policy_names
@@ -100,6 +100,11 @@ class Teller:
 @each_policy
 @settings(deadline=None)
 @given(events=EVENTS)
+@example(  # passes into two pieces of age, looked at between them, beside sessions of the same worth
+    events=[
+        ("request", i, after, took, 2000, None) for i, after, took in (("0", 570.9, 0.2), ("2", 31, 10), ("1", 291, 10))
+    ]
+)
 def test_victims_are_the_sessions_that_are_there_and_looking_changes_nothing(
     policy: type[EvictionPolicy], events: list[tuple[Any, ...]]
 ) -> None:
