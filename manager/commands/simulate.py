@@ -21,9 +21,8 @@ from manthan.manager.config.model import PolicyConfig
 from manthan.manager.config.registered import ChosenPolicy, choose_policy
 from manthan.manager.config.resolve import ConfigError, resolve_config
 from manthan.manager.config.sentences import nearest
-from manthan.manager.simulator.engine import replay, total_blocks
+from manthan.manager.simulator.engine import Setup, replay
 from manthan.manager.simulator.one_cache import clairvoyant, one_cache
-from manthan.manager.simulator.replay import Setup
 from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TracedRequest, TraceError, read_trace
 from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, UnknownPolicyError, get_policy
 
@@ -121,7 +120,7 @@ def one_cache_rows(
 ) -> list[OneCacheResult]:
     """Return a row for each policy in one cache of this number of blocks. Requests count from number `first` on."""
     requests, block_tokens = trace.requests, trace.block_tokens
-    asked = sum(-(-request.input_tokens // block_tokens) for request in requests[first:])
+    asked = sum(request.asked_blocks(block_tokens) for request in requests[first:])
     best = sum(clairvoyant(requests, blocks, block_tokens)[first:]) / asked
     found = {
         label: sum(one_cache(requests, kind, options, blocks, block_tokens)[first:]) / asked
@@ -218,7 +217,7 @@ def _capacities(option: str, texts: str, trace: Trace) -> list[int]:
 
 
 def _check_pools(text: str, hot: list[int], trace: Trace) -> None:
-    largest = max(total_blocks(request, trace.block_tokens) for request in trace.requests)
+    largest = max(request.total_blocks(trace.block_tokens) for request in trace.requests)
     if hot and min(hot) < largest:
         raise ConfigError(
             f"--hot {text} is too small for the largest request of {trace.name}, which takes {largest} blocks: give it "
