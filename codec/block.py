@@ -24,7 +24,6 @@ from manthan.codec.cpu.numbers import Fp8Codec
 from manthan.codec.cpu.state import STATE_CODECS
 from manthan.codec.errors import (
     CodecError,
-    DtypeError,
     HeadDimError,
     ProfileError,
     ShapeError,
@@ -260,13 +259,11 @@ class BlockFormat:
             exact: number of first tokens to keep exact, at least.
             mark: see `wire.BlockHeader`.
 
-        Raises: NonFiniteError, ShapeError, DtypeError, HeaderError.
+        Raises: NonFiniteError, ShapeError, HeaderError.
         """
-        shapes, dtypes = ([getattr(x, what) for x in numbers] for what in ("shape", "dtype"))
-        if shapes != [shape for shape, _ in self.shape.arrays]:
-            raise ShapeError(f"arrays of {', '.join(map(str, shapes))} are not a block of {self.shape}.")
-        if dtypes != [dtype for _, dtype in self.shape.arrays]:
-            raise DtypeError(f"arrays of {', '.join(map(str, dtypes))} are not a block of {self.shape}.")
+        if tuple((x.shape, x.dtype) for x in numbers) != self.shape.arrays:
+            found = ", ".join(f"{x.dtype} {x.shape}" for x in numbers)
+            raise ShapeError(f"arrays of {found} are not a block of {self.shape}.")
         if self._may_be_whole(exact):
             try:
                 coded = self._encode(numbers, key, first_token, exact, mark)

@@ -11,7 +11,7 @@ from manthan.codec import NonFiniteError, ShapeError, get_codec, wire
 from manthan.codec.base import Dtype, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape, piece_dim, sections
 from manthan.codec.cpu.numbers import as_floats, as_numbers
-from manthan.codec.errors import DtypeError, HeadDimError, ProfileError, SizeError, UnknownCodecError, WireError
+from manthan.codec.errors import HeadDimError, ProfileError, SizeError, UnknownCodecError, WireError
 from manthan.codec.fidelity import Sample, measure
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import LayerProfile, Profile
@@ -216,7 +216,7 @@ def test_numbers_of_another_block_are_refused():
     ):
         with pytest.raises(ShapeError, match="are not a block of"):
             encode(BlockFormat("k3v3", shape, PRINT), both)
-    with pytest.raises(DtypeError, match="float32"):
+    with pytest.raises(ShapeError, match="float32"):
         encode(form, (keys.astype(np.float32), values.astype(np.float32)))
     with pytest.raises(UnknownCodecError, match="did you mean 'k3v3'"):
         BlockFormat("k3v4", SHAPE, PRINT)
@@ -256,7 +256,7 @@ def test_bytes_beside_of_another_shape_are_refused():
     for arrays in ((turned, latents), (turned, latents, index[:, 1:])):
         with pytest.raises(ShapeError, match="are not a block of"):
             encode(form, arrays)
-    with pytest.raises(DtypeError, match="int8"):
+    with pytest.raises(ShapeError, match="int8"):
         encode(form, (turned, latents, index.view(np.int8)))
     other = BlockFormat("wht-5x", replace(SPARSE, beside=replace(INDEX, heads=INDEX.heads + 3)), PRINT)
     with pytest.raises(SizeError):
