@@ -94,7 +94,6 @@ class Section:
 
     @property
     def vectors(self) -> int:
-        """Number of vectors of each kind."""
         return self.layers * self.heads * self.tokens
 
     @cached_property
@@ -142,7 +141,6 @@ class Codec(ABC):
         """Most bytes of a section; its size where the codec has a fixed rate."""
 
     def expected_nbytes(self, section: Section) -> int:
-        """Expected bytes of a section."""
         return self.max_nbytes(section)
 
     @abstractmethod

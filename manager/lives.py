@@ -17,8 +17,6 @@ MOST_EVENTS = 65_536
 
 
 class EventKind(StrEnum):
-    """Kind of an event in a session's history."""
-
     TURN = auto()
     EVICTED = auto()
     RESTORED = auto()
@@ -64,7 +62,6 @@ class Lives:
         manager.table.gone.append(self._gone)
 
     def __len__(self) -> int:
-        """Number of events of all sessions."""
         return self._count
 
     def of(self, session: Session) -> Sequence[LifeEvent]:

@@ -123,7 +123,6 @@ def check_redis(config: ManthanConfig) -> Iterator[Finding]:
 
 
 def _taken(path: Path) -> int:
-    """Return the bytes that the folder's files take on the disk."""
     files = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
     return sum(file.lstat().st_blocks * 512 for file in files if file.exists())
 

@@ -166,7 +166,6 @@ class EngineReplay:
         self._is_measuring = False
 
     def run(self) -> None:
-        """Serve all requests."""
         if self.requests:
             self._at(self.requests[0].at, self._arrive, 0)
         while self._events:

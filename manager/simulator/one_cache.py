@@ -28,7 +28,6 @@ class _WholePool:
     marks = _Marks()
 
     def lookup(self, group: int, block_hashes: Sequence[bytes]) -> list[int]:
-        """See Pool."""
         return [0] * len(block_hashes)
 
     def _ignore(self, *_: object) -> None:

@@ -8,7 +8,7 @@ from manthan.manager.pool import BlockName, Marks, Unsaved
 
 
 class SimulatedPool:
-    """Blocks by id, in the order in which vLLM's BlockPool would take them.
+    """A `Pool`: blocks by id, in the order in which vLLM's BlockPool would take them.
 
     A free block keeps its KV until it is taken, from the head of the queue: blocks that hold nothing, then saved ones,
     then unsaved ones, each in the order in which they came free.
@@ -34,11 +34,9 @@ class SimulatedPool:
         return len(self._empty) + len(self._kept) + len(self._rest)
 
     def users(self, block: int) -> int:
-        """Return how many references a block has."""
         return self._users[block]
 
     def lookup(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
-        """See Pool."""
         find = self._cached.get
         return [find((group, block_hash), -1) for block_hash in block_hashes]
 
@@ -55,7 +53,6 @@ class SimulatedPool:
         return blocks
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """See Pool."""
         for block in block_ids:
             if not self._users[block]:
                 self._unqueue(block)
@@ -65,7 +62,6 @@ class SimulatedPool:
         del (self._kept if block in self._kept else self._rest)[block]
 
     def take(self, count: int) -> list[int]:
-        """See Pool."""
         at = max(0, len(self._empty) - count)
         blocks = self._empty[at:][::-1]
         del self._empty[at:]
@@ -79,7 +75,6 @@ class SimulatedPool:
         return blocks
 
     def cache(self, block_id: int, group: int, block_hash: bytes, position: int = 0) -> None:
-        """See Pool."""
         self.cache_all((block_id,), (block_hash,), group)
 
     def cache_all(self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group: int = 0) -> None:
@@ -95,7 +90,6 @@ class SimulatedPool:
                 self._evict([copy for copy in (first, *copies) if self.marks[copy]])
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """See Pool."""
         empty = list[int]()
         for block in block_ids:
             self._users[block] = left = self._users[block] - 1
@@ -119,7 +113,6 @@ class SimulatedPool:
         self.marks.clear(range(self.size))
 
     def release(self, group: int, block_hashes: Iterable[bytes]) -> None:
-        """See Pool."""
         self._evict(self._blocks_of(group, block_hashes))
 
     def _evict(self, blocks: Iterable[int]) -> None:
@@ -131,7 +124,6 @@ class SimulatedPool:
             self._lose(block)
 
     def keep(self, group: int, block_hashes: Iterable[bytes]) -> None:
-        """See Pool."""
         for block in self._blocks_of(group, block_hashes):
             if not self._users[block]:
                 self._unqueue(block)
@@ -139,13 +131,11 @@ class SimulatedPool:
             self._saved.add(block)
 
     def lead(self, group: int, block_hashes: Iterable[bytes]) -> None:
-        """See Pool."""
         for block in reversed(self._blocks_of(group, block_hashes)):
             if block in self._kept:
                 self._kept.move_to_end(block, last=False)
 
     def forget(self, group: int, block_hashes: Iterable[bytes]) -> None:
-        """See Pool."""
         for block in reversed(self._blocks_of(group, block_hashes)):
             if block in self._kept:
                 self._unqueue(block)
@@ -153,16 +143,13 @@ class SimulatedPool:
             self._saved.discard(block)
 
     def runway(self, most: int) -> int:
-        """See Pool."""
         return min(most, len(self._empty) + len(self._kept))
 
     def unsaved(self, most: int) -> Iterator[Unsaved]:
-        """See Pool."""
         before = len(self._empty) + len(self._kept)
         return (self._named(block) for block in list(islice(self._rest, max(0, most - before))))
 
     def redundant(self, spare: int) -> Iterator[Unsaved]:
-        """See Pool."""
         used = [block for block in self._saved if self._users[block]]
         later = list(islice(reversed(self._kept), max(0, len(self._kept) - spare)))
         return (self._named(block) for block in chain(used, later))
@@ -182,7 +169,6 @@ class SimulatedPool:
         return [block for name, one in first if one is not None for block in (one, *self._copies.get(name, ()))]
 
     def _lose(self, block: int) -> None:
-        """Forget what a block holds."""
         self._saved.discard(block)
         name, self._name[block] = self._name[block], None
         assert name is not None

@@ -44,7 +44,6 @@ class TracedRequest(NamedTuple):
 
     @property
     def hints(self) -> Hints:
-        """Hints that the client gave with it."""
         said = self.expect_return_s
         return NO_HINTS if said is None and not self.tool else Hints(expect_return_s=said, tool=self.tool)
 

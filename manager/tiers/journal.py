@@ -65,7 +65,6 @@ class JournalBlock(NamedTuple):
 
     @property
     def name(self) -> BlockName:
-        """Group and block hash."""
         return self.group, self.block_hash
 
 
@@ -156,7 +155,6 @@ class Journal:
         self._news[session.session_id] = session
 
     def clear(self) -> None:
-        """Forget all sessions."""
         with self._wake:
             self._news.clear()
             self._is_cleared = True

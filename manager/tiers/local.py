@@ -110,7 +110,6 @@ class LocalTier(Tier):
             self._erase_soon()
 
     def cleared(self, place: str) -> "LocalTier":
-        """Return this one."""
         with self._lock:
             for name in [*self._blocks, *self._writing]:
                 self._remove(name)

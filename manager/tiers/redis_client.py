@@ -61,7 +61,6 @@ class Circuit:
 
     @property
     def is_up(self) -> bool:
-        """True if the last command was answered."""
         return not self._failures
 
     @property

@@ -115,7 +115,6 @@ class RedisSessions:
     # -- the engine's thread --------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def look_up(
@@ -165,12 +164,10 @@ class RedisSessions:
 
     @property
     def has_answers(self) -> bool:
-        """True if there are answers to take."""
         return bool(self._answers)
 
     @property
     def is_up(self) -> bool:
-        """True if Redis answers."""
         return self._circuit.is_up
 
     def close(self) -> None:
@@ -187,7 +184,6 @@ class RedisSessions:
 
     @property
     def _is_behind(self) -> bool:
-        """True if Redis is to be told something."""
         return bool(self._records or self._deletes)
 
     def _run(self) -> None:

@@ -283,11 +283,6 @@ def test_latents_that_cannot_be_coded_are_refused():
         BlockFormat("wht-5x", replace(LATENTS, latent=500), PRINT)
     with pytest.raises(ProfileError, match=r"codec klt-8x needs a profile of the model"):
         BlockFormat("klt-8x", LATENTS, PRINT)
-    of_both, of_latents = profiles.built(rope=None), profiles.built_of_latents()
-    with pytest.raises(ProfileError, match=r"is of keys and values, but the model caches latents of 512 numbers\.$"):
-        BlockFormat("klt-8x", LATENTS, PRINT, facts=ModelFacts(profile=of_both))
-    with pytest.raises(ProfileError, match=r"is of latents of 512 numbers, but the model caches keys and values\.$"):
-        BlockFormat("klt-8x", replace(SHAPE, heads=4, head_dim=128), PRINT, facts=ModelFacts(profile=of_latents))
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT8_E4M3])
