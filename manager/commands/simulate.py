@@ -19,11 +19,10 @@ from manthan.manager.commands.console import make_console
 from manthan.manager.config.model import PolicyConfig
 from manthan.manager.config.registered import ChosenPolicy, choose_policy
 from manthan.manager.config.resolve import ConfigError, resolve_config
-from manthan.manager.config.sentences import nearest
 from manthan.manager.simulator.engine import Setup, replay
 from manthan.manager.simulator.one_cache import clairvoyant, one_cache
 from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TracedRequest, TraceError, read_trace
-from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, UnknownPolicyError, get_policy
+from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, UnknownPolicyError
 
 _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
@@ -164,13 +163,7 @@ def _percent(share: float) -> str:
 def _policy(label: str) -> ChosenPolicy:
     """Return the policy of `NAME` or `NAME:OPTION=VALUE:…`. Values are YAML."""
     name, *given = label.split(":")
-    fields = get_policy(name).Options.model_fields
-    values = {}
-    for option in given:
-        key, equals, value = option.partition("=")
-        if not equals or key not in fields:
-            raise ConfigError(f"--policy {label}: unknown {name} option '{key}'{nearest(key, fields)}")
-        values[key] = yaml.safe_load(value)
+    values = {key: yaml.safe_load(value) for key, _, value in (option.partition("=") for option in given)}
     sources = {f"policy.{key}": f"--policy {label}" for key in ("name", *values)}
     return choose_policy(PolicyConfig(name=name, **values), sources)
 
