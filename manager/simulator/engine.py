@@ -150,9 +150,6 @@ class EngineReplay:
         self.manager = setup.manager()
         self.manager.events.subscribe(self._count, BlocksSaved, BlocksDropped, Evicted)
         self.tally = Tally([None] * len(requests))
-        largest = max((request.total_blocks(setup.block_tokens) for request in requests), default=0)
-        if largest > setup.pool_blocks:
-            raise ValueError(f"pool_blocks must be {largest} or more, as the largest request, not {setup.pool_blocks}")
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = count()
@@ -233,14 +230,9 @@ class EngineReplay:
 
     def _fits(self, request: _Request, hits: Sequence[int], needed: int) -> bool:
         """True if there is room for its prompt now, and for its answer when that is computed."""
-        free, users = len(self._pool), self._pool.users
+        free, revived = len(self._pool), sum(not self._pool.users(block) for block in hits)
         in_the_end = request.traced.total_blocks(self.setup.block_tokens) + self._promised
-        if in_the_end <= free:  # even if nobody else uses what it has found
-            return True
-        if needed + sum(not users(block) for block in hits) > free:
-            return False
-        revived = sum(not users(block) for block in hits)
-        return in_the_end - len(hits) + revived <= free
+        return needed + revived <= free and in_the_end - len(hits) + revived <= free
 
     def _start(self, request: _Request, hits: list[int], cold: int) -> None:
         resident, name, traced, block_tokens = len(hits), request.name, request.traced, self.setup.block_tokens
@@ -359,7 +351,7 @@ class EngineReplay:
 
 
 def replay(requests: Sequence[TracedRequest], setup: Setup) -> Tally:
-    """Replay requests, which are in the order of their arrival. Raises ValueError for one larger than the pool."""
+    """Replay requests, which are in the order of their arrival. Each fits into the pool."""
     world = EngineReplay(requests, setup)
     world.run()
     return world.tally

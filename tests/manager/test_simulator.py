@@ -86,11 +86,6 @@ def test_a_request_waits_for_room() -> None:
     assert [one.first_token_s for one in served if one] == [alone.first_token_s, 2 * alone.first_token_s]
 
 
-def test_a_request_larger_than_the_pool_is_refused() -> None:
-    with pytest.raises(ValueError, match="pool_blocks must be 7 or more, as the largest request, not 6"):
-        replay([request(0, "abcdef")], replace(LRU, pool_blocks=6))
-
-
 # -- what is counted --------------------------------------------------------------------------------------
 
 
