@@ -143,16 +143,12 @@ class Journal:
         """Have these sessions written."""
         with self._wake:
             for session in sessions:
-                self._add(session)
+                before = self._news.get(session.session_id)
+                if session.saved is None and before is not None:
+                    session = replace(session, saved=before.saved)
+                self._news[session.session_id] = session
             if self._news:
                 self._wake.notify()
-
-    def _add(self, session: JournalSession) -> None:
-        """Replace a record that is not written yet."""
-        before = self._news.get(session.session_id)
-        if session.saved is None and before is not None:
-            session = replace(session, saved=before.saved)
-        self._news[session.session_id] = session
 
     def clear(self) -> None:
         with self._wake:
@@ -174,21 +170,24 @@ class Journal:
             with self._wake:
                 self._wake.wait_for(lambda: self._closing, self._rest_s)
                 self._wake.wait_for(lambda: self._news or self._is_cleared or self._closing)
-                news, self._news = self._news, {}
-                is_cleared, self._is_cleared = self._is_cleared, False
+                news, is_cleared, self._is_cleared = dict(self._news), self._is_cleared, False
                 if self._closing and not (news or is_cleared):
                     return
             try:
                 self._write(news.values(), is_cleared)
                 self._rest_s = 0.0
+                with self._wake:
+                    for session_id, session in news.items():
+                        if self._news.get(session_id) is session:
+                            del self._news[session_id]
             except FAULTS as error:  # a full disk, most likely; the sessions live on in this process
                 if not self._rest_s:
                     logger.warning("Manthan: %s: sessions are not written until that is possible: %s", self.path, error)
                 self._rest_s = REST_S
                 with self._wake:
+                    self._is_cleared |= is_cleared
                     if self._closing:
                         return
-                    self._take_back(news, is_cleared)
 
     def _sealed(self, value: object, row_id: str, part: str) -> bytes:
         data = msgspec.json.encode(value)
@@ -197,13 +196,6 @@ class Journal:
     def _opened(self, value: bytes, row_id: str, part: str) -> bytes:
         """Return what was sealed, or raise one of UNREADABLE."""
         return value if self._sealer is None else self._sealer.open(value, "", *ABOUT, row_id, part)
-
-    def _take_back(self, news: dict[str, JournalSession], was_cleared: bool) -> None:
-        """Keep records that could not be written, but for sessions of which newer ones have come."""
-        since, self._news = self._news, {} if self._is_cleared else news
-        self._is_cleared |= was_cleared
-        for session in since.values():
-            self._add(session)
 
     def _write(self, news: Iterable[JournalSession], is_cleared: bool) -> None:
         """Write all of these or none.
