@@ -46,16 +46,11 @@ class LifeEvent:
 
 
 class Lives:
-    """Histories of all sessions of one engine. Subscribes to its stream of events.
+    """Histories of all sessions of one engine. Subscribes to its stream of events. clock: returns a time in seconds."""
 
-    Args:
-        clock: returns a time in seconds.
-        most: number of events of all sessions.
-    """
-
-    def __init__(self, manager: SessionManager, clock: Callable[[], float], most: int = MOST_EVENTS) -> None:
+    def __init__(self, manager: SessionManager, clock: Callable[[], float]) -> None:
         self._table, self._block_tokens = manager.table, manager.shape.block_tokens
-        self._clock, self._most = clock, most
+        self._clock = clock
         self._lives: OrderedDict[str, tuple[LifeEvent, ...]] = OrderedDict()
         """Events by session id, the one that was added to last last."""
         self._count = 0
@@ -107,7 +102,7 @@ class Lives:
         self._count += len(life) < EVENTS_A_SESSION
         self._lives[session_id] = (*life, event)[-EVENTS_A_SESSION:]
         self._lives.move_to_end(session_id)
-        while self._count > self._most:
+        while self._count > MOST_EVENTS:
             self._forget(next(iter(self._lives)))
 
     def _gone(self, session: Session) -> None:

@@ -1,12 +1,11 @@
 """Sessions that are least likely to return soon go first."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
-from manthan.policies.base import EvictionPolicy, PolicyOptions, SessionView, in_order
+from manthan.policies.base import EvictionPolicy, PolicyOptions, SessionView
 from manthan.policies.ranking import Ranking
 from manthan.policies.return_model import AGES, ReturnModel
 
@@ -43,9 +42,9 @@ class Returns(EvictionPolicy):
         self._now = 0.0
         self._index: dict[str, tuple[float, list[float]]] = {}
         """Last use of each session, and its index by the piece of age."""
-        self._worth, self._passes = Ranking(), Ranking()
-        """Sessions by their index now, and by the time at which they pass into the next piece of age."""
-        self._superseded: OrderedDict[str, None] = OrderedDict()
+        self._worth, self._passes, self._superseded = Ranking(), Ranking(), Ranking()
+        """Sessions by their index now, and by the time at which they pass into the next piece of age; and those that
+        another continues from."""
 
     @classmethod
     def family(cls, options: Any = None) -> Callable[[], Self]:
@@ -54,13 +53,13 @@ class Returns(EvictionPolicy):
 
     def used(self, session: SessionView) -> None:
         session_id = session.session_id
-        self._superseded.pop(session_id, None)
+        self._superseded.discard(session_id)
         self._now = max(self._now, session.last_used)
         self._index[session_id] = session.last_used, self.model.observe(session)
         self._rank(session_id)
 
     def forget(self, session_id: str) -> None:
-        self._superseded.pop(session_id, None)
+        self._superseded.discard(session_id)
         self._index.pop(session_id, None)
         self._worth.discard(session_id)
         self._passes.discard(session_id)
@@ -68,10 +67,10 @@ class Returns(EvictionPolicy):
     def superseded(self, session_id: str) -> None:
         if session_id in self._index:
             self.forget(session_id)
-            self._superseded[session_id] = None
+            self._superseded.set(session_id, 0.0)
 
     def victims(self) -> Iterator[str]:
-        yield from in_order(self._superseded)
+        yield from self._superseded.in_order()
         while (first := self._passes.first()) is not None and first[0] < self._now:
             self._rank(first[2])
         yield from self._worth.in_order()
