@@ -12,7 +12,6 @@ from pydantic.fields import FieldInfo
 
 from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.policies.registry import BUILTIN
-from manthan.vllm_hooks.compat import DIFFERENCES
 from manthan.vllm_hooks.doctor.families import families_table
 from manthan.vllm_hooks.telemetry.metrics import METRICS
 
@@ -71,22 +70,12 @@ def default(field: FieldInfo) -> str:
 
 
 def metrics() -> Iterator[str]:
-    """Every metric with its kind and help text, then the buckets of histograms."""
+    """Every metric with its kind and help text."""
     yield "| metric | kind | label | what |\n|---|---|---|---|"
     for name, metric in METRICS.items():
         suffix = "_total" if metric.kind.__name__ == "Counter" else ""
         cells = (f"`vllm:manthan_{name}{suffix}`", metric.kind.__name__.lower(), code(metric.label or ""), metric.text)
         yield f"| {' | '.join(cells)} |"
-    yield "\nBuckets:\n"
-    for name, metric in METRICS.items():
-        if metric.buckets:
-            yield f"- `vllm:manthan_{name}`: {', '.join(f'{edge:.15g}' for edge in metric.buckets)}"
-
-
-def differences() -> Iterator[str]:
-    """Every difference between the two releases of vLLM."""
-    yield "| | 0.32 | 0.33 | Manthan |\n|---|---|---|---|"
-    yield from (f"| {' | '.join(each)} |" for each in DIFFERENCES)
 
 
 def with_generated(text: str, parts: Sequence[Callable[[], Iterator[str]]]) -> str:
@@ -100,7 +89,7 @@ def with_generated(text: str, parts: Sequence[Callable[[], Iterator[str]]]) -> s
 
 
 DOCUMENTS = {
-    "compatibility.md": (differences, families_table),
+    "compatibility.md": (families_table,),
     "configuration.md": (configuration,),
     "metrics.md": (metrics,),
 }
