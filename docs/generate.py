@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.policies.registry import BUILTIN
-from manthan.vllm_hooks.doctor.families import families_table
+from manthan.vllm_hooks.doctor.families import OUTCOMES, families
 from manthan.vllm_hooks.telemetry.metrics import METRICS
 
 DOCS = Path(__file__).parent
@@ -78,9 +78,14 @@ def metrics() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def families() -> Iterator[str]:
-    """Every family that is not compressed, below the numbers of all."""
-    yield from (line for line in families_table() if not re.search(r" \| compressed \| \d+: ", line))
+def uncompressed() -> Iterator[str]:
+    """The number of families by outcome, and the names of those that are not compressed."""
+    every = list(families().values())
+    yield "| of the families | number | which |\n|---|---|---|"
+    for outcome, said in OUTCOMES.items():
+        names = sorted((family.name for family in every if family.outcome == outcome), key=str.lower)
+        listed = "the others" if said == "compressed" else ", ".join(names)
+        yield f"| {said} | {len(names)} of {len(every)} ({len(names) / len(every):.1%}) | {listed} |"
 
 
 def with_generated(text: str, parts: Sequence[Callable[[], Iterator[str]]]) -> str:
@@ -94,7 +99,7 @@ def with_generated(text: str, parts: Sequence[Callable[[], Iterator[str]]]) -> s
 
 
 DOCUMENTS = {
-    "compatibility.md": (families,),
+    "compatibility.md": (uncompressed,),
     "configuration.md": (configuration,),
     "metrics.md": (metrics,),
 }
