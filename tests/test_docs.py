@@ -91,9 +91,7 @@ def test_every_hint_is_explained_and_has_an_example() -> None:
     assert f"up to {LONGEST_NAME} printable characters" in HINTS
     for hint, _, example, _ in rows(HINTS, "hint"):
         assert set(parse_hints(json.loads(example.strip("`"))).given) == {hint.strip("`")}
-    for example in re.findall(
-        r'"kv_transfer_params": \{"manthan": (\{.*?\})\}', "".join(blocks(HINTS, "sh")) + README
-    ):
+    for example in re.findall(r'"kv_transfer_params": \{"manthan": (\{.*?\})\}', "".join(blocks(HINTS, "sh")) + README):
         assert parse_hints(json.loads(example)).given
     python = "".join(blocks(HINTS, "python"))
     calls = [ast.parse(call, mode="eval").body for call in re.findall(r"hints\([a-z_]+=.*?\)(?=\))", python)]
