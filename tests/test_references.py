@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 from deployment import DEPLOY, alerts, script
+from documents import rows
 
 from manthan.manager.config.model import FIELDS, REDIS_PASSWORD
 from manthan.manager.config.resolve import ENV_PREFIX, FLAG_KEYS
@@ -62,6 +63,11 @@ def test_queries_name_metrics_that_there_are() -> None:
     assert named
     assert named <= SERIES
     assert all(rule["annotations"]["summary"] for rule in rules)
+
+
+def test_every_alert_is_explained() -> None:
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    assert sorted(row[0].strip("`") for row in rows(text, "alert")) == sorted(rule["alert"] for rule in alerts())
 
 
 def test_labels_in_queries_are_those_of_the_metrics() -> None:
