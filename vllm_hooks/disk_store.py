@@ -16,6 +16,7 @@ from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.persist import JournalLink
+from manthan.manager.tiers.arena_tier import ArenaTier
 from manthan.manager.tiers.disk_folder import (
     check_folder,
     counts_in,
@@ -25,7 +26,6 @@ from manthan.manager.tiers.disk_folder import (
     remove_others,
 )
 from manthan.manager.tiers.journal import Journal
-from manthan.manager.tiers.local import LocalTier
 from manthan.manager.tiers.sealed import Sealer, keys_of
 from manthan.manager.tiers.shards import Shard
 from manthan.vllm_hooks.shards import Sharding, reads_others
@@ -42,7 +42,7 @@ class RankFolder(NamedTuple):
     """Blocks of a rank of an earlier server."""
 
     shard: Shard
-    tier: LocalTier
+    tier: ArenaTier
 
 
 PATIENCE_S = 10.0
@@ -62,7 +62,7 @@ def check_disk(vllm_config: "VllmConfig") -> None:
     check_folder(config.tiers.disk.path, PATIENCE_S)
 
 
-def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int) -> LocalTier:
+def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int) -> ArenaTier:
     """Return a rank's part, of `nbytes`. name: of the namespace. Raises ConfigError if another server has it."""
     shard = Shard(parallel.rank, parallel.world_size)
     return open_rank(_root(config, parallel), name, shard, nbytes // parallel.world_size)

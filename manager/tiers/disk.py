@@ -1,23 +1,29 @@
 """A tier in a folder of a local file system. Its blocks outlive the process.
 
-    FOLDER/lock                          locked by the process that uses the folder
-    FOLDER/blocks/GROUP-HASH-SEQUENCE    a compressed block, and then its xxh3-64, little-endian
+    FOLDER/lock      locked by the process that uses the folder
+    FOLDER/blocks    one sparse file of records
 
-GROUP is the block's KV cache group and HASH its hash in hexadecimal. Of two files of one block the one with the higher
-SEQUENCE holds.
+A record begins at a multiple of PAGE with a header of HEADER bytes, little-endian:
 
-A process may be killed at any moment: a file is complete before it gets its name, and the page cache is the system's. A
-power failure costs what was written in the last SYNC_S seconds, because a file that is not whole is a miss.
+    magic "MNDB" · version u16 · length of the block hash u16 · KV cache group u32 · number of extents u32
+    sequence u64 · size of the body u64 · xxh3-64 of the body u64 · block hash, padded with zeros, 64 bytes
+    start and size of each extent, 24 times u64, u64 · zeros · xxh3-64 of the bytes before u64
 
-The file of what is dropped is removed. If a process is killed before that, the next one finds it again. Whoever opens a
-tier drops what no session needs.
+Its body, a compressed block, follows through the extents. The first extent begins where the header does, so that bytes
+which only look like a header are not taken for one.
+
+A process may be killed at any moment: the body is written before the header, and the page cache is the system's. A
+power failure costs what was written in the last SYNC_S seconds, because a body that is not whole is a miss. Of two
+records of one block, or that overlap, the one with the higher sequence holds.
+
+What is dropped is hole-punched, or overwritten where the file system cannot. If a process is killed before that, the
+next one finds the record again. Whoever opens a tier drops what no session needs. What no record has is erased on
+opening.
 """
 
 import errno
 import logging
 import os
-import re
-import shutil
 import struct
 import threading
 import time
@@ -25,43 +31,60 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from itertools import islice
+from itertools import islice, pairwise
+from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from manthan.manager.sparing import Sparing
-from manthan.manager.tiers.disk_files import lock, make_folder, remove, sync_all, write_all
-from manthan.manager.tiers.local import LocalTier, Name, Placed
+from manthan.manager.tiers import arena
+from manthan.manager.tiers.arena import Arena, Extent
+from manthan.manager.tiers.arena_tier import ArenaTier, Name, Placed
+from manthan.manager.tiers.disk_files import erase, lock, make_folder, open_file, sync_folder, write_all
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found
 from manthan.manager.transfer import STORE_DOWN
 
 logger = logging.getLogger("vllm.manthan.disk")
 
-BLOCKS, APART = "blocks", "apart"
-"""Folders of blocks that the next process finds, and of those that it does not, because they were put after a reset."""
-NAME = re.compile(r"(\d+)-([0-9a-f]*)-(\d+)")
+FILE = "blocks"
 PAGE = 4096
-"""File systems allocate in multiples of this."""
-_DIGEST = struct.Struct("<Q")
+"""File systems allocate, and punch holes, in multiples of this."""
+HEADER, MOST_EXTENTS, MOST_KEY = 512, 24, 64
+MAGIC, VERSION = b"MNDB", 1
+_FIELDS = struct.Struct("<4sHHIIQQQ64s")
+_EXTENT, _DIGEST = struct.Struct("<QQ"), struct.Struct("<Q")
+_END = HEADER - _DIGEST.size
+assert _FIELDS.size + MOST_EXTENTS * _EXTENT.size <= _END
 DISK = "disk"
 """Cause of a failure of the disk."""
 SYNC_S, CLOSE_S = 5.0, 5.0
 """Seconds between two syncs, and that a disk without an answer is waited for at the end."""
-READERS, WRITERS, AHEAD = 8, 4, 32
-"""Threads, and blocks that are read ahead for one reader."""
+READERS, WRITERS, AHEAD = 8, 4, 16
+"""Threads, and runs of blocks that are read ahead for one reader."""
+RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20
+"""Bytes that a thread reads at once, and that are searched at once."""
 QUIET_S = 60.0
 """Seconds in which a failure of many blocks is logged once."""
 
 
 def room(nbytes: int) -> int:
-    """Return the bytes of the disk that a block takes: whole pages."""
-    return -(-(nbytes + _DIGEST.size) // PAGE) * PAGE
+    """Return the bytes of the file that a block takes: whole pages."""
+    return _pages(HEADER + nbytes)
 
 
-class DiskTier(LocalTier):
+def usable(max_bytes: int) -> int:
+    """Return the bytes that blocks should take of a budget."""
+    return arena.usable(max_bytes) // PAGE * PAGE
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+class DiskTier(ArenaTier):
     """Tier of one rank in a folder on disk, which is made if it is not there.
 
     Args:
@@ -74,26 +97,20 @@ class DiskTier(LocalTier):
     """
 
     def __init__(self, folder: Path, max_bytes: int, timeout_s: float = 10.0, is_left: bool = False) -> None:
-        super().__init__(max_bytes)
-        self.folder, self._timeout_s = folder, timeout_s
+        self.folder, self._path, self._timeout_s = folder, folder / FILE, timeout_s
         make_folder(folder)
         self._folder_lock = lock(folder / "lock", is_left)
-        shutil.rmtree(folder / APART, ignore_errors=True)
-        if (folder / BLOCKS).is_file():
-            logger.warning("Manthan: %s is of an earlier version of Manthan, and is removed.", folder / BLOCKS)
-            (folder / BLOCKS).unlink()
-        make_folder(folder / BLOCKS)
-        self._fd = os.open(folder / BLOCKS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fd = open_file(self._path)
+        sync_folder(folder)
         weakref.finalize(self, os.close, self._fd)  # not before the last thread has done with it
-        for placed in blocks_in(folder / BLOCKS):
-            self._taken += placed.room
-            self._remove(placed.name)
-            self._blocks[placed.name] = placed
-        self._sequence = max((placed.sequence for placed in self._blocks.values()), default=0)
+        records = records_in(self._fd)
+        super().__init__(max_bytes, self._arena_around(records, max_bytes // PAGE * PAGE))
+        self._blocks = {record.name: record.placed for record in records}
+        self._sequence = max((record.placed.sequence for record in records), default=0)
         self._is_dirty, self._is_apart, self._sparing = True, False, Sparing(QUIET_S)
         self._readers = ThreadPoolExecutor(READERS, "manthan-disk-read")
         self._writers = ThreadPoolExecutor(WRITERS, "manthan-disk-write")
-        self._stuck: Future[Found] | Future[str | None] | None = None  # what somebody gave up waiting for
+        self._stuck: Future[list[Found]] | Future[str | None] | None = None  # what somebody gave up waiting for
         self._closing = threading.Event()
         self._syncer = threading.Thread(target=self._sync_regularly, name="manthan-disk-sync", daemon=True)
         self._syncer.start()
@@ -115,15 +132,15 @@ class DiskTier(LocalTier):
         return {key: cause for key, cause in causes.items() if cause is not None}
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
-        """See Tier. Some blocks are read ahead."""
-        wanted, done, left_s = (self._blocks.get((group, key)) for key in keys), 0, self._timeout_s
-        ahead: deque[Future[Found]] = deque()
+        """See Tier. Some runs of blocks are read ahead."""
+        runs, done, left_s = self._runs(group, keys), 0, self._timeout_s
+        ahead: deque[Future[list[Found]]] = deque()
         try:
             while done < len(keys):
                 if self._closing.is_set() or self._is_stuck:
                     yield from [STORE_DOWN] * (len(keys) - done)
                     return
-                ahead += [self._readers.submit(self._read, placed) for placed in islice(wanted, AHEAD - len(ahead))]
+                ahead += [self._readers.submit(self._read_run, run) for run in islice(runs, AHEAD - len(ahead))]
                 began = time.monotonic()
                 try:
                     found = ahead[0].result(max(0.0, left_s))
@@ -133,14 +150,14 @@ class DiskTier(LocalTier):
                     continue
                 left_s -= time.monotonic() - began
                 ahead.popleft()
-                done += 1
-                yield found
+                done += len(found)
+                yield from found
         finally:
             for job in ahead:
                 job.cancel()
 
     def cleared(self, place: str) -> "DiskTier":
-        """Return this one. Its folder gets another name before a block is put again."""
+        """Return this one. Its file loses its name before a block is put again."""
         super().cleared(place)
         self._is_apart = True
         return self
@@ -163,82 +180,115 @@ class DiskTier(LocalTier):
     def room(self, nbytes: int) -> int:
         return room(nbytes)
 
+    @property
+    def usable(self) -> int:
+        return usable(self.max_bytes)
+
     # -- threads ----------------------------------------------------------------------------------------
 
     @property
     def _is_stuck(self) -> bool:
         return self._stuck is not None and not self._stuck.done()
 
-    def _read(self, placed: Placed | None) -> Found:
+    def _runs(self, group: int, keys: Sequence[bytes]) -> Iterator[list["_Wanted"]]:
+        run, nbytes = list[_Wanted](), 0
+        for key in keys:
+            placed = self._blocks.get((group, key))
+            if placed is None:
+                run.append(_Wanted(None, np.empty(0, np.uint8)))
+                continue
+            if run and nbytes + placed.nbytes > RUN_BYTES:
+                yield run
+                run, nbytes = [], 0
+            nbytes += placed.nbytes
+            run.append(_Wanted(placed, np.empty(placed.nbytes, np.uint8)))
+        if run:
+            yield run
+
+    def _read_run(self, run: Sequence["_Wanted"]) -> list[Found]:
+        return [self._read(placed, memory) for placed, memory in run]
+
+    def _read(self, placed: Placed | None, memory: Buffer) -> Found:
         if placed is None:
             return None
-        memory = np.empty(placed.nbytes + _DIGEST.size, np.uint8)
         try:
-            fd = os.open(_file(placed), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
-            try:
-                os.preadv(fd, [memory.data], 0)
-            finally:
-                os.close(fd)
-        except FileNotFoundError:
-            memory[:] = 0
+            at = 0
+            for start, size in _body(placed):
+                at += os.preadv(self._fd, [memory[at : at + size].data], start)
         except OSError as error:
             self._complain(f"a block cannot be read: {error.strerror}")
             return DISK
-        body = memory[: placed.nbytes]
-        if memory[placed.nbytes :].tobytes() == _digest(body):
-            return body
+        if _digest(memory) == placed.digest:
+            return memory
         if not placed.is_dropped:
             self._complain("a block is not what was written")
         return None
 
-    def _write(self, placed: Placed, buf: Buffer) -> str | None:
+    def _write(self, name: Name, placed: Placed, buf: Buffer) -> str | None:
+        if len(placed.extents) > MOST_EXTENTS or len(name[1]) > MOST_KEY:
+            return STORE_FULL
         with self._lock:
             self._sequence += 1
             placed.sequence = self._sequence
-        name, part = _file(placed), f"{_file(placed)}.part"
+        placed.digest = _digest(buf)
         try:
             self._leave()
-            self._is_dirty = True
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
-            try:
-                write_all(fd, buf.data, 0)
-                write_all(fd, memoryview(_digest(buf)), buf.nbytes)
-            finally:
-                os.close(fd)
-            os.rename(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            self._is_dirty, at = True, 0
+            for start, size in _body(placed):
+                write_all(self._fd, buf[at : at + size].data, start)
+                at += size
+            write_all(self._fd, memoryview(_header(name, placed)), placed.extents[0].start)
         except OSError as error:
-            with suppress(OSError):
-                os.unlink(part, dir_fd=self._fd)
             self._complain(f"a block cannot be written: {error.strerror}")
             return STORE_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else DISK
         return None
 
-    def _erase(self, placed: Placed) -> None:
+    def _erase(self, extents: tuple[Extent, ...]) -> None:
+        """The header, which is in the first extent, goes first."""
         self._is_dirty = True
         try:
-            os.unlink(_file(placed), dir_fd=self._fd)
-        except FileNotFoundError:  # it could not be written, or another rank was first
-            pass
+            for extent in extents:
+                erase(self._fd, *extent)
         except OSError as error:
-            self._complain(f"a dropped block cannot be removed: {error.strerror}")
+            self._complain(f"a dropped block cannot be erased: {error.strerror}")
+
+    def _arena_around(self, records: Sequence["_Record"], nbytes: int) -> Arena:
+        """Return an arena in which the records' extents are taken. What lies between them is erased. Raises OSError."""
+        taken = sorted(extent for record in records for extent in record.placed.extents)
+        end = sum(taken[-1]) if taken else 0
+        found = Arena(max(end, nbytes))
+        os.ftruncate(self._fd, end)
+        os.ftruncate(self._fd, found.nbytes)
+        found.allocate(found.nbytes)
+        bounds = [Extent(0, 0), *taken, Extent(found.nbytes, 0)]
+        gaps = [Extent(sum(one), following.start - sum(one)) for one, following in pairwise(bounds)]
+        for gap in gaps:
+            if gap.nbytes and gap.start < end:
+                erase(self._fd, *gap)
+        found.free(gaps)
+        return found
+
+    def _take(self, nbytes: int) -> tuple[Extent, ...] | None:
+        """The file has more room than the budget where an earlier one was larger."""
+        return None if self._arena.used + nbytes > self.max_bytes // PAGE * PAGE else super()._take(nbytes)
 
     def _leave(self) -> None:
-        """Give the folder of blocks another name, once all was cleared. Raises OSError."""
-        if self._is_apart and (self.folder / BLOCKS).exists():
-            with suppress(FileNotFoundError):  # another thread was first
-                (self.folder / BLOCKS).rename(self.folder / APART)
+        """Take the file's name away, once all was cleared. Raises OSError."""
+        if self._is_apart and self._path.exists():
+            self._path.unlink(missing_ok=True)
+            sync_folder(self.folder)
 
     def _sync_regularly(self) -> None:
         while not self._closing.wait(SYNC_S):
             self._sync()
 
     def _sync(self) -> None:
-        """Make what was written and removed last if the machine stops."""
+        """Make what was written and erased last if the machine stops."""
         try:
             self._leave()
             if self._is_dirty:
                 self._is_dirty = False
-                sync_all(self._fd)
+                os.fdatasync(self._fd)
         except OSError as error:
             self._is_dirty = True
             self._complain(f"what was written may not last: {error.strerror}")
@@ -249,31 +299,94 @@ class DiskTier(LocalTier):
         while self._erase_one():
             pass
         self._sync()
-        shutil.rmtree(self.folder / APART, ignore_errors=True)
 
     def _complain(self, of: str) -> None:
         if count := self._sparing.due(of):
-            logger.warning("Manthan: %s: %s%s", self.folder, of, f" ({count} times)" if count > 1 else "")
+            logger.warning("Manthan: %s: %s%s", self._path, of, f" ({count} times)" if count > 1 else "")
 
 
-def blocks_in(folder: Path) -> list[Placed]:
-    """Return the blocks of a folder in the order of writing. What was not completed is removed. Raises OSError."""
-    found = []
-    for entry in os.scandir(folder):
-        with suppress(FileNotFoundError):  # another rank has dropped it
-            match, nbytes = NAME.fullmatch(entry.name), entry.stat(follow_symlinks=False).st_size - _DIGEST.size
-            if match is None or nbytes < 0 or not entry.is_file(follow_symlinks=False):
-                remove(Path(entry))
+# -- the file -------------------------------------------------------------------------------------------
+
+
+class _Wanted(NamedTuple):
+    """Block to read, None if it is not there, and memory of its size."""
+
+    placed: Placed | None
+    memory: Buffer
+
+
+class _Record(NamedTuple):
+    name: Name
+    placed: Placed
+
+
+def records_in(fd: int) -> list[_Record]:
+    """Return the records of an open file that hold, in the order of writing. Raises OSError."""
+    newest: dict[Name, _Record] = {}
+    for record in _scanned(fd):
+        known = newest.get(record.name)
+        if known is None or known.placed.sequence < record.placed.sequence:
+            newest[record.name] = record
+    last, void = None, set[Name]()
+    extents = [(extent, one) for one in newest.values() for extent in one.placed.extents]
+    for extent, one in sorted(extents, key=itemgetter(0)):
+        if last is not None and extent.start < sum(last[0]):
+            older = min(last[1], one, key=lambda each: each.placed.sequence)
+            void.add(older.name)
+            if older is one:
                 continue
-            name: Name = int(match[1]), bytes.fromhex(match[2])
-            found.append(Placed(name, nbytes, room(nbytes), sequence=int(match[3])))
-    return sorted(found, key=lambda placed: placed.sequence)
+        last = extent, one
+    return sorted((r for name, r in newest.items() if name not in void), key=lambda one: one.placed.sequence)
 
 
-def _file(placed: Placed) -> str:
-    group, key = placed.name
-    return f"{group}-{key.hex()}-{placed.sequence}"
+def _scanned(fd: int) -> Iterator[_Record]:
+    """Yield each record whose header is right, by address. Raises OSError."""
+    at, size = 0, os.fstat(fd).st_size
+    while at < size:
+        try:
+            at = os.lseek(fd, at, os.SEEK_DATA) // PAGE * PAGE
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # holes to the end
+                return
+            raise
+        record = _parsed(os.pread(fd, HEADER, at), at)
+        if record is not None:
+            yield record
+            at += record.placed.extents[0].nbytes
+            continue
+        some = os.pread(fd, SCAN_BYTES, at)
+        at += next((page for page in range(PAGE, len(some), PAGE) if some.startswith(MAGIC, page)), _pages(len(some)))
+        if not some:
+            return
 
 
-def _digest(body: Buffer) -> bytes:
-    return _DIGEST.pack(xxhash.xxh3_64(body.data).intdigest())  # an object lets other threads run meanwhile
+def _header(name: Name, placed: Placed) -> bytes:
+    group, key = name
+    count, facts = len(placed.extents), (placed.sequence, placed.nbytes, placed.digest)
+    head = _FIELDS.pack(MAGIC, VERSION, len(key), group, count, *facts, key)
+    head = (head + b"".join(_EXTENT.pack(*extent) for extent in placed.extents)).ljust(_END, b"\0")
+    return head + _DIGEST.pack(xxhash.xxh3_64_intdigest(head))
+
+
+def _parsed(head: bytes, at: int) -> _Record | None:
+    if len(head) < HEADER or not head.startswith(MAGIC):
+        return None
+    _, version, length, group, count, sequence, nbytes, digest, key = _FIELDS.unpack_from(head)
+    if version != VERSION or _DIGEST.unpack_from(head, _END)[0] != xxhash.xxh3_64_intdigest(head[:_END]):
+        return None
+    starts = [_FIELDS.size + n * _EXTENT.size for n in range(count)]
+    extents = tuple(Extent(*_EXTENT.unpack_from(head, start)) for start in starts)
+    return _Record((group, key[:length]), Placed(extents, nbytes, digest, sequence)) if extents[0].start == at else None
+
+
+def _body(placed: Placed) -> Iterator[Extent]:
+    """Yield where the body lies."""
+    left, skip = placed.nbytes, HEADER
+    for start, size in placed.extents:
+        yield Extent(start + skip, min(left, size - skip))
+        left -= min(left, size - skip)
+        skip = 0
+
+
+def _digest(body: Buffer) -> int:
+    return xxhash.xxh3_64(body.data).intdigest()  # an object lets other threads run meanwhile

@@ -1,4 +1,4 @@
-"""Files and folders of a disk tier: made for their owner only, and set aside where they are damaged."""
+"""Files and folders of a disk tier: made for their owner only, set aside where they are damaged, and erased."""
 
 import ctypes
 import errno
@@ -6,13 +6,16 @@ import fcntl
 import logging
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 logger = logging.getLogger("vllm.manthan.disk")
 
-_SYNCFS = ctypes.CDLL(None, use_errno=True).syncfs
+ERASE_BYTES = 1 << 20
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_FALLOCATE = ctypes.CDLL(None).fallocate
+_FALLOCATE.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
+
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 """Errors that say nothing about a file."""
 
@@ -26,22 +29,15 @@ def set_aside(path: Path, why: object) -> bool:
     """Rename a damaged file or folder to `.bad`, over what was set aside before. False if that is not possible."""
     bad, why = path.with_name(f"{path.name}.bad"), " ".join(str(why).split())  # one line
     try:
-        remove(bad)
+        if bad.is_dir() and not bad.is_symlink():
+            shutil.rmtree(bad)
+        bad.unlink(missing_ok=True)
         path.rename(bad)
     except OSError as error:
         logger.warning("Manthan: %s is damaged (%s) and stays, since it cannot be renamed: %s", path, why, error)
         return False
     logger.warning("Manthan: %s is damaged (%s): it is set aside as .bad, and what it had is lost.", path, why)
     return True
-
-
-def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it, as far as that is possible."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
 
 
 def make_folder(path: Path) -> None:
@@ -58,7 +54,8 @@ def make_folder(path: Path) -> None:
         path.mkdir(mode=0o700)
 
 
-def _opened(path: Path) -> int:
+def open_file(path: Path) -> int:
+    """Open a file, made if it is not there, for its owner only. A damaged one is set aside. Raises OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
         return os.open(path, flags, 0o600)
@@ -69,7 +66,7 @@ def _opened(path: Path) -> int:
 
 
 def lock(path: Path, is_shared: bool = False) -> IO[bytes]:
-    """Lock a file, which is made if it is not there, for its owner only. A damaged one is set aside.
+    """Lock a file, which `open_file` opens.
 
     Args:
         is_shared: True if other processes may lock it so, too.
@@ -80,7 +77,7 @@ def lock(path: Path, is_shared: bool = False) -> IO[bytes]:
     is_ours = not path.exists() or path.stat().st_uid == os.geteuid()
     if not (is_ours or os.access(path, os.R_OK | os.W_OK, effective_ids=True)):
         raise BlockingIOError(errno.EAGAIN, "another user has it", str(path))
-    file = os.fdopen(_opened(path), "r+b", buffering=0)
+    file = os.fdopen(open_file(path), "r+b", buffering=0)
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -89,11 +86,13 @@ def lock(path: Path, is_shared: bool = False) -> IO[bytes]:
     return file
 
 
-def sync_all(fd: int) -> None:
-    """Make the file system of an open file or folder last if the machine stops. Raises OSError."""
-    if _SYNCFS(fd):
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
+def sync_folder(folder: Path) -> None:
+    """Make the names of a folder's files last if the machine stops. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def write_all(fd: int, data: memoryview, at: int) -> None:
@@ -101,3 +100,13 @@ def write_all(fd: int, data: memoryview, at: int) -> None:
     while data:
         done = os.pwritev(fd, [data], at)
         data, at = data[done:], at + done
+
+
+def erase(fd: int, start: int, nbytes: int) -> None:
+    """Punch a hole, or write zeros where the file system has no holes. Raises OSError."""
+    if not _FALLOCATE(fd, _KEEP_SIZE | _PUNCH_HOLE, start, nbytes):
+        return
+    for at in range(start, start + nbytes, ERASE_BYTES):
+        some = os.pread(fd, min(ERASE_BYTES, start + nbytes - at), at)
+        if some.count(0) < len(some):
+            write_all(fd, memoryview(bytes(len(some))), at)

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import IO
 
 from manthan.manager.config.model import ConfigError
-from manthan.manager.tiers.disk import BLOCKS, DISK, DiskTier, blocks_in
+from manthan.manager.tiers.arena_tier import ArenaTier, Name, RamTier
+from manthan.manager.tiers.disk import DISK, FILE, DiskTier, records_in, room
 from manthan.manager.tiers.disk_files import lock, make_folder
 from manthan.manager.tiers.journal import JOURNAL
-from manthan.manager.tiers.local import LocalTier, Name, RamTier
 from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import Buffer
 
@@ -97,7 +97,7 @@ def open_root(path: Path) -> IO[bytes] | None:
     return file
 
 
-def open_rank(path: Path, name: str, shard: Shard, max_bytes: int, is_left: bool = False) -> LocalTier:
+def open_rank(path: Path, name: str, shard: Shard, max_bytes: int, is_left: bool = False) -> ArenaTier:
     """Return the tier of a rank, or NoTier if the disk cannot be used.
 
     Args:
@@ -121,16 +121,19 @@ def open_rank(path: Path, name: str, shard: Shard, max_bytes: int, is_left: bool
 
 def counts_in(folder: Path) -> list[int]:
     """Return the numbers of ranks of the servers that have left blocks in the folder of a namespace."""
-    return sorted(
-        {int(each.name.rpartition("-")[2]) for each in folder.glob("rank-*-of-*") if (each / BLOCKS).exists()}
-    )
+    return sorted({int(each.name.rpartition("-")[2]) for each in folder.glob("rank-*-of-*") if (each / FILE).exists()})
 
 
 def found_in(folder: Path, shard: Shard) -> dict[Name, int]:
     """Return the room of each block of a rank, whose tier another process may have open."""
+    found: dict[Name, int] = {}
     with suppress(OSError):
-        return {placed.name: placed.room for placed in blocks_in(folder / f"rank-{shard}" / BLOCKS)}
-    return {}
+        fd = os.open(folder / f"rank-{shard}" / FILE, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = {record.name: room(record.placed.nbytes) for record in records_in(fd)}
+        finally:
+            os.close(fd)
+    return found
 
 
 def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, int]:

@@ -7,7 +7,7 @@ from itertools import compress
 
 import numpy as np
 
-from manthan.manager.tiers.local import LocalTier, Name
+from manthan.manager.tiers.arena_tier import ArenaTier, Name
 from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 
@@ -19,7 +19,7 @@ class StackedTier(Tier):
         behind: The tier that has all blocks. It may be a stack itself.
     """
 
-    def __init__(self, front: LocalTier, behind: Tier) -> None:
+    def __init__(self, front: ArenaTier, behind: Tier) -> None:
         self.front, self.behind = front, behind
         self._lock = threading.Lock()
         """Lock of the order. No I/O while it is held."""

@@ -18,7 +18,7 @@ from manthan.manager.session.manager import SPARE_SHARE, SessionManager
 from manthan.manager.session.resume_points import MOST_SPARE
 from manthan.manager.session.table import MOST_RELATIVES, Deadlines, Order, ResumePoint
 from manthan.manager.tiers.arena import GRANULE, Arena
-from manthan.manager.tiers.local import LocalTier, RamTier
+from manthan.manager.tiers.arena_tier import ArenaTier
 
 
 class IntegrityError(AssertionError):
@@ -39,7 +39,7 @@ def check_integrity(manager: SessionManager, driver: Driver | None = None) -> No
         _raise_for(_under_way(manager, driver))
 
 
-def check_store(store: Arena | LocalTier) -> None:
+def check_store(store: Arena | ArenaTier) -> None:
     """Raise IntegrityError if a tier's books do not agree. Nothing may be under way there."""
     if isinstance(store, Arena):
         _raise_for(_holes(store))
@@ -404,16 +404,13 @@ def _holes(arena: Arena) -> Findings:
     yield in_order, "the holes of one size are not in order"
 
 
-def _placed(store: LocalTier) -> Findings:
-    taken = sum(placed.room for placed in store._blocks.values()) + store._dropped_nbytes
-    yield bool(store._writing) or taken == store._taken, f"{store._taken} bytes are taken, but blocks take {taken}"
-    yield store.peak <= store.max_bytes, f"{store.peak} of {store.max_bytes} bytes were taken"
-    if not isinstance(store, RamTier):
-        return
+def _placed(store: ArenaTier) -> Findings:
     arena = store._arena
     yield from _holes(arena)
-    yield arena.used == store._taken, f"{arena.used} bytes are taken of the arena, and not {store._taken}"
     extents = sorted(extent for placed in store._blocks.values() for extent in placed.extents)
     holes = arena._size_at.items()
     for (start, size), (following, _) in pairwise(sorted([*extents, *holes])):
         yield start + size <= following, f"what is at {start} reaches what is at {following}"
+    taken = sum(extent.nbytes for extent in extents) + store._dropped_nbytes
+    yield bool(store._writing) or taken == arena.used, f"{arena.used} bytes are taken, but blocks take {taken}"
+    yield store.peak <= store.max_bytes, f"{store.peak} of {store.max_bytes} bytes were taken"

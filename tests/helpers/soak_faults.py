@@ -123,7 +123,7 @@ class Disk:
     def damage(self, fault: Fault) -> None:
         """Damage half of the files, once or once more. Do nothing if it is no fault of files."""
         damage = {Fault.truncated: cut, Fault.flipped: self._flip, Fault.deleted: Path.unlink}.get(fault)
-        paths = sorted(self.folder.rglob("blocks/*"))
+        paths = sorted(self.folder.rglob("blocks"))
         for path in self._chance.sample(paths, -(-len(paths) // 2)) if damage else ():
             with contextlib.suppress(FileNotFoundError):
                 damage(path)
@@ -146,8 +146,8 @@ class Disk:
 
 
 def cut(path: Path) -> None:
-    """Cut off the second half of a file."""
-    os.truncate(path, path.stat().st_size // 2)
+    """Cut off the second half of what a sparse file has on the disk."""
+    os.truncate(path, path.stat().st_blocks * 512 // 2)
 
 
 @contextlib.contextmanager

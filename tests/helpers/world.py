@@ -20,7 +20,7 @@ from manthan.manager.session.hints import NO_HINTS, Hints, parse_hints
 from manthan.manager.session.manager import PointParts, Request, SessionManager, Shares
 from manthan.manager.session.table import Session, qualified
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.tiers.local import LocalTier, RamTier
+from manthan.manager.tiers.arena_tier import ArenaTier, RamTier
 from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import STORE_FULL, Buffer
 from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Transfer, TransferResult, on_each
@@ -386,7 +386,7 @@ class World:
         return StackedTier(Ram(front), behind) if front else behind
 
     @property
-    def rams(self) -> list[LocalTier]:
+    def rams(self) -> list[ArenaTier]:
         """The tier of each rank that has all blocks."""
         return [tier.behind if isinstance(tier, StackedTier) else tier for tier in self.tiers]  # type: ignore[misc]
 

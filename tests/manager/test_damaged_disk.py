@@ -22,7 +22,7 @@ from manthan.manager.tiers.shards import Shard
 HASHES = [bytes([n]) * 32 for n in range(20)]
 BLOCK = np.arange(9000, dtype=np.uint8)
 MODEL = Path("model-0123456789ab")
-SEGMENT = MODEL / "rank-0-of-1" / "blocks" / f"0-{HASHES[0].hex()}-1"
+SEGMENT = MODEL / "rank-0-of-1" / "blocks"
 FILES = [
     LOCK,
     MODEL / JOURNAL,
@@ -99,8 +99,7 @@ class Server:
 
     def use(self) -> int:
         """Return how many blocks can be stored and read."""
-        for some in HASHES[:1], HASHES[1:]:  # so that the first one's file has the first number
-            self.store.put_all(0, dict.fromkeys(some, BLOCK))
+        self.store.put_all(0, dict.fromkeys(HASHES, BLOCK))
         saved = SavedBlocks(tuple(JournalBlock(block_hash, 0, at, 0) for at, block_hash in enumerate(HASHES)))
         self.journal.tell(JournalSession(f"s{n}", {}, saved) for n in range(50))
         found = list(self.store.read(0, HASHES))

@@ -1,6 +1,5 @@
 """A tier on disk: what the next process finds, whatever happened to the file. The rest is in test_tiers.py."""
 
-import contextlib
 import errno
 import os
 import random
@@ -16,8 +15,10 @@ import pytest
 from integrity import check_store
 from some_blocks import until
 
-from manthan.manager.tiers import disk
-from manthan.manager.tiers.disk import DISK, DiskTier
+from manthan.manager.tiers import disk, disk_files
+from manthan.manager.tiers.arena import Extent
+from manthan.manager.tiers.arena_tier import Placed
+from manthan.manager.tiers.disk import DISK, HEADER, PAGE, DiskTier, room
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found
 
 MIB = 1 << 20
@@ -51,21 +52,12 @@ def again(tier: DiskTier, max_bytes: int = 4 * MIB) -> DiskTier:
     return DiskTier(tier.folder, max_bytes)
 
 
-def files(folder: Path) -> list[Path]:
-    """The files of all blocks, those that were written first first."""
-    return sorted((folder / "blocks").iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
-
-
 def raw(folder: Path) -> bytes:
-    return b"".join(path.read_bytes() for path in files(folder))
+    return (folder / "blocks").read_bytes()
 
 
 def on_disk(folder: Path) -> int:
-    total = 0
-    for path in files(folder):
-        with contextlib.suppress(FileNotFoundError):  # it was just removed
-            total += path.stat().st_blocks * 512
-    return total
+    return (folder / "blocks").stat().st_blocks * 512
 
 
 def killed(folder: Path, do: Callable[[DiskTier], object]) -> None:
@@ -77,7 +69,7 @@ def killed(folder: Path, do: Callable[[DiskTier], object]) -> None:
     os.waitpid(child, 0)
 
 
-def test_files_stay_within_the_budget_while_blocks_of_many_sizes_come_and_go(tier: DiskTier) -> None:
+def test_the_file_stays_within_the_budget_while_blocks_of_many_sizes_come_and_go(tier: DiskTier) -> None:
     rng, there, keys = random.Random(0), dict[bytes, tuple[int, int]](), [bytes([n]) * 32 for n in range(100)]
     for number in range(1500):
         key, nbytes = rng.choice(keys), rng.randrange(200_000)
@@ -89,6 +81,7 @@ def test_files_stay_within_the_budget_while_blocks_of_many_sizes_come_and_go(tie
         if number % 10 == 0:
             assert on_disk(tier.folder) <= tier.max_bytes
     check_store(tier)
+    assert any(len(placed.extents) > 1 for placed in tier._blocks.values())
     assert tier.used >= 0.9 * tier.usable
     tier = again(tier)
     assert {key for _, key in tier.names()} == set(there)
@@ -113,26 +106,37 @@ def test_a_smaller_budget_finds_all_and_takes_nothing_until_some_is_dropped(tier
 # -- erasing --------------------------------------------------------------------------------------------
 
 
-def test_what_is_dropped_is_gone_from_the_disk(tier: DiskTier) -> None:
+@pytest.mark.parametrize("has_holes", [True, False])
+def test_what_is_dropped_is_gone_from_the_file(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, has_holes: bool
+) -> None:
+    """By a hole where the file system can make one: else it is overwritten."""
+    if not has_holes:
+        monkeypatch.setattr(disk_files, "_FALLOCATE", lambda *_: -1)
     tier.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
     before = on_disk(tier.folder)
     tier.drop(0, KEYS[:25])
-    until(lambda: len(files(tier.folder)) == 25)
-    assert on_disk(tier.folder) == before // 2
-    assert not any(numbers(n)[:30].tobytes() in raw(tier.folder) for n in range(25))
+    marks = [mark for n in range(25) for mark in (numbers(n)[:30].tobytes(), KEYS[n])]
+    until(lambda: not any(mark in data for data in [raw(tier.folder)] for mark in marks))
+    assert (on_disk(tier.folder) < before) is has_holes
     assert all(np.array_equal(get(tier, key), numbers(n)) for n, key in enumerate(KEYS[25:], 25))
     assert set(again(tier).names()) == {(0, key) for key in KEYS[25:]}
 
 
-def test_what_was_dropped_before_a_kill_is_found_again(folder: Path) -> None:
+def test_what_was_dropped_before_a_kill_is_found_or_erased_and_not_half_there(folder: Path) -> None:
+    """The process is killed after it has erased the headers of some blocks, and nothing else."""
+
     def drop(tier: DiskTier) -> None:
         tier.put_all(0, {key: numbers(n, 9000) for n, key in enumerate(KEYS)})
-        tier._erase = lambda _: time.sleep(60)  # type: ignore[method-assign]
+        os.pwrite(tier._fd, bytes(HEADER), tier._blocks[0, KEYS[3]].extents[0].start)
+        disk.erase = lambda *_: time.sleep(60)
         tier.drop(0, KEYS[:5])
 
     killed(folder, drop)
+    assert numbers(3, 9000)[:30].tobytes() in raw(folder)
     tier = DiskTier(folder, 4 * MIB)
-    assert set(tier.names()) == {(0, key) for key in KEYS}
+    assert set(tier.names()) == {(0, key) for n, key in enumerate(KEYS) if n != 3}
+    assert numbers(3, 9000)[:30].tobytes() not in raw(folder)
     tier.drop(0, KEYS[:5])  # as the manager does with what no session needs
     tier.close()
     assert not any(numbers(n, 9000)[:30].tobytes() in raw(folder) for n in range(5))
@@ -152,24 +156,15 @@ def test_a_process_that_is_killed_after_a_reset_leaves_nothing_of_what_came_sinc
     assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
-def test_the_one_file_of_an_earlier_version_is_removed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder.mkdir()
-    (folder / "blocks").write_bytes(b"MNDB" + bytes(9000))
-    tier = DiskTier(folder, 4 * MIB)
-    assert tier.put_all(0, {KEYS[0]: numbers(0)}) == {}
-    assert "blocks is of an earlier version of Manthan, and is removed" in caplog.text
+# -- what can happen to the file ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [1, PAGE, room(5000) - 1])
+def test_a_torn_last_record_is_a_miss_and_all_before_it_are_there(tier: DiskTier, cut: int) -> None:
+    for n, key in enumerate(KEYS[:10]):
+        tier.put_all(0, {key: numbers(n)})
     tier.close()
-
-
-# -- what can happen to files ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("left", [0, 7, 4096, 5007])
-def test_a_file_that_is_not_whole_is_a_miss_and_all_others_are_there(tier: DiskTier, left: int) -> None:
-    tier.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS[:10])})
-    tier.close()
-    [path] = (tier.folder / "blocks").glob(f"0-{KEYS[9].hex()}-*")
-    os.truncate(path, left)
+    os.truncate(tier.folder / "blocks", 9 * room(5000) + room(5000) - cut - (room(5000) - HEADER - 5000))
     tier = again(tier)
     assert get(tier, KEYS[9]) is None
     assert tier.put_all(0, {KEYS[9]: numbers(9), KEYS[10]: numbers(10)}) == {}
@@ -179,20 +174,21 @@ def test_a_file_that_is_not_whole_is_a_miss_and_all_others_are_there(tier: DiskT
 
 
 @pytest.mark.parametrize("newer", [0, 1])
-def test_of_files_of_one_block_the_newer_one_holds_and_the_other_goes(tier: DiskTier, newer: int) -> None:
-    """As they are after a kill between writing a block anew and removing the old one."""
-    tier.put_all(0, {KEYS[0]: numbers(0)})
-    tier.put_all(0, {KEYS[1]: numbers(1)})
-    tier.close()
-    both = files(tier.folder)
-    for at, path in enumerate(both):
-        path.rename(path.with_name(f"0-{KEYS[0].hex()}-{9 if at == newer else 3}"))
-    (tier.folder / "blocks" / "0-aa-4.part").write_bytes(bytes(9000))
-    tier = again(tier)
-    assert np.array_equal(get(tier, KEYS[0]), numbers(newer))
+def test_of_records_that_overlap_the_newer_one_holds(folder: Path, newer: int) -> None:
+    """As they may after a power failure: an old header is on the disk, its erasing is not."""
+    records = [
+        Placed((Extent(0, PAGE), Extent(4 * PAGE, PAGE)), 5000, sequence=8),
+        Placed((Extent(4 * PAGE, 2 * PAGE),), 5000, sequence=9 if newer else 7),
+    ]
+    folder.mkdir()
+    with (folder / "blocks").open("wb") as file:
+        for key, placed in zip(KEYS, records, strict=False):
+            file.seek(placed.extents[0].start)
+            file.write(disk._header((0, key), placed))
+    tier = DiskTier(folder, 4 * MIB)
+    assert tier.names() == [(0, KEYS[newer])]
     check_store(tier)
     tier.close()
-    assert [path.name for path in files(tier.folder)] == [f"0-{KEYS[0].hex()}-9"]
 
 
 @pytest.mark.parametrize("flips", [300, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -200,8 +196,8 @@ def test_flipped_bytes_are_misses_whether_the_tier_is_open_or_not(tier: DiskTier
     rng, missed, right = random.Random(1), 0, {key: numbers(n) for n, key in enumerate(KEYS)}
     tier.put_all(0, right)
     for number in range(flips):
-        with rng.choice(files(tier.folder)).open("r+b") as file:
-            at = rng.randrange(5008)
+        with (tier.folder / "blocks").open("r+b") as file:
+            at = rng.randrange(len(KEYS) * room(5000))
             file.seek(at)
             was = file.read(1)
             file.seek(at)
@@ -245,7 +241,7 @@ def test_while_a_sync_hangs_blocks_are_stored_and_nobody_waits(
     with monkeypatch.context() as broken:
         broken.setattr(disk, "SYNC_S", 0.01)
         broken.setattr(disk, "CLOSE_S", 0.1)
-        broken.setattr(disk, "sync_all", lambda _: begun.set() or ended.append(hung.wait(20)))
+        broken.setattr(os, "fdatasync", lambda _: begun.set() or ended.append(hung.wait(20)))
         tier = DiskTier(folder, 4 * MIB, timeout_s=1.0)
         assert begun.wait(60)
         assert tier.put_all(0, {KEYS[1]: numbers(1)}) == {}

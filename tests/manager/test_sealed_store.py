@@ -10,8 +10,8 @@ import pytest
 from key_files import write_keys
 
 from manthan.manager.config.model import ConfigError, SealingConfig
+from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.journal import Journal, JournalBlock, JournalSession, SavedBlocks
-from manthan.manager.tiers.local import RamTier
 from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
 from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import Buffer, Tier

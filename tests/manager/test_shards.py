@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.disk import DiskTier
 from manthan.manager.tiers.disk_folder import counts_in, found_in, open_rank, remove_others
-from manthan.manager.tiers.local import RamTier
 from manthan.manager.tiers.shards import Shard, ShardedTier
 from manthan.manager.tiers.tier import Buffer, Found, Tier
 

@@ -24,8 +24,8 @@ from manthan.codec.base import Section, SectionKind
 from manthan.codec.errors import WireError
 from manthan.manager.config.model import RedisConfig, SealingConfig
 from manthan.manager.events import BlocksDropped, DropCause
+from manthan.manager.tiers.arena_tier import ArenaTier, RamTier
 from manthan.manager.tiers.disk import DiskTier
-from manthan.manager.tiers.local import LocalTier, RamTier
 from manthan.manager.tiers.redis import RedisTier
 from manthan.manager.tiers.redis_client import Circuit, connect
 from manthan.manager.tiers.redis_schema import Namespace
@@ -125,13 +125,14 @@ class DiskWorld(World):
         self.tier = self.here = DiskTier(folder, BUDGET, timeout_s=0.3)
 
     def raw(self) -> bytes:
-        return b"".join(path.read_bytes() for path in self.here.folder.rglob("*") if path.is_file())
+        return b"".join(path.read_bytes() for path in self.here.folder.iterdir())
 
     def damage(self) -> None:
-        for path in (self.here.folder / "blocks").iterdir():
-            data = bytearray(path.read_bytes())
-            data[100] ^= 1
-            path.write_bytes(data)
+        path = self.here.folder / "blocks"
+        data = bytearray(path.read_bytes())
+        for placed in self.here._blocks.values():
+            data[placed.extents[0].start + 600] ^= 1
+        path.write_bytes(data)
 
     @contextmanager
     def dead(self) -> Iterator[None]:
@@ -462,12 +463,12 @@ def are_right_or(cause: str, found: Sequence[Found], blocks: Mapping[bytes, Buff
 def test_what_is_dropped_while_it_is_put_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in RAM nor on disk, whether it is dropped or all is cleared."""
     for tier in (RamTier(BUDGET), DiskTier(tmp_path, BUDGET)):
-        assert isinstance(tier, LocalTier)
+        assert isinstance(tier, ArenaTier)
         write = tier._write
         for gone in (lambda tier=tier: tier.drop(0, KEYS[:1]), lambda tier=tier: tier.cleared("")):
             with monkeypatch.context() as late:
                 late.setattr(tier, "_write", lambda *args, write=write, gone=gone: (write(*args), gone())[0])
                 assert tier.put_all(0, blocks_of(1)) == {KEYS[0]: "reset"}
             assert tier.absent(0, KEYS[:1]) == KEYS[:1]
-            until(lambda tier=tier: not tier._taken)
+            until(lambda tier=tier: not tier._arena.used)
         tier.close()

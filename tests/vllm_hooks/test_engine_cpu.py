@@ -13,7 +13,7 @@ from key_files import write_keys
 from paged_cache import cpu_blocks, paged, write
 
 from manthan.manager.config.model import SealingConfig
-from manthan.manager.tiers.local import RamTier
+from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
 from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import TierError

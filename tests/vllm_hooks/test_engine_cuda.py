@@ -20,7 +20,7 @@ from manthan.codec.base import Numbers
 from manthan.codec.gpu.paged import PagedCodec
 from manthan.manager.events import BlocksDropped, DropCause
 from manthan.manager.tiers.arena import room
-from manthan.manager.tiers.local import RamTier
+from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata

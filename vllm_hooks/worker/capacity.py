@@ -69,7 +69,7 @@ def usable_nbytes(store: TiersConfig, ranks: int, sizes: Collection[int], in_are
         in_arenas: True if blocks lie in memory that is one range of addresses.
     """
     if store.places[-1] == "disk":
-        return store.max_bytes // ranks * ranks
+        return disk.usable(store.max_bytes // ranks) * ranks
     return TierBytes.of_a_rank(store, ranks).usable(sizes if in_arenas else {max(sizes)}) * ranks
 
 
@@ -85,7 +85,7 @@ def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
         return [FrontTier(int(store.max_bytes), fills_on_read=False)]
     budgets = [store.front_bytes] if store.front_bytes else []
     if store.front_disk_bytes:
-        budgets.append(store.front_disk_bytes // ranks * ranks)
+        budgets.append(disk.usable(store.front_disk_bytes // ranks) * ranks)
     return [FrontTier(int(nbytes), fills_on_read=True) for nbytes in budgets]
 
 

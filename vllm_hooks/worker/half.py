@@ -17,7 +17,7 @@ from manthan.codec.registry import PRESETS, finer_codecs, needs_profile, takes_f
 from manthan.codec.rope import Rope
 from manthan.codec.wht import WhtPreset
 from manthan.manager.config.model import ConfigError
-from manthan.manager.tiers.local import RamTier
+from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.redis_schema import Namespace
 from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
 from manthan.manager.tiers.shards import Shard, ShardedTier

@@ -1,4 +1,4 @@
-"""Tiers of one engine alone, with a hard budget: their base, and the tier in RAM."""
+"""Tiers whose blocks lie at addresses, with a hard budget: their base, and the tier in RAM."""
 
 import threading
 from abc import abstractmethod
@@ -21,40 +21,36 @@ CHUNK = 64 << 20
 
 @dataclass(slots=True, eq=False)
 class Placed:
-    """A block in a tier.
+    """Block at addresses.
 
     Args:
-        nbytes: Size of the block.
-        room: Bytes of the budget that it takes.
-        extents: Its addresses in RAM.
-        sequence: Number of its file on disk.
+        nbytes: Size of the block, without what the tier adds.
     """
 
-    name: Name
+    extents: tuple[Extent, ...]
     nbytes: int
-    room: int
-    extents: tuple[Extent, ...] = ()
+    digest: int = 0
     sequence: int = 0
     is_dropped: bool = False
 
 
-class LocalTier(Tier):
+class ArenaTier(Tier):
     """Keeps the books of blocks, and erases what is dropped.
 
     The bytes of a dropped block are erased on a thread, or by the put that needs their room. They count as free at
-    once. Their room is used again only after that.
+    once. Their addresses are used again only after that.
 
     Args:
         max_bytes: Budget, which holds at every moment.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, arena: Arena) -> None:
         self.max_bytes = max_bytes
         self.peak = 0
         """Largest number of bytes that were taken."""
         self._lock = threading.Lock()
         """Lock of all attributes below. No I/O while it is held."""
-        self._taken = 0  # by blocks, by those that are being written, and by those that are not erased
+        self._arena = arena
         self._blocks: dict[Name, Placed] = {}
         self._writing: dict[Name, object] = {}  # by block, the put that is writing it
         self._dropped: deque[Placed] = deque()
@@ -64,12 +60,12 @@ class LocalTier(Tier):
         self._eraser: threading.Thread | None = None
 
     @abstractmethod
-    def _write(self, placed: Placed, buf: Buffer) -> str | None:
-        """Write a block. Returns a cause if that is not possible."""
+    def _write(self, name: Name, placed: Placed, buf: Buffer) -> str | None:
+        """Write a block, and complete `placed`. Returns a cause if that is not possible."""
 
     @abstractmethod
-    def _erase(self, placed: Placed) -> None:
-        """Erase what a block has on the medium."""
+    def _erase(self, extents: tuple[Extent, ...]) -> None:
+        """Overwrite these addresses."""
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         causes = {key: self._put((group, key), buf) for key, buf in blocks.items()}
@@ -81,11 +77,10 @@ class LocalTier(Tier):
         with self._lock:
             self._remove(name)
             self._writing[name] = mine
-        placed = Placed(name, buf.nbytes, self.room(buf.nbytes))
-        is_placed = self._place(placed)
+        placed = Placed(self._allocate(self.room(buf.nbytes)) or (), buf.nbytes)
         cause: str | None = "internal"
         try:
-            cause = self._write(placed, buf) if is_placed else STORE_FULL
+            cause = self._write(name, placed, buf) if placed.extents else STORE_FULL
         finally:
             with self._lock:
                 is_wanted = self._writing.get(name) is mine
@@ -93,7 +88,7 @@ class LocalTier(Tier):
                     del self._writing[name]
                 if is_wanted and cause is None:
                     self._blocks[name] = placed
-                elif is_placed:
+                else:
                     self._discard(placed)
                 self._erase_soon()
                 is_stored = is_wanted or name in self._writing or name in self._blocks
@@ -109,7 +104,7 @@ class LocalTier(Tier):
                 self._remove((group, key))
             self._erase_soon()
 
-    def cleared(self, place: str) -> "LocalTier":
+    def cleared(self, place: str) -> "ArenaTier":
         with self._lock:
             for name in [*self._blocks, *self._writing]:
                 self._remove(name)
@@ -125,12 +120,12 @@ class LocalTier(Tier):
     def used(self) -> int:
         """Bytes that blocks take, and those that are being written."""
         with self._lock:
-            return self._taken - self._dropped_nbytes
+            return self._arena.used - self._dropped_nbytes
 
     @property
     def usable(self) -> int:
-        """Bytes that blocks should take at most."""
-        return self.max_bytes
+        """Bytes that blocks should take at most: some that are free keep holes large."""
+        return usable(self._arena.nbytes)
 
     # -- books; the caller holds the lock ---------------------------------------------------------------
 
@@ -140,20 +135,14 @@ class LocalTier(Tier):
             self._discard(placed)
 
     def _discard(self, placed: Placed) -> None:
-        self._dropped_nbytes += placed.room
+        self._dropped_nbytes += sum(extent.nbytes for extent in placed.extents)
         placed.is_dropped = True
         self._dropped.append(placed)
 
-    def _take(self, placed: Placed) -> bool:
-        """Take room for a block. Returns False if there is none."""
-        if self._taken + placed.room > self.max_bytes:
-            return False
-        self._taken += placed.room
-        self.peak = max(self.peak, self._taken)
-        return True
-
-    def _give_back(self, placed: Placed) -> None:
-        self._taken -= placed.room
+    def _take(self, nbytes: int) -> tuple[Extent, ...] | None:
+        extents = self._arena.allocate(nbytes)
+        self.peak = max(self.peak, self._arena.used)
+        return extents
 
     def _erase_soon(self) -> None:
         if self._dropped and self._eraser is None:
@@ -162,18 +151,16 @@ class LocalTier(Tier):
 
     # -- without the lock -------------------------------------------------------------------------------
 
-    def _place(self, placed: Placed) -> bool:
-        """Take room for a block, which dropped ones may yet have. Returns False if there is none."""
+    def _allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
         while True:
             with self._lock:
-                if self._take(placed):
-                    return True
-                may_fit = self._taken - self._dropped_nbytes + placed.room <= self.max_bytes
-            if not may_fit:
-                return False
+                extents = self._take(nbytes)
+                needs = self._arena.available + self._dropped_nbytes >= nbytes
+            if extents is not None or not needs:
+                return extents
             if not self._erase_one():  # what another thread was erasing is free now
                 with self._lock:
-                    return self._take(placed)
+                    return self._take(nbytes)
 
     def _erase_one(self) -> bool:
         """Erase the block that was dropped first; False if there is none."""
@@ -182,10 +169,10 @@ class LocalTier(Tier):
                 if not self._dropped:
                     return False
                 placed = self._dropped.popleft()
-            self._erase(placed)
+            self._erase(placed.extents)
             with self._lock:
-                self._dropped_nbytes -= placed.room
-                self._give_back(placed)
+                self._dropped_nbytes -= sum(extent.nbytes for extent in placed.extents)
+                self._arena.free(placed.extents)
         return True
 
     def _erase_all(self) -> None:
@@ -198,12 +185,11 @@ class LocalTier(Tier):
                     return
 
 
-class RamTier(LocalTier):
+class RamTier(ArenaTier):
     """Blocks in this process's memory. Bytes are copied on the way in and on the way out."""
 
     def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes)
-        self._arena = Arena(max_bytes)
+        super().__init__(max_bytes, Arena(max_bytes))
         self._chunks: dict[int, Buffer] = {}
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Buffer | None]:
@@ -225,28 +211,14 @@ class RamTier(LocalTier):
     def room(self, nbytes: int) -> int:
         return room(max(1, nbytes))
 
-    @property
-    def usable(self) -> int:
-        """Bytes that blocks should take at most: some that are free keep holes large."""
-        return usable(self._arena.nbytes)
-
-    def _take(self, placed: Placed) -> bool:
-        extents = self._arena.allocate(placed.room)
-        placed.extents = extents or ()
-        return extents is not None and super()._take(placed)
-
-    def _give_back(self, placed: Placed) -> None:
-        super()._give_back(placed)
-        self._arena.free(placed.extents)
-
-    def _write(self, placed: Placed, buf: Buffer) -> None:
+    def _write(self, name: Name, placed: Placed, buf: Buffer) -> None:
         at = 0
         for piece in self._pieces(placed.extents, placed.nbytes):
             piece[:] = buf[at : at + piece.nbytes]
             at += piece.nbytes
 
-    def _erase(self, placed: Placed) -> None:
-        for piece in self._pieces(placed.extents, placed.room):
+    def _erase(self, extents: tuple[Extent, ...]) -> None:
+        for piece in self._pieces(extents, sum(extent.nbytes for extent in extents)):
             piece[:] = 0
 
     def _pieces(self, extents: Sequence[Extent], left: int) -> Iterator[Buffer]:
