@@ -1,6 +1,6 @@
 """Eviction policies: pure decisions over session views."""
 
-from manthan.policies.base import EvictionPolicy, PolicyOptions, RankedPolicy, SessionView
+from manthan.policies.base import EvictionPolicy, PolicyOptions, RankedPolicy, SessionView, in_order
 from manthan.policies.registry import BadPolicyError, UnknownPolicyError, get_policy, policy_names
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "SessionView",
     "UnknownPolicyError",
     "get_policy",
+    "in_order",
     "policy_names",
 ]

@@ -1,7 +1,8 @@
 """Interface of an eviction policy, and the facts about a session that it decides by."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -92,6 +93,21 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def victims(self) -> Iterator[str]:
         """Session ids, first victim first. During an iteration sessions may leave, but none is used."""
+
+
+def in_order(queue: Collection[str], begin: Callable[[Any], Iterator[str]] = iter) -> Iterator[str]:
+    """Keys of a dict or the like, from which keys may be removed meanwhile. O(1) a key.
+
+    Args:
+        queue: the dict.
+        begin: `reversed` to begin with the last key.
+    """
+    passed: set[str] = set()
+    while fresh := [key for key in islice(begin(queue), 2 * len(passed) + 8) if key not in passed]:
+        for key in fresh:
+            passed.add(key)
+            if key in queue:
+                yield key
 
 
 class RankedPolicy(EvictionPolicy):

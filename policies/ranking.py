@@ -26,6 +26,7 @@ class Ranking:
         return len(self._entries)
 
     def get(self, key: str) -> float | None:
+        """Number of a key, or None."""
         entry = self._entries.get(key)
         return None if entry is None else entry[0]
 
@@ -38,9 +39,11 @@ class Ranking:
             heapq.heapify(self._heap)
 
     def discard(self, key: str) -> None:
+        """Remove a key if it is there."""
         self._entries.pop(key, None)
 
     def first(self) -> Entry | None:
+        """Entry of the first key, or None."""
         while self._heap and self._entries.get(self._heap[0][2]) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None

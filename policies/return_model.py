@@ -70,6 +70,7 @@ class History:
     kept: float = -1.0
 
     def add(self, pause: float) -> None:
+        """Note a pause in seconds."""
         self.pauses += 1
         self.last = log = log1p(pause)
         self.recent += max(RECENT, 1 / self.pauses) * (log - self.recent)

@@ -1,11 +1,12 @@
 """Sessions that are least likely to return soon go first."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
-from manthan.policies.base import EvictionPolicy, PolicyOptions, SessionView
+from manthan.policies.base import EvictionPolicy, PolicyOptions, SessionView, in_order
 from manthan.policies.ranking import Ranking
 from manthan.policies.return_model import AGES, ReturnModel
 
@@ -42,9 +43,9 @@ class Returns(EvictionPolicy):
         self._now = 0.0
         self._index: dict[str, tuple[float, list[float]]] = {}
         """Last use of each session, and its index by the piece of age."""
-        self._worth, self._passes, self._superseded = Ranking(), Ranking(), Ranking()
-        """Sessions by their index now, and by the time at which they pass into the next piece of age; and those that
-        another continues from."""
+        self._worth, self._passes = Ranking(), Ranking()
+        """Sessions by their index now, and by the time at which they pass into the next piece of age."""
+        self._superseded: OrderedDict[str, None] = OrderedDict()
 
     @classmethod
     def family(cls, options: Any = None) -> Callable[[], Self]:
@@ -53,13 +54,13 @@ class Returns(EvictionPolicy):
 
     def used(self, session: SessionView) -> None:
         session_id = session.session_id
-        self._superseded.discard(session_id)
+        self._superseded.pop(session_id, None)
         self._now = max(self._now, session.last_used)
         self._index[session_id] = session.last_used, self.model.observe(session)
         self._rank(session_id)
 
     def forget(self, session_id: str) -> None:
-        self._superseded.discard(session_id)
+        self._superseded.pop(session_id, None)
         self._index.pop(session_id, None)
         self._worth.discard(session_id)
         self._passes.discard(session_id)
@@ -67,10 +68,10 @@ class Returns(EvictionPolicy):
     def superseded(self, session_id: str) -> None:
         if session_id in self._index:
             self.forget(session_id)
-            self._superseded.set(session_id, 0.0)
+            self._superseded[session_id] = None
 
     def victims(self) -> Iterator[str]:
-        yield from self._superseded.in_order()
+        yield from in_order(self._superseded)
         while (first := self._passes.first()) is not None and first[0] < self._now:
             self._rank(first[2])
         yield from self._worth.in_order()

@@ -11,7 +11,8 @@ from manthan.manager.config.model import PolicyConfig
 from manthan.manager.config.registered import check_registered, choose_policy
 from manthan.manager.config.resolve import ConfigError, resolve_config
 from manthan.policies import PolicyOptions, policy_names
-from manthan.policies.returns import Returns, ReturnsOptions
+from manthan.policies.mixture import Mixture
+from manthan.policies.returns import ReturnsOptions
 
 __all__ = ["another_package"]
 
@@ -28,7 +29,7 @@ def refusal(text: str, folder: Path, env: dict[str, str] | None = None, **flags:
 
 def test_a_policy_is_chosen_with_its_options() -> None:
     chosen = choose_policy(PolicyConfig.model_validate({"name": "returns", "prior": "60"}))
-    assert chosen.policy is Returns
+    assert chosen.policy is Mixture
     assert chosen.options == ReturnsOptions(prior=60)
     assert choose_policy(PolicyConfig(name="returns")).options == ReturnsOptions()
     assert choose_policy(PolicyConfig()).options == PolicyOptions()

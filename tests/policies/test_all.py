@@ -7,9 +7,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from manthan.policies import EvictionPolicy, SessionView, get_policy, policy_names
+from manthan.policies.returns import Returns
 
 IDS = st.integers(0, 14).map(str)
-each_policy = pytest.mark.parametrize("policy", [get_policy(name) for name in policy_names()])
+each_policy = pytest.mark.parametrize("policy", [*map(get_policy, policy_names()), Returns])
 EVENTS = st.lists(
     st.one_of(
         st.tuples(

@@ -1,0 +1,255 @@
+"""The policy `returns` as users choose it: a prediction of returns, unless lru finds more.
+
+Shadows tell how much both would find. A shadow is a simulated cache on a sample of the sessions
+(C. Waldspurger et al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017: a cache scaled
+down together with its requests, chosen by a hash, finds about the share that the whole one would).
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from typing import Any, ClassVar, Self
+from zlib import crc32
+
+from manthan.policies.base import EvictionPolicy, SessionView, in_order
+from manthan.policies.lru import LRU
+from manthan.policies.return_model import ReturnModel
+from manthan.policies.returns import Returns, ReturnsOptions
+
+DECAY = 0.5 ** (1 / 512)
+"""Weight of a finding after one more request: a half after 512."""
+SURE = 1.25
+"""Standard deviations by which another must have found more than the leader.
+
+Above 1, so that one session alone does not change the leader."""
+SAMPLE = 512
+"""Sessions in the fullest shadow, up to twice this number."""
+LOOK_EVERY = 8
+"""Sampled requests between two choices."""
+DRIFT = 0.02
+"""Part of its difference from the place's room by which the shadows' room changes at each look for victims."""
+
+
+class Contest:
+    """Choice of a leader among policies, by the bytes that each found at the same requests.
+
+    A leader stays until another policy has surely found more. Two policies differ at few requests, and by whole
+    sessions. So each difference counts as one draw. Their sum is compared with the root of the sum of their squares,
+    its standard deviation if it were chance.
+    """
+
+    def __init__(self, names: Sequence[str], leader: str) -> None:
+        self.names, self.leader = tuple(names), leader
+        self.found = [0.0] * len(self.names)
+        """Bytes that each policy found, with decay."""
+        self._squares = dict.fromkeys(combinations(range(len(self.names)), 2), 0.0)
+        """Squared differences of two policies' findings, with decay."""
+
+    def add(self, found: Sequence[float]) -> None:
+        """Count the bytes that each policy found at one request, in the order of their names."""
+        self.found = [DECAY * before + now for before, now in zip(self.found, found, strict=True)]
+        for (one, other), squares in self._squares.items():
+            self._squares[one, other] = DECAY**2 * squares + (found[one] - found[other]) ** 2
+
+    def look(self) -> None:
+        """Make the best policy the leader if it has surely found more."""
+        best, leader = max(range(len(self.names)), key=self.found.__getitem__), self.names.index(self.leader)
+        if best != leader:
+            squares = self._squares[min(best, leader), max(best, leader)]
+            if self.found[best] - self.found[leader] > SURE * squares**0.5:
+                self.leader = self.names[best]
+
+
+class ShadowCache:
+    """Sessions that a place under `policy` would hold, and bytes of each, without any KV.
+
+    As in a real place, the first victim loses its tail, and no more than is needed. A session whose own turn it is
+    keeps the part that fits.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.kept: dict[str, int] = {}
+        self.nbytes = 0
+
+    def request(self, session: SessionView, known: float, capacity: float) -> float:
+        """Keep the session of a request that ended, and make room for it.
+
+        Args:
+            session: with its full length.
+            known: bytes of it that an unlimited cache would have found.
+            capacity: bytes.
+
+        Returns: the bytes that were found.
+        """
+        found = min(self.kept.get(session.session_id, 0), known)
+        self._keep(session.session_id, max(1, session.nbytes))
+        self.policy.used(session)
+        if self.nbytes > capacity:
+            self._make_room(session.session_id, capacity)
+        return found
+
+    def forget(self, session_id: str) -> None:
+        """Drop a session that is over. Ignore unknown ids."""
+        if session_id in self.kept:
+            self._keep(session_id, 0)
+            self.policy.forget(session_id)
+
+    def inherit(self, session_id: str, origin: str) -> None:
+        """Give a session that continues from the middle of `origin` the KV of that one, whose own end is worthless."""
+        if nbytes := self.kept.get(origin, 0):
+            self.forget(origin)
+            self._keep(session_id, nbytes)
+
+    def _make_room(self, newcomer: str, capacity: float) -> None:
+        for victim in self.policy.victims():
+            short = self.nbytes - capacity
+            if short <= 0:
+                return
+            left = self.kept[victim] - short
+            self._keep(victim, max(0, int(left)))
+            if left < 1:
+                self.policy.evicted(victim)
+            if victim == newcomer:
+                return
+
+    def _keep(self, session_id: str, nbytes: int) -> None:
+        self.nbytes += nbytes - self.kept.pop(session_id, 0)
+        if nbytes:
+            self.kept[session_id] = nbytes
+
+
+class Mixture(EvictionPolicy):
+    """Follows the better of the prediction of returns (see `Returns`) and lru.
+
+    Shadows as large as the place tell how much each would find. lru is followed until the prediction has surely found
+    more, and so on (see `Contest`). In a place of many sessions, shadows see a sample of them, chosen by a
+    hash of the id, with their room scaled down alike. O(log n) an event.
+    """
+
+    name: ClassVar[str] = "returns"
+    Options: ClassVar[type[ReturnsOptions]] = ReturnsOptions
+    options: ReturnsOptions
+
+    def __init__(self, options: Any = None, model: ReturnModel | None = None) -> None:
+        super().__init__(options)
+        self._returns = Returns(self.options, model)
+        self.model = self._returns.model
+        self._present: OrderedDict[str, int] = OrderedDict()
+        """Bytes of the sessions in this place, least recently used first. A session takes at least one."""
+        self._nbytes = 0
+        policies: dict[str, EvictionPolicy] = {"returns": Returns(self.options, self.model), "lru": LRU()}
+        self._shadows = {name: ShadowCache(policy) for name, policy in policies.items()}
+        self._contest = Contest(tuple(policies), "lru")
+        self._running: dict[str, SessionView] = {}
+        """Sampled sessions that reported their present request once."""
+        self._told: dict[str, tuple[int, float]] = {}
+        """Requests of sampled sessions when the shadows heard of them last, and when the sessions began."""
+        self._origins: dict[float, str] = {}
+        """Superseded sessions by their begin, which the session that continues from them has too."""
+        self._mask = 0
+        """A session is sampled if these bits of its hash are 0."""
+        self._room = 0.0
+        """Bytes that the place holds."""
+        self._looks = 0
+        self._last = self._offered = ""
+
+    @classmethod
+    def family(cls, options: Any = None) -> Callable[[], Self]:
+        first = cls(options)
+        return lambda: cls(options, first.model)
+
+    def used(self, session: SessionView) -> None:
+        session_id = self._last = session.session_id
+        self._offered = ""
+        self._take(session_id)
+        self._present[session_id] = nbytes = max(1, session.nbytes)
+        self._nbytes += nbytes
+        self._returns.used(session)
+        if self._is_sampled(session_id):
+            self._tell_shadows(session)
+
+    def forget(self, session_id: str) -> None:
+        if session_id in self._present:
+            self._left(session_id)
+            if session_id != self._offered:  # a victim stays in shadows: it was this policy's choice alone
+                for shadow in self._shadows.values():
+                    shadow.forget(session_id)
+
+    def evicted(self, session_id: str) -> None:
+        self._offered = ""
+        self._left(session_id)
+
+    def superseded(self, session_id: str) -> None:
+        self._returns.superseded(session_id)
+        if session_id in self._told:
+            self._origins[self._told[session_id][1]] = session_id
+        for shadow in self._shadows.values():
+            shadow.policy.superseded(session_id)
+
+    def victims(self) -> Iterator[str]:
+        room = self._nbytes - self._present.get(self._last, 0)
+        self._room += (DRIFT if self._room else 1.0) * (room - self._room)
+        for victim in self._order():
+            self._offered = victim
+            yield victim
+
+    def _order(self) -> Iterator[str]:
+        return in_order(self._present) if self._contest.leader == "lru" else self._returns.victims()
+
+    def _take(self, session_id: str) -> None:
+        self._nbytes -= self._present.pop(session_id, 0)
+
+    def _left(self, session_id: str) -> None:
+        self._take(session_id)
+        self._returns.forget(session_id)
+        if (session := self._running.pop(session_id, None)) is not None:
+            self._request(session)
+
+    def _is_sampled(self, session_id: str) -> bool:
+        return not self._mask or not crc32(session_id.encode()) & self._mask
+
+    def _tell_shadows(self, session: SessionView) -> None:
+        """Tell the shadows of a request once, when it ends, because its findings are not known before.
+
+        A place that hears of a request only once learns of its end with the next one.
+        """
+        session_id = session.session_id
+        before = self._running.pop(session_id, None)
+        if before is not None and before.uses != session.uses:
+            self._request(before)
+            before = None
+        if before is not None:
+            self._request(session)
+        elif session_id not in self._told or self._told[session_id][0] != session.uses:
+            self._running[session_id] = session
+
+    def _request(self, session: SessionView) -> None:
+        """Play a sampled session's request that ended in the shadows."""
+        if session.session_id not in self._told and (origin := self._origins.pop(session.created, None)) is not None:
+            for shadow in self._shadows.values():
+                shadow.inherit(session.session_id, origin)
+        self._told[session.session_id] = session.uses, session.created
+        new = session.added_tokens + session.answer_tokens
+        known = session.nbytes * max(0.0, 1 - new / session.tokens) if session.uses > 1 and session.tokens else 0.0
+        room = (self._room or self._nbytes) / (self._mask + 1)
+        self._contest.add([shadow.request(session, known, room) for shadow in self._shadows.values()])
+        self._looks += 1
+        if self._looks % LOOK_EVERY == 0:
+            self._contest.look()
+            self._keep_small()
+
+    def _keep_small(self) -> None:
+        """Halve the sample when shadows hold too many sessions, and forget the sessions that none of them holds."""
+        most = max(len(shadow.kept) for shadow in self._shadows.values())
+        if most <= 2 * SAMPLE and len(self._told) <= 4 * len(self._shadows) * most + SAMPLE:
+            return
+        if most > 2 * SAMPLE:
+            self._mask = 2 * self._mask + 1
+        sampled = {session_id for shadow in self._shadows.values() for session_id in shadow.kept}
+        for session_id in sampled:
+            if not self._is_sampled(session_id):
+                for shadow in self._shadows.values():
+                    shadow.forget(session_id)
+        self._told = {key: told for key, told in self._told.items() if key in sampled and self._is_sampled(key)}
+        self._origins = {created: origin for created, origin in self._origins.items() if origin in self._told}
