@@ -12,9 +12,8 @@ from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import Profile
 from manthan.codec.registry import needs_profile
 from manthan.codec.rope import Rope
-from manthan.manager.calibration.places import profile_path
 from manthan.manager.config.model import ConfigError
-from manthan.manager.config.profiles import ChosenCodec, check_profile
+from manthan.manager.config.profiles import ChosenCodec, check_profile, profile_path
 
 EXACT = "exact"
 RECOMPUTED = "recomputed"

@@ -4,9 +4,7 @@ from manthan.codec.base import Codec, Dtype, Kind, Section, SectionKind, check_h
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import (
     CodecError,
-    DtypeError,
     HeadDimError,
-    KindError,
     NonFiniteError,
     ProfileError,
     ShapeError,
@@ -22,10 +20,8 @@ __all__ = [
     "Codec",
     "CodecError",
     "Dtype",
-    "DtypeError",
     "HeadDimError",
     "Kind",
-    "KindError",
     "NonFiniteError",
     "Profile",
     "ProfileError",

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.errors import HeadDimError, KindError
+from manthan.codec.errors import HeadDimError, ShapeError
 
 Kind = Literal["key", "value"]
 Numbers = npt.NDArray[Any]
@@ -94,7 +94,6 @@ class Section:
 
     @property
     def vectors(self) -> int:
-        """Number of vectors of each kind."""
         return self.layers * self.heads * self.tokens
 
     @cached_property
@@ -105,14 +104,14 @@ class Section:
 
     @property
     def vector_kind(self) -> Kind:
-        """Kind of the vectors. Raises KindError for a section of both kinds or of none."""
+        """Kind of the vectors. Raises ShapeError for a section of both kinds or of none."""
         if len(self.vector_kinds) != 1:
-            raise KindError(f"a section of kind {self.kind.name} is not of one kind of vectors, keys or values.")
+            raise ShapeError(f"a section of kind {self.kind.name} is not of one kind of vectors, keys or values.")
         return self.vector_kinds[0]
 
     @property
     def vector_kinds(self) -> tuple[Kind, ...]:
-        """Kinds of the vectors, in order. Raises KindError if there are none."""
+        """Kinds of the vectors, in order. Raises ShapeError if there are none."""
         kinds: dict[SectionKind, tuple[Kind, ...]] = {
             SectionKind.KEYS: ("key",),
             SectionKind.VALUES: ("value",),
@@ -120,7 +119,7 @@ class Section:
             SectionKind.LATENT: ("key",),
         }
         if self.kind not in kinds:
-            raise KindError(
+            raise ShapeError(
                 f"a section of kind {self.kind.name} holds no vectors: {', '.join(k.name for k in kinds)} do."
             )
         return kinds[self.kind]
@@ -142,7 +141,6 @@ class Codec(ABC):
         """Most bytes of a section; its size where the codec has a fixed rate."""
 
     def expected_nbytes(self, section: Section) -> int:
-        """Expected bytes of a section."""
         return self.max_nbytes(section)
 
     @abstractmethod

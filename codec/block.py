@@ -24,15 +24,13 @@ from manthan.codec.cpu.numbers import Fp8Codec
 from manthan.codec.cpu.state import STATE_CODECS
 from manthan.codec.errors import (
     CodecError,
-    DtypeError,
     HeadDimError,
-    ProfileError,
     ShapeError,
     SizeError,
     WireError,
 )
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.registry import get_codec, needs_profile
+from manthan.codec.registry import get_codec
 from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block_nbytes, head, parse, seal
 
 
@@ -62,12 +60,10 @@ class BlockShape:
 
     @cached_property
     def nbytes(self) -> int:
-        """Number of bytes of a block."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays)
 
     @cached_property
     def numbers(self) -> tuple[int, int, int, int]:
-        """Shape of the keys."""
         return (self.layers, self.heads, self.tokens, self.head_dim)
 
     @cached_property
@@ -172,13 +168,6 @@ class BlockFormat:
     ) -> None:
         self.codec, self.shape, self.fingerprint, self.group, self.facts = codec, shape, fingerprint, group, facts
         self.first_head = first_head
-        profile = facts.profile if needs_profile(codec) else None
-        if profile is not None and profile.info.latent != shape.latent:
-            whose, what = (
-                f"latents of {latent} numbers" if latent else "keys and values"
-                for latent in (profile.info.latent, shape.latent)
-            )
-            raise ProfileError(f"the profile of {profile.info.model} is of {whose}, but the model caches {what}.")
         self._codecs = {name: get_codec(name, shape.coded_dim, facts) for name in (codec, EXACT)}
         if shape.dtype.is_fp8 and codec != EXACT:
             self._codecs[codec] = Fp8Codec(self._codecs[codec])
@@ -209,12 +198,10 @@ class BlockFormat:
         return tuple(self._codecs[section.codec].max_nbytes(section) for section in made)
 
     def max_nbytes(self, exact: int) -> int:
-        """Most bytes of a block."""
         coded = block_nbytes(self.header(b"", 0, exact), self.max_sizes(exact))
         return max(coded, self._whole_nbytes) if self._may_be_whole(exact) else coded
 
     def expected_nbytes(self, exact: int) -> int:
-        """Expected bytes of a block."""
         made = sections(self.codec, self.shape, exact)
         sizes = [self._codecs[section.codec].expected_nbytes(section) for section in made]
         coded = block_nbytes(self.header(b"", 0, exact), sizes)
@@ -260,13 +247,11 @@ class BlockFormat:
             exact: number of first tokens to keep exact, at least.
             mark: see `wire.BlockHeader`.
 
-        Raises: NonFiniteError, ShapeError, DtypeError, HeaderError.
+        Raises: NonFiniteError, ShapeError, HeaderError.
         """
-        shapes, dtypes = ([getattr(x, what) for x in numbers] for what in ("shape", "dtype"))
-        if shapes != [shape for shape, _ in self.shape.arrays]:
-            raise ShapeError(f"arrays of {', '.join(map(str, shapes))} are not a block of {self.shape}.")
-        if dtypes != [dtype for _, dtype in self.shape.arrays]:
-            raise DtypeError(f"arrays of {', '.join(map(str, dtypes))} are not a block of {self.shape}.")
+        if tuple((x.shape, x.dtype) for x in numbers) != self.shape.arrays:
+            found = ", ".join(f"{x.dtype} {x.shape}" for x in numbers)
+            raise ShapeError(f"arrays of {found} are not a block of {self.shape}.")
         if self._may_be_whole(exact):
             try:
                 coded = self._encode(numbers, key, first_token, exact, mark)
@@ -362,7 +347,6 @@ def exact_of(found: Sequence[Section]) -> int:
 
 
 def _part(numbers: Sequence[Numbers], section: Section) -> Numbers:
-    """Numbers of a section, of its shape."""
     tokens = slice(section.first_token, section.first_token + section.tokens)
     parts = [numbers[place][:, :, tokens] for place in _places(section, len(numbers))]
     return parts[0] if len(parts) == 1 else np.stack(parts)
@@ -374,5 +358,4 @@ def _positions(header: BlockHeader, section: Section) -> Positions:
 
 
 def _joined(parts: Sequence[Numbers]) -> Numbers:
-    """Join runs of tokens."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)

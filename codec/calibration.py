@@ -9,7 +9,7 @@ deviations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -48,22 +48,14 @@ Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass
 class _Moments:
     """Moments of rows [C] of one layer's keys, values or latents. are_keys: queries are compared with them."""
 
-    size: int
-    are_keys: bool
-    tokens: int = 0
-    sums: Doubles = field(init=False)
-    products: Doubles = field(init=False)
-    weights: Doubles | None = None
-    held: Floats = field(init=False)
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        self.sums, self.products = np.zeros(self.size), np.zeros((self.size, self.size))
-        self.held = np.zeros((0, self.size), np.float32)
+    def __init__(self, size: int, are_keys: bool) -> None:
+        self.are_keys, self.tokens, self.every = are_keys, 0, 1
+        self.sums, self.products = np.zeros(size), np.zeros((size, size))
+        self.held = np.zeros((0, size), np.float32)
+        self.weights: Doubles | None = None
 
     def add(self, x: Floats) -> None:
         kept = len(x) - len(x) // HELD_BACK

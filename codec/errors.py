@@ -13,16 +13,8 @@ class HeadDimError(CodecError):
     """head_dim is not a multiple of 8 from 32 to 512."""
 
 
-class KindError(CodecError):
-    """A section is not of keys or of values."""
-
-
-class DtypeError(CodecError):
-    """Keys and values do not have the block's dtype."""
-
-
 class ShapeError(CodecError):
-    """Keys and values, or a section, do not have the block's shape."""
+    """Numbers do not have the block's shape or dtype, or a section is of a kind that the codec does not code."""
 
 
 class NonFiniteError(CodecError):

@@ -35,11 +35,11 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, check_head_dim
-from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, check_finite, fold
+from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, check_finite
 from manthan.codec.errors import NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Floats
-from manthan.codec.tables.rotation import hadamard_, rotation
+from manthan.codec.tables.rotation import rotation
 from manthan.codec.wire import align16
 
 BITS = 3
@@ -66,7 +66,7 @@ K3V3 = K3v3Preset()
 
 
 class K3v3Codec(Codec):
-    """Codec on the CPU, in numpy."""
+    """Codec on the CPU."""
 
     def __init__(self, name: str, head_dim: int) -> None:
         check_head_dim(head_dim)
@@ -78,8 +78,8 @@ class K3v3Codec(Codec):
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
         """Raises NonFiniteError."""
-        vectors = as_floats(x).reshape(-1, section.head_dim)
-        n = len(vectors)
+        vectors = as_floats(x).reshape(-1, section.tokens, section.head_dim)
+        n = vectors[..., 0].size
         codes = out[: self.max_nbytes(section)]
         codes[:] = 0
         check_finite(vectors)
@@ -97,49 +97,44 @@ class K3v3Codec(Codec):
         if infinite.any():
             bad = int(infinite.argmax())
             raise NonFiniteError(f"the scale of vector {bad} is not finite: the codes are damaged.", bad)
-        planes = codes[align16(2 * n) :][: n * BITS * dim // 8].reshape(n, BITS, dim // 8)
+        planes = codes[align16(2 * n) :][: n * BITS * dim // 8].reshape(-1, section.tokens, BITS, dim // 8)
         return as_numbers(_decoded(scales.view(np.float32), planes).reshape(section.shape), section.dtype)
 
 
 def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], Codes]:
-    """Scales, bf16 bits [n], and planes [n, BITS, head_dim / 8] of finite [n, head_dim]."""
-    constants = rotation(x.shape[1])
-    words = np.ascontiguousarray(x.T).view(np.uint32)
-    power = np.clip(254 - ((words & MAGNITUDE).max(axis=0) >> np.uint32(23)).astype(np.int32), 8, 254) - 127
-    y = words.view(np.float32) * np.ldexp(np.float32(1), power)
-    y *= constants.weights[:, None]
-    hadamard_(y, np.empty_like(y), constants.blocks)
-    square = fold_eights(y * y)
-    rms = np.sqrt(square) * constants.root
+    """Scales, bf16 bits [n], and planes [n, BITS, head_dim / 8] of n finite vectors, [runs, tokens, head_dim]."""
+    from manthan.codec.cpu import numba_kernels as kernels
+
+    constants = rotation(x.shape[2])
+    words = np.ascontiguousarray(x).view(np.uint32)
+    power = np.clip(254 - ((words & MAGNITUDE).max(axis=2) >> np.uint32(23)).astype(np.int32), 8, 254) - 127
+    scaled = words.view(np.float32) * np.ldexp(np.float32(1), power)[:, :, None]
+    y, square = kernels.rotated(scaled, constants.weights, constants.blocks)
+    rms = (np.sqrt(square) * constants.root)[:, None]
     code = (y < 0).astype(np.uint8) << np.uint8(BITS - 1)
     np.abs(y, out=y)
     for threshold in THRESHOLDS:
         code += y > threshold * rms
-    ratio = square / np.maximum(fold_eights(y * LEVELS[code & 3]), SMALLEST)
+    ratio = square / np.maximum(kernels.products(y, LEVELS[code & 3]), SMALLEST)
     with np.errstate(over="ignore"):
         scales = np.minimum(bf16_bits(ratio * np.ldexp(np.float32(1), -power)), 0x7F7F)
-    digits = np.ascontiguousarray(code.T)[:, None] >> np.arange(BITS - 1, -1, -1, dtype=np.uint8)[:, None] & np.uint8(1)
-    return scales, np.packbits(digits, axis=2, bitorder="little")
+    of_vectors = np.ascontiguousarray(code.transpose(0, 2, 1)).reshape(-1, 1, x.shape[2])
+    digits = of_vectors >> np.arange(BITS - 1, -1, -1, dtype=np.uint8)[:, None] & np.uint8(1)
+    return scales.ravel(), np.packbits(digits, axis=2, bitorder="little")
 
 
 def _decoded(scales: Floats, planes: Codes) -> Floats:
-    """Undo `_encoded`, with scales as float32. Returns [n, head_dim]."""
-    digits = np.unpackbits(planes, axis=2, bitorder="little")
-    code = digits[:, 0] << np.uint8(2) | digits[:, 1] << np.uint8(1) | digits[:, 2]
-    constants = rotation(digits.shape[2])
-    x: Floats = np.take(np.concatenate([LEVELS, -LEVELS]), np.ascontiguousarray(code.T))
-    hadamard_(x, np.empty_like(x), constants.blocks)
+    """Undo `_encoded`, with scales as float32, and planes of [runs, tokens]. Returns [runs, tokens, head_dim]."""
+    from manthan.codec.cpu import numba_kernels as kernels
+
+    digits = np.unpackbits(planes, axis=3, bitorder="little")
+    code = digits[:, :, 0] << np.uint8(2) | digits[:, :, 1] << np.uint8(1) | digits[:, :, 2]
+    constants = rotation(digits.shape[3])
+    levels = np.take(np.concatenate([LEVELS, -LEVELS]), code)
+    x: Floats = kernels.rotated(levels, np.ones_like(constants.weights), constants.blocks)[0]
     x *= constants.weights[:, None]
     with np.errstate(over="ignore"):
-        x *= scales
+        x *= scales.reshape(len(x), 1, -1)
     np.clip(x, -LARGEST_BF16, LARGEST_BF16, out=x)
     x += np.float32(0)  # no negative zeros
-    return np.ascontiguousarray(x.T)
-
-
-def fold_eights(rows: Floats) -> Floats:
-    """Fold [head_dim, n] over its rows, each run of 8 first. Overwrites rows; returns [n]."""
-    sums = rows.reshape(len(rows) // 8, 8, -1)
-    for half in (4, 2, 1):
-        sums[:, :half] += sums[:, half : 2 * half]
-    return fold(np.ascontiguousarray(sums[:, 0]))
+    return np.ascontiguousarray(x.transpose(0, 2, 1))

@@ -149,7 +149,7 @@ class Parts:
     @classmethod
     @lru_cache
     def of(cls, section: Section) -> Self:
-        """Return the parts of a section. Raises KindError for one that is neither of keys nor of values."""
+        """Return the parts of a section. Raises ShapeError for one that is neither of keys nor of values."""
         keys, runs = section.vector_kind == "key", section.layers * section.heads
         sizes = (
             2 * runs * keys,

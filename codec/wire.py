@@ -65,7 +65,6 @@ class BlockHeader:
 
     @property
     def nbytes(self) -> int:
-        """Size of the header and the entries."""
         return HEADER.size + ENTRY.size * len(self.sections)
 
 

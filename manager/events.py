@@ -249,7 +249,6 @@ class Events:
         self._subscribers.append((take, kinds or (object,)))
 
     def __call__(self, event: Event) -> None:
-        """Pass an event on."""
         for take, kinds in self._subscribers:
             if isinstance(event, kinds):
                 take(event)

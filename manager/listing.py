@@ -150,7 +150,6 @@ class Listing:
                 yield session.session_id if bound is None else session.told_id
 
     def states(self, bound: str | None) -> dict[SessionState, int]:
-        """Return the number of sessions in each state."""
         if bound is None:
             return {state: self._table.states[state] for state in SessionState}
         found = Counter(session.state for session in self._table.by_id.values() if session.tenant == bound)

@@ -2,9 +2,8 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import Any
 
 from pydantic import ByteSize
 
@@ -18,8 +17,6 @@ MOST_EVENTS = 65_536
 
 
 class EventKind(StrEnum):
-    """Kind of an event in a session's history."""
-
     TURN = auto()
     EVICTED = auto()
     RESTORED = auto()
@@ -49,32 +46,22 @@ class LifeEvent:
 
 
 class Lives:
-    """Histories of all sessions of one engine. Subscribes to its stream of events.
+    """Histories of all sessions of one engine. Subscribes to its stream of events. clock: returns a time in seconds."""
 
-    Args:
-        clock: returns a time in seconds.
-        most: number of events of all sessions.
-    """
-
-    def __init__(self, manager: SessionManager, clock: Callable[[], float], most: int = MOST_EVENTS) -> None:
+    def __init__(self, manager: SessionManager, clock: Callable[[], float]) -> None:
         self._table, self._block_tokens = manager.table, manager.shape.block_tokens
-        self._clock, self._most = clock, most
-        self._lives: OrderedDict[str, tuple[tuple[Any, ...], ...]] = OrderedDict()
-        """Fields of its events by session id, the one that was added to last last.
-
-        Tuples of plain values, because Python's garbage collector passes over them.
-        """
+        self._clock = clock
+        self._lives: OrderedDict[str, tuple[LifeEvent, ...]] = OrderedDict()
+        """Events by session id, the one that was added to last last."""
         self._count = 0
         manager.table.gone.append(self._gone)
 
     def __len__(self) -> int:
-        """Number of events of all sessions."""
         return self._count
 
     def of(self, session: Session) -> Sequence[LifeEvent]:
         """Return a session's last events, the oldest first."""
-        kept = self._lives.get(session.session_id, ())
-        return [LifeEvent(at, EventKind(kind), *facts) for at, kind, *facts in kept]
+        return self._lives.get(session.session_id, ())
 
     def __call__(self, event: Event) -> None:
         """Add an event of the stream to the history of its session."""
@@ -111,12 +98,11 @@ class Lives:
     def _add(self, session_id: str, event: LifeEvent) -> None:
         if session_id not in self._table.by_id:
             return
-        at, kind, *facts = (getattr(event, each.name) for each in fields(event))
         life = self._lives.get(session_id, ())
         self._count += len(life) < EVENTS_A_SESSION
-        self._lives[session_id] = (*life, (at, kind.value, *facts))[-EVENTS_A_SESSION:]
+        self._lives[session_id] = (*life, event)[-EVENTS_A_SESSION:]
         self._lives.move_to_end(session_id)
-        while self._count > self._most:
+        while self._count > MOST_EVENTS:
             self._forget(next(iter(self._lives)))
 
     def _gone(self, session: Session) -> None:

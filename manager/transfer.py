@@ -51,7 +51,6 @@ class Transfer:
     request_id: str | None = None
 
     def __len__(self) -> int:
-        """Number of blocks."""
         return len(self.block_hashes)
 
     def first_tokens(self, block_tokens: int) -> list[int]:
@@ -64,7 +63,6 @@ class Transfer:
         return [min(max(left - n * block_tokens, 0), block_tokens) for n in range(len(self))]
 
     def part(self, start: int, stop: int, block_tokens: int) -> "Transfer":
-        """Return the transfer of the blocks from `start` to `stop` alone."""
         hashes, ids = self.block_hashes[start:stop], self.block_ids[start:stop]
         return replace(self, block_hashes=hashes, block_ids=ids, first_token=self.first_token + start * block_tokens)
 
@@ -118,7 +116,6 @@ class Answers:
 
     @property
     def seconds(self) -> float:
-        """Time of the slowest."""
         return max((result.seconds for result in self.results), default=0.0)
 
     def restored(self, session_id: str, main: int, needs_points: bool, request_id: str | None = None) -> Restored:

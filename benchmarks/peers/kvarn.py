@@ -11,10 +11,11 @@ A column is a token of keys or a channel of values: whatever has no range of its
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from manthan.benchmarks.peers import Floats, Peer, halves, pack, unpack
 from manthan.codec.base import Codes, Kind
-from manthan.codec.tables.rotation import hadamard_, rotation
+from manthan.codec.tables.rotation import rotation
 
 BITS = {"key": 4, "value": 2}
 ROUNDS = 4
@@ -83,3 +84,24 @@ def decode(codes: Codes, kind: Kind, shape: tuple[int, int]) -> Floats:
 
 
 KVARN = Peer("kvarn", encode, decode)
+
+
+def hadamard_(x: npt.NDArray[np.float32], scratch: npt.NDArray[np.float32], blocks: npt.NDArray[np.int64]) -> None:
+    """Transform [head_dim, n] float32 in place, block by block, not normalized; scratch has the same shape.
+
+    The order of the additions is part of the format: strides 1, 2, 4, ... up to half the block.
+    """
+    start = 0
+    for size in blocks.tolist():
+        src, dst = x[start : start + size], scratch[start : start + size]
+        stride = 1
+        while stride < size:
+            pairs = src.reshape(size // (2 * stride), 2, stride, -1)
+            out = dst.reshape(pairs.shape)
+            np.add(pairs[:, 0], pairs[:, 1], out=out[:, 0])
+            np.subtract(pairs[:, 0], pairs[:, 1], out=out[:, 1])
+            src, dst = dst, src
+            stride *= 2
+        if size.bit_length() % 2 == 0:  # an odd number of stages ends in the scratch
+            dst[:] = src
+        start += size

@@ -84,7 +84,6 @@ class _Bases(NamedTuple):
 
     @classmethod
     def of(cls, bases: Sequence[Basis], preset: str) -> Self:
-        """Join the bases of all layers."""
         steps = np.array([basis.steps[preset] for basis in bases], np.float32)[:, None, None]
         forward: Floats = np.stack([basis.forward for basis in bases]) / steps
         inverse: Floats = np.stack([basis.inverse for basis in bases]) * steps

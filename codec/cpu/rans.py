@@ -68,12 +68,10 @@ class Rows(NamedTuple):
 
     @property
     def counts(self) -> np.dtype[np.unsignedinteger]:
-        """Type of a row's number of words."""
         return _counts(int(self.components[0]) * self.tokens)
 
     @property
     def front(self) -> int:
-        """Bytes ahead of the words."""
         return len(self.components) * (self.counts.itemsize + 4 * self.streams)
 
 

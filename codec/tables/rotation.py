@@ -2,7 +2,7 @@
 
 S flips signs; H is the Walsh-Hadamard transform in natural order over 1/sqrt(size). Where head_dim is no
 power of two, H is block-diagonal over the powers of two in its binary expansion, largest first (96 = 64 + 32,
-80 = 64 + 16).
+80 = 64 + 16). The order of the additions is part of the format: strides 1, 2, 4, ... up to half the block.
 
 The sign of element i is the top bit of splitmix64's i-th output from SEED, set for minus:
 
@@ -61,24 +61,3 @@ def rotation(head_dim: int) -> Rotation:
     for array in made[:2]:
         array.flags.writeable = False
     return made
-
-
-def hadamard_(x: npt.NDArray[np.float32], scratch: npt.NDArray[np.float32], blocks: npt.NDArray[np.int64]) -> None:
-    """Transform [head_dim, n] float32 in place, block by block, not normalized; scratch has the same shape.
-
-    The order of the additions is part of the format: strides 1, 2, 4, ... up to half the block.
-    """
-    start = 0
-    for size in blocks.tolist():
-        src, dst = x[start : start + size], scratch[start : start + size]
-        stride = 1
-        while stride < size:
-            pairs = src.reshape(size // (2 * stride), 2, stride, -1)
-            out = dst.reshape(pairs.shape)
-            np.add(pairs[:, 0], pairs[:, 1], out=out[:, 0])
-            np.subtract(pairs[:, 0], pairs[:, 1], out=out[:, 1])
-            src, dst = dst, src
-            stride *= 2
-        if size.bit_length() % 2 == 0:  # an odd number of stages ends in the scratch
-            dst[:] = src
-        start += size

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.errors import ProfileError
 from manthan.codec.profile import Profile
-from manthan.manager.calibration.places import profile_path
 from manthan.manager.commands.console import make_console
+from manthan.manager.config.profiles import profile_path
 
 NEEDED = ("torch", "transformers", "safetensors")
 

@@ -3,11 +3,10 @@
 import gc
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import typer
@@ -20,49 +19,40 @@ from manthan.manager.commands.console import make_console
 from manthan.manager.config.model import PolicyConfig
 from manthan.manager.config.registered import ChosenPolicy, choose_policy
 from manthan.manager.config.resolve import ConfigError, resolve_config
-from manthan.manager.config.sentences import nearest
-from manthan.manager.simulator.engine import replay, total_blocks
+from manthan.manager.simulator.engine import Setup, replay
 from manthan.manager.simulator.one_cache import clairvoyant, one_cache
-from manthan.manager.simulator.replay import Setup
 from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TracedRequest, TraceError, read_trace
-from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, UnknownPolicyError, get_policy
+from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, UnknownPolicyError
 
 _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
-@dataclass(frozen=True)
-class Result:
-    """Figures of a replay. Shares are of the asked blocks, partial ones included; times in seconds.
+Row: TypeAlias = dict[str, Any]
+"""Figures of a replay, as they are in JSON. Shares are of the asked blocks, partial ones included; times in seconds.
 
-    evictions: sessions gone cold.
-    """
+evictions: sessions gone cold. best_share: of a cache of the same size that knows the future. gap_closed: share of the
+gap between `lru` and that which the policy closes; None where `lru` was not asked for, or leaves no gap.
+"""
 
-    policy: str
-    hot_tokens: int
-    cold_tokens: int
-    hot_share: float
-    restored_share: float
-    first_token_mean_s: float
-    first_token_p99_s: float
-    evictions: int
-    encoded_blocks: int
-    restored_blocks: int
-    dropped_blocks: int
-
-
-@dataclass(frozen=True)
-class OneCacheResult:
-    """Figures of one cache without a pool. Shares are of the asked blocks, partial ones included.
-
-    best_share: of a cache of the same size that knows the future. gap_closed: share of the gap between `lru` and that
-    which the policy closes; None where `lru` was not asked for, or leaves no gap.
-    """
-
-    policy: str
-    tokens: int
-    found_share: float
-    best_share: float
-    gap_closed: float | None
+_POOL_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "hot tokens": lambda row: f"{row['hot_tokens']:,}",
+    "cold tokens": lambda row: f"{row['cold_tokens']:,}",
+    "hot": lambda row: _percent(row["hot_share"]),
+    "restored": lambda row: _percent(row["restored_share"]),
+    "found": lambda row: _percent(row["hot_share"] + row["restored_share"]),
+    "first token": lambda row: f"{1000 * row['first_token_mean_s']:,.0f} ms",
+    "p99": lambda row: f"{1000 * row['first_token_p99_s']:,.0f} ms",
+    "evictions": lambda row: f"{row['evictions']:,}",
+    "encoded": lambda row: f"{row['encoded_blocks']:,}",
+    "restored blocks": lambda row: f"{row['restored_blocks']:,}",
+    "dropped": lambda row: f"{row['dropped_blocks']:,}",
+}
+_CACHE_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "tokens": lambda row: f"{row['tokens']:,}",
+    "found": lambda row: _percent(row["found_share"]),
+    "best possible": lambda row: _percent(row["best_share"]),
+    "gap closed": lambda row: "" if row["gap_closed"] is None else _percent(row["gap_closed"]),
+}
 
 
 def simulate(
@@ -99,18 +89,21 @@ def simulate(
     progress = Console(stderr=True)
     if is_one:
         each = track(sizes, "sizes", len(sizes), console=progress, transient=True)
-        found = [row for size in each for row in one_cache_rows(policies, size, read, same["first_measured"])]
-        make_console().print(_one_cache_table(found))
-        rows = [asdict(row) for row in found]
+        rows = [row for size in each for row in one_cache_rows(policies, size, read, same["first_measured"])]
     else:
         runs = [
             (label, Setup(kind, hot_blocks, options, cold_blocks, block_tokens, **same))
             for (label, kind, options), hot_blocks, cold_blocks in product(policies, pools, sizes)
         ]
         bar = track(runs, "replays", len(runs), console=progress, transient=True)
-        results = [_run(label, setup, read.requests) for label, setup in bar]
-        make_console().print(_table(results))
-        rows = [asdict(result) for result in results]
+        rows = [_run(label, setup, read.requests) for label, setup in bar]
+    columns = _CACHE_COLUMNS if is_one else _POOL_COLUMNS
+    table = Table("policy", box=None)
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(row["policy"], *(show(row) for show in columns.values()))
+    make_console().print(table)
     if json_file is not None:
         about = {"name": read.name, "requests": len(read.requests), "distinct_blocks": read.distinct_blocks}
         json_file.write_text(json.dumps({"trace": about, "results": rows}, indent=1) + "\n", encoding="utf-8")
@@ -118,10 +111,10 @@ def simulate(
 
 def one_cache_rows(
     policies: Sequence[tuple[str, type[EvictionPolicy], PolicyOptions]], blocks: int, trace: Trace, first: int = 0
-) -> list[OneCacheResult]:
+) -> list[Row]:
     """Return a row for each policy in one cache of this number of blocks. Requests count from number `first` on."""
     requests, block_tokens = trace.requests, trace.block_tokens
-    asked = sum(-(-request.input_tokens // block_tokens) for request in requests[first:])
+    asked = sum(request.asked_blocks(block_tokens) for request in requests[first:])
     best = sum(clairvoyant(requests, blocks, block_tokens)[first:]) / asked
     found = {
         label: sum(one_cache(requests, kind, options, blocks, block_tokens)[first:]) / asked
@@ -129,60 +122,39 @@ def one_cache_rows(
     }
     lru = found.get("lru", best)
     return [
-        OneCacheResult(label, blocks * block_tokens, share, best, (share - lru) / (best - lru) if best > lru else None)
+        {
+            "policy": label,
+            "tokens": blocks * block_tokens,
+            "found_share": share,
+            "best_share": best,
+            "gap_closed": (share - lru) / (best - lru) if best > lru else None,
+        }
         for label, share in found.items()
     ]
 
 
-def _run(label: str, setup: Setup, requests: Sequence[TracedRequest]) -> Result:
+def _run(label: str, setup: Setup, requests: Sequence[TracedRequest]) -> Row:
     tally = replay(requests, setup)
     served = [one for one in tally.served[setup.first_measured :] if one is not None]
     asked = sum(one.asked for one in served)
     seconds = np.array([one.first_token_s for one in served])
-    return Result(
-        label,
-        setup.pool_blocks * setup.block_tokens,
-        setup.cold_blocks * setup.block_tokens,
-        sum(one.resident for one in served) / asked,
-        sum(one.restored for one in served) / asked,
-        float(seconds.mean()),
-        float(np.percentile(seconds, 99)),
-        tally.evictions,
-        tally.stored,
-        tally.restored,
-        tally.dropped,
-    )
+    return {
+        "policy": label,
+        "hot_tokens": setup.pool_blocks * setup.block_tokens,
+        "cold_tokens": setup.cold_blocks * setup.block_tokens,
+        "hot_share": sum(one.resident for one in served) / asked,
+        "restored_share": sum(one.restored for one in served) / asked,
+        "first_token_mean_s": float(seconds.mean()),
+        "first_token_p99_s": float(np.percentile(seconds, 99)),
+        "evictions": tally.evictions,
+        "encoded_blocks": tally.stored,
+        "restored_blocks": tally.restored,
+        "dropped_blocks": tally.dropped,
+    }
 
 
-def _table(results: Sequence[Result]) -> Table:
-    """Return a row for each replay. Shares are of the asked blocks, in percent."""
-    table = Table("policy", box=None)
-    for name in (
-        *("hot tokens", "cold tokens", "hot", "restored", "found", "first token", "p99"),
-        *("evictions", "encoded", "restored blocks", "dropped"),
-    ):
-        table.add_column(name, justify="right")
-    for row in results:
-        shares = (row.hot_share, row.restored_share, row.hot_share + row.restored_share)
-        table.add_row(
-            row.policy,
-            *(f"{tokens:,}" for tokens in (row.hot_tokens, row.cold_tokens)),
-            *(f"{100 * share:.1f}%" for share in shares),
-            *(f"{1000 * value:,.0f} ms" for value in (row.first_token_mean_s, row.first_token_p99_s)),
-            *(f"{n:,}" for n in (row.evictions, row.encoded_blocks, row.restored_blocks, row.dropped_blocks)),
-        )
-    return table
-
-
-def _one_cache_table(results: Sequence[OneCacheResult]) -> Table:
-    """Return a row for each policy and size, in percent."""
-    table = Table("policy", box=None)
-    for name in ("tokens", "found", "best possible", "gap closed"):
-        table.add_column(name, justify="right")
-    for row in results:
-        shares = (row.found_share, row.best_share, row.gap_closed)
-        table.add_row(row.policy, f"{row.tokens:,}", *("" if one is None else f"{100 * one:.1f}%" for one in shares))
-    return table
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
 
 
 # -- arguments --------------------------------------------------------------------------------------------
@@ -191,13 +163,7 @@ def _one_cache_table(results: Sequence[OneCacheResult]) -> Table:
 def _policy(label: str) -> ChosenPolicy:
     """Return the policy of `NAME` or `NAME:OPTION=VALUE:…`. Values are YAML."""
     name, *given = label.split(":")
-    fields = get_policy(name).Options.model_fields
-    values = {}
-    for option in given:
-        key, equals, value = option.partition("=")
-        if not equals or key not in fields:
-            raise ConfigError(f"--policy {label}: unknown {name} option '{key}'{nearest(key, fields)}")
-        values[key] = yaml.safe_load(value)
+    values = {key: yaml.safe_load(value) for key, _, value in (option.partition("=") for option in given)}
     sources = {f"policy.{key}": f"--policy {label}" for key in ("name", *values)}
     return choose_policy(PolicyConfig(name=name, **values), sources)
 
@@ -218,7 +184,7 @@ def _capacities(option: str, texts: str, trace: Trace) -> list[int]:
 
 
 def _check_pools(text: str, hot: list[int], trace: Trace) -> None:
-    largest = max(total_blocks(request, trace.block_tokens) for request in trace.requests)
+    largest = max(request.total_blocks(trace.block_tokens) for request in trace.requests)
     if hot and min(hot) < largest:
         raise ConfigError(
             f"--hot {text} is too small for the largest request of {trace.name}, which takes {largest} blocks: give it "

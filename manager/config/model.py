@@ -115,7 +115,6 @@ class PolicyConfig(_Group):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the policy's options as they were given."""
         return dict(self.model_extra or {})
 
 

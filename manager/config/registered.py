@@ -29,12 +29,9 @@ def check_registered(resolved: Resolved) -> None:
     config, sources = resolved
     policy = config.policy
     _check_name("policy.name", "policy", policy.name, policy_names(), sources)
-    options = _load(policy, sources).Options.model_fields
-    for option in policy.options:
-        _check_name(f"policy.{option}", f"{policy.name} option", option, options, sources)
+    choose_policy(policy, sources)
     _check_name("codec.name", "codec", config.codec.name, [*codec_names(), AUTO], sources)
     _check_name("tiers.kind", "cold store", config.tiers.kind, TIER_KINDS, sources)
-    choose_policy(policy, sources)
 
 
 def _check_name(key: str, what: str, name: str, valid: Collection[str], sources: Mapping[str, str]) -> None:
@@ -65,12 +62,17 @@ def _load(config: PolicyConfig, sources: Mapping[str, str] | None) -> type[Evict
 def _sentence(
     error: ValidationError, config: PolicyConfig, policy: type[EvictionPolicy], sources: Mapping[str, str]
 ) -> str:
+    fields = policy.Options.model_fields
+    unknown = [option for option in config.options if option not in fields]
+    if unknown:
+        source, hint = _source(sources, f"policy.{unknown[0]}"), nearest(unknown[0], fields)
+        return f"{source}unknown {config.name} option '{unknown[0]}'{hint}"
     first = first_mistake(error)
     if not first.key:  # a validator that compares several
         written = ", ".join(dict.fromkeys(s for key, s in sources.items() if key.startswith("policy.")))
         return f"{f'{written}: ' if written else ''}policy {config.name}: {first.said}"
     option = first.field
-    field = policy.Options.model_fields.get(option)
+    field = fields.get(option)
     right = field.description if field and field.description else f"what {config.name} takes ({first.said})"
     if first.kind == "missing":
         return f"{_source(sources, 'policy.name')}policy {config.name} needs policy.{option}: {right}"

@@ -125,7 +125,6 @@ def _key_of(variable: str) -> str:
 
 @cache
 def _warn_once(sentence: str) -> None:
-    """Log a sentence once in a process."""
     logger.warning("%s", sentence)
 
 

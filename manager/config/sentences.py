@@ -25,7 +25,6 @@ class Mistake(NamedTuple):
 
     @property
     def field(self) -> str:
-        """The first part of the key."""
         return self.key.partition(".")[0]
 
 
@@ -37,7 +36,6 @@ def first_mistake(error: ValidationError) -> Mistake:
 
 
 def written(value: object) -> str:
-    """Return a value as it looks in a YAML file."""
     return "empty" if value is None else repr(value)
 
 

@@ -16,6 +16,7 @@ from manthan.manager.config.model import ConfigError, ManthanConfig, TiersConfig
 from manthan.manager.tiers.disk_folder import FolderBusyError, check_folder
 from manthan.manager.tiers.redis_client import check, connect, pipelined
 
+MOUNTS = Path("/proc/self/mounts")
 IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
 REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "afs", "fuse.")
 """Prefixes of the names of file systems whose files may be on other machines."""
@@ -40,18 +41,14 @@ class Finding(NamedTuple):
     said: str
 
 
-def check_memlock(store: TiersConfig, has_gpu: bool, limit: int | None = None) -> Finding:
-    """Compare the RAM that is pinned for a GPU with the memlock limit.
-
-    Args:
-        limit: bytes that a process may lock, -1 for any number; None for this process's RLIMIT_MEMLOCK.
-    """
+def check_memlock(store: TiersConfig, has_gpu: bool) -> Finding:
+    """Compare the RAM that is pinned for a GPU with the memlock limit."""
     name = "memlock"
     wanted = store.max_bytes if store.kind == "host" else store.front_bytes or store.host_bytes
     if not has_gpu or not wanted:
         why = "no compressed blocks are kept in RAM" if has_gpu else "there is no GPU"
         return Finding(name, Grade.SKIPPED, f"{why}, so that no RAM is pinned.")
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY or limit >= wanted:
         return Finding(name, Grade.OK, f"the limit allows the {_size(wanted)} that are pinned for the GPU.")
     return Finding(
@@ -62,7 +59,7 @@ def check_memlock(store: TiersConfig, has_gpu: bool, limit: int | None = None) -
     )
 
 
-def check_disk(config: ManthanConfig, mounts: Path = Path("/proc/self/mounts")) -> Finding:
+def check_disk(config: ManthanConfig) -> Finding:
     """Check the folder of a cold store on disk: there, writable, local, and large enough."""
     name, store, path = "disk", config.tiers, config.tiers.disk.path
     if not store.is_on_disk:
@@ -74,7 +71,7 @@ def check_disk(config: ManthanConfig, mounts: Path = Path("/proc/self/mounts")) 
         busy = "; a server uses it now"
     except ConfigError as error:
         return Finding(name, Grade.WRONG, str(error))
-    kind = file_system(Path(path), mounts)
+    kind = file_system(Path(path))
     budget = store.front_disk_bytes or store.max_bytes
     free, taken = shutil.disk_usage(path).free, _taken(Path(path))
     if kind in IN_RAM:
@@ -89,10 +86,10 @@ def check_disk(config: ManthanConfig, mounts: Path = Path("/proc/self/mounts")) 
     return Finding(name, Grade.WRONG, f"tiers.disk.path is {path!r}, which is {why}.")
 
 
-def file_system(path: Path, mounts: Path) -> str:
+def file_system(path: Path) -> str:
     """Return the name of the folder's file system, such as ext4; empty if the kernel does not tell."""
     real, best, kind = path.resolve(), -1, ""
-    for line in mounts.read_text(errors="replace").splitlines():
+    for line in MOUNTS.read_text(errors="replace").splitlines():
         _, at, name, *_ = line.split(" ")
         mount = Path(at.encode().decode("unicode_escape"))  # a space in a name is \040
         if real.is_relative_to(mount) and len(mount.parts) >= best:  # a later mount hides an earlier one
@@ -123,7 +120,6 @@ def check_redis(config: ManthanConfig) -> Iterator[Finding]:
 
 
 def _taken(path: Path) -> int:
-    """Return the bytes that the folder's files take on the disk."""
     files = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
     return sum(file.lstat().st_blocks * 512 for file in files if file.exists())
 

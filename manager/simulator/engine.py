@@ -11,20 +11,113 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from manthan.manager.config.model import ManthanConfig
 from manthan.manager.driver import Driver
+from manthan.manager.events import BlocksDropped, BlocksSaved, Event, Events, Evicted
+from manthan.manager.session.blocks import GroupShape, MemoryShape
+from manthan.manager.session.manager import SessionManager
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.simulator.replay import Counting, Served, Setup, Tally, hints_of
-from manthan.manager.simulator.traces import TracedRequest
+from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest
 from manthan.manager.transfer import Transfer, TransferResult
+from manthan.policies import EvictionPolicy, PolicyOptions
+
+_DEFAULTS = ManthanConfig()
+# One H200 and the shape of Qwen3-8B, a session of 32,000 tokens: time to first token in seconds (docs/benchmarks.md).
+_TOKENS = 32_000
+_RESIDENT_S, _HOST_S, _RECOMPUTED_S = 0.0246, 0.0511, 1.2305
+# The share of a prefill that grows with the square of its length follows from the shape: FLOPs of the projections, and
+# of attention over half of all pairs. 36 layers, hidden size 4,096, 8 KV heads of 128, MLP of 12,288.
+_LINEAR = 2 * 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288) * _TOKENS
+_SQUARE = 2 * 36 * 4096 * _TOKENS**2
+_SQUARE_SHARE = _SQUARE / (_LINEAR + _SQUARE)
+_RESTORE = (_HOST_S - _RESIDENT_S) / _TOKENS
 
 
-def total_blocks(request: TracedRequest, block_tokens: int) -> int:
-    """Return the blocks that a request has in the end. The KV of its last token is never computed."""
-    return -(-(request.input_tokens + max(0, request.output_tokens - 1)) // block_tokens)
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds and bytes of an H200 with a model of Qwen3-8B's shape and compressed blocks in pinned RAM.
+
+    Args:
+        first_token_s: fixed part of every request.
+        prefill_s_per_token, prefill_s_per_token2: a token at position p takes the first and 2p of the second.
+        restore_s_per_token, store_s_per_token: decoding and encoding, which are assumed to be equally fast.
+        decode_s_per_token: between two tokens of an answer.
+    """
+
+    first_token_s: float = _RESIDENT_S
+    prefill_s_per_token: float = (1 - _SQUARE_SHARE) * (_RECOMPUTED_S - _RESIDENT_S) / _TOKENS
+    prefill_s_per_token2: float = _SQUARE_SHARE * (_RECOMPUTED_S - _RESIDENT_S) / _TOKENS**2
+    restore_s_per_token: float = _RESTORE
+    store_s_per_token: float = _RESTORE
+    decode_s_per_token: float = 0.0071
+    kv_bytes_per_token: float = 147_456
+    cold_bytes_per_token: float = 28_800
+
+    def prefill_s(self, first: int, last: int) -> float:
+        """Return the seconds to compute the tokens from position `first` up to `last`."""
+        return self.prefill_s_per_token * (last - first) + self.prefill_s_per_token2 * (last**2 - first**2)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a trace is replayed on.
+
+    pool_blocks: of the KV pool. cold_blocks: that the cold store has room for. first_measured: number of the first
+    request that counts; those before fill the caches.
+    """
+
+    policy: type[EvictionPolicy]
+    pool_blocks: int
+    options: PolicyOptions | None = None
+    cold_blocks: int = 0
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    cost: CostModel = CostModel()
+    idle_after_s: float = _DEFAULTS.idle.after_s
+    min_tokens: int = _DEFAULTS.idle.min_tokens
+    first_measured: int = 0
+
+    def manager(self) -> SessionManager:
+        """Return a new manager. Heads that sessions share are kept exact, as on a server."""
+        pool_nbytes = round(self.cost.kv_bytes_per_token * self.block_tokens)
+        bounds = {0: round(self.cost.cold_bytes_per_token * self.block_tokens), self.block_tokens: pool_nbytes}
+        shape = MemoryShape({0: GroupShape(self.block_tokens, pool_nbytes, bounds)})
+        return SessionManager(
+            self.policy,
+            shape,
+            capacity_nbytes=self.cold_blocks * shape.cold_nbytes,
+            idle_after_s=self.idle_after_s,
+            events=Events(),
+            min_tokens=self.min_tokens,
+            options=self.options,
+            is_exclusive=True,
+        )
+
+
+class Served(NamedTuple):
+    """Where the blocks of one prompt came from, partial ones counted among those asked; seconds to the first token."""
+
+    asked: int
+    resident: int
+    restored: int
+    first_token_s: float
+
+
+@dataclass
+class Tally:
+    """What a replay came to. Counts begin with the first request that is measured.
+
+    served: by request. stored, restored, dropped: blocks.
+    """
+
+    served: list[Served | None]
+    evictions: int = 0
+    stored: int = 0
+    restored: int = 0
+    dropped: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -52,30 +145,24 @@ class EngineReplay:
     of a real engine.
     """
 
-    def __init__(self, requests: Sequence[TracedRequest], setup: Setup, journal: bool) -> None:
+    def __init__(self, requests: Sequence[TracedRequest], setup: Setup) -> None:
         self.requests, self.setup, self.cost = requests, setup, setup.cost
         self.manager = setup.manager()
-        self.tally = Tally([None] * len(requests), journal=[] if journal else None)
-        largest = max(map(self._size, requests), default=0)
-        if largest > setup.pool_blocks:
-            raise ValueError(f"pool_blocks must be {largest} or more, as the largest request, not {setup.pool_blocks}")
+        self.manager.events.subscribe(self._count, BlocksSaved, BlocksDropped, Evicted)
+        self.tally = Tally([None] * len(requests))
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = count()
         self._pool = SimulatedPool(setup.pool_blocks)
-        self._counting = Counting(self.tally, self.manager)
         self._driver = Driver(self.manager, self._pool)
         self._waiting: deque[_Request] = deque()
         self._starved: list[tuple[Callable[[_Request], None], _Request]] = []
         self._promised = 0  # blocks that those let in will yet take
         self._taken = 0  # blocks since the last step, for what is computed
         self._encoded_until = 0.0
-
-    def _size(self, request: TracedRequest) -> int:
-        return total_blocks(request, self.setup.block_tokens)
+        self._is_measuring = False
 
     def run(self) -> None:
-        """Serve all requests."""
         if self.requests:
             self._at(self.requests[0].at, self._arrive, 0)
         while self._events:
@@ -94,20 +181,22 @@ class EngineReplay:
     def _at(self, time: float, happen: Callable[[Any], None], what: object) -> None:
         heapq.heappush(self._events, (max(time, self.now), next(self._order), happen, what))
 
-    def asked(self, request: TracedRequest) -> int:
-        """Return the blocks of a prompt, a partial one included."""
-        return -(-request.input_tokens // self.setup.block_tokens)
-
-    def usable(self, request: TracedRequest) -> int:
-        """Return the blocks that may be found: the last token of a prompt is always computed."""
-        return min(request.prompt_blocks, (request.input_tokens - 1) // self.setup.block_tokens)
+    def _count(self, event: Event) -> None:
+        if self._is_measuring:
+            match event:
+                case BlocksSaved():
+                    self.tally.stored += len(event.block_hashes)
+                case BlocksDropped():
+                    self.tally.dropped += len(event.block_hashes)
+                case _:
+                    self.tally.evictions += 1
 
     # -- requests -------------------------------------------------------------------------------------
 
     def _arrive(self, number: int) -> None:
         if number + 1 < len(self.requests):
             self._at(self.requests[number + 1].at, self._arrive, number + 1)
-        self.tally.measuring = number >= self.setup.first_measured
+        self._is_measuring = number >= self.setup.first_measured
         request = _Request(number, str(number), self.requests[number])
         traced = request.traced
         self._driver.started(
@@ -116,8 +205,8 @@ class EngineReplay:
             traced.session,
             self.now,
             tokens=traced.input_tokens,
-            blocks=self.asked(traced),
-            hints=hints_of(traced),
+            blocks=traced.asked_blocks(self.setup.block_tokens),
+            hints=traced.hints,
         )
         self._waiting.append(request)
 
@@ -125,9 +214,10 @@ class EngineReplay:
         """Let in whoever fits, in order; whose KV is just being prefetched is passed by, as in vLLM."""
         passed = []
         while self._waiting:
-            request = self._waiting[0]
-            usable, blocks = self.usable(request.traced), self.asked(request.traced)
-            hits = self._pool.hit(request.traced.hashes[:usable], partial(self._driver.serves, request.name))
+            request, block_tokens = self._waiting[0], self.setup.block_tokens
+            traced = request.traced
+            usable, blocks = traced.usable_blocks(block_tokens), traced.asked_blocks(block_tokens)
+            hits = self._pool.hit(traced.hashes[:usable], partial(self._driver.serves, request.name))
             cold = self._driver.matched(request.name, len(hits), usable, blocks, self.now)
             if cold is None:
                 passed.append(self._waiting.popleft())
@@ -140,29 +230,23 @@ class EngineReplay:
 
     def _fits(self, request: _Request, hits: Sequence[int], needed: int) -> bool:
         """True if there is room for its prompt now, and for its answer when that is computed."""
-        free, users = len(self._pool), self._pool.users
-        in_the_end = self._size(request.traced) + self._promised
-        if in_the_end <= free:  # even if nobody else uses what it has found
-            return True
-        if needed + sum(not users(block) for block in hits) > free:
-            return False
-        revived = sum(not users(block) for block in hits)
-        return in_the_end - len(hits) + revived <= free
+        free, revived = len(self._pool), sum(not self._pool.users(block) for block in hits)
+        in_the_end = request.traced.total_blocks(self.setup.block_tokens) + self._promised
+        return needed + revived <= free and in_the_end - len(hits) + revived <= free
 
     def _start(self, request: _Request, hits: list[int], cold: int) -> None:
-        resident, name = len(hits), request.name
+        resident, name, traced, block_tokens = len(hits), request.name, request.traced, self.setup.block_tokens
         self._pool.hold(hits)
         self._driver.hits(name, [hits])
-        self._driver.admitted(name, resident, self.usable(request.traced), taken=resident + cold)
+        self._driver.admitted(name, resident, traced.usable_blocks(block_tokens), taken=resident + cold)
         request.blocks, request.resident, request.restored, request.entered = hits, resident, cold, resident
-        self._promised += self._size(request.traced) - resident
-        self.tally.order.append(request.number)
+        self._promised += traced.total_blocks(block_tokens) - resident
         if cold:
             self._grow(request, resident + cold)
             self._taken -= cold
             self._driver.loading(name, resident, resident + cold, request.blocks[resident:])
-            self._counting.restoring(name, request.traced.hashes[resident : resident + cold])
-            seconds = self.cost.restore_s_per_token * cold * self.setup.block_tokens
+            self.tally.restored += cold * self._is_measuring
+            seconds = self.cost.restore_s_per_token * cold * block_tokens
             self._at(self.now + seconds, self._restored, request)
         else:
             self._compute(request)
@@ -176,7 +260,7 @@ class EngineReplay:
     def _compute(self, request: _Request) -> None:
         """Compute the rest of the prompt. Others find its blocks at once, as in vLLM."""
         traced, cached = request.traced, request.resident + request.restored
-        if not self._grow(request, self.asked(traced)):
+        if not self._grow(request, traced.asked_blocks(self.setup.block_tokens)):
             self._starved.append((self._compute, request))
             return
         self._driver.cached(request.name, cached)
@@ -187,7 +271,7 @@ class EngineReplay:
     def _answer(self, request: _Request) -> None:
         traced, request.began = request.traced, self.now
         self.tally.served[request.number] = Served(
-            self.asked(traced), request.resident, request.restored, self.now - traced.at
+            traced.asked_blocks(self.setup.block_tokens), request.resident, request.restored, self.now - traced.at
         )
         self._driver.cached(request.name, request.entered)
         self._go_on(request)
@@ -195,7 +279,7 @@ class EngineReplay:
     def _go_on(self, request: _Request) -> None:
         """Compute the answer until the next block is needed, or to its end."""
         traced, block_tokens = request.traced, self.setup.block_tokens
-        more = len(request.blocks) < self._size(traced)
+        more = len(request.blocks) < traced.total_blocks(block_tokens)
         tokens = len(request.blocks) * block_tokens - traced.input_tokens if more else traced.output_tokens - 1
         end = request.began + max(0, tokens) * self.cost.decode_s_per_token
         self._at(end, self._next_block if more else self._finish, request)
@@ -248,17 +332,13 @@ class EngineReplay:
     def _step(self) -> None:
         work = self._driver.step(self._taken, self.now)
         self._taken = 0
-        self._counting.look_at_store()
         if work.stores:
-            hashes = [block_hash for job in work.stores for block_hash in job.block_hashes]
             self._driver.gathered(job.job_id for job in work.stores)
-            self.tally.note("store", "", hashes)
-            seconds = self.cost.store_s_per_token * len(hashes) * self.setup.block_tokens
+            seconds = self.cost.store_s_per_token * sum(map(len, work.stores)) * self.setup.block_tokens
             self._encoded_until = max(self.now, self._encoded_until) + seconds
             self._at(self._encoded_until, self._encoded, work.stores)
         if work.drops or self._driver.has_orders:
             self._at(self.now, self._look_again, None)
-        self.tally.peak_used = max(self.tally.peak_used, self.setup.pool_blocks - len(self._pool))
 
     def _encoded(self, jobs: Sequence[Transfer]) -> None:
         shape = self.manager.shape
@@ -270,15 +350,8 @@ class EngineReplay:
         self._driver.answered(results, self.now)
 
 
-def replay(requests: Sequence[TracedRequest], setup: Setup, journal: bool = False) -> Tally:
-    """Replay requests, which are in the order of their arrival.
-
-    Args:
-        journal: True if every action is to be noted.
-
-    Raises:
-        ValueError: A request does not fit into the pool.
-    """
-    world = EngineReplay(requests, setup, journal)
+def replay(requests: Sequence[TracedRequest], setup: Setup) -> Tally:
+    """Replay requests, which are in the order of their arrival. Each fits into the pool."""
+    world = EngineReplay(requests, setup)
     world.run()
     return world.tally

@@ -11,7 +11,6 @@ from manthan.manager.events import DropCause, Events
 from manthan.manager.pool import Mark
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.manager import SessionManager
-from manthan.manager.simulator.replay import hints_of
 from manthan.manager.simulator.traces import TracedRequest
 from manthan.policies import EvictionPolicy, PolicyOptions
 
@@ -29,18 +28,12 @@ class _WholePool:
     marks = _Marks()
 
     def lookup(self, group: int, block_hashes: Sequence[bytes]) -> list[int]:
-        """See Pool."""
         return [0] * len(block_hashes)
 
     def _ignore(self, *_: object) -> None:
         """Do nothing: no block outlives its request."""
 
     hold = keep = lead = forget = release = _ignore
-
-
-def usable(request: TracedRequest, block_tokens: int) -> int:
-    """Return the blocks of a prompt that may be found: the last token is always computed."""
-    return min(request.prompt_blocks, (request.input_tokens - 1) // block_tokens)
 
 
 def one_cache(
@@ -62,9 +55,9 @@ def one_cache(
     for number, traced in enumerate(requests):
         name, now, prompt = str(number), traced.at, traced.hashes[: traced.prompt_blocks]
         request = manager.request_started(
-            name, prompt, traced.session, now, tokens=traced.input_tokens, hints=hints_of(traced)
+            name, prompt, traced.session, now, tokens=traced.input_tokens, hints=traced.hints
         )
-        found.append(manager.match(request, 0, usable(traced, block_tokens)))
+        found.append(manager.match(request, 0, traced.usable_blocks(block_tokens)))
         tokens = traced.input_tokens + traced.output_tokens
         manager.request_finished(name, traced.hashes, now, tokens=tokens, ending=traced.stop)
         for plan in manager.plan_stores(now, room=len(traced.hashes), wanted=0):
@@ -89,7 +82,7 @@ def clairvoyant(requests: Sequence[TracedRequest], capacity: int, block_tokens: 
     """Next request and depth, both negative. An entry is outdated where `kept` says something else."""
     found = []
     for traced, uses in zip(requests, following, strict=True):
-        most = usable(traced, block_tokens)
+        most = traced.usable_blocks(block_tokens)
         found.append(next((at for at in range(most) if traced.hashes[at] not in kept), most))
         for depth, (block_hash, use) in enumerate(zip(traced.hashes, uses, strict=True)):
             kept[block_hash] = use

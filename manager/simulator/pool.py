@@ -8,7 +8,7 @@ from manthan.manager.pool import BlockName, Marks, Unsaved
 
 
 class SimulatedPool:
-    """Blocks by id, in the order in which vLLM's BlockPool would take them.
+    """A `Pool`: blocks by id, in the order in which vLLM's BlockPool would take them.
 
     A free block keeps its KV until it is taken, from the head of the queue: blocks that hold nothing, then saved ones,
     then unsaved ones, each in the order in which they came free.
@@ -27,20 +27,17 @@ class SimulatedPool:
         """Saved blocks, free or not."""
         self._users = [0] * blocks
         self._name: list[BlockName | None] = [None] * blocks
-        self._cached: dict[BlockName, int] = {}
-        self._copies: dict[BlockName, list[int]] = {}  # further blocks of the same name, which nobody finds meanwhile
+        self._cached: dict[BlockName, list[int]] = {}
+        """The first block of a name is found. Others may hold the same KV meanwhile."""
 
     def __len__(self) -> int:
         return len(self._empty) + len(self._kept) + len(self._rest)
 
     def users(self, block: int) -> int:
-        """Return how many references a block has."""
         return self._users[block]
 
     def lookup(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
-        """See Pool."""
-        find = self._cached.get
-        return [find((group, block_hash), -1) for block_hash in block_hashes]
+        return [self._cached.get((group, block_hash), (-1,))[0] for block_hash in block_hashes]
 
     def hit(
         self, block_hashes: Iterable[bytes], serves: Callable[[int], bool] = lambda block: True, group: int = 0
@@ -48,14 +45,13 @@ class SimulatedPool:
         """Return the blocks up to the first that is not here, or that may not be served to who asks."""
         blocks = []
         for block_hash in block_hashes:
-            block = self._cached.get((group, block_hash))
-            if block is None or not serves(block):
+            same = self._cached.get((group, block_hash))
+            if same is None or not serves(same[0]):
                 break
-            blocks.append(block)
+            blocks.append(same[0])
         return blocks
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """See Pool."""
         for block in block_ids:
             if not self._users[block]:
                 self._unqueue(block)
@@ -65,7 +61,6 @@ class SimulatedPool:
         del (self._kept if block in self._kept else self._rest)[block]
 
     def take(self, count: int) -> list[int]:
-        """See Pool."""
         at = max(0, len(self._empty) - count)
         blocks = self._empty[at:][::-1]
         del self._empty[at:]
@@ -79,23 +74,18 @@ class SimulatedPool:
         return blocks
 
     def cache(self, block_id: int, group: int, block_hash: bytes, position: int = 0) -> None:
-        """See Pool."""
         self.cache_all((block_id,), (block_hash,), group)
 
     def cache_all(self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group: int = 0) -> None:
         """Enter several blocks, which held nothing, into the prefix cache. An exact one evicts its lossy ones."""
         for block, block_hash in zip(block_ids, block_hashes, strict=True):
-            name = group, block_hash
-            self._name[block] = name
-            if (first := self._cached.setdefault(name, block)) == block:
-                continue
-            copies = self._copies.setdefault(name, [])
-            copies.append(block)
-            if not self.marks[block]:
-                self._evict([copy for copy in (first, *copies) if self.marks[copy]])
+            self._name[block] = name = group, block_hash
+            same = self._cached.setdefault(name, [])
+            same.append(block)
+            if len(same) > 1 and not self.marks[block]:
+                self._evict([copy for copy in same if self.marks[copy]])
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """See Pool."""
         empty = list[int]()
         for block in block_ids:
             self._users[block] = left = self._users[block] - 1
@@ -115,11 +105,9 @@ class SimulatedPool:
         self._saved.clear()
         self._name = [None] * self.size
         self._cached.clear()
-        self._copies.clear()
         self.marks.clear(range(self.size))
 
     def release(self, group: int, block_hashes: Iterable[bytes]) -> None:
-        """See Pool."""
         self._evict(self._blocks_of(group, block_hashes))
 
     def _evict(self, blocks: Iterable[int]) -> None:
@@ -131,7 +119,6 @@ class SimulatedPool:
             self._lose(block)
 
     def keep(self, group: int, block_hashes: Iterable[bytes]) -> None:
-        """See Pool."""
         for block in self._blocks_of(group, block_hashes):
             if not self._users[block]:
                 self._unqueue(block)
@@ -139,13 +126,11 @@ class SimulatedPool:
             self._saved.add(block)
 
     def lead(self, group: int, block_hashes: Iterable[bytes]) -> None:
-        """See Pool."""
         for block in reversed(self._blocks_of(group, block_hashes)):
             if block in self._kept:
                 self._kept.move_to_end(block, last=False)
 
     def forget(self, group: int, block_hashes: Iterable[bytes]) -> None:
-        """See Pool."""
         for block in reversed(self._blocks_of(group, block_hashes)):
             if block in self._kept:
                 self._unqueue(block)
@@ -153,16 +138,13 @@ class SimulatedPool:
             self._saved.discard(block)
 
     def runway(self, most: int) -> int:
-        """See Pool."""
         return min(most, len(self._empty) + len(self._kept))
 
     def unsaved(self, most: int) -> Iterator[Unsaved]:
-        """See Pool."""
         before = len(self._empty) + len(self._kept)
         return (self._named(block) for block in list(islice(self._rest, max(0, most - before))))
 
     def redundant(self, spare: int) -> Iterator[Unsaved]:
-        """See Pool."""
         used = [block for block in self._saved if self._users[block]]
         later = list(islice(reversed(self._kept), max(0, len(self._kept) - spare)))
         return (self._named(block) for block in chain(used, later))
@@ -174,25 +156,13 @@ class SimulatedPool:
 
     def _blocks_of(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
         """Return all blocks of these names."""
-        names = [(group, block_hash) for block_hash in dict.fromkeys(block_hashes)]
-        found = map(self._cached.get, names)
-        if not self._copies:
-            return [block for block in found if block is not None]
-        first = zip(names, found, strict=True)
-        return [block for name, one in first if one is not None for block in (one, *self._copies.get(name, ()))]
+        names = ((group, block_hash) for block_hash in dict.fromkeys(block_hashes))
+        return [block for name in names for block in self._cached.get(name, ())]
 
     def _lose(self, block: int) -> None:
-        """Forget what a block holds."""
         self._saved.discard(block)
         name, self._name[block] = self._name[block], None
         assert name is not None
-        copies = self._copies.get(name)
-        if copies is None:
+        self._cached[name].remove(block)
+        if not self._cached[name]:
             del self._cached[name]
-            return
-        if self._cached[name] != block:
-            copies.remove(block)
-        else:
-            self._cached[name] = copies.pop(0)
-        if not copies:
-            del self._copies[name]

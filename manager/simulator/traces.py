@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manthan.manager.config.sentences import first_mistake, must_be
-from manthan.manager.session.hints import LONGEST_S, SECONDS, TOOL_NAME, ToolName
+from manthan.manager.session.hints import LONGEST_S, NO_HINTS, SECONDS, TOOL_NAME, Hints, ToolName
 
 MOONCAKE_BLOCK_TOKENS = 512
 HASH_NBYTES = 8
@@ -41,6 +41,23 @@ class TracedRequest(NamedTuple):
     tool: str = ""
     stop: str = ""
     agent: str = ""
+
+    @property
+    def hints(self) -> Hints:
+        said = self.expect_return_s
+        return NO_HINTS if said is None and not self.tool else Hints(expect_return_s=said, tool=self.tool)
+
+    def asked_blocks(self, block_tokens: int) -> int:
+        """Return the blocks of the prompt, a partial one included."""
+        return -(-self.input_tokens // block_tokens)
+
+    def usable_blocks(self, block_tokens: int) -> int:
+        """Return the blocks of the prompt that may be found: the last token is always computed."""
+        return min(self.prompt_blocks, (self.input_tokens - 1) // block_tokens)
+
+    def total_blocks(self, block_tokens: int) -> int:
+        """Return the blocks that it has in the end. The KV of its last token is never computed."""
+        return -(-(self.input_tokens + max(0, self.output_tokens - 1)) // block_tokens)
 
 
 class Trace(NamedTuple):

@@ -73,7 +73,6 @@ class Arena:
 
     @property
     def used(self) -> int:
-        """Bytes that are taken."""
         return self.nbytes - self.available
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:

@@ -105,7 +105,6 @@ class ArenaTier(Tier):
             self._erase_soon()
 
     def cleared(self, place: str) -> "ArenaTier":
-        """Return this one."""
         with self._lock:
             for name in [*self._blocks, *self._writing]:
                 self._remove(name)

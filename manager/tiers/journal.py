@@ -4,17 +4,18 @@ The scheduler's thread only leaves records here. A thread writes them, the last 
 records that were not written yet. The next one drops blocks that no session names.
 """
 
-import json
 import logging
 import os
 import shutil
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from manthan.manager.pool import BlockName
 from manthan.manager.tiers.disk_files import is_damage, make_folder, set_aside
@@ -23,7 +24,7 @@ from manthan.manager.tiers.sealed import Sealer, SealError
 logger = logging.getLogger("vllm.manthan.disk")
 
 JOURNAL = "sessions.sqlite"
-SCHEMA = 6
+SCHEMA = 7
 """Version. A journal of another one is begun anew."""
 CLOSE_S = 5.0
 REST_S = 1.0
@@ -38,11 +39,14 @@ ID = "id"
 """Field of sealed facts: the session's id. Its row has another name."""
 ABOUT = ("journal",)
 """What sealed rows are bound to, besides their ids."""
-MOST = (1 << 7, 1 << 31, 1 << 16, 2)
-"""Bounds of a block's group, position, exact tokens and mark. A damaged row may have others."""
 FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
 """Exceptions of SQLite and the disk. The last one is of names in a damaged schema."""
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, SealError)
+UNREADABLE = (msgspec.MsgspecError, KeyError, AttributeError, SealError)
+
+
+def _below(most: int) -> msgspec.Meta:
+    """Return the bound of a number, which a damaged row may exceed."""
+    return msgspec.Meta(ge=0, lt=most)
 
 
 class JournalBlock(NamedTuple):
@@ -53,15 +57,14 @@ class JournalBlock(NamedTuple):
     """
 
     block_hash: bytes
-    group: int
-    position: int
-    exact: int
-    mark: int = 0
+    group: Annotated[int, _below(1 << 7)]
+    position: Annotated[int, _below(1 << 31)]
+    exact: Annotated[int, _below(1 << 16)]
+    mark: Annotated[int, _below(2)] = 0
     note: bytes = b""
 
     @property
     def name(self) -> BlockName:
-        """Group and block hash."""
         return self.group, self.block_hash
 
 
@@ -118,9 +121,10 @@ class Journal:
         bad = []
         for row_id, facts, saved in self._rows():
             try:
-                found: dict[str, Any] = json.loads(self._opened(facts, row_id, "facts"))
+                found = msgspec.json.decode(self._opened(facts, row_id, "facts"), type=dict[str, Any])
                 session_id = row_id if self._sealer is None else found.pop(ID)
-                yield JournalSession(session_id, found, _unpacked(self._opened(saved, row_id, "saved")))
+                blocks = msgspec.json.decode(self._opened(saved, row_id, "saved"), type=SavedBlocks)
+                yield JournalSession(session_id, found, blocks)
             except UNREADABLE:
                 bad.append((row_id,))
         if bad:
@@ -139,19 +143,14 @@ class Journal:
         """Have these sessions written."""
         with self._wake:
             for session in sessions:
-                self._add(session)
+                before = self._news.get(session.session_id)
+                if session.saved is None and before is not None:
+                    session = replace(session, saved=before.saved)
+                self._news[session.session_id] = session
             if self._news:
                 self._wake.notify()
 
-    def _add(self, session: JournalSession) -> None:
-        """Replace a record that is not written yet."""
-        before = self._news.get(session.session_id)
-        if session.saved is None and before is not None:
-            session = replace(session, saved=before.saved)
-        self._news[session.session_id] = session
-
     def clear(self) -> None:
-        """Forget all sessions."""
         with self._wake:
             self._news.clear()
             self._is_cleared = True
@@ -171,35 +170,32 @@ class Journal:
             with self._wake:
                 self._wake.wait_for(lambda: self._closing, self._rest_s)
                 self._wake.wait_for(lambda: self._news or self._is_cleared or self._closing)
-                news, self._news = self._news, {}
-                is_cleared, self._is_cleared = self._is_cleared, False
+                news, is_cleared, self._is_cleared = dict(self._news), self._is_cleared, False
                 if self._closing and not (news or is_cleared):
                     return
             try:
                 self._write(news.values(), is_cleared)
                 self._rest_s = 0.0
+                with self._wake:
+                    for session_id, session in news.items():
+                        if self._news.get(session_id) is session:
+                            del self._news[session_id]
             except FAULTS as error:  # a full disk, most likely; the sessions live on in this process
                 if not self._rest_s:
                     logger.warning("Manthan: %s: sessions are not written until that is possible: %s", self.path, error)
                 self._rest_s = REST_S
                 with self._wake:
+                    self._is_cleared |= is_cleared
                     if self._closing:
                         return
-                    self._take_back(news, is_cleared)
 
-    def _sealed(self, text: str, row_id: str, part: str) -> bytes:
-        return text.encode() if self._sealer is None else self._sealer.seal(text.encode(), "", *ABOUT, row_id, part)
+    def _sealed(self, value: object, row_id: str, part: str) -> bytes:
+        data = msgspec.json.encode(value)
+        return data if self._sealer is None else self._sealer.seal(data, "", *ABOUT, row_id, part)
 
     def _opened(self, value: bytes, row_id: str, part: str) -> bytes:
         """Return what was sealed, or raise one of UNREADABLE."""
         return value if self._sealer is None else self._sealer.open(value, "", *ABOUT, row_id, part)
-
-    def _take_back(self, news: dict[str, JournalSession], was_cleared: bool) -> None:
-        """Keep records that could not be written, but for sessions of which newer ones have come."""
-        since, self._news = self._news, {} if self._is_cleared else news
-        self._is_cleared |= was_cleared
-        for session in since.values():
-            self._add(session)
 
     def _write(self, news: Iterable[JournalSession], is_cleared: bool) -> None:
         """Write all of these or none.
@@ -219,11 +215,11 @@ class Journal:
             self._db.execute("DELETE FROM sessions WHERE id = ?", (row_id,))
             return
         said = {} if self._sealer is None else {ID: session.session_id}
-        facts = self._sealed(json.dumps({**session.facts, **said}), row_id, "facts")
+        facts = self._sealed({**session.facts, **said}, row_id, "facts")
         if session.saved is None:
             self._db.execute("UPDATE sessions SET facts = ? WHERE id = ?", (facts, row_id))
             return
-        saved = self._sealed(_packed(session.saved), row_id, "saved")
+        saved = self._sealed(session.saved, row_id, "saved")
         self._db.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", (row_id, facts, saved))
 
 
@@ -283,28 +279,3 @@ def _set_aside(path: Path, error: Exception) -> bool:
             elif file.exists():
                 file.replace(f"{file}.bad")
     return True
-
-
-def _packed(saved: SavedBlocks) -> str:
-    return json.dumps((_hexed(saved.blocks), [(depth, _hexed(parts)) for depth, parts in saved.points]))
-
-
-def _hexed(blocks: Iterable[JournalBlock]) -> list[tuple[str | int, ...]]:
-    return [(block.block_hash.hex(), *block[1:-1], block.note.hex()) for block in blocks]
-
-
-def _unpacked(data: bytes) -> SavedBlocks:
-    """Return the argument of `_packed`, or raise one of UNREADABLE."""
-    blocks, points = json.loads(data)
-    return SavedBlocks(_unhexed(blocks), tuple(JournalPoint(int(depth), _unhexed(parts)) for depth, parts in points))
-
-
-def _unhexed(blocks: Iterable[Sequence[Any]]) -> tuple[JournalBlock, ...]:
-    return tuple(map(_block, blocks))
-
-
-def _block(values: Sequence[Any]) -> JournalBlock:
-    block_hash, group, position, exact, mark, note = values
-    if any(not 0 <= number < most for number, most in zip(values[1:5], MOST, strict=True)):
-        raise ValueError(f"a block is {values}")
-    return JournalBlock(bytes.fromhex(block_hash), group, position, exact, mark, bytes.fromhex(note))

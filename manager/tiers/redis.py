@@ -110,7 +110,6 @@ class RedisTier(Tier):
         return nbytes
 
     def _batch(self, group: int) -> int:
-        """Blocks in one pipeline."""
         return max(1, BATCH_BYTES // self._nbytes.get(group, FIRST_NBYTES))
 
     def _learn(self, group: int, sizes: Sequence[int]) -> None:

@@ -29,18 +29,6 @@ BATCH = 512
 """Commands in one pipeline, at most."""
 
 
-class StoreDownError(TierError):
-    """Redis did not answer, or answers that it cannot serve."""
-
-    cause = STORE_DOWN
-
-
-class RedisFullError(TierError):
-    """Redis has reached its maxmemory, and evicts nothing."""
-
-    cause = STORE_FULL
-
-
 class RedisUnreachableError(ConfigError):
     """Error: the server does not answer."""
 
@@ -61,7 +49,6 @@ class Circuit:
 
     @property
     def is_up(self) -> bool:
-        """True if the last command was answered."""
         return not self._failures
 
     @property
@@ -71,17 +58,17 @@ class Circuit:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Run commands in this context. Raises StoreDownError or RedisFullError for what redis-py raises."""
+        """Run commands in this context. Raises TierError for what redis-py raises."""
         if self.wait_s:
-            raise StoreDownError(f"Redis is not asked for another {self.wait_s:.1f} s: {self.last_error}")
+            raise TierError(f"Redis is not asked for another {self.wait_s:.1f} s: {self.last_error}", STORE_DOWN)
         try:
             yield
         except OutOfMemoryError as error:
             self._answered()
-            raise RedisFullError(str(error)) from None
+            raise TierError(str(error), STORE_FULL) from None
         except (RedisError, OSError) as error:  # busy, loading and read only are answers, but none that help
             self._failed(f"{type(error).__name__}: {error}")
-            raise StoreDownError(str(error)) from None
+            raise TierError(str(error), STORE_DOWN) from None
         self._answered()
 
     def _answered(self) -> None:

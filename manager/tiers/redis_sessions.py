@@ -28,10 +28,9 @@ CLOSE_S = 5.0
 REST_S = 0.5
 RENEW = 1 / 16
 """The blocks of a session that is used are renewed when this share of their time to live has passed."""
-FIRST, RUN, PARTS, SWITCHES = 32, 256, 16, 16
-"""Blocks that a lookup asks for first, so that an unknown prompt costs a short question only, and blocks that it counts
-together behind those. Of blocks with a hole, it counts this number of parts. Most times that it goes on among blocks of
-another number of shards."""
+FIRST, RUN, SWITCHES = 32, 256, 16
+"""Blocks that a lookup asks for first, so that an unknown prompt costs a short question only; blocks that are taken to
+be of one size; most times that it goes on among blocks of another number of shards."""
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
 """Causes of drops that delete blocks, though other engines may use them. Drops that only make room delete none."""
 LASTING = (DropCause.EXPIRED, DropCause.RELEASED)
@@ -116,7 +115,6 @@ class RedisSessions:
     # -- the engine's thread --------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def look_up(
@@ -166,12 +164,10 @@ class RedisSessions:
 
     @property
     def has_answers(self) -> bool:
-        """True if there are answers to take."""
         return bool(self._answers)
 
     @property
     def is_up(self) -> bool:
-        """True if Redis answers."""
         return self._circuit.is_up
 
     def close(self) -> None:
@@ -188,7 +184,6 @@ class RedisSessions:
 
     @property
     def _is_behind(self) -> bool:
-        """True if Redis is to be told something."""
         return bool(self._records or self._deletes)
 
     def _run(self) -> None:
@@ -225,53 +220,39 @@ class RedisSessions:
 
         Where a block is not there as this engine stores it, the search goes on among those of another number of shards.
         """
-        name, group, count = self._name(namespace, lookup.session_id), lookup.group, next(iter(self._counts))
-
-        def counted(block_hash: bytes) -> list[tuple[Any, ...]]:
-            """Return commands that count the shards of a block, for each number of shards that it may be stored as."""
-            each = self._counts.values() if len(self._counts) > 1 else ()
-            return [("EXISTS", *(namespace.block(group, block_hash, shard) for shard in shards)) for shards in each]
-
-        told = [("HGET", name, "hashes"), *counted(lookup.hashes[0])]
-        sizes, [sampled, *there] = self._stored(namespace, group, lookup.hashes, count, told)
-        for _ in range(SWITCHES if there else 0):
-            left = lookup.hashes[len(sizes) :]
-            if sizes and left:
-                there = self._ask(counted(left[0]))
-            count = next((count for count, found in zip(self._counts, there, strict=True) if found == count), 0)
-            if not (left and count):
+        [sampled] = self._ask([("HGET", self._name(namespace, lookup.session_id), "hashes")])
+        sizes = list[int]()
+        for _ in range(SWITCHES):
+            for count in self._counts:
+                found = self._stored(namespace, lookup.group, lookup.hashes[len(sizes) :], count)
+                if found:
+                    self._renews.add(count)
+                    sizes += found
+                    break
+            else:
                 break
-            self._renews.add(count)
-            sizes += self._stored(namespace, group, left, count, [])[0]
         return sizes, (sampled or b"").decode()
 
-    def _stored(
-        self, namespace: Namespace, group: int, hashes: Sequence[bytes], count: int, more: Sequence[tuple[Any, ...]]
-    ) -> tuple[list[int], list[Any]]:
-        """Return sizes of the first blocks that are there in `count` shards, and the answers to `more` commands.
+    def _stored(self, namespace: Namespace, group: int, hashes: Sequence[bytes], count: int) -> list[int]:
+        """Return sizes of the first blocks that are there in `count` shards.
 
-        Runs of blocks are counted, all in one round trip, and then parts of the first run with a hole. The blocks of a
-        run take about as much as its first one.
+        Blocks are counted in runs that double until one has a hole, and are halved then. The blocks of a run of RUN
+        take about as much as its first one.
         """
-        shards, sizes, said = self._counts[count], list[int](), list[Any]()
-        left, step = hashes[:FIRST], FIRST
-        while left:
-            runs = [left[at : at + step] for at in range(0, len(left), step)]
-            named = [[namespace.block(group, each, shard) for each in run for shard in shards] for run in runs]
-            counts = [("EXISTS", *names) for names in named]
-            lengths = [("STRLEN", name) for names in named for name in names[:count]]
-            answers = self._ask([*more, *counts, *lengths])
-            said, found, more = said or answers[: len(more)], answers[len(more) :], ()
-            whole = [there == len(names) for there, names in zip(found, named, strict=False)]
-            good = (*whole, False).index(False)
-            for at, run in enumerate(runs[:good]):
-                first = len(runs) + at * count
-                sizes += [sum(found[first : first + count])] * len(run)
-            if good == len(runs):
-                left, step = hashes[len(sizes) :], RUN
-            else:
-                left, step = runs[good] if step > 1 and found[good] else (), max(1, step // PARTS)
-        return sizes, said
+        names = [[namespace.block(group, each, shard) for shard in self._counts[count]] for each in hashes]
+        good, run, grows = 0, FIRST, True
+        while run and good < len(names):
+            some = list(chain.from_iterable(names[good : good + run]))
+            [found] = self._ask([("EXISTS", *some)])
+            if not found:
+                break
+            grows = grows and found == len(some)
+            good += len(some) // count if found == len(some) else 0
+            run = 2 * run if grows else run // 2
+        firsts = range(0, good, RUN)
+        lengths = self._ask([("STRLEN", name) for at in firsts for name in names[at]])
+        sizes = [sum(lengths[at : at + count]) for at in range(0, len(lengths), count)]
+        return [sizes[at // RUN] for at in range(good)]
 
     def _point(self, namespace: Namespace, count: int, needed: Needed) -> StoredPoint | None:
         """Return the deepest point, up to `count` blocks, at which all is stored. It is mostly the first one."""

@@ -19,7 +19,9 @@ STORE_FULL = "store_full"
 class TierError(Exception):
     """Failure of a medium. `cause` is a metric label. No method of a tier raises it."""
 
-    cause: str = "store"
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class Tier(ABC):

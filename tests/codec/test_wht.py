@@ -5,7 +5,7 @@ import pytest
 import xxhash
 from kv import ROPES, as_floats, encoded, error, in_cache, keys, places_from, rope
 
-from manthan.codec import KindError, NonFiniteError, get_codec
+from manthan.codec import NonFiniteError, ShapeError, get_codec
 from manthan.codec.base import Dtype, Section, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.cpu.rans import MOST_DOUBLINGS, START
@@ -121,7 +121,7 @@ def test_numbers_that_are_not_finite_or_too_large_are_refused(value, dtype):
 
 
 def test_sections_of_both_kinds_are_not_taken():
-    with pytest.raises(KindError, match="a section of kind BOTH is not of one kind of vectors"):
+    with pytest.raises(ShapeError, match="a section of kind BOTH is not of one kind of vectors"):
         codec_of().max_nbytes(section_of(kind=SectionKind.BOTH))
 
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from manthan.manager.simulator.replay import Action
+from manthan.manager.events import BlocksDropped, BlocksSaved, Event, Evicted
+from manthan.manager.simulator.engine import EngineReplay, Setup
 from manthan.manager.simulator.traces import TracedRequest, read_trace
 
 DATA = Path(__file__).parents[1] / "data"
@@ -34,6 +36,63 @@ def name(text: str) -> bytes:
 def agent_requests() -> list[TracedRequest]:
     """Return the requests of the coding agents' sessions of odd number, in the order of their arrival."""
     return [one for one in read_trace(AGENTS).requests if int(one.agent[6:10]) % 2]
+
+
+class Action(NamedTuple):
+    """What happened to blocks: `store` (it begins), `stored` (it has ended), `cold`, `restore` or `drop`."""
+
+    what: str
+    hashes: Sequence[bytes]
+
+
+class WatchedReplay(EngineReplay):
+    """A replay that notes every action, the order in which requests are let in, and the most blocks that were taken."""
+
+    def __init__(self, requests: Sequence[TracedRequest], setup: Setup) -> None:
+        super().__init__(requests, setup)
+        self.journal: list[Action] = []
+        self.order: list[int] = []
+        self.peak_used = self.peak_cold = 0
+        self.manager.events.subscribe(self._note)
+        self._plain_step, self._driver.step = self._driver.step, self._watched_step  # type: ignore[method-assign]
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case BlocksSaved():
+                self.journal.append(Action("stored", event.block_hashes))
+            case BlocksDropped():
+                self.journal.append(Action("drop", event.block_hashes))
+            case Evicted():
+                rows = self.manager.table.by_id[event.session_id].rows
+                self.journal.append(Action("cold", self.manager.blocks.hashes(rows)))
+            case _:
+                pass
+
+    def _watched_step(self, taken: int, now: float) -> Any:
+        work = self._plain_step(taken, now)
+        blocks = self.manager.blocks
+        self.peak_cold = max(self.peak_cold, blocks.storing + sum(blocks.saved_blocks.values()))
+        if work.stores:
+            self.journal.append(Action("store", [name for job in work.stores for name in job.block_hashes]))
+        return work
+
+    def _start(self, request: Any, hits: list[int], cold: int) -> None:
+        self.order.append(request.number)
+        resident = len(hits)
+        super()._start(request, hits, cold)
+        if cold:
+            self.journal.append(Action("restore", request.traced.hashes[resident : resident + cold]))
+
+    def _step(self) -> None:
+        super()._step()
+        self.peak_used = max(self.peak_used, self.setup.pool_blocks - len(self._pool))
+
+
+def watched(requests: Sequence[TracedRequest], setup: Setup) -> WatchedReplay:
+    """Replay requests, and return what was noted."""
+    world = WatchedReplay(requests, setup)
+    world.run()
+    return world
 
 
 def check_journal(journal: Sequence[Action], capacity: int) -> None:

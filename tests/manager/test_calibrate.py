@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.profile import PRESETS, Profile, ProfileInfo
 from manthan.codec.rope import Rope
-from manthan.manager.calibration.places import profile_path, profiles_folder
 from manthan.manager.cli import app
 from manthan.manager.commands.calibrate import Metric
+from manthan.manager.config.profiles import profile_path, profiles_folder
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

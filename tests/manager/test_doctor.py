@@ -11,6 +11,7 @@ from redis_server import RedisServer, running
 
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.resolve import resolve_config
+from manthan.manager.doctor import checks
 from manthan.manager.doctor.checks import Finding, Grade, check_disk, check_memlock, check_redis, file_system
 from manthan.manager.doctor.template import Message, Parting, check_template, partings
 from manthan.manager.tiers.disk_folder import open_root
@@ -32,15 +33,16 @@ def on_disk(path: Path, **options: object) -> ManthanConfig:
 
 
 @pytest.mark.parametrize(("limit", "mark"), [(8 << 20, Grade.WARNING), (GIB << 3, Grade.OK), (-1, Grade.OK)])
-def test_a_memlock_limit_below_what_is_pinned(limit: int, mark: Grade) -> None:
-    found = check_memlock(config().tiers, has_gpu=True, limit=limit)
+def test_a_memlock_limit_below_what_is_pinned(limit: int, mark: Grade, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (limit, limit))
+    found = check_memlock(config().tiers, has_gpu=True)
     assert found.mark is mark
     assert ("the limit is 8.0MiB, but 4.0GiB of RAM are pinned" in found.said) == (mark is Grade.WARNING)
 
 
 def test_nothing_is_pinned_without_a_gpu_or_ram(tmp_path: Path) -> None:
-    assert check_memlock(config().tiers, has_gpu=False, limit=0).mark is Grade.SKIPPED
-    assert check_memlock(on_disk(tmp_path).tiers, has_gpu=True, limit=0).mark is Grade.SKIPPED
+    assert check_memlock(config().tiers, has_gpu=False).mark is Grade.SKIPPED
+    assert check_memlock(on_disk(tmp_path).tiers, has_gpu=True).mark is Grade.SKIPPED
 
 
 # -- a disk ----------------------------------------------------------------------------------------------
@@ -53,7 +55,7 @@ def test_a_folder_that_is_good(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_ram(tmp_path: Path) -> None:
-    if file_system(Path("/dev/shm"), Path("/proc/self/mounts")) != "tmpfs":
+    if file_system(Path("/dev/shm")) != "tmpfs":
         pytest.skip("there is no tmpfs")
     found = check_disk(on_disk(Path("/dev/shm")))
     assert found == Finding(
@@ -64,14 +66,15 @@ def test_a_folder_in_ram(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_on_another_machine(tmp_path: Path) -> None:
+def test_a_folder_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts, shared = tmp_path / "mounts", tmp_path / "my share"
     (shared / "codes").mkdir(parents=True)
     line = f"nas:/codes {str(shared).replace(' ', chr(92) + '040')} nfs4 rw 0 0\n"
     mounts.write_text("/dev/vda / ext4 rw 0 0\n" + line)
-    found = check_disk(on_disk(shared / "codes"), mounts)
+    monkeypatch.setattr(checks, "MOUNTS", mounts)
+    found = check_disk(on_disk(shared / "codes"))
     assert (found.mark, "which is on nfs4, which is not of this machine" in found.said) == (Grade.WRONG, True)
-    assert file_system(tmp_path, mounts) == "ext4"
+    assert file_system(tmp_path) == "ext4"
 
 
 def test_too_little_room(tmp_path: Path) -> None:
@@ -83,6 +86,7 @@ def test_too_little_room(tmp_path: Path) -> None:
 LOOKING = """
 import sys
 from manthan.manager.config.resolve import resolve_config
+from manthan.manager.doctor import checks
 from manthan.manager.doctor.checks import check_disk
 flags = {"tiers": {"kind": "disk", "disk": sys.argv[1], "max_bytes": "1MiB"}}
 print(check_disk(resolve_config(env={}, flags=flags).config).said)

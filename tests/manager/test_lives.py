@@ -3,6 +3,7 @@
 import pytest
 from talks import Talks
 
+from manthan.manager import lives
 from manthan.manager.events import DropCause, Lost, Parent, Pinned, Restored
 from manthan.manager.lives import EVENTS_A_SESSION, EventKind, LifeEvent, Lives
 
@@ -10,9 +11,9 @@ from manthan.manager.lives import EVENTS_A_SESSION, EventKind, LifeEvent, Lives
 class Looked(Talks):
     """Talks, and histories of their sessions."""
 
-    def __init__(self, most: int = 100) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.lives = Lives(self.manager, lambda: self.now, most)
+        self.lives = Lives(self.manager, lambda: self.now)
         self.manager.events.subscribe(self.lives)
 
     def life(self, session_id: str) -> list[LifeEvent]:
@@ -57,8 +58,7 @@ def test_a_life_is_told_in_order_with_numbers_and_words(talks: Looked) -> None:
     assert life[3].saved_tokens is None
 
 
-def test_a_life_has_a_bounded_number_of_events() -> None:
-    talks = Looked(most=1000)
+def test_a_life_has_a_bounded_number_of_events(talks: Looked) -> None:
     for _ in range(EVENTS_A_SESSION + 5):
         talks.now += 1.0
         talks.talk("a one two", "a")
@@ -67,8 +67,10 @@ def test_a_life_has_a_bounded_number_of_events() -> None:
     assert (life[0].at, life[-1].at) == (6.0, EVENTS_A_SESSION + 5.0)
 
 
-def test_beyond_the_bound_the_life_goes_to_which_nothing_was_added_for_the_longest() -> None:
-    talks = Looked(most=5)
+def test_beyond_the_bound_the_life_goes_to_which_nothing_was_added_for_the_longest(
+    talks: Looked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lives, "MOST_EVENTS", 5)
     for name in ("a", "b", "a", "c", "a", "c"):
         talks.talk(f"{name} one", name)
     assert [len(talks.life(name)) for name in ("a", "b", "c")] == [3, 0, 2]

@@ -8,9 +8,8 @@ import pytest
 from logged import warnings
 
 from manthan.codec.profile import PRESETS, Profile
-from manthan.manager.calibration.places import profile_path
 from manthan.manager.config.model import CodecConfig, ConfigError
-from manthan.manager.config.profiles import check_profile, choose_codec
+from manthan.manager.config.profiles import check_profile, choose_codec, profile_path
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import resolve_config
 

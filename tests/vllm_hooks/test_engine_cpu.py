@@ -187,17 +187,15 @@ class Broken(RamTier):
         raise self._error
 
 
-class DownError(TierError):
-    cause = "store_down"
-
-
 @pytest.mark.invariant(
     6,
     "vllm_hooks/worker/engine_cpu.py",
     "except Exception as error:  # vLLM must get an answer, whatever happened",
     "except CancelledError as error:",
 )
-@pytest.mark.parametrize(("error", "cause"), [(OSError("fire"), "internal"), (DownError("down"), "store_down")])
+@pytest.mark.parametrize(
+    ("error", "cause"), [(OSError("fire"), "internal"), (TierError("down", "store_down"), "store_down")]
+)
 def test_whatever_a_store_does_there_is_an_answer(start: Callable[..., Worker], error: Exception, cause: str) -> None:
     worker = start()
     worker.engine.store = Broken(error)

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAtten
 from manthan.codec.base import Dtype
 from manthan.codec.calibration import ProfileBuilder
 from manthan.manager.calibration.model import ModelReader
-from manthan.manager.calibration.places import profile_path
+from manthan.manager.config.profiles import profile_path
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape

@@ -18,9 +18,9 @@ from vllm_engine import BLOCK, MODEL, Engine, Table
 
 from manthan.codec.model import ModelFacts
 from manthan.codec.profile import Profile
-from manthan.manager.calibration.places import profile_path
 from manthan.manager.cli import app
 from manthan.manager.config.model import CodecConfig
+from manthan.manager.config.profiles import profile_path
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint

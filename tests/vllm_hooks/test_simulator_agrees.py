@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from scripts import run_script
+from traces import watched
 from vllm_engine import BLOCK
 
 from manthan.manager.simulator import engine
-from manthan.manager.simulator.cost_model import CostModel
-from manthan.manager.simulator.engine import replay
-from manthan.manager.simulator.replay import Setup
+from manthan.manager.simulator.engine import CostModel, Setup
 from manthan.manager.simulator.traces import TracedRequest
 from manthan.policies import get_policy
 
@@ -68,10 +67,11 @@ def test_the_same_blocks_are_stored_dropped_and_restored_in_the_same_order(monke
         idle_after_s=IDLE_AFTER_S,
         min_tokens=64,
     )
-    tally = replay(requests, setup, journal=True)
-    assert tally.journal is not None
+    world = watched(requests, setup)
     what = ("store", "drop", "restore")
-    simulated = [[action.what, name.hex()] for action in tally.journal if action.what in what for name in action.hashes]
+    simulated = [[action.what, name.hex()] for action in world.journal if action.what in what for name in action.hashes]
     assert min(Counter(action[0] for action in simulated).values()) > 15
-    assert [list(served[1:3]) for served in tally.served if served] == [said["found"] for said in report["requests"]]
+    assert [list(served[1:3]) for served in world.tally.served if served] == [
+        said["found"] for said in report["requests"]
+    ]
     assert simulated == report["actions"]
