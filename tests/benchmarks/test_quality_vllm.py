@@ -13,15 +13,16 @@ from manthan.benchmarks.quality_pieces import Text
 from manthan.benchmarks.quality_vllm import check_origin
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
-PREFIX, PIECES, TABLES, CHATS, NEEDLE = 512, 2, 1, 3, 1000
+PREFIX, PIECES, CHATS = 512, 2, 3
+TASKS, LENGTHS = ("table", "needles"), (768, 1000)
 SETTINGS = ("k3v3", "k3v3 128")
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("quality")
-    sizes = ("--prefix", PREFIX, "--continuation", 256, "--pieces", PIECES, "--tables", TABLES)
-    sizes += ("--needle", NEEDLE, "--chats", CHATS, "--document", 400)
+    sizes = ("--prefix", PREFIX, "--continuation", 256, "--pieces", PIECES)
+    sizes += ("--tasks", ",".join(TASKS), "--lengths", ",".join(map(str, LENGTHS)), "--chats", CHATS, "--document", 400)
     words = ("quality", MODEL, "--codec", "k3v3", "--exact", "0,128", "--out", out, *sizes)
     result = CliRunner().invoke(evaluate, list(map(str, words)))
     assert result.exit_code == 0, result.output
@@ -34,22 +35,20 @@ def test_every_prefix_was_restored_and_not_computed(report: dict[str, Any]) -> N
     assert list(report["arms"]) == ["vllm", "transformers"]
     for name in SETTINGS:
         arm = report["arms"]["vllm"][name]
-        *short, long = arm["prefix_tokens_not_computed"]
-        assert short == [PREFIX] * (PIECES + TABLES)
-        text = Text(str(MODEL), None)
-        needles = text.needles(NEEDLE, 32, 0)
-        assert needles is not None
-        assert long == len(needles.prefix)
+        found, text = arm["prefix_tokens_not_computed"], Text(str(MODEL), None)
+        tasks = [text.task(task, length, 32, 0) for task in TASKS for length in LENGTHS]
+        assert found == [PREFIX] * PIECES + [len(task.prefix) for task in tasks if task]
+        assert len(found) == PIECES + 4
         chats = sum(chat.prefix(32) for chat in text.chats(CHATS, 400))
-        assert arm["manthan"]["vllm:manthan_restored_blocks_total"] == (sum(short) + long + chats) / 32
+        assert arm["manthan"]["vllm:manthan_restored_blocks_total"] == (sum(found) + chats) / 32
     assert report["arms"]["vllm"]["exact"]["manthan"].get("vllm:manthan_restored_blocks_total", 0) == 0
 
 
 @pytest.mark.slow
 def test_compression_costs_what_is_known_of_it(report: dict[str, Any]) -> None:
     found = report["summary"]["vllm"]
-    assert found["exact"]["recall"]["mean"] == 1
-    assert found["k3v3"]["recall"]["mean"] > 0.97
+    assert found["exact"]["tasks"]["table 768"]["mean"] == 1
+    assert found["k3v3"]["tasks"]["table 768"]["mean"] > 0.97
     assert 0.0005 < found["k3v3 128"]["kl"]["mean"] < found["k3v3"]["kl"]["mean"] < 0.03
 
 
