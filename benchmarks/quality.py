@@ -42,6 +42,7 @@ from manthan.benchmarks.quality_settings import (
     parse_settings,
 )
 from manthan.benchmarks.quality_tasks import TASKS
+from manthan.benchmarks.server import ServerError
 from manthan.codec import DEFAULT
 from manthan.codec.model import ModelFacts
 from manthan.manager.config.model import CodecConfig
@@ -244,6 +245,9 @@ def main(
     dtype: Annotated[Dtype, typer.Option(help="The model's with Transformers; its KV is bf16.")] = Dtype.bfloat16,
     seed: Annotated[int, typer.Option(help="Of tasks.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that an engine may take.")] = 1800,
+    lm_eval: Annotated[str, typer.Option(help="Instead of all this: tasks of lm-eval on a server, by comma.")] = "",
+    lm_eval_data: Annotated[Path | None, typer.Option(help="A cache of Hugging Face with their data.")] = None,
+    lm_eval_limit: Annotated[int, typer.Option(min=0, help="Documents of each of them; 0 for all.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot and logs.")] = OUT,
     plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
 ) -> None:
@@ -254,9 +258,14 @@ def main(
         if plot_only is not None:
             return show(read_report(plot_only), plot_only.with_suffix(".png"), console)
         leave_on_signals()
+        if lm_eval:
+            from manthan.benchmarks import quality_lm_eval as tasks_of_lm_eval
+
+            found = tasks_of_lm_eval.evaluate(model, lm_eval, lm_eval_data, codec, lm_eval_limit, timeout, out)
+            return tasks_of_lm_eval.show(found, out, console)
         wanted = engines(engine)
         report = run(plan(options), wanted, context.params, out, timeout, console)
-    except QualityError as error:
+    except (QualityError, ServerError) as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
     path = write_report(report, out)

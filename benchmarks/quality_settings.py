@@ -109,7 +109,7 @@ class Setting:
     def config(self) -> dict[str, Any]:
         """The value of `codec` in Manthan's configuration: this codec, even if the guard would take another."""
         profile = {"profile": self.profile} if self.profile else {}
-        return {"name": self.codec, "guard": False, "calibrate": False, "sink_tokens": self.sink, **profile}
+        return {"name": self.codec, "guard": False, "sink_tokens": self.sink, **profile}
 
     def exact_tokens(self, blocks: int, block_size: int) -> NDArray[np.int64]:
         """[blocks]: how many of the first tokens of each of a prefix's full blocks stay exact."""

@@ -79,9 +79,9 @@ async def measure(
 
 
 async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int, exact: int) -> float:
-    """Send a prefix after `number` others, and wait until it is cold with its exact tokens. Raises WrongPathError.
+    """Send a prefix after `number` others, wait until it is cold with its exact tokens, and let vLLM forget it.
 
-    Returns its bytes in the store.
+    Returns its bytes in the store. Raises WrongPathError.
     """
     await engine.until_cold(number)
     before = [engine.metrics(name) for name in ("manthan_exact_blocks", "manthan_cold_bytes")]
@@ -91,6 +91,7 @@ async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int,
         engine.metrics(name) - was
         for name, was in zip(("manthan_exact_blocks", "manthan_cold_bytes"), before, strict=True)
     )
+    await engine.forget_resident()
     if found != exact:
         raise WrongPathError(f"piece {number}: {found:.0f} blocks have exact tokens, wanted are {exact}")
     return nbytes
@@ -107,6 +108,7 @@ async def _answer_twice(engine: Engine, chat: dict[str, Any], ours: bool, number
     if ours:
         await engine.until(lambda: engine.sessions("cold") > cold, f"{what} was not cold")
         await engine.until_cold()
+        await engine.forget_resident()
     later, second = await _answer(engine, chat, session, "later")
     check_origin(second, chat["prefix"], ours, what)
     return {"hot": hot, "later": later}
