@@ -9,7 +9,7 @@ arm is `vllm serve`, one after another; or one server that runs already.
     manthan bench capacity --base-url http://HOST:PORT --tokens 4000
     manthan bench capacity --plot-only FOLDER/capacity.json OTHER/capacity.json
 
-See docs/capacity.md.
+See docs/benchmarks.md.
 """
 
 import shlex

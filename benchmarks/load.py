@@ -10,7 +10,7 @@ replayed in its own time. Time to the first token is what the client saw.
     manthan bench load --base-url http://HOST:PORT --tokens 4000
     manthan bench load --plot-only FOLDER/load.json OTHER/load.json
 
-See docs/load.md.
+See docs/benchmarks.md.
 """
 
 import shlex
@@ -114,7 +114,7 @@ def load(
     if fairness:
         options.arms = arms or load_fairness.ARMS
         if base_url or trace or "plain" not in options.arms.split(","):
-            raise typer.BadParameter("--fairness has chats and servers of its own, plain among them: see docs/load.md")
+            raise typer.BadParameter("--fairness has chats and servers of its own, plain among them")
     options.replay = None if trace is None else Replay(trace, speed, shrink, requests)
     options.memory, options.manthan, options.flags = read_size(memory), read_manthan(manthan), shlex.split(flags)
     run(options, files or [], context.params)

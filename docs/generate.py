@@ -12,8 +12,7 @@ from pydantic.fields import FieldInfo
 
 from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.policies.registry import BUILTIN
-from manthan.vllm_hooks.compat import DIFFERENCES
-from manthan.vllm_hooks.doctor.families import families_table
+from manthan.vllm_hooks.doctor.families import OUTCOMES, families
 from manthan.vllm_hooks.telemetry.metrics import METRICS
 
 DOCS = Path(__file__).parent
@@ -71,22 +70,22 @@ def default(field: FieldInfo) -> str:
 
 
 def metrics() -> Iterator[str]:
-    """Every metric with its kind and help text, then the buckets of histograms."""
+    """Every metric with its kind and help text."""
     yield "| metric | kind | label | what |\n|---|---|---|---|"
     for name, metric in METRICS.items():
         suffix = "_total" if metric.kind.__name__ == "Counter" else ""
         cells = (f"`vllm:manthan_{name}{suffix}`", metric.kind.__name__.lower(), code(metric.label or ""), metric.text)
         yield f"| {' | '.join(cells)} |"
-    yield "\nBuckets:\n"
-    for name, metric in METRICS.items():
-        if metric.buckets:
-            yield f"- `vllm:manthan_{name}`: {', '.join(f'{edge:.15g}' for edge in metric.buckets)}"
 
 
-def differences() -> Iterator[str]:
-    """Every difference between the two releases of vLLM."""
-    yield "| | 0.32 | 0.33 | Manthan |\n|---|---|---|---|"
-    yield from (f"| {' | '.join(each)} |" for each in DIFFERENCES)
+def uncompressed() -> Iterator[str]:
+    """The number of families by outcome, and the names of those that are not compressed."""
+    every = list(families().values())
+    yield "| of the families | number | which |\n|---|---|---|"
+    for outcome, said in OUTCOMES.items():
+        names = sorted((family.name for family in every if family.outcome == outcome), key=str.lower)
+        listed = "the others" if said == "compressed" else ", ".join(names)
+        yield f"| {said} | {len(names)} of {len(every)} ({len(names) / len(every):.1%}) | {listed} |"
 
 
 def with_generated(text: str, parts: Sequence[Callable[[], Iterator[str]]]) -> str:
@@ -100,7 +99,7 @@ def with_generated(text: str, parts: Sequence[Callable[[], Iterator[str]]]) -> s
 
 
 DOCUMENTS = {
-    "compatibility.md": (differences, families_table),
+    "compatibility.md": (uncompressed,),
     "configuration.md": (configuration,),
     "metrics.md": (metrics,),
 }

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 from deployment import DEPLOY, alerts, script
+from documents import rows
 
 from manthan.manager.config.model import FIELDS, REDIS_PASSWORD
 from manthan.manager.config.resolve import ENV_PREFIX, FLAG_KEYS
@@ -54,13 +55,19 @@ def test_every_option_of_every_policy_is_there() -> None:
 
 
 def test_queries_name_metrics_that_there_are() -> None:
-    expressions = re.findall(r"^```promql\n(.*?)^```", METRICS_MD, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```promql\n(.*?)^```", METRICS_MD, re.MULTILINE | re.DOTALL)
+    expressions = [line for block in blocks for line in block.splitlines() if not line.startswith("#")]
     rules = alerts()
     named = set(re.findall(r"vllm:manthan_\w+", "\n".join([*expressions, *(rule["expr"] for rule in rules)])))
     assert len(expressions) > 5
     assert named
     assert named <= SERIES
     assert all(rule["annotations"]["summary"] for rule in rules)
+
+
+def test_every_alert_is_explained() -> None:
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    assert sorted(row[0].strip("`") for row in rows(text, "alert")) == sorted(rule["alert"] for rule in alerts())
 
 
 def test_labels_in_queries_are_those_of_the_metrics() -> None:

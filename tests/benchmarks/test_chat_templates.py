@@ -1,4 +1,4 @@
-"""What of a conversation is found again, by its chat template: the figures of docs/templates.md."""
+"""What of a conversation is found again, by its chat template: the figures of docs/hints.md."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from manthan.benchmarks.chat_templates import BEHAVIOURS, Lengths, conversation, main
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "templates.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "hints.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

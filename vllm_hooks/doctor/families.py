@@ -86,7 +86,7 @@ def families() -> dict[str, Family]:
 
 
 def families_table() -> Iterator[str]:
-    """Yield the lines of the families' part of docs/compatibility.md."""
+    """Yield the lines of the table of all families."""
     every = list(families().values())
     yield "| of the families | number | share |\n|---|---|---|"
     for outcome, said in OUTCOMES.items():

@@ -51,17 +51,15 @@ METRICS: dict[str, _Metric] = {
     "held_requests": _Metric(
         Gauge, "Waiting requests that admission_s holds back, while sessions lose KV before they return."
     ),
-    "held_seconds": _Metric(Gauge, "Seconds for which the first of these has waited."),
-    "cold_store_up": _Metric(Gauge, "Whether the cold store answers: 1, or 0 while Redis is down."),
+    "held_seconds": _Metric(Gauge, "Seconds that the first of these requests has waited."),
+    "cold_store_up": _Metric(Gauge, "1 if the cold store answers, 0 while Redis is down."),
     "codec_noise": _Metric(
         Gauge,
-        "What the configured codec does to this model's KV: noise of logits, of the worst layer's logits, of values.",
+        "Noise of the configured codec in this model's KV: of logits, of the worst layer's logits, of values.",
         "of",
     ),
-    "codec_fallback": _Metric(
-        Gauge, "Whether a finer codec is used because the configured one is not faithful: 1, or 0."
-    ),
-    "compression_ratio": _Metric(Gauge, "Bytes of what is cold in the pool over its encoded bytes."),
+    "codec_fallback": _Metric(Gauge, "1 if a finer codec is used because the configured one is not faithful, else 0."),
+    "compression_ratio": _Metric(Gauge, "Pool bytes of cold blocks over their compressed bytes."),
     "evictions": _Metric(Counter, "Sessions that went cold."),
     "restores": _Metric(Counter, "Requests that had blocks restored."),
     "prefetches": _Metric(Counter, "Sessions restored before their request came."),
@@ -70,7 +68,7 @@ METRICS: dict[str, _Metric] = {
     "encoded_blocks": _Metric(Counter, "Blocks encoded into the cold store, of all KV cache groups."),
     "encodings": _Metric(
         Counter,
-        "Blocks handed to the encoder, by what they were: exact, derived (computed behind decoded blocks).",
+        "Blocks handed to the encoder, by mark: exact, derived (computed behind decoded blocks).",
         "mark",
         values=("exact", "derived", "decoded"),
     ),
