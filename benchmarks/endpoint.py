@@ -114,10 +114,11 @@ class Endpoint:
             totals[name] = totals.get(name, 0.0) + value
         return totals
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all KV, cold too. The server must run with VLLM_SERVER_DEV_MODE=1."""
+    def reset_prefix_cache(self, external: bool = True) -> None:
+        """Forget all KV, cold too if `external`. The server must run with VLLM_SERVER_DEV_MODE=1."""
         with self._reachable():
-            answer = self._http.post("/reset_prefix_cache?reset_external=true").raise_for_status().json()
+            query = {"reset_external": str(external).lower()}
+            answer = self._http.post("/reset_prefix_cache", params=query).raise_for_status().json()
         if not answer["success"]:
             raise self.error("The server would not reset its prefix cache: a request still holds blocks.")
 

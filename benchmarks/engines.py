@@ -151,6 +151,11 @@ class Engine:
     def sessions(self, state: str) -> float:
         return self.metrics("manthan_sessions", state=state)
 
+    async def forget_resident(self) -> None:
+        """Empty vLLM's prefix cache, but not Manthan's store: what is cold is not resident any more."""
+        if not await self._llm.reset_prefix_cache(reset_connector=False):
+            raise WrongPathError("vLLM would not empty its prefix cache: a request still holds blocks")
+
     async def until_cold(self, sessions: int | None = None) -> None:
         """Return when no session is active or idle, and `sessions` of them are cold."""
 

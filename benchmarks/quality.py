@@ -1,15 +1,16 @@
 """What compression costs a model: the loss and the answers of what follows a prefix that went cold and came back.
 
 For each codec, and for each number of tokens that are left exact: perplexity of a continuation, divergence of the next
-token's distribution from the one after the exact prefix, lookups in a table and in long contexts, greedy answers,
-cosines, and bytes. On a real engine (vllm), where the prefix is evicted and restored, and with Transformers, where its
-KV cache is replaced.
+token's distribution from the one after the exact prefix, tasks in contexts of several lengths, greedy answers, cosines,
+and bytes. On a real engine (vllm), where the prefix is evicted and restored, and with Transformers, where its KV cache
+is replaced.
 
     python benchmarks/quality.py MODEL [--text FILE] [--codec NAME,NAME] [--exact 0,4] [--engine vllm]
         [--profile FILE]
     python benchmarks/quality.py --plot-only FOLDER/quality.json
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -18,6 +19,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +32,7 @@ from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.quality_pieces import Chat, Piece, Text
 from manthan.benchmarks.quality_report import show, summary
 from manthan.benchmarks.quality_settings import (
+    ALL,
     EXACT,
     QualityError,
     Setting,
@@ -38,12 +41,19 @@ from manthan.benchmarks.quality_settings import (
     load_facts,
     parse_settings,
 )
+from manthan.benchmarks.quality_tasks import TASKS
+from manthan.benchmarks.server import ServerError
 from manthan.codec import DEFAULT
 from manthan.codec.model import ModelFacts
+from manthan.manager.config.model import CodecConfig
+from manthan.manager.config.profiles import AUTO
 
 CPU_BLOCK, GPU_BLOCK = 32, 16
 ANSWER = 48
 """Tokens of an answer, at most."""
+SINKS = CodecConfig().sink_tokens
+PIECE, PIECES = 2048, 8
+"""Tokens of a piece of the text by which others' codecs are calibrated, and pieces, at most."""
 
 
 class On(StrEnum):
@@ -52,6 +62,13 @@ class On(StrEnum):
     vllm = "vllm"
     transformers = "transformers"
     both = "both"
+
+
+class Dtype(StrEnum):
+    """Numbers that a model computes with. In bf16 any change of the KV changes roundings, which tell nothing of it."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
 
 
 NEEDS = {On.vllm: ("vllm", "transformers"), On.transformers: ("torch", "transformers")}
@@ -69,16 +86,19 @@ class Job:
     pieces: list[Piece]
     chats: list[Chat]
     top: int
+    dtype: str
+    calibration: list[list[int]]
+    """Pieces of the text by which others' codecs are calibrated."""
 
     def with_storage(self, arms: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Arms by name, with what their prefixes take."""
         return {name: arm | {"storage": asdict(self._storage(arm.get("stored")))} for name, arm in arms.items()}
 
     def _storage(self, stored: Sequence[Any] | None) -> Storage:
-        """stored: of each piece, its bytes, and those of a long session; None for bf16. Long contexts are left out."""
+        """stored: of each piece, its bytes, and those of a long session; None for bf16. Tasks are left out."""
         if stored is None:
             return Storage.of_bf16(self.shape)
-        short = [sizes for sizes, piece in zip(stored, self.pieces, strict=True) if not piece.context]
+        short = [sizes for sizes, piece in zip(stored, self.pieces, strict=True) if not piece.task]
         nbytes, long = zip(*short, strict=True)
         mean_long = None if None in long else statistics.fmean(long)
         return Storage.of_bytes(statistics.fmean(nbytes), len(self.pieces[0].prefix), mean_long, self.shape)
@@ -96,7 +116,7 @@ def engines(on: On | None) -> list[On]:
 
 def plan(options: Namespace) -> Job:
     """Return the work of a command with these arguments. Raises QualityError for work that is not possible."""
-    model, needles = options.model, lengths(options.needle)
+    model, lengths, tasks = options.model, read_lengths(options.lengths), read_tasks(options.tasks)
     if not model:
         raise QualityError("MODEL is missing: a folder or the name of a model on the Hugging Face Hub.")
     prefix, block_size = options.prefix, options.block_size or default_block_size()
@@ -110,26 +130,43 @@ def plan(options: Namespace) -> Job:
     settings = parse_settings(options.codec, options.exact, shape.head_dim, facts, path)
     source = Text(model, options.text)
     pieces = source.pieces(prefix, options.continuation, options.pieces)
-    pieces += source.tables(prefix, options.tables, options.seed)
-    longest = max(len(piece.tokens) for piece in pieces) + 1
+    longest = prefix + options.continuation + 1
     if shape.positions and longest > shape.positions:
         raise QualityError(
-            f"{model} takes {shape.positions:,} tokens, and the longest piece has {longest:,} (--prefix {prefix}, "
-            f"--continuation {options.continuation}, lookups in tables and one generated): make them smaller."
+            f"{model} takes {shape.positions:,} tokens, and a piece has {longest:,} (--prefix {prefix}, "
+            f"--continuation {options.continuation} and one generated): make them smaller."
         )
     room = shape.positions or math.inf
-    long = [source.needles(length, block_size, options.seed) for length in needles if length < room]
+    asked = itertools.product(tasks, [length for length in lengths if length < room], range(options.samples))
+    found = [source.task(task, length, block_size, options.seed + sample) for task, length, sample in asked]
+    pieces += [piece for piece in found if piece]
     chats = [chat for chat in source.chats(options.chats, options.document) if len(chat.prompt) + ANSWER <= room]
     top = -1 if options.kl_top >= shape.vocabulary else options.kl_top
-    return Job(model, shape, facts, block_size, settings, pieces + [piece for piece in long if piece], chats, top)
+    calibration = []
+    if any(setting.codec.startswith("kvtc") for setting in settings):
+        read = Text(model, Path(str(files("manthan.manager.calibration") / "text.txt")))
+        calibration = read.pieces(min(PIECE, shape.positions or PIECE) - 1, 1, PIECES)
+    read_only = [piece.prefix for piece in calibration]
+    return Job(model, shape, facts, block_size, settings, pieces, chats, top, options.dtype, read_only)
 
 
-def lengths(needle: str) -> tuple[int, ...]:
-    """Of long contexts; raises QualityError."""
-    parts = [part.strip() for part in needle.split(",")]
+def read_lengths(lengths: str) -> tuple[int, ...]:
+    """Of contexts; raises QualityError."""
+    parts = [part.strip() for part in lengths.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise QualityError(f"--needle {needle} is no list of lengths in tokens, such as 4000,8000 (0 for none).")
-    return tuple(int(part) for part in parts if int(part))
+        raise QualityError(f"--lengths {lengths} is no list of lengths in tokens, such as 2000,8000.")
+    return tuple(map(int, parts))
+
+
+def read_tasks(tasks: str) -> list[str]:
+    """Names of tasks; raises QualityError."""
+    if tasks in (ALL, "none"):
+        return list(TASKS) if tasks == ALL else []
+    names = [name.strip() for name in tasks.split(",")]
+    for name in names:
+        if name not in TASKS:
+            raise QualityError(f"--tasks {tasks}: {name!r} is none of {', '.join(TASKS)}; all and none are taken, too.")
+    return names
 
 
 def default_block_size() -> int:
@@ -143,7 +180,13 @@ def with_transformers(job: Job, console: Console) -> dict[str, Any]:
 
     with Bar(console, On.transformers) as bar:
         bar.begin("the model is loaded")
-        reader = Reader(job.model, job.shape, job.block_size, job.facts)
+        reader = Reader(job.model, job.shape, job.block_size, job.facts, job.dtype)
+        if job.calibration:
+            from manthan.benchmarks.peers.kvtc import KVTC
+
+            bar.begin("KVTC is calibrated")
+            named = {setting.codec for setting in job.settings}
+            reader.calibrate([preset for preset in KVTC.values() if preset.name in named], job.calibration)
         bar.begin("pieces and codecs", total=len(job.pieces) * len(job.settings))
         found = reader.measure(job.pieces, job.settings, bar.step)
         bar.begin("chats", total=len(job.chats))
@@ -181,9 +224,9 @@ def main(
     text: Annotated[Path | None, typer.Option(help="What the model reads, UTF-8; tiny-llama brings its own.")] = None,
     codec: Annotated[
         str,
-        typer.Option(help="Codecs, by comma; all that are registered if not given."),
-    ] = "",
-    exact: Annotated[str, typer.Option(help="Numbers of first tokens that are left exact, by comma.")] = "0",
+        typer.Option(help="Codecs, by comma; auto: the one that Manthan takes as it comes; all: all there are."),
+    ] = AUTO,
+    exact: Annotated[str, typer.Option(help="Numbers of first tokens that are left exact, by comma.")] = str(SINKS),
     profile: Annotated[
         Path | None,
         typer.Option(help="The model's, for codecs that take one; the one in the cache folder."),
@@ -192,16 +235,19 @@ def main(
     prefix: Annotated[int, typer.Option(min=1, help="Tokens that go cold.")] = 1536,
     continuation: Annotated[int, typer.Option(min=2, help="Tokens that follow; all but the first are scored.")] = 512,
     pieces: Annotated[int, typer.Option(min=1, help="Pieces of the text, at most.")] = 8,
-    tables: Annotated[int, typer.Option(min=0, help="Tables to look values up in; 0 for none.")] = 4,
-    needle: Annotated[str, typer.Option(help="Lengths of long contexts to look values up in, by comma; 0: none.")] = (
-        "4000,8000"
-    ),
+    tasks: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}, by comma; all, or none.")] = ALL,
+    lengths: Annotated[str, typer.Option(help="Of the tasks' contexts, in tokens, by comma.")] = "2000,4000,8000",
+    samples: Annotated[int, typer.Option(min=1, help="Contexts of each task and length.")] = 1,
     chats: Annotated[int, typer.Option(min=0, help="Chats whose greedy answers are compared; 0 for none.")] = 24,
     document: Annotated[int, typer.Option(min=1, help="Tokens of the text that a chat is about.")] = 1700,
     block_size: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32 on a CPU, 16 on a GPU.")] = 0,
     kl_top: Annotated[int, typer.Option(min=1, help="On vLLM: KL over so many likeliest tokens and the rest.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Of tables and needles.")] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="The model's with Transformers; its KV is bf16.")] = Dtype.bfloat16,
+    seed: Annotated[int, typer.Option(help="Of tasks.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that an engine may take.")] = 1800,
+    lm_eval: Annotated[str, typer.Option(help="Instead of all this: tasks of lm-eval on a server, by comma.")] = "",
+    lm_eval_data: Annotated[Path | None, typer.Option(help="A cache of Hugging Face with their data.")] = None,
+    lm_eval_limit: Annotated[int, typer.Option(min=0, help="Documents of each of them; 0 for all.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot and logs.")] = OUT,
     plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
 ) -> None:
@@ -212,9 +258,14 @@ def main(
         if plot_only is not None:
             return show(read_report(plot_only), plot_only.with_suffix(".png"), console)
         leave_on_signals()
+        if lm_eval:
+            from manthan.benchmarks import quality_lm_eval as tasks_of_lm_eval
+
+            found = tasks_of_lm_eval.evaluate(model, lm_eval, lm_eval_data, codec, lm_eval_limit, timeout, out)
+            return tasks_of_lm_eval.show(found, out, console)
         wanted = engines(engine)
         report = run(plan(options), wanted, context.params, out, timeout, console)
-    except QualityError as error:
+    except (QualityError, ServerError) as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
     path = write_report(report, out)

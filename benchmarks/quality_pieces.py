@@ -1,8 +1,6 @@
-"""What the model reads for quality.py: pieces of a text, tables with lookups in them, needles in long contexts, and
-chats about documents."""
+"""What the model reads for quality.py: pieces of a text, tasks in contexts of any length, and chats about documents."""
 
 import random
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manthan.benchmarks.quality_settings import QualityError
+from manthan.benchmarks.quality_tasks import TASKS, Task
 
 HELD_OUT = "held_tokens.u16"
 """Text that comes with a model's folder: token ids, little-endian uint16."""
-ENTRIES, LEAST_ENTRIES = 64, 4
-TABLE_SHARE = 0.5
-"""Of a prefix: what a table may take, filler follows it."""
-NEEDLES = 32
-CONSONANTS, VOWELS = "bcdfghjklmnprstvz", "aeiou"
-NAMES = [a + b + c for a in CONSONANTS for b in VOWELS for c in CONSONANTS]
 QUESTIONS = (
     "Summarize the text above in a few sentences.",
     "What is the text above about?",
@@ -30,15 +23,17 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """A prefix that goes cold, and what follows it. values: where in rest the tokens of looked-up values are.
-    context: the length that was asked for, of a long one with needles; 0 of others.
+    """A prefix that goes cold, and what follows it. Tokens of rest are scored from the second on: the first one follows
+    from the prefix alone.
 
-    Tokens of rest are scored from the second on: the first one follows from the prefix alone.
+    values: where in rest the answers' tokens are. task: name of the task; "" of a piece of a text. context: tokens of
+    prefix and rest that were asked for, of a task; else 0.
     """
 
     prefix: list[int]
     rest: list[int]
     values: list[int]
+    task: str = ""
     context: int = 0
 
     @property
@@ -92,49 +87,31 @@ class Text:
             found.append(Piece(tokens[:prefix], tokens[prefix:], []))
         return found
 
-    def tables(self, prefix: int, count: int, seed: int) -> list[Piece]:
-        """Lines `bac = 4821` and filler, then `assert bac == 4821` for each; none where values cannot be told apart.
+    def begin(self, length: int) -> list[int]:
+        """At most so many of the first tokens."""
+        return self._begin + self._tokens[: length - len(self._begin)].tolist()
 
-        That takes a tokenizer that says which characters a token stands for, and room for a few lines.
-        """
-        entries = ENTRIES
-        while self._tokenizer.is_fast and entries >= LEAST_ENTRIES:
-            pieces = [self._table(prefix, entries, random.Random(seed + number)) for number in range(count)]
-            if all(pieces):
-                return [piece for piece in pieces if piece]
-            entries //= 2
-        return []
+    def task(self, name: str, context: int, block_size: int, seed: int) -> Piece | None:
+        """Facts of a task spread over a prefix of filler, and its questions: `context` tokens together at most.
 
-    def _table(self, prefix: int, entries: int, rng: random.Random) -> Piece | None:
-        """None if the table is too long."""
-        table = {name: rng.randrange(1000, 10000) for name in rng.sample(NAMES, entries)}
-        tokens = self._begin + self._ids("".join(f"{name} = {value}\n" for name, value in table.items()))
-        filler = prefix - len(tokens)
-        if len(tokens) > TABLE_SHARE * prefix or filler > len(self._tokens):
-            return None
-        start = rng.randrange(len(self._tokens) - filler + 1)
-        tokens += self._tokens[start : start + filler].tolist()
-        return Piece(tokens, *self._lookups({name: table[name] for name in rng.sample(sorted(table), entries)}))
-
-    def needles(self, context: int, block_size: int, seed: int) -> Piece | None:
-        """Lines as in a table, spread over a prefix of filler, and lookups of all, `context` tokens together at most.
-
-        None where values cannot be told apart, or the text is too short.
+        None where answers' tokens cannot be told apart, or the context or the text is too short.
         """
         if not self._tokenizer.is_fast:
             return None
-        rng = random.Random(seed + context)
-        table = {name: rng.randrange(1000, 10000) for name in rng.sample(NAMES, NEEDLES)}
-        rest, values = self._lookups({name: table[name] for name in rng.sample(sorted(table), NEEDLES)})
-        lines = [self._ids(f"\n{name} = {value}\n") for name, value in table.items()]
+        rng = random.Random(f"{name} {context} {seed}")
+        task = TASKS[name](rng)
+        rest, values = self._asked(task)
+        lines = [self._ids(fact) for fact in task.facts]
         length = (context - len(rest)) // block_size * block_size
         filler = length - len(self._begin) - sum(map(len, lines))
         if not 0 <= filler <= len(self._tokens):
             return None
         start = rng.randrange(len(self._tokens) - filler + 1)
-        parts = np.array_split(self._tokens[start : start + filler], NEEDLES)
-        spread = [token for part, line in zip(parts, lines, strict=True) for token in [*line, *part.tolist()]]
-        return Piece(self._begin + spread, rest, values, context)
+        text = self._tokens[start : start + filler]
+        cuts = [0 if task.together else int(filler * (i + rng.random()) / len(lines)) for i in range(len(lines))]
+        before, after = np.split(text, cuts)[:-1], text[cuts[-1] :]
+        spread = [token for part, line in zip(before, lines, strict=True) for token in [*part.tolist(), *line]]
+        return Piece(self._begin + spread + after.tolist(), rest, values, name, context)
 
     def chats(self, count: int, document: int) -> list[Chat]:
         """At most so many, each about a passage of so many tokens, none overlapping, with a question by turns."""
@@ -155,15 +132,14 @@ class Text:
         )
         return Chat(self._ids(asked), end)
 
-    def _lookups(self, asked: dict[str, int]) -> tuple[list[int], list[int]]:
-        """Tokens, and which of them are values."""
-        text = "\n" + "".join(f"assert {name} == {value}\n" for name, value in asked.items())
+    def _asked(self, task: Task) -> tuple[list[int], list[int]]:
+        """Tokens of the questions with their answers, and which of them are answers'."""
+        text, spans = task.asked()
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        digits = [match.span() for match in re.finditer(r"\d+", text)]
         values = [
             index
             for index, (start, end) in enumerate(encoded.offset_mapping)
-            if any(start < until and end > since for since, until in digits)
+            if any(start < until and end > since for since, until in spans)
         ]
         return encoded.input_ids, values
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from manthan.benchmarks.arms import save_plot, where
 from manthan.benchmarks.quality_answers import Agreement
-from manthan.benchmarks.quality_settings import EXACT, LONG, RECOMPUTED
+from manthan.benchmarks.quality_settings import EXACT, LAST_BIT, LONG, RECOMPUTED
 
 MARKERS = {"vllm": "o", "transformers": "D"}
 FILLS = {"vllm": None, "transformers": "none"}
@@ -39,15 +39,14 @@ class Mean(NamedTuple):
 @dataclass(frozen=True)
 class Row:
     """One setting on one engine. added: nats per token more than after the exact prefix, paired piece by piece.
-    needles: recall by the length of the context. answers: beside those when all was hot."""
+    tasks: recall by the task and the length of its context. answers: beside those when all was hot."""
 
     name: str
     nll: Mean
     added: Mean
     kl: Mean
     top1: Mean
-    recall: Mean | None
-    needles: dict[int, float]
+    tasks: dict[tuple[str, int], Mean]
     answers: Agreement | None
     cosines: tuple[float, float] | None
     storage: dict[str, float | None]
@@ -64,19 +63,21 @@ def rows(report: dict[str, Any], engine: str) -> list[Row]:
 
 
 def _row(name: str, arm: dict[str, Any], exact: list[dict[str, Any]]) -> Row:
-    pairs = list(zip(arm["pieces"], exact, strict=False))  # long contexts are not recomputed
-    texts = [(found, base) for found, base in pairs if found["recall"] is None]
-    recalls = [found["recall"] for found, _ in pairs if found["recall"] is not None and not found["context"]]
+    pairs = list(zip(arm["pieces"], exact, strict=False))  # tasks are not recomputed
+    texts = [(found, base) for found, base in pairs if not found["task"]]
+    tasks: dict[tuple[str, int], list[float]] = {}
+    for found in arm["pieces"]:
+        if found["task"]:
+            tasks.setdefault((found["task"], found["context"]), []).append(found["recall"])
     coded = zip(arm.get("cosines", []), arm["pieces"], strict=False)  # exact KV has no cosines
-    cosines = [pair for pair, found in coded if found["recall"] is None]
+    cosines = [pair for pair, found in coded if not found["task"]]
     return Row(
         name,
         Mean.of([found["nll"] for found, _ in texts]),
         Mean.of([found["nll"] - base["nll"] for found, base in texts]),
         Mean.of([found["kl"] for found, _ in texts]),
         Mean.of([found["top1"] for found, _ in texts]),
-        Mean.of(recalls) if recalls else None,
-        {found["context"]: found["recall"] for found, _ in pairs if found["context"]},
+        {which: Mean.of(found) for which, found in tasks.items()},
         Agreement.of(arm.get("answers", [])),
         (statistics.fmean(k for k, _ in cosines), statistics.fmean(v for _, v in cosines)) if cosines else None,
         arm["storage"],
@@ -99,7 +100,7 @@ def differences(report: dict[str, Any]) -> list[Difference]:
         added, kl = [], []
         parts = (vllm[name], vllm[EXACT], plain[name], plain[EXACT])
         for a, a0, b, b0 in zip(*(part["pieces"] for part in parts), strict=False):  # as above
-            if a["recall"] is None:
+            if not a["task"]:
                 added.append(a["nll"] - a0["nll"] - b["nll"] + b0["nll"])
                 kl.append(a["kl"] - b["kl"])
         found.append(Difference(name, Mean.of(added), Mean.of(kl)))
@@ -113,8 +114,7 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
             row.name: {
                 "perplexity": row.perplexity,
                 **{name: getattr(row, name)._asdict() for name in ("nll", "added", "kl", "top1")},
-                "recall": row.recall and row.recall._asdict(),
-                "needles": row.needles,
+                "tasks": {f"{task} {context}": found._asdict() for (task, context), found in row.tasks.items()},
                 "answers": row.answers and row.answers._asdict(),
                 "cosines": row.cosines,
                 **row.storage,
@@ -133,8 +133,9 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
         console.print(_sizes(report))
     for engine in report["arms"]:
         console.print(_table(report, engine))
-        if (table := _answers(report, engine)).columns[1:]:
-            console.print(table)
+        for table in (_tasks(report, engine), _answers(report, engine)):
+            if table.columns[1:]:
+                console.print(table)
     if found := differences(report):
         console.print(_agreement(found))
     if report["arms"]:
@@ -143,11 +144,10 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
 
 def _measured_on(report: dict[str, Any]) -> str:
     arguments, pieces = report["arguments"], next(iter(report["arms"].values()), {EXACT: {"pieces": []}})
-    short = [found for found in pieces[EXACT]["pieces"] if not found["context"]]
-    tables = sum(found["recall"] is not None for found in short)
-    texts = len(short) - tables
+    texts = sum(not found["task"] for found in pieces[EXACT]["pieces"])
+    tasks = len(pieces[EXACT]["pieces"]) - texts
     return (
-        f"{arguments['model']}: {texts} pieces of {arguments['text'] or 'the text it brings'} and {tables} tables, "
+        f"{arguments['model']}: {texts} pieces of {arguments['text'] or 'the text it brings'} and {tasks} of tasks, "
         f"{arguments['prefix']} tokens of prefix, {arguments['continuation']} of continuation, blocks of "
         f"{report['block_size']}"
     )
@@ -157,30 +157,40 @@ def _table(report: dict[str, Any], engine: str) -> Table:
     found = rows(report, engine)
     caption = f"± standard error over pieces; KL over {report['kl'][engine]}"
     table = Table(title=f"What compression costs: {engine}", caption=caption, box=SIMPLE)
-    _columns(table, "perplexity", "NLL added", "KL", "same top 1, %", "recall, %")
+    _columns(table, "perplexity", "NLL added", "KL", "same top 1, %")
     if any(row.cosines for row in found):
         _columns(table, "cos K", "cos V", first=False)
     for row in found:
         costs = (row.added.text(4), row.kl.text(4), row.top1.text(1, 100)) if row.name != EXACT else ("", "", "")
-        recall = f"{100 * row.recall.mean:.1f}" if row.recall else ""
-        table.add_row(
-            row.name, f"{row.perplexity:.3f}", *costs, recall, *(f"{cosine:.4f}" for cosine in row.cosines or ())
-        )
+        table.add_row(row.name, f"{row.perplexity:.3f}", *costs, *(f"{cosine:.4f}" for cosine in row.cosines or ()))
+    return table
+
+
+def _tasks(report: dict[str, Any], engine: str) -> Table:
+    """Recall of each task, and at each length, the mean of all; without columns but the first if there are none."""
+    found = [row for row in rows(report, engine) if row.tasks]
+    table = Table(title=f"Right tokens of the answers, %: {engine}", box=SIMPLE)
+    if not found:
+        return table
+    tasks, lengths = (list(dict.fromkeys(which[i] for which in found[0].tasks)) for i in (0, 1))
+    _columns(table, *tasks, *(f"at {length:,}" for length in lengths))
+    for row in found:
+        means = [
+            statistics.fmean(mean.mean for which, mean in row.tasks.items() if wanted in which)
+            for wanted in (*tasks, *lengths)
+        ]
+        table.add_row(row.name, *(f"{100 * mean:.1f}" for mean in means))
     return table
 
 
 def _answers(report: dict[str, Any], engine: str) -> Table:
-    """Long contexts and chats; without columns but the first where neither was asked for."""
-    found = rows(report, engine)
-    table = Table(title=f"Long contexts and answers: {engine}", box=SIMPLE)
-    lengths, answered = list(found[0].needles), any(row.answers for row in found)
-    headers = [f"recall at {length:,}, %" for length in lengths]
-    _columns(table, *headers, *(("same answers", "alike up to") if answered else ()))
-    for row in found:
-        recall = [f"{100 * row.needles[length]:.1f}" if length in row.needles else "" for length in lengths]
-        answers = [f"{row.answers.same} of {row.answers.answers}", f"{row.answers.share:.2f}"] if row.answers else []
-        if recall or answers:
-            table.add_row(row.name, *recall, *answers)
+    """Of chats; without columns but the first where none were asked for."""
+    table = Table(title=f"Greedy answers: {engine}", box=SIMPLE)
+    if found := [row for row in rows(report, engine) if row.answers]:
+        _columns(table, "same answers", "alike up to")
+        for row in found:
+            assert row.answers is not None
+            table.add_row(row.name, f"{row.answers.same} of {row.answers.answers}", f"{row.answers.share:.2f}")
     return table
 
 
@@ -220,7 +230,9 @@ def draw(report: dict[str, Any]) -> Any:
 
     figure = Figure(figsize=(12, 5.5), layout="constrained")
     axes = figure.subplots(1, 2)
-    settings = [row.name for row in rows(report, next(iter(report["arms"]))) if row.name not in (EXACT, RECOMPUTED)]
+    settings = [
+        row.name for row in rows(report, next(iter(report["arms"]))) if row.name not in (EXACT, RECOMPUTED, LAST_BIT)
+    ]
     colors = dict(zip(settings, _colors(len(settings)), strict=True))
     for number, engine in enumerate(report["arms"]):
         for row in rows(report, engine):
@@ -230,6 +242,10 @@ def draw(report: dict[str, Any]) -> Any:
                 _point(axes[0], bits, row.added, label, look)
                 _point(axes[1], bits, row.kl, None, look)
     axes[0].axhline(0, color="#9aa5b1", linewidth=0.8)
+    for engine in report["arms"]:
+        for row in rows(report, engine):
+            if row.name == LAST_BIT and row.kl.mean > 0:
+                axes[1].axhline(row.kl.mean, color="#9aa5b1", linewidth=0.8, linestyle=":", label=LAST_BIT)
     axes[0].set_yscale("symlog", linthresh=2e-3)
     axes[1].set_yscale("log")
     for panel, title in zip(axes, ("NLL added, nats a token", "KL from exact, nats a token"), strict=True):

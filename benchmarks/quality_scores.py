@@ -1,10 +1,11 @@
 """How far what a model says is from what it says after an exact prefix."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from manthan.benchmarks.quality_pieces import Piece
 
 CHUNK = 64
 FLOOR = 1e-9
@@ -18,14 +19,14 @@ class Figures(NamedTuple):
 
     nll: negative log-likelihood, nats. kl: Kullback-Leibler divergence of the next token's distribution from the one
     after the exact prefix, nats. top1: share of tokens at which both have the same likeliest one. recall: share of
-    the looked-up values' tokens that are the likeliest; None without a table. context: the length of a long context
-    with needles, whose values these are; 0 of other pieces.
+    the answers' tokens that are the likeliest; None of a piece of a text. task, context: as of the piece.
     """
 
     nll: float
     kl: float
     top1: float
     recall: float | None
+    task: str
     context: int
 
     @classmethod
@@ -35,12 +36,11 @@ class Figures(NamedTuple):
         kl: Floats,
         same: NDArray[np.bool_],
         right: NDArray[np.bool_],
-        values: Sequence[int],
-        context: int,
+        piece: Piece,
     ) -> Self:
-        """Of arrays [scored tokens]. values: token numbers, the first scored token being 1."""
-        recall = float(right[np.array(values) - 1].mean()) if values else None
-        return cls(float(nll.mean()), float(kl.mean()), float(same.mean()), recall, context)
+        """Of arrays [scored tokens] of a piece."""
+        recall = float(right[np.array(piece.values) - 1].mean()) if piece.values else None
+        return cls(float(nll.mean()), float(kl.mean()), float(same.mean()), recall, piece.task, piece.context)
 
 
 class Top(NamedTuple):
@@ -55,13 +55,13 @@ class Top(NamedTuple):
     ids: NDArray[np.integer[Any]]
     logs: Floats
 
-    def figures(self, exact: Self, vocabulary: int, values: Sequence[int], context: int) -> Figures:
+    def figures(self, exact: Self, vocabulary: int, piece: Piece) -> Figures:
         kl = [
             kl_of_top(*(part[at : at + CHUNK] for part in (exact.ids, exact.logs, self.ids, self.logs)), vocabulary)
             for at in range(0, len(self.chosen), CHUNK)
         ]
         same = self.ids[:, 0] == exact.ids[:, 0]
-        return Figures.mean(-self.chosen.astype(np.float64), np.concatenate(kl), same, self.rank == 1, values, context)
+        return Figures.mean(-self.chosen.astype(np.float64), np.concatenate(kl), same, self.rank == 1, piece)
 
 
 def kl_of_top(

@@ -13,11 +13,15 @@ from manthan.codec.profile import Profile
 from manthan.codec.registry import needs_profile
 from manthan.codec.rope import Rope
 from manthan.manager.config.model import ConfigError
-from manthan.manager.config.profiles import ChosenCodec, check_profile, profile_path
+from manthan.manager.config.profiles import AUTO, CALIBRATED, PLAIN, ChosenCodec, check_profile, profile_path
 
 EXACT = "exact"
 RECOMPUTED = "recomputed"
 """Exact KV too, of prefix and continuation computed in one go: what rounding alone does to the figures."""
+LAST_BIT = "last bit"
+"""KV of which half of the numbers have another last bit: the least that any change costs, with Transformers."""
+ALL = "all"
+"""Instead of names of codecs: all that can be measured here."""
 FULL_ATTENTION = "full_attention"
 LONG = 8192
 """Tokens of the session to which bytes are extrapolated: in it the exact tokens are as rare as they are in use."""
@@ -104,7 +108,7 @@ class Setting:
     def config(self) -> dict[str, Any]:
         """The value of `codec` in Manthan's configuration: this codec, even if the guard would take another."""
         profile = {"profile": self.profile} if self.profile else {}
-        return {"name": self.codec, "guard": False, "calibrate": False, "sink_tokens": self.sink, **profile}
+        return {"name": self.codec, "guard": False, "sink_tokens": self.sink, **profile}
 
     def exact_tokens(self, blocks: int, block_size: int) -> NDArray[np.int64]:
         """[blocks]: how many of the first tokens of each of a prefix's full blocks stay exact."""
@@ -115,7 +119,7 @@ def load_facts(model: str, shape: Shape, codecs: str, profile: Path | None) -> t
     """What codecs may know, and the path of the profile that is in it. One that is not named is looked for where
     `manthan calibrate` puts it, if one of the codecs takes one. Raises QualityError."""
     path = profile or profile_path(model)
-    if profile is None and not (path.exists() and any(needs_profile(name.strip()) for name in codecs.split(","))):
+    if profile is None and not (path.exists() and _may_take_profile(codecs)):
         return ModelFacts(shape.rope), ""
     try:
         loaded = Profile.load(path).for_rank(0, 1)
@@ -125,18 +129,23 @@ def load_facts(model: str, shape: Shape, codecs: str, profile: Path | None) -> t
     return ModelFacts(shape.rope, loaded), str(path.absolute())
 
 
+def _may_take_profile(codecs: str) -> bool:
+    names = {name.strip() for name in codecs.split(",")}
+    return not names.isdisjoint((AUTO, ALL)) or any(map(needs_profile, names))
+
+
 def parse_settings(
     codecs: str, exact: str, head_dim: int, facts: ModelFacts = NO_FACTS, profile: str = ""
 ) -> list[Setting]:
     """Each codec with each number of exact first tokens, both lists by comma.
 
-    An empty list of codecs: all that are registered and can encode with these facts, and vectors of this size. profile:
-    the path of that of the facts.
+    AUTO: as Manthan chooses. ALL: all that are registered and can encode with these facts, and vectors of this size.
+    profile: the path of that of the facts.
     """
     try:
-        names = _named(codecs, head_dim, facts) if codecs else _able(head_dim, facts)
+        names = _able(head_dim, facts) if codecs == ALL else _named(codecs, head_dim, facts)
     except CodecError as error:
-        raise QualityError(f"--codec {codecs}: {error}" if codecs else str(error)) from None
+        raise QualityError(f"--codec {codecs}: {error}") from None
     return [
         Setting(name, _tokens(part, exact), profile if needs_profile(name) else "")
         for name in dict.fromkeys(names)
@@ -144,22 +153,25 @@ def parse_settings(
     ]
 
 
-PEERS = ("kvarn", "turboquant")
+PEERS = ("kvarn", "turboquant-3bit", "turboquant-4bit", "kvtc-2bit", "kvtc-4bit", "fp8", "nvfp4")
 
 
 def _register_peers() -> None:
     """Make the references of others codecs of this process. Raises CodecError where they are not installed."""
     try:
+        from manthan.benchmarks.peers.formats import FP8, NVFP4
         from manthan.benchmarks.peers.kvarn import KVARN
+        from manthan.benchmarks.peers.kvtc import KVTC
         from manthan.benchmarks.peers.turboquant import TURBOQUANT
     except ImportError:
-        raise CodecError(f"{' and '.join(PEERS)} need a clone of Manthan: they are not in the wheel.") from None
-    registry.PRESETS |= {KVARN.name: KVARN, TURBOQUANT.name: TURBOQUANT}
+        raise CodecError(f"{', '.join(PEERS)} need a clone of Manthan: they are not in the wheel.") from None
+    registry.PRESETS |= {peer.name: peer for peer in (KVARN, *TURBOQUANT.values(), *KVTC.values(), FP8, NVFP4)}
 
 
 def _named(codecs: str, head_dim: int, facts: ModelFacts) -> list[str]:
     """Raises CodecError."""
-    names = [name.strip() for name in codecs.split(",")]
+    auto = CALIBRATED if facts.profile and CALIBRATED in facts.profile.info.ratios else PLAIN
+    names = [auto if name.strip() == AUTO else name.strip() for name in codecs.split(",")]
     if not set(PEERS).isdisjoint(names):
         _register_peers()
     for name in names:

@@ -3,12 +3,11 @@
 It goes through whole encoded blocks, as in the cold store. A prefix is computed once for all settings.
 """
 
-import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,38 +19,51 @@ from transformers.utils import logging
 from manthan.benchmarks.quality_blocks import KV, CodedPrefix
 from manthan.benchmarks.quality_pieces import Chat, Piece
 from manthan.benchmarks.quality_scores import Figures
-from manthan.benchmarks.quality_settings import EXACT, RECOMPUTED, QualityError, Setting, Shape
+from manthan.benchmarks.quality_settings import EXACT, LAST_BIT, RECOMPUTED, QualityError, Setting, Shape
 from manthan.codec import BlockFormat, BlockShape, wire
 from manthan.codec.model import ModelFacts
 
+if TYPE_CHECKING:
+    from manthan.benchmarks.peers.kvtc import KvtcPreset
+
 
 class Reader:
-    """The model in bf16, on the GPU where there is one."""
+    """The model in a dtype, "bfloat16" or "float32", on the GPU where there is one. Its KV is rounded to bf16."""
 
-    def __init__(self, model: str, shape: Shape, block_size: int, facts: ModelFacts) -> None:
+    def __init__(self, model: str, shape: Shape, block_size: int, facts: ModelFacts, dtype: str) -> None:
         self._name, self._shape, self._block_size, self._facts = model, shape, block_size, facts
         self._threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         logging.disable_progress_bar()
         try:
-            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         except (OSError, ValueError) as error:
             raise QualityError(f"{model} cannot be loaded by Transformers: {str(error).splitlines()[0]}") from None
         self._model = loaded.eval().to(device)
 
     @torch.inference_mode()
+    def calibrate(self, presets: Sequence["KvtcPreset"], text: Sequence[list[int]]) -> None:
+        """Give them the model's KV while it reads pieces of a text."""
+        found = [_bits(self._prefix(tokens)) for tokens in text]
+        keys, values = (np.concatenate(parts, 2) for parts in zip(*found, strict=True))
+        positions = np.concatenate([np.arange(len(tokens)) for tokens in text])
+        for preset in presets:
+            preset.calibrate(keys, values, positions, self._shape.rope)
+
+    @torch.inference_mode()
     def measure(self, pieces: Sequence[Piece], settings: Sequence[Setting], step: Callable[[], None]) -> dict[str, Any]:
         """{name of the setting: {"pieces": figures of each, "cosines": [K, V] of each, "stored": bytes of each, and of
-        a long session}}; step: called after each. Long contexts are not recomputed."""
-        found: dict[str, Any] = {name: {"pieces": []} for name in (EXACT, RECOMPUTED)}
+        a long session}}; step: called after each. Tasks are not recomputed."""
+        found: dict[str, Any] = {name: {"pieces": []} for name in (EXACT, RECOMPUTED, LAST_BIT)}
         found |= {setting.name: {"pieces": [], "cosines": [], "stored": []} for setting in settings}
         for piece in pieces:
-            cache = self._prefix(piece.prefix)
-            exact = self._go_on(piece, copy.deepcopy(cache))
+            kv = _bits(self._prefix(piece.prefix))
+            exact = self._go_on(piece, self._cache(kv))
             found[EXACT]["pieces"].append(self._figures(piece, exact, exact))
-            if not piece.context:
+            if not piece.task:
                 found[RECOMPUTED]["pieces"].append(self._figures(piece, exact, self._in_one_go(piece)))
-            kv = _bits(cache)
+            after = self._go_on(piece, self._cache(_last_bits_changed(kv)))
+            found[LAST_BIT]["pieces"].append(self._figures(piece, exact, after))
             for setting, coded in self._coded(kv, settings):
                 arm, changed = found[setting.name], coded.kv(setting)
                 after = self._go_on(piece, self._cache(changed))
@@ -72,11 +84,10 @@ class Reader:
         """
         found: dict[str, Any] = {name: {"answers": []} for name in (EXACT, *(setting.name for setting in settings))}
         for chat in chats:
-            cache = self._prefix(chat.prompt[:-1])
             prefix = chat.prefix(self._block_size)
-            keys, values = _bits(cache)
+            keys, values = _bits(self._prefix(chat.prompt[:-1]))
             kv = (keys[:, :, :prefix], values[:, :, :prefix])
-            hot = chat.answer(self._generate(chat.prompt[-1:], cache, tokens))
+            hot = chat.answer(self._generate(chat.prompt[-1:], self._cache((keys, values)), tokens))
             returned = (coded.kv(setting) for setting, coded in self._coded(kv, settings))
             for arm, changed in zip(found.values(), itertools.chain([kv], returned), strict=True):
                 later = self._generate(chat.prompt[prefix:], self._cache(changed), len(hot), hot)
@@ -118,8 +129,7 @@ class Reader:
             kl=(exact.exp() * (exact - found)).sum(-1).double().cpu().numpy(),
             same=(likeliest == exact.argmax(-1)).cpu().numpy(),
             right=(likeliest == targets).cpu().numpy(),
-            values=piece.values,
-            context=piece.context,
+            piece=piece,
         )._asdict()
 
     def _coded(self, kv: KV, settings: Sequence[Setting]) -> Iterator[tuple[Setting, CodedPrefix]]:
@@ -135,7 +145,7 @@ class Reader:
     def _cache(self, kv: KV) -> DynamicCache:
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(zip(*kv, strict=True)):
-            cache.update(*(_tensor(x)[None].to(self._model.device) for x in (keys, values)), layer)
+            cache.update(*(_tensor(x)[None].to(self._model.device, self._model.dtype) for x in (keys, values)), layer)
         return cache
 
     def _generate(
@@ -155,9 +165,16 @@ def _bits(cache: DynamicCache) -> KV:
 
     def stacked(which: str) -> NDArray[np.uint16]:
         numbers = torch.stack([getattr(layer, which)[0] for layer in cache.layers])
-        return numbers.cpu().contiguous().view(torch.uint16).numpy()
+        return numbers.to(torch.bfloat16).cpu().contiguous().view(torch.uint16).numpy()
 
     return stacked("keys"), stacked("values")
+
+
+def _last_bits_changed(kv: KV) -> KV:
+    """Half of all numbers, at random, with another last bit: the least change that a cache can have."""
+    rng = np.random.default_rng(0)
+    keys, values = (x ^ rng.integers(0, 2, x.shape, np.uint16) for x in kv)
+    return keys, values
 
 
 def _tensor(bits: NDArray[np.uint16]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from manthan.benchmarks.arms import Arm
 from manthan.benchmarks.engines import POLL_S, Answer, Engine, EngineOptions, Report, WrongPathError
 from manthan.benchmarks.quality_pieces import Chat, Piece
 from manthan.benchmarks.quality_scores import Top
-from manthan.benchmarks.quality_settings import EXACT, RECOMPUTED, QualityError, Setting, Shape, long_nbytes
+from manthan.benchmarks.quality_settings import EXACT, PEERS, RECOMPUTED, QualityError, Setting, Shape, long_nbytes
 from manthan.benchmarks.restore import MANTHAN, check
 
 SCRIPT = Path(__file__)
@@ -67,7 +67,7 @@ async def measure(
         answer = await _score(engine, prefix + rest, len(rest) - 1, top, session, Path(folder, f"{number}.npz"))
         check_origin(answer, len(prefix), ours, f"piece {number}")
         cached.append(answer.cached_tokens)
-        if not ours and not piece["context"]:
+        if not ours and not piece["task"]:
             again = Path(folder, f"{RECOMPUTED}-{number}.npz")
             answer = await _score(engine, prefix + rest, len(rest) - 1, top, session, again, reuse=False)
             check(answer, engine.options.block_size, cached=False, external=False, what=f"piece {number}, recomputed")
@@ -79,9 +79,9 @@ async def measure(
 
 
 async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int, exact: int) -> float:
-    """Send a prefix after `number` others, and wait until it is cold with its exact tokens. Raises WrongPathError.
+    """Send a prefix after `number` others, wait until it is cold with its exact tokens, and let vLLM forget it.
 
-    Returns its bytes in the store.
+    Returns its bytes in the store. Raises WrongPathError.
     """
     await engine.until_cold(number)
     before = [engine.metrics(name) for name in ("manthan_exact_blocks", "manthan_cold_bytes")]
@@ -91,6 +91,7 @@ async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int,
         engine.metrics(name) - was
         for name, was in zip(("manthan_exact_blocks", "manthan_cold_bytes"), before, strict=True)
     )
+    await engine.forget_resident()
     if found != exact:
         raise WrongPathError(f"piece {number}: {found:.0f} blocks have exact tokens, wanted are {exact}")
     return nbytes
@@ -107,6 +108,7 @@ async def _answer_twice(engine: Engine, chat: dict[str, Any], ours: bool, number
     if ours:
         await engine.until(lambda: engine.sessions("cold") > cold, f"{what} was not cold")
         await engine.until_cold()
+        await engine.forget_resident()
     later, second = await _answer(engine, chat, session, "later")
     check_origin(second, chat["prefix"], ours, what)
     return {"hot": hot, "later": later}
@@ -210,6 +212,8 @@ def check_settings(settings: list[Setting]) -> None:
     from manthan.manager.config.resolve import ConfigError, resolve_config
 
     for setting in settings:
+        if setting.codec in PEERS:
+            raise QualityError(f"{setting.codec} cannot be measured on an engine: use --engine transformers.")
         try:
             resolve_config(None, flags={"codec": setting.config})
         except ConfigError as error:
@@ -241,7 +245,7 @@ class Questions:
 
     def parameters(self, block_size: int) -> dict[str, Any]:
         """As JSON."""
-        pieces = [{"prefix": piece.prefix, "rest": piece.rest, "context": piece.context} for piece in self.pieces]
+        pieces = [{"prefix": piece.prefix, "rest": piece.rest, "task": piece.task} for piece in self.pieces]
         chats = [
             {"prompt": chat.prompt, "prefix": chat.prefix(block_size), "tokens": self.answer} for chat in self.chats
         ]
@@ -287,11 +291,11 @@ def read_scores(folder: Path, names: list[str], pieces: list[Piece], vocabulary:
         found = []
         for number, piece in enumerate(pieces):
             exact, other = top(EXACT, f"{number}.npz"), top(name, f"{stem}{number}.npz")
-            found.append(other.figures(exact, vocabulary, piece.values, piece.context)._asdict())
+            found.append(other.figures(exact, vocabulary, piece)._asdict())
         return {"pieces": found}
 
     exact, *others = names
-    short = [piece for piece in pieces if not piece.context]
+    short = [piece for piece in pieces if not piece.task]
     found = {exact: figures(exact, "", pieces), RECOMPUTED: figures(exact, f"{RECOMPUTED}-", short)}
     return found | {name: figures(name, "", pieces) for name in others}
 

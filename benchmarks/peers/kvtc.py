@@ -8,19 +8,28 @@ none. Each group of each token then has a start and a step in fp16. The whole nu
 """
 
 import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from manthan.benchmarks.peers import Floats, halves, pack, unpack
-from manthan.codec.base import Codes
+from manthan.codec.base import Codec, Codes, Kind, Numbers, Positions, Section
+from manthan.codec.cpu.numbers import as_floats, as_numbers
+from manthan.codec.errors import CodecError
+from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.rope import Rope
 
 GROUP = 16
 """Components that share a start, a step and a number of bits."""
 CHOICES = (0, 2, 4, 8)
 FRONT = 32
 """Bits of a start and a step."""
+LAYERS = 6
+"""Layers that are coded together, at most."""
+LENGTH = 4
+"""Bytes of the length before each part of a section."""
 
 
 @dataclass(frozen=True)
@@ -98,3 +107,70 @@ def _dealt(y: Floats, budget: int) -> tuple[int, ...]:
                     found[total] = so_far + error, (*chosen, bits)
         best = found
     return min(best.values())[1]
+
+
+class KvtcPreset:
+    """A preset for `manthan.codec.registry`, of so many bits a number before they are deflated."""
+
+    def __init__(self, bits: int) -> None:
+        self.name, self._bits = f"kvtc-{bits}bit", bits
+        self._coders: dict[Kind, list[Kvtc]] = {}
+
+    def calibrate(self, keys: Numbers, values: Numbers, positions: Positions, rope: Rope | None) -> None:
+        """Take the transforms from keys and values of a text, [layers, heads, tokens, head_dim]."""
+        parts: list[tuple[Kind, Numbers]] = [("key", keys), ("value", values)]
+        for kind, x in parts:
+            turns = rope if kind == "key" else None
+            self._coders[kind] = [Kvtc.calibrated(rows, self._bits) for rows in _rows(x, positions, turns)]
+
+    def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> "KvtcCodec":
+        return KvtcCodec(self.name, self._coders, facts.rope)
+
+
+class KvtcCodec(Codec):
+    """Each LAYERS layers of keys or values are a part, with its length before it."""
+
+    varies = True
+
+    def __init__(self, name: str, coders: Mapping[Kind, Sequence[Kvtc]], rope: Rope | None) -> None:
+        self.name, self._coders, self._rope = name, coders, rope
+
+    def max_nbytes(self, section: Section) -> int:
+        return 4 * len(section.vector_kinds) * section.vectors * section.head_dim
+
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+        if not self._coders:
+            raise CodecError(f"{self.name} is not calibrated.")
+        at = 0
+        for kind, of_kind in zip(section.vector_kinds, x.reshape(-1, *section.shape[-4:]), strict=True):
+            for coder, rows in zip(self._coders[kind], _rows(of_kind, positions, self._turns(kind)), strict=True):
+                part = coder.encode(rows)
+                part = len(part).to_bytes(LENGTH, "little") + part
+                out[at : at + len(part)] = np.frombuffer(part, np.uint8)
+                at += len(part)
+        return at
+
+    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+        at, made = 0, []
+        for kind in section.vector_kinds:
+            for coder in self._coders[kind]:
+                end = at + LENGTH + int.from_bytes(codes[at : at + LENGTH].tobytes(), "little")
+                rows = coder.decode(codes[at + LENGTH : end].tobytes(), section.tokens)
+                at, shape = end, (section.tokens, -1, section.heads, section.head_dim)
+                x, turns = rows.reshape(shape).transpose(1, 2, 0, 3), self._turns(kind)
+                made.append(turns.turn(x, positions) if turns else x)
+        return as_numbers(np.concatenate(made).reshape(section.shape), section.dtype)
+
+    def _turns(self, kind: Kind) -> Rope | None:
+        return self._rope if kind == "key" else None
+
+
+def _rows(x: Numbers, positions: Positions, rope: Rope | None) -> Iterator[Floats]:
+    """Numbers of each part of [layers, heads, tokens, head_dim], a token's in a row, without RoPE."""
+    for first in range(0, len(x), LAYERS):
+        part = as_floats(x[first : first + LAYERS])
+        part = rope.turn_back(part, positions) if rope else part
+        yield np.ascontiguousarray(part.transpose(2, 0, 1, 3)).reshape(len(positions), -1)
+
+
+KVTC = {bits: KvtcPreset(bits) for bits in (2, 4)}

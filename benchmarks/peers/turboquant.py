@@ -11,15 +11,13 @@ and the signs of S r, with S a random normal matrix: S' sign(S r) * |r| * sqrt(p
 """
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from manthan.benchmarks.peers import Floats, Peer, halves, pack, unpack
 from manthan.codec.base import Codes, Kind
 
-BITS = 3
-"""Of a number, of keys one of them for the residual."""
 SEED = 20250428
 
 
@@ -53,9 +51,9 @@ def _nearest(y: Floats, bits: int) -> np.ndarray:
     return np.searchsorted((levels[1:] + levels[:-1]) / 2, y)
 
 
-def encode(x: Floats, kind: Kind) -> Codes:
-    """Return the bytes of vectors [n, D]."""
-    dim, bits = x.shape[1], BITS - (kind == "key")
+def encode(x: Floats, kind: Kind, bits: int) -> Codes:
+    """Return the bytes of vectors [n, D]. bits: of a number, of keys one of them for the residual."""
+    dim, bits = x.shape[1], bits - (kind == "key")
     lengths = np.float16(np.linalg.norm(x, axis=1)).astype(np.float32)
     unit = x / np.where(lengths == 0, 1, lengths)[:, None]
     q = _nearest(unit @ rotation(dim).T * math.sqrt(dim), bits)
@@ -66,9 +64,9 @@ def encode(x: Floats, kind: Kind) -> Codes:
     return np.concatenate([halves(lengths), halves(np.linalg.norm(left, axis=1)), pack(q, bits), pack(signs, 1)])
 
 
-def decode(codes: Codes, kind: Kind, shape: tuple[int, int]) -> Floats:
+def decode(codes: Codes, kind: Kind, shape: tuple[int, int], bits: int) -> Floats:
     """Undo `encode` of vectors of this shape."""
-    (n, dim), bits = shape, BITS - (kind == "key")
+    (n, dim), bits = shape, bits - (kind == "key")
     ends = np.cumsum([2 * n, 2 * n * (kind == "key"), -(-n * dim * bits // 8)])
     lengths, of_left, coded, signs_at = np.split(codes, ends)
     lengths, of_left = (part.copy().view("<f2").astype(np.float32) for part in (lengths, of_left))
@@ -83,4 +81,6 @@ def _directions(q: np.ndarray, dim: int, bits: int) -> Floats:
     return (centroids(bits)[q] / math.sqrt(dim) @ rotation(dim)).astype(np.float32)
 
 
-TURBOQUANT = Peer("turboquant", encode, decode)
+TURBOQUANT = {
+    bits: Peer(f"turboquant-{bits}bit", partial(encode, bits=bits), partial(decode, bits=bits)) for bits in (3, 4)
+}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from manthan.benchmarks.peers.formats import FP8, NVFP4
 from manthan.benchmarks.peers.kvarn import KVARN
 from manthan.benchmarks.peers.kvtc import Kvtc
 from manthan.benchmarks.peers.turboquant import TURBOQUANT
@@ -26,8 +27,11 @@ def noise(x: np.ndarray, y: np.ndarray) -> float:
     [
         (KVARN, "key", 4.5, 0.002, 0.012),
         (KVARN, "value", 2.625, 0.05, 0.14),
-        (TURBOQUANT, "key", 3.5, 0.1, 0.3),
-        (TURBOQUANT, "value", 3.25, 0.02, 0.05),
+        (TURBOQUANT[3], "key", 3.5, 0.1, 0.3),
+        (TURBOQUANT[3], "value", 3.25, 0.02, 0.05),
+        (TURBOQUANT[4], "value", 4.25, 0.005, 0.015),
+        (FP8, "key", 8, 0.0005, 0.002),
+        (NVFP4, "value", 4.5, 0.005, 0.015),
     ],
 )
 def test_what_comes_back_and_its_size(peer, kind, bits, least, most) -> None:
@@ -41,11 +45,11 @@ def test_what_comes_back_and_its_size(peer, kind, bits, least, most) -> None:
 def test_keys_of_turboquant_have_unbiased_inner_products() -> None:
     """The residual's signs take away what the quantizer alone leaves out."""
     x, like = tile(1), tile(1) + 0.5 * tile(2)
-    y = TURBOQUANT.decode(TURBOQUANT.encode(x, "key"), "key", x.shape)
+    y = TURBOQUANT[3].decode(TURBOQUANT[3].encode(x, "key"), "key", x.shape)
     assert (like * y).sum() / (like * x).sum() == pytest.approx(1, abs=0.03)
 
 
-@pytest.mark.parametrize("peer", [KVARN, TURBOQUANT])
+@pytest.mark.parametrize("peer", [KVARN, TURBOQUANT[3]])
 def test_a_peer_codes_sections(peer) -> None:
     section = Section(SectionKind.BOTH, peer.name, 2, TOKENS, 3, DIM)
     x = (np.random.default_rng(0).standard_normal(section.shape).astype(np.float32).view(np.uint32) >> 16).astype("u2")
