@@ -34,7 +34,7 @@ say "installing the wheel into an empty environment"
     "$work/bare/bin/manthan" --help >/dev/null
     [ "$("$work/bare/bin/manthan" version | awk '{print $NF}')" = "$version" ] || fail "the wheel says another version."
     "$work/bare/bin/python" -c 'import manthan.codec, manthan.manager, manthan.policies'
-    "$work/bare/bin/manthan" doctor | grep -q vLLM || fail "manthan doctor does not say that vLLM is missing."
+    { "$work/bare/bin/manthan" doctor || true; } | grep -q "vLLM.*not installed" || fail "manthan doctor does not say that vLLM is missing."
 )
 
 say "listing what is in that environment (CycloneDX)"
