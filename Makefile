@@ -5,6 +5,7 @@
 # make handoffs  files that a block passes on its way, counted  make fuzz   random steps of the manager, STEPS=1000000
 # make site      the documents as a site, in build/site         make soak   two servers and all faults, for MINUTES=60
 # make kills     engines on one disk, killed at random moments, TIMES=200
+# make release   what is released, tried and listed, in build/release
 SHELL := /usr/bin/env bash
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -22,7 +23,7 @@ export VLLM_CPU_KVCACHE_SPACE := 1
 WORKERS := 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test test-all test-gpu lint demo fuzz handoffs kills soak docs site clean
+.PHONY: setup test test-all test-gpu lint demo fuzz handoffs kills release soak docs site clean
 
 setup: $(VENV)/.installed
 
@@ -66,6 +67,9 @@ handoffs: $(VENV)/.installed
 TIMES := 200
 kills: $(VENV)/.installed
 	$(BIN)/python tests/helpers/kills.py --times $(TIMES) $(KILLS)
+
+release: $(VENV)/.installed
+	.ci/release.sh $(VENV) build/release
 
 # configuration.md and metrics.md, from the code and configs/default.yaml.
 docs: $(VENV)/.installed

@@ -40,7 +40,10 @@ def _imported(name: str) -> Any:
     try:
         group = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
-        group = _refusing(f"manthan {name} needs {error.name}, which is not installed: pip install 'manthan-kv[bench]'")
+        extra = "vllm" if error.name in ("torch", "vllm") else "bench"
+        group = _refusing(
+            f"manthan {name} needs {error.name}, which is not installed: pip install 'manthan-kv[{extra}]'"
+        )
     except ImportError as error:
         group = _refusing(f"manthan {name} cannot be imported: {error}")
     command = typer.main.get_command(group)

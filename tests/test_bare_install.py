@@ -99,6 +99,13 @@ def test_a_command_of_an_extra_says_which(bare: Bare, args: list[str]) -> None:
     assert result.stderr == f"manthan {args[0]} needs httpx, which is not installed: pip install 'manthan-kv[bench]'\n"
 
 
+def test_doctor_says_that_vllm_is_missing(bare: Bare) -> None:
+    result = bare.manthan("doctor")
+    assert result.returncode == 1
+    assert "it is not installed: pip install 'manthan-kv[vllm]'" in " ".join(result.stdout.split())
+    assert result.stderr == ""
+
+
 def test_what_is_imported_is_declared(bare: Bare) -> None:
     result = bare.run(IMPORT_ALL)
     assert result.returncode == 0, result.stderr

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -20,8 +21,6 @@ from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import resolve_config
 from manthan.manager.doctor.checks import Finding, Grade, check_disk, check_memlock, check_redis
 from manthan.manager.doctor.template import TEMPLATE, check_template, load_renderer
-from manthan.vllm_hooks.doctor.families import families_table
-from manthan.vllm_hooks.doctor.model import check_model
 from manthan.vllm_hooks.support import VLLM, check_version
 
 LOGGING = "VLLM_LOGGING_LEVEL"
@@ -50,6 +49,8 @@ def examine(
     turns of a chat, and says where their prompts part.
     """
     if of_families:
+        from manthan.vllm_hooks.doctor.families import families_table  # needs torch, as vLLM does
+
         typer.echo("\n".join(families_table()))
         return
     found = list(_examined(model, config, url, chat_template))
@@ -77,8 +78,11 @@ def _examined(model: str, file: str, url: str, template: str) -> Iterator[Findin
     if not model:
         yield Finding(TEMPLATE, Grade.SKIPPED, "give MODEL to see whether it rewrites history.")
         return
-    with _quiet():
-        yield from check_model(model, file or None)
+    if find_spec("torch"):  # else the first finding has said what is missing
+        from manthan.vllm_hooks.doctor.model import check_model
+
+        with _quiet():
+            yield from check_model(model, file or None)
     if Path(model).is_dir() and not any(Path(model).glob("*token*")):
         yield Finding(TEMPLATE, Grade.SKIPPED, f"{model} has no tokenizer.")
         return
