@@ -12,7 +12,6 @@ from pydantic.fields import FieldInfo
 
 from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.policies.registry import BUILTIN
-from manthan.vllm_hooks.compat import DIFFERENCES
 from manthan.vllm_hooks.doctor.families import families_table
 from manthan.vllm_hooks.telemetry.metrics import METRICS
 
@@ -83,12 +82,6 @@ def metrics() -> Iterator[str]:
             yield f"- `vllm:manthan_{name}`: {', '.join(f'{edge:.15g}' for edge in metric.buckets)}"
 
 
-def differences() -> Iterator[str]:
-    """Every difference between the two releases of vLLM."""
-    yield "| | 0.32 | 0.33 | Manthan |\n|---|---|---|---|"
-    yield from (f"| {' | '.join(each)} |" for each in DIFFERENCES)
-
-
 def with_generated(text: str, parts: Sequence[Callable[[], Iterator[str]]]) -> str:
     """The document with new lines between the marks: of each part in turn."""
     first, *pieces = text.split(BEGIN)
@@ -100,7 +93,7 @@ def with_generated(text: str, parts: Sequence[Callable[[], Iterator[str]]]) -> s
 
 
 DOCUMENTS = {
-    "compatibility.md": (differences, families_table),
+    "compatibility.md": (families_table,),
     "configuration.md": (configuration,),
     "metrics.md": (metrics,),
 }
