@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.kv_hints import KvHintsEnvelope
     from vllm.v1.request import Request
@@ -134,19 +133,18 @@ def extend_engine_args(
     precheck: "Callable[[EngineArgs, bool], None]",
     check: "Callable[[VllmConfig, bool], None]",
 ) -> None:
-    """Have a say in vLLM's command line: plugins get no hook for flags of their own, so EngineArgs is wrapped.
+    """Add flags to vLLM's command line, and checks to the making of each engine's configuration.
 
-    add_flags: adds to the parser. read_flags: may change what was parsed before vLLM reads it. precheck, check: are
-    told each engine's arguments and its configuration once that is made, before any process starts, and whether they
-    came from a command line.
+    Args:
+        add_flags: adds to the parser.
+        read_flags: may change what was parsed before vLLM reads it.
+        precheck: gets each engine's arguments, and True if they came from a command line.
+        check: gets each engine's configuration before any process starts, and True if it came from a command line.
     """
     from vllm.engine.arg_utils import EngineArgs
 
     def with_flags(add_cli_args: Any) -> Any:
-        def add(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
-            return add_flags(add_cli_args(parser))
-
-        return add
+        return lambda parser: add_flags(add_cli_args(parser))
 
     def with_read(from_cli_args: Any) -> Any:
         def read(cls: type[EngineArgs], args: argparse.Namespace) -> Any:
@@ -198,28 +196,19 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", para
 
 
 async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
-    """Call what each engine core behind this client (`app.state.engine_client`) was told to `offer`.
-
-    vLLM's own way to its workers, `collective_rpc`, does not lead to the scheduler; its sleep mode and its prefix cache
-    are reached like this.
-
-    Returns: an answer of each; None if they are dead.
-    """
+    """Return the answer of each engine core behind `app.state.engine_client` to a call that it offers; None if dead."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    if client.errored:
-        return None
     try:
-        answers: list[Any] = await client.engine_core.call_utility_all_async(name, *args)
+        return None if client.errored else list(await client.engine_core.call_utility_all_async(name, *args))
     except EngineDeadError:
         return None
-    return answers
 
 
 def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
-    """What tells whether a request has one of the API keys of a server with these flags; None where there is no key.
+    """Return vLLM's own check that a request has one of the server's API keys; None for a server without keys.
 
-    It is that of vLLM's own guard, which looks at paths that begin with /v1 and the like only.
+    vLLM checks paths that begin with /v1 and the like only.
     """
     from vllm import envs
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -233,76 +222,17 @@ def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
 # -- the engine core and its block pool, on the scheduler's thread ------------------------------------
 
 
-def prepare_requests(
-    salt: "Callable[[Any, KvHintsEnvelope | None, str | None, LoRARequest | None, bool], str | None]",
-    params_key: str,
-    by_content: bool,
-) -> None:
-    """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media's content.
-
-    vLLM hashes a request where it makes it of what came in, before any connector hears of it, on a thread of its own.
-
-    Args:
-        salt: returns a request's cache salt. It is given the request's `params_key`, its envelope, its client's salt,
-            its adapter, and True if all media are at hand.
-        by_content: True if hashes hold the content of media in place of the names that clients gave them. A name means
-            another image tomorrow.
-    """
-    core = _core_under_construction()
-    if core is None:  # somebody else makes the requests, in tests
-        return
-
-    def with_salt(preprocess: Any) -> Any:
-        def prepare(request: "EngineCoreRequest") -> Any:
-            extra = (request.sampling_params and request.sampling_params.extra_args) or {}
-            features = request.mm_features if by_content else None
-            is_elsewhere = (
-                extra.get("ec_transfer_params") or core.vllm_config.ec_transfer_config
-            )  # media may be sizes only
-            if features and not is_elsewhere:
-                request = msgspec.structs.replace(
-                    request, mm_features=named_by_content(features, core.mm_receiver_cache)
-                )
-            known = not features or (not is_elsewhere and all(feature.data is not None for feature in features))
-            said = extra.get(params_key), request.kv_hints, request.cache_salt, request.lora_request
-            return preprocess(msgspec.structs.replace(request, cache_salt=salt(*said, known)))
-
-        return prepare
-
-    wrap("vllm.v1.engine.core.EngineCore.preprocess_add_request", core, with_salt)
-
-
-def named_by_content(features: "list[MultiModalFeatureSpec]", cache: Any) -> "list[MultiModalFeatureSpec]":
-    """Media with a digest of what the model is given in place of the name.
-
-    Args:
-        cache: vLLM's, which has the data of media that were sent before; None if there is none.
-    """
-    if cache is not None:
-        features = cache.get_and_update_features(features)
-    return [feature if feature.data is None else _with_content(feature) for feature in features]
-
-
 def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
+    """Return media with a digest of what the model is given in place of the name."""
     from vllm.multimodal.hasher import MultiModalHasher
 
+    if feature.data is None:
+        return feature
     item: Any = feature.data
     if not hasattr(item, "manthan_content"):  # vLLM's cache keeps the item
         item.manthan_content = MultiModalHasher.hash_kwargs("sha256", **{feature.modality: item.get_data()})
     adapter = feature.identifier.removesuffix(feature.mm_hash or feature.identifier)
     return dataclasses.replace(feature, identifier=adapter + item.manthan_content)
-
-
-def engine_waker() -> Callable[[], None]:
-    """A function, for any thread, that makes the engine under construction run a step if its connector has work.
-
-    An engine with nothing to do blocks on its input queue, and vLLM hands connectors no way to that queue. Where there
-    is none (an in-process engine, stepped by its caller), the function does nothing: sweeps wait for the next step.
-    """
-    from vllm.v1.engine.core import EngineCoreProc
-
-    core = _core_under_construction()
-    return _ring(core) if isinstance(core, EngineCoreProc) else lambda: None
 
 
 @functools.cache
@@ -329,37 +259,16 @@ def skipped_tokens(spec: "KVCacheSpec", tokens: int) -> int:
 
 
 def tokens_to_load(request: "Request") -> int:
-    """Number of tokens that connectors load for a request that vLLM has just admitted; 0 if it was preempted before.
-
-    vLLM tells a connector of its own tokens only.
-    """
+    """Number of tokens that all connectors load for a request that was just admitted; 0 if it was preempted before."""
     stats = request.prefill_stats
     return 0 if stats is None or request.num_preemptions else stats.num_external_cached_tokens
 
 
-def ask_workers(ask: Callable[[Any], Any]) -> list[Any] | None:
-    """What `ask` returns of each worker of the engine under construction; None where there is no engine core."""
-    core = _core_under_construction()
-    return None if core is None else core.model_executor.collective_rpc(ask)
-
-
-def offer(name: str, method: Callable[..., Any]) -> None:
-    """Have the engine core under construction answer `ask_cores` by this method: on the scheduler's thread, between two
-    steps, or at once while there are none. What it returns is made of what msgpack knows."""
-    core = _core_under_construction()
-    if core is not None:
-        setattr(core, name, method)
-
-
-def _core_under_construction() -> Any:
-    """The EngineCore, or None: the scheduler half is built inside its constructor, so it is found on the stack."""
-    from vllm.v1.engine.core import EngineCore
-
-    return _under_construction(EngineCore)
-
-
 def _under_construction(kind: type) -> Any:
-    """Return the object of this class whose method is the innermost on the stack; None if there is none."""
+    """Return the object of this class whose method is the innermost on the stack; None if there is none.
+
+    vLLM builds connectors inside of its own constructors.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -370,11 +279,9 @@ def _under_construction(kind: type) -> Any:
 
 
 def replace_waiting(queue: "ReturnsFirstQueue") -> "Scheduler | None":
-    """Give the scheduler under construction this queue in place of its `waiting`.
+    """Give the scheduler under construction this queue in place of its `waiting`, and return the scheduler.
 
-    Returns None, and replaces nothing, if it has one of its own kind.
-
-    `kv_holding_waiting` stays: vLLM always drains it first.
+    Return None, and replace nothing, if it has a queue of its own kind. vLLM always drains `kv_holding_waiting` first.
     """
     from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -386,15 +293,8 @@ def replace_waiting(queue: "ReturnsFirstQueue") -> "Scheduler | None":
     return scheduler
 
 
-def _ring(core: "EngineCoreProc") -> Callable[[], None]:
-    from vllm.v1.engine import EngineCoreRequestType
-
-    inputs: queue.Queue[Any] = core.input_queue
-    return lambda: inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
-
-
-class Resets:
-    """Sleeps, and resets of the prefix cache, of the engine under construction.
+class Core:
+    """Engine core under construction, its sleeps, and the resets of its prefix cache.
 
     vLLM resets only while no block is referenced, so Manthan lets go of its blocks first. vLLM tells connectors of a
     sleep no more than of any other pause. Where there is no engine core, nothing is replaced.
@@ -404,17 +304,68 @@ class Resets:
     """
 
     def __init__(self, half: "SchedulerHalf") -> None:
+        from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
         self._half = half
         self._tell = functools.partial(half.ask, otherwise=None)
         self.is_halting = False
         """True while transfers are waited for."""
         self.is_pausing = False
         """True while vLLM resets because the engine comes to rest."""
-        self._core = core = _core_under_construction()
+        self._core = core = _under_construction(EngineCore)
+        self._inputs: queue.Queue[Any] | None = core.input_queue if isinstance(core, EngineCoreProc) else None
+        """Queue on which an engine with nothing to do waits; None for one that its caller steps."""
         if core is not None:
             self._call = core.model_executor.collective_rpc
             wrap("vllm.v1.engine.core.EngineCore.reset_prefix_cache", core, self._halted)
             wrap("vllm.v1.executor.abstract.Executor.collective_rpc", core.model_executor, self._calling)
+
+    def wake(self) -> None:
+        """Make an idle engine run a step if its connector has work. Any thread may call this."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        if self._inputs is not None:
+            self._inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    def offer(self, name: str, method: Callable[..., Any]) -> None:
+        """Answer `ask_cores` by this method, between two steps on the scheduler's thread, by what msgpack knows."""
+        if self._core is not None:
+            setattr(self._core, name, method)
+
+    def prepare_requests(
+        self,
+        salt: "Callable[[Any, KvHintsEnvelope | None, str | None, LoRARequest | None, bool], str | None]",
+        params_key: str,
+        by_content: bool,
+    ) -> None:
+        """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media's content.
+
+        vLLM hashes a request on a thread of its own, before any connector hears of it.
+
+        Args:
+            salt: returns a request's cache salt, given the request's `params_key`, its envelope, its client's salt, its
+                adapter, and True if all media are at hand.
+            by_content: True if hashes hold the content of media in place of the names that clients gave them.
+        """
+        if (core := self._core) is None:  # somebody else makes the requests, in tests
+            return
+
+        def with_salt(preprocess: Any) -> Any:
+            def prepare(request: "EngineCoreRequest") -> Any:
+                extra = (request.sampling_params and request.sampling_params.extra_args) or {}
+                features = (request.mm_features if by_content else None) or []
+                may_be_sizes = extra.get("ec_transfer_params") or core.vllm_config.ec_transfer_config
+                if features and not may_be_sizes:
+                    if core.mm_receiver_cache is not None:  # it has the data of media that were sent before
+                        features = core.mm_receiver_cache.get_and_update_features(features)
+                    request = msgspec.structs.replace(request, mm_features=[_with_content(each) for each in features])
+                known = not features or (not may_be_sizes and all(each.data is not None for each in features))
+                said = extra.get(params_key), request.kv_hints, request.cache_salt, request.lora_request
+                return preprocess(msgspec.structs.replace(request, cache_salt=salt(*said, known)))
+
+            return prepare
+
+        wrap("vllm.v1.engine.core.EngineCore.preprocess_add_request", core, with_salt)
 
     @property
     def is_asleep(self) -> bool:

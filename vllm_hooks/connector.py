@@ -153,11 +153,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[self.scheduler.groups.main.index])
 
     def has_pending_push_work(self) -> bool:
-        has_work = self._ask(self._has_work, otherwise=None)
+        has_work = self._ask(self.scheduler.has_work, otherwise=None)
         return self.scheduler.driver.holds_any() if has_work is None else has_work
-
-    def _has_work(self) -> bool:
-        return self.scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
         return self._ask(self._frees_soon, otherwise=False)
