@@ -98,7 +98,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _count(self, name: str) -> None:
         if self.role is KVConnectorRole.SCHEDULER:
-            self.scheduler.telemetry.failed(name)
+            self.scheduler.telemetry.count("errors", label=name)
         else:
             self._errors.append(name)
 

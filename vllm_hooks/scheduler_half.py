@@ -30,7 +30,7 @@ from manthan.manager.transfer import on_each
 from manthan.vllm_hooks.compat import Core, VllmPool, replace_waiting, tokens_to_load, watch_lookups
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
-from manthan.vllm_hooks.groups import Context, Part, config_for, groups_of, is_mixed, on_all_ranks
+from manthan.vllm_hooks.groups import Part, config_for, groups_for, is_mixed, on_all_ranks
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, decoded_elsewhere, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
@@ -40,11 +40,11 @@ from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, Step
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
-from manthan.vllm_hooks.support import Latents, UnsupportedError, blocks_computed_again
+from manthan.vllm_hooks.support import Latents, UnsupportedError
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_held
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
-from manthan.vllm_hooks.transfer_config import abort_at_shutdown, from_vllm_config, is_on_gpu
+from manthan.vllm_hooks.transfer_config import abort_at_shutdown, is_on_gpu
 from manthan.vllm_hooks.worker.capacity import fast_tiers, room_in, usable_nbytes
 from manthan.vllm_hooks.worker.half import get_ready, groups_of_worker
 from manthan.vllm_hooks.worker.weights import loaded_digest, loads, weights_state
@@ -96,13 +96,12 @@ class SchedulerHalf:
         abort_at_shutdown(vllm_config)
         self._core = Core(self)
         self._ranks = vllm_config.parallel_config.world_size
-        latents, parallel = Latents.of(vllm_config), vllm_config.parallel_config
-        groups = groups_of(kv_cache_config, vllm_config.cache_config, latents, Context.of(parallel))
-        if parallel.pipeline_parallel_size > 1 or latents.numbers or is_mixed(kv_cache_config):
-            groups = on_all_ranks(self._core.ask(groups_of_worker) or [groups])
-        self.groups = groups._replace(again=blocks_computed_again(vllm_config))
-        self.config = config = config_for(from_vllm_config(vllm_config), groups)
-        self._group, self._block_size = groups.main.index, groups.main.tokens
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        self.groups = groups_for(vllm_config, kv_cache_config)
+        if stages > 1 or Latents.of(vllm_config).numbers or is_mixed(kv_cache_config):
+            self.groups = on_all_ranks(self._core.ask(groups_of_worker) or [self.groups])
+        self.config = config = config_for(vllm_config, self.groups)
+        self._group, self._block_size = self.groups.main.index, self.groups.main.tokens
         profile = settled_profile(vllm_config) if needs_profile(config.codec.name) else None
         shards = Shards(self._ranks, room_in(config))
         self._shapes = memory_shapes(config.codec, self.groups, shards, profile)
@@ -206,7 +205,7 @@ class SchedulerHalf:
             self._scheduler = replace_waiting(waiting)
             if self._scheduler is not None:
                 self._waiting = waiting
-                self.telemetry.watch(lambda: waiting.held(time.time()))
+                self.telemetry.held = lambda: waiting.held(time.time())
                 if scheduling.enable_chunked_prefill and not scheduling.disable_chunked_mm_input:
                     largest = max(group.tokens for group in self.groups.stored)
                     self._limit = StepLimit(self._scheduler.max_num_scheduled_tokens, largest)
@@ -274,8 +273,7 @@ class SchedulerHalf:
     def new_request(self, request: "Request") -> None:
         hints = hints_of(request)
         self._requests[request.request_id] = request
-        self.telemetry.began(request)
-        self.telemetry.hinted(hints)
+        self.telemetry.began(request, hints)
         self.driver.started(
             request.request_id,
             self._keys(request),
@@ -432,7 +430,7 @@ class SchedulerHalf:
         if self._limit is not None and self._scheduler is not None and not self._requests:
             self._scheduler.max_num_scheduled_tokens = self._limit.rest()
         prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
-        self.telemetry.computed(max(0, prompt - self.driver.found(request.request_id)))
+        anew = max(0, prompt - self.driver.found(request.request_id))
         computed = min(blocks, request.num_computed_tokens // self._block_size)
         computed = self.groups.deepest(self._entered(self._keys(request)[:computed]))
         keys = self._keys(request)[:computed]
@@ -448,7 +446,7 @@ class SchedulerHalf:
         if self._events is not None:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.parts(depth)))
         self._set_deadline()
-        self.telemetry.ended(request, outcome)
+        self.telemetry.ended(request, outcome, anew)
         return answer_to(hints_of(request), outcome)
 
     def _entered(self, keys: "Sequence[BlockHash]") -> int:
@@ -588,7 +586,7 @@ class SchedulerHalf:
             self.driver.forget_resident(time.monotonic())
             self._rung = True  # a step tells vLLM's KV events and metrics of the reset
             if self._events is not None:
-                self._events.repeat()
+                self._events.repeats = True
             cold = self.manager.table.states[SessionState.COLD]
             if cold:
                 logger.info("Manthan: the prefix cache is reset; %d cold sessions stay, if the weights do.", cold)

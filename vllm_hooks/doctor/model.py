@@ -12,7 +12,7 @@ from manthan.manager.config.model import ConfigError
 from manthan.manager.doctor.checks import Finding, Grade
 from manthan.manager.session.blocks import GroupShape
 from manthan.vllm_hooks.doctor.families import families, stored
-from manthan.vllm_hooks.support import RELEASES, Latents, check_supported
+from manthan.vllm_hooks.support import RELEASES, check_supported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -156,14 +156,13 @@ class StoredGroup(NamedTuple):
 
 def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[dict[int, StoredGroup], int]:
     """Return each group that Manthan stores, by number, and tokens between resume points. Raises ConfigError."""
-    from manthan.vllm_hooks.groups import config_for, groups_of
+    from manthan.vllm_hooks.groups import config_for, groups_for
     from manthan.vllm_hooks.memory import Shards, codec_of_other, memory_shapes
     from manthan.vllm_hooks.settled import settle_codec, settled_profile
-    from manthan.vllm_hooks.transfer_config import from_vllm_config
 
     settle_codec(vllm_config)
-    groups = groups_of(kv_cache_config, vllm_config.cache_config, Latents.of(vllm_config))
-    codec = config_for(from_vllm_config(vllm_config), groups).codec
+    groups = groups_for(vllm_config, kv_cache_config)
+    codec = config_for(vllm_config, groups).codec
     profile = None if groups.main.is_packed else settled_profile(vllm_config)
     sizes = memory_shapes(codec, groups, Shards(1, lambda nbytes: nbytes), profile)[0].groups
     names = {each.group.index: codec_of_other(codec.name, each.group, codec.state) for each in groups.others}

@@ -1,6 +1,6 @@
 """HTTP API: sessions seen and steered below /manthan, on vLLM's own server and behind its API key.
 
-An API server asks all engine cores at once: one, or several data-parallel ones, each with sessions of its own.
+All engine cores are asked at once: one, or several data-parallel ones, each with sessions of its own.
 """
 
 import asyncio
@@ -66,12 +66,12 @@ class ApiError(Exception):
 
     def __init__(self, status: int, sentence: str, param: str | None = None) -> None:
         super().__init__(sentence)
-        self.status, self.sentence, self.param = status, sentence, param
+        self.status, self.param = status, param
 
     def response(self) -> JSONResponse:
         """Return the error in the form of vLLM's own."""
         kind = HTTPStatus(self.status).phrase
-        error = {"message": self.sentence, "type": kind, "param": self.param, "code": self.status}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.status}
         headers = {"WWW-Authenticate": "Bearer"} if self.status == HTTPStatus.UNAUTHORIZED else None
         return JSONResponse({"error": error}, self.status, headers)
 
@@ -95,14 +95,13 @@ class ManthanRoute(APIRoute):
 
 def _mistake(first: Mapping[str, Any]) -> ApiError:
     """Error for the first mistake that validation has found."""
-    place = [str(part) for part in first["loc"][1:]]
     if first["type"] == "json_invalid":
         return ApiError(422, "The body is not valid JSON.", "body")
-    if first["type"] == "value_error" and not place:
-        return ApiError(422, str(first["ctx"]["error"]), "body")
-    if not place:
+    if len(first["loc"]) == 1:
+        if first["type"] == "value_error":
+            return ApiError(422, str(first["ctx"]["error"]), "body")
         return ApiError(422, f"The body must be a JSON object, not {reprlib.repr(first['input'])}.", "body")
-    name = place[0]
+    name = str(first["loc"][1])
     if first["type"] == "extra_forbidden":
         return ApiError(422, f"The body has an unknown field {reprlib.repr(name)}.", name)
     right = RIGHTS.get(name, "something else")
@@ -199,10 +198,7 @@ def _client(request: Request) -> Any:
 
 
 async def ask_all(client: Any, what: str, asked: dict[str, Any]) -> list[Answer]:
-    """Return the answer of each engine core; see `Inquiries`.
-
-    Args:
-        client: vLLM's engine client; None for a server without an engine.
+    """Return the answer of each engine core; see `Inquiries`. client: None for a server without an engine.
 
     Raises:
         ApiError: if there is no engine, or it is dead or silent.
@@ -229,10 +225,7 @@ async def list_sessions(client: Any, asked: dict[str, Any]) -> Answer:
 
 
 async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
-    """Look at one session, or steer it.
-
-    Several cores may have a session of this id. All of these are steered, and the one used last is returned.
-    """
+    """Look at one session, or steer it in all cores that have it, and return the one used last."""
     answers = await ask_all(client, what, asked)
     known = [answer | {"engine": engine} for engine, answer in enumerate(answers) if "refused" not in answer]
     if known:
@@ -244,8 +237,8 @@ async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
 def together(answers: Sequence[Answer], offset: int, limit: int, descending: bool) -> Answer:
     """Merge the first pages of several cores into one page of all."""
     rows = [
-        [(tuple(key), shown | {"engine": engine}) for key, shown in zip(*each, strict=True)]
-        for engine, each in enumerate((answer["keys"], answer["sessions"]) for answer in answers)
+        [(key, shown | {"engine": engine}) for key, shown in zip(answer["keys"], answer["sessions"], strict=True)]
+        for engine, answer in enumerate(answers)
     ]
     merged = heapq.merge(*rows, key=lambda row: row[0], reverse=descending)
     page = [shown for _, shown in islice(merged, offset, offset + limit)]
