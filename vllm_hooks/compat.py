@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import msgspec
@@ -507,11 +507,7 @@ class Core:
 
 
 def watch_lookups(pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
-    """Serve each request only those cached blocks that it may have, and mark what it computes behind decoded ones.
-
-    vLLM offers connectors no say in its local prefix cache. 0.33's cap on the hit's length would not do either: another
-    block of the same hash may be exact.
-    """
+    """Serve each request only those cached blocks that it may have, and mark what it computes behind decoded ones."""
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
@@ -523,7 +519,7 @@ def watch_lookups(pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> Non
 
 
 def _asking(is_enabled: Callable[..., bool]) -> Callable[..., bool]:
-    """vLLM asks this before each lookup."""
+    """Note whose request is looked up: vLLM calls this before each lookup."""
 
     def enabled_for(self: Any, request: Any) -> bool:
         watched: Watched | None = getattr(self.block_pool, "manthan", None)
@@ -579,7 +575,7 @@ class Watched:
         return get_served
 
     def found(self, request: Any, managers: Sequence[Any]) -> None:
-        """vLLM has found blocks for a request, and has taken others for it, which have no mark."""
+        """Tell of the blocks that vLLM has found for a request."""
         tables = [manager.req_to_blocks.get(request.request_id, ()) for manager in managers] if self.marks else []
         block_ids = [[block.block_id for block in blocks] for blocks in tables]
         self.half.ask(self.half.found, request, block_ids, otherwise=None)
@@ -592,10 +588,7 @@ class Watched:
                     self.marks.copy(source.block_id, copy.block_id)
 
     def cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
-        """Mark the blocks from `first` on that vLLM has entered for a request.
-
-        Lossy blocks whose hash an exact one has now are evicted.
-        """
+        """Mark a request's blocks from `first` on. Evict lossy blocks whose hash an exact one has now."""
         new = [block for block in blocks[first:] if block.block_hash is not None and not block.is_null]
         if not new:
             return
@@ -613,11 +606,9 @@ class Watched:
 
 
 def cached_blocks(pool: "BlockPool", name: Any) -> "Iterable[KVCacheBlock]":
-    """The cached blocks of a hash, the one that vLLM would take first."""
+    """Return the cached blocks of a hash, the one that vLLM would take first."""
     found = pool.cached_block_hash_to_block._cache.get(name)
-    if found is None:
-        return ()
-    return found.values() if isinstance(found, dict) else (found,)
+    return found.values() if isinstance(found, dict) else () if found is None else (found,)
 
 
 def overwrite_next(pool: "BlockPool", blocks: "Sequence[KVCacheBlock]") -> None:
@@ -643,13 +634,12 @@ class PoolMarks(Marks):
 
 
 class VllmPool:
-    """vLLM's block pool, as manthan.manager.pool.Pool describes it.
+    """vLLM's block pool, as `manthan.manager.pool.Pool` describes it.
 
     Args:
         main: KV cache group whose blocks are kept in order.
         block_tokens: tokens of a block, by group.
-        event: returns what vLLM's KV events say of a block that is stored, by its name and the medium; None where they
-            are off.
+        event: returns the KV event of a block that is stored, by its name and the medium; None if events are off.
     """
 
     def __init__(
@@ -679,7 +669,7 @@ class VllmPool:
         self._pool._reuse_watchers.update(dict.fromkeys(block_ids, self._reused))
 
     def _reused(self, block: "KVCacheBlock") -> None:
-        """Forget what was known of a block. Thousands are handed out at once, while a request waits."""
+        """Forget all of a block that is handed out."""
         block_id = block.block_id
         self._saved.discard(block_id)
         self._kept.pop(block_id, None)
@@ -694,7 +684,6 @@ class VllmPool:
         return self._pool.get_num_free_blocks()
 
     def lookup(self, group: int, block_hashes: "Iterable[bytes]") -> list[int]:
-        """See Pool."""
         find = self._pool.cached_block_hash_to_block._cache.get
         suffix: Any = make_block_hash_with_group_id(BlockHash(b""), group)
         found = map(find, [block_hash + suffix for block_hash in block_hashes])
@@ -711,19 +700,15 @@ class VllmPool:
         return bereft
 
     def hold(self, block_ids: "Sequence[int]") -> None:
-        """See Pool."""
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
     def take(self, count: int) -> list[int]:
-        """See Pool."""
         return [block.block_id for block in self._pool.get_new_blocks(count)]
 
     def free(self, block_ids: "Sequence[int]") -> None:
-        """See Pool."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
     def cache(self, block_id: int, group: int, block_hash: bytes, position: int) -> None:
-        """See Pool. vLLM does the same with a block that it has computed."""
         block, name = self._pool.blocks[block_id], make_block_hash_with_group_id(BlockHash(block_hash), group)
         block.set_block_hash(name, num_tokens=(position + 1) * self._block_tokens[group])
         self._pool.cached_block_hash_to_block.insert(name, block)
@@ -731,11 +716,9 @@ class VllmPool:
             self._pool.kv_event_queue.append(told)
 
     def release(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        """See Pool."""
         overwrite_next(self._pool, self._copies(group, block_hashes)[::-1])
 
     def keep(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        """See Pool."""
         if group != self._main:  # vLLM overwrites blocks of windows and states as it likes
             return
         blocks = self._copies(group, block_hashes)
@@ -747,7 +730,6 @@ class VllmPool:
         self._insert(free)
 
     def lead(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        """See Pool."""
         found = self._copies(group, block_hashes)
         blocks = [block for block in found if block.ref_cnt == 0 and block.block_id in self._saved]
         for block in blocks:
@@ -759,7 +741,6 @@ class VllmPool:
             self._kept |= behind
 
     def forget(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        """See Pool."""
         blocks = [block for block in self._copies(group, block_hashes) if block.block_id in self._saved]
         for block in blocks:
             self._saved.discard(block.block_id)
@@ -769,7 +750,6 @@ class VllmPool:
         self._pool.free_blocks(free)
 
     def runway(self, most: int) -> int:
-        """See Pool."""
         count = 0
         for count, block in enumerate(islice(self._free.iter_blocks_after(None), most), 1):
             if block.block_hash is not None and block.block_id not in self._saved:
@@ -777,13 +757,11 @@ class VllmPool:
         return count
 
     def unsaved(self, most: int) -> Iterator[Unsaved]:
-        """See Pool."""
         for block in list(islice(self._free.iter_blocks_after(None), most)):
             if block.block_hash is not None and block.block_id not in self._saved:
                 yield _named(block)
 
     def redundant(self, spare: int) -> Iterator[Unsaved]:
-        """See Pool."""
         used = [block for block_id in self._saved if (block := self._pool.blocks[block_id]).ref_cnt > 0]
         kept = [block for block in self._kept.values() if block.ref_cnt == 0 and block.block_hash is not None]
         later = kept[spare:][::-1]
@@ -842,7 +820,7 @@ class VllmPool:
 
 
 def _first_id(found: "KVCacheBlock | dict[int, KVCacheBlock] | None") -> int:
-    """Return the id of the block that vLLM would take for a hash, -1 if there is none."""
+    """Id of the block that vLLM would take for a hash; -1 without one."""
     if found is None:
         return -1
     block = next(iter(found.values())) if isinstance(found, dict) else found
@@ -855,10 +833,7 @@ def _named(block: "KVCacheBlock") -> Unsaved:
 
 
 def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":
-    """Plan the KV cache of a model that was built under this configuration, as an engine core does.
-
-    There is memory for any number of blocks. Raises what vLLM raises for caches that it cannot plan.
-    """
+    """Plan the KV cache of a model that was built, as an engine core with much memory does. Raises what vLLM raises."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core import kv_cache_utils
@@ -881,37 +856,16 @@ def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":
 # -- the model and the device, on workers -------------------------------------------------------------
 
 
-def attention_modules(vllm_config: "VllmConfig") -> dict[str, Any]:
-    """The model's attention layers by name, as they write to the KV cache."""
-    modules: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-    return modules
-
-
-class RotaryModule(NamedTuple):
-    """A rotary embedding that vLLM has made. cos_sin: [places, 2 * pairs], cosines and then sines, with the factor that
-    some kinds have. base: of its frequencies, where vLLM changed the model's (dynamic NTK); else None."""
-
-    head_dim: int
-    turned: int
-    interleaved: bool
-    cos_sin: "torch.Tensor"
-    base: float | None
-
-
-def rotary_modules() -> list[RotaryModule]:
-    """Those of the models in this process; models that turn no keys have none, some make their own otherwise."""
+def rotary_modules(head_dim: int) -> list[Any]:
+    """Return the rotary embeddings with tables that vLLM has made for heads of this size in this process."""
     from vllm.model_executor.layers import rotary_embedding as made
 
-    return [
-        RotaryModule(module.head_size, module.rotary_dim, not module.is_neox_style, module.cos_sin_cache, _base(module))
-        for module in made._ROPE_DICT.values()
-        if getattr(module, "cos_sin_cache", None) is not None
-    ]
+    modules = [each for each in made._ROPE_DICT.values() if getattr(each, "cos_sin_cache", None) is not None]
+    return [each for each in modules if each.head_size == head_dim]
 
 
-def _base(module: Any) -> float | None:
-    """vLLM fixes dynamic NTK for the longest prompt that it allows, as these classes reckon it; Transformers follows
-    each prompt."""
+def changed_base(module: Any) -> float | None:
+    """Base of a rotary embedding's frequencies, if vLLM changed the model's for its longest prompt (dynamic NTK)."""
     from vllm.model_executor.layers.rotary_embedding import dynamic_ntk_alpha_rope, dynamic_ntk_scaling_rope
 
     power = module.rotary_dim / (module.rotary_dim - 2) if module.rotary_dim > 2 else 1.0
@@ -923,32 +877,26 @@ def _base(module: Any) -> float | None:
     return None
 
 
-def write_kv(module: Any, key: "torch.Tensor", value: "torch.Tensor", cache: "torch.Tensor", slots: Any) -> None:
-    """Write keys and values, [tokens, heads, head_dim] each, into a layer's paged cache as its backend does."""
-    module.impl.do_kv_cache_update(module, key, value, cache, slots)
-
-
 def write_latents(
     module: Any, latents: "torch.Tensor", keys: "torch.Tensor", cache: "torch.Tensor", slots: Any
 ) -> None:
-    """Write latents [tokens, numbers] and RoPE's part of keys [tokens, 1, numbers] into a layer's paged cache (MLA), as
-    its backend does."""
+    """Write latents [tokens, numbers] and RoPE's part of keys [tokens, 1, numbers] as a layer's backend does (MLA)."""
     scale = getattr(module, "_k_scale", None)  # the CPU's takes none; a cache that is not quantized has no use for it
     cache = cache.squeeze(1) if cache.ndim == 4 else cache  # without heads, as the layer itself has it
     module.impl.do_kv_cache_update(latents, keys, cache, slots, getattr(module, "kv_cache_dtype", "auto"), scale)
 
 
 def parts_of(name: str, tensor: "torch.Tensor") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Tensors with memory of their own, by name, that make up a tensor; torchao's have several."""
+    """Yield the tensors with memory of their own that make up a tensor; torchao's have several."""
     from vllm.model_executor.model_loader.weight_checksum import _tensors
 
     yield from ((each, part.detach()) for each, part in _tensors(name, tensor))
 
 
 def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Parameters and persistent buffers of a model by name, as tensors with memory of their own.
+    """Yield parameters and persistent buffers of a model by name, as tensors with memory of their own.
 
-    Other buffers are made of these and of the configuration. vLLM casts some, such as YaRN's, when it first computes.
+    Other buffers are made of these and of the configuration.
     """
     persistent = model.state_dict(keep_vars=True).keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -959,8 +907,7 @@ def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]"
 def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], None]") -> None:
     """Have `made` called with each model that vLLM makes in this process, before its weights are loaded.
 
-    Connectors hear of no weights, and the tensors that a model keeps are sharded, fused and packed ones. A model that
-    another one has in it is loaded with that one, and is not told of.
+    A model inside of another one is loaded with that one, and is not told of.
     """
     from vllm.model_executor.model_loader import utils
 
@@ -989,7 +936,7 @@ def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], Non
 
 
 def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
-    """The parameters and persistent buffers of a worker's model, and of its draft; see `tensors_of`."""
+    """Yield the tensors of a worker's model, and of its draft; see `tensors_of`."""
     runner = worker.model_runner
     draft = getattr(runner, "get_draft_model", lambda: None)()
     for model in (runner.get_model(), draft):
@@ -998,7 +945,7 @@ def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
 
 
 def copy_blocks(sources: "torch.Tensor", targets: "torch.Tensor", sizes: "torch.Tensor") -> None:
-    """Copy between addresses, all int64 on the CPU, by the GPU's copy engines, on the current stream."""
+    """Copy between addresses by the GPU's copy engines, on the current stream. All tensors are int64 on the CPU."""
     from vllm import _custom_ops as ops
 
     ops.swap_blocks_batch(sources, targets, sizes)
@@ -1021,7 +968,7 @@ def unpin(memory: "torch.Tensor") -> None:
 
 
 def leave_captures_alone() -> None:
-    """What this thread asks of CUDA from now on does not end another thread's capture of a graph."""
+    """Have this thread's calls of CUDA leave another thread's capture of a graph alone."""
     from cuda.bindings import runtime
 
     runtime.cudaThreadExchangeStreamCaptureMode(runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)

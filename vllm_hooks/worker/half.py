@@ -23,7 +23,6 @@ from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
 from manthan.manager.tiers.shards import Shard, ShardedTier
 from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import Tier
-from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.disk_store import open_disk, open_left
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup, config_for, groups_for
@@ -181,7 +180,7 @@ class WorkerHalf:
             nbytes = dict(zip(group.names, group.layer_nbytes, strict=True))
             return placed_layers(kv_caches, self._kv_cache_config, nbytes)
         caches = {name: cache for name, cache in kv_caches.items() if name in group.names}
-        modules: dict[str, Any] = attention_modules(self._vllm_config)
+        modules = self._vllm_config.compilation_config.static_forward_context
         return probe_layers(caches, modules, self._kv_cache_config.num_blocks, block_shape(group))
 
     def _beside(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> Sequence[Layer]:

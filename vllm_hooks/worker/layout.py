@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from manthan.codec.block import BlockShape
 from manthan.codec.gpu.paged import PagedLayout, RawLayout
-from manthan.vllm_hooks.compat import write_kv, write_latents
+from manthan.vllm_hooks.compat import write_latents
 from manthan.vllm_hooks.support import UnsupportedError
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _probe(rows: torch.Tensor, cache: torch.Tensor, module: Any, shape: BlockSha
         if shape.latent:
             write_latents(module, value.flatten(1), key, cache, slots)
         else:
-            write_kv(module, key, value, cache, slots)
+            module.impl.do_kv_cache_update(module, key, value, cache, slots)
         read = rows[SCRATCH_BLOCK].cpu()
         found += (read.bool() if is_fp8 else read).to(torch.int64) << shift
     rows[SCRATCH_BLOCK].zero_()
