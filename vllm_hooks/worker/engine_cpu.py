@@ -235,7 +235,7 @@ class CpuEngine(Engine):
                 failed[at] = cause
                 failed.update(other_causes(job, range(at + 1, len(job)), found, values, store))
                 return
-            sizes.append(len(found or b""))
+            sizes.append(0 if found is None else len(found))
         if len(sizes) < len(keys):
             raise ValueError(f"the store has answered for {len(sizes)} of {len(keys)} blocks")
 

@@ -322,7 +322,7 @@ def _make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Shard
         store = open_disk(config, parallel, namespace.name, config.tiers.max_bytes)
         if is_reader:
             left, rest = open_left(config, parallel, namespace.name, sharding)
-            sources, copies = [[sealed(*each) for each in some] for some in left], [each.tier for each in rest]
+            sources, copies = [[sealed(*each) for each in some.items()] for some in left], [*rest]
     own = sealed(shard, store)
     return ShardedTier(own, sources, copies) if sources else own
 
