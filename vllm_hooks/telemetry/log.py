@@ -69,7 +69,6 @@ def announce(
 
 
 def _beside(blocks: int) -> str:
-    """Phrase for the blocks of other KV cache groups than that of full attention."""
     return f" and {blocks} of windows or states" if blocks else ""
 
 
