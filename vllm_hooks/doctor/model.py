@@ -25,11 +25,9 @@ MARKS = {"coded": Grade.OK, "partly": Grade.WARNING, "bytes": Grade.WARNING, "re
 
 
 def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
-    """Build a model, and say of each KV cache group what it holds and how it is stored.
+    """Build a model, a folder or a name in Hugging Face's cache, and say of each KV cache group how it is stored.
 
-    Args:
-        model: folder with a config.json, or a name in Hugging Face's cache.
-        file: the YAML file of --manthan-config.
+    file: the YAML file of --manthan-config.
     """
     try:
         names = _architectures(model)
@@ -66,11 +64,7 @@ def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
 
 
 def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCacheConfig]":
-    """Build a model on the meta device and plan its KV cache, by vLLM's own functions. Raises what they raise.
-
-    Args:
-        names: names of its classes.
-    """
+    """Build a model of these classes on the meta device and plan its KV cache, by vLLM. Raises what vLLM raises."""
     import torch
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config

@@ -279,27 +279,18 @@ class WorkerHalf:
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
-    """Return "cuda" or "numpy": what is wanted, or what suits the KV cache's device.
+    """Return "cuda" or "numpy": `wanted`, or for auto what suits the KV cache's device.
 
     A GPU that shares the CPU's memory (GB10) is better left to the model.
-
-    Raises:
-        UnsupportedError: if cuda is wanted without a GPU.
     """
-    if device.type == "cpu":
-        if wanted == "cuda":
-            raise UnsupportedError("codec.backend is cuda, but vLLM runs on the CPU here: use auto or numpy.")
-        return "numpy"
     if wanted != "auto":
         return wanted
-    return "numpy" if torch.cuda.get_device_properties(device).is_integrated else "cuda"
+    is_shared = device.type == "cpu" or torch.cuda.get_device_properties(device).is_integrated
+    return "numpy" if is_shared else "cuda"
 
 
 def _make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Sharding) -> Tier:
-    """Return a rank's tiers that outlive the engine, behind the one in RAM. Raises ConfigError.
-
-    sharding: shares of the ranks in a block.
-    """
+    """Return a rank's tiers that outlive the engine, behind the one in RAM. Raises ConfigError."""
     config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
     keys, rank = keys_of(config.sealing), parallel.rank
     sealer = Sealer(keys, namespace.name) if keys else None
@@ -363,12 +354,7 @@ def _cuda_engine(
     finer: Sequence[str],
     secondary: Tier | None,
 ) -> Engine:
-    """Return an engine on the GPU.
-
-    Args:
-        groups: caches by KV cache group, the main one first.
-        finer: codecs whose blocks may be asked for as well.
-    """
+    """Return an engine on the GPU. finer: codecs whose blocks may be asked for as well."""
     from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
     from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
