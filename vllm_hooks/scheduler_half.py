@@ -102,6 +102,7 @@ class SchedulerHalf:
             self.groups = on_all_ranks(self._core.ask(groups_of_worker) or [self.groups])
         self.config = config = config_for(vllm_config, self.groups)
         self._group, self._block_size = self.groups.main.index, self.groups.main.tokens
+        self._hashes_a_block = self._block_size // self.groups.hash_tokens
         profile = settled_profile(vllm_config) if needs_profile(config.codec.name) else None
         shards = Shards(self._ranks, room_in(config))
         self._shapes = memory_shapes(config.codec, self.groups, shards, profile)
@@ -408,7 +409,10 @@ class SchedulerHalf:
         Where resume points need a window's last blocks only, all tokens count for the slowest tier.
         """
         blocks, fronts, names = self.manager.blocks, self.driver.fronts, self.config.tiers.tier_names
-        is_whole, jobs = self.groups.is_whole, self.driver.loads_of(request_id)
+        jobs = self.driver.loads_of(request_id)
+        if not any(blocks.moved_nbytes):
+            return {names[0]: tokens}
+        is_whole = self.groups.is_whole
         rows = (
             row
             for job in jobs
@@ -464,7 +468,7 @@ class SchedulerHalf:
 
     def _keys(self, request: "Request") -> "Sequence[BlockHash]":
         """Return the hashes of a request's blocks of the main group: those at the ends of its blocks."""
-        step = self._block_size // self.groups.hash_tokens
+        step = self._hashes_a_block
         return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
 
     def _parts(self, depth: int) -> Iterator[tuple[int, int]]:

@@ -141,6 +141,8 @@ class WorkerHalf:
         self.groups = groups_for(self._vllm_config, self._kv_cache_config, as_bytes)
         self._config = config_for(self._vllm_config, self.groups)
         self._sharding = Sharding.of(self._vllm_config, self.groups)
+        contexts = {group.index: group.context for group in self.groups.stored}
+        self._contexts = contexts if any(context.ranks > 1 for context in contexts.values()) else {}
 
     def shutdown(self) -> None:
         if self.guard is not None:
@@ -166,11 +168,10 @@ class WorkerHalf:
 
     def of_this_rank(self, metadata: ManthanMetadata) -> ManthanMetadata:
         """Return a message with the tokens of its transfers counted as this rank counts its own."""
-        contexts = {group.index: group.context for group in self.groups.stored}
-        if all(context.ranks == 1 for context in contexts.values()):
+        if not self._contexts:
             return metadata
         stores, loads = (
-            [contexts[job.group].of_a_rank(job) for job in jobs] for jobs in (metadata.stores, metadata.loads)
+            [self._contexts[job.group].of_a_rank(job) for job in jobs] for jobs in (metadata.stores, metadata.loads)
         )
         return replace(metadata, stores=stores, loads=loads)
 
