@@ -446,12 +446,11 @@ class Core:
         Running requests are preempted there first, so that vLLM computes again what they have under way.
         """
         from vllm.v1.core.sched.interface import PauseState
-        from vllm.v1.engine.core import EngineCoreProc
 
         if not (self.is_moving or self._core.batch_queue):
             return True
         scheduler, until = self._core.scheduler, time.monotonic() + HALT_S
-        before, has_queue = scheduler.pause_state, isinstance(self._core, EngineCoreProc)
+        before, has_queue = scheduler.pause_state, self._inputs is not None
         while may_preempt and not has_queue and scheduler.running:
             scheduler._preempt_request(scheduler.running.pop(), time.monotonic(), drop_stale_output=True)
             scheduler.prev_step_scheduled_req_ids.clear()
@@ -821,10 +820,8 @@ class VllmPool:
 
 def _first_id(found: "KVCacheBlock | dict[int, KVCacheBlock] | None") -> int:
     """Id of the block that vLLM would take for a hash; -1 without one."""
-    if found is None:
-        return -1
     block = next(iter(found.values())) if isinstance(found, dict) else found
-    return block.block_id
+    return -1 if block is None else block.block_id
 
 
 def _named(block: "KVCacheBlock") -> Unsaved:

@@ -133,17 +133,17 @@ def make_router(args: Namespace) -> APIRouter:
 
     @router.get("/sessions", response_model=Sessions, summary="List sessions")
     async def sessions(request: Request, bound: Bound, asked: Annotated[SessionQuery, Query()]) -> Any:
-        return await list_sessions(_client(request), asked.query(bound))
+        return await list_sessions(request.app.state.engine_client, asked.query(bound))
 
     @router.get(
         "/sessions/{id:path}", response_model=SessionWithLife, responses=_errors(OF_ONE), summary="Show a session"
     )
     async def session(request: Request, id: Id, bound: Bound) -> Any:
-        return await ask_about(_client(request), "session", {"id": id, "bound": bound})
+        return await ask_about(request.app.state.engine_client, "session", {"id": id, "bound": bound})
 
     @router.get("/state", response_model=EngineState, summary="Show the pool, the cold store and the policy")
     async def state(request: Request, bound: Bound) -> Any:
-        found = summed(await ask_all(_client(request), "state", {"bound": bound}))
+        found = summed(await ask_all(request.app.state.engine_client, "state", {"bound": bound}))
         model = request.app.state.vllm_config.model_config
         name = model.served_model_name or model.model
         return found | {"version": version("manthan-kv"), "model": name if isinstance(name, str) else name[0]}
@@ -164,7 +164,7 @@ def make_router(args: Namespace) -> APIRouter:
 
         async def act(request: Request, id: Id, bound: Bound, asked: given = default) -> Any:  # type: ignore[valid-type]
             said: dict[str, Any] = {} if asked is None else asked.model_dump()
-            return await ask_about(_client(request), what, {"id": id, "bound": bound, **said})
+            return await ask_about(request.app.state.engine_client, what, {"id": id, "bound": bound, **said})
 
         router.add_api_route(
             f"/sessions/{{id:path}}/{what}",
@@ -188,10 +188,6 @@ def make_router(args: Namespace) -> APIRouter:
 
 def _errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Error, "description": text} for status, text in statuses.items()}
-
-
-def _client(request: Request) -> Any:
-    return request.app.state.engine_client
 
 
 # -- engine cores -------------------------------------------------------------------------------------
