@@ -50,9 +50,13 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         extra[DIGEST] = ""
         return
     if has_draft(vllm_config):
-        asked = without_profile(asked, "--speculative-config has a draft, whose layers a profile does not know")
+        asked = without_profile(
+            asked, ", but --speculative-config has a draft, whose layers a profile does not know: use"
+        )
     if (stages := parallel.pipeline_parallel_size) > 1:
-        asked = without_profile(asked, f"--pipeline-parallel-size is {stages}, and a profile is of all layers")
+        asked = without_profile(
+            asked, f", but --pipeline-parallel-size is {stages}, and a profile is of all layers: use"
+        )
     ranks = parallel.tensor_parallel_size
     chosen = choose_codec(asked, model.model, ranks, has_latents=model.use_mla, revision=model.revision)
     latent = Latents.of(vllm_config).numbers
@@ -114,7 +118,7 @@ def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
     """Return the codec that is meant where no profile fits the blocks. Raises ConfigError if one was asked for."""
     if needs_profile(asked.name) or asked.profile:
         what = f"codec.profile is {asked.profile}" if asked.profile else f"codec.name is {asked.name}"
-        raise ConfigError(f"{what}, but {why}: use {AUTO} or {PLAIN}")
+        raise ConfigError(f"{what}{why} {AUTO} or {PLAIN}")
     return asked.model_copy(update={"name": PLAIN if asked.name == AUTO else asked.name})
 
 
