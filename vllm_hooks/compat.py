@@ -1,8 +1,6 @@
-"""All of vLLM that Manthan touches and that vLLM does not offer to connectors; for 0.32, compared with 0.33.
+"""All of vLLM that Manthan touches and that vLLM does not offer to connectors.
 
-`WRAPPED` lists each function of vLLM that Manthan replaces, and why. `READS` lists the attributes that this file reads.
-`DIFFERENCES` lists each difference between the two releases that concerns Manthan. This file may fail with any release
-of vLLM. Everything else in `vllm_hooks` keeps to the connector API and to what vLLM documents.
+Everything else in `vllm_hooks` keeps to the connector API. docs/compatibility.md compares the two releases.
 """
 
 import argparse
@@ -14,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import msgspec
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.kv_hints import KvHintsEnvelope
     from vllm.v1.request import Request
@@ -96,156 +93,6 @@ WRAPPED = {
     ),
 }
 """Functions of vLLM that Manthan replaces, and the reason for each. Tests compare their signatures."""
-READS: dict[str, tuple[str, ...]] = {
-    "vllm.config.CompilationConfig": ("static_forward_context",),
-    "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory": ("_registry", "register_connector"),
-    "vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware": ("verify_token",),
-    "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
-    "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding": (
-        *("head_size", "rotary_dim", "is_neox_style", "cos_sin_cache", "base", "max_position_embeddings"),
-    ),
-    "vllm.model_executor.layers.rotary_embedding.dynamic_ntk_alpha_rope.DynamicNTKAlphaRotaryEmbedding": (
-        "scaling_alpha",
-    ),
-    "vllm.model_executor.layers.rotary_embedding.dynamic_ntk_scaling_rope.DynamicNTKScalingRotaryEmbedding": (
-        *("scaling_factor", "max_trained_positions"),
-    ),
-    "vllm.multimodal.hasher.MultiModalHasher": ("hash_kwargs",),
-    "vllm.multimodal.inputs.MultiModalFeatureSpec": ("data", "modality", "identifier", "mm_hash"),
-    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": ("do_kv_cache_update",),
-    "vllm.v1.attention.backends.flash_attn.FlashAttentionImpl": ("do_kv_cache_update",),
-    "vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl": ("do_kv_cache_update",),
-    "vllm.v1.core.block_pool.BlockHashToBlockMap": ("_cache", "insert"),
-    "vllm.v1.core.block_pool.BlockPool": (
-        *("blocks", "num_gpu_blocks", "free_block_queue", "cached_block_hash_to_block", "cached_block_hashes_by_block"),
-        *("get_new_blocks", "get_num_free_blocks", "touch", "free_blocks", "evict_blocks"),
-        *("_reuse_watchers", "kv_event_queue", "medium"),
-    ),
-    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": ("single_type_managers", "block_pool"),
-    "vllm.v1.core.kv_cache_manager.KVCacheManager": ("block_pool", "free"),
-    "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue": (
-        *("fake_free_list_head", "fake_free_list_tail", "num_free_blocks", "iter_blocks_after", "remove"),
-    ),
-    "vllm.v1.core.kv_cache_utils.KVCacheBlock": (
-        *("block_id", "ref_cnt", "block_hash", "is_null", "prev_free_block", "next_free_block", "set_block_hash"),
-    ),
-    "vllm.v1.core.sched.interface.PauseState": ("PAUSED_ALL",),
-    "vllm.v1.core.sched.scheduler.Scheduler": (
-        *("running", "waiting", "kv_holding_waiting", "deferred_waiting", "kv_cache_manager", "has_finished_requests"),
-        *("finished_recving_kv_req_ids", "failed_recving_kv_req_ids", "prev_step_scheduled_req_ids"),
-        *("pause_state", "set_pause_state", "_preempt_request", "reset_connector_cache"),
-    ),
-    "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": (
-        *("num_cached_block", "req_to_blocks", "_pending_cow_copies"),
-    ),
-    "vllm.v1.engine.EngineCoreRequest": ("sampling_params", "mm_features", "kv_hints", "cache_salt", "lora_request"),
-    "vllm.v1.engine.EngineCoreRequestType": ("WAKEUP",),
-    "vllm.v1.engine.async_llm.AsyncLLM": ("engine_core", "errored"),
-    "vllm.v1.engine.core.EngineCore": (
-        *("vllm_config", "model_executor", "scheduler", "batch_queue", "step_fn", "mm_receiver_cache", "_reset_caches"),
-    ),
-    "vllm.v1.engine.core.EngineCoreProc": ("input_queue", "shutdown_state", "_process_engine_step"),
-    "vllm.v1.engine.core.EngineShutdownState": ("RUNNING",),
-    "vllm.v1.engine.core_client.AsyncMPClient": ("call_utility_all_async",),
-    "vllm.v1.engine.input_processor.InputProcessor": ("vllm_config",),
-    "vllm.v1.executor.abstract.Executor": ("is_sleeping",),
-    "vllm.v1.metrics.stats.PrefillStats": ("num_external_cached_tokens",),
-    "vllm.v1.request.Request": ("request_id", "status", "num_computed_tokens", "num_preemptions", "prefill_stats"),
-    "vllm.v1.request.RequestStatus": ("WAITING", "WAITING_FOR_REMOTE_KVS", "PREEMPTED"),
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ("get_model", "get_draft_model"),
-    "vllm.v1.worker.gpu_worker.Worker": ("model_runner", *LOADS, *HARMLESS),
-}
-"""Attributes and methods that this file reads and that `WRAPPED` has not, by class or module of vLLM.
-
-Tests look each of them up in both releases.
-"""
-
-
-class Difference(NamedTuple):
-    """Difference between two releases of vLLM that concerns Manthan. ours: what Manthan does about it."""
-
-    what: str
-    in_32: str
-    in_33: str
-    ours: str
-
-
-DIFFERENCES = (
-    Difference(
-        "planning of KV cache groups",
-        "`get_kv_cache_configs` of `v1.core.kv_cache_utils` groups layers itself",
-        "`get_kv_cache_configs` of `v1.core.kv_cache_planning` takes groups of `get_global_kv_cache_groups`",
-        "`manthan doctor` calls what there is (`plan_kv_cache`)",
-    ),
-    Difference(
-        "sleep mode and connectors",
-        "connectors hear of no sleep",
-        "`unregister_kv_caches` before the KV cache's memory goes, `restore_kv_caches` when it is back",
-        "waits until nothing is read from the cache or written to it; addresses stay, so views of the cache do too",
-    ),
-    Difference(
-        "block hashes with EAGLE and MTP",
-        "cover a block's tokens",
-        "may cover the token behind it (`num_hash_lookahead_tokens`), but not with a KV connector",
-        "hashes are those of 0.32, and a hit loses its last block",
-    ),
-    Difference(
-        "KV events",
-        "`BlockStored` has no tokens behind a block",
-        "it has `lookahead_token_ids`, None where hashes do not cover such tokens",
-        "leaves it None",
-    ),
-    Difference(
-        "length of a hit in the prefix cache",
-        "all that is found",
-        "may be limited (`max_cache_hit_length`), for outputs that are kept beside the KV",
-        "chooses blocks in `get_cached_block`, below that limit",
-    ),
-    Difference(
-        "last blocks of a request",
-        "cached when the next step is scheduled",
-        "cached when the request stops, too",
-        "marks blocks wherever vLLM caches them",
-    ),
-    Difference(
-        "a draft's KV in the second model runner",
-        "saved in the model's step",
-        "saved in a step of its own (`wait_for_save`)",
-        "encodings begin in `wait_for_save`",
-    ),
-    Difference(
-        "`do_kv_cache_update` of MLA backends",
-        "six arguments",
-        "one more, which is optional",
-        "leaves it out",
-    ),
-    Difference(
-        "waiting request that cannot be scheduled",
-        "ends the step",
-        "goes back into the queue, and others go ahead",
-        "its queue serves both",
-    ),
-    Difference(
-        "loads that wait for earlier steps",
-        "none",
-        "`deferred_loads`, with `HiSparseConnector` only",
-        "refuses that connector beside its own",
-    ),
-    Difference(
-        "wake-up from sleep",
-        "asks workers nothing",
-        "asks them for `get_kv_connector_handshake_metadata` again",
-        "knows that this call changes no weights",
-    ),
-    Difference(
-        "`--kv-cache-dtype`",
-        "fixed names",
-        "`octave_*`, and names that plugins register",
-        "keeps such blocks as bytes, as it does all that it does not know",
-    ),
-)
-"""All differences between vLLM 0.32 and 0.33 that concern Manthan; docs/compatibility.md prints them."""
-
 # Every process of vLLM loads plugins: what only some of them need is imported where it is used.
 
 
@@ -286,19 +133,18 @@ def extend_engine_args(
     precheck: "Callable[[EngineArgs, bool], None]",
     check: "Callable[[VllmConfig, bool], None]",
 ) -> None:
-    """Have a say in vLLM's command line: plugins get no hook for flags of their own, so EngineArgs is wrapped.
+    """Add flags to vLLM's command line, and checks to the making of each engine's configuration.
 
-    add_flags: adds to the parser. read_flags: may change what was parsed before vLLM reads it. precheck, check: are
-    told each engine's arguments and its configuration once that is made, before any process starts, and whether they
-    came from a command line.
+    Args:
+        add_flags: adds to the parser.
+        read_flags: may change what was parsed before vLLM reads it.
+        precheck: gets each engine's arguments, and True if they came from a command line.
+        check: gets each engine's configuration before any process starts, and True if it came from a command line.
     """
     from vllm.engine.arg_utils import EngineArgs
 
     def with_flags(add_cli_args: Any) -> Any:
-        def add(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
-            return add_flags(add_cli_args(parser))
-
-        return add
+        return lambda parser: add_flags(add_cli_args(parser))
 
     def with_read(from_cli_args: Any) -> Any:
         def read(cls: type[EngineArgs], args: argparse.Namespace) -> Any:
@@ -350,28 +196,19 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", para
 
 
 async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
-    """Call what each engine core behind this client (`app.state.engine_client`) was told to `offer`.
-
-    vLLM's own way to its workers, `collective_rpc`, does not lead to the scheduler; its sleep mode and its prefix cache
-    are reached like this.
-
-    Returns: an answer of each; None if they are dead.
-    """
+    """Return the answer of each engine core behind `app.state.engine_client` to a call that it offers; None if dead."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    if client.errored:
-        return None
     try:
-        answers: list[Any] = await client.engine_core.call_utility_all_async(name, *args)
+        return None if client.errored else list(await client.engine_core.call_utility_all_async(name, *args))
     except EngineDeadError:
         return None
-    return answers
 
 
 def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
-    """What tells whether a request has one of the API keys of a server with these flags; None where there is no key.
+    """Return vLLM's own check that a request has one of the server's API keys; None for a server without keys.
 
-    It is that of vLLM's own guard, which looks at paths that begin with /v1 and the like only.
+    vLLM checks paths that begin with /v1 and the like only.
     """
     from vllm import envs
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -385,76 +222,17 @@ def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
 # -- the engine core and its block pool, on the scheduler's thread ------------------------------------
 
 
-def prepare_requests(
-    salt: "Callable[[Any, KvHintsEnvelope | None, str | None, LoRARequest | None, bool], str | None]",
-    params_key: str,
-    by_content: bool,
-) -> None:
-    """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media's content.
-
-    vLLM hashes a request where it makes it of what came in, before any connector hears of it, on a thread of its own.
-
-    Args:
-        salt: returns a request's cache salt. It is given the request's `params_key`, its envelope, its client's salt,
-            its adapter, and True if all media are at hand.
-        by_content: True if hashes hold the content of media in place of the names that clients gave them. A name means
-            another image tomorrow.
-    """
-    core = _core_under_construction()
-    if core is None:  # somebody else makes the requests, in tests
-        return
-
-    def with_salt(preprocess: Any) -> Any:
-        def prepare(request: "EngineCoreRequest") -> Any:
-            extra = (request.sampling_params and request.sampling_params.extra_args) or {}
-            features = request.mm_features if by_content else None
-            is_elsewhere = (
-                extra.get("ec_transfer_params") or core.vllm_config.ec_transfer_config
-            )  # media may be sizes only
-            if features and not is_elsewhere:
-                request = msgspec.structs.replace(
-                    request, mm_features=named_by_content(features, core.mm_receiver_cache)
-                )
-            known = not features or (not is_elsewhere and all(feature.data is not None for feature in features))
-            said = extra.get(params_key), request.kv_hints, request.cache_salt, request.lora_request
-            return preprocess(msgspec.structs.replace(request, cache_salt=salt(*said, known)))
-
-        return prepare
-
-    wrap("vllm.v1.engine.core.EngineCore.preprocess_add_request", core, with_salt)
-
-
-def named_by_content(features: "list[MultiModalFeatureSpec]", cache: Any) -> "list[MultiModalFeatureSpec]":
-    """Media with a digest of what the model is given in place of the name.
-
-    Args:
-        cache: vLLM's, which has the data of media that were sent before; None if there is none.
-    """
-    if cache is not None:
-        features = cache.get_and_update_features(features)
-    return [feature if feature.data is None else _with_content(feature) for feature in features]
-
-
 def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
+    """Return media with a digest of what the model is given in place of the name."""
     from vllm.multimodal.hasher import MultiModalHasher
 
+    if feature.data is None:
+        return feature
     item: Any = feature.data
     if not hasattr(item, "manthan_content"):  # vLLM's cache keeps the item
         item.manthan_content = MultiModalHasher.hash_kwargs("sha256", **{feature.modality: item.get_data()})
     adapter = feature.identifier.removesuffix(feature.mm_hash or feature.identifier)
     return dataclasses.replace(feature, identifier=adapter + item.manthan_content)
-
-
-def engine_waker() -> Callable[[], None]:
-    """A function, for any thread, that makes the engine under construction run a step if its connector has work.
-
-    An engine with nothing to do blocks on its input queue, and vLLM hands connectors no way to that queue. Where there
-    is none (an in-process engine, stepped by its caller), the function does nothing: sweeps wait for the next step.
-    """
-    from vllm.v1.engine.core import EngineCoreProc
-
-    core = _core_under_construction()
-    return _ring(core) if isinstance(core, EngineCoreProc) else lambda: None
 
 
 @functools.cache
@@ -481,37 +259,16 @@ def skipped_tokens(spec: "KVCacheSpec", tokens: int) -> int:
 
 
 def tokens_to_load(request: "Request") -> int:
-    """Number of tokens that connectors load for a request that vLLM has just admitted; 0 if it was preempted before.
-
-    vLLM tells a connector of its own tokens only.
-    """
+    """Number of tokens that all connectors load for a request that was just admitted; 0 if it was preempted before."""
     stats = request.prefill_stats
     return 0 if stats is None or request.num_preemptions else stats.num_external_cached_tokens
 
 
-def ask_workers(ask: Callable[[Any], Any]) -> list[Any] | None:
-    """What `ask` returns of each worker of the engine under construction; None where there is no engine core."""
-    core = _core_under_construction()
-    return None if core is None else core.model_executor.collective_rpc(ask)
-
-
-def offer(name: str, method: Callable[..., Any]) -> None:
-    """Have the engine core under construction answer `ask_cores` by this method: on the scheduler's thread, between two
-    steps, or at once while there are none. What it returns is made of what msgpack knows."""
-    core = _core_under_construction()
-    if core is not None:
-        setattr(core, name, method)
-
-
-def _core_under_construction() -> Any:
-    """The EngineCore, or None: the scheduler half is built inside its constructor, so it is found on the stack."""
-    from vllm.v1.engine.core import EngineCore
-
-    return _under_construction(EngineCore)
-
-
 def _under_construction(kind: type) -> Any:
-    """Return the object of this class whose method is the innermost on the stack; None if there is none."""
+    """Return the object of this class whose method is the innermost on the stack; None if there is none.
+
+    vLLM builds connectors inside of its own constructors.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -522,11 +279,9 @@ def _under_construction(kind: type) -> Any:
 
 
 def replace_waiting(queue: "ReturnsFirstQueue") -> "Scheduler | None":
-    """Give the scheduler under construction this queue in place of its `waiting`.
+    """Give the scheduler under construction this queue in place of its `waiting`, and return the scheduler.
 
-    Returns None, and replaces nothing, if it has one of its own kind.
-
-    `kv_holding_waiting` stays: vLLM always drains it first.
+    Return None, and replace nothing, if it has a queue of its own kind. vLLM always drains `kv_holding_waiting` first.
     """
     from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -538,15 +293,8 @@ def replace_waiting(queue: "ReturnsFirstQueue") -> "Scheduler | None":
     return scheduler
 
 
-def _ring(core: "EngineCoreProc") -> Callable[[], None]:
-    from vllm.v1.engine import EngineCoreRequestType
-
-    inputs: queue.Queue[Any] = core.input_queue
-    return lambda: inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
-
-
-class Resets:
-    """Sleeps, and resets of the prefix cache, of the engine under construction.
+class Core:
+    """Engine core under construction, its sleeps, and the resets of its prefix cache.
 
     vLLM resets only while no block is referenced, so Manthan lets go of its blocks first. vLLM tells connectors of a
     sleep no more than of any other pause. Where there is no engine core, nothing is replaced.
@@ -556,17 +304,68 @@ class Resets:
     """
 
     def __init__(self, half: "SchedulerHalf") -> None:
+        from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
         self._half = half
         self._tell = functools.partial(half.ask, otherwise=None)
         self.is_halting = False
         """True while transfers are waited for."""
         self.is_pausing = False
         """True while vLLM resets because the engine comes to rest."""
-        self._core = core = _core_under_construction()
+        self._core = core = _under_construction(EngineCore)
+        self._inputs: queue.Queue[Any] | None = core.input_queue if isinstance(core, EngineCoreProc) else None
+        """Queue on which an engine with nothing to do waits; None for one that its caller steps."""
         if core is not None:
             self._call = core.model_executor.collective_rpc
             wrap("vllm.v1.engine.core.EngineCore.reset_prefix_cache", core, self._halted)
             wrap("vllm.v1.executor.abstract.Executor.collective_rpc", core.model_executor, self._calling)
+
+    def wake(self) -> None:
+        """Make an idle engine run a step if its connector has work. Any thread may call this."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        if self._inputs is not None:
+            self._inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    def offer(self, name: str, method: Callable[..., Any]) -> None:
+        """Answer `ask_cores` by this method, between two steps on the scheduler's thread, by what msgpack knows."""
+        if self._core is not None:
+            setattr(self._core, name, method)
+
+    def prepare_requests(
+        self,
+        salt: "Callable[[Any, KvHintsEnvelope | None, str | None, LoRARequest | None, bool], str | None]",
+        params_key: str,
+        by_content: bool,
+    ) -> None:
+        """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media's content.
+
+        vLLM hashes a request on a thread of its own, before any connector hears of it.
+
+        Args:
+            salt: returns a request's cache salt, given the request's `params_key`, its envelope, its client's salt, its
+                adapter, and True if all media are at hand.
+            by_content: True if hashes hold the content of media in place of the names that clients gave them.
+        """
+        if (core := self._core) is None:  # somebody else makes the requests, in tests
+            return
+
+        def with_salt(preprocess: Any) -> Any:
+            def prepare(request: "EngineCoreRequest") -> Any:
+                extra = (request.sampling_params and request.sampling_params.extra_args) or {}
+                features = (request.mm_features if by_content else None) or []
+                may_be_sizes = extra.get("ec_transfer_params") or core.vllm_config.ec_transfer_config
+                if features and not may_be_sizes:
+                    if core.mm_receiver_cache is not None:  # it has the data of media that were sent before
+                        features = core.mm_receiver_cache.get_and_update_features(features)
+                    request = msgspec.structs.replace(request, mm_features=[_with_content(each) for each in features])
+                known = not features or (not may_be_sizes and all(each.data is not None for each in features))
+                said = extra.get(params_key), request.kv_hints, request.cache_salt, request.lora_request
+                return preprocess(msgspec.structs.replace(request, cache_salt=salt(*said, known)))
+
+            return prepare
+
+        wrap("vllm.v1.engine.core.EngineCore.preprocess_add_request", core, with_salt)
 
     @property
     def is_asleep(self) -> bool:
@@ -647,12 +446,11 @@ class Resets:
         Running requests are preempted there first, so that vLLM computes again what they have under way.
         """
         from vllm.v1.core.sched.interface import PauseState
-        from vllm.v1.engine.core import EngineCoreProc
 
         if not (self.is_moving or self._core.batch_queue):
             return True
         scheduler, until = self._core.scheduler, time.monotonic() + HALT_S
-        before, has_queue = scheduler.pause_state, isinstance(self._core, EngineCoreProc)
+        before, has_queue = scheduler.pause_state, self._inputs is not None
         while may_preempt and not has_queue and scheduler.running:
             scheduler._preempt_request(scheduler.running.pop(), time.monotonic(), drop_stale_output=True)
             scheduler.prev_step_scheduled_req_ids.clear()
@@ -708,11 +506,7 @@ class Resets:
 
 
 def watch_lookups(pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
-    """Serve each request only those cached blocks that it may have, and mark what it computes behind decoded ones.
-
-    vLLM offers connectors no say in its local prefix cache. 0.33's cap on the hit's length would not do either: another
-    block of the same hash may be exact.
-    """
+    """Serve each request only those cached blocks that it may have, and mark what it computes behind decoded ones."""
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
@@ -724,7 +518,7 @@ def watch_lookups(pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> Non
 
 
 def _asking(is_enabled: Callable[..., bool]) -> Callable[..., bool]:
-    """vLLM asks this before each lookup."""
+    """Note whose request is looked up: vLLM calls this before each lookup."""
 
     def enabled_for(self: Any, request: Any) -> bool:
         watched: Watched | None = getattr(self.block_pool, "manthan", None)
@@ -780,7 +574,7 @@ class Watched:
         return get_served
 
     def found(self, request: Any, managers: Sequence[Any]) -> None:
-        """vLLM has found blocks for a request, and has taken others for it, which have no mark."""
+        """Tell of the blocks that vLLM has found for a request."""
         tables = [manager.req_to_blocks.get(request.request_id, ()) for manager in managers] if self.marks else []
         block_ids = [[block.block_id for block in blocks] for blocks in tables]
         self.half.ask(self.half.found, request, block_ids, otherwise=None)
@@ -793,10 +587,7 @@ class Watched:
                     self.marks.copy(source.block_id, copy.block_id)
 
     def cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
-        """Mark the blocks from `first` on that vLLM has entered for a request.
-
-        Lossy blocks whose hash an exact one has now are evicted.
-        """
+        """Mark a request's blocks from `first` on. Evict lossy blocks whose hash an exact one has now."""
         new = [block for block in blocks[first:] if block.block_hash is not None and not block.is_null]
         if not new:
             return
@@ -814,11 +605,9 @@ class Watched:
 
 
 def cached_blocks(pool: "BlockPool", name: Any) -> "Iterable[KVCacheBlock]":
-    """The cached blocks of a hash, the one that vLLM would take first."""
+    """Return the cached blocks of a hash, the one that vLLM would take first."""
     found = pool.cached_block_hash_to_block._cache.get(name)
-    if found is None:
-        return ()
-    return found.values() if isinstance(found, dict) else (found,)
+    return found.values() if isinstance(found, dict) else () if found is None else (found,)
 
 
 def overwrite_next(pool: "BlockPool", blocks: "Sequence[KVCacheBlock]") -> None:
@@ -844,13 +633,12 @@ class PoolMarks(Marks):
 
 
 class VllmPool:
-    """vLLM's block pool, as manthan.manager.pool.Pool describes it.
+    """vLLM's block pool, as `manthan.manager.pool.Pool` describes it.
 
     Args:
         main: KV cache group whose blocks are kept in order.
         block_tokens: tokens of a block, by group.
-        event: returns what vLLM's KV events say of a block that is stored, by its name and the medium; None where they
-            are off.
+        event: returns the KV event of a block that is stored, by its name and the medium; None if events are off.
     """
 
     def __init__(
@@ -880,7 +668,7 @@ class VllmPool:
         self._pool._reuse_watchers.update(dict.fromkeys(block_ids, self._reused))
 
     def _reused(self, block: "KVCacheBlock") -> None:
-        """Forget what was known of a block. Thousands are handed out at once, while a request waits."""
+        """Forget all of a block that is handed out."""
         block_id = block.block_id
         self._saved.discard(block_id)
         self._kept.pop(block_id, None)
@@ -895,7 +683,6 @@ class VllmPool:
         return self._pool.get_num_free_blocks()
 
     def lookup(self, group: int, block_hashes: "Iterable[bytes]") -> list[int]:
-        """See Pool."""
         find = self._pool.cached_block_hash_to_block._cache.get
         suffix: Any = make_block_hash_with_group_id(BlockHash(b""), group)
         found = map(find, [block_hash + suffix for block_hash in block_hashes])
@@ -912,19 +699,15 @@ class VllmPool:
         return bereft
 
     def hold(self, block_ids: "Sequence[int]") -> None:
-        """See Pool."""
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
     def take(self, count: int) -> list[int]:
-        """See Pool."""
         return [block.block_id for block in self._pool.get_new_blocks(count)]
 
     def free(self, block_ids: "Sequence[int]") -> None:
-        """See Pool."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
     def cache(self, block_id: int, group: int, block_hash: bytes, position: int) -> None:
-        """See Pool. vLLM does the same with a block that it has computed."""
         block, name = self._pool.blocks[block_id], make_block_hash_with_group_id(BlockHash(block_hash), group)
         block.set_block_hash(name, num_tokens=(position + 1) * self._block_tokens[group])
         self._pool.cached_block_hash_to_block.insert(name, block)
@@ -932,11 +715,9 @@ class VllmPool:
             self._pool.kv_event_queue.append(told)
 
     def release(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        """See Pool."""
         overwrite_next(self._pool, self._copies(group, block_hashes)[::-1])
 
     def keep(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        """See Pool."""
         if group != self._main:  # vLLM overwrites blocks of windows and states as it likes
             return
         blocks = self._copies(group, block_hashes)
@@ -948,7 +729,6 @@ class VllmPool:
         self._insert(free)
 
     def lead(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        """See Pool."""
         found = self._copies(group, block_hashes)
         blocks = [block for block in found if block.ref_cnt == 0 and block.block_id in self._saved]
         for block in blocks:
@@ -960,7 +740,6 @@ class VllmPool:
             self._kept |= behind
 
     def forget(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        """See Pool."""
         blocks = [block for block in self._copies(group, block_hashes) if block.block_id in self._saved]
         for block in blocks:
             self._saved.discard(block.block_id)
@@ -970,7 +749,6 @@ class VllmPool:
         self._pool.free_blocks(free)
 
     def runway(self, most: int) -> int:
-        """See Pool."""
         count = 0
         for count, block in enumerate(islice(self._free.iter_blocks_after(None), most), 1):
             if block.block_hash is not None and block.block_id not in self._saved:
@@ -978,13 +756,11 @@ class VllmPool:
         return count
 
     def unsaved(self, most: int) -> Iterator[Unsaved]:
-        """See Pool."""
         for block in list(islice(self._free.iter_blocks_after(None), most)):
             if block.block_hash is not None and block.block_id not in self._saved:
                 yield _named(block)
 
     def redundant(self, spare: int) -> Iterator[Unsaved]:
-        """See Pool."""
         used = [block for block_id in self._saved if (block := self._pool.blocks[block_id]).ref_cnt > 0]
         kept = [block for block in self._kept.values() if block.ref_cnt == 0 and block.block_hash is not None]
         later = kept[spare:][::-1]
@@ -1043,11 +819,9 @@ class VllmPool:
 
 
 def _first_id(found: "KVCacheBlock | dict[int, KVCacheBlock] | None") -> int:
-    """Return the id of the block that vLLM would take for a hash, -1 if there is none."""
-    if found is None:
-        return -1
+    """Id of the block that vLLM would take for a hash; -1 without one."""
     block = next(iter(found.values())) if isinstance(found, dict) else found
-    return block.block_id
+    return -1 if block is None else block.block_id
 
 
 def _named(block: "KVCacheBlock") -> Unsaved:
@@ -1056,10 +830,7 @@ def _named(block: "KVCacheBlock") -> Unsaved:
 
 
 def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":
-    """Plan the KV cache of a model that was built under this configuration, as an engine core does.
-
-    There is memory for any number of blocks. Raises what vLLM raises for caches that it cannot plan.
-    """
+    """Plan the KV cache of a model that was built, as an engine core with much memory does. Raises what vLLM raises."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core import kv_cache_utils
@@ -1082,37 +853,16 @@ def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":
 # -- the model and the device, on workers -------------------------------------------------------------
 
 
-def attention_modules(vllm_config: "VllmConfig") -> dict[str, Any]:
-    """The model's attention layers by name, as they write to the KV cache."""
-    modules: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-    return modules
-
-
-class RotaryModule(NamedTuple):
-    """A rotary embedding that vLLM has made. cos_sin: [places, 2 * pairs], cosines and then sines, with the factor that
-    some kinds have. base: of its frequencies, where vLLM changed the model's (dynamic NTK); else None."""
-
-    head_dim: int
-    turned: int
-    interleaved: bool
-    cos_sin: "torch.Tensor"
-    base: float | None
-
-
-def rotary_modules() -> list[RotaryModule]:
-    """Those of the models in this process; models that turn no keys have none, some make their own otherwise."""
+def rotary_modules(head_dim: int) -> list[Any]:
+    """Return the rotary embeddings with tables that vLLM has made for heads of this size in this process."""
     from vllm.model_executor.layers import rotary_embedding as made
 
-    return [
-        RotaryModule(module.head_size, module.rotary_dim, not module.is_neox_style, module.cos_sin_cache, _base(module))
-        for module in made._ROPE_DICT.values()
-        if getattr(module, "cos_sin_cache", None) is not None
-    ]
+    modules = [each for each in made._ROPE_DICT.values() if getattr(each, "cos_sin_cache", None) is not None]
+    return [each for each in modules if each.head_size == head_dim]
 
 
-def _base(module: Any) -> float | None:
-    """vLLM fixes dynamic NTK for the longest prompt that it allows, as these classes reckon it; Transformers follows
-    each prompt."""
+def changed_base(module: Any) -> float | None:
+    """Base of a rotary embedding's frequencies, if vLLM changed the model's for its longest prompt (dynamic NTK)."""
     from vllm.model_executor.layers.rotary_embedding import dynamic_ntk_alpha_rope, dynamic_ntk_scaling_rope
 
     power = module.rotary_dim / (module.rotary_dim - 2) if module.rotary_dim > 2 else 1.0
@@ -1124,32 +874,26 @@ def _base(module: Any) -> float | None:
     return None
 
 
-def write_kv(module: Any, key: "torch.Tensor", value: "torch.Tensor", cache: "torch.Tensor", slots: Any) -> None:
-    """Write keys and values, [tokens, heads, head_dim] each, into a layer's paged cache as its backend does."""
-    module.impl.do_kv_cache_update(module, key, value, cache, slots)
-
-
 def write_latents(
     module: Any, latents: "torch.Tensor", keys: "torch.Tensor", cache: "torch.Tensor", slots: Any
 ) -> None:
-    """Write latents [tokens, numbers] and RoPE's part of keys [tokens, 1, numbers] into a layer's paged cache (MLA), as
-    its backend does."""
+    """Write latents [tokens, numbers] and RoPE's part of keys [tokens, 1, numbers] as a layer's backend does (MLA)."""
     scale = getattr(module, "_k_scale", None)  # the CPU's takes none; a cache that is not quantized has no use for it
     cache = cache.squeeze(1) if cache.ndim == 4 else cache  # without heads, as the layer itself has it
     module.impl.do_kv_cache_update(latents, keys, cache, slots, getattr(module, "kv_cache_dtype", "auto"), scale)
 
 
 def parts_of(name: str, tensor: "torch.Tensor") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Tensors with memory of their own, by name, that make up a tensor; torchao's have several."""
+    """Yield the tensors with memory of their own that make up a tensor; torchao's have several."""
     from vllm.model_executor.model_loader.weight_checksum import _tensors
 
     yield from ((each, part.detach()) for each, part in _tensors(name, tensor))
 
 
 def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Parameters and persistent buffers of a model by name, as tensors with memory of their own.
+    """Yield parameters and persistent buffers of a model by name, as tensors with memory of their own.
 
-    Other buffers are made of these and of the configuration. vLLM casts some, such as YaRN's, when it first computes.
+    Other buffers are made of these and of the configuration.
     """
     persistent = model.state_dict(keep_vars=True).keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -1160,8 +904,7 @@ def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]"
 def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], None]") -> None:
     """Have `made` called with each model that vLLM makes in this process, before its weights are loaded.
 
-    Connectors hear of no weights, and the tensors that a model keeps are sharded, fused and packed ones. A model that
-    another one has in it is loaded with that one, and is not told of.
+    A model inside of another one is loaded with that one, and is not told of.
     """
     from vllm.model_executor.model_loader import utils
 
@@ -1190,7 +933,7 @@ def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], Non
 
 
 def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
-    """The parameters and persistent buffers of a worker's model, and of its draft; see `tensors_of`."""
+    """Yield the tensors of a worker's model, and of its draft; see `tensors_of`."""
     runner = worker.model_runner
     draft = getattr(runner, "get_draft_model", lambda: None)()
     for model in (runner.get_model(), draft):
@@ -1199,7 +942,7 @@ def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
 
 
 def copy_blocks(sources: "torch.Tensor", targets: "torch.Tensor", sizes: "torch.Tensor") -> None:
-    """Copy between addresses, all int64 on the CPU, by the GPU's copy engines, on the current stream."""
+    """Copy between addresses by the GPU's copy engines, on the current stream. All tensors are int64 on the CPU."""
     from vllm import _custom_ops as ops
 
     ops.swap_blocks_batch(sources, targets, sizes)
@@ -1222,7 +965,7 @@ def unpin(memory: "torch.Tensor") -> None:
 
 
 def leave_captures_alone() -> None:
-    """What this thread asks of CUDA from now on does not end another thread's capture of a graph."""
+    """Have this thread's calls of CUDA leave another thread's capture of a graph alone."""
     from cuda.bindings import runtime
 
     runtime.cudaThreadExchangeStreamCaptureMode(runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)

@@ -68,9 +68,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     # -- errors ---------------------------------------------------------------------------------------
 
     def _ask(self, call: Callable[..., T], *args: Any, otherwise: U) -> T | U:
-        """What the scheduler half answers; after an exception of its own `otherwise`, from then on always.
+        """Return the scheduler half's answer; `otherwise` from its first exception on.
 
-        No exception of Manthan's ends the engine. Its books may be half changed then, so that nothing of it is used.
+        No exception of Manthan's ends the engine. The books may be half changed then.
         """
         if self._is_broken:
             return otherwise
@@ -98,7 +98,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _count(self, name: str) -> None:
         if self.role is KVConnectorRole.SCHEDULER:
-            self.scheduler.telemetry.failed(name)
+            self.scheduler.telemetry.count("errors", label=name)
         else:
             self._errors.append(name)
 
@@ -153,11 +153,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[self.scheduler.groups.main.index])
 
     def has_pending_push_work(self) -> bool:
-        has_work = self._ask(self._has_work, otherwise=None)
+        has_work = self._ask(self.scheduler.has_work, otherwise=None)
         return self.scheduler.driver.holds_any() if has_work is None else has_work
-
-    def _has_work(self) -> bool:
-        return self.scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
         return self._ask(self._frees_soon, otherwise=False)
@@ -191,12 +188,11 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register_kv_caches(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """vLLM 0.33 is about to take the cache's memory away (sleep mode), and has reset its prefix cache. The
-        addresses stay, and wake up with other memory behind them: there is nothing to restore."""
+        """Wait, because vLLM 0.33 takes the cache's memory away (sleep mode). Addresses stay."""
         self.worker.engine.wait()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM calls this before each step's forward pass. It may call `start_load_kv` after the pass."""
+        """Begin a step. vLLM may call `start_load_kv` after the forward pass."""
         assert isinstance(connector_metadata, ManthanMetadata)
         super().bind_connector_metadata(self.worker.of_this_rank(connector_metadata))
         if self.worker.guard is not None:
@@ -215,10 +211,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are read whole when their session is evicted, not layer by layer."""
 
     def wait_for_save(self) -> None:
-        """vLLM calls this when all of the step's forward passes are under way, the draft's too, or where there is none.
+        """Begin stores, behind the step's forward passes, because a block may be stored in the step that computes it.
 
-        It hashes blocks when it schedules them, so a block may be named to be encoded in the very step that computes
-        it: encodings begin here, behind that. Their blocks are referenced until they are done: nothing to wait for.
+        The blocks are referenced until they are done, so that there is nothing to wait for.
         """
         metadata, engine = self._metadata, self.worker.engine
         if self._try(engine.submit_stores, metadata, otherwise=False) is False:
@@ -249,12 +244,10 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> ManthanWorkerMetadata | None:
         guard = self.worker.guard
-        report = self._try(self.worker.engine.take_report, otherwise=None)
-        verdicts = None if guard is None else self._try(guard.take, otherwise=None)
-        if verdicts or self._errors:
-            report = report or ManthanWorkerMetadata()
-            report.verdicts, report.errors, self._errors = verdicts or [], self._errors, []
-        return report
+        report = self._try(self.worker.engine.take_report, otherwise=None) or ManthanWorkerMetadata()
+        report.verdicts = [] if guard is None else self._try(guard.take, otherwise=[])
+        report.errors, self._errors = self._errors, []
+        return report if report != ManthanWorkerMetadata() else None
 
     def shutdown(self) -> None:
         half = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker

@@ -6,8 +6,9 @@ import signal
 import threading
 import time
 from collections.abc import MutableMapping, Sequence
+from multiprocessing.process import BaseProcess as ParentProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
@@ -17,14 +18,7 @@ from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.persist import JournalLink
 from manthan.manager.tiers.arena_tier import ArenaTier
-from manthan.manager.tiers.disk_folder import (
-    check_folder,
-    counts_in,
-    found_in,
-    open_rank,
-    open_root,
-    remove_others,
-)
+from manthan.manager.tiers.disk_folder import check_folder, counts_in, found_in, open_rank, open_root, remove_others
 from manthan.manager.tiers.journal import Journal
 from manthan.manager.tiers.sealed import Sealer, keys_of
 from manthan.manager.tiers.shards import Shard
@@ -36,13 +30,6 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
 logger = init_logger("vllm.manthan")
-
-
-class RankFolder(NamedTuple):
-    """Blocks of a rank of an earlier server."""
-
-    shard: Shard
-    tier: ArenaTier
 
 
 PATIENCE_S = 10.0
@@ -70,28 +57,22 @@ def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbyt
 
 def open_left(
     config: ManthanConfig, parallel: "ParallelConfig", name: str, sharding: Sharding
-) -> tuple[list[list[RankFolder]], list[RankFolder]]:
-    """Return what servers with other numbers of ranks have left: what this rank reads, and what it only drops from."""
+) -> tuple[list[dict[Shard, ArenaTier]], list[ArenaTier]]:
+    """Return the blocks of servers with other numbers of ranks: those that this rank reads, and that it only drops."""
     root, rank, ranks = _root(config, parallel), parallel.rank, parallel.world_size
-
-    def opened(at: int, count: int) -> RankFolder:
-        return RankFolder(Shard(at, count), open_rank(root, name, Shard(at, count), 0, is_left=True))
-
-    sources, copies = list[list[RankFolder]](), list[RankFolder]()
+    sources, copies = list[dict[Shard, ArenaTier]](), list[ArenaTier]()
     for count in counts_in(root / name):
         if count != ranks:
             read = sharding.sources(rank, sharding.with_ranks(count // sharding.stages))
-            sources.append([opened(at, count) for at in read])
-            copies += [opened(at, count) for at in range(rank, count, ranks) if at not in read]
+            more = [at for at in range(rank, count, ranks) if at not in read]
+            opened = {at: open_rank(root, name, Shard(at, count), 0, is_left=True) for at in (*read, *more)}
+            sources.append({Shard(at, count): opened[at] for at in read})
+            copies += [opened[at] for at in more]
     return sources, copies
 
 
 class DiskBooks:
-    """The scheduler half's part: the folder's lock, and the journal. Ranks have opened theirs before.
-
-    Args:
-        name: of the namespace.
-        sharding: shares of the ranks in a block.
+    """Lock of the folder, and the journal. Ranks have opened their files before. name: of the namespace.
 
     Raises:
         ConfigError: Another server has the folder.
@@ -116,7 +97,7 @@ class DiskBooks:
     def link(
         self, manager: SessionManager, fronts: Sequence[FrontTier], notes: MutableMapping[BlockName, bytes] | None
     ) -> JournalLink:
-        """Return what writes the manager's sessions down. The arguments are those of `JournalLink`."""
+        """Return the writer of the journal; see `JournalLink`."""
         sealer = Sealer(self._keys, self._folder.name) if self._keys else None
         return JournalLink(Journal(self._folder, sealer), manager, fronts, notes)
 
@@ -155,20 +136,15 @@ class DiskBooks:
 
 
 def _end_with_parent() -> None:
-    """End this process in order when the server that started it has ended.
+    """End this process when the server that started it has ended, because nobody else can have its folder."""
 
-    vLLM leaves engines of a killed server behind, and nobody else can have their folder.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
+    def watch(parent: ParentProcess) -> None:
         parent.join()
         logger.warning("Manthan: the server has ended, and so does its engine.")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=watch, name="manthan-parent", daemon=True).start()
+    if parent := multiprocessing.parent_process():
+        threading.Thread(target=watch, args=(parent,), name="manthan-parent", daemon=True).start()
 
 
 def _root(config: ManthanConfig, parallel: "ParallelConfig") -> Path:

@@ -1,10 +1,9 @@
 """KV events of the cold store, by vLLM's own publisher: a block is stored, a block is removed.
 
-The manager knows which blocks are saved, and only requests know their tokens. So the tokens of every block of a
-session, and what else its event says, are kept here, packed. There is nothing of this if events are off.
+The manager knows which blocks are saved, and only requests know their tokens. These are kept here, packed.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -44,8 +43,11 @@ OWNER = "manthan"
 class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """Facts of a block for its event.
 
-    parent: block hash before it. tokens: its own. extra_keys: what else its hash covers, as events tell it. source:
-    LoRA adapter's number and name, and the session id of the request that it came with.
+    Args:
+        parent: block hash before it.
+        tokens: its tokens.
+        extra_keys: other content of its hash, as events tell it.
+        source: LoRA adapter's number and name, and the session id of the request that it came with.
     """
 
     parent: bytes | None
@@ -83,26 +85,22 @@ class KvEvents:
         self._main, self._session_group = groups.main.index, manager.shape.session_group
         self._medium, locality = PLACES[place]
         self._locality = locality.value
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._kinds = [
             Kind(spec.block_size, get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
-            for spec in specs
+            for spec in (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
         ]
         self._changed: dict[BlockName, int | None] = {}
         """Position of each block that was saved since the last `take`; None if it was dropped."""
         self._told: dict[BlockName, None] = {}
         """Blocks that subscribers know to be stored."""
-        self._repeats = False
+        self.repeats = False
+        """True to have `take` tell again of all stored blocks, because vLLM says that all blocks are cleared."""
         manager.events.subscribe(self)
-
-    def repeat(self) -> None:
-        """Have `take` tell again of all stored blocks, because vLLM says that all blocks are cleared."""
-        self._repeats = True
 
     @property
     def has_news(self) -> bool:
         """True if there may be something to tell."""
-        return self._repeats or bool(self._changed)
+        return self.repeats or bool(self._changed)
 
     def __call__(self, event: Event) -> None:
         """Take an event of the stream."""
@@ -130,15 +128,10 @@ class KvEvents:
             if row >= 0:
                 self.notes[group, name] = self._note(request, first, end)
         for other, kind in enumerate(self._kinds):
-            if kind.tokens == self._kinds[group].tokens:
-                self._tell_saved(other, hashes)
-
-    def _tell_saved(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Have `take` look at those of these blocks that were saved before their tokens were known."""
-        rows = self._blocks.find(group, hashes)
-        saved = (rows >= 0) & self._blocks.is_saved(rows)
-        for at in saved.nonzero()[0].tolist():
-            self._changed[group, hashes[at]] = int(self._blocks.depth[rows[at]])
+            if kind.tokens == self._kinds[group].tokens:  # some were saved before their tokens were known
+                rows = self._blocks.find(other, hashes)
+                for at in ((rows >= 0) & self._blocks.is_saved(rows)).nonzero()[0].tolist():
+                    self._changed[other, hashes[at]] = int(self._blocks.depth[rows[at]])
 
     def _note(self, request: "Request", first: int, end: int) -> bytes:
         extra_keys, _ = generate_block_hash_extra_keys(request, first, end, 0)
@@ -159,10 +152,7 @@ class KvEvents:
 
     def _prune(self) -> None:
         """Forget notes of blocks that the table does not know any more."""
-        by_group: dict[int, list[bytes]] = {}
-        for group, name in self.notes:
-            by_group.setdefault(group, []).append(name)
-        for group, hashes in by_group.items():
+        for group, hashes in _by_group(self.notes).items():
             for name, row in zip(hashes, self._find_rows(group, hashes).tolist(), strict=True):
                 if row < 0:
                     del self.notes[group, name]
@@ -180,12 +170,16 @@ class KvEvents:
             elif position is not None and name not in self._told and self._find(name) is not None:
                 stored[name] = position
         in_order = sorted(stored, key=lambda name: (name[0], stored[name]))  # heads before tails
-        if self._repeats:
-            self._repeats = False
+        if self.repeats:
+            self.repeats = False
             removed += self._told
             in_order = [*self._told, *in_order]
         self._told |= dict.fromkeys(in_order)
-        events = [*self._removed(removed), *self._stored(in_order)]
+        gone = [
+            BlockRemoved([_told_hash(name) for name in hashes], self._medium, group, self._locality, OWNER)
+            for group, hashes in _by_group(removed).items()
+        ]
+        events = [*gone, *self._stored(in_order)]
         if len(self.notes) > 2 * len(self._blocks):
             self._prune()
         return events
@@ -227,8 +221,10 @@ class KvEvents:
 
     def _begun(self, name: BlockName, note: Note, medium: str) -> BlockStored:
         group, block_hash = name
-        kind = self._kinds[group]
+        kind, extra_keys = self._kinds[group], note.extra_keys
         lora_id, lora_name, session_id = note.source
+        if extra_keys is not None:  # msgpack has no tuples
+            extra_keys = [tuple(key) if isinstance(key, list) else key for key in extra_keys]
         return BlockStored(
             block_hashes=[_told_hash(block_hash)],
             parent_block_hash=None if note.parent is None else _told_hash(note.parent),
@@ -237,23 +233,19 @@ class KvEvents:
             lora_id=lora_id,
             medium=medium,
             lora_name=lora_name,
-            extra_keys=[None if note.extra_keys is None else tuple(map(_told_key, note.extra_keys))],
+            extra_keys=[None if extra_keys is None else tuple(extra_keys)],
             group_idx=group,
             kv_cache_spec_kind=kind.name,
             kv_cache_spec_sliding_window=kind.window,
             session_id=session_id,
         )
 
-    def _removed(self, names: Sequence[BlockName]) -> Iterator[BlockRemoved]:
-        by_group: dict[int, list[ExternalBlockHash]] = {}
-        for group, block_hash in names:
-            by_group.setdefault(group, []).append(_told_hash(block_hash))
-        for group, hashes in by_group.items():
-            yield BlockRemoved(hashes, self._medium, group, self._locality, OWNER)
 
-
-def _told_key(extra_key: Any) -> Any:
-    return tuple(extra_key) if isinstance(extra_key, list) else extra_key
+def _by_group(names: Iterable[BlockName]) -> dict[int, list[bytes]]:
+    by_group: dict[int, list[bytes]] = {}
+    for group, block_hash in names:
+        by_group.setdefault(group, []).append(block_hash)
+    return by_group
 
 
 def _told_hash(block_hash: bytes) -> "ExternalBlockHash":

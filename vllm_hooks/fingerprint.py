@@ -27,8 +27,7 @@ def fingerprint(
     """Return 16 bytes over everything that decides the meaning of this rank's blocks, but for which heads they have.
 
     Args:
-        namespace: name of a store that outlives the engine; it covers the model. `ModelConfig.compute_hash` does
-            otherwise: name, revision, quantization, dtype and rotary settings, and much that does not matter.
+        namespace: name of a store that outlives the engine; it covers the model, as `compute_hash` does otherwise.
         facts: properties of the model that the codec knows.
         sharding: shares of the ranks in a block.
     """
@@ -67,10 +66,7 @@ def fingerprint(
 def model_identity(vllm_config: "VllmConfig", weights: str) -> dict[str, object]:
     """Return all that decides the KV of a model and its draft: configuration, with overrides, code and weights.
 
-    The model's path and --max-model-len are left out, so that an engine with others finds its sessions again.
-
-    Args:
-        weights: digest of all weights, a draft's included.
+    The model's path and --max-model-len are left out. weights: digest of all weights, a draft's included.
     """
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     identity = {

@@ -10,16 +10,16 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manthan.codec.gpu.paged import DTYPES
-from manthan.manager.config.resolve import ManthanConfig
+from manthan.manager.config.model import ManthanConfig
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.compat import skipped_tokens
 from manthan.vllm_hooks.kv_dtype import E4M3, FP8, is_packed
 from manthan.vllm_hooks.settled import AS_THEY_ARE
-from manthan.vllm_hooks.support import Latents, UnsupportedError
+from manthan.vllm_hooks.support import Latents, UnsupportedError, blocks_computed_again
+from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
-    import torch
-    from vllm.config import CacheConfig, ParallelConfig
+    from vllm.config import CacheConfig, ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 NO_LATENTS = Latents()
@@ -43,9 +43,8 @@ class SpecEntry(NamedTuple):
     """Way in which groups of one class of specs are stored.
 
     Args:
-        reach: returns the number of tokens that a layer looks back, its own included; EVERY with full attention.
-        is_coded: True if a codec knows the layout of this spec's blocks, given the dtype's name, and the model's
-            latents.
+        reach: returns the number of tokens that a layer looks back, its own included.
+        is_coded: returns True if a codec knows the layout, given spec, dtype's name and the model's latents.
     """
 
     stored: StoredAs
@@ -74,20 +73,20 @@ def _has_latents(spec: Any, dtype: str, latents: Latents) -> bool:
     return is_known and is_latent and not is_index and spec.page_size_bytes == nbytes
 
 
+def _window(spec: Any) -> int:
+    return int(spec.sliding_window + spec.extra_retained_tokens)
+
+
 SPECS: Mapping[str, SpecEntry] = {
     "FullAttentionSpec": SpecEntry(StoredAs.CODED, is_coded=_has_keys_and_values),
     "RSWASpec": SpecEntry(StoredAs.CODED, is_coded=_has_keys_and_values),
     "SinkFullAttentionSpec": SpecEntry(StoredAs.CODED, is_coded=_has_keys_and_values),
     "MLAAttentionSpec": SpecEntry(StoredAs.CODED, is_coded=_has_latents),
     "HiddenStateCacheSpec": SpecEntry(StoredAs.BYTES),
-    "SlidingWindowSpec": SpecEntry(
-        StoredAs.CODED, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens), _has_keys_and_values
-    ),
-    "SlidingWindowMLASpec": SpecEntry(
-        StoredAs.CODED, lambda spec: int(spec.sliding_window + spec.extra_retained_tokens), _has_latents
-    ),
+    "SlidingWindowSpec": SpecEntry(StoredAs.CODED, _window, _has_keys_and_values),
+    "SlidingWindowMLASpec": SpecEntry(StoredAs.CODED, _window, _has_latents),
     "ChunkedLocalAttentionSpec": SpecEntry(
-        StoredAs.CODED, lambda spec: int(spec.attention_chunk_size), _has_keys_and_values
+        StoredAs.CODED, lambda spec: spec.attention_chunk_size, _has_keys_and_values
     ),
     "MambaSpec": SpecEntry(StoredAs.CODED, lambda spec: 1),  # by `codec.state`, in blocks of bytes
     "CircularBufferSpec": SpecEntry(StoredAs.NOTHING),
@@ -100,10 +99,7 @@ SPECS: Mapping[str, SpecEntry] = {
 
 
 def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
-    """Entry of the spec's class or of its nearest base that has one; None without one.
-
-    A class that is not named itself is stored as bytes, because its blocks may have another layout than its base's.
-    """
+    """Entry of the spec's class or of its nearest base that has one, stored as bytes then; None without one."""
     names = [each.__name__ for each in type(spec).__mro__]
     found = next((SPECS[name] for name in names if name in SPECS), None)
     if found is None or names[0] in SPECS or found.stored is not StoredAs.CODED:
@@ -119,7 +115,6 @@ class Context(NamedTuple):
 
     @classmethod
     def of(cls, parallel: "ParallelConfig") -> "Context":
-        """Return what an engine is configured for."""
         ranks = parallel.decode_context_parallel_size
         return cls(ranks, parallel.cp_kv_cache_interleave_size) if ranks > 1 else ALONE
 
@@ -142,15 +137,12 @@ class KvCacheGroup:
 
     Args:
         index: number among vLLM's groups.
-        layers: number of layers.
-        names: names of the layers.
+        spec: vLLM's spec of the layers, or of one of them if blocks are bytes.
+        layers: number of layers. names: their names.
         cache_dtype: dtype of its numbers, as --kv-cache-dtype names it; for a state, dtypes and shapes of its tensors.
-        layer_nbytes: bytes of a block in each layer, if blocks are bytes that are not looked into. The layers may then
-            be of several kinds, and `spec` is the spec of one.
-        latent: number of `head_size` numbers that are a latent (MLA), ahead of the part of the key that RoPE turns; 0
-            for keys and values.
-        beside: the group's other layers, whose blocks are bytes; None if all its layers are coded, or none. It is
-            stored in the same compressed blocks.
+        layer_nbytes: bytes of a block in each layer, if blocks are bytes that are not looked into.
+        latent: number of `head_size` numbers that are a latent (MLA); 0 for keys and values.
+        beside: the group's other layers, whose blocks are bytes in the same compressed blocks; None without any.
     """
 
     index: int
@@ -216,18 +208,14 @@ class PointGroup(NamedTuple):
     """Group of which a resume point needs blocks by itself: all but the main one, and that too if it has a window.
 
     Args:
-        reach: number of tokens that its layers look back, their own included; 1 for states, of which a block has the
-            state behind its last token.
+        reach: number of tokens that its layers look back, their own included; 1 for states.
     """
 
     group: KvCacheGroup
     reach: int
 
     def needed(self, tokens: int) -> Iterator[Part]:
-        """Blocks that a resume point behind `tokens` needs. `tokens` are whole blocks of the group.
-
-        They are the blocks that vLLM allocates for KV which a connector loads.
-        """
+        """Blocks that a resume point behind `tokens` needs, which vLLM allocates for a load. `tokens` fill blocks."""
         size = self.group.tokens
         start = skipped_tokens(self.group.spec, tokens) // size
         return (Part(self.group.index, at, at * size, (at + 1) * size) for at in range(start, tokens // size))
@@ -237,8 +225,7 @@ class Groups(NamedTuple):
     """KV cache groups of a model.
 
     Args:
-        main: group whose blocks make up sessions, with full attention. Where no layer has full attention, it is a
-            window's group, which is among `at_points` as well.
+        main: group whose blocks make up sessions. If no group has full attention, it is among `at_points` as well.
         at_points: groups of which resume points need blocks.
         again: number of found blocks at a prefix's end that are computed nevertheless; see `blocks_computed_again`.
         unstored: tokens of a block of each group that is not stored.
@@ -314,8 +301,8 @@ class Groups(NamedTuple):
     def held(self, tokens: int, in_flight: int) -> int:
         """Most blocks of all groups that a request with `tokens` uses, of which `in_flight` are being computed.
 
-        A window's blocks are free when those are settled. A state has its last block and the next, and one for each
-        token that is proposed. A group that is not stored is a buffer of one block.
+        A state has its last block and the next, and one for each token that is proposed. A group that is not stored is
+        a buffer of one block.
         """
         main = -(-tokens // self.main.tokens) if self.is_whole else 0
         others = 0
@@ -391,8 +378,16 @@ def groups_of(
     return made._replace(unit=None if cache is None else cache.prefix_match_unit)
 
 
-def config_for(config: ManthanConfig, groups: Groups) -> ManthanConfig:
-    """Return the configuration that is meant for these groups: codec exact if the main one's blocks are bytes."""
+def groups_for(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", as_bytes: Container[int] = ()) -> Groups:
+    """Return the KV cache groups of an engine; see `groups_of`."""
+    latents, context = Latents.of(vllm_config), Context.of(vllm_config.parallel_config)
+    groups = groups_of(kv_cache_config, vllm_config.cache_config, latents, context, as_bytes)
+    return groups._replace(again=blocks_computed_again(vllm_config))
+
+
+def config_for(vllm_config: "VllmConfig", groups: Groups) -> ManthanConfig:
+    """Return an engine's configuration, with codec exact if the main group's blocks are bytes."""
+    config = from_vllm_config(vllm_config)
     if not groups.main.is_packed:
         return config
     return config.model_copy(update={"codec": config.codec.model_copy(update=AS_THEY_ARE)})
@@ -457,56 +452,40 @@ def _group(
     def packed(names: tuple[str, ...]) -> KvCacheGroup:
         spec: Any = specs[names[0]] if names else _one_of(group.kv_cache_spec)
         nbytes = tuple(pages[name][0] if name in pages else specs[name].page_size_bytes for name in names)
-        return KvCacheGroup(index, spec, len(names), names, _described(spec, _dtype_of(spec, cache)), nbytes)
+        kind = _dtype_of(spec, cache)
+        if hasattr(spec, "shapes"):
+            tensors = zip(spec.shapes, spec.dtypes, strict=True)
+            kind = f"state of {', '.join(f'{dtype} {list(shape)}' for shape, dtype in tensors)}"
+        return KvCacheGroup(index, spec, len(names), names, kind, nbytes)
 
-    coded = {each: _coded(each, cache, latents) for each in several} if is_known and can_code else {}
-    shapes = {shape for shape in coded.values() if shape}
-    ours = tuple(name for name in names if coded.get(specs[name]))
-    others = tuple(name for name in names if not coded.get(specs[name]))
+    coded = {each for each in several if _is_coded(each, cache, latents)} if is_known and can_code else set()
+    shapes = {(each.num_kv_heads, each.head_size, each.dtype, _dtype_of(each, cache), _latent(each)) for each in coded}
+    ours = tuple(name for name in names if specs[name] in coded)
+    others = tuple(name for name in names if specs[name] not in coded)
     beside = packed(others) if others else None
-    if len(shapes) != 1 or (beside and not _is_copied(beside)):
+    fits = beside is None or (len(set(beside.layer_nbytes)) == 1 and beside.layer_nbytes[0] % UNIT == 0)
+    if len(shapes) != 1 or not fits:
         return packed(names)
-    [shape] = shapes
     spec = specs[ours[0]]
-    return KvCacheGroup(index, spec, len(ours), ours, shape.dtype, latent=shape.latent, beside=beside)
-
-
-class _Coded(NamedTuple):
-    """Shape of a block in a layer that is coded. Layers of one group have the same."""
-
-    heads: int
-    head_size: int
-    number: "torch.dtype"
-    dtype: str
-    latent: int
-
-
-def _coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> _Coded | None:
-    """Shape of a block in layers of this spec; None if they are not coded."""
-    entry, dtype = entry_of(spec), _dtype_of(spec, cache)
-    if entry is None or entry.stored is not StoredAs.CODED or (cache is not None and is_packed(cache)):
-        return None
-    if not entry.is_coded(spec, dtype, latents):
-        return None
-    latent = latents.numbers if entry.is_coded is _has_latents else 0
-    return _Coded(spec.num_kv_heads, spec.head_size, spec.dtype, dtype, latent)
+    latent = latents.numbers if _latent(spec) else 0
+    return KvCacheGroup(index, spec, len(ours), ours, _dtype_of(spec, cache), latent=latent, beside=beside)
 
 
 UNIT = 16
 """Bytes of which sections of compressed blocks are multiples, and which kernels copy at once."""
 
 
-def _is_copied(beside: KvCacheGroup) -> bool:
-    """True if blocks of these layers can stand in a section of bytes: all alike, and whole UNITs."""
-    return len(set(beside.layer_nbytes)) == 1 and beside.layer_nbytes[0] % UNIT == 0
+def _is_coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> bool:
+    """True if layers of this spec are coded."""
+    entry = entry_of(spec)
+    if entry is None or entry.stored is not StoredAs.CODED or (cache is not None and is_packed(cache)):
+        return False
+    return entry.is_coded(spec, _dtype_of(spec, cache), latents)
 
 
-def _described(spec: Any, dtype: str) -> str:
-    """Name of the kind of bytes in a group's blocks. Blocks of different meaning have different names."""
-    if hasattr(spec, "shapes"):
-        tensors = [f"{dtype} {list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
-        return f"state of {', '.join(tensors)}"
-    return dtype
+def _latent(spec: Any) -> bool:
+    entry = entry_of(spec)
+    return entry is not None and entry.is_coded is _has_latents
 
 
 def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
@@ -522,7 +501,7 @@ def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
 def page_nbytes(kv_cache_config: "KVCacheConfig") -> dict[str, tuple[int, int]]:
     """Number of bytes of a block in each layer, and a number that layers of one spec have in common.
 
-    Blocks or layers lie side by side, so that the smaller of the two distances is that of pages.
+    Blocks or layers lie side by side, so that the smaller distance is that of pages.
     """
     tensors = enumerate(kv_cache_config.kv_cache_tensors)
     return {name: (min(each.layer_stride, each.block_stride), n) for n, each in tensors for name in each.layers}

@@ -1,11 +1,9 @@
 """Questions of the HTTP API to an engine core, answered on the scheduler's thread between two steps.
 
-Answers leave as JSON, because vLLM's output thread, which every request needs, ends if it cannot encode one. Times are
-Unix seconds.
+Answers leave as JSON, because vLLM's output thread ends if it cannot encode one. Times are Unix seconds.
 """
 
 import time
-from collections.abc import Mapping
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -14,7 +12,6 @@ from pydantic_core import to_json
 
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.listing import Listing, Query
-from manthan.manager.session.table import Session
 from manthan.vllm_hooks.http.models import CoreState, Policy, PoolState, SessionWithLife, StoreState, TierState
 
 if TYPE_CHECKING:
@@ -51,24 +48,27 @@ class Inquiries:
             what: sessions, session, state, or what is to be done with a session.
             asked: arguments. `bound` is the tenant that asks, None for somebody who may see all.
         """
-        self._offset, bound = time.time() - time.monotonic(), asked["bound"]
+        offset, bound = time.time() - time.monotonic(), asked["bound"]
         if what == "sessions":
-            page = self._listing.page(Query(**asked), self._offset)
+            page = self._listing.page(Query(**asked), offset)
             return {"total": page.total, "now": time.time(), "keys": page.keys, "sessions": page.sessions}
         if what == "state":
             return self._state(bound)
         session = self._listing.find(asked["id"], bound)
         if session is None:
             return _refused(UNKNOWN, f"There is no session {asked['id']!r}.")
-        shown = self._listing.info(session, bound, self._offset)
+        shown = self._listing.info(session, bound, offset)
         if what == "session":
             lives = self._half.telemetry.lives
-            events = lives.of(session) if lives is not None else ()
-            return SessionWithLife(**vars(shown), life=tuple(events))
-        refused = self._steer(what, session, asked)
-        if refused is not None or what == "release":
-            return refused or shown
-        return self._listing.info(session, bound, self._offset)
+            return SessionWithLife(**vars(shown), life=tuple(lives.of(session) if lives is not None else ()))
+        if self._half.is_out_of_use:
+            return _refused(ASLEEP, "The engine sleeps.")
+        said = {name: value for name, value in asked.items() if name not in ("id", "bound")}
+        refused = self._half.driver.steer(what, session, time.monotonic(), **said)
+        self._half.steered()
+        if refused:
+            return _refused(NOT_NOW, f"Not now: {refused}.")
+        return shown if what == "release" else self._listing.info(session, bound, offset)
 
     def _state(self, bound: str | None) -> CoreState:
         half, manager = self._half, self._manager
@@ -107,17 +107,6 @@ class Inquiries:
         budgets = [*fronts.budgets, budget if fronts.keeps_behind else budget - fronts.budgets[0]]
         parts = zip(self._store.tier_names, used, budgets, strict=True)
         return [TierState(name=name, used_bytes=nbytes, budget_bytes=most) for name, nbytes, most in parts]
-
-    # -- steering -------------------------------------------------------------------------------------
-
-    def _steer(self, what: str, session: Session, asked: Mapping[str, Any]) -> Answer | None:
-        """Obey an order. Return the answer if it is refused."""
-        if self._half.is_out_of_use:
-            return _refused(ASLEEP, "The engine sleeps.")
-        said = {name: value for name, value in asked.items() if name not in ("id", "bound")}
-        refused = self._half.driver.steer(what, session, time.monotonic(), **said)
-        self._half.steered()
-        return _refused(NOT_NOW, f"Not now: {refused}.") if refused else None
 
 
 def _refused(status: int, why: str) -> Answer:

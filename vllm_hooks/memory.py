@@ -29,15 +29,14 @@ MOST = 0xFFFF
 
 
 class Shards(NamedTuple):
-    """Of a block: on so many ranks. room: what an encoded one of so many bytes takes in the cold store, that of RAM and
-    GPU memory unless it is said."""
+    """Parts of a block on all ranks. room: returns the most bytes of the budget that a compressed block takes."""
 
     ranks: int
     room: Callable[[int], int] = room
 
 
 def block_shape(group: "KvCacheGroup") -> BlockShape:
-    """One rank's block of a KV cache group."""
+    """Shape of one rank's block of a KV cache group."""
     if group.is_packed:
         return packed_shape(group.layer_nbytes, group.spec.block_size)
     spec, beside = group.spec, block_shape(group.beside) if group.beside else None
@@ -46,10 +45,7 @@ def block_shape(group: "KvCacheGroup") -> BlockShape:
 
 
 def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:
-    """Shape of a block of bytes, of which layers may have different numbers.
-
-    The bytes are cut into runs that all layers have whole ones of, because a header has 16 bits for each dimension.
-    """
+    """Shape of a block of bytes, cut into runs, because a header has 16 bits for each dimension."""
     common = math.gcd(*layer_nbytes)
     rows = math.gcd(common, tokens)
     run = next(run for run in range(min(common // rows, MOST), 0, -1) if common // rows % run == 0)
@@ -77,7 +73,7 @@ def memory_shapes(
     group, finer = groups.main, finer_codecs(codec.name)
     mains = [group_shape(codec, group, shards, profile)]
     mains += [replace(group_shape(_renamed(codec, name), group, shards), codec=name) for name in finer]
-    mains.append(_all_exact(codec, group, shards, profile))
+    mains.append(_all_exact(mains[0], group, shards))
     shapes = []
     for main, name in zip(mains, [codec.name, *finer, None], strict=True):
         others = {each.group.index: _other(codec, name, main.codec, each.group, shards) for each in groups.others}
@@ -104,9 +100,8 @@ def _renamed(codec: CodecConfig, name: str) -> CodecConfig:
     return codec.model_copy(update={"name": name})
 
 
-def _all_exact(codec: CodecConfig, group: "KvCacheGroup", shards: Shards, profile: Profile | None = None) -> GroupShape:
+def _all_exact(shape: GroupShape, group: "KvCacheGroup", shards: Shards) -> GroupShape:
     """Return the sizes of blocks in which every token is exact."""
-    shape = group_shape(codec, group, shards, profile)
     whole = shards.ranks * shards.room(block_format(EXACT, group).max_nbytes(group.spec.block_size))
     return replace(shape, typical=0, bounds=dict.fromkeys({*shape.bounds, shape.tokens}, whole))
 
@@ -118,25 +113,19 @@ def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGro
         name: of the main group's codec; None if every token is exact.
         chosen: the codec that transfers name; empty for the configured one.
     """
-    used = codec_of_other(EXACT if name is None else name, group, codec.state)
     if group.is_packed:
-        shape = group_shape(_renamed(codec, used), group, shards)
+        shape = group_shape(_renamed(codec, codec_of_other(EXACT, group, codec.state)), group, shards)
         return replace(shape, bounds={0: shape.bounds[0]})
+    shape = group_shape(_renamed(codec, codec_of_other(name or FALLBACK, group, codec.state)), group, shards)
     if name is None:
-        shape = _all_exact(_renamed(codec, FALLBACK), group, shards)
-    else:
-        shape = group_shape(_renamed(codec, used), group, shards)
-    is_lossless = codec_of_other(codec.name, group, codec.state) == EXACT
-    return replace(shape, codec=chosen, is_lossless=is_lossless)
+        shape = _all_exact(shape, group, shards)
+    return replace(shape, codec=chosen, is_lossless=codec_of_other(codec.name, group, codec.state) == EXACT)
 
 
 def codec_of_other(name: str, group: "KvCacheGroup", state: str) -> str:
-    """Name of the codec of a group that is not the main one. A profile is of the main group; states have codecs of
-    their own.
+    """Name of the codec of a group that is not the main one, beside codec `name` of that.
 
-    Args:
-        name: codec of the main group.
-        state: `codec.state` of the configuration.
+    A profile is of the main group. States have codecs of their own. state: `codec.state` of the configuration.
     """
     if group.is_packed:
         return STATE_CODECS.get(state, EXACT) if group.is_state else EXACT
@@ -144,13 +133,12 @@ def codec_of_other(name: str, group: "KvCacheGroup", state: str) -> str:
 
 
 def with_states(codec: str, group: "KvCacheGroup", facts: ModelFacts) -> ModelFacts:
-    """The same, for a codec of states with where they lie in the group's blocks."""
+    """Return `facts`, with the layout of states for a codec of states."""
     return replace(facts, state=_state_layout(group)) if codec in STATE_CODECS.values() else facts
 
 
 def _state_layout(group: "KvCacheGroup") -> StateLayout:
-    """The recurrent state is a matrix for each head, behind a convolution's if there is one; everything else, such as
-    Mamba 1's, which is none, is kept exact."""
+    """Return the layout of states: a matrix for each head, behind a convolution's if there is one. Others are exact."""
     spec: Any = group.spec
     parts = []
     for at, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
@@ -161,7 +149,7 @@ def _state_layout(group: "KvCacheGroup") -> StateLayout:
 
 
 def rank_facts(profile: Profile | None, group: "KvCacheGroup", rank: int, ranks: int) -> ModelFacts:
-    """What a profile tells of a rank's layers and heads. Raises ConfigError for one of another number of layers."""
+    """Return a profile's facts of a rank's layers and heads. Raises ConfigError for another number of layers."""
     if profile is None:
         return NO_FACTS
     if profile.info.layers != group.layers:
@@ -173,9 +161,9 @@ def rank_facts(profile: Profile | None, group: "KvCacheGroup", rank: int, ranks:
 
 
 def exact_counts(codec: CodecConfig, group: "KvCacheGroup") -> dict[int, int]:
-    """Numbers of a block's first tokens that may have to be kept exact, and how many of them a rank has at most.
+    """Numbers of a block's first tokens that may have to be kept exact, and the most of them that a rank has.
 
-    They are none, what is left of the sink, or all of them, in a head that sessions share.
+    They are none, the rest of the sink, or all of them, in a head that sessions share.
     """
     counts = 0, codec.sink_tokens % group.tokens, group.tokens
     return {exact: group.context.first_tokens(exact) for exact in counts}

@@ -17,7 +17,7 @@ class ManthanMetadata(KVConnectorMetadata):
     """
 
     place: str | None = None
-    """Not None: the KV of old is void. An emptied store is used from now on; the directory's name for it."""
+    """Name of the emptied store that is used from now on, because the KV of old is void; None for no change."""
     drops: Sequence[BlocksDropped] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()

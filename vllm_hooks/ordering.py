@@ -36,13 +36,8 @@ class _Entry(NamedTuple):
 class ReturnsFirstQueue(RequestQueue):
     """Within one priority, preempted requests first, then by arrival time plus up to `BOUND_S` for tokens to compute.
 
-    The time that is added is the request's share of a step: `BOUND_S` for a prompt that fills one or more. Prompts
-    that fill a step together need no order, and a longer one keeps others waiting for whole steps. A measured time for
-    each token would be right for the engine's work, but too small on a fast GPU to let a return pass the first
-    prompts of the last second.
-
-    A request that came `BOUND_S` later never passes, whatever either has to compute: nobody starves. `hold_back` sets
-    another bound. Nobody is held back from an engine that would have nothing else to begin.
+    The time that is added is the request's share of a step: `BOUND_S` for a prompt that fills one or more. A request
+    that came `BOUND_S` later never passes, so that nobody starves. `hold_back` sets another bound.
 
     A heap with lazy deletion: adding, updating and popping are O(log n), removing is O(1).
 
@@ -149,8 +144,7 @@ class ReturnsFirstQueue(RequestQueue):
 class Losses:
     """Share of the last returns' blocks that were lost before they were asked for again.
 
-    It is large when more is alive than the pool and the tiers hold. Then each session that is computed anew makes
-    another lose its KV, unless sessions that have theirs go first.
+    It is large when more is alive than the pool and the tiers hold. Each session computed anew costs another its KV.
     """
 
     def __init__(self) -> None:
@@ -180,11 +174,10 @@ class Losses:
 
 
 class StepLimit:
-    """The most tokens of a step, by how long steps took.
+    """Most tokens of a step, by how long steps took.
 
-    A return waits for the steps that have begun, for its load, and for the steps that began meanwhile. On an H200 a
-    step with 8,192 tokens of an 8B model takes 290 ms. Requests that are computed in several shorter steps end about
-    as soon, and a return waits for a fraction of that. A request that is alone is not divided.
+    A return waits for the steps that have begun, so that shorter steps serve it sooner. On an H200 a step with 8,192
+    tokens of an 8B model takes 290 ms. A request that is alone is not divided.
 
     Args:
         tokens: Most tokens of a step, as vLLM is configured.

@@ -14,7 +14,6 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from manthan.codec.registry import finer_codecs, needs_profile
-from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.driver import Driver
 from manthan.manager.events import Events
@@ -27,21 +26,11 @@ from manthan.manager.session.persist import JournalLink, RedisLink
 from manthan.manager.session.table import SessionState
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.tiers.redis_schema import FALL
-from manthan.manager.transfer import Transfer, on_each
-from manthan.vllm_hooks.compat import (
-    Resets,
-    VllmPool,
-    ask_workers,
-    engine_waker,
-    offer,
-    prepare_requests,
-    replace_waiting,
-    tokens_to_load,
-    watch_lookups,
-)
+from manthan.manager.transfer import on_each
+from manthan.vllm_hooks.compat import Core, VllmPool, replace_waiting, tokens_to_load, watch_lookups
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
-from manthan.vllm_hooks.groups import Context, Part, config_for, groups_of, is_mixed, on_all_ranks
+from manthan.vllm_hooks.groups import Part, config_for, groups_for, is_mixed, on_all_ranks
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, decoded_elsewhere, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
@@ -51,16 +40,12 @@ from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, Step
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
-from manthan.vllm_hooks.support import Latents, UnsupportedError, blocks_computed_again
+from manthan.vllm_hooks.support import Latents, UnsupportedError
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_held
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
-from manthan.vllm_hooks.transfer_config import abort_at_shutdown, from_vllm_config, is_on_gpu
-from manthan.vllm_hooks.worker.capacity import (
-    fast_tiers,
-    room_in,
-    usable_nbytes,
-)
+from manthan.vllm_hooks.transfer_config import abort_at_shutdown, is_on_gpu
+from manthan.vllm_hooks.worker.capacity import fast_tiers, room_in, usable_nbytes
 from manthan.vllm_hooks.worker.half import get_ready, groups_of_worker
 from manthan.vllm_hooks.worker.weights import loaded_digest, loads, weights_state
 
@@ -78,32 +63,21 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 LEAD_S = 2.0
-"""Seconds by which a prefetch precedes the expected return, at most half of `idle.after_s`. A session that is restored
-earlier would be evicted again before its request."""
+"""Most seconds by which a prefetch precedes the expected return. It is at most half of `idle.after_s`, so that the
+session is not evicted again before its request."""
 SOURCES = {
     "device": CacheHitSource.DEVICE,
     "host": CacheHitSource.HOST,
     "disk": CacheHitSource.DISK,
     "redis": CacheHitSource.EXTERNAL_UNSPECIFIED,
 }
-"""What vLLM calls where codes come from, by tier: it has no name for a store that is reached over a network."""
-
-
-def _weights(config: ManthanConfig) -> str:
-    """Digest of the weights that the workers have loaded. Raises UnsupportedError where ranks have read others."""
-    found = ask_workers(loaded_digest) or [""]
-    if len(set(found)) > 1:
-        raise UnsupportedError(
-            f"tiers.kind is {config.tiers.kind}, but ranks read different weights, so that nobody could tell "
-            "another model's blocks: use host or device."
-        )
-    return str(found[0])
+"""vLLM's name for the origin of loaded KV, by tier. It has none for a store that is reached over a network."""
 
 
 def _ending(request: "Request") -> str:
     """Return the stop token that ended an answer, or else the last token before the end of sequence.
 
-    A call of a tool ends with another token than a text does. Empty if the answer was cut off.
+    Return nothing if the answer was cut off. A call of a tool ends with another token than a text does.
     """
     if str(request.get_finished_reason()) != "stop":
         return ""
@@ -111,28 +85,27 @@ def _ending(request: "Request") -> str:
 
 
 class SchedulerHalf:
-    """Runs on the scheduler's thread, inside its calls. It decides and counts; it never waits, encodes or stores.
+    """Scheduler half, which decides and counts on the scheduler's thread. It never waits, encodes or stores.
 
-    ask: calls a method of this one on behalf of vLLM, and raises nothing.
+    Args:
+        ask: calls a method of this class on behalf of vLLM, and raises nothing.
     """
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", ask: Callable[..., Any]) -> None:
         self._vllm_config, self.ask = vllm_config, ask
         abort_at_shutdown(vllm_config)
+        self._core = Core(self)
         self._ranks = vllm_config.parallel_config.world_size
-        latents, parallel = Latents.of(vllm_config), vllm_config.parallel_config
-        groups = groups_of(kv_cache_config, vllm_config.cache_config, latents, Context.of(parallel))
-        if parallel.pipeline_parallel_size > 1 or latents.numbers or is_mixed(kv_cache_config):
-            groups = on_all_ranks(ask_workers(groups_of_worker) or [groups])
-        self.groups = groups._replace(again=blocks_computed_again(vllm_config))
-        self.config = config = config_for(from_vllm_config(vllm_config), groups)
-        group = self.groups.main
-        self._kv_group, self._group = group, group.index
-        self._block_size = group.tokens
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        self.groups = groups_for(vllm_config, kv_cache_config)
+        if stages > 1 or Latents.of(vllm_config).numbers or is_mixed(kv_cache_config):
+            self.groups = on_all_ranks(self._core.ask(groups_of_worker) or [self.groups])
+        self.config = config = config_for(vllm_config, self.groups)
+        self._group, self._block_size = self.groups.main.index, self.groups.main.tokens
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
-        self._profile = settled_profile(vllm_config) if needs_profile(config.codec.name) else None
-        self._shards = Shards(self._ranks, room_in(config))
-        self._shapes = memory_shapes(config.codec, self.groups, self._shards, self._profile)
+        profile = settled_profile(vllm_config) if needs_profile(config.codec.name) else None
+        shards = Shards(self._ranks, room_in(config))
+        self._shapes = memory_shapes(config.codec, self.groups, shards, profile)
         self._shape = self._shapes[0]
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
@@ -143,10 +116,10 @@ class SchedulerHalf:
                 f"{'blocks of several sizes' if self.groups.is_whole else 'none with full attention'}: use host."
             )
         lasting = config.tiers.is_lasting
-        namespace = namespace_of(vllm_config, config, self.groups, _weights(config)) if lasting else None
+        namespace = namespace_of(vllm_config, config, self.groups, self._loaded_digest()) if lasting else None
         owner, sharding = engine_name(), Sharding.of(vllm_config, self.groups)
         self._salts = salts_of(config)
-        prepare_requests(self._salts.of, PARAMS, lasting)
+        self._core.prepare_requests(self._salts.of, PARAMS, lasting)
         chosen = choose_policy(config.policy)
         shares = Shares(config.tiers.pinned_share, config.tenants.shares)
         self.manager = SessionManager(
@@ -166,12 +139,13 @@ class SchedulerHalf:
             is_exclusive=not config.tiers.is_lasting,
         )
         self._fronts = fast_tiers(config.tiers, self._ranks)
-        has_api = config.api.enabled
-        lives = Lives(self.manager, time.time) if has_api else None
+        lives = Lives(self.manager, time.time) if config.api.enabled else None
         self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.tiers.places), lives)
-        if has_api:
-            offer(METHOD, Inquiries(self).reply)
-        self._events = self._kv_events(kv_cache_config)
+        if config.api.enabled:
+            self._core.offer(METHOD, Inquiries(self).reply)
+        self._events: KvEvents | None = None
+        if (told := vllm_config.kv_events_config) is not None and told.enable_kv_cache_events:
+            self._events = KvEvents(self.manager, self.groups, kv_cache_config, config.tiers.places[-1])
         self._redis: RedisLink | None = None
         self._books: DiskBooks | None = None
         if namespace is not None and config.tiers.is_on_disk:
@@ -188,42 +162,51 @@ class SchedulerHalf:
         self._scheduler: Scheduler | None = None
         self._limit: StepLimit | None = None
         """The most tokens of a step; None if that is left to vLLM."""
-        self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
+        self._hot: dict[str, int] = {}
+        """Number of blocks that vLLM has found itself, by id of a request that was matched and not allocated."""
         self._place: str | None = None
         self._step = 0
         self._deadline = inf
         self._drained_at: float | None = None
         """Time at which the engine ends, saved or not; None before it was told to."""
         self._rung = False
-        self._wake = engine_waker()
-        self._resets = Resets(self)
         self._weights: list[tuple[int, str]] | None = None
         """State of the weights that computed what is cold; None if it cannot be told."""
         self._is_unsure = False
         """True from a reset, a sleep or a load to the next request: the weights may be others by then."""
         self._drops = False
+        """True from a pause that clears caches to the next request, unless the engine sleeps meanwhile."""
         self._found = set[str]()
         """Requests of which `found` told since vLLM looked their blocks up."""
-        """True from a pause that clears caches to the next request, unless the engine sleeps meanwhile."""
         self._was_called = False
         """True if workers did something for a caller since the last request. It may have loaded weights."""
         self._cancels = False
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
-        notes = None if self._events is None else self._events.notes
         self._journal: JournalLink | None = None
         if self._books is not None and not shared:
+            notes = None if self._events is None else self._events.notes
             self._journal = self._books.link(self.manager, self._fronts, notes)
 
+    def _loaded_digest(self) -> str:
+        """Return the digest of the weights that workers have loaded. Raises UnsupportedError if ranks read others."""
+        found = self._core.ask(loaded_digest) or [""]
+        if len(set(found)) > 1:
+            raise UnsupportedError(
+                f"tiers.kind is {self.config.tiers.kind}, but ranks read different weights, so that nobody could tell "
+                "another model's blocks: use host or device."
+            )
+        return str(found[0])
+
     def bind(self, pool: "BlockPool") -> None:
-        """The pool exists: from now on there is something to watch."""
+        """Take note of vLLM's block pool, which exists from now on."""
         if self.config.ordering == "returns":
             scheduling = self._vllm_config.scheduler_config
             waiting = ReturnsFirstQueue(scheduling.max_num_batched_tokens, scheduling.policy == "priority")
             self._scheduler = replace_waiting(waiting)
             if self._scheduler is not None:
                 self._waiting = waiting
-                self.telemetry.watch(lambda: waiting.held(time.time()))
+                self.telemetry.held = lambda: waiting.held(time.time())
                 if scheduling.enable_chunked_prefill and not scheduling.disable_chunked_mm_input:
                     largest = max(group.tokens for group in self.groups.stored)
                     self._limit = StepLimit(self._scheduler.max_num_scheduled_tokens, largest)
@@ -246,9 +229,9 @@ class SchedulerHalf:
         if self._books is not None and self._journal is not None:
             self._books.adopt(self._journal)
         watch_lookups(pool, self.pool.marks, self)
-        self._resets.ask(get_ready)  # vLLM has warmed up
+        self._core.ask(get_ready)  # vLLM has warmed up
         try:
-            self._weights = self._resets.ask(weights_state)
+            self._weights = self._core.ask(weights_state)
         except Exception as error:  # whatever it is, the engine goes on
             logger.warning("Manthan: workers do not tell of their weights: %s: %s", type(error).__name__, error)
         self._sweeper.start()
@@ -262,33 +245,25 @@ class SchedulerHalf:
         return self.driver.asker(request.request_id)
 
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
-        """vLLM has found these blocks of each KV cache group for the request."""
+        """Note the blocks of each KV cache group that vLLM has found for the request."""
         self.driver.hits(request.request_id, block_ids)
         self._found.add(request.request_id)
 
     def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
-        """vLLM enters these blocks of the request, loaded or computed, into its prefix cache. True: they are marked."""
+        """Mark the request's blocks, loaded or computed, that vLLM enters into its prefix cache. Return True."""
         self.driver.computed(request.request_id, block_ids)
         return True
 
-    def _kv_events(self, kv_cache_config: "KVCacheConfig") -> KvEvents | None:
-        """What tells routers of what is cold, if that is wanted."""
-        config = self._vllm_config.kv_events_config
-        if config is None or not config.enable_kv_cache_events:
-            return None
-        return KvEvents(self.manager, self.groups, kv_cache_config, self.config.tiers.places[-1])
-
     def _guard(self) -> Guard | None:
-        """Return what chooses the codec by measurement, if that is wanted."""
-        if not self.config.codec.guard:
+        """Return the guard, which chooses the codec by measurement; None if it is off."""
+        if not (codec := self.config.codec).guard:
             return None
-        codec = self.config.codec
         choices = [Choice(shape, self._capacity(shape)) for shape in self._shapes]
         tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
         return Guard(self.manager, choices, self._ranks)
 
     def _capacity(self, shape: MemoryShape) -> int:
-        """How many bytes of such blocks the cold store holds, on all ranks together."""
+        """Number of bytes of such blocks that the cold store holds, on all ranks together."""
         store = self.config.tiers
         sizes = {nbytes // self._ranks for nbytes in shape.sizes}
         in_arenas = is_on_gpu(self._vllm_config) and not store.is_lasting
@@ -299,8 +274,7 @@ class SchedulerHalf:
     def new_request(self, request: "Request") -> None:
         hints = hints_of(request)
         self._requests[request.request_id] = request
-        self.telemetry.began(request)
-        self.telemetry.hinted(hints)
+        self.telemetry.began(request, hints)
         self.driver.started(
             request.request_id,
             self._keys(request),
@@ -310,7 +284,7 @@ class SchedulerHalf:
             blocks=self._blocks(request),
             hints=hints,
             tenant=tenant_of(request),
-            tail=self._tail(request),
+            tail=None if (prompt := request.prompt_token_ids) is None else self._tail(prompt),
         )
         if self._waiting is not None:
             self._waiting.update(request, self._to_compute(request))
@@ -336,7 +310,7 @@ class SchedulerHalf:
         return request.num_tokens - found * self._block_size
 
     def _reorder(self) -> None:
-        """Count anew what waiting requests have to compute whose session's blocks came or went."""
+        """Count anew the tokens to compute of waiting requests whose session's blocks came or went."""
         changed, self.telemetry.changed = self.telemetry.changed, set()
         names = [request.request_id for request in self.pool.take_bereft()]
         if (waiting := self._waiting) is None:
@@ -357,20 +331,16 @@ class SchedulerHalf:
             waiting.hold_back(bound)
             tell_held(self._losses.share, bound, held or waiting.held(time.time()), self._losses.are_many)
 
-    def _tail(self, request: "Request") -> bytes | None:
-        """The prompt's tokens behind its full blocks; None for a prompt of embeddings."""
-        tokens = request.prompt_token_ids
-        if tokens is None:
-            return None
-        return np.array(tokens[len(tokens) // self._block_size * self._block_size :], np.int64).tobytes()
+    def _tail(self, prompt: Sequence[int]) -> bytes:
+        """Return the prompt's tokens behind its full blocks."""
+        return np.array(prompt[len(prompt) // self._block_size * self._block_size :], np.int64).tobytes()
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
-        """Tokens that can be restored after the first `computed`; None asks vLLM to come back in a moment.
+        """Number of tokens that can be loaded after the first `computed`, and True if there are any.
 
-        And whether that is asynchronous, so that the request waits for it in steps of its own: always. A synchronous
-        load would spare two steps in which nothing is computed. But it is computed on before it is known whether the
-        codes are right. What vLLM does if they are not drops the token of that step alone: that of the step after,
-        which asynchronous scheduling has begun by then, was made of the same bad blocks, and would be served.
+        None asks vLLM to come back in a moment. Loads are asynchronous, because vLLM would compute on a synchronous one
+        before its blocks are checked. After a failed check it drops that step's token only, while asynchronous
+        scheduling has begun the next step on the same bad blocks.
         """
         self._begin_again()
         hot = computed // self._block_size
@@ -382,12 +352,11 @@ class SchedulerHalf:
         return blocks * self._block_size, blocks > 0
 
     def _blocks(self, request: "Request") -> int:
-        """How many blocks its tokens take, of all groups."""
+        """Most blocks that its tokens take, of all groups."""
         return self.groups.held(request.num_tokens, self._vllm_config.max_in_flight_tokens)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
-        """vLLM has allocated the request's blocks, of each group; `tokens` tokens behind its hot ones are to be
-        restored."""
+        """Note the blocks that vLLM has allocated, and load `tokens` tokens behind those that it has found."""
         is_new = request.request_id in self._hot  # else its load has ended
         hot = self._hot.pop(request.request_id, 0)
         brought = tokens_to_load(request) - tokens if is_new else 0  # by another connector
@@ -415,18 +384,14 @@ class SchedulerHalf:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
 
     def _handed(self, request_id: str, blocks: "KVCacheBlocks", decoded: float) -> None:
-        """Mark what another connector loads. decoded: number of the prompt's first tokens that may be decoded KV."""
+        """Mark blocks that another connector loads. The prompt's first `decoded` tokens may be decoded KV."""
         sizes = {group.index: group.tokens for group in self.groups.stored}
-        new = [
-            [
-                (at * sizes.get(group, self._block_size), block.block_id)
-                for at, block in enumerate(of_group)
-                if block.block_hash is None and not block.is_null
-            ]
-            for group, of_group in enumerate(blocks.blocks)
-        ]
-        first = [[block_id for start, block_id in of_group if start < decoded] for of_group in new]
-        behind = [[block_id for start, block_id in of_group if start >= decoded] for of_group in new]
+        first, behind = ([list[int]() for _ in blocks.blocks] for _ in range(2))
+        for group, of_group in enumerate(blocks.blocks):
+            size = sizes.get(group, self._block_size)
+            for at, block in enumerate(of_group):
+                if block.block_hash is None and not block.is_null:
+                    (first if at * size < decoded else behind)[group].append(block.block_id)
         self.driver.handed(request_id, first, behind)
 
     def loaded_into(self, request_id: str, block_ids: Sequence[int], tokens: int) -> Sequence[int]:
@@ -435,45 +400,48 @@ class SchedulerHalf:
         return block_ids[hot : hot + tokens // self._block_size]
 
     def sources(self, request: "Request", tokens: int) -> dict[CacheHitSource, int]:
-        """Where so many tokens, which are about to be restored for the request, come from: by the tier that has their
-        codes."""
+        """Number of the `tokens` tokens that are about to be loaded for the request, by their origin."""
         return {SOURCES[tier]: count for tier, count in self._tiers(request.request_id, tokens).items()}
 
     def _tiers(self, request_id: str, tokens: int) -> dict[str, int]:
-        jobs, names = self.driver.loads_of(request_id), self.config.tiers.tier_names
-        behind = self._behind(jobs, tokens) if jobs else {}
-        counts = {0: tokens - sum(behind.values())} | behind
-        return {names[tier]: count for tier, count in counts.items() if count}
+        """Number of the tokens of a load by tier, by the manager's books.
 
-    def _behind(self, jobs: Sequence[Transfer], tokens: int) -> dict[int, int]:
-        """How many of them are not in the fastest tier, by the number of the one that has them, by the manager's books.
-        Where the main group is not stored, all are as far as the farthest block."""
-        blocks, fronts = self.manager.blocks, self.driver.fronts
+        Where resume points need a window's last blocks only, all tokens count for the slowest tier.
+        """
+        blocks, fronts, names = self.manager.blocks, self.driver.fronts, self.config.tiers.tier_names
+        jobs = self.driver.loads_of(request_id)
         if not any(blocks.moved_nbytes):
-            return {}
-        found = (row for job in jobs for row in blocks.find(job.group, job.block_hashes).tolist())
-        tiers = [fronts.tier_of(row) if row >= 0 else 0 for row in found]
-        if not self.groups.is_whole:
-            return {tier: tokens} if (tier := max(tiers)) else {}
-        main = next(len(job) for job in jobs if job.group == self._group)
-        counts = Counter(tiers[:main])
-        return {tier: self._block_size * counts[tier] for tier in sorted(counts) if tier}
+            return {names[0]: tokens}
+        is_whole = self.groups.is_whole
+        rows = (
+            row
+            for job in jobs
+            if job.group == self._group or not is_whole
+            for row in blocks.find(job.group, job.block_hashes).tolist()
+        )
+        tiers = Counter(fronts.tier_of(row) if row >= 0 else 0 for row in rows)
+        if not is_whole:
+            return {names[max(tiers, default=0)]: tokens}
+        behind = {names[tier]: self._block_size * tiers[tier] for tier in sorted(tiers) if tier}
+        counts = {names[0]: tokens - sum(behind.values())} | behind
+        return {tier: count for tier, count in counts.items() if count}
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
-        """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
+        """Note a request that ended with KV for `blocks` blocks. Return its client's answer to hints."""
         self._hot.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
         self._hold_back(*self.driver.missed(request.request_id))
         if self._limit is not None and self._scheduler is not None and not self._requests:
             self._scheduler.max_num_scheduled_tokens = self._limit.rest()
         prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
-        self.telemetry.computed(max(0, prompt - self.driver.found(request.request_id)))
+        anew = max(0, prompt - self.driver.found(request.request_id))
         computed = min(blocks, request.num_computed_tokens // self._block_size)
         computed = self.groups.deepest(self._entered(self._keys(request)[:computed]))
         keys = self._keys(request)[:computed]
-        depths = dict.fromkeys((computed, min(computed, self._prompt_depth(request))))
+        prompt_depth = self.groups.deepest(self.driver.usable(request.num_prompt_tokens))
+        depths = dict.fromkeys((computed, min(computed, prompt_depth)))  # the prompt may come again
         points = [
-            PointParts(depth, list(self._named_parts(depth, request)))
+            PointParts(depth, [(part.group, self._key_of(part, request), part.at) for part in self.groups.parts(depth)])
             for depth in depths
             if depth and self.groups.at_points
         ]
@@ -482,20 +450,15 @@ class SchedulerHalf:
         if self._events is not None:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.parts(depth)))
         self._set_deadline()
-        self.telemetry.ended(request, outcome)
+        self.telemetry.ended(request, outcome, anew)
         return answer_to(hints_of(request), outcome)
 
-    def _prompt_depth(self, request: "Request") -> int:
-        """So many blocks of the same prompt could be found, should it come again."""
-        return self.groups.deepest(self.driver.usable(request.num_prompt_tokens))
-
-    def _named_parts(self, depth: int, request: "Request") -> Iterator[tuple[int, bytes, int]]:
-        return ((part.group, self._key_of(part, request), part.at) for part in self.groups.parts(depth))
-
     def _entered(self, keys: "Sequence[BlockHash]") -> int:
-        """How many of them vLLM has entered into its prefix cache, where the last ones may not be: it does so when it
-        schedules the next step, and proposed tokens that were right may have filled the block in the last one; those
-        that a draft may read again it enters later still."""
+        """Number of these blocks that vLLM has entered into its prefix cache.
+
+        It enters blocks when it schedules the next step. The last ones may be missing, if proposed tokens filled them
+        in the last step, or if a draft may read them again.
+        """
         entered, config = len(keys), self._vllm_config
         late = config.num_speculative_tokens + config.num_prefill_lookahead_tokens
         for _ in range(-(-late // self._block_size)):
@@ -518,7 +481,7 @@ class SchedulerHalf:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, scheduled_tokens: int, scheduled_requests: int) -> ManthanMetadata:
-        """What the workers are to do in this step, in which the model computes so much."""
+        """Return the workers' orders for a step in which the model computes `scheduled_tokens`."""
         self._rung = False
         if self.is_out_of_use and not scheduled_tokens:
             return ManthanMetadata(model_rests=True)
@@ -538,9 +501,17 @@ class SchedulerHalf:
         place, self._place = self._place, None
         self._set_deadline()
         self._step += 1
-        orders = work.drops, work.stores, work.loads, scheduled_tokens
-        rests = not scheduled_tokens
-        return ManthanMetadata(place, *orders, rests, self._step, cancels=self._cancels, revokes=work.revokes)
+        return ManthanMetadata(
+            place,
+            work.drops,
+            work.stores,
+            work.loads,
+            tokens=scheduled_tokens,
+            model_rests=not scheduled_tokens,
+            step=self._step,
+            cancels=self._cancels,
+            revokes=work.revokes,
+        )
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """Take the workers' results. A store or a load is settled when every rank has answered."""
@@ -550,23 +521,23 @@ class SchedulerHalf:
         self._set_deadline()
 
     def _gathered(self, report: ManthanWorkerMetadata) -> None:
-        """Count what the report says is gathered once, whatever is raised after that."""
+        """Take note of gathered stores, once only, whatever is raised after that."""
         gathered, report.gathered = report.gathered, []
         self.driver.gathered(gathered)
 
-    @property
     def has_work(self) -> bool:
-        """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
-        if self._resets.is_halting:
-            return self._resets.is_moving
-        if self._resets.is_ending:
+        """True if the engine should run a step although no request asks for one."""
+        if self._core.is_halting:
+            return self._core.is_moving
+        if self._core.is_ending:
             return self._drains()
         if self.is_out_of_use:
             return False
+        if self._rung or self._place is not None:
+            return True
         if self.driver.rests:
-            return self._rung or self._place is not None or self.driver.holds_blocks
-        has_news = self._events is not None and self._events.has_news
-        return self._rung or self._place is not None or self.driver.has_work or has_news
+            return self.driver.holds_blocks
+        return self.driver.has_work or (self._events is not None and self._events.has_news)
 
     def _drains(self) -> bool:
         """True while sessions are being saved before the engine ends. Only lasting tiers keep them."""
@@ -589,16 +560,14 @@ class SchedulerHalf:
         return False
 
     def take_events(self) -> "Sequence[KVCacheEvent]":
-        """What is to be told of blocks that can be restored, or cannot any more, since the last call."""
-        if self._events is None:
-            return ()
-        return self._events.take()
+        """Return events of blocks that can be restored, or cannot any more, since the last call."""
+        return () if self._events is None else self._events.take()
 
     # -- resets and sleep -----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Drop all KV, hot and cold: a reset asks for that, or other weights compute from now on."""
-        if self._resets.is_pausing:  # `paused` knows what is to go
+        """Drop all KV, resident and saved."""
+        if self._core.is_pausing:  # `paused` knows what is to go
             return
         self.telemetry.changed.update(self.manager.table.by_id)
         self._place = self.driver.reset(time.monotonic())
@@ -614,14 +583,14 @@ class SchedulerHalf:
         return self.driver.is_moving
 
     def go_on(self, was_reset: bool) -> None:
-        """Undo `halt`. After a reset nothing is begun until a request comes: the weights may change up to then."""
+        """Undo `halt`. After a reset nothing is begun until a request comes, because weights may change up to then."""
         self._cancels, self._is_unsure = False, True
         if was_reset:
             self.telemetry.changed.update(self.manager.table.by_id)
             self.driver.forget_resident(time.monotonic())
             self._rung = True  # a step tells vLLM's KV events and metrics of the reset
             if self._events is not None:
-                self._events.repeat()
+                self._events.repeats = True
             cold = self.manager.table.states[SessionState.COLD]
             if cold:
                 logger.info("Manthan: the prefix cache is reset; %d cold sessions stay, if the weights do.", cold)
@@ -631,7 +600,7 @@ class SchedulerHalf:
     @property
     def is_out_of_use(self) -> bool:
         """True while the engine sleeps."""
-        return self._resets.is_asleep
+        return self._core.is_asleep
 
     def adapter_loaded(self, adapter: "LoRARequest") -> None:
         """Workers are about to read an adapter's files."""
@@ -642,14 +611,14 @@ class SchedulerHalf:
         self._drops = drops
 
     def _begin_again(self) -> None:
-        """Drop what is cold if the weights have changed since it was computed. A request is about to be served.
+        """Drop what is cold if the weights have changed since it was computed, because a request is about to be served.
 
-        Weights may change before a reset or after it, so that they are looked at with the first request.
+        Weights may change before a reset or after it.
         """
         self.driver.rests = False
         self._heed_calls()
         if self._is_unsure:
-            before, self._weights = self._weights, self._resets.ask(weights_state)
+            before, self._weights = self._weights, self._core.ask(weights_state)
             self._is_unsure = False
             if self._weights is None or self._weights != before:
                 logger.info("Manthan: the weights have changed, or may have.")
@@ -659,47 +628,44 @@ class SchedulerHalf:
             self.reset()
 
     def called(self, has_loaded: bool) -> None:
-        """Workers did something that a caller asked for. has_loaded: True if that was to load weights."""
+        """Take note of a caller's call of the workers. has_loaded: True if it was to load weights."""
         self._was_called = True
         if has_loaded:
             self._weights, self._is_unsure = None, True
 
     def doubt(self) -> None:
-        """A reset failed that may have been asked for since the weights are others."""
+        """Take note of a failed reset, because it may have been asked for since the weights are others."""
         self._is_unsure = True
 
     def _heed_calls(self) -> None:
-        """Look whether a caller had the workers load weights. That alone is told without reading them."""
+        """Ask the workers if a caller had them load weights."""
         if self._was_called and not self._is_unsure:
             before = None if self._weights is None else [count for count, _ in self._weights]
-            self._is_unsure = self._resets.ask(loads) != before
+            self._is_unsure = self._core.ask(loads) != before
         self._was_called = False
 
     # -- after an error -------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Keep nothing that vLLM's requests need; from now on vLLM serves as without Manthan."""
+        """Keep nothing that vLLM's requests need, because vLLM serves as without Manthan from now on."""
         self._sweeper.stop()
         self.driver.abandon()
 
     def drain(self, report: ManthanWorkerMetadata) -> None:
-        """Give back blocks of transfers that have ended since."""
+        """Give back blocks of transfers that have ended since `give_up`."""
         self._gathered(report)
         self.driver.drain(report.results)
 
     def shutdown(self) -> None:
         self._sweeper.stop()
-        if self._redis is not None:
-            self._redis.close()
-        if self._journal is not None:
-            self._journal.close()
-        if self._books is not None:
-            self._books.close()
+        for opened in (self._redis, self._journal, self._books):
+            if opened is not None:
+                opened.close()
 
     # -- the rest -------------------------------------------------------------------------------------
 
     def steered(self) -> None:
-        """Somebody has asked something of a session: a step looks what there is to do."""
+        """Have a step look what there is to do, because somebody steered a session."""
         self._set_deadline()
         self._rung = True
 
@@ -711,4 +677,4 @@ class SchedulerHalf:
 
     def _ring(self) -> None:
         self._rung = True
-        self._wake()
+        self._core.wake()

@@ -4,7 +4,7 @@ import logging
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from manthan.codec.block import piece_dim
 from manthan.codec.cpu.exact import EXACT
@@ -13,8 +13,9 @@ from manthan.codec.profile import Profile
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import AUTO, PLAIN, check_profile, choose_codec
+from manthan.vllm_hooks.kv_dtype import is_packed
 from manthan.vllm_hooks.support import Latents, has_draft
-from manthan.vllm_hooks.transfer_config import EXTRA_KEY, is_on_gpu, keeps_bytes, settings
+from manthan.vllm_hooks.transfer_config import EXTRA_KEY, is_on_gpu, settings
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST, FAULT = "manthan_codec_asked", "manthan_profile_digest", "manthan_kernel_fault"
-"""Beside the configuration, in what vLLM carries to its processes."""
+"""Keys in the settings that vLLM carries to its processes."""
 PROBE_S = 60.0
 """Seconds that compiling a kernel for a try may take."""
 AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
@@ -32,12 +33,8 @@ AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
 
 
 def settle_codec(vllm_config: "VllmConfig") -> None:
-    """Put the codec and the profile that are meant in place of what was asked for. Raises ConfigError.
-
-    More than once for the same configuration, or for that of another model, is as well as once.
-    """
-    extra, model = _extra(vllm_config), vllm_config.model_config
-    parallel = vllm_config.parallel_config
+    """Put the codec and the profile that are meant in place of those asked for, once or again. Raises ConfigError."""
+    extra, model, parallel = settings(vllm_config), vllm_config.model_config, vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
     if FAULT not in extra:
         is_probed = is_on_gpu(vllm_config) and extra[EXTRA_KEY]["codec"]["backend"] == "auto"
@@ -47,7 +44,7 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         raise ConfigError(f"tiers.kind is device, but this GPU's kernels cannot be compiled ({fault}): use host")
     if fault:
         logger.warning("Manthan: codec exact is used, on the CPU, for this GPU's kernels cannot be compiled: %s", fault)
-    if fault or keeps_bytes(vllm_config):
+    if fault or is_packed(vllm_config.cache_config):
         kept = asked.model_copy(update=AS_THEY_ARE | ({"backend": "numpy"} if fault else {}))
         extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": kept.model_dump(mode="json")}
         extra[DIGEST] = ""
@@ -56,8 +53,7 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         asked = without_profile(
             asked, ", but --speculative-config has a draft, whose layers a profile does not know: use"
         )
-    if parallel.pipeline_parallel_size > 1:
-        stages = parallel.pipeline_parallel_size
+    if (stages := parallel.pipeline_parallel_size) > 1:
         asked = without_profile(
             asked, f", but --pipeline-parallel-size is {stages}, and a profile is of all layers: use"
         )
@@ -126,18 +122,12 @@ def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
     return asked.model_copy(update={"name": PLAIN if asked.name == AUTO else asked.name})
 
 
-def profile_digest(vllm_config: "VllmConfig") -> str:
-    """Of the profile that codes are made with; empty where there is none."""
-    return str(_extra(vllm_config).get(DIGEST, ""))
-
-
 def settled_profile(vllm_config: "VllmConfig") -> Profile | None:
-    """The profile that codes are made with. Raises ConfigError for another one than was there when the engine began to
-    start."""
-    digest = profile_digest(vllm_config)
-    if not digest:
+    """Return the codec's profile; None without one. Raises ConfigError if it changed since the engine began."""
+    extra = settings(vllm_config)
+    if not (digest := extra.get(DIGEST)):
         return None
-    path = Path(_extra(vllm_config)[EXTRA_KEY]["codec"]["profile"])
+    path = Path(extra[EXTRA_KEY]["codec"]["profile"])
     try:
         profile = Profile.load(path)
     except ProfileError as error:
@@ -145,9 +135,3 @@ def settled_profile(vllm_config: "VllmConfig") -> Profile | None:
     if profile.digest != digest:
         raise ConfigError(f"the profile {path} was changed while the engine started: start it again.")
     return profile
-
-
-def _extra(vllm_config: "VllmConfig") -> dict[str, Any]:
-    extra = settings(vllm_config)
-    assert extra is not None
-    return extra

@@ -36,7 +36,6 @@ class Sharding(NamedTuple):
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig", groups: "Groups") -> "Sharding":
-        """Return what an engine is configured for."""
         parallel, stored = vllm_config.parallel_config, groups.stored
         stages = parallel.pipeline_parallel_size
         ranks, tensor = parallel.world_size // stages, parallel.tensor_parallel_size
@@ -91,10 +90,7 @@ ONE_RANK = Sharding()
 
 
 def _kv_heads(vllm_config: "VllmConfig") -> int:
-    """Number of KV heads of each layer, a draft's included; 0 if layers may have different numbers.
-
-    Because `ModelConfig` has one number for all layers, all that the model's own configuration says must agree with it.
-    """
+    """Number of KV heads of each layer, a draft's included; 0 if the models' configurations say others, too."""
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     models: list[Any] = [model, *([speculative.draft_model_config] if speculative and has_draft(vllm_config) else ())]
     total = int(model.get_total_num_kv_heads())

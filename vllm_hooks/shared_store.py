@@ -32,9 +32,9 @@ LOAD_THREADS = 2
 
 
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups", weights: str) -> Namespace:
-    """Return a namespace that all engines share which can read each other's blocks, whatever else they are told to do.
+    """Return a namespace that all engines share which can read each other's blocks. Each block names its own codec.
 
-    Codec and profile are not in it: each block names its own. weights: digest of all that was loaded.
+    weights: digest of all that was loaded.
     """
     group = groups.main
     sharding = Sharding.of(vllm_config, groups)
@@ -80,12 +80,7 @@ def make_sessions(
     ring: Callable[[], None],
     sharding: Sharding,
 ) -> RedisSessions:
-    """Return the books of sessions in Redis.
-
-    Args:
-        ring: called on their thread when there is an answer.
-        sharding: shares of the ranks in a block.
-    """
+    """Return the books of sessions in Redis. ring: called on their thread when there is an answer."""
     others = sharding.others() if reads_others(vllm_config, sharding) else []
     facts = {"model": vllm_config.model_config.model, "codec": config.codec.name, "engine": owner}
     keys = keys_of(config.sealing)

@@ -19,8 +19,7 @@ RELEASES = ("0.32", "0.33")
 DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods of --speculative-config whose draft's KV is stored with the model's."""
 NOT_BESIDE = {CONNECTOR, "DecodeBenchConnector", "HiSparseConnector", SEVERAL}
-"""Connectors that are refused beside Manthan. They make KV up, keep KV outside of vLLM's blocks, or hold several
-connectors; or they are a second Manthan."""
+"""Connectors that are refused beside Manthan. They make KV up, keep it outside of vLLM's blocks, or are several."""
 
 
 class UnsupportedError(ConfigError):
@@ -137,7 +136,6 @@ class Latents(NamedTuple):
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig") -> Self:
-        """Return what a model caches."""
         model = vllm_config.model_config
         numbers = int(getattr(model.hf_text_config, "kv_lora_rank", None) or 0) if model.use_mla else 0
         return cls(numbers, model.get_head_size() - numbers) if numbers else cls()
@@ -150,10 +148,6 @@ def has_draft(vllm_config: "VllmConfig") -> bool:
 
 
 def blocks_computed_again(vllm_config: "VllmConfig") -> int:
-    """Number of blocks at the end of a hit that vLLM computes nevertheless.
-
-    It is 1 for a draft that reads the next token: its KV of a block's last token depends on a token that the block's
-    hash does not cover.
-    """
+    """Number of blocks at the end of a hit that vLLM computes nevertheless: 1 for a draft that reads the next token."""
     speculative = vllm_config.speculative_config
     return int(speculative is not None and speculative.use_eagle_block_drop())

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from manthan.manager.config.model import FIELDS
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import ARGUMENT, DEFAULT, ManthanConfig, kind_of_source, resolve_config
-from manthan.vllm_hooks.kv_dtype import is_packed
 
 if TYPE_CHECKING:
     from vllm import EngineArgs
@@ -36,8 +35,8 @@ def kv_transfer_config(
     Args:
         config_file: a YAML file.
         beside: another connector to be used as well.
-        options: keys of the configuration, or flags. They go before the file and the environment. Nested keys are
-            mappings: `tiers={"max_bytes": "8GiB"}`.
+        options: keys of the configuration, or flags, before the file and the environment. Nested keys are mappings:
+            `tiers={"max_bytes": "8GiB"}`.
 
     Raises:
         ConfigError: for a configuration that cannot be used, or a policy, codec or cold store that is not registered.
@@ -58,8 +57,7 @@ def kv_transfer_config(
 def together(other: "KVTransferConfig | None", own: "KVTransferConfig") -> "KVTransferConfig":
     """Add Manthan to the connectors that `other` configures: in its place among them, or else as the last one.
 
-    A request's KV comes from the first connector that has any. Manthan goes last, because another engine has computed
-    more of the request than Manthan kept. The common role is kv_both, because Manthan loads KV on every side.
+    A request's KV comes from the first connector that has any, and another engine has computed more than Manthan kept.
     """
     if other is None or other.kv_connector == CONNECTOR:
         return own
@@ -92,45 +90,48 @@ def others(transfer: "KVTransferConfig") -> list[str]:
     return names
 
 
-def settings(config: "VllmConfig | EngineArgs | Namespace") -> dict[str, Any] | None:
-    """Return the settings that vLLM carries to its processes, to be read and written; None if Manthan is off."""
+def _entries(config: "VllmConfig | EngineArgs | Namespace") -> list[dict[str, Any]]:
+    """Return the entries for Manthan among several connectors."""
     transfer = config.kv_transfer_config
-    if transfer is None:
-        return None
-    extra: dict[str, Any] = transfer.kv_connector_extra_config
-    if transfer.kv_connector == SEVERAL:
-        own = [each for each in extra.get(ENTRIES, ()) if each.get("kv_connector") == CONNECTOR]
-        return own[0].setdefault("kv_connector_extra_config", {}) if own else None
-    return extra if transfer.kv_connector == CONNECTOR else None
+    if transfer is None or transfer.kv_connector != SEVERAL:
+        return []
+    entries = transfer.kv_connector_extra_config.get(ENTRIES, ())
+    return [each for each in entries if each.get("kv_connector") == CONNECTOR]
 
 
 def is_on(config: "VllmConfig | EngineArgs | Namespace") -> bool:
     """True if the engine of this configuration runs with Manthan."""
-    return settings(config) is not None
+    transfer = config.kv_transfer_config
+    return bool(_entries(config)) or (transfer is not None and transfer.kv_connector == CONNECTOR)
+
+
+def settings(config: "VllmConfig | Namespace") -> dict[str, Any]:
+    """Return the settings that vLLM carries to its processes, to be read and written. Manthan is on."""
+    for entry in _entries(config):
+        found: dict[str, Any] = entry.setdefault("kv_connector_extra_config", {})
+        return found
+    assert config.kv_transfer_config is not None
+    found = config.kv_transfer_config.kv_connector_extra_config
+    return found
 
 
 def complete(config: "VllmConfig | Namespace") -> None:
     """Complete an entry for Manthan that was written by hand. Raises ConfigError."""
     transfer, extra = config.kv_transfer_config, settings(config)
     assert transfer is not None
-    assert extra is not None
     extra[EXTRA_KEY] = resolve_config(env={}, flags=extra.get(EXTRA_KEY, {})).config.model_dump(mode="json")
-    for each in transfer.kv_connector_extra_config.get(ENTRIES, ()) if transfer.kv_connector == SEVERAL else ():
-        if each.get("kv_connector") == CONNECTOR:
-            each["kv_load_failure_policy"] = transfer.kv_load_failure_policy  # that of all of them counts
+    for entry in _entries(config):
+        entry["kv_load_failure_policy"] = transfer.kv_load_failure_policy  # that of all of them counts
 
 
 def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
     """Return Manthan's configuration, in any process of the engine."""
-    extra = settings(config)
-    assert extra is not None
-    return ManthanConfig.model_validate(extra[EXTRA_KEY])
+    return ManthanConfig.model_validate(settings(config)[EXTRA_KEY])
 
 
 def settings_of(config: "VllmConfig | Namespace") -> dict[str, dict[str, Any]]:
     """Return each key's `value` and its source, `from`: flag, file, environment, argument or default."""
     extra = settings(config)
-    assert extra is not None
     sources, own = extra.get(SOURCES_KEY, {}), from_vllm_config(config)
     found = {}
     for key in (*FIELDS, *(f"policy.{option}" for option in own.policy.options)):
@@ -146,15 +147,13 @@ def leave_time_to_drain(vllm_config: "VllmConfig") -> None:
     """Have vLLM's server wait for its engines after SIGTERM, so that they can save sessions to a lasting tier."""
     tiers = from_vllm_config(vllm_config).tiers
     if tiers.is_lasting and tiers.drain_s and not vllm_config.shutdown_timeout:
-        extra = settings(vllm_config)
-        assert extra is not None
-        extra[ABORTS_KEY] = True
+        settings(vllm_config)[ABORTS_KEY] = True
         vllm_config.shutdown_timeout = math.ceil(tiers.drain_s) + END_S
 
 
 def abort_at_shutdown(vllm_config: "VllmConfig") -> None:
     """Have this engine abort its requests at once after SIGTERM, as vLLM does where no timeout was asked for."""
-    if (settings(vllm_config) or {}).get(ABORTS_KEY):
+    if settings(vllm_config).get(ABORTS_KEY):
         vllm_config.shutdown_timeout = 0
 
 
@@ -163,11 +162,3 @@ def is_on_gpu(vllm_config: "VllmConfig") -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cuda() and from_vllm_config(vllm_config).codec.backend != "numpy"
-
-
-def keeps_bytes(vllm_config: "VllmConfig") -> bool:
-    """True if blocks are stored as their bytes, whatever codec is configured: only vLLM's kernels can read them.
-
-    The KV cache groups, which are known later, may be stored as bytes for other reasons; see `groups.config_for`.
-    """
-    return is_packed(vllm_config.cache_config)

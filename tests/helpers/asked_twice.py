@@ -86,7 +86,7 @@ class Task:
         """Save all, reset the prefix cache but for what is cold, and leave nothing of it in memory."""
         half, transfers = self.core.scheduler.connector.scheduler, get_kv_transfer_group().worker.engine
         evict(half)
-        while half.has_work:
+        while half.has_work():
             self.llm.llm_engine.step()
             transfers.wait()
         assert self.llm.reset_prefix_cache()

@@ -175,7 +175,7 @@ class Router(SteppedEngine):
 
     def settle(self) -> None:
         until = time.monotonic() + PATIENCE_S
-        while self.engine.has_unfinished_requests() or self.half.has_work:
+        while self.engine.has_unfinished_requests() or self.half.has_work():
             assert time.monotonic() < until, "it does not come to rest"
             self.engine.step()
             time.sleep(0.001)

@@ -134,7 +134,7 @@ class FailedLoads(SteppedEngine):
 
     def finish(self) -> None:
         until = time.monotonic() + PATIENCE_S
-        while self.engine.has_unfinished_requests() or self.half.has_work or self.core.batch_queue:
+        while self.engine.has_unfinished_requests() or self.half.has_work() or self.core.batch_queue:
             assert time.monotonic() < until, "a request hangs"
             self.step()
 

@@ -72,7 +72,7 @@ class Waiting(SteppedEngine):
     def save(self) -> list[int]:
         """Save all blocks; the session's tokens."""
         evict(self.half)
-        while self.half.has_work:
+        while self.half.has_work():
             self.step()
         return self.talk
 
@@ -102,7 +102,7 @@ class Waiting(SteppedEngine):
             self.admitted, self.answers = [], {}
             self.base = time.time() - 30
             self.add_all(130 + lost, 10.0)
-            report["gauges"].append(self.half.telemetry._stats._gauges()["held_requests"][""])
+            report["gauges"].append(self.half.telemetry._gauges()["held_requests"][""])
             report[name] = self.serve()
         self.half.driver.missed = missed
         return report

@@ -68,7 +68,7 @@ class PathSession:
         prompt = {"prompt_token_ids": self.prompt}
         self.engine.add_request(f"request-{self.requests}", prompt, params, session_id="user")
         last: Any = None
-        while self.engine.has_unfinished_requests() or self.half.has_work:
+        while self.engine.has_unfinished_requests() or self.half.has_work():
             for output in self.engine.step():
                 last = output
         told = last.outputs[0]
@@ -85,7 +85,7 @@ class PathSession:
     def go_cold(self) -> None:
         """The session is evicted, and nothing of it is left in the pool."""
         manager, until = self.half.manager, time.monotonic() + WAIT_S
-        while {s.state for s in manager.table.by_id.values()} != {SessionState.COLD} or self.half.has_work:
+        while {s.state for s in manager.table.by_id.values()} != {SessionState.COLD} or self.half.has_work():
             assert time.monotonic() < until, f"the session does not go cold: {manager.table.by_id}"
             evict(self.half)
             self.engine.step()

@@ -110,7 +110,7 @@ class Sessions(SteppedEngine):
             each.codec for buf in self.stored("user") if buf is not None for each in wire.parse(buf).header.sections
         }
         self.report["codecs"] = sorted(found)
-        gauges = self.half.telemetry._stats._gauges()
+        gauges = self.half.telemetry._gauges()
         self.report["gauges"] = {"compression_ratio": gauges["compression_ratio"]}
 
     def profile(self) -> None:

@@ -36,7 +36,7 @@ def evict_all(engine: Any, half: Any) -> None:
     """Step until all sessions are cold, and nothing of them is in the prefix cache."""
     until = time.monotonic() + PATIENCE_S
     evict(half)
-    while half.has_work or any(s.state is not SessionState.COLD for s in half.manager.table.by_id.values()):
+    while half.has_work() or any(s.state is not SessionState.COLD for s in half.manager.table.by_id.values()):
         assert time.monotonic() < until, f"sessions do not go cold: {half.manager.table.by_id}"
         half._rung = True
         engine.step()
@@ -116,7 +116,7 @@ class SteppedEngine:
         name = f"request-{len(self.requests)}"
         self.engine.add_request(name, {"prompt_token_ids": tokens}, params, session_id=session, **more)
         answer: list[int] = []
-        while self.engine.has_unfinished_requests() or self.half.has_work:
+        while self.engine.has_unfinished_requests() or self.half.has_work():
             for output in self.engine.step():
                 answer = list(output.outputs[0].token_ids)
             self._wait_for_threads()
@@ -149,7 +149,7 @@ class ClockedEngine(SteppedEngine):
         while (due := self.half.driver.next_deadline) < end:
             self.now = max(self.now, due)
             self.half._rung = True
-            while self.half.has_work:
+            while self.half.has_work():
                 self.engine.step()
                 self._wait_for_threads()
         self.now = end

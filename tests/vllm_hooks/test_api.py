@@ -87,7 +87,7 @@ def test_of_several_engines_the_session_that_was_used_last_is_shown() -> None:
     for given, error in zip(answers, ((409, "Not now."), (503, "The engine is dead.")), strict=True):
         with pytest.raises(ApiError) as refused:
             steered(*given)
-        assert (refused.value.status, refused.value.sentence) == error
+        assert (refused.value.status, str(refused.value)) == error
 
 
 def test_a_server_without_an_engine() -> None:

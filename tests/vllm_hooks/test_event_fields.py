@@ -101,7 +101,7 @@ def test_a_damaged_note_says_nothing() -> None:
 def test_a_reset_of_vllm_s_cache_has_all_that_is_stored_told_again() -> None:
     engine = Engine()
     [stored] = engine.ours(asked())
-    engine.events.repeat()
+    engine.events.repeats = True
     removed, again = engine.events.take()
     assert removed == BlockRemoved(stored.block_hashes, "CPU", 0, "LOCAL", "manthan")
     assert again == stored

@@ -31,9 +31,10 @@ from manthan.codec.cpu.numbers import as_floats
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import KvCacheGroup, groups_of
+from manthan.vllm_hooks.kv_dtype import is_packed
 from manthan.vllm_hooks.memory import Shards, block_format, block_shape, group_shape
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
+from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory, PackedMemory
 from manthan.vllm_hooks.worker.layout import paged_layout, placed_layers, probe_layers
 
@@ -182,7 +183,7 @@ def test_blocks_of_nvfp4_come_back_bit_for_bit_with_their_scales(dtype: str) -> 
 def test_no_codec_is_used_for_nvfp4(dtype: str) -> None:
     """Nor for latents in it. Blocks of one kind are never taken for those of another."""
     config = SimpleNamespace(cache_config=CacheConfig(cache_dtype=dtype), model_config=SimpleNamespace(use_mla=False))
-    assert keeps_bytes(config)
+    assert is_packed(config.cache_config)
     packed = KvCacheGroup(0, SPEC, LAYERS, cache_dtype=dtype, layer_nbytes=(4352,) * LAYERS)
     other = replace(packed, cache_dtype="int4_per_token_head")
     engine = EngineArgs(MODEL).create_engine_config()

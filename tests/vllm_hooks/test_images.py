@@ -89,11 +89,11 @@ def made(core: Core, item: MultiModalKwargsItem | None, name: str, prefix: str =
 
 
 @pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+def core() -> Core:
     """Of an engine with a cold store that lasts."""
-    core = Core(Cache())
-    monkeypatch.setattr(compat, "_core_under_construction", lambda: core)
-    compat.prepare_requests(Salts(bytes(8), isolate=True).of, "kv_transfer_params", by_content=True)
+    core, ours = Core(Cache()), object.__new__(compat.Core)
+    ours._core = core
+    ours.prepare_requests(Salts(bytes(8), isolate=True).of, "kv_transfer_params", by_content=True)
     return core
 
 

@@ -26,8 +26,8 @@ from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import KvCacheGroup
 from manthan.vllm_hooks.memory import Shards, group_shape
-from manthan.vllm_hooks.settled import profile_digest, settle_codec, settled_profile
-from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.settled import DIGEST, settle_codec, settled_profile
+from manthan.vllm_hooks.transfer_config import from_vllm_config, settings
 
 BF16_BLOCK = 2 * 2 * 4 * 2 * 128 * 32
 """Of the tiny model."""
@@ -59,7 +59,7 @@ def test_the_profile_goes_to_all_processes_by_path_and_digest(tiny_profile: Path
     made = Profile.load(tiny_profile)
     named = configured(name="klt-8x", profile=str(tiny_profile))
     assert from_vllm_config(named).codec == CodecConfig(name="klt-8x", profile=str(tiny_profile))
-    assert profile_digest(named) == made.digest
+    assert settings(named)[DIGEST] == made.digest
     found = settled_profile(named)
     assert found is not None
     assert found.digest == made.digest

@@ -26,10 +26,11 @@ from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.vllm_hooks import kv_transfer_config, settled
 from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.groups import KvCacheGroup
+from manthan.vllm_hooks.kv_dtype import is_packed
 from manthan.vllm_hooks.memory import Shards, group_shape
 from manthan.vllm_hooks.support import VLLM, check_supported
 from manthan.vllm_hooks.telemetry.log import check_capacity
-from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
+from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 SIZES = {
@@ -165,7 +166,7 @@ def test_latents_on_a_gpu(manthan: dict[str, Any], dtype: str, tmp_path: Path, o
     coded = dtype != "fp8_ds_mla"
     codec = on_gpu(config, manthan)
     assert (codec.name, codec.guard) == (("wht-5x", True) if coded else ("exact", False))
-    assert keeps_bytes(config) != coded
+    assert is_packed(config.cache_config) != coded
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
@@ -175,9 +176,9 @@ def test_fp8_on_a_gpu(manthan: dict[str, Any], dtype: str, on_gpu: Callable[...,
     config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_cache_dtype=dtype).create_engine_config()
     codec = on_gpu(config, manthan)
     assert (codec.name, codec.guard) == ("wht-5x", True)
-    assert not keeps_bytes(config)
+    assert not is_packed(config.cache_config)
     config.cache_config.kv_cache_dtype_skip_layers = ["0"]
-    assert keeps_bytes(config)
+    assert is_packed(config.cache_config)
 
 
 def test_a_front_end_that_hands_no_headers_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class Told(Talks):
         return line
 
     def count(self, name: str) -> int:
-        return sum(self.telemetry._stats._counters[name].values())
+        return sum(self.telemetry._counters[name].values())
 
 
 @pytest.fixture
@@ -88,18 +88,18 @@ def test_a_load_that_failed_restores_nothing(told: Told) -> None:
     line = told.restore("checksum")
     assert "restored 0 of 8 blocks (0 tokens) in 4 ms; the rest could not be read (checksum)" in line
     assert told.count("restored_blocks") == 0
-    assert told.telemetry._stats._counters["failures"] == {"checksum": 1}
+    assert told.telemetry._counters["failures"] == {"checksum": 1}
 
 
 def test_gauges_are_of_all_groups(told: Told) -> None:
-    gauges = told.telemetry._stats._gauges()
+    gauges = told.telemetry._gauges()
     assert gauges["anchors"] == {"": 1}
     assert gauges["cold_bytes"] == {"": SAVED}
     assert gauges["hot_bytes"] == {"": 0}
     assert gauges["sessions"] == {"active": 0, "idle": 0, "cold": 1}
     assert gauges["compression_ratio"] == {"": round(RESIDENT / SAVED, 4)}
     told.driver.reset(told.now)
-    assert told.telemetry._stats._gauges()["anchors"] == {"": 0}
+    assert told.telemetry._gauges()["anchors"] == {"": 0}
 
 
 def test_events_are_counted() -> None:
@@ -142,6 +142,6 @@ def test_what_is_not_saved_yet_is_hot() -> None:
     talks = Talks()
     telemetry = Telemetry(talks.manager)
     talks.talk("a b c", "s")
-    assert telemetry._stats._gauges()["hot_bytes"] == {"": 3 * 500}
+    assert telemetry._gauges()["hot_bytes"] == {"": 3 * 500}
     talks.rest()
-    assert telemetry._stats._gauges()["hot_bytes"] == {"": 0}
+    assert telemetry._gauges()["hot_bytes"] == {"": 0}

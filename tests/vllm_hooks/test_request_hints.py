@@ -13,9 +13,10 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
 
 from manthan.manager.config.removed import REMOVED
-from manthan.manager.session.hints import NO_HINTS, Hints, parse_hints
+from manthan.manager.session.hints import NO_HINTS, HintError, Hints, parse_hints
 from manthan.manager.session.manager import Outcome
-from manthan.vllm_hooks.http.hints import RequestHintError, answer_to, checked_params, hints_of, keep, tenant_of
+from manthan.vllm_hooks.http import hints
+from manthan.vllm_hooks.http.hints import answer_to, checked_params, hints_of, keep, tenant_of
 from manthan.vllm_hooks.plugin import MIDDLEWARE, read_flags
 
 HEADER = "X-Tenant-ID"
@@ -47,9 +48,14 @@ def checked_behind_a_gateway(params: object, *values: str | bytes) -> Any:
         ({"Mantan": {}}, "kv_transfer_params: unknown key 'Mantan' (did you mean 'manthan'?)"),
     ],
 )
-def test_what_is_refused_is_both_the_clients_fault_and_a_value_error(params: object, sentence: str) -> None:
-    with pytest.raises(RequestHintError) as error:
-        checked_params(params, "")
+def test_what_is_refused_is_both_the_clients_fault_and_a_value_error(
+    params: object, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hints, "is_on", lambda config: True)
+    monkeypatch.setattr(hints, "tenant_header", lambda config: "")
+    no_config: Any = None
+    with pytest.raises(hints.RequestHintError) as error:
+        hints._checked(no_config, params, None)
     assert str(error.value) == sentence
     assert isinstance(error.value, VLLMClientError)  # status 400
     assert isinstance(error.value, ValueError)
@@ -68,9 +74,9 @@ def test_the_header_says_who_the_tenant_is_and_the_client_does_not() -> None:
 
 @pytest.mark.parametrize("values", [[], ["acme"]])
 def test_a_client_that_names_another_tenant_is_refused(values: list[str]) -> None:
-    with pytest.raises(RequestHintError, match="tenant is 'beta', but here the header X-Tenant-ID alone says"):
+    with pytest.raises(HintError, match="tenant is 'beta', but here the header X-Tenant-ID alone says"):
         checked_behind_a_gateway({"manthan": {"tenant": "beta"}}, *values)
-    with pytest.raises(RequestHintError, match="leave the hint out"):  # outside of the server there is no header
+    with pytest.raises(HintError, match="leave the hint out"):  # outside of the server there is no header
         checked_params({"manthan": {"tenant": "beta"}}, HEADER)
 
 
@@ -83,7 +89,7 @@ def test_a_client_that_names_another_tenant_is_refused(values: list[str]) -> Non
     ],
 )
 def test_headers_that_name_nobody_are_refused(values: list[str | bytes], sentence: str) -> None:
-    with pytest.raises(RequestHintError) as error:
+    with pytest.raises(HintError) as error:
         checked_behind_a_gateway(None, *values)
     assert str(error.value) == sentence
 

@@ -16,7 +16,7 @@ from sleeper import OTHER, turned
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import BLOCK, GPU_BYTES, MODEL, Answer, Engine, Table, fork_engines, restore_worker
 
-from manthan.vllm_hooks.compat import Resets
+from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.inquiries import METHOD
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
@@ -348,9 +348,9 @@ def test_workers_that_cannot_be_asked_are_no_reason_to_drop_what_is_cold() -> No
     def died(*_: object) -> None:
         raise RuntimeError("cancelled")
 
-    half, resets = object.__new__(SchedulerHalf), object.__new__(Resets)
-    resets._core, resets._call = object(), died
-    half.driver, half._resets = SimpleNamespace(rests=True), resets
+    half, core = object.__new__(SchedulerHalf), object.__new__(compat.Core)
+    core._core, core._call = object(), died
+    half.driver, half._core = SimpleNamespace(rests=True), core
     half._was_called, half._is_unsure, half._weights, half._drops = True, False, [(1, "state")], False
     with pytest.raises(RuntimeError, match="cancelled"):
         half._begin_again()

@@ -17,7 +17,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm_engine import Table
 
 from manthan.manager.config.resolve import ManthanConfig
-from manthan.vllm_hooks.compat import Resets
+from manthan.vllm_hooks.compat import Core
 from manthan.vllm_hooks.http.salts import MARK, Adapters, Salts, salts_of
 
 SALTS = Salts(b"key", isolate=True)
@@ -109,9 +109,9 @@ def test_files_count_that_are_there_when_an_adapter_is_loaded(tmp_path: Path) ->
     one, two = (make_adapter(tmp_path / name, seed) for seed, name in enumerate("ab"))
     current, adapters = tmp_path / "current", Adapters()
     current.symlink_to(one)
-    resets = object.__new__(Resets)
-    resets._half, resets._tell = SimpleNamespace(adapter_loaded=adapters.content), lambda call, *args: call(*args)
-    resets._calling(lambda *args, **kwargs: [True])("add_lora", args=(asked(str(current)),))
+    core = object.__new__(Core)
+    core._half, core._tell = SimpleNamespace(adapter_loaded=adapters.content), lambda call, *args: call(*args)
+    core._calling(lambda *args, **kwargs: [True])("add_lora", args=(asked(str(current)),))
     current.unlink()
     current.symlink_to(two)
     assert adapters.content(asked(str(current))) != Adapters().content(asked(two))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -231,3 +232,10 @@ def test_what_any_number_of_ranks_wrote_any_other_reads(
         readers = ranks_of(plain, read)
         assert [rank.read(key) for rank in readers] == [None] * read
         close(readers)
+
+
+def test_workers_know_of_blocks_that_a_draft_has_computed_again() -> None:
+    """As the scheduler does: the namespace of what lasts depends on it, where there are windows or states."""
+    config = configured()
+    config.speculative_config = SimpleNamespace(use_eagle_block_drop=lambda: True, uses_draft_kv_cache=lambda: False)
+    assert WorkerHalf(config, cache_of(1)).groups.again == 1

@@ -27,7 +27,7 @@ from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup, PointGroup, groups_of
 from manthan.vllm_hooks.shared_store import namespace_of
 from manthan.vllm_hooks.support import hash_refusal
-from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.transfer_config import from_vllm_config, settings
 from manthan.vllm_hooks.worker.weights import Loaded
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -121,7 +121,7 @@ def test_what_codes_mean_decides_where_they_are(
     others.append(namespace(vllm_config))
     assert len({plain, *others}) == 1 + len(others) == 11
     assert namespace(vllm_config, name="k3v3") == others[-1]  # each block names its codec
-    monkeypatch.setattr(settled, "profile_digest", lambda vllm_config: "another profile")
+    settings(vllm_config)[settled.DIGEST] = "another profile"
     assert namespace(vllm_config) == others[-1]
 
 

@@ -137,11 +137,9 @@ def _print(found: list[Finding]) -> None:
         table.add_row(
             Text(sign, style), Text(one.check), Text(one.said, "" if one.mark is not Grade.SKIPPED else "dim")
         )
-    console = make_console()
-    console.print(table)
     wrong = sum(one.mark is Grade.WRONG for one in found)
-    console.print()
-    console.print(Text("Nothing is wrong.", "green") if not wrong else Text(f"Wrong: {wrong}.", "bold red"))
+    said = Text(f"\nWrong: {wrong}.", "bold red") if wrong else Text("\nNothing is wrong.", "green")
+    make_console().print(table, said, sep="\n")
 
 
 def _check_host(url: str) -> Finding:

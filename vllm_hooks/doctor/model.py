@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from manthan.codec.cpu.exact import EXACT
 from manthan.manager.config.model import ConfigError
 from manthan.manager.doctor.checks import Finding, Grade
-from manthan.manager.session.blocks import GroupShape
 from manthan.vllm_hooks.doctor.families import families, stored
-from manthan.vllm_hooks.support import RELEASES, Latents, check_supported
+from manthan.vllm_hooks.support import RELEASES, check_supported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,11 +25,9 @@ MARKS = {"coded": Grade.OK, "partly": Grade.WARNING, "bytes": Grade.WARNING, "re
 
 
 def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
-    """Build a model, and say of each KV cache group what it holds and how it is stored.
+    """Build a model, a folder or a name in Hugging Face's cache, and say of each KV cache group how it is stored.
 
-    Args:
-        model: folder with a config.json, or a name in Hugging Face's cache.
-        file: the YAML file of --manthan-config.
+    file: the YAML file of --manthan-config.
     """
     try:
         names = _architectures(model)
@@ -67,11 +64,7 @@ def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
 
 
 def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCacheConfig]":
-    """Build a model on the meta device and plan its KV cache, by vLLM's own functions. Raises what they raise.
-
-    Args:
-        names: names of its classes.
-    """
+    """Build a model of these classes on the meta device and plan its KV cache, by vLLM. Raises what vLLM raises."""
     import torch
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
@@ -126,12 +119,7 @@ def _without_quantization(config: Any) -> Any:
 
 
 def _resumed(distance: int, longest: int) -> Finding:
-    """Say where a session can be resumed.
-
-    Args:
-        distance: number of tokens between two such places.
-        longest: most tokens of a session.
-    """
+    """Say how many tokens lie between resume points, given the most tokens of a session."""
     said = f"a session can be resumed every {distance:,} tokens"
     if distance >= longest:
         return Finding(RESUME, Grade.WRONG, f"{said}, but has at most {longest:,}: nothing of it is ever found again.")
@@ -142,35 +130,29 @@ def _resumed(distance: int, longest: int) -> Finding:
 
 
 class StoredGroup(NamedTuple):
-    """Codec and sizes of a group, and the number of its layers that are bytes in the same blocks."""
+    """Codec of a group, its bytes in vLLM's pool over those in compressed blocks, and the number of layers of bytes."""
 
     codec: str
-    shape: GroupShape
+    ratio: float
     as_bytes: int
-
-    @property
-    def ratio(self) -> float:
-        """Bytes of the group in vLLM's pool over its bytes in compressed blocks."""
-        return self.shape.pool_nbytes / self.shape.cold_nbytes
 
 
 def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[dict[int, StoredGroup], int]:
     """Return each group that Manthan stores, by number, and tokens between resume points. Raises ConfigError."""
-    from manthan.vllm_hooks.groups import config_for, groups_of
+    from manthan.vllm_hooks.groups import config_for, groups_for
     from manthan.vllm_hooks.memory import Shards, codec_of_other, memory_shapes
     from manthan.vllm_hooks.settled import settle_codec, settled_profile
-    from manthan.vllm_hooks.transfer_config import from_vllm_config
 
     settle_codec(vllm_config)
-    groups = groups_of(kv_cache_config, vllm_config.cache_config, Latents.of(vllm_config))
-    codec = config_for(from_vllm_config(vllm_config), groups).codec
+    groups = groups_for(vllm_config, kv_cache_config)
+    codec = config_for(vllm_config, groups).codec
     profile = None if groups.main.is_packed else settled_profile(vllm_config)
     sizes = memory_shapes(codec, groups, Shards(1, lambda nbytes: nbytes), profile)[0].groups
-    names = {each.group.index: codec_of_other(codec.name, each.group, codec.state) for each in groups.others}
-    beside = {group.index: group.beside.layers for group in groups.stored if group.beside}
-    stores = {
-        index: StoredGroup(names.get(index, codec.name), shape, beside.get(index, 0)) for index, shape in sizes.items()
-    }
+    stores = {}
+    for group in groups.stored:
+        name = codec.name if group is groups.main else codec_of_other(codec.name, group, codec.state)
+        ratio = sizes[group.index].pool_nbytes / sizes[group.index].cold_nbytes
+        stores[group.index] = StoredGroup(name, ratio, group.beside.layers if group.beside else 0)
     return stores, groups.resume_tokens
 
 

@@ -1,6 +1,6 @@
 """HTTP API: sessions seen and steered below /manthan, on vLLM's own server and behind its API key.
 
-An API server asks all engine cores at once: one, or several data-parallel ones, each with sessions of its own.
+All engine cores are asked at once: one, or several data-parallel ones, each with sessions of its own.
 """
 
 import asyncio
@@ -66,12 +66,12 @@ class ApiError(Exception):
 
     def __init__(self, status: int, sentence: str, param: str | None = None) -> None:
         super().__init__(sentence)
-        self.status, self.sentence, self.param = status, sentence, param
+        self.status, self.param = status, param
 
     def response(self) -> JSONResponse:
         """Return the error in the form of vLLM's own."""
         kind = HTTPStatus(self.status).phrase
-        error = {"message": self.sentence, "type": kind, "param": self.param, "code": self.status}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.status}
         headers = {"WWW-Authenticate": "Bearer"} if self.status == HTTPStatus.UNAUTHORIZED else None
         return JSONResponse({"error": error}, self.status, headers)
 
@@ -95,14 +95,13 @@ class ManthanRoute(APIRoute):
 
 def _mistake(first: Mapping[str, Any]) -> ApiError:
     """Error for the first mistake that validation has found."""
-    place = [str(part) for part in first["loc"][1:]]
     if first["type"] == "json_invalid":
         return ApiError(422, "The body is not valid JSON.", "body")
-    if first["type"] == "value_error" and not place:
-        return ApiError(422, str(first["ctx"]["error"]), "body")
-    if not place:
+    if len(first["loc"]) == 1:
+        if first["type"] == "value_error":
+            return ApiError(422, str(first["ctx"]["error"]), "body")
         return ApiError(422, f"The body must be a JSON object, not {reprlib.repr(first['input'])}.", "body")
-    name = place[0]
+    name = str(first["loc"][1])
     if first["type"] == "extra_forbidden":
         return ApiError(422, f"The body has an unknown field {reprlib.repr(name)}.", name)
     right = RIGHTS.get(name, "something else")
@@ -134,17 +133,17 @@ def make_router(args: Namespace) -> APIRouter:
 
     @router.get("/sessions", response_model=Sessions, summary="List sessions")
     async def sessions(request: Request, bound: Bound, asked: Annotated[SessionQuery, Query()]) -> Any:
-        return await list_sessions(_client(request), asked.query(bound))
+        return await list_sessions(request.app.state.engine_client, asked.query(bound))
 
     @router.get(
         "/sessions/{id:path}", response_model=SessionWithLife, responses=_errors(OF_ONE), summary="Show a session"
     )
     async def session(request: Request, id: Id, bound: Bound) -> Any:
-        return await ask_about(_client(request), "session", {"id": id, "bound": bound})
+        return await ask_about(request.app.state.engine_client, "session", {"id": id, "bound": bound})
 
     @router.get("/state", response_model=EngineState, summary="Show the pool, the cold store and the policy")
     async def state(request: Request, bound: Bound) -> Any:
-        found = summed(await ask_all(_client(request), "state", {"bound": bound}))
+        found = summed(await ask_all(request.app.state.engine_client, "state", {"bound": bound}))
         model = request.app.state.vllm_config.model_config
         name = model.served_model_name or model.model
         return found | {"version": version("manthan-kv"), "model": name if isinstance(name, str) else name[0]}
@@ -165,7 +164,7 @@ def make_router(args: Namespace) -> APIRouter:
 
         async def act(request: Request, id: Id, bound: Bound, asked: given = default) -> Any:  # type: ignore[valid-type]
             said: dict[str, Any] = {} if asked is None else asked.model_dump()
-            return await ask_about(_client(request), what, {"id": id, "bound": bound, **said})
+            return await ask_about(request.app.state.engine_client, what, {"id": id, "bound": bound, **said})
 
         router.add_api_route(
             f"/sessions/{{id:path}}/{what}",
@@ -191,18 +190,11 @@ def _errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Error, "description": text} for status, text in statuses.items()}
 
 
-def _client(request: Request) -> Any:
-    return request.app.state.engine_client
-
-
 # -- engine cores -------------------------------------------------------------------------------------
 
 
 async def ask_all(client: Any, what: str, asked: dict[str, Any]) -> list[Answer]:
-    """Return the answer of each engine core; see `Inquiries`.
-
-    Args:
-        client: vLLM's engine client; None for a server without an engine.
+    """Return the answer of each engine core; see `Inquiries`. client: None for a server without an engine.
 
     Raises:
         ApiError: if there is no engine, or it is dead or silent.
@@ -229,10 +221,7 @@ async def list_sessions(client: Any, asked: dict[str, Any]) -> Answer:
 
 
 async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
-    """Look at one session, or steer it.
-
-    Several cores may have a session of this id. All of these are steered, and the one used last is returned.
-    """
+    """Look at one session, or steer it in all cores that have it, and return the one used last."""
     answers = await ask_all(client, what, asked)
     known = [answer | {"engine": engine} for engine, answer in enumerate(answers) if "refused" not in answer]
     if known:
@@ -244,8 +233,8 @@ async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
 def together(answers: Sequence[Answer], offset: int, limit: int, descending: bool) -> Answer:
     """Merge the first pages of several cores into one page of all."""
     rows = [
-        [(tuple(key), shown | {"engine": engine}) for key, shown in zip(*each, strict=True)]
-        for engine, each in enumerate((answer["keys"], answer["sessions"]) for answer in answers)
+        [(key, shown | {"engine": engine}) for key, shown in zip(answer["keys"], answer["sessions"], strict=True)]
+        for engine, answer in enumerate(answers)
     ]
     merged = heapq.merge(*rows, key=lambda row: row[0], reverse=descending)
     page = [shown for _, shown in islice(merged, offset, offset + limit)]

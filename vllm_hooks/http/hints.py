@@ -1,8 +1,7 @@
 """Hints on their way through vLLM: checked where a request comes in, and read where it is scheduled.
 
-A request carries them as `kv_transfer_params: {"manthan": {…}}`. They are checked where vLLM makes the engine's
-request. A streamed answer would have begun by then, so that the server's middleware holds it back. An orchestrator's
-hints are in vLLM's own envelope, `kv_hints`. They are advice, and no request is refused for them.
+A request carries them as `kv_transfer_params: {"manthan": {…}}`, checked where vLLM makes the engine's request. An
+orchestrator's hints are in vLLM's own envelope, `kv_hints`. They are advice, and no request is refused for them.
 """
 
 import difflib
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pydantic import ValidationError
 from vllm.exceptions import VLLMClientError
@@ -80,14 +79,11 @@ def _checked(vllm_config: "VllmConfig", params: object, session_id: str | None) 
     """Return the request's parameters, with its tenant. Raises RequestHintError."""
     incoming = _incoming.get(None) or Incoming()
     try:
-        try:
-            check_session_id(session_id)
-        except HintError as error:
-            raise RequestHintError(str(error)) from None
+        check_session_id(session_id)
         return checked_params(params, tenant_header(vllm_config)) if is_on(vllm_config) else params
-    except RequestHintError as error:
-        incoming.refusal = error
-        raise
+    except HintError as error:
+        incoming.refusal = RequestHintError(str(error))
+        raise incoming.refusal from None
     finally:
         incoming.is_checked = True
         incoming.then()
@@ -99,22 +95,19 @@ def tenant_header(config: "VllmConfig | Namespace") -> str:
 
 
 def checked_params(params: object, header: str) -> object:
-    """Return a request's kv_transfer_params, with the tenant that the header names. Raises RequestHintError.
+    """Return a request's kv_transfer_params, with the tenant that the header names. Raises HintError.
 
     header: name of the header; empty where none names tenants.
     """
-    try:
-        hints = _hints_in(params)
-        if not header:
-            return params
-        tenant = tenant_in(header)
-        if hints.tenant not in ("", tenant):
-            raise HintError(
-                f"{WHERE}.tenant is {hints.tenant!r}, but here the header {header} alone says who the tenant is: "
-                "leave the hint out"
-            )
-    except HintError as error:
-        raise RequestHintError(str(error)) from None
+    hints = _hints_in(params)
+    if not header:
+        return params
+    tenant = tenant_in(header)
+    if hints.tenant not in ("", tenant):
+        raise HintError(
+            f"{WHERE}.tenant is {hints.tenant!r}, but here the header {header} alone says who the tenant is: "
+            "leave the hint out"
+        )
     others = params if isinstance(params, Mapping) else {}
     return {**others, EXTRA_KEY: {**(others.get(EXTRA_KEY) or {}), "tenant": tenant}}
 
@@ -130,27 +123,23 @@ def _hints_in(params: object) -> Hints:
             raise HintError(f"{PARAMS}.{name} is in the wrong place: write {WHERE}.{name}")
         if name != EXTRA_KEY and difflib.get_close_matches(str(name).lower(), [EXTRA_KEY], cutoff=0.8):
             raise HintError(f"{PARAMS}: unknown key {reprlib.repr(name)} (did you mean '{EXTRA_KEY}'?)")
-    return parse_hints(_own(params))
-
-
-def _own(params: Mapping[str, Any]) -> Any:
-    """Return the hints to Manthan. An answer says none: proxies hand it on to the engine that decodes."""
     own = params.get(EXTRA_KEY)
-    if not isinstance(own, Mapping) or not own.keys() >= ANSWER:
-        return own
-    return {name: value for name, value in own.items() if name not in ANSWER} or None
+    if _is_answer(own):
+        own = {name: value for name, value in own.items() if name not in ANSWER} or None
+    return parse_hints(own)
+
+
+def _is_answer(own: Any) -> TypeGuard[Mapping[str, Any]]:
+    """True for an answer to hints, which proxies hand on to the engine that decodes."""
+    return isinstance(own, Mapping) and own.keys() >= ANSWER
 
 
 def decoded_elsewhere(params: object) -> float:
-    """Return the number of a prompt's first tokens whose KV may have been decoded where the prompt was computed.
+    """Number of a prompt's first tokens whose KV may have been decoded in the engine that computed the prompt.
 
-    That engine's answer says so, if a proxy hands it on: `lossy_tokens`. Which tokens they are is not said, so that all
-    that it had cached count.
+    Its answer does not say which tokens were lossy, so that all that it had cached count.
     """
-    own = params.get(EXTRA_KEY) if isinstance(params, Mapping) else None
-    if not isinstance(params, Mapping) or not isinstance(own, Mapping) or not own.keys() >= ANSWER:
-        return 0
-    if not own["lossy_tokens"]:
+    if not isinstance(params, Mapping) or not _is_answer(own := params.get(EXTRA_KEY)) or not own["lossy_tokens"]:
         return 0
     cached = params.get("remote_prefill_cached_tokens")
     return cached if isinstance(cached, int) else inf
@@ -181,8 +170,7 @@ def hints_of(request: "Request") -> Hints:
 def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
     """Return the client's hints, and those of an orchestrator that do not contradict them.
 
-    Hints that cannot be used say nothing here: `check_requests` has refused the client's before. Of several actions in
-    the envelope that say the same hint, the last one counts.
+    Hints that cannot be used are left out. Of several actions that say the same hint, the last one counts.
     """
     try:
         hints = _hints_in(params)
@@ -218,10 +206,7 @@ def _said(params: object) -> set[str]:
 
 
 def tenant_of(request: "Request") -> str:
-    """Tenant of a request: the one its hints name, else one for its cache salt; empty without either.
-
-    A cache salt is a secret, so that the tenant's name is a digest with a key of this process.
-    """
+    """Tenant of a request: the one its hints name, else a digest of its secret cache salt; empty without either."""
     named = hints_of(request).tenant
     if named or "tenant" in _said(request.kv_transfer_params):  # "" is what a header says that is not there
         return named
@@ -230,8 +215,7 @@ def tenant_of(request: "Request") -> str:
         own = own.partition("/")[2]
     if not own:
         return ""
-    salt = own.encode("utf-8", "surrogatepass")
-    return "salt-" + hashlib.blake2b(salt, digest_size=8, key=_salt_key).hexdigest()
+    return "salt-" + hashlib.blake2b(own.encode("utf-8", "surrogatepass"), digest_size=8, key=_salt_key).hexdigest()
 
 
 def answer_to(hints: Hints, outcome: "Outcome | None") -> dict[str, Any] | None:

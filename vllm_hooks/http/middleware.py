@@ -1,7 +1,4 @@
-"""ASGI middleware of a server with Manthan.
-
-It adds /manthan behind a gate, stores request headers, and answers refused streams by 400.
-"""
+"""ASGI middleware of a server: adds /manthan behind a gate, keeps headers, and answers refused streams by 400."""
 
 import asyncio
 import ipaddress
@@ -124,8 +121,7 @@ class HeldAnswer:
 
 
 def _is_stream(message: Message) -> bool:
-    headers = dict(message.get("headers", ()))
-    return bool(headers.get(b"content-type", b"").startswith(b"text/event-stream"))
+    return bool(dict(message.get("headers", ())).get(b"content-type", b"").startswith(b"text/event-stream"))
 
 
 class Gate:
@@ -190,10 +186,7 @@ class Gate:
 
 def _is_own(name: str) -> bool:
     """True for a name that no other site can have: loopback, or an IP address."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
     try:
-        ipaddress.ip_address(name)
+        return name == "localhost" or name.endswith(".localhost") or bool(ipaddress.ip_address(name))
     except ValueError:
         return False
-    return True

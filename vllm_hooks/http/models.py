@@ -21,19 +21,18 @@ RISING = (Sort.ID, Sort.STATE, Sort.EXPECTED)
 
 
 def _states(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
-
-
-def _check_states(text: str) -> str:
-    if not {*_states(text)} <= {*map(str, SessionState)}:
+    names = [name.strip() for name in text.split(",")]
+    if not {*names} <= {*map(str, SessionState)}:
         raise ValueError("not such states")
-    return text
+    return names
 
 
 class SessionQuery(BaseModel):
     """Filter, order and page of a list of sessions."""
 
-    state: Annotated[str, AfterValidator(_check_states)] | None = Field(default=None, description=STATES)
+    state: Annotated[str, AfterValidator(lambda text: _states(text) and text)] | None = Field(
+        default=None, description=STATES
+    )
     tenant: str | None = Field(default=None, description="a tenant's name")
     tier: str | None = Field(default=None, description="a tier's name, such as host")
     pinned: bool | None = Field(default=None, description="true or false")
@@ -141,15 +140,7 @@ class Error(BaseModel):
     error: ErrorInfo
 
 
-Seconds = Annotated[
-    float | None,
-    Field(
-        gt=0,
-        le=LONGEST_S,
-        allow_inf_nan=False,
-        description=f"a number of seconds above 0 and at most {LONGEST_S}, or null",
-    ),
-]
+SECONDS = f"a number of seconds above 0 and at most {LONGEST_S}, or null"
 
 
 class Nothing(BaseModel):
@@ -161,7 +152,7 @@ class Nothing(BaseModel):
 class Pin(Nothing):
     """Seconds for which a session is pinned; null for good."""
 
-    seconds: Seconds = None
+    seconds: float | None = Field(default=None, gt=0, le=LONGEST_S, allow_inf_nan=False, description=SECONDS)
 
 
 class Expect(Pin):

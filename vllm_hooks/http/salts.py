@@ -1,9 +1,8 @@
 """Cache salts: tenants share no prefix in vLLM's cache, in the cold store or in KV events, nor do LoRA adapters.
 
-vLLM makes a request's `cache_salt` part of the hash of its first block, and so of all that follow. A request of a
-tenant gets a salt made of the tenant's name and of its client's own salt. So a client that sends another's prompt,
-name or salt still asks for blocks of its own. vLLM tells LoRA adapters apart by name and path only, and compressed
-blocks outlive the engine that loaded an adapter. A salt therefore holds the content of the request's adapter, too.
+vLLM makes a request's `cache_salt` part of the hash of its first block, and so of all that follow. A tenant's salt is
+made of the tenant's name and of the client's own salt. A salt also holds the content of the request's adapter, because
+vLLM tells adapters apart by name and path only, and compressed blocks outlive the engine that loaded one.
 """
 
 import hashlib

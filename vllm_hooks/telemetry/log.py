@@ -39,7 +39,7 @@ def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -
 def announce(
     vllm_config: "VllmConfig", config: ManthanConfig, shape: "MemoryShape", capacity: int, place: str = ""
 ) -> None:
-    """Log policy, codec, its ratio for this model, the cold store's budget, and its number of tokens.
+    """Log policy, codec, its ratio for this model, and the cold store's budget and number of tokens.
 
     Args:
         capacity: usable bytes of the cold store.
@@ -69,7 +69,6 @@ def announce(
 
 
 def _beside(blocks: int) -> str:
-    """Phrase for the blocks of other KV cache groups than that of full attention."""
     return f" and {blocks} of windows or states" if blocks else ""
 
 

@@ -20,10 +20,9 @@ FAILURE_CAUSES = (
 
 CALLS = (
     *("new_request", "match", "allocated", "step", "worker_output", "finished"),
-    *("submit_loads", "submit_spills", "_transfer_results", "take_report"),
+    *("submit_loads", "submit_stores", "_transfer_results", "take_report"),
 )
-"""Calls of the scheduler half and of the worker half. After an exception in one of the scheduler half's, vLLM serves as
-without Manthan."""
+"""Calls of the scheduler half and of the worker half, in which exceptions are caught."""
 
 
 class _Metric(NamedTuple):

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from manthan.codec import wire
 from manthan.codec.base import Numbers
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.codec.errors import CodecError, UnknownCodecError, WireError
+from manthan.codec.errors import CodecError, WireError
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.manager.tiers.tier import Buffer, Found
 from manthan.manager.transfer import Transfer
@@ -30,8 +30,7 @@ Copies: TypeAlias = list[Arrays]
 class PagedMemory(ABC):
     """Paged cache whose blocks are read and written by the CPU.
 
-    Keys and values are [layers, heads, tokens, head_dim] in the cache's numbers, bf16 and fp8 as their bits. Other
-    blocks have the arrays that `BlockShape` names in their places.
+    Keys and values are [layers, heads, tokens, head_dim], bf16 and fp8 as their bits. `BlockShape` has other arrays.
     """
 
     @abstractmethod
@@ -125,11 +124,11 @@ class DeviceMemory(PagedMemory):
         _wait(device)
 
     def _both(self, block_id: int) -> torch.Tensor:
-        """[2, layers, heads, tokens, head_dim], on the device."""
+        """Tensor [2, layers, heads, tokens, head_dim], on the device."""
         return torch.stack([torch.stack(self._views(block_id, at)) for at in self._layout.ats])
 
     def _views(self, block_id: int, at: int) -> list[torch.Tensor]:
-        """[heads, tokens, head_dim] of each layer."""
+        """Tensor [heads, tokens, head_dim] of each layer."""
         layout = self._layout
         shape = (layout.heads, layout.tokens, layout.head_dim)
         strides = (layout.head_stride, layout.token_stride, 1)
@@ -205,14 +204,6 @@ class CpuBlocks:
         for each in self.formats:
             each.warm_up(exacts)
 
-    def format_named(self, codec: str) -> BlockFormat:
-        """Return the format in this codec, or the first if `codec` is empty. Raises UnknownCodecError."""
-        for format in self.formats:
-            if codec in ("", format.codec):
-                return format
-        known = ", ".join(format.codec for format in self.formats)
-        raise UnknownCodecError(f"no blocks are in codec {codec!r} here: there are {known}.")
-
     def format_of(self, buf: Buffer) -> BlockFormat:
         """Return the format whose fingerprint a block carries. Without one, return the first, whose checks fail."""
         mark = np.frombuffer(buf, np.uint8)[wire.FINGERPRINT].tobytes()
@@ -224,18 +215,16 @@ class CpuBlocks:
 
     def encode(self, job: Transfer, copies: Copies) -> list[Buffer | str]:
         """Return a store's compressed blocks; the cause for one that cannot be encoded."""
-        tokens, codec = self.format.shape.tokens, "" if self.format.shape.is_raw else job.codec
-        told = zip(job.block_hashes, copies, job.first_tokens(tokens), job.exacts(tokens), strict=True)
+        shape, formats = self.format.shape, {"": self.format} | {each.codec: each for each in self.formats}
+        format = formats["" if shape.is_raw else job.codec]
+        told = zip(job.block_hashes, copies, job.first_tokens(shape.tokens), job.exacts(shape.tokens), strict=True)
         encoded: list[Buffer | str] = []
         for key, numbers, first_token, exact in told:
             try:
-                format = self.format_named(codec)
-                buf = format.encode(*numbers, key=key, first_token=first_token, exact=exact, mark=job.mark)
+                encoded.append(format.encode(*numbers, key=key, first_token=first_token, exact=exact, mark=job.mark))
             except CodecError as error:
                 logger.warning("Manthan: a block is not kept cold: %s", error)
                 encoded.append("encode")
-            else:
-                encoded.append(buf)
         return encoded
 
     def decode(self, key: bytes, block_id: int, found: Found) -> str | None:

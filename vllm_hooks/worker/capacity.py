@@ -52,8 +52,7 @@ class TierBytes(NamedTuple):
     def usable(self, sizes: Collection[int]) -> int:
         """Number of bytes that may be promised to blocks of these sizes.
 
-        Blocks of several sizes leave a part of each tier free, so that holes stay large. The last block may fit into
-        neither of two tiers, because it lies in one.
+        Blocks of several sizes leave a part of each tier free, so that holes stay large. A block lies in one tier.
         """
         device, host = (tier - tier % GRANULE for tier in self)
         if len(sizes) > 1:
@@ -80,7 +79,7 @@ def room_in(config: ManthanConfig) -> Callable[[int], int]:
 
 
 def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
-    """The tiers in front of the last one, the fastest first, on all of so many ranks together."""
+    """Return the tiers in front of the last one, the fastest first, on all `ranks` together."""
     if store.kind == "device" and store.host_bytes:
         return [FrontTier(int(store.max_bytes), fills_on_read=False)]
     budgets = [store.front_bytes] if store.front_bytes else []

@@ -1,7 +1,4 @@
-"""Interface of the engines, which turn blocks of one rank's paged cache into compressed blocks and back.
-
-Also the threads on which they and the guard work, beside the model's.
-"""
+"""Interface of the engines, which turn blocks of a rank's paged cache into compressed blocks and back, and threads."""
 
 import multiprocessing
 import os
@@ -25,13 +22,13 @@ logger = init_logger("vllm.manthan.worker")
 MISSING = "missing"
 """Cause of a failure: the block is in no tier."""
 REST_S = sys.getswitchinterval()
-"""Most seconds for which the model's thread stands aside for a load, in a step in which nothing is computed. Any thread
-of Python may keep it waiting for as long. Without a rest, such steps would take half of the interpreter's time from
-the thread that loads."""
+"""Most seconds for which the model's thread stands aside for a load, in a step in which nothing is computed.
+
+Without a rest, such steps would take half of the interpreter's time from the thread that loads."""
 
 
 class CancelledError(Exception):
-    """Reset of the prefix cache, or shutdown of the engine."""
+    """End of a job without a fault of its own. Its argument is the cause, RESET without one."""
 
 
 class Ended(NamedTuple):
@@ -45,8 +42,7 @@ class Ended(NamedTuple):
 class Engine:
     """Worker of transfers: takes jobs, works on them in the background, and reports those that have ended.
 
-    This class itself does nothing, and serves until there is a KV cache. The driver references the blocks of each store
-    until it is gathered or answered, so that no request writes to them. The caller is the model's thread. Nothing here
+    This class itself does nothing, and serves until there is a KV cache. The caller is the model's thread. Nothing here
     raises, and nothing waits unless its docstring says so.
 
     Args:
@@ -75,7 +71,7 @@ class Engine:
         self._begin(metadata.loads, self._load)
 
     def submit_stores(self, metadata: ManthanMetadata) -> None:
-        """Begin a step's stores. The model's work of this step was begun before, and they come after it."""
+        """Begin a step's stores, behind the model's work of this step."""
         self._begin(metadata.stores, self._store)
 
     def _begin(self, jobs: Sequence[Transfer], begin: Callable[[Transfer], None]) -> None:
@@ -130,11 +126,7 @@ class Engine:
                 self._refuse(job, "internal")
 
     def fail_requests(self, blocks: Mapping[str, Sequence[int]]) -> None:
-        """End loads that vLLM waits for and that are no jobs.
-
-        Args:
-            blocks: blocks of the loads by request id.
-        """
+        """End loads that vLLM waits for and that are no jobs, given their blocks by request id."""
         for request_id, block_ids in blocks.items():
             self._open.setdefault(request_id, set())
             self._end(request_id, -1, block_ids)
@@ -147,7 +139,7 @@ class Engine:
                     self._open.setdefault(job.request_id, set()).add(job.job_id)
 
     def _gathered(self, job: Transfer) -> None:
-        """Tell that a store does not read the pool's blocks any more. Each store is named once, before its result."""
+        """Tell that a store does not read the pool's blocks any more, once, before its result."""
         with self._lock:
             self._report.gathered.append(job.job_id)
 
@@ -196,8 +188,8 @@ def other_causes(
     """Causes of further blocks that cannot be read, so that a session does not fail once for each of them.
 
     Args:
-        behind: positions in the job of the blocks behind the first bad one. `values` gives what is read of them.
-        found: value that was read of the first bad block.
+        behind: positions in the job of the blocks behind the first bad one, whose contents `values` yields.
+        found: content of the first bad block.
     """
     if found is None:
         absent = set(store.absent(job.group, [job.block_hashes[at] for at in behind]))
@@ -210,7 +202,7 @@ def other_causes(
 def cause_of(error: Exception) -> str:
     """Cause of a job's failure, for metrics. An unknown exception is logged."""
     if isinstance(error, CancelledError):
-        return RESET
+        return str(error) or RESET
     if isinstance(error, TierError):
         return error.cause
     logger.warning("Manthan: a transfer has failed: %s: %s", type(error).__name__, error)
@@ -218,12 +210,9 @@ def cause_of(error: Exception) -> str:
 
 
 class JobThreads:
-    """Threads that do jobs in the order in which they are given.
-
-    Giving one neither waits nor raises. An exception of a job costs a line in the log.
+    """Threads that do jobs in the order in which they are given. An exception of a job costs a line in the log.
 
     Args:
-        count: number of threads.
         cpus: CPUs on which they may run; empty for those of the caller.
     """
 
@@ -273,10 +262,9 @@ class JobThreads:
 
 
 def allowed_cpus() -> set[int]:
-    """CPUs that a CPU worker was given, by taskset or a cgroup; empty if that cannot be told.
+    """CPUs that a CPU worker's parent process may use; empty if that cannot be told.
 
-    vLLM binds the worker to some of them, and its threads inherit that. They would run only when the model does not.
-    The parent process has no such binding.
+    vLLM binds the worker to some of them. Threads that inherit that would run only when the model does not.
     """
     parent = multiprocessing.parent_process()
     try:

@@ -32,8 +32,11 @@ BATCH = 16
 class Gathering:
     """Store under way.
 
-    nbytes: bytes of each block. left: number of blocks that are neither stored nor refused yet. is_begun: True once its
-    first blocks are gathered. is_given_up: True once its blocks are to be read no more.
+    Args:
+        nbytes: bytes of each block.
+        left: number of blocks that are neither stored nor refused yet.
+        is_begun: True once its first blocks are gathered.
+        is_given_up: True once its blocks are to be read no more.
     """
 
     job: Transfer
@@ -50,8 +53,7 @@ class Gathering:
 class CpuEngine(Engine):
     """Engine that encodes on the CPU's cores into a tier that the CPU reaches.
 
-    Loads and prefetches have threads of their own, so that they never wait behind stores. Blocks are gathered first, so
-    that the pool has them back whatever the tier does.
+    Loads and prefetches have threads of their own, so that they never wait behind stores. Blocks are gathered first.
 
     Args:
         blocks: codec and paged memory of each KV cache group.
@@ -86,7 +88,6 @@ class CpuEngine(Engine):
         self._all = (self._gatherers, self._encoders, self._loaders, self._prefetchers)
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
-        """Carry out resets, drops and revocations. Of a drop, only dictionaries are changed on the caller's thread."""
         if metadata.cancels:
             self._cancelled.set()
             self._cancelled = threading.Event()
@@ -147,29 +148,23 @@ class CpuEngine(Engine):
                     return
                 gathering.is_begun = True
                 self._staged += nbytes
-            copies, cause = self._copied(gathering, part, model)
-            if cause:
+            try:
+                if gathering.is_given_up:
+                    raise CancelledError(NEEDED)
+                if gathering.cancelled.is_set():
+                    raise CancelledError
+                with behind(model, self._device):
+                    copies = blocks.gather(part)
+            except Exception as error:
                 self._leave(nbytes)
                 self._gathered(job)
-                self._settle(gathering, start, dict.fromkeys(range(start, len(job)), cause))
+                self._settle(gathering, start, dict.fromkeys(range(start, len(job)), cause_of(error)))
                 break
             if start + step >= len(job):
                 self._gathered(job)
             self._encoders.submit(self._encode, gathering, start, part, copies)
         with self._lock:
             self._ungathered = [other for other in self._ungathered if other is not gathering]
-
-    def _copied(self, gathering: Gathering, part: Transfer, model: torch.cuda.Event | None) -> tuple[Copies, str]:
-        """Return copies of some of a store's blocks, or the cause of a failure."""
-        if gathering.is_given_up:
-            return [], NEEDED
-        try:
-            if gathering.cancelled.is_set():
-                raise CancelledError
-            with behind(model, self._device):
-                return self.blocks[part.group].gather(part), ""
-        except Exception as error:
-            return [], cause_of(error)
 
     def _leave(self, nbytes: int) -> None:
         """Free `nbytes` of staging."""
@@ -236,8 +231,7 @@ class CpuEngine(Engine):
         for at, found in enumerate(values):
             if cancelled.is_set():
                 raise CancelledError
-            cause = blocks.decode(keys[at], int(job.block_ids[at]), found)
-            if cause is not None:
+            if (cause := blocks.decode(keys[at], int(job.block_ids[at]), found)) is not None:
                 failed[at] = cause
                 failed.update(other_causes(job, range(at + 1, len(job)), found, values, store))
                 return

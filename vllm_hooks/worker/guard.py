@@ -45,7 +45,6 @@ class RankGuard:
     Args:
         formats: the configured format first, then those that may take its place, finer ones last.
         rope: RoPE of the model's keys; None if it is not known.
-        rank: number of this rank.
         decode_s: seconds to decode a token by codec, of the GPU's kernels; None if the CPU decodes.
     """
 
@@ -71,7 +70,7 @@ class RankGuard:
         self._prompts = Prompts(device)
 
     def warm_up(self) -> None:
-        """Begin to compile the CPU's kernels beside a GPU, while vLLM warms up. On a CPU the path has compiled them."""
+        """Begin to compile the CPU's kernels beside a GPU, while vLLM warms up. On a CPU the engine compiles them."""
         if self._device.type != "cpu":
             self._warm_up = threading.Thread(target=self._compile, name="manthan-warm-up", daemon=True)
             self._warm_up.start()
@@ -84,10 +83,7 @@ class RankGuard:
                 logger.warning("Manthan: the guard's kernels were not compiled in %g s.", COMPILE_S)
 
     def _compile(self) -> None:
-        """Compile in another process, because the compiler holds the GIL, which the model's thread needs.
-
-        numba's cache on disk hands the result over. Where it does not, the kernels are compiled here.
-        """
+        """Compile into numba's cache in another process, because the compiler holds the GIL; without a cache, here."""
         names = [format.codec for format in self._formats]
         command = [sys.executable, "-m", precompile.__name__, self._formats[0].shape.dtype.name, *names]
         with suppress(subprocess.TimeoutExpired):
@@ -102,10 +98,7 @@ class RankGuard:
         self._prompts.begin(metadata.tokens)
 
     def submit(self, jobs: Sequence[Transfer]) -> None:
-        """Copy some blocks of these stores, and measure them when there are enough.
-
-        The copy is on the model's stream, so that no later computation overwrites a block before.
-        """
+        """Copy some blocks of these stores on the model's stream, and measure them when there are enough."""
         self._prompts.end()
         group, tokens = self._formats[0].group, self._formats[0].shape.tokens
         ours = [(job, at) for job in jobs if job.group == group for at in range(len(job))]
@@ -184,15 +177,16 @@ class RankGuard:
 
 
 class Prompts:
-    """Time that the model takes to compute a token of a prompt: that of the fastest of the first steps."""
+    """Time that the model takes to compute a token of a prompt: that of the fastest of the first steps.
+
+    seconds: for a token; 0 until they are known.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"
-        self._left, self._tokens, self._began = TIMED_STEPS, 0, 0.0
+        self._left, self._tokens, self._began, self.seconds = TIMED_STEPS, 0, 0.0, 0.0
         self._start: torch.cuda.Event | None = None
         self._pairs: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
-        self.seconds = 0.0
-        """Seconds for a token; 0 until they are known."""
 
     def begin(self, tokens: int) -> None:
         self._tokens = tokens if self._left and tokens >= LEAST_PROMPT else 0

@@ -23,16 +23,15 @@ from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
 from manthan.manager.tiers.shards import Shard, ShardedTier
 from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import Tier
-from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.disk_store import open_disk, open_left
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.groups import Context, Groups, KvCacheGroup, config_for, groups_of
+from manthan.vllm_hooks.groups import Groups, KvCacheGroup, config_for, groups_for
 from manthan.vllm_hooks.memory import block_format, block_shape, codec_of_other, exact_counts, rank_facts, with_states
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shards import Sharding, reads_others
 from manthan.vllm_hooks.shared_store import make_redis, namespace_of
-from manthan.vllm_hooks.support import Latents, UnsupportedError
+from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.transfer_config import CONNECTOR, from_vllm_config
 from manthan.vllm_hooks.worker.blocks import (
     BesideMemory,
@@ -43,11 +42,7 @@ from manthan.vllm_hooks.worker.blocks import (
     PackedMemory,
     PagedMemory,
 )
-from manthan.vllm_hooks.worker.capacity import (
-    CPU_ENCODE_THREADS,
-    PRIMARY_BYTES,
-    TierBytes,
-)
+from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS, PRIMARY_BYTES, TierBytes
 from manthan.vllm_hooks.worker.engine import Engine
 from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
 from manthan.vllm_hooks.worker.guard import RankGuard
@@ -64,16 +59,21 @@ logger = init_logger("vllm.manthan.worker")
 
 @dataclass(frozen=True)
 class GroupCache:
-    """Blocks of a KV cache group: places of their layers, and formats of their codes, the configured one first.
+    """Blocks of a KV cache group.
 
-    exacts: numbers of first tokens that may have to be kept exact.
-    beside: layers whose blocks are bytes, if the others are coded.
+    Args:
+        layers: places of its layers.
+        forms: formats of its compressed blocks, the configured one first.
+        exacts: numbers of first tokens that may have to be kept exact.
+        beside: layers whose blocks are bytes, if the others are coded.
+        rope: RoPE of the keys; None if it is not known.
     """
 
     layers: list[Layer]
     forms: Sequence[BlockFormat]
     exacts: Sequence[int]
     beside: Sequence[Layer] = ()
+    rope: Rope | None = None
 
     @property
     def shape(self) -> BlockShape:
@@ -93,16 +93,15 @@ class GroupCache:
             return PackedMemory(self.layers, self.shape)
         if self.layers[0].rows.is_cpu:
             return HostMemory(self.layers, self.shape)
-        return LatentMemory(self.layers, self.shape) if self.shape.latent else DeviceMemory(self._paged())
+        if self.shape.latent:
+            return LatentMemory(self.layers, self.shape)
+        return DeviceMemory(paged_layout(self.layers, self.shape, self.beside))
 
     @property
     def layout(self) -> PagedLayout | RawLayout:
         """The paged cache as a GPU reads and writes it. Raises UnsupportedError."""
         if self.shape.is_raw:
             return RawLayout(tuple(layer.rows for layer in self.layers), self.shape)
-        return self._paged()
-
-    def _paged(self) -> PagedLayout:
         return paged_layout(self.layers, self.shape, self.beside)
 
 
@@ -128,12 +127,10 @@ def groups_of_worker(worker: Any) -> Groups:
 
 
 class WorkerHalf:
-    """Chooses the engine that fits the device. Until then, as in a profiling run, there is nothing to do."""
+    """Worker half, which chooses the engine that fits the device. Until then there is nothing to do."""
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
-        self._vllm_config = vllm_config
-        self._kv_cache_config = kv_cache_config
-        self._num_blocks = kv_cache_config.num_blocks
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._know_groups()
         self.engine = Engine()
         self.guard: RankGuard | None = None
@@ -141,15 +138,11 @@ class WorkerHalf:
 
     def _know_groups(self, as_bytes: Container[int] = ()) -> None:
         """Take note of the KV cache groups. as_bytes: see `groups_of`."""
-        parallel = self._vllm_config.parallel_config
-        latents, context = Latents.of(self._vllm_config), Context.of(parallel)
-        cache = self._vllm_config.cache_config
-        self.groups = groups_of(self._kv_cache_config, cache, latents, context, as_bytes)
-        self._config = config_for(from_vllm_config(self._vllm_config), self.groups)
-        self._group = self.groups.main
+        self.groups = groups_for(self._vllm_config, self._kv_cache_config, as_bytes)
+        self._config = config_for(self._vllm_config, self.groups)
         self._sharding = Sharding.of(self._vllm_config, self.groups)
-        self._is_spread = any(group.context.ranks > 1 for group in self.groups.stored)
-        self._fails_whole = bool(self.groups.at_points)
+        contexts = {group.index: group.context for group in self.groups.stored}
+        self._contexts = contexts if any(context.ranks > 1 for context in contexts.values()) else {}
 
     def shutdown(self) -> None:
         if self.guard is not None:
@@ -160,41 +153,40 @@ class WorkerHalf:
         if hidden := [group.index for group in self.groups.stored if not self._is_found(group, kv_caches)]:
             self._know_groups(hidden)
         config = self._config
-        layers = self._layers(self._group, kv_caches)
-        group = self._group
-        if not group.is_packed:
-            group = replace(group, layers=len(layers))  # those that share a cache are one
         name, store = "", None
         if config.tiers.is_lasting:
             namespace = namespace_of(self._vllm_config, config, self.groups, loaded_of(self._vllm_config).digest())
             name, store = namespace.name, _make_store(self._vllm_config, namespace, self._sharding)
-        codecs = (config.codec.name, *finer_codecs(config.codec.name))
-        rope = self._rope(self._group)
-        forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
-        main = GroupCache(layers, forms, self._exacts(group), self._beside(group, kv_caches))
-        others = {each.group.index: self._other(each.group, kv_caches, name) for each in self.groups.others}
-        self.engine = self._engine(main, store, others)
+        caches = {group.index: self._cache(group, kv_caches, name) for group in self.groups.stored}
+        self.engine = self._engine(caches, store)
         if config.codec.guard:
-            self.guard = self._make_guard(main, rope)
+            main = caches[self.groups.main.index]
+            forms = [form.without_bytes() for form in main.forms]
+            device, rank = main.layers[0].rows.device, self._vllm_config.parallel_config.rank
+            self.guard = RankGuard(main.coded, forms, main.rope, device, rank, self.engine.decode_s)
+            self.guard.warm_up()
 
     def of_this_rank(self, metadata: ManthanMetadata) -> ManthanMetadata:
         """Return a message with the tokens of its transfers counted as this rank counts its own."""
-        if not self._is_spread:
+        if not self._contexts:
             return metadata
-        contexts = {group.index: group.context for group in self.groups.stored}
         stores, loads = (
-            [contexts[job.group].of_a_rank(job) for job in jobs] for jobs in (metadata.stores, metadata.loads)
+            [self._contexts[job.group].of_a_rank(job) for job in jobs] for jobs in (metadata.stores, metadata.loads)
         )
         return replace(metadata, stores=stores, loads=loads)
 
     def _layers(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
-        """Where the group's blocks lie. Raises UnsupportedError."""
+        """Return the places of the group's blocks. Raises UnsupportedError."""
         if group.is_packed:
             nbytes = dict(zip(group.names, group.layer_nbytes, strict=True))
             return placed_layers(kv_caches, self._kv_cache_config, nbytes)
         caches = {name: cache for name, cache in kv_caches.items() if name in group.names}
-        modules: dict[str, Any] = attention_modules(self._vllm_config)
-        return probe_layers(caches, modules, self._num_blocks, block_shape(group))
+        modules = self._vllm_config.compilation_config.static_forward_context
+        return probe_layers(caches, modules, self._kv_cache_config.num_blocks, block_shape(group))
+
+    def _beside(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> Sequence[Layer]:
+        """Return the places of a coded group's layers whose blocks are bytes. Raises UnsupportedError."""
+        return self._layers(group.beside, kv_caches) if group.beside else ()
 
     def _is_found(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> bool:
         """False for latents, or layers with bytes beside, that are to be coded and cannot be probed.
@@ -217,36 +209,30 @@ class WorkerHalf:
             return False
         return True
 
-    def _beside(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> Sequence[Layer]:
-        """Places of the group's layers whose blocks are bytes, if the others are coded. Raises UnsupportedError."""
-        return self._layers(group.beside, kv_caches) if group.beside else ()
-
-    def _other(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
-        """Return the cache of a group that is not the main one. namespace: see `fingerprint`."""
-        layers, config = self._layers(group, kv_caches), self._config.codec
-        codec = codec_of_other(config.name, group, config.state)
-        if not group.is_packed:
-            group = replace(group, layers=len(layers))
-        rope, names = self._rope(group), (codec, *([] if group.is_packed else finer_codecs(codec)))
-        forms = [self._format(name, group, self._facts(name, group, rope), namespace) for name in names]
-        return GroupCache(layers, forms, self._exacts(group), self._beside(group, kv_caches))
-
-    def _exacts(self, group: KvCacheGroup) -> Sequence[int]:
-        """How many first tokens of its blocks may have to be kept exact."""
-        return [0] if group.is_packed else sorted(exact_counts(self._config.codec, group).values())
+    def _cache(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
+        """Return the cache of a group. namespace: see `fingerprint`. Raises ConfigError."""
+        config, layers, beside = self._config.codec, self._layers(group, kv_caches), self._beside(group, kv_caches)
+        is_main = group.index == self.groups.main.index
+        codec = config.name if is_main else codec_of_other(config.name, group, config.state)
+        if group.is_packed:
+            return GroupCache(layers, [self._format(codec, group, NO_FACTS, namespace)], [0])
+        group = replace(group, layers=len(layers))  # layers that share a cache are one
+        rope, codecs = self._rope(group), (codec, *finer_codecs(codec))
+        forms = [self._format(each, group, self._facts(each, group, rope), namespace) for each in codecs]
+        return GroupCache(layers, forms, sorted(exact_counts(config, group).values()), beside, rope)
 
     def _rope(self, group: KvCacheGroup) -> Rope | None:
         """Return how keys of the group's layers are turned; None if that is not known.
 
-        Latents are not turned, bytes are no keys, and a rank of context parallelism has tokens of far positions.
+        Latents are not turned, and a rank of context parallelism has tokens of far positions.
         """
-        if group.latent or group.is_packed or group.context.ranks > 1:
+        if group.latent or group.context.ranks > 1:
             return None
         tell = takes_facts(self._config.codec.name)
         return running_rope(self._vllm_config, group.spec.head_size, tell, group.names)
 
     def _facts(self, codec: str, group: KvCacheGroup, rope: Rope | None) -> ModelFacts:
-        """What the codec may know. Raises ConfigError for a profile that does not fit."""
+        """Return the facts that the codec may know. Raises ConfigError for a profile that does not fit."""
         if not takes_facts(codec):
             return NO_FACTS
         if not needs_profile(codec):
@@ -255,7 +241,7 @@ class WorkerHalf:
         return ModelFacts(rope, rank_facts(profile, group, parallel.rank, parallel.world_size).profile)
 
     def _format(self, codec: str, group: KvCacheGroup, facts: ModelFacts, namespace: str) -> BlockFormat:
-        """namespace: see `fingerprint`. Raises ConfigError."""
+        """Return a format with its fingerprint. Raises ConfigError."""
         facts = with_states(codec, group, facts)
         try:
             mark = fingerprint(self._vllm_config, group, codec, namespace, facts, self._sharding)
@@ -264,64 +250,48 @@ class WorkerHalf:
         except ProfileError as error:
             raise ConfigError(str(error)) from None
 
-    def _make_guard(self, main: GroupCache, rope: Rope | None) -> RankGuard:
-        device, rank = main.layers[0].rows.device, self._vllm_config.parallel_config.rank
-        forms = [form.without_bytes() for form in main.forms]
-        guard = RankGuard(main.coded, forms, rope, device, rank, self.engine.decode_s)
-        guard.warm_up()
-        return guard
+    def _engine(self, groups: Mapping[int, GroupCache], store: Tier | None) -> Engine:
+        """Return the engine: on a GPU's cores, or on the CPU's from a cache in its memory or a GPU's.
 
-    def _engine(self, main: GroupCache, store: Tier | None, others: Mapping[int, GroupCache]) -> Engine:
-        """Where the codec runs, and on what: the only place where that is chosen.
-
-        On a GPU's cores, into tiers that it reaches; or on the CPU's cores, from a cache in its memory or a GPU's.
-        store: a secondary tier; None without one.
+        Args:
+            groups: caches by KV cache group, the main one first.
+            store: a secondary tier; None without one.
         """
-        tiers, ranks = self._config.tiers, self._vllm_config.parallel_config.world_size
-        tier_bytes = TierBytes.of_a_rank(tiers, ranks)
-        device = main.layers[0].rows.device
-        groups = {main.forms[0].group: main, **others}
-        if codec_backend(self._config.codec.backend, device) == "cuda":
-            may_be_finer = self._config.codec.guard or store is not None  # an engine before may have had a guard
-            finer = finer_codecs(self._config.codec.name) if may_be_finer else []
+        tiers, codec, ranks = self._config.tiers, self._config.codec, self._vllm_config.parallel_config.world_size
+        tier_bytes, fails_whole = TierBytes.of_a_rank(tiers, ranks), bool(self.groups.at_points)
+        device = next(iter(groups.values())).layers[0].rows.device
+        if codec_backend(codec.backend, device) == "cuda":
+            may_be_finer = codec.guard or store is not None  # an engine before may have had a guard
             if store is not None:
                 tier_bytes = TierBytes(0, max(tiers.front_bytes // ranks, PRIMARY_BYTES))
-            return _cuda_engine(groups, tier_bytes, self._fails_whole, finer, store)
+            return _cuda_engine(
+                groups, tier_bytes, fails_whole, finer_codecs(codec.name) if may_be_finer else [], store
+            )
         if tier_bytes.device:
             raise UnsupportedError(
-                f"tiers.kind is device, but the codec runs on the CPU here "
-                f"(codec.backend {self._config.codec.backend}): use host."
+                f"tiers.kind is device, but the codec runs on the CPU here (codec.backend {codec.backend}): use host."
             )
         if store is None:
             store = RamTier(tier_bytes.host)
         elif tiers.front_bytes:
             store = StackedTier(RamTier(tiers.front_bytes // ranks), store)
         blocks = {index: CpuBlocks(each.memory, *each.forms, exacts=each.exacts) for index, each in groups.items()}
-        threads = 1 if device.type == "cpu" else CPU_ENCODE_THREADS
-        return CpuEngine(blocks, store, threads, device, self._fails_whole)
+        return CpuEngine(blocks, store, 1 if device.type == "cpu" else CPU_ENCODE_THREADS, device, fails_whole)
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
-    """ "cuda" or "numpy": what is wanted, or what suits the device the KV cache is on.
+    """Return "cuda" or "numpy": `wanted`, or for auto what suits the KV cache's device.
 
-    A GPU that shares the CPU's memory (GB10) gains nothing by codes that are made on it, and is better left to the
-    model.
-    Raises UnsupportedError if cuda is wanted without a GPU.
+    A GPU that shares the CPU's memory (GB10) is better left to the model.
     """
-    if device.type == "cpu":
-        if wanted == "cuda":
-            raise UnsupportedError("codec.backend is cuda, but vLLM runs on the CPU here: use auto or numpy.")
-        return "numpy"
     if wanted != "auto":
         return wanted
-    return "numpy" if torch.cuda.get_device_properties(device).is_integrated else "cuda"
+    is_shared = device.type == "cpu" or torch.cuda.get_device_properties(device).is_integrated
+    return "numpy" if is_shared else "cuda"
 
 
 def _make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Sharding) -> Tier:
-    """Return a rank's tiers that outlive the engine, behind the one in RAM. Raises ConfigError.
-
-    sharding: shares of the ranks in a block.
-    """
+    """Return a rank's tiers that outlive the engine, behind the one in RAM. Raises ConfigError."""
     config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
     keys, rank = keys_of(config.sealing), parallel.rank
     sealer = Sealer(keys, namespace.name) if keys else None
@@ -344,7 +314,7 @@ def _make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Shard
         store = open_disk(config, parallel, namespace.name, config.tiers.max_bytes)
         if is_reader:
             left, rest = open_left(config, parallel, namespace.name, sharding)
-            sources, copies = [[sealed(*each) for each in some] for some in left], [each.tier for each in rest]
+            sources, copies = [[sealed(*each) for each in some.items()] for some in left], [*rest]
     own = sealed(shard, store)
     return ShardedTier(own, sources, copies) if sources else own
 
@@ -385,12 +355,7 @@ def _cuda_engine(
     finer: Sequence[str],
     secondary: Tier | None,
 ) -> Engine:
-    """Return an engine on the GPU.
-
-    Args:
-        groups: caches by KV cache group, the main one first.
-        finer: codecs whose blocks may be asked for as well.
-    """
+    """Return an engine on the GPU. finer: codecs whose blocks may be asked for as well."""
     from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
     from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 

@@ -1,9 +1,7 @@
 """Layout of keys and values, or latents (MLA), inside a block, found by probing the attention backend.
 
-No layout is assumed. At start the backend's own cache-write operation writes each element's ordinal into a scratch
-block. It does this one base-256 digit at a time, because every cache dtype holds 0 to 255 exactly. The element lies
-where its digits turn up. fp8 does not hold them, and has a scale. There it is one bit at a time, and a number that is
-not zero is a one.
+At start the backend's own cache-write operation writes each element's ordinal into a scratch block, one base-256 digit
+at a time, because every cache dtype but fp8 holds 0 to 255 exactly. fp8 gets one bit at a time.
 """
 
 import math
@@ -17,7 +15,7 @@ from numpy.typing import NDArray
 
 from manthan.codec.block import BlockShape
 from manthan.codec.gpu.paged import PagedLayout, RawLayout
-from manthan.vllm_hooks.compat import write_kv, write_latents
+from manthan.vllm_hooks.compat import write_latents
 from manthan.vllm_hooks.support import UnsupportedError
 
 if TYPE_CHECKING:
@@ -34,9 +32,10 @@ NOWHERE: Index = np.empty(0, np.int64)
 class Layer(NamedTuple):
     """Cache of a layer, and the positions of a block's keys and values.
 
-    rows: [blocks, elements] in the order of memory; fp8 as uint8. keys, values: positions in a row, in the order head,
-    token, element. With latents, `keys` are RoPE's part, and `values` the latents in pieces. Blocks of bytes that are
-    not looked into have none.
+    Args:
+        rows: [blocks, elements] in the order of memory; fp8 as uint8.
+        keys: positions in a row, in the order head, token, element; RoPE's part with latents.
+        values: positions of values, or of latents in pieces. Blocks of bytes have none.
     """
 
     name: str
@@ -181,7 +180,7 @@ def _probe(rows: torch.Tensor, cache: torch.Tensor, module: Any, shape: BlockSha
         if shape.latent:
             write_latents(module, value.flatten(1), key, cache, slots)
         else:
-            write_kv(module, key, value, cache, slots)
+            module.impl.do_kv_cache_update(module, key, value, cache, slots)
         read = rows[SCRATCH_BLOCK].cpu()
         found += (read.bool() if is_fp8 else read).to(torch.int64) << shift
     rows[SCRATCH_BLOCK].zero_()

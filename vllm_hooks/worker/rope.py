@@ -9,7 +9,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from manthan.codec.rope import Rope
-from manthan.vllm_hooks.compat import RotaryModule, rotary_modules
+from manthan.vllm_hooks.compat import changed_base, rotary_modules
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +34,7 @@ def running_rope(
         layers: names of the layers; empty for all.
     """
     kind = layer_type(vllm_config.model_config.hf_text_config, layers)
-    modules = [module for module in rotary_modules() if module.head_dim == head_dim]
+    modules = rotary_modules(head_dim)
     found = {_rope_of(vllm_config, module, kind) for module in modules}
     if kind:
         found.discard(None)  # those of layers of other kinds
@@ -61,20 +61,18 @@ def layer_type(config: Any, layers: Sequence[str]) -> str:
     return one if isinstance(parameters.get(one), Mapping) else ""
 
 
-def _rope_of(vllm_config: "VllmConfig", module: RotaryModule, kind: str) -> Rope | None:
-    """Return the RoPE of a module; None if it is not understood. kind: see `layer_type`."""
-    if module.base is None:
-        configured = Rope.of_config(vllm_config.model_config.hf_text_config, module.head_dim, kind)
+def _rope_of(vllm_config: "VllmConfig", module: Any, kind: str) -> Rope | None:
+    """Return the RoPE of vLLM's module; None if it is not understood. kind: see `layer_type`."""
+    turned, base, table = module.rotary_dim, changed_base(module), module.cos_sin_cache
+    if base is None:
+        configured = Rope.of_config(vllm_config.model_config.hf_text_config, module.head_size, kind)
     else:
-        configured = Rope(tuple(module.base ** (-np.arange(0, module.turned, 2, dtype=np.float64) / module.turned)))
+        configured = Rope(tuple(base ** (-np.arange(0, turned, 2, dtype=np.float64) / turned)))
     if configured is None:
         return None
-    rope = replace(configured, interleaved=module.interleaved)
-    return rope if _agrees(rope, module) else None
-
-
-def _agrees(rope: Rope, module: RotaryModule) -> bool:
-    places = np.array([place for place in CHECKED if place < len(module.cos_sin)], np.int64)
-    theirs = module.cos_sin[places].float().cpu().numpy()
+    rope = replace(configured, interleaved=not module.is_neox_style)
+    places = np.array([place for place in CHECKED if place < len(table)], np.int64)
+    theirs = table[places].float().cpu().numpy()
     ours = np.concatenate(rope.tables(places), axis=1) * np.float32(rope.scale)
-    return theirs.shape == ours.shape and bool(np.abs(theirs - ours).max() < TOLERANCE * max(1.0, rope.scale))
+    is_same = theirs.shape == ours.shape and np.abs(theirs - ours).max() < TOLERANCE * max(1.0, rope.scale)
+    return rope if is_same else None

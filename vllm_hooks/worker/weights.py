@@ -27,9 +27,8 @@ THREADS = 4
 class Loaded:
     """Weights that loaders have read for the models of one engine in this process.
 
-    Every rank reads all tensors of the files, so that the digest is the same for every tensor and pipeline parallel
-    size. If a loader bypasses `load_weights`, the loaded model's tensors count. If no weights were seen, or some cannot
-    be read, the digest is that of no other engine.
+    Every rank reads all tensors of the files, so that the digest is the same for every number of ranks. If a loader
+    bypasses `load_weights`, the model's tensors count. If some cannot be read, the digest is that of no other engine.
     """
 
     def __init__(self) -> None:
@@ -108,12 +107,9 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().contiguous().view(-1)
     if data.numel():
         octets = data.view(torch.uint8)
-        if octets.device.type == "cpu":
-            for digest in _of_pieces(octets.numpy().data):
-                made.update(digest)
-        else:
-            for part in _sums(octets):
-                made.update(part.cpu().numpy().tobytes())
+        is_cpu = octets.device.type == "cpu"
+        for digest in _of_pieces(octets.numpy().data) if is_cpu else _sums(octets):
+            made.update(digest)
     return made.hexdigest()
 
 
@@ -143,19 +139,17 @@ def weights_digest(worker: Any) -> str:
         place = memory.data_ptr(), memory.nbytes()
         if place not in seen:
             seen.add(place)
-            octets = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
-            for part in _sums(octets):
-                digest.update(part.cpu().numpy().tobytes())
+            for part in _sums(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)):
+                digest.update(part)
     return digest.hexdigest()
 
 
-def _sums(octets: torch.Tensor) -> Iterator[torch.Tensor]:
+def _sums(octets: torch.Tensor) -> Iterator[bytes]:
     """Sums modulo 2**64 over rows and over columns, so that positions count, and the bytes that do not fill a row.
 
     octets: uint8 [bytes].
     """
     whole = octets.numel() // (8 * COLUMNS) * (8 * COLUMNS)
     rows = octets[:whole].view(torch.int64).view(-1, COLUMNS)
-    yield rows.sum(0)
-    yield rows.sum(1)
-    yield octets[whole:]
+    for part in (rows.sum(0), rows.sum(1), octets[whole:]):
+        yield part.cpu().numpy().tobytes()
