@@ -19,6 +19,7 @@ def ask(client: ApiClient, prompt: str, name: str) -> str:
     return str(client.complete(name, prompt, model="tiny", temperature=0)["choices"][0]["text"])
 
 
+@pytest.mark.slow
 def test_with_biased_keys_a_finer_codec_is_used_and_what_returns_is_right(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with warm_server(with_biased_keys(tmp_path, bias=100.0), [*FLAGS, *UNTIMED], log) as server:

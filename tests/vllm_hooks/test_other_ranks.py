@@ -86,7 +86,8 @@ def test_redis(tmp_path: Path, ranks: Sequence[int]) -> None:
         assert len({name.split(":")[1] for name in server.client.scan_iter("manthan:*:block:*")}) == 1
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), pytest.param((1, 2, 1, 2), marks=SLOW)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2, 1, 2)], ids=str)
 def test_disk(tmp_path: Path, ranks: Sequence[int]) -> None:
     (folder := tmp_path / "disk").mkdir()
     in_turn({"kind": "disk", "max_bytes": "64MiB", "disk": {"path": str(folder)}}, ranks)

@@ -134,6 +134,7 @@ def test_a_range_of_tokens_stays_while_others_take_the_rest(crowded: Any, table:
     assert (again.text, again.cached_tokens) == (right, 0 if seconds is None else kept)
 
 
+@pytest.mark.slow
 def test_answers_are_not_saved_while_every_prompt_leaves_them_out(crowded: Any, table: Any) -> None:
     """Turns leave out 64 tokens each. One that keeps them ends it, also for the tests behind this one."""
 

@@ -119,6 +119,7 @@ def assert_sessions_go_cold_and_return(engine: Engine, traffic: Traffic) -> None
     engine.wait(all_return, "a round in which everybody's session returns")
 
 
+@pytest.mark.slow
 def test_redis_stops_for_ten_seconds(engine: Engine, traffic: Traffic, redis_server: RedisServer) -> None:
     redis_server.kill()
     before = traffic.asked
