@@ -164,7 +164,7 @@ def choose_arms(
     chunk = LMCACHE_CHUNK_TOKENS if served.on_gpu else served.block_size
     common = Arms(
         memory, longest, most, options.idle_after, options.manthan, options.profile, served.made_up, redis,
-        options.out, options.flags, LMCacheServer(*ports, chunk) if ports else None,
+        options.out, options.flags, LMCacheServer(ports[0], ports[1], chunk) if ports else None,
     )  # fmt: skip
     found: dict[str, CapacityArm | str] = {}
     for kind in kinds:
