@@ -24,6 +24,7 @@ from manthan.manager.pool import Owner
 from manthan.manager.session.blocks import SAVED, MemoryShape
 from manthan.manager.session.manager import PointParts, SessionManager, Shares
 from manthan.manager.session.persist import JournalLink, RedisLink
+from manthan.manager.session.prefetch import LEAD_S, lead_s
 from manthan.manager.session.table import SessionState
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.tiers.redis_schema import FALL
@@ -77,9 +78,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.manthan")
 
-LEAD_S = 2.0
-"""Seconds by which a prefetch precedes the expected return, at most half of `idle.after_s`. A session that is restored
-earlier would be evicted again before its request."""
 SOURCES = {
     "device": CacheHitSource.DEVICE,
     "host": CacheHitSource.HOST,
@@ -235,7 +233,7 @@ class SchedulerHalf:
             self.pool,
             ranks=self._ranks,
             fronts=self._fronts,
-            prefetch_lead_s=min(LEAD_S, self.config.idle.after_s / 2) if self.groups.is_expected else None,
+            prefetch_lead_s=lead_s(self.config.idle.after_s) if self.groups.is_expected else None,
             redis=self._redis,
             journal=self._journal,
             guard=self._guard(),
