@@ -60,6 +60,9 @@ def agents(
     flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`, in one string.")] = "",
     redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
     seed: Annotated[int, typer.Option(help="Of who has which sessions.")] = 0,
+    weka: Annotated[
+        Path | None, typer.Option(help="Write agents' first sessions for AIPerf into this folder, and ask no server.")
+    ] = None,
     start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot, logs.")] = Path("build", "benchmarks"),
     plot_only: Annotated[

@@ -3,6 +3,7 @@
 `options` has the command's arguments; see agents.py.
 """
 
+import json
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from pydantic import ByteSize
 from rich.console import Console
 
 from manthan.benchmarks import agents_report
-from manthan.benchmarks.agents_trace import Scale, agents_of, read_agents, sessions_of
+from manthan.benchmarks.agents_trace import Scale, agents_of, as_weka, read_agents, sessions_of
 from manthan.benchmarks.arms import leave_on_signals, machine, make_console, run_jobs
 from manthan.benchmarks.capacity_arms import CapacityArm, Memory
 from manthan.benchmarks.load_arms import CPU_ARMS, GPU_ARMS, ORDERED, WIDE
@@ -94,6 +95,9 @@ def run_arms(
     ramp_s = options.ramp or seconds * RAMP_SHARE
     sessions = sessions_of(trace, scale, half)
     plan = Plan({n: agents_of(sessions, n, seconds, ramp_s, options.seed) for n in counts}, seconds, ramp_s)
+    if options.weka:
+        write_weka(options.weka, plan.agents[max(counts)], str(served.folder))
+        raise typer.Exit
     blocks = (options.pool or sizes.pool) // served.block_nbytes
     if blocks * served.block_size < longest:
         least = ByteSize(-(-longest // served.block_size) * served.block_nbytes).human_readable()
@@ -129,6 +133,13 @@ def run_arms(
         soft_wrap=True,
     )
     return run_jobs("agents", jobs, about, arguments, options.out, console)
+
+
+def write_weka(folder: Path, agents: Sequence[Chat], model: str) -> None:
+    """Write each agent's first session as a file that AIPerf reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for chat in agents:
+        (folder / f"{chat.name}.json").write_text(json.dumps(as_weka(chat, model)))
 
 
 def run_arm(

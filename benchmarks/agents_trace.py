@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import typer
 
@@ -168,6 +168,18 @@ def agents_of(sessions: Sequence[Chat], agents: int, seconds: float, ramp_s: flo
         turns = _known(chat.turns[start:])
         found.append(replace(chat, starts_s=ramp_s * agent / agents, turns=turns))
     return found
+
+
+def as_weka(chat: Chat, model: str) -> dict[str, Any]:
+    """Return a session as AIPerf's `weka_trace` has it: each request's time is the sum of the pauses until then."""
+    requests = []
+    for turn, at in zip(chat.turns, accumulate(turn.pause_s for turn in chat.turns), strict=True):
+        prompt = turn.said.tokens
+        assert isinstance(prompt, Prompt)
+        sizes = {"in": len(prompt), "out": turn.answer_tokens, "hash_ids": [*prompt.blocks]}
+        requests.append({"t": at, "type": "s", "model": model, **sizes})
+    about = {"id": chat.name, "models": [model], "block_size": prompt.block_tokens, "hash_id_scope": "local"}
+    return about | {"requests": requests}
 
 
 def _known(turns: Sequence[Turn]) -> tuple[Turn, ...]:

@@ -3,11 +3,12 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from manthan.benchmarks.capacity_arms import (
     IN_REDIS,
@@ -28,6 +29,18 @@ CPU_ARMS, GPU_ARMS = (PLAIN, WIDE, "host"), (PLAIN, OFFLOAD, "host")
 MANTHAN_ARMS = (*OURS, DISK, ARRIVAL)
 LOG_FORMAT = "%(levelname)s %(created).3f [%(filename)s:%(lineno)d] %(message)s"
 """Of a server's log here: with the time to the millisecond, so that lines can be held against requests."""
+LMCACHE_CHUNK_TOKENS = 256
+"""LMCache's own default."""
+LMCACHE_CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
+"""Module that vLLM's LMCacheMPConnector is taken from."""
+
+
+class LMCacheServer(NamedTuple):
+    """LMCache's own process: its two ports, and tokens of a chunk."""
+
+    port: int
+    http_port: int
+    chunk_tokens: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,7 @@ class Arms:
     redis: dict[str, str]
     out: Path
     flags: Sequence[str]
+    lmcache: LMCacheServer | None = None
 
     def make(self, kind: str, codec: str) -> CapacityArm:
         """codec: of Manthan's arms."""
@@ -75,16 +89,30 @@ class Arms:
         return options | self.more | ({"ordering": "arrival"} if kind == ARRIVAL else {})
 
     def _lmcache(self, arm: CapacityArm) -> CapacityArm:
-        """In the engine's process, with its own RAM tier."""
-        connector = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
-        env = {
-            "LMCACHE_LOCAL_CPU": "True",
-            "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{self.memory.store_nbytes / 2**30:.6f}",
-            "PYTHONHASHSEED": "0",
+        """Return the arm with LMCache's multi-process mode: vLLM's connector starts LMCache's server.
+
+        Its RAM is taken at the start, as Manthan's is. Usage is not reported to its makers.
+        """
+        assert self.lmcache is not None
+        server = {
+            "--http-port": self.lmcache.http_port,
+            "--l1-size-gb": f"{self.memory.store_nbytes / 2**30:.6f}",
+            "--chunk-size": self.lmcache.chunk_tokens,
+            "--eviction-policy": "LRU",
+            "--supported-transfer-mode": "auto",
         }
-        return dataclasses.replace(
-            arm, flags=(*arm.flags, "--kv-transfer-config", json.dumps(connector)), env=arm.env | env
-        )
+        more = {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": self.lmcache.port,
+            "lmcache.mp.autostart": True,
+            "lmcache.mp.autostart.wait_timeout": 300,
+            "lmcache.mp.autostart.server_args": " ".join(
+                (*(f"{flag} {value}" for flag, value in server.items()), "--no-l1-use-lazy --disable-observability")
+            ),
+        }
+        connector = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": more}
+        flags = (*arm.flags, "--kv-transfer-config", json.dumps(connector))
+        return dataclasses.replace(arm, flags=flags, env=arm.env | {"LMCACHE_TRACK_USAGE": "false"})
 
     def _logging(self) -> Path:
         path = self.out.resolve() / "load-logging.json"
@@ -116,10 +144,15 @@ def read_arms(text: str, on_gpu: bool) -> list[str]:
 
 def cannot_run(kind: str, on_gpu: bool) -> str:
     """Why this arm is left out here, in a sentence; empty if it is not."""
-    if kind in (*ON_GPU_ONLY, LMCACHE) and not on_gpu:  # LMCache 0.5.6 has no connector for a CPU, and stores nothing
+    if kind in ON_GPU_ONLY and not on_gpu:
         return f"Arm {kind} is left out: it needs a GPU, and none was found here."
-    if kind == LMCACHE and find_spec("lmcache") is None:
-        return "Arm lmcache is left out: the package lmcache is not installed here."
+    if kind == LMCACHE:
+        tried = subprocess.run(
+            [sys.executable, "-c", f"import {LMCACHE_CONNECTOR}"], capture_output=True, text=True, check=False
+        )
+        if tried.returncode:
+            said = tried.stderr.strip().rpartition("\n")[2]
+            return f"Arm lmcache is left out: the package lmcache cannot be imported here ({said})."
     if kind in IN_REDIS and shutil.which("redis-server") is None:
         return f"Arm {kind} is left out: redis-server is not installed; install it, or name a server with --redis-url."
     return ""

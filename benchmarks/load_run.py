@@ -31,11 +31,21 @@ from manthan.benchmarks.arms import (
 )
 from manthan.benchmarks.capacity_arms import IN_REDIS, CapacityArm, Memory, as_json, read_codecs, shown
 from manthan.benchmarks.endpoint import POLL_S, Endpoint, ServerError
-from manthan.benchmarks.load_arms import MANTHAN_ARMS, ORDERED, Arms, cannot_run, read_arms
+from manthan.benchmarks.load_arms import (
+    LMCACHE,
+    LMCACHE_CHUNK_TOKENS,
+    MANTHAN_ARMS,
+    ORDERED,
+    Arms,
+    LMCacheServer,
+    cannot_run,
+    read_arms,
+)
 from manthan.benchmarks.load_chats import FIXED, Chat, Made, made_up, replayed, writer
 from manthan.benchmarks.load_talk import Talk, Talker
 from manthan.benchmarks.load_waits import explain, read_log
 from manthan.benchmarks.local_redis import redis_for_arms
+from manthan.benchmarks.ports import hold_port, port_of
 from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.restore import SPARE_POSITIONS
 from manthan.benchmarks.restore import made_up as made_up_model
@@ -150,9 +160,11 @@ def choose_arms(
         reasons |= dict.fromkeys(IN_REDIS, "")
     in_redis = any(kind in IN_REDIS and not reasons[kind] for kind in kinds)
     redis = stack.enter_context(redis_for_arms(options.redis_url)) if in_redis else {}
+    ports = [port_of(stack.enter_context(hold_port())) for _ in range(2)] if LMCACHE in kinds else []
+    chunk = LMCACHE_CHUNK_TOKENS if served.on_gpu else served.block_size
     common = Arms(
         memory, longest, most, options.idle_after, options.manthan, options.profile, served.made_up, redis,
-        options.out, options.flags,
+        options.out, options.flags, LMCacheServer(ports[0], ports[1], chunk) if ports else None,
     )  # fmt: skip
     found: dict[str, CapacityArm | str] = {}
     for kind in kinds:

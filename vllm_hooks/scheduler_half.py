@@ -23,6 +23,7 @@ from manthan.manager.pool import Owner
 from manthan.manager.session.blocks import SAVED, MemoryShape
 from manthan.manager.session.manager import PointParts, SessionManager, Shares
 from manthan.manager.session.persist import JournalLink, RedisLink
+from manthan.manager.session.prefetch import LEAD_S, lead_s
 from manthan.manager.session.table import SessionState
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.tiers.redis_schema import FALL
@@ -62,9 +63,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.manthan")
 
-LEAD_S = 2.0
-"""Most seconds by which a prefetch precedes the expected return. It is at most half of `idle.after_s`, so that the
-session is not evicted again before its request."""
 SOURCES = {
     "device": CacheHitSource.DEVICE,
     "host": CacheHitSource.HOST,
@@ -218,7 +216,7 @@ class SchedulerHalf:
             self.pool,
             ranks=self._ranks,
             fronts=self._fronts,
-            prefetch_lead_s=min(LEAD_S, self.config.idle.after_s / 2) if self.groups.is_expected else None,
+            prefetch_lead_s=lead_s(self.config.idle.after_s) if self.groups.is_expected else None,
             redis=self._redis,
             journal=self._journal,
             guard=self._guard(),

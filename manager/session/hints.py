@@ -7,7 +7,7 @@ import reprlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from math import inf
-from statistics import median
+from statistics import median, quantiles
 from typing import Annotated, Self
 
 from pydantic import (
@@ -195,6 +195,10 @@ LAST_PAUSES = 32
 """Number of a tool's last pauses that count."""
 ENOUGH_PAUSES = 3
 """Number of pauses before a tool's duration is told."""
+SURE_PAUSES = 8
+"""Number of pauses before sessions that wait for a tool are prefetched."""
+SURE_RATIO = 2.0
+"""The upper quartile of its pauses is at most this multiple of the lower one, or they are not."""
 MOST_TOOLS = 4096
 """Tools of all tenants that are remembered. Those that nobody has waited for the longest are forgotten."""
 
@@ -223,6 +227,14 @@ class ToolTimes:
         """Return the median of a tool's pauses in seconds; None while there are too few."""
         pauses = self._pauses.get((tenant, tool), ())
         return median(pauses) if len(pauses) >= ENOUGH_PAUSES else None
+
+    def is_sure(self, tenant: str, tool: str) -> bool:
+        """True if a tool's pauses are alike enough to prefetch sessions that wait for it."""
+        pauses = self._pauses.get((tenant, tool), ())
+        if len(pauses) < SURE_PAUSES:
+            return False
+        low, _, high = quantiles(pauses, n=4)
+        return high <= SURE_RATIO * low
 
 
 class SaidBySession:
@@ -272,7 +284,7 @@ class SaidBySession:
 
     def await_return(self, session: Session, seconds: float | None, tool: str, since: float) -> None:
         """Note when a client will be back: in about these seconds, or when the tool is done, if that is known."""
-        session.tool = tool
+        session.tool, session.is_sure = tool, seconds is not None or self._tools.is_sure(session.tenant, tool)
         if seconds is None:
             seconds = self._tools.expected(session.tenant, tool)
         session.expected = None if seconds is None else since + seconds

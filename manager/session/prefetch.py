@@ -16,12 +16,20 @@ from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Deadlines, Session, qualified
 from manthan.manager.transfer import RESET, STORE_DOWN, Answers, Transfer, TransferResult
 
+LEAD_S = 2.0
+"""Seconds by which a prefetch precedes the expected return, at most half of the idle time. A session that is restored
+earlier would be evicted again before its request."""
 LOOKED_AT = 64
 """Number of expected sessions that are looked at at a time."""
 RETRY_S = 0.1
 """Seconds until room is looked for again where there was none."""
 PATIENCE = 2.0
 """A session that a client named, or that is late, is worth a prefetch for this multiple of the idle time."""
+
+
+def lead_s(idle_after_s: float) -> float:
+    """Return the seconds by which a prefetch precedes the expected return."""
+    return min(LEAD_S, idle_after_s / 2)
 
 
 class _Awaited(NamedTuple):
@@ -108,7 +116,7 @@ class Prefetcher:
 
     def _look_out(self, session: Session, now: float) -> None:
         if self._lead_s is not None:
-            expected = session.expected
+            expected = session.expected if session.is_sure else None
             self.expected.set(session.session_id, None if expected is None else max(now, expected - self._lead_s))
 
     def expect(self, told_ids: Iterable[str], tenant: str, now: float) -> None:

@@ -114,6 +114,8 @@ class Session(Struct, eq=False, gc=False):
     ttl_s: float | None = None
     priority: int = 0
     expected: float | None = None
+    is_sure: bool = True
+    """True if the expected return is sure enough to prefetch it."""
     tool: str = ""
     """The tool that its client waits for."""
     stays_out: bool = False

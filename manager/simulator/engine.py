@@ -20,6 +20,7 @@ from manthan.manager.driver import Driver
 from manthan.manager.events import BlocksDropped, BlocksSaved, Event, Events, Evicted
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.manager import SessionManager
+from manthan.manager.session.prefetch import lead_s
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest
 from manthan.manager.transfer import Transfer, TransferResult
@@ -154,7 +155,7 @@ class EngineReplay:
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = count()
         self._pool = SimulatedPool(setup.pool_blocks)
-        self._driver = Driver(self.manager, self._pool)
+        self._driver = Driver(self.manager, self._pool, prefetch_lead_s=lead_s(setup.idle_after_s))
         self._waiting: deque[_Request] = deque()
         self._starved: list[tuple[Callable[[_Request], None], _Request]] = []
         self._promised = 0  # blocks that those let in will yet take
@@ -167,8 +168,8 @@ class EngineReplay:
             self._at(self.requests[0].at, self._arrive, 0)
         while self._events:
             due = self._driver.next_deadline
-            if due < self._events[0][0]:
-                self.now = max(self.now, due)
+            if self.now < due < self._events[0][0]:  # what was due before had its step, and waits for a load
+                self.now = due
             else:
                 self.now, _, happen, what = heapq.heappop(self._events)
                 happen(what)
@@ -337,6 +338,10 @@ class EngineReplay:
             seconds = self.cost.store_s_per_token * sum(map(len, work.stores)) * self.setup.block_tokens
             self._encoded_until = max(self.now, self._encoded_until) + seconds
             self._at(self._encoded_until, self._encoded, work.stores)
+        for load in work.loads:
+            if load.request_id is None:
+                seconds = self.cost.restore_s_per_token * len(load) * self.setup.block_tokens
+                self._at(self.now + seconds, self._prefetched, load)
         if work.drops or self._driver.has_orders:
             self._at(self.now, self._look_again, None)
 
@@ -348,6 +353,9 @@ class EngineReplay:
             for job in jobs
         ]
         self._driver.answered(results, self.now)
+
+    def _prefetched(self, load: Transfer) -> None:
+        self._driver.answered([TransferResult(load.job_id, np.zeros(len(load), np.int64))], self.now)
 
 
 def replay(requests: Sequence[TracedRequest], setup: Setup) -> Tally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from bench_command import is_png, refusal, report
+from bench_command import is_png, refusal, report, run
 from vllm.benchmarks.datasets.datasets import TimedTrace
 from warm_server import warm_server
 
@@ -16,6 +16,8 @@ from manthan.benchmarks import capacity_arms
 from manthan.benchmarks.agents_report import Point, cliffs, merged, points_of, said
 from manthan.benchmarks.agents_trace import Scale, agents_of, made_up_trace, read_agents, sessions_of
 from manthan.benchmarks.load_chats import Chat
+from manthan.benchmarks.restore import SPARE_POSITIONS
+from manthan.benchmarks.served import Served
 from manthan.codec import DEFAULT
 
 TRACE = Path("tests/data/coding_agents.jsonl.xz")
@@ -94,6 +96,25 @@ def test_vllm_s_client_reads_the_same_trace(tmp_path: Path) -> None:
     assert [round(turn.pause_s, 6) for turn in session.turns[1:]] == pauses
     for n in range(1, len(mine)):
         assert alike(ours[n - 1], ours[n]) // 512 == alike(theirs[n - 1].prompt, theirs[n].prompt) // 512
+
+
+def test_aiperf_is_given_what_the_agents_ask(tmp_path: Path) -> None:
+    """A request has as many tokens, the same pause after the answer before, and the same blocks."""
+    size = ("--agents", 3, "--seconds", 600, "--shrink", 64, "--faster", 10)
+    assert run("agents", "made-up", *size, "--weka", tmp_path / "weka", "--out", tmp_path).exit_code == 0
+    longest = Served.choose(None, 0, tmp_path, False).shape.positions - 2 * SPARE_POSITIONS
+    agents = agents_of(sessions_of(read_agents("made-up"), Scale(64, 10, longest, 1000)), 3, 600.0, 200.0, 0)
+    for agent in agents:
+        theirs = json.loads((tmp_path / "weka" / f"{agent.name}.json").read_text())
+        assert theirs["hash_id_scope"] == "local"
+        requests, prompts = theirs["requests"], [turn.said.tokens for turn in agent.turns]
+        assert [one["in"] for one in requests] == [len(prompt) for prompt in prompts]
+        assert [one["out"] for one in requests] == [turn.answer_tokens for turn in agent.turns]
+        pauses = [b["t"] - a["t"] for a, b in pairwise(requests)]
+        assert pauses == pytest.approx([turn.pause_s for turn in agent.turns[1:]])
+        block = theirs["block_size"]
+        for (one, prompt), (other, later) in pairwise(zip(requests, prompts, strict=True)):
+            assert alike(one["hash_ids"], other["hash_ids"]) == alike([*prompt], [*later]) // block
 
 
 class Tokenizer:

@@ -12,7 +12,7 @@ from warm_server import warm_server
 
 from manthan.benchmarks import capacity_arms
 from manthan.benchmarks.capacity_arms import Memory
-from manthan.benchmarks.load_arms import ARMS, Arms
+from manthan.benchmarks.load_arms import ARMS, LMCACHE, Arms, LMCacheServer, cannot_run
 from manthan.benchmarks.load_chats import EXPONENTIAL, FIXED, Made, made_up, writer
 from manthan.benchmarks.load_fairness import BOUND_S, rows, three_loads
 from manthan.benchmarks.load_report import Found
@@ -237,7 +237,8 @@ def test_a_wait_is_explained_by_the_log(tmp_path: Path) -> None:
 def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
     memory = Memory(3 << 30, 64, 1 << 30, 2 << 30)
     redis = {"url": "redis://there", "prefix": "bench:"}
-    told = {"idle.min_tokens": 32}, tmp_path / "profile", False, redis, tmp_path, ["--seed", "1"]
+    server = LMCacheServer(5555, 8080, 256)
+    told = {"idle.min_tokens": 32}, tmp_path / "profile", False, redis, tmp_path, ["--seed", "1"], server
     arms = Arms(memory, 2000, 4, 1.0, *told)
     made = {kind: arms.make(kind, "klt-8x" if kind == "host" else DEFAULT) for kind in ARMS}
     for kind, one in made.items():
@@ -252,8 +253,33 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
     assert [kind for kind, one in made.items() if "priority" in one.flags] == ["plain-ordered"]
     assert [kind for kind, one in made.items() if (one.manthan or {}).get("ordering")] == ["host-arrival"]
     assert "profile" not in made["redis"].manthan["codec"]
-    assert float(made["offload"].flags[-1]) == float(made["lmcache"].env["LMCACHE_MAX_LOCAL_CPU_SIZE"]) == 2
+    assert float(made["offload"].flags[-1]) == 2
     assert Path(made["disk"].manthan["tiers.disk.path"]).is_dir()
+    connector = json.loads(made["lmcache"].flags[made["lmcache"].flags.index("--kv-transfer-config") + 1])
+    assert connector["kv_connector"] == "LMCacheMPConnector"
+    more = connector["kv_connector_extra_config"]
+    assert (more["lmcache.mp.port"], more["lmcache.mp.autostart"]) == (5555, True)
+    words = more["lmcache.mp.autostart.server_args"].split()
+    sizes = {flag: float(words[words.index(flag) + 1]) for flag in ("--l1-size-gb", "--chunk-size", "--http-port")}
+    assert sizes == {"--l1-size-gb": 2, "--chunk-size": 256, "--http-port": 8080}
+
+
+def test_lmcache_is_left_out_in_a_sentence_where_it_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "lmcache"
+    package.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    (package / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
+    said = cannot_run(LMCACHE, on_gpu=True)
+    assert said.startswith("Arm lmcache is left out: the package lmcache cannot be imported here (")
+    assert said.endswith("libcudart.so.13: cannot open shared object file).")
+    folder = package / "integration" / "vllm"
+    folder.mkdir(parents=True)
+    for file in (package, folder.parent, folder):
+        (file / "__init__.py").write_text("")
+    (folder / "lmcache_mp_connector.py").write_text("")
+    assert cannot_run(LMCACHE, on_gpu=False) == ""
 
 
 @pytest.mark.parametrize(

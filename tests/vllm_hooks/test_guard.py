@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from api_client import ApiClient
 from biased_model import with_biased_keys
 from vllm_engine import Table
