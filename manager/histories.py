@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum, auto
+from typing import Any
 
 from pydantic import ByteSize
 
@@ -51,8 +52,11 @@ class Histories:
     def __init__(self, manager: SessionManager, clock: Callable[[], float]) -> None:
         self._table, self._block_tokens = manager.table, manager.shape.block_tokens
         self._clock = clock
-        self._histories: OrderedDict[str, tuple[HistoryEvent, ...]] = OrderedDict()
-        """Events by session id, the one that was added to last last."""
+        self._histories: OrderedDict[str, tuple[tuple[Any, ...], ...]] = OrderedDict()
+        """Fields of its events by session id, the one that was added to last last.
+
+        Tuples of plain values, because Python's garbage collector passes over them.
+        """
         self._count = 0
         manager.table.gone.append(self._gone)
 
@@ -61,7 +65,8 @@ class Histories:
 
     def of(self, session: Session) -> Sequence[HistoryEvent]:
         """Return a session's last events, the oldest first."""
-        return self._histories.get(session.session_id, ())
+        kept = self._histories.get(session.session_id, ())
+        return [HistoryEvent(at, EventKind(kind), *facts) for at, kind, *facts in kept]
 
     def __call__(self, event: Event) -> None:
         """Add an event of the stream to the history of its session."""
@@ -98,9 +103,10 @@ class Histories:
     def _add(self, session_id: str, event: HistoryEvent) -> None:
         if session_id not in self._table.by_id:
             return
-        life = self._histories.get(session_id, ())
-        self._count += len(life) < EVENTS_A_SESSION
-        self._histories[session_id] = (*life, event)[-EVENTS_A_SESSION:]
+        at, kind, *facts = astuple(event)
+        history = self._histories.get(session_id, ())
+        self._count += len(history) < EVENTS_A_SESSION
+        self._histories[session_id] = (*history, (at, kind.value, *facts))[-EVENTS_A_SESSION:]
         self._histories.move_to_end(session_id)
         while self._count > MOST_EVENTS:
             self._forget(next(iter(self._histories)))
