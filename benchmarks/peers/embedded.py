@@ -34,7 +34,7 @@ from manthan.benchmarks.peers import Floats, pack, unpack
 from manthan.codec.cpu.rans import Coded, Coder, Rows
 from manthan.codec.errors import DamagedError, NonFiniteError
 from manthan.codec.rope import Rope
-from manthan.codec.tables.frequencies import ESCAPE, LARGEST, RAREST, SCALE, SHAPES
+from manthan.codec.tables.frequencies import LARGEST, RAREST, SCALE, SHAPES
 
 Whole = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]

@@ -1,5 +1,6 @@
 """Embedded codes: exact at the end, decoded from every prefix, checked part by part."""
 
+import itertools
 from functools import cache
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_every_prefix_decodes_and_the_last_is_exact() -> None:
         float(np.square(floats(code().decode(parts[:n], POSITIONS, b"key")) - floats(kv)).mean())
         for n in range(1, len(parts) + 1)
     ]
-    assert all(after < 0.55 * before for before, after in zip(noise, noise[1:], strict=False))
+    assert all(after < 0.55 * before for before, after in itertools.pairwise(noise))
     assert np.array_equal(code().decode(parts, POSITIONS, b"key"), kv)
 
 
