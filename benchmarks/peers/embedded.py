@@ -3,7 +3,7 @@
 A group is some layers that are coded together: keys before RoPE, values and all heads side by side, a vector of C
 numbers for each token. A profile has each group's mean, its Karhunen-Loeve transform in the metric that errors have,
 and a regression that tells from a vector how much later queries look at it. Such a token has finer steps (the encoder
-writes j, and its steps are 2**(j / 3)).
+writes j, and its steps are 2**(j / 3), in 256ths).
 
     finest whole numbers   q3 = rint(y / (step * 2**(j / 3)))
     coarser ones           |q2| = (|q3| + 1) // 3;  |q1| = |q2| // 2;  |q0| = |q1| // 2;  signs stay
@@ -56,7 +56,8 @@ POINT, TURN = 20, 14
 """Binary places of numbers that come back, and of cosines."""
 FINE = 16
 """Parts of a finest step in which a place inside an interval is told."""
-SCALES = np.rint(2.0 ** (np.arange(LEAST_J, END_J) / 3) * 256)
+SCALES = np.rint(2.0 ** (np.arange(LEAST_J, END_J) / 3) * 256).astype(np.int64)
+"""Steps by j, in parts of 1 / 256."""
 ROOM = 32767
 
 
@@ -90,13 +91,13 @@ class Group:
 
     def finest(self, x: Floats, j: Whole) -> Whole:
         """Whole numbers [C, tokens] of rows [tokens, C]."""
-        return np.rint((x - self.mean) @ self.forward / 2.0 ** (j[:, None] / 3)).T.astype(np.int64)
+        return np.rint((x - self.mean) @ self.forward * 256 / SCALES[j - LEAST_J][:, None]).T.astype(np.int64)
 
     def back(self, q: Whole, level: int, j: Whole) -> Whole:
         """Rows [tokens, C] in parts of 2**-POINT. Sums are whole numbers below 2**53: any order gives them."""
         magnitude, tables = np.abs(q), shifted(self.tables, j)
         inside = centres()[level, tables, np.minimum(magnitude, MAGNITUDES - 1)]
-        places = np.sign(q) * (magnitude * (STEPS[level] * FINE) + inside) * SCALES[j - LEAST_J].astype(np.int64)
+        places = np.sign(q) * (magnitude * (STEPS[level] * FINE) + inside) * SCALES[j - LEAST_J]
         matrix = np.rint(self.inverse.astype(np.float64) * (2.0 ** (POINT + 12) / (FINE * 256)))
         mean = np.rint(self.mean.astype(np.float64) * 2.0 ** (POINT + 12))
         return (places.T.astype(np.float64) @ matrix + mean).astype(np.int64) >> 12
