@@ -16,7 +16,7 @@ import numpy as np
 
 from manthan.manager.driver import Driver
 from manthan.manager.events import Events
-from manthan.manager.lives import Lives
+from manthan.manager.histories import Histories
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.manager import SessionManager, StorePlan
 from manthan.manager.session.table import SessionState
@@ -77,8 +77,8 @@ class Heart:
         shape = MemoryShape({0: GroupShape(BLOCK_TOKENS, BLOCK_NBYTES, sizes)})
         events = Events()
         self.manager = SessionManager(get_policy(policy), shape, ENOUGH, IDLE_AFTER_S, events, is_exclusive=True)
-        self.lives = Lives(self.manager, lambda: self.now)
-        events.subscribe(self.lives)
+        self.histories = Histories(self.manager, lambda: self.now)
+        events.subscribe(self.histories)
         self.pool = SimulatedPool(POOL_BLOCKS)
         self.driver = Driver(self.manager, self.pool)
         self.now = 0.0

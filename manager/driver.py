@@ -263,7 +263,7 @@ class Driver:
 
         Args:
             taken: number of its blocks. Resident ones may have come from the head of the free queue as well.
-            brought: number of blocks behind the resident ones that come from elsewhere than the tiers.
+            brought: number of blocks behind the resident ones that another connector loads.
         """
         serving = self._serving.get(request_id)
         new = taken - (0 if serving is None else serving.taken)

@@ -18,7 +18,7 @@ from manthan.manager.config.registered import choose_policy
 from manthan.manager.driver import Driver
 from manthan.manager.events import Events
 from manthan.manager.guard import Choice, Guard
-from manthan.manager.lives import Lives
+from manthan.manager.histories import Histories
 from manthan.manager.pool import Owner
 from manthan.manager.session.blocks import SAVED, MemoryShape
 from manthan.manager.session.manager import PointParts, SessionManager, Shares
@@ -34,10 +34,10 @@ from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.groups import Part, config_for, groups_for, is_mixed, on_all_ranks
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, decoded_elsewhere, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
-from manthan.vllm_hooks.inquiries import METHOD, Inquiries
 from manthan.vllm_hooks.memory import Shards, memory_shapes
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, StepLimit
+from manthan.vllm_hooks.queries import METHOD, Queries
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
@@ -137,10 +137,10 @@ class SchedulerHalf:
             is_exclusive=not config.tiers.is_lasting,
         )
         self._fronts = fast_tiers(config.tiers, self._ranks)
-        lives = Lives(self.manager, time.time) if config.api.enabled else None
-        self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.tiers.places), lives)
+        histories = Histories(self.manager, time.time) if config.api.enabled else None
+        self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.tiers.places), histories)
         if config.api.enabled:
-            self._core.offer(METHOD, Inquiries(self).reply)
+            self._core.offer(METHOD, Queries(self).reply)
         self._events: KvEvents | None = None
         if (told := vllm_config.kv_events_config) is not None and told.enable_kv_cache_events:
             self._events = KvEvents(self.manager, self.groups, kv_cache_config, config.tiers.places[-1])

@@ -27,8 +27,8 @@ class SimulatedPool:
         """Saved blocks, free or not."""
         self._users = [0] * blocks
         self._name: list[BlockName | None] = [None] * blocks
-        self._cached: dict[BlockName, list[int]] = {}
-        """The first block of a name is found. Others may hold the same KV meanwhile."""
+        self._cached: dict[BlockName, int] = {}
+        self._copies: dict[BlockName, list[int]] = {}  # further blocks of the same name, which nobody finds meanwhile
 
     def __len__(self) -> int:
         return len(self._empty) + len(self._kept) + len(self._rest)
@@ -37,7 +37,8 @@ class SimulatedPool:
         return self._users[block]
 
     def lookup(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
-        return [self._cached.get((group, block_hash), (-1,))[0] for block_hash in block_hashes]
+        find = self._cached.get
+        return [find((group, block_hash), -1) for block_hash in block_hashes]
 
     def hit(
         self, block_hashes: Iterable[bytes], serves: Callable[[int], bool] = lambda block: True, group: int = 0
@@ -45,10 +46,10 @@ class SimulatedPool:
         """Return the blocks up to the first that is not here, or that may not be served to who asks."""
         blocks = []
         for block_hash in block_hashes:
-            same = self._cached.get((group, block_hash))
-            if same is None or not serves(same[0]):
+            block = self._cached.get((group, block_hash))
+            if block is None or not serves(block):
                 break
-            blocks.append(same[0])
+            blocks.append(block)
         return blocks
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -79,11 +80,14 @@ class SimulatedPool:
     def cache_all(self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group: int = 0) -> None:
         """Enter several blocks, which held nothing, into the prefix cache. An exact one evicts its lossy ones."""
         for block, block_hash in zip(block_ids, block_hashes, strict=True):
-            self._name[block] = name = group, block_hash
-            same = self._cached.setdefault(name, [])
-            same.append(block)
-            if len(same) > 1 and not self.marks[block]:
-                self._evict([copy for copy in same if self.marks[copy]])
+            name = group, block_hash
+            self._name[block] = name
+            if (first := self._cached.setdefault(name, block)) == block:
+                continue
+            copies = self._copies.setdefault(name, [])
+            copies.append(block)
+            if not self.marks[block]:
+                self._evict([copy for copy in (first, *copies) if self.marks[copy]])
 
     def free(self, block_ids: Iterable[int]) -> None:
         empty = list[int]()
@@ -105,6 +109,7 @@ class SimulatedPool:
         self._saved.clear()
         self._name = [None] * self.size
         self._cached.clear()
+        self._copies.clear()
         self.marks.clear(range(self.size))
 
     def release(self, group: int, block_hashes: Iterable[bytes]) -> None:
@@ -156,13 +161,24 @@ class SimulatedPool:
 
     def _blocks_of(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
         """Return all blocks of these names."""
-        names = ((group, block_hash) for block_hash in dict.fromkeys(block_hashes))
-        return [block for name in names for block in self._cached.get(name, ())]
+        names = [(group, block_hash) for block_hash in dict.fromkeys(block_hashes)]
+        found = map(self._cached.get, names)
+        if not self._copies:
+            return [block for block in found if block is not None]
+        first = zip(names, found, strict=True)
+        return [block for name, one in first if one is not None for block in (one, *self._copies.get(name, ()))]
 
     def _lose(self, block: int) -> None:
         self._saved.discard(block)
         name, self._name[block] = self._name[block], None
         assert name is not None
-        self._cached[name].remove(block)
-        if not self._cached[name]:
+        copies = self._copies.get(name)
+        if copies is None:
             del self._cached[name]
+            return
+        if self._cached[name] != block:
+            copies.remove(block)
+        else:
+            self._cached[name] = copies.pop(0)
+        if not copies:
+            del self._copies[name]

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from vllm_engine import BLOCK, Answer, Engine, Table, process_of
 
 from manthan.vllm_hooks.compat import ask_cores
-from manthan.vllm_hooks.inquiries import METHOD
+from manthan.vllm_hooks.queries import METHOD
 
 ENOUGH = 0.95
 """Share of the saved blocks that must come back."""

@@ -5,8 +5,8 @@ from integrity import check_empty, check_integrity
 from talks import Talks
 
 from manthan.manager.events import DropCause, Parent
+from manthan.manager.histories import Histories
 from manthan.manager.listing import Listing
-from manthan.manager.lives import Lives
 from manthan.manager.session.table import MOST_RELATIVES
 
 
@@ -209,8 +209,8 @@ def test_a_child_takes_nothing_decoded_from_its_parent() -> None:
 
 def test_listing_and_life_tell_the_parent() -> None:
     talks = Talks()
-    lives = Lives(talks.manager, lambda: talks.now)
-    talks.manager.events.subscribe(lives)
+    histories = Histories(talks.manager, lambda: talks.now)
+    talks.manager.events.subscribe(histories)
     for text in ("sys c1 c2", "sys c1 c2 c3"):
         talks.talk(text, "child", "acme", parent_session_id="parent")
     talks.talk("sys p1", "parent", "acme", parent_session_id="parent")
@@ -219,4 +219,4 @@ def test_listing_and_life_tell_the_parent() -> None:
     assert listing.info(child).parent == listing.info(child, "acme").parent == "parent"
     assert listing.info(talks.session("acme/parent")).parent is None, "it named itself"
     assert talks.told(Parent) == [Parent("acme/child", "parent")]
-    assert [event.text for event in lives.of(child) if event.kind == "parent"] == ["Works for parent."]
+    assert [event.text for event in histories.of(child) if event.kind == "parent"] == ["Works for parent."]

@@ -19,7 +19,7 @@ from manthan.vllm_hooks.http import hints, middleware
 from manthan.vllm_hooks.http.api import ApiError, ask_about, summed, together
 from manthan.vllm_hooks.http.middleware import Middleware, add_api
 from manthan.vllm_hooks.http.models import Policy
-from manthan.vllm_hooks.inquiries import Inquiries
+from manthan.vllm_hooks.queries import Queries
 from manthan.vllm_hooks.transfer_config import settings_of
 
 
@@ -61,8 +61,8 @@ def test_an_answer_can_always_be_encoded(monkeypatch: pytest.MonkeyPatch) -> Non
     """Policies of other packages may have options of any kind."""
     odd = SimpleNamespace(a=1)
     policy = Policy(name="odd", options={"of": Decimal("0.5"), "path": Path("a"), "it": odd}, order=[])
-    monkeypatch.setattr(Inquiries, "answer", lambda self, what, asked: {"keys": [(math.inf, "a")], "policy": policy})
-    told = from_json(object.__new__(Inquiries).reply("state", {}))
+    monkeypatch.setattr(Queries, "answer", lambda self, what, asked: {"keys": [(math.inf, "a")], "policy": policy})
+    told = from_json(object.__new__(Queries).reply("state", {}))
     assert told["keys"] == [[math.inf, "a"]]
     assert told["policy"]["options"] == {"of": "0.5", "path": "a", "it": str(odd)}
 

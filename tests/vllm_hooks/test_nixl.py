@@ -17,7 +17,7 @@ from vllm.v1.engine import utils
 from vllm_engine import BLOCK, Engine, Table
 
 from manthan.vllm_hooks.compat import ask_cores
-from manthan.vllm_hooks.inquiries import METHOD
+from manthan.vllm_hooks.queries import METHOD
 
 pytestmark = pytest.mark.slow
 

@@ -93,13 +93,13 @@ def test_a_load_that_failed_restores_nothing(told: Told) -> None:
 
 def test_gauges_are_of_all_groups(told: Told) -> None:
     gauges = told.telemetry._gauges()
-    assert gauges["anchors"] == {"": 1}
+    assert gauges["resume_points"] == {"": 1}
     assert gauges["cold_bytes"] == {"": SAVED}
     assert gauges["hot_bytes"] == {"": 0}
     assert gauges["sessions"] == {"active": 0, "idle": 0, "cold": 1}
     assert gauges["compression_ratio"] == {"": round(RESIDENT / SAVED, 4)}
     told.driver.reset(told.now)
-    assert told.telemetry._gauges()["anchors"] == {"": 0}
+    assert told.telemetry._gauges()["resume_points"] == {"": 0}
 
 
 def test_events_are_counted() -> None:

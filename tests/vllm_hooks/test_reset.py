@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import BLOCK, GPU_BYTES, MODEL, Answer, Engine, Table, fork_engines, restore_worker
 
 from manthan.vllm_hooks import compat
-from manthan.vllm_hooks.inquiries import METHOD
+from manthan.vllm_hooks.queries import METHOD
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 pytestmark = pytest.mark.usefixtures("sweeping_engine")

@@ -14,7 +14,7 @@ import torch
 from vllm_engine import BLOCK, GPU_BYTES, MODEL, fork_engines
 
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.inquiries import METHOD
+from manthan.vllm_hooks.queries import METHOD
 from manthan.vllm_hooks.worker.weights import PIECE_BYTES, Loaded, loaded_digest, loaded_of, tensor_digest, watch_model
 
 

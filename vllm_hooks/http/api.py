@@ -36,11 +36,11 @@ from manthan.vllm_hooks.http.models import (
     Pin,
     SessionQuery,
     Sessions,
-    SessionWithLife,
+    SessionWithHistory,
     Setting,
 )
 from manthan.vllm_hooks.http.page import PREFIX
-from manthan.vllm_hooks.inquiries import METHOD, ORDER, UNKNOWN, Answer
+from manthan.vllm_hooks.queries import METHOD, ORDER, UNKNOWN, Answer
 from manthan.vllm_hooks.transfer_config import settings_of
 
 ANSWERED_S = 30.0
@@ -136,7 +136,7 @@ def make_router(args: Namespace) -> APIRouter:
         return await list_sessions(request.app.state.engine_client, asked.query(bound))
 
     @router.get(
-        "/sessions/{id:path}", response_model=SessionWithLife, responses=_errors(OF_ONE), summary="Show a session"
+        "/sessions/{id:path}", response_model=SessionWithHistory, responses=_errors(OF_ONE), summary="Show a session"
     )
     async def session(request: Request, id: Id, bound: Bound) -> Any:
         return await ask_about(request.app.state.engine_client, "session", {"id": id, "bound": bound})
@@ -194,7 +194,7 @@ def _errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
 
 
 async def ask_all(client: Any, what: str, asked: dict[str, Any]) -> list[Answer]:
-    """Return the answer of each engine core; see `Inquiries`. client: None for a server without an engine.
+    """Return the answer of each engine core; see `Queries`. client: None for a server without an engine.
 
     Raises:
         ApiError: if there is no engine, or it is dead or silent.

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from manthan.manager.histories import HistoryEvent
 from manthan.manager.listing import SessionInfo, Sort
-from manthan.manager.lives import LifeEvent
 from manthan.manager.session.hints import LONGEST_S, TOOL_NAME, ToolName
 from manthan.manager.session.table import SessionState
 
@@ -50,10 +50,10 @@ class SessionQuery(BaseModel):
 
 
 @dataclass(frozen=True)
-class SessionWithLife(SessionInfo):
+class SessionWithHistory(SessionInfo):
     """Session with its last 64 events, the newest last."""
 
-    life: tuple[LifeEvent, ...] = ()
+    life: tuple[HistoryEvent, ...] = ()
 
 
 class Sessions(BaseModel):

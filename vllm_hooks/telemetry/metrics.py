@@ -38,7 +38,7 @@ class _Metric(NamedTuple):
 METRICS: dict[str, _Metric] = {
     "sessions": _Metric(Gauge, "Sessions by state: active, idle, cold.", "state"),
     "hot_bytes": _Metric(Gauge, "KV bytes of sessions and requests that are not saved, in full attention."),
-    "anchors": _Metric(
+    "resume_points": _Metric(
         Gauge,
         "Resume points of which everything is saved, in models with sliding windows or states.",
     ),

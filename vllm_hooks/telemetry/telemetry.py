@@ -21,7 +21,7 @@ from manthan.manager.events import (
     Turn,
     Unjudged,
 )
-from manthan.manager.lives import Lives
+from manthan.manager.histories import Histories
 from manthan.manager.session.hints import Hints
 from manthan.manager.session.manager import Outcome, SessionManager
 from manthan.manager.sparing import Sparing
@@ -42,11 +42,13 @@ class Telemetry:
 
     Args:
         traces: None if tracing is off.
-        lives: histories of sessions; None if nobody may ask for them.
+        histories: histories of sessions; None if nobody may ask for them.
     """
 
-    def __init__(self, manager: SessionManager, traces: Traces | None = None, lives: Lives | None = None) -> None:
-        self._manager, self.traces, self.lives = manager, traces, lives
+    def __init__(
+        self, manager: SessionManager, traces: Traces | None = None, histories: Histories | None = None
+    ) -> None:
+        self._manager, self.traces, self.histories = manager, traces, histories
         self.totals = dict.fromkeys(TOTALS, 0)
         """Numbers since the start."""
         self.changed: set[str] = set()
@@ -62,8 +64,8 @@ class Telemetry:
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
         self._sent_gauges: dict[str, dict[str, float]] = {}
         manager.events.subscribe(self)
-        if lives is not None:
-            manager.events.subscribe(lives)
+        if histories is not None:
+            manager.events.subscribe(histories)
 
     def count(self, name: str, by: int = 1, label: str = "") -> None:
         """Add to a counter of METRICS."""
@@ -196,7 +198,7 @@ class Telemetry:
             noise["values"] = of.value_noise.max()
         return {
             "sessions": {str(state): count for state, count in usage.sessions.items()},
-            "anchors": {"": usage.points},
+            "resume_points": {"": usage.points},
             "hot_bytes": {"": usage.unsaved_blocks * shape.pool_nbytes},
             "cold_bytes": {"": usage.saved_nbytes},
             "exact_blocks": {"": usage.exact_blocks},

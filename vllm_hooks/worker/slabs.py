@@ -28,8 +28,8 @@ LEAST_ROW = 16
 class Stored(NamedTuple):
     """An encoded block in a tier.
 
-    extents: where it is; in several only where no hole was large enough. exact, first_token, mark: as in the order to
-    spill it; its header is checked against them. codec: number of its codec, as who encodes counts them.
+    extents: where it is; in several only where no hole was large enough. exact, first_token, mark: as in the transfer
+    that stored it; its header is checked against them. codec: number of its codec, as who encodes counts them.
     """
 
     extents: tuple[Extent, ...]
@@ -310,7 +310,7 @@ class Taken(NamedTuple):
 
 
 class Slabs:
-    """The tiers of one rank, fastest first: the device, the host, or the device spilling to the host.
+    """The tiers of one rank, fastest first: the device, the host, or the device with the host behind it.
 
     New codes go to the first tier. When the device is full, codes in it move to the host: those that were used least
     recently. Where that frees too little, since the rest is still being written to, new codes go to the host at once.

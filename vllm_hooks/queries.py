@@ -12,12 +12,12 @@ from pydantic_core import to_json
 
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.listing import Listing, Query
-from manthan.vllm_hooks.http.models import CoreState, Policy, PoolState, SessionWithLife, StoreState, TierState
+from manthan.vllm_hooks.http.models import CoreState, Policy, PoolState, SessionWithHistory, StoreState, TierState
 
 if TYPE_CHECKING:
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
-METHOD = "manthan_inquiry"
+METHOD = "manthan_query"
 """Name under which the engine core offers it."""
 ORDER = 50
 """Number of sessions of the policy's order that are named."""
@@ -27,7 +27,7 @@ Answer = dict[str, Any]
 """An object of `manthan.vllm_hooks.http.models`, or `refused`: status and a sentence."""
 
 
-class Inquiries:
+class Queries:
     """Answers about one engine core."""
 
     def __init__(self, half: "SchedulerHalf") -> None:
@@ -59,8 +59,8 @@ class Inquiries:
             return _refused(UNKNOWN, f"There is no session {asked['id']!r}.")
         shown = self._listing.info(session, bound, offset)
         if what == "session":
-            lives = self._half.telemetry.lives
-            return SessionWithLife(**vars(shown), life=tuple(lives.of(session) if lives is not None else ()))
+            histories = self._half.telemetry.histories
+            return SessionWithHistory(**vars(shown), life=tuple(histories.of(session) if histories is not None else ()))
         if self._half.is_out_of_use:
             return _refused(ASLEEP, "The engine sleeps.")
         said = {name: value for name, value in asked.items() if name not in ("id", "bound")}

@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum, auto
+from typing import Any
 
 from pydantic import ByteSize
 
@@ -28,10 +29,10 @@ class EventKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LifeEvent:
+class HistoryEvent:
     """Event of a session as people read it.
 
-    at: on the clock of `Lives`. text: a short sentence. tokens, blocks: of the session, or those that were evicted,
+    at: on the clock of `Histories`. text: a short sentence. tokens, blocks: of the session, or those that were evicted,
     restored or dropped. bytes: of compressed blocks. seconds: that it took. saved_tokens: that were not computed.
     """
 
@@ -45,23 +46,27 @@ class LifeEvent:
     saved_tokens: int | None = None
 
 
-class Lives:
+class Histories:
     """Histories of all sessions of one engine. Subscribes to its stream of events. clock: returns a time in seconds."""
 
     def __init__(self, manager: SessionManager, clock: Callable[[], float]) -> None:
         self._table, self._block_tokens = manager.table, manager.shape.block_tokens
         self._clock = clock
-        self._lives: OrderedDict[str, tuple[LifeEvent, ...]] = OrderedDict()
-        """Events by session id, the one that was added to last last."""
+        self._histories: OrderedDict[str, tuple[tuple[Any, ...], ...]] = OrderedDict()
+        """Fields of its events by session id, the one that was added to last last.
+
+        Tuples of plain values, because Python's garbage collector passes over them.
+        """
         self._count = 0
         manager.table.gone.append(self._gone)
 
     def __len__(self) -> int:
         return self._count
 
-    def of(self, session: Session) -> Sequence[LifeEvent]:
+    def of(self, session: Session) -> Sequence[HistoryEvent]:
         """Return a session's last events, the oldest first."""
-        return self._lives.get(session.session_id, ())
+        kept = self._histories.get(session.session_id, ())
+        return [HistoryEvent(at, EventKind(kind), *facts) for at, kind, *facts in kept]
 
     def __call__(self, event: Event) -> None:
         """Add an event of the stream to the history of its session."""
@@ -69,13 +74,13 @@ class Lives:
         match event:
             case Turn(session_id, tokens, blocks, seconds, found):
                 text = f"A request ended after {seconds:.3g} s with {tokens} tokens; {found} were not computed."
-                self._add(session_id, LifeEvent(at, EventKind.TURN, text, tokens, blocks, None, seconds, found))
+                self._add(session_id, HistoryEvent(at, EventKind.TURN, text, tokens, blocks, None, seconds, found))
             case Evicted(session_id, blocks, tokens=tokens, cold_nbytes=nbytes, took_s=seconds):
                 text = (
                     f"Went cold in {seconds:.3g} s: {tokens} tokens, {_size(nbytes)} compressed "
                     f"({event.stored} of {blocks} blocks encoded)."
                 )
-                self._add(session_id, LifeEvent(at, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds))
+                self._add(session_id, HistoryEvent(at, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds))
             case Restored(session_id, _, good, nbytes=nbytes, seconds=seconds):
                 tokens, is_prefetch = good * tokens_of, event.request_id is None
                 saved = None if is_prefetch else tokens
@@ -83,33 +88,34 @@ class Lives:
                 when = "before a request, in" if is_prefetch else "in"
                 note = f" ({', '.join(sorted(set(event.causes)))})" if event.causes else ""
                 text = f"Came back {when} {seconds:.3g} s: {tokens} tokens out of {_size(nbytes)}{note}."
-                self._add(session_id, LifeEvent(at, kind, text, tokens, good, nbytes, seconds, saved))
+                self._add(session_id, HistoryEvent(at, kind, text, tokens, good, nbytes, seconds, saved))
             case Lost(session_id, blocks, nbytes, cause):
                 tokens = blocks * tokens_of
                 text = f"Lost {_size(nbytes)} of compressed blocks, {tokens} tokens ({cause})."
-                self._add(session_id, LifeEvent(at, EventKind.DROPPED, text, tokens, blocks, nbytes))
+                self._add(session_id, HistoryEvent(at, EventKind.DROPPED, text, tokens, blocks, nbytes))
             case Pinned(session_id, is_pinned=True):
-                self._add(session_id, LifeEvent(at, EventKind.PINNED, "Was pinned."))
+                self._add(session_id, HistoryEvent(at, EventKind.PINNED, "Was pinned."))
             case Pinned(session_id):
-                self._add(session_id, LifeEvent(at, EventKind.UNPINNED, "Is not pinned any more."))
+                self._add(session_id, HistoryEvent(at, EventKind.UNPINNED, "Is not pinned any more."))
             case Parent(session_id, parent):
-                self._add(session_id, LifeEvent(at, EventKind.PARENT, f"Works for {parent}."))
+                self._add(session_id, HistoryEvent(at, EventKind.PARENT, f"Works for {parent}."))
 
-    def _add(self, session_id: str, event: LifeEvent) -> None:
+    def _add(self, session_id: str, event: HistoryEvent) -> None:
         if session_id not in self._table.by_id:
             return
-        life = self._lives.get(session_id, ())
-        self._count += len(life) < EVENTS_A_SESSION
-        self._lives[session_id] = (*life, event)[-EVENTS_A_SESSION:]
-        self._lives.move_to_end(session_id)
+        at, kind, *facts = astuple(event)
+        history = self._histories.get(session_id, ())
+        self._count += len(history) < EVENTS_A_SESSION
+        self._histories[session_id] = (*history, (at, kind.value, *facts))[-EVENTS_A_SESSION:]
+        self._histories.move_to_end(session_id)
         while self._count > MOST_EVENTS:
-            self._forget(next(iter(self._lives)))
+            self._forget(next(iter(self._histories)))
 
     def _gone(self, session: Session) -> None:
         self._forget(session.session_id)
 
     def _forget(self, session_id: str) -> None:
-        self._count -= len(self._lives.pop(session_id, ()))
+        self._count -= len(self._histories.pop(session_id, ()))
 
 
 def _size(nbytes: int) -> str:

@@ -3,9 +3,9 @@
 import pytest
 from talks import Talks
 
-from manthan.manager import lives
+from manthan.manager import histories
 from manthan.manager.events import DropCause, Lost, Parent, Pinned, Restored
-from manthan.manager.lives import EVENTS_A_SESSION, EventKind, LifeEvent, Lives
+from manthan.manager.histories import EVENTS_A_SESSION, EventKind, Histories, HistoryEvent
 
 
 class Looked(Talks):
@@ -13,12 +13,12 @@ class Looked(Talks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lives = Lives(self.manager, lambda: self.now)
-        self.manager.events.subscribe(self.lives)
+        self.histories = Histories(self.manager, lambda: self.now)
+        self.manager.events.subscribe(self.histories)
 
-    def life(self, session_id: str) -> list[LifeEvent]:
+    def life(self, session_id: str) -> list[HistoryEvent]:
         session = self.manager.table.by_id.get(session_id)
-        return [] if session is None else list(self.lives.of(session))
+        return [] if session is None else list(self.histories.of(session))
 
 
 @pytest.fixture
@@ -63,27 +63,27 @@ def test_a_life_has_a_bounded_number_of_events(talks: Looked) -> None:
         talks.now += 1.0
         talks.talk("a one two", "a")
     life = talks.life("a")
-    assert (len(life), len(talks.lives)) == (EVENTS_A_SESSION, EVENTS_A_SESSION)
+    assert (len(life), len(talks.histories)) == (EVENTS_A_SESSION, EVENTS_A_SESSION)
     assert (life[0].at, life[-1].at) == (6.0, EVENTS_A_SESSION + 5.0)
 
 
 def test_beyond_the_bound_the_life_goes_to_which_nothing_was_added_for_the_longest(
     talks: Looked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lives, "MOST_EVENTS", 5)
+    monkeypatch.setattr(histories, "MOST_EVENTS", 5)
     for name in ("a", "b", "a", "c", "a", "c"):
         talks.talk(f"{name} one", name)
     assert [len(talks.life(name)) for name in ("a", "b", "c")] == [3, 0, 2]
-    assert len(talks.lives) == 5
+    assert len(talks.histories) == 5
 
 
 def test_nobody_is_told_of_a_session_that_had_the_same_name_before(talks: Looked) -> None:
     talks.talk("a one two", "a")
     talks.driver.steer("release", talks.session("a"), talks.now)
-    assert len(talks.lives) == 0
+    assert len(talks.histories) == 0
     talks.now = 3.0
     request = talks.start("x one", "a")
     assert talks.life("a") == []
     talks.finish(request, "x one two")
     assert [event.at for event in talks.life("a")] == [3.0]
-    assert len(talks.lives) == 1
+    assert len(talks.histories) == 1
