@@ -68,6 +68,7 @@ def left(killed: Path, tmp_path: Path) -> Path:
     return shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
 
 
+@pytest.mark.slow
 def test_all_that_was_cold_when_it_was_killed_returns(left: Path) -> None:
     """Behind a reset nothing of it is found again, neither by this engine nor by the next one."""
     with engine(left) as second:
@@ -84,6 +85,7 @@ def test_all_that_was_cold_when_it_was_killed_returns(left: Path) -> None:
         assert ask_all(third)[1] == 0
 
 
+@pytest.mark.slow
 def test_with_all_files_damaged_it_starts_and_computes(left: Path) -> None:
     """Folders are where files were, but for the journal, which begins with zeros."""
     files = [path for path in left.rglob("*") if path.is_file()]

@@ -11,7 +11,6 @@ from redis_server import RedisServer
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import Engine, Table, until_killed
 
-SLOW = pytest.mark.slow
 TABLE, HEADS, BLOCK = Table(7), 2, 32
 EXACT: dict[str, Any] = {"codec": {"sink_tokens": 4096}}
 
@@ -74,7 +73,8 @@ def shards(server: RedisServer) -> dict[str, int]:
     return {name: names.count(name) for name in names}
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), pytest.param((1, 2, 1, 2), marks=SLOW)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2, 1, 2)], ids=str)
 def test_redis(tmp_path: Path, ranks: Sequence[int]) -> None:
     """Sealed, and with RAM before it."""
     sealing = {"key_file": str(write_keys(tmp_path / "keys", "one"))}

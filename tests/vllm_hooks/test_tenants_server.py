@@ -150,6 +150,7 @@ def test_hints_are_about_one_s_own_sessions(server, table) -> None:
     ask(server, LEFT, short, "kept", {"release": True})
 
 
+@pytest.mark.slow
 def test_who_takes_all_it_can_get_takes_nothing_of_others(server, table) -> None:
     prompts = [table(70 + n).question(1)[0] for n in range(8)]
     ask(server, LEFT, prompts[0], "left's")

@@ -91,6 +91,7 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(MODEL, tmp_path / "model"))
 
 
+@pytest.mark.slow
 def test_other_weights_in_the_same_place_find_nothing(model: Path, tmp_path: Path) -> None:
     (disk := tmp_path / "disk").mkdir()
     found, [digest] = start(model, disk)
