@@ -34,7 +34,7 @@ from manthan.benchmarks.peers import Floats, pack, unpack
 from manthan.codec.cpu.rans import Coded, Coder, Rows
 from manthan.codec.errors import DamagedError, NonFiniteError
 from manthan.codec.rope import Rope
-from manthan.codec.tables.frequencies import LARGEST, RAREST, SCALE, SHAPES
+from manthan.codec.tables.frequencies import LARGEST, SCALE, SHAPES, as_frequencies
 
 Whole = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
@@ -186,14 +186,18 @@ def coder(part: int) -> Coder:
     mass = masses()[0]
     levels = coarser(np.arange(mass.shape[1]))
     if part == 0:
-        return ManyTables(np.array([_frequencies(_both(m)) for m in _summed(mass, levels[0], LARGEST + 1)], np.uint16))
+        return ManyTables(
+            np.array([as_frequencies(_both(m)) for m in _summed(mass, levels[0], LARGEST + 1)], np.uint16)
+        )
     if part == LOSSLESS:
         steps = np.array([_summed(m[None], (np.arange(len(m)) + 6) // 12, LARGEST + 1)[0] for m in mass])
         falling = np.zeros(2 * LARGEST + 1)
         falling[LARGEST:] = 2.0 ** -np.arange(1, LARGEST + 2)
         even = [np.where(np.arange(-LARGEST, LARGEST + 1) // 2**bits == 0, 2.0**-bits, 0) for bits in range(1, 8)]
         raw = [np.append(np.rint(m * SCALE), 0) for m in even]
-        return ManyTables(np.array([*(_frequencies(_both(m)) for m in steps), _frequencies(falling), *raw], np.uint16))
+        return ManyTables(
+            np.array([*(as_frequencies(_both(m)) for m in steps), as_frequencies(falling), *raw], np.uint16)
+        )
     made, split = [], SPLITS[part - 1]
     for m in mass:
         for magnitude in range(MAGNITUDES):
@@ -213,16 +217,6 @@ def coder(part: int) -> Coder:
 
 def _both(magnitudes: Doubles) -> Doubles:
     return np.concatenate([magnitudes[:0:-1] / 2, magnitudes[:1], magnitudes[1:] / 2])
-
-
-def _frequencies(likely: Doubles) -> npt.NDArray[np.float64]:
-    counts = np.where(likely < RAREST, 0, np.maximum(1, np.rint(likely * SCALE)))
-    escape = max(1, round((1 - likely[counts > 0].sum()) * SCALE))
-    excess = int(counts.sum()) + escape - SCALE  # rounding, taken from the likeliest
-    order = np.argsort(-counts, kind="stable")[: max(1, int((counts > 1).sum()))]
-    counts[order] -= excess // len(order)
-    counts[order[: excess % len(order)]] -= 1
-    return np.append(counts, escape)
 
 
 # -- a block --------------------------------------------------------------------------------------------

@@ -28,7 +28,9 @@ UNIT = 256
 @lru_cache
 def family() -> npt.NDArray[np.uint16]:
     """Frequencies [tables, 256], of 4,096: of the numbers -127 to 127, and last of all others, at least 1."""
-    made = np.array([_table(shape, deviation) for shape in SHAPES for deviation in DEVIATIONS], np.uint16)
+    made = np.array(
+        [as_frequencies(_masses(shape, deviation)) for shape in SHAPES for deviation in DEVIATIONS], np.uint16
+    )
     made.flags.writeable = False
     return made
 
@@ -49,8 +51,8 @@ def expected(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
     return found
 
 
-def _table(shape: float, deviation: float) -> npt.NDArray[np.int64]:
-    likely = _masses(shape, deviation)
+def as_frequencies(likely: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Return frequencies of probabilities [n], and that of the escape, [n + 1]. Their sum is SCALE."""
     counts = np.where(likely < RAREST, 0, np.maximum(1, np.rint(likely * SCALE))).astype(np.int64)
     escape = max(1, round((1 - likely[counts > 0].sum()) * SCALE))
     excess = int(counts.sum()) + escape - SCALE  # rounding, taken from the likeliest

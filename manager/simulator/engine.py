@@ -65,7 +65,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a trace is replayed on.
+    """Pool, tier and policy that a trace is replayed on.
 
     pool_blocks: of the KV pool. cold_blocks: that the cold store has room for. first_measured: number of the first
     request that counts; those before fill the caches.
@@ -99,7 +99,7 @@ class Setup:
 
 
 class Served(NamedTuple):
-    """Where the blocks of one prompt came from, partial ones counted among those asked; seconds to the first token."""
+    """Blocks of one prompt by their origin. `asked` counts partial ones, too. Seconds to the first token."""
 
     asked: int
     resident: int
@@ -109,7 +109,7 @@ class Served(NamedTuple):
 
 @dataclass
 class Tally:
-    """What a replay came to. Counts begin with the first request that is measured.
+    """Result of a replay. Counts begin with the first request that is measured.
 
     served: by request. stored, restored, dropped: blocks.
     """
