@@ -36,13 +36,18 @@ MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 SHAPE = Shape(layers=4, heads=2, head_dim=128, vocabulary=8192, positions=8192)
 
 
+@pytest.fixture(autouse=True)
+def _no_codec_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep others' codecs out of the tests that follow in this process."""
+    monkeypatch.setattr(registry, "PRESETS", dict(registry.PRESETS))
+
+
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(evaluate, ["quality", *map(str, arguments)])
 
 
-def test_a_short_run_has_figures_and_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_run_has_figures_and_a_plot(tmp_path: Path) -> None:
     """Little text: what is left out above is measured in `make test-all`. Others' codecs are compared with."""
-    monkeypatch.setattr(registry, "PRESETS", dict(registry.PRESETS))
     sizes = ("--prefix", 128, "--continuation", 64, "--pieces", 2, "--dtype", "float32")
     more = ("--tasks", "needles", "--lengths", "700,8192", "--chats", 2, "--document", 100)
     codecs = ("--codec", "k3v3,exact,kvarn,fp8", "--exact", "0")
@@ -64,8 +69,7 @@ def test_a_short_run_has_figures_and_a_plot(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_others_codes_lose_less_with_more_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "PRESETS", dict(registry.PRESETS))
+def test_others_codes_lose_less_with_more_bits(tmp_path: Path) -> None:
     sizes = (
         "--prefix",
         128,
