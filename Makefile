@@ -44,7 +44,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd $(VENV) && $(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache \
-	    -p manthan.codec -p manthan.manager -p manthan.policies -p manthan.vllm_hooks
+	    -p manthan.codec -p manthan.manager -p manthan.policies -p manthan.vllm_hooks -p manthan.benchmarks.simulator
 
 demo: $(VENV)/.installed
 	$(BIN)/python benchmarks/demo.py

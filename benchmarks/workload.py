@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS
+from manthan.benchmarks.simulator.traces import MOONCAKE_BLOCK_TOKENS
 
 CONTEXT_TOKENS = 120_000
 """A session whose next prompt would be longer ends."""
