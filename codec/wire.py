@@ -17,9 +17,9 @@ Entry: kind u8; dtype u8; first layer, layers, heads, head size, first head, u16
 tokens, u32 each; 4 zero bytes; length in bytes u64; codec name, 24 bytes; 8 zero bytes. Shorter strings are filled with
 zeros.
 
-Refinement: number u8, from 1 on; 3 zero bytes; length of the body u32; xxh3-64 of the block key (64 bytes), the
-fingerprint, these 8 bytes and the body, u64; the body; zeros up to a multiple of 16 bytes. A reader takes refinements
-up to the first that is not as it was sealed.
+Refinement: number u8, from 1 on; 3 zero bytes; length of the body u32, a multiple of 16 and at least 160; xxh3-64 of the
+block key (64 bytes), the fingerprint, these 8 bytes and the body, u64; the body, filled up with zeros. A reader takes
+refinements up to the first that is not as it was sealed.
 
 Vectors stand in the order [layers, heads, tokens].
 """
@@ -42,6 +42,7 @@ VERSION = 1
 HEADER = struct.Struct("<4sHHQ16sQQHHIBB6x64s")
 ENTRY = struct.Struct("<BBHHHHHII4xQ24s8x")
 REFINEMENT = struct.Struct("<B3xI8s")
+LEAST_BODY = 160
 CHECKSUM, FINGERPRINT, LENGTH = slice(8, 16), slice(16, 32), slice(32, 40)
 KEY_AT, MARK_AT = 64, 57
 KEY_MAX, FINGERPRINT_LEN, CODEC_NAME_MAX = 64, 16, 24
@@ -166,11 +167,16 @@ def seal(block: Codes) -> Codes:
 def refined(block: Codes, bodies: Sequence[Codes]) -> Codes:
     """Return a sealed block without refinements, followed by these."""
     made = [block]
-    for number, body in enumerate(bodies, 1):
+    for number, coded in enumerate(bodies, 1):
+        body = np.pad(coded, (0, body_nbytes(coded.size) - coded.size))
         front = REFINEMENT.pack(number, body.size, bytes(8))[:8]
         made += [np.frombuffer(front + _refinement_checksum(block, front, body), np.uint8), body]
-        made.append(np.zeros(-body.size % 16, np.uint8))
     return np.concatenate(made)
+
+
+def body_nbytes(nbytes: int) -> int:
+    """Return the length of a refinement's body that has so many bytes to hold: xxh3 hashes long ones in one way."""
+    return max(LEAST_BODY, align16(nbytes))
 
 
 def part_ends(block: Buffer) -> list[int]:
@@ -212,9 +218,9 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
     payloads = (data[at : at + size] for at, size in zip(starts(header, sizes), sizes, strict=True))
     bodies, ends = list[Codes](), _ends(data, front.nbytes)
     for at, end in pairwise(ends):
-        _, size, checksum = REFINEMENT.unpack_from(data.data, at)
-        body, behind = np.split(data[at + REFINEMENT.size : end], [size])
-        if behind.any() or checksum != _refinement_checksum(data, data[at : at + 8], body):
+        *_, checksum = REFINEMENT.unpack_from(data.data, at)
+        body = data[at + REFINEMENT.size : end]
+        if checksum != _refinement_checksum(data, data[at : at + 8], body):
             break
         bodies.append(body)
     return EncodedBlock(header, tuple(payloads), tuple(bodies), data.size - ends[len(bodies)])
@@ -326,9 +332,10 @@ def _ends(data: Codes, base: int) -> list[int]:
     ends = [base]
     while data.size >= (body := ends[-1] + REFINEMENT.size):
         number, size, _ = REFINEMENT.unpack_from(data.data, ends[-1])
-        if number != len(ends) or data[ends[-1] + 1 : ends[-1] + 4].any() or body + align16(size) > data.size:
+        is_front = number == len(ends) and not data[ends[-1] + 1 : ends[-1] + 4].any() and size == body_nbytes(size)
+        if not is_front or body + size > data.size:
             break
-        ends.append(body + align16(size))
+        ends.append(body + size)
     return ends
 
 

@@ -28,12 +28,13 @@ import numpy.typing as npt
 
 from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
 from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite
-from manthan.codec.cpu.rans import FURTHEST, LOWEST, START, VERSION, Coder, check_front
+from manthan.codec.cpu.rans import FURTHEST, LOWEST, START, STREAMS_MAX, VERSION, Coder, check_front
 from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import EMBEDDED, Group, Profile
 from manthan.codec.rope import Rope
 from manthan.codec.tables import levels
+from manthan.codec.wire import LEAST_BODY, body_nbytes
 
 EXACT = len(levels.STEPS)
 """Level at which a block is exact."""
@@ -94,14 +95,15 @@ class EmbeddedCodec(Codec):
 
     def max_nbytes(self, section: Section) -> int:
         """Most bytes of a section and of the refinements behind it."""
-        exact = self._raw(section) + REFINEMENT if self._level == EXACT else 0
+        exact = body_nbytes(self._raw(section)) + REFINEMENT if self._level == EXACT else 0
         return self._most_lossy(section) + exact
 
     def expected_nbytes(self, section: Section) -> int:
         return self._expected(section, self._level)
 
     def _most_lossy(self, section: Section) -> int:
-        return SLACK * self._expected(section, min(self._level, EXACT - 1))
+        level = min(self._level, EXACT - 1)
+        return SLACK * self._expected(section, level) + (level + 1) * (REFINEMENT + LEAST_BODY)
 
     def _expected(self, section: Section, level: int) -> int:
         layers, kinds, heads, dim = self._shape
@@ -143,7 +145,7 @@ class EmbeddedCodec(Codec):
             bodies = [written(self._groups, q, shifts, level) for level in range(lossy + 1)]
             start = np.array([VERSION, k, 0, 0], np.uint8)
             bodies[0] = np.concatenate([start, packed.astype(np.uint8), bodies[0]])
-            if sum(body.size + REFINEMENT for body in bodies) <= room:
+            if sum(body_nbytes(body.size) + REFINEMENT for body in bodies) <= room:
                 break
         else:
             raise NonFiniteError("a number is too far from the profile to be encoded.", 0)
@@ -280,8 +282,8 @@ class EmbeddedCodec(Codec):
     def _exactly(
         self, body: Codes, q: Sequence[Any], shifts: Sequence[Whole], section: Section, positions: Positions
     ) -> Numbers:
-        if body[:START].tolist() == [0, 0, 0, 0] and body.size == self._raw(section):
-            made: Numbers = body[START:].copy().view(section.dtype.numpy).reshape(section.shape)
+        if body[:START].tolist() == [0, 0, 0, 0] and body.size == body_nbytes(self._raw(section)):
+            made: Numbers = body[START : self._raw(section)].copy().view(section.dtype.numpy).reshape(section.shape)
             return made
         near = self._near(q, shifts, positions)
         if body[:START].tolist() != [1, 0, 0, 0] or near is None or section.dtype is not Dtype.BFLOAT16:
@@ -345,8 +347,8 @@ def front(groups: Sequence[Group], tokens: int) -> int:
 
 
 def streams_of(numbers: int) -> int:
-    """Number of streams of so many numbers: a power of 2."""
-    return 1 << max(0, numbers // STREAM_NUMBERS - 1).bit_length()
+    """Number of streams of so many numbers: a power of 2, at most STREAMS_MAX."""
+    return min(STREAMS_MAX, 1 << max(0, numbers // STREAM_NUMBERS - 1).bit_length())
 
 
 def _joined(made: Sequence[tuple[Any, Any]]) -> Codes:
@@ -362,9 +364,10 @@ def _parted(body: Codes, streams: Sequence[int]) -> list[tuple[Any, Any]]:
         raise SizeError(f"{body.size} bytes are not {len(streams)} entropy-coded rows: {begin} and words are.")
     numbers, words = body[:begin].copy().view("<u4").astype(np.uint32), body[begin:].copy().view("<u2")
     sizes, states = numbers[: len(streams)].astype(np.int64), numbers[len(streams) :]
-    if sizes.sum() != words.size or (states < LOWEST).any():
+    ends = np.cumsum(sizes)
+    if ends[-1] > words.size or words[ends[-1] :].any() or (states < LOWEST).any():
         raise DamagedError("entropy-coded numbers have lengths or states that no encoder writes.")
-    each = zip(np.split(states, np.cumsum(streams)[:-1]), np.split(words, np.cumsum(sizes)[:-1]), strict=True)
+    each = zip(np.split(states, np.cumsum(streams)[:-1]), np.split(words[: ends[-1]], ends[:-1]), strict=True)
     return [(np.ascontiguousarray(some), np.ascontiguousarray(of, np.uint16)) for some, of in each]
 
 
