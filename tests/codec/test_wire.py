@@ -103,6 +103,7 @@ REFUSED = {
 
 BODIES = [np.random.default_rng(9).integers(0, 256, size, np.uint8) for size in (40, 16, 1, 0)]
 REFINED = wire.refined(block(), BODIES)
+LONG = [body.tobytes().ljust(160, b"\0") for body in BODIES]
 
 
 def bodies_of(data):
@@ -111,12 +112,12 @@ def bodies_of(data):
 
 def test_the_format_of_refinements_has_not_changed():
     """Stores outlive processes."""
-    body = BODIES[0].tobytes()
-    front = struct.pack("<B3xI", 1, 40)
+    body = LONG[0]
+    front = struct.pack("<B3xI", 1, 160)
     digest = xxhash.xxh3_64_intdigest(b"\1" * 32 + bytes(32) + bytes(range(16)) + front + body)
-    assert REFINED[432 : 432 + 64].tobytes() == front + struct.pack("<Q", digest) + body + bytes(8)
+    assert REFINED[432 : 432 + 176].tobytes() == front + struct.pack("<Q", digest) + body
     assert REFINED[:432].tobytes() == DATA
-    assert wire.part_ends(REFINED) == [432, 496, 528, 560, 576]
+    assert wire.part_ends(REFINED) == [432, 608, 784, 960, 1136]
     assert wire.part_ends(DATA) == [432]
 
 
@@ -131,7 +132,7 @@ def test_each_prefix_of_whole_parts_is_a_block_and_no_other_length_has_more():
                 wire.part_ends(data)
             continue
         found = wire.parse(data)
-        assert [body.tobytes() for body in found.refinements] == [body.tobytes() for body in BODIES[: whole - 1]]
+        assert [body.tobytes() for body in found.refinements] == LONG[: whole - 1]
         assert found.ignored == size - ends[whole - 1]
         if found.ignored:
             with pytest.raises(errors.WireError, match="its parts end at"):
@@ -152,7 +153,7 @@ def test_a_flipped_bit_is_refused_or_drops_its_refinement_and_those_behind():
         else:
             good = sum(end <= at for end in ends) - 1
             found = wire.parse(damaged)
-            assert [body.tobytes() for body in found.refinements] == [body.tobytes() for body in BODIES[:good]]
+            assert [body.tobytes() for body in found.refinements] == LONG[:good]
             assert found.ignored == len(REFINED) - ends[good]
 
 
@@ -160,7 +161,7 @@ def test_a_refinement_is_of_one_block_and_one_place():
     for change in ({"key": b"\2" * 32}, {"fingerprint": bytes(16)}):
         other = block(replace(HEADER, **change))
         assert bodies_of(np.concatenate([other, REFINED[432:]])) == []
-    second = REFINED[496:528].copy()
+    second = REFINED[608:784].copy()
     assert bodies_of(np.concatenate([REFINED[:432], second])) == []
     second[0] = 1
     assert bodies_of(np.concatenate([REFINED[:432], second])) == []
