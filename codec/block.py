@@ -30,8 +30,8 @@ from manthan.codec.errors import (
     WireError,
 )
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.registry import get_codec
-from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block_nbytes, head, parse, seal
+from manthan.codec.registry import get_codec, is_embedded
+from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block_nbytes, head, parse, refined, seal
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,8 @@ def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> 
         kept, coded = SectionKind.LATENT, [SectionKind.LATENT]
     else:
         made, kept, coded = [], SectionKind.BOTH, [SectionKind.KEYS, SectionKind.VALUES]
+        if is_embedded(codec):
+            coded = [kept]
     if exact > 0:
         made.append(section(kept, EXACT, 0, exact))
     if exact < shape.tokens:
@@ -267,41 +269,52 @@ class BlockFormat:
         header = self.header(key, first_token, exact, mark)
         limits = self.max_sizes(exact)
         block = np.empty(block_nbytes(header, limits), np.uint8)
-        sizes: list[int] = []
+        sizes, refinements = list[int](), list[Codes]()
         at = header.nbytes
         for section, limit in zip(header.sections, limits, strict=True):
             part, positions = _part(numbers, section), _positions(header, section)
-            size = self._codecs[section.codec].encode(part, section, positions, block[at : at + limit])
+            codec, out = self._codecs[section.codec], block[at : at + limit]
+            size, bodies = codec.encode_parts(part, section, positions, out)
+            refinements += bodies
             end = at + align16(size)
             block[at + size : end] = 0
             sizes.append(size)
             at = end
         block[: header.nbytes] = head(header, sizes)
-        return seal(block[:at])
+        return refined(seal(block[:at]), refinements) if refinements else seal(block[:at])
 
     def decode(self, buf: Buffer, *, key: bytes) -> tuple[Numbers, ...]:
         """Return the arrays of a block with any number of exact tokens; they may be views of `buf`.
 
         Raises: WireError with the cause, or another CodecError for codes that cannot be decoded.
         """
-        block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
+        block = self._parse(buf, key)
         self.exact_of(block.header)
         return self._decode(block)
 
     def decode_shard(self, buf: Buffer, *, key: bytes) -> DecodedShard:
         """Decode a block of any of the model's heads; of latents and bytes there is but one shard. See `decode`."""
-        block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
+        block = self._parse(buf, key)
         heads, first_head = self.shape.heads, self.first_head
         if block.header.sections and not (self.shape.latent or self.shape.is_raw or self.shape.beside):
             heads, first_head = block.header.sections[0].heads, block.header.sections[0].first_head
         self._exact_of(block.header, replace(self.shape, heads=heads), first_head)
         return DecodedShard(first_head, heads, self._decode(block))
 
+    def _parse(self, buf: Buffer, key: bytes) -> EncodedBlock:
+        """Read a block. Raises WireError, also for bytes behind a base that has no refinements."""
+        block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
+        behind = block.ignored + sum(body.size for body in block.refinements)
+        if behind and not any(codec.levels > 1 for codec in self._codecs.values()):
+            raise WireError(f"{behind} bytes stand behind a block whose codec {self.codec} has one level.", "trailing")
+        return block
+
     def _decode(self, block: EncodedBlock) -> tuple[Numbers, ...]:
         arrays = self.shape.arrays
         found: list[list[Numbers]] = [[] for _ in arrays]
         for section, codes in zip(block.header.sections, block.payloads, strict=True):
-            x = self._codecs[section.codec].decode(codes, section, _positions(block.header, section))
+            codec, positions = self._codecs[section.codec], _positions(block.header, section)
+            x = codec.decode_parts(codes, block.refinements, section, positions)
             places = _places(section, len(arrays))
             for place, part in zip(places, x if len(places) > 1 else [x], strict=True):
                 found[place].append(part)

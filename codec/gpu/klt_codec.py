@@ -49,6 +49,7 @@ SOURCES = (
     "runs.cu",
     "coder.cu",
     "rows.cu",
+    "quads.cu",
     "transform.cu",
 )
 

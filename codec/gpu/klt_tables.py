@@ -62,8 +62,8 @@ class RowTables(NamedTuple):
         chosen = np.stack([basis.tables[preset] for basis in _bases(profile)])
         used, which = np.unique(chosen, return_inverse=True)
         frequencies = profile.frequencies[used].astype(np.uint32)
-        encoding = np.concatenate([_encoding(frequencies).ravel(), _reciprocals()]).view(np.uint8)
-        decoding, starts, pool = _decoding(frequencies)
+        encoding = np.concatenate([encoding_tables(frequencies).ravel(), reciprocals()]).view(np.uint8)
+        decoding, starts, pool = decoding_tables(frequencies)
         places = np.stack([np.arange(len(used)) * ENCODING_NBYTES, starts])[:, which].reshape(2, *chosen.shape) // 16
         parts = (encoding, decoding, places.astype(np.int32))
         there = [torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in parts]  # kernels know no strides
@@ -85,7 +85,7 @@ def _transform(basis: Basis, preset: str, device: torch.device) -> tuple[Tensor,
     return mean, scale / step, transform, gain_back, (inverse / largest).half()
 
 
-def _encoding(frequencies: Entries) -> Entries:
+def encoding_tables(frequencies: Entries) -> Entries:
     """[tables, 256]: frequency; sum of those before it << 12; ESCAPED, where it is the escape's for want of its own."""
     before = np.cumsum(frequencies, axis=1, dtype=np.uint32) - frequencies
     entries: Entries = before << np.uint32(12) | frequencies
@@ -94,14 +94,14 @@ def _encoding(frequencies: Entries) -> Entries:
     return made
 
 
-def _reciprocals() -> Entries:
+def reciprocals() -> Entries:
     """By frequency, 2**32 divided by it, rounded down."""
     f = np.arange(SCALE, dtype=np.uint64)
     made: Entries = np.minimum((1 << 32) // np.maximum(f, 1), (1 << 32) - 1).astype(np.uint32)
     return made
 
 
-def _decoding(frequencies: Entries) -> tuple[Ranks, npt.NDArray[np.int64], int]:
+def decoding_tables(frequencies: Entries) -> tuple[Ranks, npt.NDArray[np.int64], int]:
     """All tables, then the ranks that they share; where each table begins, and the ranks do.
 
     A symbol's rank is how many before it have a frequency. A table: of each BUCKET of slots, uint16, where the ranks of

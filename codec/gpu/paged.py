@@ -180,7 +180,8 @@ class Batch(NamedTuple):
     encoded blocks begin in a buffer, multiples of 16. nbytes: int64 [n], their sizes: `encode` writes them where they
     vary, `verify` expects them. headers: uint8 [n, bytes of header and entries], with the form's sizes. turns: cosines
     and sines of all their tokens, float32 [n, 2, tokens, pairs]; no pairs where the codec asks for no place. status:
-    int32 [n], written.
+    int32 [n], written. Of codecs with refinements: ends, int64 [n, 4], of each part, 0 for those that are not there;
+    levels, int32 [n], of which each is.
     """
 
     exact: int
@@ -190,6 +191,8 @@ class Batch(NamedTuple):
     headers: torch.Tensor
     turns: torch.Tensor
     status: torch.Tensor
+    ends: torch.Tensor
+    levels: torch.Tensor
 
 
 class PagedCodec(ABC):
@@ -248,7 +251,8 @@ class PagedCodec(ABC):
         counts, heads_there = there.split([numbers.nbytes, headers.nbytes])
         ids, places, sizes = counts.view(torch.int64).view(3, n)
         status = torch.empty(n, dtype=torch.int32, device=self.device)
-        return Batch(exact, ids, places, sizes, heads_there.view(n, form.header.nbytes), turns, status)
+        ends, levels = status.new_zeros((n, 4), dtype=torch.int64), status.new_zeros(n)
+        return Batch(exact, ids, places, sizes, heads_there.view(n, form.header.nbytes), turns, status, ends, levels)
 
     @abstractmethod
     def encode(self, batch: Batch, codes: torch.Tensor) -> None:

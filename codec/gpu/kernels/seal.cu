@@ -15,13 +15,16 @@ __device__ __forceinline__ u64 shuffle_xor(u64 x, int mask) { return __shfl_xor_
 
 __device__ __forceinline__ u64 folded_product(u64 x, u64 y) { return x * y ^ __umul64hi(x, y); }
 
-// The i-th 8 bytes of a block with the checksum left out.
-__device__ __forceinline__ u64 word_at(const u8* block, i64 i) { return *(const u64*)(block + 8 * i + (i ? 8 : 0)); }
+struct Whole {  // a block with the checksum left out
+    const u8* block;
+    __device__ __forceinline__ u64 word(i64 i) const { return *(const u64*)(block + 8 * i + (i ? 8 : 0)); }
+};
 
-// Of the first warp's threads it is the checksum.
-__device__ u64 checksum(const u8* block, i64 nbytes) {
+// xxh3-64 of more than 240 bytes, a multiple of 8, which a source has word by word; of the first warp's threads.
+template <typename Source>
+__device__ u64 long_checksum(const Source& source, i64 length) {
     __shared__ u64 added[2][ROUND][8];
-    const i64 length = nbytes - 8, kibibytes = (length - 1) / 1024;
+    const i64 kibibytes = (length - 1) / 1024;
     const int rest = (length - 1 - kibibytes * 1024) / 64;  // stripes of the last kibibyte, which is not scrambled
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = lane % 8, first = lane / 8;
     u64 sum = START[i], secret[4];
@@ -39,7 +42,7 @@ __device__ u64 checksum(const u8* block, i64 nbytes) {
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     int stripe = first + 4 * k;
-                    words[e][k] = stripe < stripes ? word_at(block, kibibyte * 128 + 8 * stripe + i) : secret[k];
+                    words[e][k] = stripe < stripes ? source.word(kibibyte * 128 + 8 * stripe + i) : secret[k];
                 }
             }
 #pragma unroll
@@ -70,7 +73,7 @@ __device__ u64 checksum(const u8* block, i64 nbytes) {
         }
     }
     __syncthreads();  // before the next block's
-    u64 last = word_at(block, length / 8 - 8 + i), keyed = last ^ LAST[i];
+    u64 last = source.word(length / 8 - 8 + i), keyed = last ^ LAST[i];
     sum += (keyed & 0xffffffffu) * (keyed >> 32) + shuffle_xor(last, 1);
     u64 merged = sum ^ MERGE[i];
     merged = folded_product(merged, shuffle_xor(merged, 1));
@@ -82,6 +85,8 @@ __device__ u64 checksum(const u8* block, i64 nbytes) {
     merged = (merged ^ merged >> 37) * 0x165667919E3779F9ull;
     return merged ^ merged >> 32;
 }
+
+__device__ u64 checksum(const u8* block, i64 nbytes) { return long_checksum(Whole{block}, nbytes - 8); }
 
 // Write the blocks' headers, what fills their sections up, and their checksums.
 extern "C" __global__ void __launch_bounds__(THREADS) seal(const Job job) {

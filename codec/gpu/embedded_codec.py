@@ -1,0 +1,397 @@
+"""Embedded sections by CUDA kernels, and cuBLAS between them: `manthan.codec.cpu.embedded` on a GPU.
+
+Blocks are worked on in runs that take SCRATCH_BYTES. Of a run, groups of one size go through their transform some at a
+time. The entropy coder's words are those of the CPU for the same integers, and both read what the other wrote. The
+integers are of sums that are rounded in other places: one in some hundreds or thousands is the next one. The last
+refinement is written and read on the CPU only; a GPU decodes what is before it.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manthan.codec.base import Dtype
+from manthan.codec.block import BlockFormat
+from manthan.codec.cpu.embedded import EXACT, MOST_K, PRESETS, streams_of
+from manthan.codec.cpu.rans import START, VERSION
+from manthan.codec.errors import ProfileError
+from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
+from manthan.codec.gpu.klt_tables import BUCKET, decoding_tables, encoding_tables, reciprocals
+from manthan.codec.gpu.nvrtc import ALONE, Module
+from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
+from manthan.codec.profile import Group, Profile
+from manthan.codec.rope import Rope
+from manthan.codec.tables import levels
+
+SCRATCH_BYTES = 256 * 2**20
+"""Of a run of blocks, beside products."""
+ENCODING, DECODING = 4, 2
+"""Bytes of it for each number."""
+PRODUCTS_AT_ONCE = 2**24
+"""Numbers of groups that are multiplied at once."""
+NUMBERS_A_WORD = 4
+"""A row has room for a word for so many of its numbers: one that takes more doubles its block's steps."""
+LEVELS, TABLES = EXACT, levels.FALLING
+ROW_THREADS = 1024
+ALL = slice(None)
+SOURCES = (
+    "common.cu",
+    "exact.cu",
+    "seal.cu",
+    "parts.cu",
+    "coder.cu",
+    "quads.cu",
+    "embedded.cu",
+)
+
+
+class Sections(ctypes.Structure):
+    """`struct Sections` of parts.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "codes", "headers", "status")),
+        *((name, ctypes.c_uint64) for name in ("nbytes", "ends", "turns", "groups", "vectors", "mean", "gain")),
+        *((name, ctypes.c_uint64) for name in ("weigher", "offset", "table_of", "tables", "likely", "inverses")),
+        *((name, ctypes.c_uint64) for name in ("centres", "rows", "products", "numbers", "shifts", "steps")),
+        *((name, ctypes.c_uint64) for name in ("levels", "words", "states", "sizes")),
+        ("block_stride", ctypes.c_int64),
+        ("at", ctypes.c_int64 * 2),
+        ("head_stride", ctypes.c_int32),
+        ("token_stride", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("tables_nbytes", "pool", "head_nbytes", "start", "limit")),
+        *((name, ctypes.c_int32) for name in ("n", "all", "groups_count", "components", "streams")),
+        *((name, ctypes.c_int32) for name in ("tokens", "first_token", "block_tokens", "layers")),
+        *((name, ctypes.c_int32) for name in ("first_group", "some", "width")),
+        ("rope_scale", ctypes.c_float),
+    )
+
+    @classmethod
+    def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, all_levels: int) -> Self:
+        """For the section of the tokens that are not exact. caches: `addresses`."""
+        return cls(
+            caches=caches.data_ptr(),
+            block_stride=layout.block_stride,
+            at=tuple(at + exact * layout.token_stride for at in layout.ats),
+            head_stride=layout.head_stride,
+            token_stride=layout.token_stride,
+            head_nbytes=form.header.nbytes,
+            start=form.starts[-1],
+            limit=form.sizes[-1],
+            all=all_levels,
+            layers=len(layout.caches),
+            tokens=layout.tokens - exact,
+            first_token=exact,
+            block_tokens=layout.tokens,
+            rope_scale=rope.scale,
+        )
+
+    def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
+        """The same for these blocks of a batch."""
+        job = type(self).from_buffer_copy(self)
+        job.block_ids, job.offsets = batch.block_ids[some].data_ptr(), batch.offsets[some].data_ptr()
+        job.headers, job.turns = batch.headers[some].data_ptr(), batch.turns[some].data_ptr()
+        job.status, job.nbytes = batch.status[some].data_ptr(), batch.nbytes[some].data_ptr()
+        job.ends, job.levels = batch.ends[some].data_ptr(), batch.levels[some].data_ptr()
+        job.codes, job.n = codes.data_ptr(), len(batch.block_ids[some])
+        return job
+
+
+class Model(NamedTuple):
+    """What the kernels are told of a profile, on the device; the names are those of parts.cu.
+
+    sizes: components of each group. forward, inverse: of each run of groups of one size, float16 [groups, C, C].
+    """
+
+    sizes: list[int]
+    groups: Tensor
+    vectors: Tensor
+    mean: Tensor
+    gain: Tensor
+    gain_back: Tensor
+    weigher: Tensor
+    offset: Tensor
+    table_of: Tensor
+    forward: list[Tensor]
+    inverse: list[Tensor]
+
+    @classmethod
+    def of(cls, groups: tuple[Group, ...], kinds: int, tokens: int, device: torch.device) -> Self:
+        """tokens: of the section. Raises ProfileError for a transform that cannot be undone."""
+        at = ahead = 0
+        told, vectors = [], []
+        for group in groups:
+            streams = streams_of(group.mean.size * tokens)
+            told.append((at, group.mean.size, streams, ahead))
+            at, ahead = at + group.mean.size, ahead + streams
+            first, layers, head, heads = group.place
+            vectors += [
+                layer << 16 | kind << 15 | each
+                for layer in range(first, first + layers)
+                for kind in range(kinds)
+                for each in range(head, head + heads)
+            ]
+        sizes = [group.mean.size for group in groups]
+        weighers = [np.split(group.weigher, [size, len(group.weigher) - 1]) for group, size in zip(groups, sizes, strict=True)]
+        gains_back, forward, inverse = [], list[Tensor](), list[Tensor]()
+        for group in groups:
+            there = torch.from_numpy(group.inverse).to(device)
+            largest = torch.exp2(torch.ceil(torch.log2(there.abs().amax(0))))
+            gains_back.append(largest)
+            inverse.append((there / largest).half())
+            forward.append(torch.from_numpy(group.deviations[:, None] * group.forward).to(device).half())
+        flat = {
+            "groups": np.array(told, np.int32),
+            "vectors": np.array(vectors, np.uint32).view(np.int32),
+            "mean": np.concatenate([group.mean for group in groups]),
+            "gain": 1 / np.concatenate([group.deviations for group in groups]),
+            "weigher": np.concatenate([weigher[part] for part in range(3) for weigher in weighers]),
+            "offset": np.concatenate([(group.mean - group.center) / group.deviations for group in groups]),
+            "table_of": np.concatenate([group.tables for group in groups]),
+        }
+        arrays = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in flat.items()}
+        starts = [n for n in range(len(sizes)) if not n or sizes[n] != sizes[n - 1]]
+        runs = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+        return cls(
+            sizes=sizes,
+            gain_back=torch.cat(gains_back),
+            forward=[torch.stack(forward[run]) for run in runs],
+            inverse=[torch.stack(inverse[run]) for run in runs],
+            **arrays,
+        )
+
+
+class Tables(NamedTuple):
+    """What the entropy coder looks up, on the device; see embedded.cu."""
+
+    encoding: Tensor
+    decoding: Tensor
+    pool: int
+    likely: Tensor
+    inverses: Tensor
+    centres: Tensor
+
+
+@lru_cache
+def tables(device: torch.device) -> Tables:
+    """The same for all models."""
+    base = levels.base().astype(np.uint32)
+    found, starts, pool = decoding_tables(base)
+    ahead = -(-4 * len(base) // 16) * 16
+    places = ((np.array(starts) + ahead) // 16).astype(np.uint32)
+    directory = np.pad(places.view(np.uint8), (0, ahead - places.nbytes))
+    sums = np.cumsum(levels.parts(), axis=3, dtype=np.uint32)
+    arrays = (
+        encoding_tables(base).view(np.uint8).ravel(),
+        np.concatenate([directory, found]),
+        (sums[..., 0] | sums[..., 1] << np.uint32(16)).view(np.int32),
+        reciprocals().view(np.int32),
+        levels.centres(),
+    )
+    there = [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
+    return Tables(there[0], there[1], pool + ahead, *there[2:])
+
+
+class Plan(NamedTuple):
+    """Arguments of the kernels for blocks of one form.
+
+    exact: sections that stay as they are. sections: None where all do.
+    seal: with no header where one is written before.
+    """
+
+    exact: list[Job]
+    sections: Sections | None
+    seal: Job
+    model: Model | None
+
+
+class EmbeddedPagedCodec(PagedCodec):
+    """`PagedCodec` for embedded codecs, on one CUDA device of compute capability 8.0 or newer.
+
+    It is of keys and values, or of latents. Raises CompileError, ProfileError.
+    """
+
+    layout: PagedLayout
+
+    def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
+        profile = format.facts.profile
+        if not isinstance(profile, Profile) or not profile.groups:
+            raise ProfileError(f"codec {format.codec} needs a profile of the model: run `manthan calibrate MODEL`.")
+        super().__init__(layout, format, profile.info.rope)
+        self._level = PRESETS[format.codec].level
+        if self._level == EXACT:
+            raise ProfileError(f"codec {format.codec} has no GPU version: its last refinement is for the CPU only.")
+        self._coded, self._rope, self._profile = layout.coded, profile.info.rope or Rope(()), profile
+        self._addresses = addresses(layout)
+        self._tables = tables(self.device)
+        self._plans: dict[int, Plan] = {}
+        largest = max(self._tables.encoding.nbytes, self._tables.decoding.nbytes)
+        properties: Any = torch.cuda.get_device_properties(self.device)  # of more than its stubs know
+        self._shared = largest <= properties.shared_memory_per_block_optin
+        shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
+        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)
+
+    def encode(self, batch: Batch, codes: Tensor) -> None:
+        """A status becomes 0 where a number is 32,768 or more steps from the profile's mean, or is not finite."""
+        plan = self._plan(batch.exact)
+        batch.status.fill_(GOOD)
+        for kept in plan.exact:
+            self._launch_exact("encode_exact", kept, batch, codes)
+        if plan.model is None:
+            self._launch_one("seal", plan.seal, batch, codes)
+            return
+        with torch.inference_mode():
+            for job in self._jobs(plan, batch, codes, ENCODING):
+                self._encode(job, plan.model)
+
+    def verify(self, batch: Batch, codes: Tensor) -> None:
+        plan = self._plan(batch.exact)
+        if plan.sections is None:
+            self._launch_one("verify", plan.seal, batch, codes)
+            return
+        job = plan.sections.of(batch, codes)
+        self._launch("find_parts", job, ALONE)
+        self._launch("verify_parts", job, LEVELS * ALONE)
+
+    def decode(self, batch: Batch, codes: Tensor) -> None:
+        """A status becomes 0 for codes that no encoder writes, too."""
+        plan = self._plan(batch.exact)
+        if plan.model is not None:
+            with torch.inference_mode():
+                for job in self._jobs(plan, batch, codes, DECODING):
+                    self._decode(job, plan.model)
+        for kept in plan.exact:
+            self._launch_exact("decode_exact", kept, batch, codes)
+
+    def _encode(self, job: Sections, model: Model) -> None:
+        books, numbers = self._books(job, model)
+        words = torch.empty(job.n * LEVELS * (job.components * job.tokens // NUMBERS_A_WORD), dtype=torch.int16, device=self.device)
+        job.words, job.gain = words.data_ptr(), model.gain.data_ptr()
+        for some, forward, part in self._pieces(job, model, model.forward):
+            size = forward.shape[1]
+            rows = torch.empty((some, job.width, size), dtype=torch.float16, device=self.device)
+            products = torch.empty((some, size, job.width), dtype=torch.float32, device=self.device)
+            part.rows, part.products = rows.data_ptr(), products.data_ptr()
+            self._launch("gather", part, some * size // self._coded.head_dim)
+            self._launch("weigh", part, some * job.tokens)
+            torch.bmm(forward.transpose(1, 2), rows.transpose(1, 2), out_dtype=torch.float32, out=products)
+            self._launch("quantize", part, some * size)
+        self._launch_rows("encode_rows", job, self._tables.encoding, job.groups_count * job.all)
+        job.tables = self._tables.encoding.data_ptr()
+        self._kernels.launch("double_steps", job, job.n * (ROW_THREADS // 32), threads=ROW_THREADS)
+        self._launch("lay_out", job, ALONE)
+        self._launch("pack", job, job.all)
+        self._launch("seal_parts", job, job.all * ALONE)
+
+    def _decode(self, job: Sections, model: Model) -> None:
+        books, numbers = self._books(job, model)
+        job.gain = model.gain_back.data_ptr()
+        self._launch("find_rows", job, ALONE)
+        self._launch_rows("decode_base", job, self._tables.decoding, job.groups_count)
+        for level in range(1, LEVELS):
+            part = Sections.from_buffer_copy(job)
+            part.all = level
+            warps = job.groups_count * job.n * (ROW_THREADS // 32)
+            self._kernels.launch("decode_refinement", part, warps, threads=ROW_THREADS)
+        at = 0
+        for some, inverse, part in self._pieces(job, model, model.inverse):
+            size = inverse.shape[1]
+            self._launch("place_numbers", part, some * size)
+            placed = numbers[at : at + some * size].view(torch.float16).view(some, size, job.width)
+            products = torch.empty((some, job.width, size), dtype=torch.float32, device=self.device)
+            torch.bmm(placed.transpose(1, 2), inverse, out_dtype=torch.float32, out=products)
+            part.products = products.data_ptr()
+            self._launch("scatter", part, some * size // self._coded.head_dim)
+            at += some * size
+
+    def _books(self, job: Sections, model: Model) -> tuple[Tensor, Tensor]:
+        """Memory between the kernels; the caller keeps it."""
+        job.width = -(-job.n * job.tokens // 8) * 8
+        numbers = torch.empty((job.components, job.width), dtype=torch.int16, device=self.device)
+        counts = job.n, job.groups_count * job.width, job.n * LEVELS * job.streams, job.n * LEVELS * job.groups_count
+        books = torch.zeros(4 * (counts[0] + counts[2] + counts[3]) + counts[1], dtype=torch.uint8, device=self.device)
+        job.numbers, job.steps = numbers.data_ptr(), books.data_ptr()
+        job.states = job.steps + 4 * counts[0]
+        job.sizes = job.states + 4 * counts[2]
+        job.shifts = job.sizes + 4 * counts[3]
+        return books, numbers
+
+    def _pieces(
+        self, job: Sections, model: Model, transforms: list[Tensor]
+    ) -> Iterator[tuple[int, Tensor, Sections]]:
+        """All groups, as many as are multiplied at once: how many, their transforms, and a job for them."""
+        first = 0
+        for run in transforms:
+            at_once = max(1, PRODUCTS_AT_ONCE // (run.shape[1] * job.width))
+            for start in range(0, len(run), at_once):
+                part, some = Sections.from_buffer_copy(job), run[start : start + at_once]
+                part.first_group, part.some = first + start, len(some)
+                yield len(some), some, part
+            first += len(run)
+
+    def _jobs(self, plan: Plan, batch: Batch, codes: Tensor, each: int) -> Iterator[Sections]:
+        """The batch in even runs that take SCRATCH_BYTES, or of a block. each: bytes for a number."""
+        assert plan.sections is not None
+        n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (plan.sections.components * plan.sections.tokens * each))
+        runs = -(-n // most)
+        for run in range(runs):
+            yield plan.sections.of(batch, codes, slice(run * n // runs, (run + 1) * n // runs))
+
+    def _launch(self, name: str, job: Sections, warps: int) -> None:
+        """warps: that a block of the batch can put to work."""
+        self._kernels.launch(name, job, job.n * warps)
+
+    def _launch_rows(self, name: str, job: Sections, of_base: Tensor, rows: int) -> None:
+        """A warp for each row of a block, or for several that fit into it."""
+        job.tables, job.tables_nbytes, job.pool = of_base.data_ptr(), of_base.nbytes, self._tables.pool
+        shared = of_base.nbytes if self._shared else 0
+        self._kernels.launch(name, job, job.n * rows * (ROW_THREADS // 32), threads=ROW_THREADS, shared=shared)
+
+    def _launch_exact(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
+        of_batch = job.of(batch, codes)
+        self._kernels.launch(name, of_batch, of_batch.n * of_batch.kinds * of_batch.layers * of_batch.heads)
+
+    def _launch_one(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
+        """A warp for each block."""
+        of_batch = job.of(batch, codes)
+        of_batch.sizes = batch.nbytes.data_ptr()
+        self._kernels.launch(name, of_batch, of_batch.n * ALONE)
+
+    def _plan(self, exact: int) -> Plan:
+        if exact not in self._plans:
+            layout, form = self.layout, self.form(exact)
+            kept = exact_jobs(layout, self._addresses, form, exact)
+            if exact == layout.tokens:
+                self._plans[exact] = Plan(kept, None, kept[-1], None)
+            else:
+                kinds = len(self._coded.ats)
+                model = Model.of(self._profile.groups[0], kinds, layout.tokens - exact, self.device)
+                sections = Sections.plan(self._coded, self._addresses, form, exact, self._rope, self._level + 1)
+                sections.groups_count, sections.components = len(model.sizes), sum(model.sizes)
+                sections.streams = int(model.groups[:, 2].sum())
+                for name in ("groups", "vectors", "mean", "weigher", "offset", "table_of"):
+                    setattr(sections, name, getattr(model, name).data_ptr())
+                for name in ("likely", "inverses", "centres"):
+                    setattr(sections, name, getattr(self._tables, name).data_ptr())
+                self._plans[exact] = Plan(kept, sections, Job(), model)
+        return self._plans[exact]
+
+
+@lru_cache
+def _module(
+    head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, shared: bool, pairs: int, interleaved: bool
+) -> Module:
+    """Return the kernels for vectors of this size and dtype; see `cuda_codec.constants`.
+
+    Args:
+        shared: True if tables fit into a block's shared memory.
+        pairs, interleaved: of RoPE.
+    """
+    macros = {"SHARED_TABLES": int(shared), "PAIRS": pairs, "INTERLEAVED": int(interleaved)}
+    macros |= {"SECTION_VERSION": VERSION, "MOST_K": MOST_K, "LEVELS": LEVELS, "TABLES": TABLES, "FINE": levels.FINE}
+    macros |= {"WIDTHS": len(levels.WIDTHS), "NUMBERS_A_WORD": NUMBERS_A_WORD}
+    return Module(f"{constants(head_dim, dtype, aligned, macros)}\n{sources(SOURCES)}", device)

@@ -1,0 +1,286 @@
+// An embedded section (manthan.codec.cpu.embedded) in encoded blocks: its base and refinements, where their rows lie, and
+// words out of the buffers in which rows were encoded. A row is a group's numbers in one part. Parts are numbered by
+// their level: 0 is the base's.
+
+typedef u16 Half;  // fp16
+__device__ __forceinline__ float wide(Half x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+__device__ __forceinline__ Half narrow(float x) { Half y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+
+struct Group {
+    int at, size;     // of its components among all, and how many there are
+    int streams;      // of its rows
+    int ahead;        // streams of the groups before it
+};
+
+struct Sections {  // of n blocks of one form; arrays without a word of their own are scratch
+    const u64* caches;     // [layers] addresses
+    const i64* block_ids;  // [n]
+    const i64* offsets;    // [n] multiples of 16: block i is at codes + offsets[i]
+    u8* codes;
+    const u8* headers;     // [n, head_nbytes], with the most that the section takes as its size
+    int* status;           // [n]
+    i64* nbytes;           // [n] of each block
+    i64* ends;             // [n, LEVELS] of each part, 0 of those that are not there
+    const float* turns;    // [n, 2, block_tokens, PAIRS] cosines and sines
+    const Group* groups;
+    const u32* vectors;    // [components / HEAD_DIM] where a vector is: layer << 16, kind << 15, head
+    const float *mean, *gain;   // [components]: see embedded.cu
+    const float* weigher;       // [components + components / HEAD_DIM + groups]
+    const float* offset;        // [components] of what the weigher sees
+    const u8* table_of;         // [components]
+    const u8* tables;           // of the base, for encoding or decoding; see rows.cu
+    const u32* likely;          // [refinements, TABLES, MAGNITUDES]: how often -1 is told, and -1 or 0 << 16
+    const u32* inverses;        // [4096] reciprocals
+    const int* centres;         // [LEVELS, TABLES, MAGNITUDES]
+    Half* rows;                 // [groups of now, width, C]: what the transform is applied to
+    const float* products;      // [groups of now, C, width], or what its inverse gives, [groups of now, width, C]
+    short* numbers;             // [components, width]
+    signed char* shifts;        // [groups, width]
+    int* steps;                 // [n] k of each block: thirds of octaves that its steps are larger
+    int* levels;                // [n] the level that is there
+    u16* words;                 // [n, LEVELS, room of all groups]
+    u32* states;                // [n, LEVELS, streams of all groups]
+    u32* sizes;                 // [n, LEVELS, groups] words of a row
+    i64 block_stride;           // in elements, as the next four
+    i64 at[2];                  // first key and first value of the section in a paged block
+    int head_stride, token_stride;
+    i64 tables_nbytes, pool, head_nbytes, start, limit;  // start: of the section in a block; limit: bytes of all parts
+    int n, all, groups_count, components, streams;  // all: levels that are written; streams: of all groups
+    int tokens, first_token, block_tokens, layers;
+    int first_group, some, width;                   // groups that are worked on now
+    float rope_scale;
+};
+
+#define START_NBYTES 4
+#define FRONT_NBYTES 16
+#define LEAST_BODY 160  // so that xxh3's long form is asked for
+#define LOWEST 65536u
+#define ENTRY_AT(entry) (128 + 64 * (entry) + 24)  // of a section's length in the header
+#define NBYTES_AT 32                               // of the base
+#define LEAST_J -8
+
+__device__ __forceinline__ i64 align16(i64 nbytes) { return (nbytes + 15) & ~(i64)15; }
+__device__ __forceinline__ int last_entry(const Sections& job) { return (int)(job.head_nbytes - 128) / 64 - 1; }
+__device__ __forceinline__ i64 shifts_nbytes(const Sections& job) {
+    return START_NBYTES + ((i64)job.groups_count * job.tokens + 1) / 2;
+}
+__device__ __forceinline__ i64 rows_front(const Sections& job) { return 4ll * (job.groups_count + job.streams); }
+// Of the rows of a part that have so many words.
+__device__ __forceinline__ i64 part_nbytes(const Sections& job, int level, u64 words) {
+    const i64 rows = rows_front(job) + 2 * words;
+    return level ? max(align16(rows), (i64)LEAST_BODY) : shifts_nbytes(job) + rows;
+}
+__device__ __forceinline__ i64 row_room(const Sections& job) { return (i64)job.components * job.tokens / NUMBERS_A_WORD; }
+__device__ __forceinline__ u64 words_of(const Sections& job, int block, int level) {
+    u64 words = 0;
+    for (int g = 0; g < job.groups_count; g++) words += job.sizes[((i64)block * LEVELS + level) * job.groups_count + g];
+    return words;
+}
+// Where a part's rows begin in an encoded block.
+__device__ __forceinline__ i64 rows_at(const Sections& job, int block, int level) {
+    return level ? job.ends[(i64)block * LEVELS + level - 1] + FRONT_NBYTES : job.start + shifts_nbytes(job);
+}
+
+// Two bytes at a time: parts of the base may begin at odd multiples of 2.
+__device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, int lane) {
+    const u32 lead = min((u32)((u64)to / 2 % 2), size), pairs = (size - lead) / 2;
+    if (lane < lead) to[0] = from[0];
+    to += lead, from += lead;
+    const bool apart = (u64)from / 2 % 2;
+#pragma unroll 4
+    for (u32 i = lane; i < pairs; i += 32)
+        ((u32*)to)[i] = apart ? from[2 * i] | (u32)from[2 * i + 1] << 16 : ((const u32*)from)[i];
+    if (lane == 0 && (size - lead) % 2) to[2 * pairs] = from[2 * pairs];
+}
+
+// How long the blocks' parts are, and where; their headers, and what fills parts up.
+extern "C" __global__ void lay_out(const Sections job) {
+    const int lane = threadIdx.x % 32;
+    for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
+        u8* out = job.codes + job.offsets[block];
+        const u64* header = (const u64*)(job.headers + block * job.head_nbytes);
+        for (int i = lane; i < job.head_nbytes / 8; i += 32) ((u64*)out)[i] = header[i];
+        __syncwarp();
+        i64* ends = job.ends + (i64)block * LEVELS;
+        i64 end = job.start;
+        for (int level = 0; level < LEVELS; level++) {
+            if (level >= job.all) {
+                if (lane == 0) ends[level] = 0;
+                continue;
+            }
+            const u64 words = words_of(job, block, level);
+            const i64 nbytes = part_nbytes(job, level, words);
+            if (level && lane == 0) {
+                *(u64*)(out + end) = (u64)level | (u64)nbytes << 32;
+                end += FRONT_NBYTES;
+            } else if (level) {
+                end += FRONT_NBYTES;
+            }
+            const i64 filled = level ? rows_front(job) + 2 * words : nbytes;
+            const i64 next = align16(end + nbytes);
+            for (i64 i = end + filled + lane; i < next; i += 32) out[i] = 0;
+            if (level == 0 && lane < START_NBYTES)
+                out[end + lane] = lane == 0 ? SECTION_VERSION : lane == 1 ? job.steps[block] : 0;
+            if (level == 0 && lane == 0) *(u64*)(out + ENTRY_AT(last_entry(job))) = nbytes;
+            end = next;
+            if (lane == 0) {
+                if (level == 0) *(u64*)(out + NBYTES_AT) = end;
+                ends[level] = end;
+            }
+        }
+        if (lane == 0) job.nbytes[block] = end;
+    }
+}
+
+// Shifts of the base, and sizes, states and words of all rows.
+extern "C" __global__ void pack(const Sections job) {
+    const int lane = threadIdx.x % 32, groups = job.groups_count;
+    for (u32 run = blockIdx.x * WARPS + threadIdx.x / 32; run < (u32)(job.n * job.all); run += gridDim.x * WARPS) {
+        const int block = run / job.all, level = run % job.all;
+        u8* out = job.codes + job.offsets[block];
+        if (level == 0) {
+            u8* kept = out + job.start + START_NBYTES;
+            const int count = groups * job.tokens;
+            for (int i = lane; i < (count + 1) / 2; i += 32) {
+                u32 both = 0;
+                for (int k = 0; k < 2; k++) {
+                    const int at = 2 * i + k;
+                    if (at < count)
+                        both |= (u32)(job.shifts[(i64)(at / job.tokens) * job.width + block * job.tokens + at % job.tokens] -
+                                      LEAST_J) << 4 * k;
+                }
+                kept[i] = both;
+            }
+        }
+        u8* rows = out + rows_at(job, block, level);
+        const i64 place = (i64)block * LEVELS + level;
+        const u32* sizes = job.sizes + place * groups;
+        for (int g = lane; g < 2 * groups; g += 32) ((u16*)rows)[g] = ((const u16*)sizes)[g];
+        const u16* states = (const u16*)(job.states + place * job.streams);
+        for (int i = lane; i < 2 * job.streams; i += 32) ((u16*)(rows + 4ll * groups))[i] = states[i];
+        u16* to = (u16*)(rows + rows_front(job));
+        for (int g = 0; g < groups; g++) {
+            const Group group = job.groups[g];
+            const u16* end = job.words + place * row_room(job) + (i64)(group.at + group.size) * job.tokens / NUMBERS_A_WORD;
+            copy_words(to, end - sizes[g], sizes[g], lane);
+            to += sizes[g];
+        }
+    }
+}
+
+// xxh3-64 of a refinement: of its block's key and fingerprint, its number and length, and its body.
+struct Refined {
+    const u8 *block, *front;
+    __device__ __forceinline__ u64 word(i64 i) const {
+        if (i < 8) return *(const u64*)(block + 64 + 8 * i);
+        if (i < 10) return *(const u64*)(block + 16 + 8 * (i - 8));
+        return *(const u64*)(front + (i == 10 ? 0 : FRONT_NBYTES + 8 * (i - 11)));
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) seal_parts(const Sections job) {
+    for (int run = blockIdx.x; run < job.n * job.all; run += gridDim.x) {
+        const int block = run / job.all, level = run % job.all;
+        u8* out = job.codes + job.offsets[block];
+        if (level == 0) {
+            const u64 sum = checksum(out, job.ends[(i64)block * LEVELS]);
+            if (threadIdx.x == 0) *(u64*)(out + CHECKSUM_AT) = sum;
+        } else {
+            u8* front = out + job.ends[(i64)block * LEVELS + level - 1];
+            const u64 sum = long_checksum(Refined{out, front}, 88 + (i64)(*(u64*)front >> 32));
+            if (threadIdx.x == 0) *(u64*)(front + 8) = sum;
+        }
+    }
+}
+
+// Where the parts of blocks are: ends, and in levels how many refinements there seem to be. Then verify_parts sets those
+// from the first that is not good on apart. status: as of verify, in seal.cu; lengths are only expected to fit together.
+extern "C" __global__ void find_parts(const Sections job) {
+    const int lane = threadIdx.x % 32;
+    for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
+        const u8 *found = job.codes + job.offsets[block], *wanted = job.headers + block * job.head_nbytes;
+        u32 end = job.head_nbytes, differs = end;
+        for (u32 i = lane; i < end; i += 32) {
+            const bool length = i / 8 == NBYTES_AT / 8 || i / 8 == ENTRY_AT(last_entry(job)) / 8;
+            if (found[i] != wanted[i] && !length && i / 8 != CHECKSUM_AT / 8) differs = min(differs, i);
+        }
+        const i64 base = *(const u64*)(found + NBYTES_AT), all = job.nbytes[block];
+        const i64 nbytes = *(const u64*)(found + ENTRY_AT(last_entry(job)));
+        const bool fits = base <= all && base >= job.head_nbytes + 16 && nbytes >= 0 && nbytes <= job.limit &&
+                          job.start + align16(nbytes) == base;
+        if (!fits) differs = min(differs, (u32)NBYTES_AT);
+        differs = __reduce_min_sync(FULL, differs);
+        if (lane == 0) {
+            job.status[block] = differs < end ? BAD_HEADER - (int)differs : GOOD;
+            i64* ends = job.ends + (i64)block * LEVELS;
+            int level = 0;
+            ends[0] = base;
+            while (fits && level < LEVELS - 1 && ends[level] + FRONT_NBYTES <= all) {
+                const u64 front = *(const u64*)(found + ends[level]);
+                const i64 size = front >> 32, next = ends[level] + FRONT_NBYTES + size;
+                if ((front & 0xffffffffu) != (u64)(level + 1) || size % 16 || size < LEAST_BODY || next > all) break;
+                ends[++level] = next;
+            }
+            job.levels[block] = level;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) verify_parts(const Sections job) {
+    for (int run = blockIdx.x; run < job.n * LEVELS; run += gridDim.x) {
+        const int block = run / LEVELS, level = run % LEVELS;
+        const u8* found = job.codes + job.offsets[block];
+        const bool skip = level > *(volatile int*)(job.levels + block) || *(volatile int*)(job.status + block) < BAD_CHECKSUM;
+        if (__syncthreads_or(skip)) continue;  // of all threads, though levels may fall between them
+        if (level == 0) {
+            const u64 sum = checksum(found, job.ends[(i64)block * LEVELS]);
+            if (threadIdx.x == 0 && sum != *(const u64*)(found + CHECKSUM_AT)) job.status[block] = BAD_CHECKSUM;
+        } else {
+            const u8* front = found + job.ends[(i64)block * LEVELS + level - 1];
+            const u64 sum = long_checksum(Refined{found, front}, 88 + (i64)(*(const u64*)front >> 32));
+            if (threadIdx.x == 0 && sum != *(const u64*)(front + 8)) atomicMin(job.levels + block, level - 1);
+        }
+    }
+}
+
+// Where the rows of good blocks are; their shifts. A status becomes 0 where the base's parts do not fit together, and
+// such a refinement is left out with those behind it.
+extern "C" __global__ void find_rows(const Sections job) {
+    const int lane = threadIdx.x % 32, groups = job.groups_count;
+    for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
+        if (job.status[block] != GOOD) continue;
+        const u8* found = job.codes + job.offsets[block];
+        const int there = job.levels[block];
+        const i64 nbytes = *(const u64*)(found + ENTRY_AT(last_entry(job)));
+        const u32 begins = *(const u32*)(found + job.start);
+        int good = (begins & 255) == SECTION_VERSION && begins >> 8 <= MOST_K ? there : -1;
+        const int count = groups * job.tokens;
+        for (int level = 0; level <= good; level++) {
+            const i64 at = rows_at(job, block, level);
+            const i64 end = level ? job.ends[(i64)block * LEVELS + level] : job.start + nbytes;
+            u32* sizes = job.sizes + ((i64)block * LEVELS + level) * groups;
+            if (at + rows_front(job) > end) { good = level - 1; break; }
+            for (int g = lane; g < groups; g += 32) {
+                const u16* size = (const u16*)(found + at + 4ll * g);
+                sizes[g] = size[0] | (u32)size[1] << 16;
+            }
+            __syncwarp();
+            u64 words = 0;
+            for (int g = 0; g < groups; g++) words += sizes[g];
+            if (words > (u64)job.limit || at + part_nbytes(job, level, words) - (level ? 0 : shifts_nbytes(job)) != end)
+                good = level - 1;
+        }
+        if (good >= 0) {
+            const u8* kept = found + job.start + START_NBYTES;
+            for (int i = lane; i < count; i += 32) {
+                const int j = (kept[i / 2] >> 4 * (i % 2) & 15) + LEAST_J;
+                job.shifts[(i64)(i / job.tokens) * job.width + block * job.tokens + i % job.tokens] = j;
+            }
+        }
+        if (lane == 0) {
+            job.steps[block] = begins >> 8;
+            job.levels[block] = good;
+            if (good < 0) job.status[block] = 0;
+        }
+    }
+}
