@@ -99,6 +99,8 @@ class EmbeddedCodec(Codec):
         return self._most_lossy(section) + exact
 
     def expected_nbytes(self, section: Section) -> int:
+        if self._level == EXACT and section.dtype is not Dtype.BFLOAT16:
+            return self._expected(section, EXACT - 1) + self._raw(section) + REFINEMENT
         return self._expected(section, self._level)
 
     def _most_lossy(self, section: Section) -> int:
@@ -129,14 +131,15 @@ class EmbeddedCodec(Codec):
         """Raises NonFiniteError."""
         most, numbers = self.max_nbytes(section), as_floats(x)
         check_finite(numbers)
-        rows = self._rows(numbers, section, positions)
-        j = [shifts_of(g, of) for g, of in zip(self._groups, rows, strict=True)]
-        y = [(of - g.mean) @ g.forward for g, of in zip(self._groups, rows, strict=True)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            rows = self._rows(numbers, section, positions)
+            j = [shifts_of(g, of) for g, of in zip(self._groups, rows, strict=True)]
+            y = [(of - g.mean) @ g.forward for g, of in zip(self._groups, rows, strict=True)]
         told = np.concatenate(j) - LEAST_J
         packed = np.append(told, np.zeros(told.size % 2, np.int64)).reshape(-1, 2) @ (1, 16)
         lossy = min(self._level, EXACT - 1)
         room = self._most_lossy(section)
-        for k in range(MOST_K + 1):
+        for k in range(0, MOST_K + 1, 3):
             shifts = [of + k for of in j]
             found = [finest(of, by) for of, by in zip(y, shifts, strict=True)]
             q = [of for of in found if of is not None]
@@ -188,8 +191,7 @@ class EmbeddedCodec(Codec):
         """Rows [tokens, C] of each group, keys as they are at place 0."""
         x = x.reshape(-1, *section.shape[-4:])
         if self._rope is not None:
-            with np.errstate(over="ignore", invalid="ignore"):
-                x = np.stack([self._rope.turn_back(x[0], positions), x[1]])
+            x = np.stack([self._rope.turn_back(x[0], positions), x[1]])
         made = []
         for first, layers, head, heads in (g.place for g in self._groups):
             part = x[:, first : first + layers, head : head + heads].transpose(3, 1, 0, 2, 4)
@@ -266,7 +268,7 @@ class EmbeddedCodec(Codec):
         self, x: Numbers, q: Sequence[Any], shifts: Sequence[Whole], section: Section, positions: Positions
     ) -> Codes:
         near = self._near(q, shifts, positions) if section.dtype is Dtype.BFLOAT16 else None
-        raw = np.concatenate([np.zeros(START, np.uint8), np.ascontiguousarray(x).reshape(-1).view(np.uint8)])
+        raw: Codes = np.concatenate([np.zeros(START, np.uint8), np.ascontiguousarray(x).reshape(-1).view(np.uint8)])
         if near is None:
             return raw
         bits, made = np.ascontiguousarray(x.reshape(-1, *section.shape[-4:]).swapaxes(0, 1)).reshape(near.shape), []
@@ -276,7 +278,7 @@ class EmbeddedCodec(Codec):
             if at < 0:
                 return raw
             made.append((states, words[at:]))
-        coded = np.concatenate([np.array([1, 0, 0, 0], np.uint8), _joined(made)])
+        coded: Codes = np.concatenate([np.array([1, 0, 0, 0], np.uint8), _joined(made)])
         return min(coded, raw, key=len)
 
     def _exactly(
@@ -302,16 +304,18 @@ def features(x: Floats, group: Any, head_dim: int) -> Floats:
     """
     z = (x - group.center) / group.deviations
     energies = np.square(z.reshape(len(z), -1, head_dim)).mean(2)
-    return np.concatenate([z, np.log(energies + 1e-3), np.ones((len(z), 1))], 1).astype(np.float32)
+    made: Floats = np.concatenate([z, np.log(energies + 1e-3), np.ones((len(z), 1))], 1).astype(np.float32)
+    return made
 
 
 def shifts_of(group: Group, x: Floats) -> Whole:
     """Return j of each token, [tokens]."""
     told = features(x, group, group.head_dim) @ group.weigher
-    return np.nan_to_num(np.clip(np.rint(told), LEAST_J, END_J - 1)).astype(np.int64)
+    made: Whole = np.nan_to_num(np.clip(np.rint(told), LEAST_J, END_J - 1)).astype(np.int64)
+    return made
 
 
-def finest(y: Floats, shifts: Whole) -> Any:
+def finest(y: Any, shifts: Whole) -> Any:
     """Finest whole numbers int16 [C, tokens] of components; None if one takes more than 16 bits."""
     q = np.rint(y * (256 / SCALES[shifts - LEAST_J]).astype(np.float32)[:, None])
     return np.ascontiguousarray(q.T.astype(np.int16)) if (np.abs(q) <= FURTHEST).all() else None
@@ -336,9 +340,10 @@ def written(groups: Sequence[Group], q: Sequence[Any], shifts: Sequence[Whole], 
     return _joined(made)
 
 
-def _sections(x: Any, section: Section) -> Any:
+def _sections(x: Any, section: Section) -> Numbers:
     """Return numbers [layers, kinds, heads, tokens, head_dim] as the section has them."""
-    return np.ascontiguousarray(x.swapaxes(0, 1)).reshape(section.shape)
+    made: Numbers = np.ascontiguousarray(x.swapaxes(0, 1)).reshape(section.shape)
+    return made
 
 
 def front(groups: Sequence[Group], tokens: int) -> int:
