@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from manthan.manager.events import BlocksDropped, Overwritten, StoreFailed, StoreIsUp, Verdict
+from manthan.manager.events import BlocksDropped, BlocksTrimmed, Overwritten, StoreFailed, StoreIsUp, Verdict
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.guard import Guard
 from manthan.manager.pool import Mark, Owner, Pool
@@ -26,7 +26,7 @@ from manthan.manager.session.manager import Outcome, PointParts, Request, Sessio
 from manthan.manager.session.prefetch import Prefetcher
 from manthan.manager.session.table import Session
 from manthan.manager.tiers.tier import STORE_FULL
-from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Answers, Transfer, TransferResult, Weigh
+from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Answers, Transfer, TransferResult, Weigh, weighed
 
 if TYPE_CHECKING:
     from manthan.manager.session.persist import JournalLink, RedisLink
@@ -96,7 +96,7 @@ class Work:
     """Orders of one step, in this order. revokes: True if the blocks of earlier stores that nobody has begun to gather
     are to be given back."""
 
-    drops: Sequence[BlocksDropped] = ()
+    drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()
     revokes: bool = False
@@ -179,8 +179,8 @@ class Driver:
         self._load_of: dict[int, str] = {}  # by job id, the request that a load is for
         self._granted: list[Transfer] = []
         self._loads: list[Transfer] = []
-        self._drops: list[BlocksDropped] = []
-        manager.events.subscribe(self._drops.append, BlocksDropped)
+        self._drops: list[BlocksDropped | BlocksTrimmed] = []
+        manager.events.subscribe(self._drops.append, BlocksDropped, BlocksTrimmed)
         self._waiting: dict[str, int] = {}  # by request id, the blocks that it will take
         self._ordered = Work()
         """Orders of the last step, until the workers are told."""
@@ -473,7 +473,7 @@ class Driver:
         drops = self._drops.copy()
         self._drops.clear()
         if self._redis is not None:
-            self._redis.tell(drops, now)
+            self._redis.tell([drop for drop in drops if isinstance(drop, BlocksDropped)], now)
         if self._journal is not None:
             self._journal.tell(now)
         self.hear()
@@ -616,7 +616,8 @@ class Driver:
         good = [at for at in range(len(plan.transfer)) if at not in causes]
         if good:
             nbytes = {at: self._weigh(sizes[:, at].tolist()) for at in good}
-            self.manager.stored(plan, nbytes, now, store.answers.seconds / len(plan.transfer))
+            inner = {at: weighed((each.inner.get(at, ()) for each in results), self._weigh) for at in results[0].inner}
+            self.manager.stored(plan, nbytes, now, store.answers.seconds / len(plan.transfer), inner)
 
     def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Set[int] = frozenset()) -> None:
         """Tell the manager of the blocks of a store that were not saved. torn: of which some rank began to write."""
