@@ -135,6 +135,8 @@ class Codec(ABC):
     name: str
     varies: bool = False
     """True if sections of one shape may be of different sizes."""
+    levels: int = 1
+    """Number of qualities that a block has: that of its base, and one more with each refinement."""
 
     @abstractmethod
     def max_nbytes(self, section: Section) -> int:

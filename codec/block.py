@@ -284,18 +284,26 @@ class BlockFormat:
 
         Raises: WireError with the cause, or another CodecError for codes that cannot be decoded.
         """
-        block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
+        block = self._parse(buf, key)
         self.exact_of(block.header)
         return self._decode(block)
 
     def decode_shard(self, buf: Buffer, *, key: bytes) -> DecodedShard:
         """Decode a block of any of the model's heads; of latents and bytes there is but one shard. See `decode`."""
-        block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
+        block = self._parse(buf, key)
         heads, first_head = self.shape.heads, self.first_head
         if block.header.sections and not (self.shape.latent or self.shape.is_raw or self.shape.beside):
             heads, first_head = block.header.sections[0].heads, block.header.sections[0].first_head
         self._exact_of(block.header, replace(self.shape, heads=heads), first_head)
         return DecodedShard(first_head, heads, self._decode(block))
+
+    def _parse(self, buf: Buffer, key: bytes) -> EncodedBlock:
+        """Read a block. Raises WireError, also for bytes behind a base that has no refinements."""
+        block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
+        behind = block.ignored + sum(body.size for body in block.refinements)
+        if behind and not any(codec.levels > 1 for codec in self._codecs.values()):
+            raise WireError(f"{behind} bytes stand behind a block whose codec {self.codec} has one level.", "trailing")
+        return block
 
     def _decode(self, block: EncodedBlock) -> tuple[Numbers, ...]:
         arrays = self.shape.arrays

@@ -1,12 +1,15 @@
 """Compressed block, version 1: one KV block as tiers keep it, and all that is needed to trust it.
 
-    | header, 128 bytes | an entry of 64 bytes for each section | section | section | ... |
+    | header, 128 bytes | an entry of 64 bytes for each section | section | section | ... | refinement | ... |
 
 A section holds some of the block's numbers in some codec, such as the keys of all layers, or the first four tokens
 exact. Sections begin at multiples of 16 bytes; the bytes between them are zero.
 
+Header, sections and what is between them are the base. Nothing in it tells of refinements, so that a block can be cut
+at the end of any part, and is a block still.
+
 Header, little-endian: magic "MNTH"; version u16; length of header and entries u16; xxh3-64 of every other byte of the
-block, u64; fingerprint, 16 bytes; length of the block u64; place of the block's first token in its session u64; KV
+base, u64; fingerprint, 16 bytes; length of the base u64; place of the block's first token in its session u64; KV
 cache group u16; number of sections u16; tokens u32; length of the block key u8; mark u8; 6 zero bytes; block key, 64
 bytes.
 
@@ -14,13 +17,17 @@ Entry: kind u8; dtype u8; first layer, layers, heads, head size, first head, u16
 tokens, u32 each; 4 zero bytes; length in bytes u64; codec name, 24 bytes; 8 zero bytes. Shorter strings are filled with
 zeros.
 
+Refinement: number u8, from 1 on; 3 zero bytes; length of the body u32; xxh3-64 of the block key (64 bytes), the
+fingerprint, these 8 bytes and the body, u64; the body; zeros up to a multiple of 16 bytes. A reader takes refinements
+up to the first that is not as it was sealed.
+
 Vectors stand in the order [layers, heads, tokens].
 """
 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +41,7 @@ MAGIC = b"MNTH"
 VERSION = 1
 HEADER = struct.Struct("<4sHHQ16sQQHHIBB6x64s")
 ENTRY = struct.Struct("<BBHHHHHII4xQ24s8x")
+REFINEMENT = struct.Struct("<B3xI8s")
 CHECKSUM, FINGERPRINT, LENGTH = slice(8, 16), slice(16, 32), slice(32, 40)
 KEY_AT, MARK_AT = 64, 57
 KEY_MAX, FINGERPRINT_LEN, CODEC_NAME_MAX = 64, 16, 24
@@ -69,10 +77,17 @@ class BlockHeader:
 
 
 class EncodedBlock(NamedTuple):
-    """Parsed block. payloads: a read-only view of each section's bytes."""
+    """Parsed block.
+
+    payloads: a read-only view of each section's bytes.
+    refinements: a read-only view of each good refinement's body.
+    ignored: bytes behind the last of them.
+    """
 
     header: BlockHeader
     payloads: tuple[Codes, ...]
+    refinements: tuple[Codes, ...] = ()
+    ignored: int = 0
 
 
 class Front(NamedTuple):
@@ -148,8 +163,27 @@ def seal(block: Codes) -> Codes:
     return block
 
 
+def refined(block: Codes, bodies: Sequence[Codes]) -> Codes:
+    """Return a sealed block without refinements, followed by these."""
+    made = [block]
+    for number, body in enumerate(bodies, 1):
+        front = REFINEMENT.pack(number, body.size, bytes(8))[:8]
+        made += [np.frombuffer(front + _refinement_checksum(block, front, body), np.uint8), body]
+        made.append(np.zeros(-body.size % 16, np.uint8))
+    return np.concatenate(made)
+
+
+def part_ends(block: Buffer) -> list[int]:
+    """End of the base, and of each refinement, told by their lengths alone. Raises WireError if they do not fit."""
+    data = np.frombuffer(block, np.uint8)
+    ends = _ends(data, peek(data).nbytes)
+    if ends[-1] != data.size:
+        raise WireError(f"the block has {data.size} bytes: its parts end at {ends}.", "trailing")
+    return ends
+
+
 def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = None, group: int = 0) -> EncodedBlock:
-    """Read a compressed block without copying it. Raises WireError with the cause.
+    """Read a compressed block without copying it. Raises WireError with the cause; what is behind the base is not one.
 
     Args:
         buf: the block.
@@ -171,12 +205,19 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
     entries = [_entry(data, HEADER.size + ENTRY.size * n) for n in range(front.sections)]
     sections, sizes = tuple(section for section, _ in entries), [size for _, size in entries]
     header = BlockHeader(found, front.fingerprint, front.tokens, sections, group, front.first_token, front.mark)
-    if block_nbytes(header, sizes) != data.size:
-        raise SizeError(f"sections of {sizes} bytes do not make a block of {data.size}.")
+    if block_nbytes(header, sizes) != front.nbytes:
+        raise SizeError(f"sections of {sizes} bytes do not make a block of {front.nbytes}.")
     if not np.array_equal(head(header, sizes)[CHECKSUM.stop :], data[CHECKSUM.stop : header.nbytes]):
         raise SizeError("the block's header has bytes that no header has.")
     payloads = (data[at : at + size] for at, size in zip(starts(header, sizes), sizes, strict=True))
-    return EncodedBlock(header, tuple(payloads))
+    bodies, ends = list[Codes](), _ends(data, front.nbytes)
+    for at, end in pairwise(ends):
+        _, size, checksum = REFINEMENT.unpack_from(data.data, at)
+        body, behind = np.split(data[at + REFINEMENT.size : end], [size])
+        if behind.any() or checksum != _refinement_checksum(data, data[at : at + 8], body):
+            break
+        bodies.append(body)
+    return EncodedBlock(header, tuple(payloads), tuple(bodies), data.size - ends[len(bodies)])
 
 
 def split(buf: Buffer) -> list[Codes]:
@@ -184,6 +225,7 @@ def split(buf: Buffer) -> list[Codes]:
     data, shards = np.frombuffer(buf, np.uint8), list[Codes]()
     while data.size:
         end = int.from_bytes(data[LENGTH].tobytes(), "little")
+        end = _ends(data, end)[-1]
         end = end if end and data[end : end + len(MAGIC)].tobytes() == MAGIC else data.size
         shards.append(data[:end])
         data = data[end:]
@@ -191,7 +233,7 @@ def split(buf: Buffer) -> list[Codes]:
 
 
 def peek(data: Codes) -> Front:
-    """Return the header of a block of the right length and version, uint8, without a look at its checksum.
+    """Return the header of a block that has its base and the right version, uint8, without a look at its checksum.
 
     Raises WireError.
     """
@@ -203,9 +245,8 @@ def peek(data: Codes) -> Front:
     if data.size < HEADER.size:
         raise WireError(f"{data.size} bytes are fewer than a header's {HEADER.size}.", "truncated")
     front = Front(*HEADER.unpack_from(data.data))
-    if data.size != front.nbytes:
-        cause = "truncated" if data.size < front.nbytes else "trailing"
-        raise WireError(f"the block has {data.size} bytes: its header says {front.nbytes}.", cause)
+    if data.size < front.nbytes:
+        raise WireError(f"the block has {data.size} bytes: its header says {front.nbytes}.", "truncated")
     return front
 
 
@@ -238,6 +279,7 @@ FIELD_ENDS = (
 def _front(data: Codes) -> Front:
     """Return the header of a block that is as it was sealed. Raises WireError."""
     front = peek(data)
+    data = data[: front.nbytes]
     if front.checksum != int.from_bytes(_checksum(data), "little"):
         raise WireError(f"the block's checksum is not the {front.checksum:#018x} that its header says.", "checksum")
     fits = front.head_nbytes == HEADER.size + ENTRY.size * front.sections <= data.size
@@ -277,6 +319,25 @@ def _check(header: BlockHeader, sizes: Sequence[int]) -> None:
     for section in header.sections:
         if not section.codec.isascii() or len(section.codec) > CODEC_NAME_MAX:
             raise HeaderError(f"codec name {section.codec!r} does not fit: at most {CODEC_NAME_MAX} ASCII letters do.")
+
+
+def _ends(data: Codes, base: int) -> list[int]:
+    """End of the base, and of each refinement behind it whose front fits."""
+    ends = [base]
+    while data.size >= (body := ends[-1] + REFINEMENT.size):
+        number, size, _ = REFINEMENT.unpack_from(data.data, ends[-1])
+        if number != len(ends) or data[ends[-1] + 1 : ends[-1] + 4].any() or body + align16(size) > data.size:
+            break
+        ends.append(body + align16(size))
+    return ends
+
+
+def _refinement_checksum(block: Codes, front: Buffer, body: Codes) -> bytes:
+    """xxh3-64 of a refinement of this block, which begins with `front`, 8 bytes."""
+    digest = xxhash.xxh3_64(block[KEY_AT : HEADER.size].data)
+    for part in (block[FINGERPRINT], front, body):
+        digest.update(np.frombuffer(part, np.uint8).data)
+    return digest.digest()[::-1]
 
 
 def _checksum(data: Codes) -> bytes:

@@ -75,7 +75,6 @@ REFUSED = {
     "magic alone": (DATA[:4], "truncated", "4 bytes"),
     "header cut": (DATA[:127], "truncated", "127 bytes are fewer than a header's 128"),
     "payload cut": (DATA[:-1], "truncated", "431 bytes: its header says 432"),
-    "trailing": (DATA + b"\0", "trailing", "433 bytes: its header says 432"),
     "magic": (b"X" + DATA[1:], "magic", "b'XNTH'"),
     "pickle": (b"\x80\x05" + DATA[2:], "magic", "not b'MNTH'"),
     "format 3": (resealed(DATA, 4, b"\3"), "version", "format 3 cannot be read"),
@@ -100,6 +99,79 @@ REFUSED = {
     "payload length": (resealed(DATA, 152, b"\x28\1"), "size", "do not make a block of 432"),
     "endless payload": (resealed(DATA, 152, b"\xff" * 8), "size", "do not make a block of 432"),
 }
+
+
+BODIES = [np.random.default_rng(9).integers(0, 256, size, np.uint8) for size in (40, 16, 1, 0)]
+REFINED = wire.refined(block(), BODIES)
+
+
+def bodies_of(data):
+    return [body.tobytes() for body in wire.parse(data).refinements]
+
+
+def test_the_format_of_refinements_has_not_changed():
+    """Stores outlive processes."""
+    body = BODIES[0].tobytes()
+    front = struct.pack("<B3xI", 1, 40)
+    digest = xxhash.xxh3_64_intdigest(b"\1" * 32 + bytes(32) + bytes(range(16)) + front + body)
+    assert REFINED[432 : 432 + 64].tobytes() == front + struct.pack("<Q", digest) + body + bytes(8)
+    assert REFINED[:432].tobytes() == DATA
+    assert wire.part_ends(REFINED) == [432, 496, 528, 560, 576]
+    assert wire.part_ends(DATA) == [432]
+
+
+def test_each_prefix_of_whole_parts_is_a_block_and_no_other_length_has_more():
+    ends = wire.part_ends(REFINED)
+    for size in range(len(REFINED) + 1):
+        data, whole = REFINED[:size], sum(end <= size for end in ends)
+        if not whole:
+            with pytest.raises(errors.WireError):
+                wire.parse(data)
+            with pytest.raises(errors.WireError):
+                wire.part_ends(data)
+            continue
+        found = wire.parse(data)
+        assert [body.tobytes() for body in found.refinements] == [body.tobytes() for body in BODIES[: whole - 1]]
+        assert found.ignored == size - ends[whole - 1]
+        if found.ignored:
+            with pytest.raises(errors.WireError, match="its parts end at"):
+                wire.part_ends(data)
+        else:
+            assert wire.part_ends(data) == ends[:whole]
+    assert wire.parse(REFINED.tobytes() + b"more").ignored == 4
+
+
+def test_a_flipped_bit_is_refused_or_drops_its_refinement_and_those_behind():
+    ends = wire.part_ends(REFINED)
+    for at in range(len(REFINED)):
+        damaged = REFINED.copy()
+        damaged[at] ^= 1 << at % 8
+        if at < ends[0]:
+            with pytest.raises(errors.WireError):
+                wire.parse(damaged)
+        else:
+            good = sum(end <= at for end in ends) - 1
+            found = wire.parse(damaged)
+            assert [body.tobytes() for body in found.refinements] == [body.tobytes() for body in BODIES[:good]]
+            assert found.ignored == len(REFINED) - ends[good]
+
+
+def test_a_refinement_is_of_one_block_and_one_place():
+    for change in ({"key": b"\2" * 32}, {"fingerprint": bytes(16)}):
+        other = block(replace(HEADER, **change))
+        assert bodies_of(np.concatenate([other, REFINED[432:]])) == []
+    second = REFINED[496:528].copy()
+    assert bodies_of(np.concatenate([REFINED[:432], second])) == []
+    second[0] = 1
+    assert bodies_of(np.concatenate([REFINED[:432], second])) == []
+
+
+def test_shards_with_refinements_are_cut():
+    ends, other = wire.part_ends(REFINED), block(seed=1)
+    for first, second in ((REFINED, other), (other, REFINED), (REFINED[: ends[2]], REFINED[: ends[1]])):
+        shards = wire.split(np.concatenate([first, second]))
+        assert [shard.tobytes() for shard in shards] == [first.tobytes(), second.tobytes()]
+    assert [len(shard) for shard in wire.split(REFINED[:-1])] == [len(REFINED) - 1]
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -1,5 +1,6 @@
 """Damaged blocks: none is accepted with other numbers, raises anything but WireError, or allocates wildly."""
 
+import itertools
 import random
 import tracemalloc
 
@@ -75,6 +76,7 @@ def rng():
     """Chance for a test that may use little memory."""
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
+    valid_blocks()  # imports compilers
     tracemalloc.start()
     yield random.Random(seed)
     _, peak = tracemalloc.get_traced_memory()
@@ -92,12 +94,38 @@ def test_no_mutation_is_accepted(rng):
         while data in valid:
             data = bytes(rng.choice(MUTATORS)(rng, bytearray(rng.choice(valid)), rng.choice(valid)))
         try:
-            wire.parse(data)
+            found = wire.parse(data)
         except WireError as refusal:
             causes.add(refusal.cause)
         else:
-            pytest.fail("a damaged block was accepted")
-    assert causes >= {"truncated", "trailing", "magic", "version", "checksum"}
+            assert found.ignored
+            assert data[: len(data) - found.ignored] in valid, "a damaged block was accepted"
+    assert causes >= {"truncated", "magic", "version", "checksum"}
+
+
+def test_no_mutation_of_a_refinement_is_accepted(rng):
+    valid = []
+    for _, _, base in valid_blocks():
+        bodies = [np.frombuffer(rng.randbytes(size), np.uint8) for size in (60, 16, 33)]
+        whole = wire.refined(np.frombuffer(base, np.uint8), bodies).tobytes()
+        valid.append([whole[:end] for end in wire.part_ends(whole)])
+    prefixes, kept = set(itertools.chain(*valid)), set()
+    for _ in range(FORGERIES):
+        parts = rng.choice(valid)
+        data = bytearray(parts[-1])
+        data[len(parts[0]) :] = rng.choice(MUTATORS)(rng, data[len(parts[0]) :], rng.choice(valid)[-1])
+        found = wire.parse(bytes(data))
+        assert bytes(data[: len(data) - found.ignored]) in prefixes
+        kept.add(len(found.refinements))
+    assert kept == {0, 1, 2, 3}
+
+
+def test_bytes_behind_a_block_of_one_level_are_refused():
+    form, key, data = valid_blocks()[0]
+    for behind in (b"\0", wire.refined(np.frombuffer(data, np.uint8), [np.ones(9, np.uint8)])[len(data) :].tobytes()):
+        with pytest.raises(WireError) as refusal:
+            form.decode(data + behind, key=key)
+        assert refusal.value.cause == "trailing"
 
 
 def test_forged_headers_are_read_as_a_whole_block_or_refused(rng):

@@ -74,7 +74,9 @@ class Codecs:
             exact = 0
         codecs = [self.get(group, name) for name in ("", *self.names)]
         codec = next((codec for codec in codecs if codec.format.fingerprint == front.fingerprint), codecs[0])
-        fits = exact <= codec.layout.tokens and codec.form(exact).fits(len(buf))
+        fits = exact <= codec.layout.tokens and codec.form(exact).fits(front.nbytes)
+        if len(buf) != front.nbytes:
+            return "trailing"
         if not fits or front.first_token > wire.PLACE_MAX:
             return "size"
         return exact, front.first_token, front.mark, self.number(codec)
