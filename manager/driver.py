@@ -19,7 +19,7 @@ import numpy as np
 from manthan.manager.events import BlocksDropped, BlocksTrimmed, Overwritten, StoreFailed, StoreIsUp, Verdict
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.guard import Guard
-from manthan.manager.pool import Mark, Owner, Pool
+from manthan.manager.pool import Asker, Mark, Owner, Pool
 from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.hints import NO_HINTS, Hints
 from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, StorePlan
@@ -219,7 +219,7 @@ class Driver:
         request = self.manager.request_started(
             request_id, hashes, name, now, tokens=tokens, hints=hints, tenant=tenant, tail=tail
         )
-        known = 0 if request.is_exact else tokens - request.session.added_tokens
+        known = tokens - request.session.added_tokens if request.quality == "any" else 0
         self._serving[request_id] = Serving(request, known=known)
         self._waiting[request_id] = blocks
         if hints.prefetch:
@@ -305,6 +305,8 @@ class Driver:
         for mark, groups in ((Mark.DECODED, decoded), (Mark.DERIVED, derived)):
             for block_ids in groups:
                 marks.set(block_ids, mark, owner)
+        for block_ids in decoded:  # nothing tells how fine they are
+            marks.coarsen(block_ids)
         lossy = max((len(first) + len(behind) for first, behind in zip(decoded, derived, strict=True)), default=0)
         serving.lossy += lossy * self.manager.shape.block_tokens
 
@@ -325,8 +327,8 @@ class Driver:
         """True if a block of the pool may be served to a request."""
         return self._pool.marks.serves(block_id, self.asker(request_id))
 
-    def asker(self, request_id: str) -> Owner | None:
-        """Return the owner of a request's session; None if the request wants exact KV only."""
+    def asker(self, request_id: str) -> Asker | None:
+        """Return who asks; None if the request wants exact KV only."""
         serving = self._serving.get(request_id)
         return None if serving is None else serving.request.asker
 
@@ -373,6 +375,7 @@ class Driver:
             is_main = job.group == manager.shape.session_group
             found = rows[: len(job)] if is_main else manager.blocks.find(job.group, job.block_hashes)
             self._mark(job, manager.loaded_marks(found), request.session.owner, serving.exact)
+            self._pool.marks.coarsen(job.block_ids[manager.is_coarse(found)].tolist())
         serving.lossy += self._lossy_tokens(jobs)
 
     def _mark(self, job: Transfer, marks: Sequence[Mark], owner: Owner, exact: set[int]) -> None:

@@ -28,7 +28,7 @@ from manthan.manager.events import (
     Pinned,
     Turn,
 )
-from manthan.manager.pool import MARKS, BlockName, Mark, Owner, Pool
+from manthan.manager.pool import MARKS, Asker, BlockName, Mark, Pool
 from manthan.manager.session.blocks import (
     HIGH,
     LEVELS,
@@ -92,7 +92,7 @@ class Request:
     """A request and its match: the rows of its prompt's full blocks, looked up once.
 
     tokens: of the prompt. own: number of first blocks that its session, or another of the same name, has brought.
-    Behind these it takes exact blocks only. is_exact: True if it wants exact KV only.
+    Behind these it takes exact blocks only. quality: of the KV that it takes.
     """
 
     request_id: str
@@ -103,16 +103,18 @@ class Request:
     began: float
     hints: Hints
     own: int = 0
-    is_exact: bool = False
+    quality: Quality = "any"
 
     @property
-    def asker(self) -> Owner | None:
-        """Owner of its session; None if it wants exact KV only."""
-        return None if self.is_exact else self.session.owner
+    def asker(self) -> Asker | None:
+        """Return who asks; None if it wants exact KV only."""
+        if self.quality == "exact":
+            return None
+        return (*self.session.owner, "high") if self.quality == "high" else self.session.owner
 
     def has_brought(self, blocks: int) -> None:
         """Note that another engine has served its session, by name, the first `blocks` of its prompt."""
-        if self.session.name is not None and not self.is_exact:
+        if self.session.name is not None and self.quality != "exact":
             self.own = max(self.own, blocks)
 
 
@@ -301,8 +303,8 @@ class SessionManager:
         if length < len(session.rows):  # nobody asks for the old answer any more
             self.cut(session, length, DropCause.ABANDONED)
         request = Request(request_id, session, hashes, rows, prompt, now, hints)
-        request.is_exact = (hints.quality or self.quality) == "exact"
-        if not request.is_exact:
+        request.quality = hints.quality or self.quality
+        if request.quality != "exact":
             request.own = self.table.own_blocks(session, hashes, rows, tail)
         self.requests[request_id] = request
         self.table.asks(session, hashes, tail)
@@ -490,11 +492,13 @@ class SessionManager:
     def match(self, request: Request, resident: int, usable: int) -> int:
         """Return how many of the request's blocks behind its resident ones can be loaded.
 
-        They are saved, without a gap. Behind the blocks that its own session has brought, they are exact. Where resume
-        points are needed, they end at one.
+        They are saved, without a gap, and as fine as it wants. Behind the blocks that its own session has brought, they
+        are exact. Where resume points are needed, they end at one.
         """
-        blocks, rows = self.blocks, request.rows[resident:usable]
+        blocks, rows, is_high = self.blocks, request.rows[resident:usable], request.quality == "high"
         length = blocks.saved_prefix(rows)
+        if is_high and self.shape.stores_main:
+            length = first_false(~self.is_coarse(rows[:length]))
         own = max(0, request.own - resident)
         if self.shape.stores_main and length > own:
             length = own + first_false(self._is_exact(rows[own:length]))
@@ -502,9 +506,16 @@ class SessionManager:
             return length
         for end in range(length, 0, -1):
             point = self.points.at(int(rows[end - 1]))
-            if point is not None and self.points.stands(point) and (end <= own or self._is_exact(point.rows).all()):
+            if point is None or not self.points.stands(point) or (is_high and self.is_coarse(point.rows).any()):
+                continue
+            if end <= own or self._is_exact(point.rows).all():
                 return end
         return 0
+
+    def is_coarse(self, rows: Rows) -> Mask:
+        """Return a mask of the saved rows that are too coarse for requests of high quality."""
+        is_coarse: Mask = (self.blocks.level[rows] < HIGH) & ~self._is_whole(rows)
+        return is_coarse
 
     def _is_exact(self, rows: Rows) -> Mask:
         """Return a mask of the saved rows that give back, bit for bit, what was computed from exact blocks."""
@@ -1120,7 +1131,8 @@ class SessionManager:
         """Cut a session's own blocks to below a level, tails first, until these bytes are free or it has no more."""
         blocks, rows = self.blocks, victim.rows[victim.kept :]
         if not victim.kept:
-            rows = np.concatenate([victim.point_rows, rows])
+            own_points = [point.rows for point in victim.points if len(point.sessions) == 1]
+            rows = np.concatenate([*own_points, rows])
         freed = blocks.nbytes[rows].astype(np.int64) - blocks.inner[rows, level - 1]
         own = (blocks.users[rows] == 1) & (blocks.pins[rows] == 0) & (blocks.status[rows] == SAVED)
         own &= (blocks.inner[rows, level - 1] > 0) & (freed > 0)
