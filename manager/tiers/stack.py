@@ -70,8 +70,9 @@ class StackedTier(Tier):
 
     def trim(self, group: int, keys: Iterable[bytes], parts: int) -> None:
         keys = list(keys)
-        self.front.trim(group, keys, parts)
-        self.behind.trim(group, keys, parts)
+        if self.can_trim:
+            self.front.trim(group, keys, parts)
+            self.behind.trim(group, keys, parts)
 
     def cleared(self, place: str) -> "StackedTier":
         return StackedTier(self.front.cleared(place), self.behind.cleared(place))
