@@ -10,6 +10,7 @@ writes the same bytes as the CPU's, and reads them.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -140,7 +141,7 @@ class Codec(ABC):
 
     @abstractmethod
     def max_nbytes(self, section: Section) -> int:
-        """Most bytes of a section; its size where the codec has a fixed rate."""
+        """Most bytes of a section and its refinements; its size where the codec has a fixed rate."""
 
     def expected_nbytes(self, section: Section) -> int:
         return self.max_nbytes(section)
@@ -155,3 +156,13 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
         """Decode to numbers. Raises SizeError for codes of an impossible length, CodecError."""
+
+    def encode_parts(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> tuple[int, list[Codes]]:
+        """Encode as `encode` does. Returns also the bodies of the section's refinements."""
+        return self.encode(x, section, positions, out), []
+
+    def decode_parts(
+        self, codes: Codes, refinements: Sequence[Codes], section: Section, positions: Positions
+    ) -> Numbers:
+        """Decode as `decode` does, to the level of the last refinement that there is."""
+        return self.decode(codes, section, positions)

@@ -30,8 +30,8 @@ from manthan.codec.errors import (
     WireError,
 )
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.registry import get_codec
-from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block_nbytes, head, parse, seal
+from manthan.codec.registry import get_codec, is_embedded
+from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block_nbytes, head, parse, refined, seal
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,8 @@ def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> 
         kept, coded = SectionKind.LATENT, [SectionKind.LATENT]
     else:
         made, kept, coded = [], SectionKind.BOTH, [SectionKind.KEYS, SectionKind.VALUES]
+        if is_embedded(codec):
+            coded = [kept]
     if exact > 0:
         made.append(section(kept, EXACT, 0, exact))
     if exact < shape.tokens:
@@ -267,17 +269,19 @@ class BlockFormat:
         header = self.header(key, first_token, exact, mark)
         limits = self.max_sizes(exact)
         block = np.empty(block_nbytes(header, limits), np.uint8)
-        sizes: list[int] = []
+        sizes, refinements = list[int](), list[Codes]()
         at = header.nbytes
         for section, limit in zip(header.sections, limits, strict=True):
             part, positions = _part(numbers, section), _positions(header, section)
-            size = self._codecs[section.codec].encode(part, section, positions, block[at : at + limit])
+            codec, out = self._codecs[section.codec], block[at : at + limit]
+            size, bodies = codec.encode_parts(part, section, positions, out)
+            refinements += bodies
             end = at + align16(size)
             block[at + size : end] = 0
             sizes.append(size)
             at = end
         block[: header.nbytes] = head(header, sizes)
-        return seal(block[:at])
+        return refined(seal(block[:at]), refinements) if refinements else seal(block[:at])
 
     def decode(self, buf: Buffer, *, key: bytes) -> tuple[Numbers, ...]:
         """Return the arrays of a block with any number of exact tokens; they may be views of `buf`.
@@ -309,7 +313,8 @@ class BlockFormat:
         arrays = self.shape.arrays
         found: list[list[Numbers]] = [[] for _ in arrays]
         for section, codes in zip(block.header.sections, block.payloads, strict=True):
-            x = self._codecs[section.codec].decode(codes, section, _positions(block.header, section))
+            codec, positions = self._codecs[section.codec], _positions(block.header, section)
+            x = codec.decode_parts(codes, block.refinements, section, positions)
             places = _places(section, len(arrays))
             for place, part in zip(places, x if len(places) > 1 else [x], strict=True):
                 found[place].append(part)

@@ -8,6 +8,8 @@ weighs as much as keys differ in it. Layers then cannot be compared, and steps a
 deviations.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -15,11 +17,25 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Positions
+from manthan.codec.base import Dtype, Positions, Section, SectionKind
+from manthan.codec.cpu.embedded import (
+    EXACT,
+    LEAST_J,
+    SCALES,
+    EmbeddedCodec,
+    features,
+    finest,
+    front,
+    places,
+    shifts_of,
+    written,
+)
+from manthan.codec.cpu.numbers import bf16_bits
 from manthan.codec.cpu.rans import streams_of
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import PRESETS, Basis, Profile, ProfileInfo, layers_of, rank_heads
-from manthan.codec.tables.frequencies import ESCAPE, LARGEST, costs, family
+from manthan.codec.profile import PRESETS, Basis, Group, Profile, ProfileInfo, layers_of, rank_heads
+from manthan.codec.tables.frequencies import ESCAPE, LARGEST, SHAPES, costs, family
+from manthan.codec.tables.levels import FINE, STEPS, WIDTHS
 
 SINKS = 4
 """First tokens of a text, which are kept exact and do not count."""
@@ -41,6 +57,16 @@ SHARES = (1.0, 2.0)
 """Steps of keys and of values without a metric, in deviations of their layer's components."""
 HALVINGS = 7
 """Halvings of the interval in which a step is searched."""
+TOGETHER = 4, 2048
+"""Most layers of a group, and most numbers of a token."""
+RATIOS = 20.0, 12.0, 8.0, 5.0
+"""Least factors by which the levels of an embedded code are smaller than bf16."""
+EXPONENT, RIDGE = 0.5, 30.0
+"""A token's steps are its weight to the power of -EXPONENT. RIDGE keeps what tells a weight small."""
+FINEST = 2.0 ** (np.arange(-90, 60) / 6)
+"""Finest steps that are tried, in which errors weigh 1."""
+EXACT_TOKENS = 64
+"""Tokens of the block by which exact blocks are measured."""
 FEW = 8
 """A step is searched with each eighth of the tokens held back, and then corrected with all."""
 
@@ -71,6 +97,16 @@ class _Moments:
         """Average weight of a number; None without a metric."""
         return None if self.weights is None else float(np.trace(self.weights[at, at])) / (at.stop - at.start)
 
+    def root(self, at: slice, share: float) -> Doubles:
+        """Matrix [C, C] in whose space errors weigh alike, in all layers and kinds. share: see SHARES."""
+        root, weight = np.linalg.cholesky(self.metric(at)), self.weight(at)
+        if weight is not None:
+            made: Doubles = root * (weight**0.5 or 1.0)
+        else:
+            y = (self.held - self.sums / self.tokens)[:, at] @ root
+            made = root / (share * float(np.sqrt(np.square(y).mean())) or 1.0)
+        return made
+
     def metric(self, at: slice) -> Doubles:
         """Metric of these numbers, 1 on average."""
         if self.weights is not None:
@@ -91,10 +127,15 @@ def _evened(weights: Doubles, least: float) -> Doubles:
 
 
 class ProfileBuilder:
-    """Builds the profile of the model of `info`, whose tokens and ratios are filled in."""
+    """Builds the profile of the model of `info`, whose tokens, ratios and bits are filled in.
 
-    def __init__(self, info: ProfileInfo) -> None:
-        self._info = info
+    ranks: number of tensor-parallel ranks. Latents are the same on all of them.
+    """
+
+    def __init__(self, info: ProfileInfo, ranks: int = 1) -> None:
+        self._info, self._ranks = info, 1 if info.latent else ranks
+        each = [rank_heads(info.heads, rank, self._ranks) for rank in range(self._ranks)]
+        self._joints = [_joints(info, heads) for heads in each]
         size = info.heads * info.head_dim
         kinds = (False,) if info.latent else (True, False)
         self._layers = [[_Moments(size, are_keys) for are_keys in kinds] for _ in range(info.layers)]
@@ -118,6 +159,9 @@ class ProfileBuilder:
         good = (positions >= SINKS) & np.logical_and.reduce([np.isfinite(x).all(1) for x in rows])
         for moments, x in zip(self._layers[layer], rows, strict=True):
             moments.add(x[good])
+        told = [x[positions >= SINKS] for x in rows]
+        for joint in (joint for joints in self._joints for joint in joints if joint.has(layer)):
+            joint.take(layer, [x.reshape(len(x), -1, self._info.head_dim) for x in told])
 
     def weigh(self, layer: int, *metrics: Doubles) -> None:
         """Set the metrics of a layer, [C, C]: of keys before RoPE and of values, or of latents.
@@ -127,17 +171,24 @@ class ProfileBuilder:
         for moments, weights in zip(self._layers[layer], metrics, strict=True):
             moments.weights = weights
 
-    def finish(self, *, ranks: int = 1, presets: Mapping[str, float] = PRESETS) -> Profile:
+    def weigh_tokens(self, energies: Sequence[Doubles]) -> None:
+        """Add how much later queries look at tokens of the text whose last layer was added last.
+
+        energies: of each layer, [tokens] from number SINKS on, of gradients in the layer's metric.
+        """
+        for joint in (joint for joints in self._joints for joint in joints):
+            first, layers, *_ = joint.place
+            joint.weigh(np.sum(energies[first : first + layers], 0))
+
+    def finish(self, *, presets: Mapping[str, float] = PRESETS) -> Profile:
         """Make the profile. Raises ProfileError for too few tokens.
 
-        Args:
-            ranks: number of tensor-parallel ranks. Latents are the same on all of them.
-            presets: by name, the factor by which each is to be smaller than bf16.
+        presets: by name, the factor by which each is to be smaller than bf16.
         """
         size = self._info.heads * self._info.head_dim
         if self.tokens < size:
             raise ProfileError(f"{self.tokens} tokens do not calibrate {size} numbers: at least as many tokens do.")
-        made, sizes, ranks = [], dict.fromkeys(presets, 0.0), 1 if self._info.latent else ranks
+        made, sizes, ranks = [], dict.fromkeys(presets, 0.0), self._ranks
         for rank in range(ranks):
             heads = rank_heads(self._info.heads, rank, ranks)
             at = slice(heads.start * self._info.head_dim, heads.stop * self._info.head_dim)
@@ -150,7 +201,9 @@ class ProfileBuilder:
                 sizes[preset] += _set_steps(sources, preset, ratio) / ranks
             made.append(layers_of([source.basis for source in sources], self._info))
         ratios = {preset: 16 / bits for preset, bits in sizes.items()}
-        return Profile.of(replace(self._info, tokens=self.tokens, ratios=ratios), family(), made)
+        joined = [[joint.coded(self._layers) for joint in joints] for joints in self._joints]
+        groups, bits = _embedded(self._info, joined)
+        return Profile.of(replace(self._info, tokens=self.tokens, ratios=ratios, bits=bits), family(), made, groups)
 
 
 class _Source:
@@ -223,3 +276,187 @@ def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
         steps, tables = source.basis.steps | {preset: step}, source.basis.tables | {preset: source.coded(step)[1]}
         source.basis = replace(source.basis, steps=steps, tables=tables)
     return bits(high)
+
+
+# -- groups of embedded codes -------------------------------------------------------------------------------
+
+
+class _Joint:
+    """Moments of a group's rows, [tokens, C] as `Group` has them, and what its tokens' weights are told by.
+
+    place: as `Group` has it. heads: of the rank, among the model's.
+    """
+
+    def __init__(self, info: ProfileInfo, place: tuple[int, int, int, int], heads: range) -> None:
+        self.place, self._info, self._tokens = place, info, 0
+        self._heads = slice(heads[place[2]], heads[place[2]] + place[3])
+        self._parts: list[Floats] = []
+        self._rows: Floats | None = None
+        self.head_dim = info.head_dim
+
+    def has(self, layer: int) -> bool:
+        return self.place[0] <= layer < self.place[0] + self.place[1]
+
+    def take(self, layer: int, kinds: Sequence[Floats]) -> None:
+        """Add rows [tokens, heads, head_dim] of a layer. Layers of a text come one behind the other."""
+        if layer == self.place[0]:
+            self._parts = []
+        self._parts += [x[:, self._heads].reshape(len(x), -1) for x in kinds]
+        if layer < self.place[0] + self.place[1] - 1:
+            return
+        rows = np.concatenate(self._parts, 1)
+        good = np.isfinite(rows).all(1)
+        self._parts, self._rows = [], rows if good.all() else None
+        rows = rows[good]
+        if not self._tokens:
+            if not len(rows):
+                return
+            self.center, self.deviations = rows.mean(0), np.maximum(rows.std(0), 1e-6)
+            self._sums, self._products = np.zeros(rows.shape[1]), np.zeros((rows.shape[1], rows.shape[1]))
+            self._told: tuple[Doubles, Doubles] | None = None
+        kept = rows[: len(rows) - len(rows) // HELD_BACK] - self.center
+        self._tokens += len(kept)
+        self._sums += kept.sum(0)
+        self._products += kept.T @ kept
+
+    def weigh(self, energies: Doubles) -> None:
+        """Add the weights of the first of the last rows. What the place in the text tells is taken out of them."""
+        if self._rows is None:
+            return
+        told = np.log(energies + 1e-9 * energies.mean() + 1e-300)
+        trend = np.polynomial.polynomial.polyvander(np.linspace(-1, 1, len(told)), 3)
+        told -= trend @ np.linalg.lstsq(trend, told, rcond=None)[0]
+        f = features(self._rows[: len(told)], self, self.head_dim)
+        products, sums = self._told or (0.0, 0.0)
+        self._told = products + (f.T @ f).astype(np.float64), sums + f.T.astype(np.float64) @ told
+
+    def weigher(self) -> Floats:
+        """Ridge regression of the logarithm of a token's weight, as a token's j."""
+        if self._told is None:
+            return np.zeros(len(self.center) + len(self.center) // self.head_dim + 1, np.float32)
+        products, sums = self._told
+        ridge = np.diag(np.append(np.full(len(sums) - 1, RIDGE), 1e-6))
+        found = np.linalg.solve(products + ridge, sums)
+        return (-3 * EXPONENT / np.log(2) * found).astype(np.float32)
+
+    def coded(self, layers: Sequence[Sequence[_Moments]]) -> "_Components":
+        """Return the group's transform, and the tokens held back."""
+        first, count, *_ = self.place
+        at = slice(self._heads.start * self.head_dim, self._heads.stop * self.head_dim)
+        moments = [
+            (each, share) for layer in layers[first : first + count] for each, share in zip(layer, SHARES, strict=False)
+        ]
+        size, step = len(self.center), at.stop - at.start
+        root, undone = np.zeros((size, size)), np.zeros((size, size))
+        for n, (each, share) in enumerate(moments):
+            here = slice(n * step, (n + 1) * step)
+            root[here, here] = each.root(at, share)
+            undone[here, here] = np.linalg.inv(root[here, here])
+        mean = self._sums / self._tokens
+        covariance = self._products / self._tokens - np.outer(mean, mean)
+        _, directions = np.linalg.eigh(root.T @ covariance @ root)
+        least = min(len(each.held) for each, _ in moments)
+        held = np.concatenate([each.held[:least, at] for each, _ in moments], 1)
+        inverse = directions[:, ::-1].T @ undone
+        scale = np.maximum(np.linalg.norm(inverse, axis=0), 1e-30)
+        return _Components(self, held, (self.center + mean).astype(np.float32), scale, inverse / scale)
+
+
+class _Components:
+    """Transform of a group, and the components y of rows that were held back, one a step."""
+
+    def __init__(self, joint: _Joint, held: Floats, mean: Floats, scale: Doubles, transform: Doubles) -> None:
+        size = len(mean)
+        self.group = Group(
+            *(joint.place, joint.head_dim, mean, scale.astype(np.float32), transform.astype(np.float16)),
+            *(np.zeros(size, np.uint8), joint.center, joint.deviations, joint.weigher(), np.zeros(size, np.int8)),
+        )
+        self.held, self.j = held, shifts_of(self.group, held)
+        self.y = (held - mean) @ self.group.forward
+        deviations = np.sqrt(np.square(self.y).mean(0)) + 1e-9
+        sharp = np.abs(self.y).mean(0) / deviations
+        near = [math.gamma(2 / s) / math.sqrt(math.gamma(1 / s) * math.gamma(3 / s)) for s in SHAPES]
+        shapes = np.abs(sharp[:, None] - near)
+        self._tables = len(WIDTHS) * shapes.argmin(1), 3 * np.log2(deviations / (STEPS[0] * WIDTHS[0]))
+
+    def stepped(self, step: float) -> Group:
+        """Return the group with this finest step."""
+        shapes, widths = self._tables
+        table = shapes + np.clip(np.rint(widths - 3 * np.log2(step)), 0, len(WIDTHS) - 1)
+        return replace(self.group, scale=self.group.scale * np.float32(step), tables=table.astype(np.uint8))
+
+
+def _joints(info: ProfileInfo, heads: range) -> list[_Joint]:
+    """Groups of a rank's heads: several layers, or one, or some heads of one."""
+    layers, most = TOGETHER
+    numbers = len(info.kinds) * info.head_dim
+    some = next(n for n in range(len(heads), 0, -1) if len(heads) % n == 0 and (n * numbers <= most or n == 1))
+    count = max(1, min(layers, most // (numbers * len(heads))))
+    return [
+        _Joint(info, (first, min(count, info.layers - first), head, some), heads)
+        for first in range(0, info.layers, count)
+        for head in range(0, len(heads), some)
+    ]
+
+
+def _embedded(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple[list[list[Group]], tuple[float, ...]]:
+    """Return the groups of all ranks with the finest step that RATIOS allow, and the bits of a number by level."""
+    every = [each for of_rank in ranks for each in of_rank]
+    numbers, size = sum(each.y.size for each in every), sum(each.y.shape[1] for each in every)
+    groups = [each.group for each in every]
+    fronts = 8 * front(groups, BLOCK) / (BLOCK * size)
+    wanted = [
+        max(16 / ratio - (level + 1) * fronts - 8 * HEADER / (BLOCK * size), 8 / ratio)
+        for level, ratio in enumerate(RATIOS)
+    ]
+
+    def bits(step: float) -> Doubles:
+        made = np.zeros(len(STEPS))
+        made[0] = 4 * len(every) / size
+        for each in every:
+            q = finest(each.y / np.float32(step), each.j)
+            if q is None:
+                return np.full(len(STEPS), 1e9)
+            group = each.stepped(step)
+            made += [8 * len(written([group], [q], [each.j], level)) / numbers for level in range(len(STEPS))]
+        return np.cumsum(made)
+
+    at = bisect_left(FINEST[:-1], True, key=lambda step: bool((bits(step) <= wanted).all()))
+    step = float(FINEST[at])
+    made = [[_measured(each, each.stepped(step), info) for each in of_rank] for of_rank in ranks]
+    return made, _bits_exact(info, ranks[0], made[0], bits(step))
+
+
+def _measured(each: _Components, group: Group, info: ProfileInfo) -> Group:
+    """Return the group with the deviations of its errors at the finest lossy level."""
+    x, j = each.held, each.j
+    q = finest((x - group.mean) @ group.forward, j)
+    back = places(group, q, j, len(STEPS) - 1, np.float32) @ group.inverse / (FINE * 256) + group.mean
+    errors = np.square((back - x) * (256 / SCALES[j - LEAST_J])[:, None]).mean(0)
+    by_kind = errors.reshape(group.place[1], len(info.kinds), -1, group.head_dim)
+    if info.rope is not None:  # RoPE mixes both numbers of a pair
+        one, other = info.rope.pairs
+        keys = by_kind[:, 0]
+        keys[one] = keys[other] = (keys[one] + keys[other]) / 2
+    found = np.rint(1.5 * np.log2(by_kind.ravel() + 1e-30) + 3 * group.points(len(info.kinds)))
+    return replace(group, errors=np.clip(found, -128, 127).astype(np.int8))
+
+
+def _bits_exact(
+    info: ProfileInfo, held: Sequence[_Components], groups: Sequence[Group], bits: Doubles
+) -> tuple[float, ...]:
+    """Add the bits of exact blocks, of one of the tokens held back."""
+    told = (*map(float, bits), 16.0)
+    profile = Profile.of(replace(info, bits=told), family(), [()], [groups])
+    codec = EmbeddedCodec("emb-exact", EXACT, info.head_dim, profile, info.rope)
+    tokens = min(EXACT_TOKENS, len(held[0].held))
+    rows = codec.ungrouped([each.held[:: len(each.held) // tokens][:tokens] for each in held])
+    positions = np.arange(SINKS, SINKS + tokens)
+    if info.rope is not None:
+        rows[:, 0] = info.rope.turn(rows[:, 0], positions)
+    kind = SectionKind.LATENT if info.latent else SectionKind.BOTH
+    section = Section(kind, "emb-exact", info.layers, tokens, rows.shape[2], info.head_dim, Dtype.BFLOAT16)
+    x = bf16_bits(rows.swapaxes(0, 1)).reshape(section.shape)
+    out = np.empty(codec.max_nbytes(section), np.uint8)
+    _, bodies = codec.encode_parts(x, section, positions, out)
+    return (*told[:-1], told[-2] + 8 * bodies[-1].size / x.size)

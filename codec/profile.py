@@ -22,11 +22,23 @@ import numpy.typing as npt
 from manthan.codec.errors import ProfileError
 from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import SCALE
+from manthan.codec.tables.levels import FALLING
 
 FORMAT = "manthan profile 1"
 PRESETS = {"klt-5x": 5.0, "klt-8x": 8.0, "klt-12x": 12.0}
 """Calibrated codecs, and the least factor by which they are smaller than bf16 on their calibration text."""
+EMBEDDED = {"emb-20x": 0, "emb-12x": 1, "emb-8x": 2, "emb-5x": 3, "emb-exact": 4}
+"""Embedded codecs, and the level at which a block of each starts."""
 KINDS = ("keys", "values")
+POINT = 20
+"""Binary places of a group's largest deviation as a whole number."""
+GROUP = {
+    **dict.fromkeys(("mean", "scale", "center", "deviations", "weigher"), np.float32),
+    "transform": np.float16,
+    "tables": np.uint8,
+    "errors": np.int8,
+}
+"""Arrays of a group."""
 Floats = npt.NDArray[np.float32]
 
 
@@ -54,13 +66,7 @@ class Basis:
     @cached_property
     def inverse(self) -> Floats:
         """Inverse of `forward`, [C, C]. Raises ProfileError if there is none."""
-        try:
-            found = np.linalg.inv(self.transform.astype(np.float64)) / self.scale
-        except np.linalg.LinAlgError:
-            found = np.full(self.transform.shape, np.nan)
-        if not np.isfinite(found).all():
-            raise ProfileError("the profile holds a transform that cannot be undone: calibrate the model again.")
-        return found.astype(np.float32)
+        return (_inverted(self.transform) / self.scale).astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +82,48 @@ class LayerProfile:
         return (self.keys,) if self.values is None else (self.keys, self.values)
 
 
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Layers that an embedded code has together, for one rank. C: their numbers, [layers, kinds, heads, head_dim].
+
+    place: first layer, layers, first head of the rank's, heads.
+    head_dim: numbers of a head.
+    mean, scale: float32 [C].
+    transform: float16 [C, C], its columns of length 1; components come back as y @ (transform * scale) + mean.
+    tables: uint8 [C], the table of each component.
+    center, deviations: float32 [C], by which a token's numbers are made comparable.
+    weigher: float32 [C + C / head_dim + 1], from these numbers, the log energies of heads, and 1 to a token's j.
+    errors: int8 [C], deviations of errors at the finest lossy level, in thirds of octaves.
+    """
+
+    place: tuple[int, int, int, int]
+    head_dim: int
+    mean: Floats
+    scale: Floats
+    transform: npt.NDArray[np.float16]
+    tables: npt.NDArray[np.uint8]
+    center: Floats
+    deviations: Floats
+    weigher: Floats
+    errors: npt.NDArray[np.int8]
+
+    @cached_property
+    def inverse(self) -> Floats:
+        """Transform from components, [C, C]."""
+        made: Floats = self.transform.astype(np.float32) * self.scale
+        return made
+
+    def points(self, kinds: int) -> npt.NDArray[np.int64]:
+        """Binary places of numbers as whole ones, [C]: the same in all of a layer's keys, and of its values."""
+        runs = self.deviations.reshape(self.place[1] * kinds, -1)
+        return np.repeat(POINT - np.frexp(runs.max(1))[1].astype(np.int64), runs.shape[1])
+
+    @cached_property
+    def forward(self) -> Floats:
+        """Transform to components, [C, C]. Raises ProfileError if there is none."""
+        return (_inverted(self.transform) / self.scale[:, None]).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class ProfileInfo:
     """Facts about a profile.
@@ -89,6 +137,7 @@ class ProfileInfo:
     tokens: number of tokens read.
     ratios: by preset, bytes of bf16 over bytes of sections, on tokens held out.
     latent: numbers of a token's latent (MLA); 0 for keys and values.
+    bits: of a number, by level of the embedded code, on tokens held out; () without groups.
     """
 
     model: str
@@ -101,6 +150,7 @@ class ProfileInfo:
     tokens: int = 0
     ratios: Mapping[str, float] = field(default_factory=dict)
     latent: int = 0
+    bits: tuple[float, ...] = ()
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -112,7 +162,7 @@ class ProfileInfo:
         """Undo `asdict` and JSON. Raises KeyError, TypeError."""
         rope = told["rope"]
         turned = Rope(**rope | {"frequencies": tuple(rope["frequencies"])}) if rope else None
-        return cls(**{**told, "rope": turned})
+        return cls(**{**told, "rope": turned, "bits": tuple(told.get("bits", ()))})
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,18 +172,24 @@ class Profile:
     frequencies: uint16 [tables, 256], see `codec.cpu.rans.Coder`.
     ranks: layers of each rank.
     digest: of the file's whole content, also in a cut.
+    groups: of each rank, for embedded codes; () in a profile of an earlier version.
     """
 
     info: ProfileInfo
     frequencies: npt.NDArray[np.uint16]
     ranks: tuple[tuple[LayerProfile, ...], ...]
     digest: str
+    groups: tuple[tuple[Group, ...], ...] = ()
 
     @classmethod
     def of(
-        cls, info: ProfileInfo, frequencies: npt.NDArray[np.uint16], ranks: Sequence[Sequence[LayerProfile]]
+        cls,
+        info: ProfileInfo,
+        frequencies: npt.NDArray[np.uint16],
+        ranks: Sequence[Sequence[LayerProfile]],
+        groups: Sequence[Sequence[Group]] = (),
     ) -> Self:
-        made = cls(info, frequencies, tuple(map(tuple, ranks)), "")
+        made = cls(info, frequencies, tuple(map(tuple, ranks)), "", tuple(map(tuple, groups)))
         return replace(made, digest=_digest(_metadata(made), _tensors(made)))
 
     def for_rank(self, rank: int, ranks: int) -> "Profile":
@@ -145,7 +201,7 @@ class Profile:
                 f"the profile of {self.info.model} is for {len(self.ranks)} tensor-parallel ranks, and there are "
                 f"{ranks}: run `manthan calibrate {self.info.model} --tensor-parallel-size {ranks}`."
             )
-        return replace(self, ranks=(self.ranks[rank],))
+        return replace(self, ranks=(self.ranks[rank],), groups=self.groups[rank : rank + 1])
 
     @property
     def layers(self) -> tuple[LayerProfile, ...]:
@@ -155,6 +211,19 @@ class Profile:
                 f"the profile is for {len(self.ranks)} tensor-parallel ranks: cut it with for_rank first."
             )
         return self.ranks[0]
+
+    def check(self, name: str, head_dim: int, rope: Rope | None) -> None:
+        """Raise ProfileError unless the profile is for the codec of this name, and for such heads."""
+        info = self.info
+        if name not in (*info.ratios, *(EMBEDDED if self.groups else ())):
+            had = ", ".join((*info.ratios, *(EMBEDDED if self.groups else ()))) or "none"
+            raise ProfileError(f"the profile of {info.model} has no {name}: it has {had}.")
+        if head_dim != info.head_dim:
+            raise ProfileError(f"the profile of {info.model} is for heads of {info.head_dim} numbers, not {head_dim}.")
+        if not _same(info.rope, rope):
+            raise ProfileError(
+                f"the profile of {info.model} was made for another RoPE than the model has: calibrate it again."
+            )
 
     def save(self, path: Path) -> None:
         """Write the file completely or not at all. Raises ProfileError without safetensors, OSError."""
@@ -200,9 +269,10 @@ class Profile:
             ]
             layers = layers_of(bases, info)
             ranks = tuple(tuple(layers[at : at + info.layers]) for at in range(0, len(layers), info.layers))
+            groups = _groups(info, tensors, metadata["ranks"]) if info.bits else ()
         except (KeyError, TypeError, ValueError) as error:
             raise ProfileError(f"the profile {path} does not fit together: {error}.") from None
-        return cls(info, frequencies, ranks, digest)
+        return cls(info, frequencies, ranks, digest, groups)
 
 
 def layers_of(bases: Sequence[Basis], info: ProfileInfo) -> list[LayerProfile]:
@@ -215,6 +285,52 @@ def rank_heads(heads: int, rank: int, ranks: int) -> range:
     """KV heads of a rank: its share, or, with more ranks than heads, one that it shares."""
     first = rank * heads // ranks
     return range(first, max(first + 1, (rank + 1) * heads // ranks))
+
+
+def _inverted(transform: npt.NDArray[np.float16]) -> npt.NDArray[np.float64]:
+    """Raises ProfileError if there is no inverse."""
+    try:
+        found = np.linalg.inv(transform.astype(np.float64))
+    except np.linalg.LinAlgError:
+        found = np.full(transform.shape, np.nan)
+    if not np.isfinite(found).all():
+        raise ProfileError("the profile holds a transform that cannot be undone: calibrate the model again.")
+    return found
+
+
+def _same(one: Rope | None, other: Rope | None) -> bool:
+    """True if both turn alike, but for the rounding of frequencies."""
+    if one is None or other is None:
+        return one is other
+    alike = (one.interleaved, len(one.frequencies)) == (other.interleaved, len(other.frequencies))
+    return alike and bool(
+        np.allclose((*one.frequencies, one.scale), (*other.frequencies, other.scale), rtol=1e-5, atol=0)
+    )
+
+
+def _groups(info: ProfileInfo, tensors: Mapping[str, Any], ranks: int) -> tuple[tuple[Group, ...], ...]:
+    """Groups of each rank. Raises KeyError, ValueError."""
+    made = []
+    for rank in range(ranks):
+        places = _checked(tensors[f"{rank}.places"], (None, 4), np.int64).tolist()
+        groups, covered = [], 0
+        for number, (first, layers, head, heads) in enumerate(places):
+            size = layers * len(info.kinds) * heads * info.head_dim
+            shapes = {"transform": (size, size), "weigher": (size + size // info.head_dim + 1,)}
+            told = {
+                what: _checked(tensors[f"{rank}.groups.{number}.{what}"], shapes.get(what, (size,)), dtype)
+                for what, dtype in GROUP.items()
+            }
+            if not all((told[what] > 0).all() for what in ("scale", "deviations")) or told["tables"].max() >= FALLING:
+                raise ValueError(f"group {number} has a deviation of 0, or a table of number {FALLING} or higher")
+            groups.append(Group((first, layers, head, heads), info.head_dim, **told))
+            covered += layers * heads
+        heads_of_rank = max(head + heads for _, _, head, heads in places)
+        ends = [(first + layers, head + heads) for first, layers, head, heads in places]
+        if covered != info.layers * heads_of_rank or max(ends)[0] != info.layers or min(map(min, places)) < 0:
+            raise ValueError(f"groups of {places} are not all of {info.layers} layers")
+        made.append(tuple(groups))
+    return tuple(made)
 
 
 def _basis(info: ProfileInfo, name: str, tensors: Mapping[str, Any], tables: int) -> Basis:
@@ -242,7 +358,10 @@ def _checked(tensor: Any, shape: tuple[int | None, ...], dtype: Any) -> Any:
 
 
 def _metadata(profile: Profile) -> dict[str, Any]:
-    return {"format": FORMAT, "ranks": len(profile.ranks), "info": asdict(profile.info)}
+    info = asdict(profile.info)
+    if not info["bits"]:  # a profile of an earlier version keeps its digest
+        del info["bits"]
+    return {"format": FORMAT, "ranks": len(profile.ranks), "info": info}
 
 
 def _tensors(profile: Profile) -> Iterator[tuple[str, npt.NDArray[Any]]]:
@@ -256,6 +375,11 @@ def _tensors(profile: Profile) -> Iterator[tuple[str, npt.NDArray[Any]]]:
                 for preset, step in basis.steps.items():
                     yield f"{name}.{preset}.step", np.array([step], np.float32)
                     yield f"{name}.{preset}.tables", np.ascontiguousarray(basis.tables[preset])
+    for rank, groups in enumerate(profile.groups):
+        yield f"{rank}.places", np.array([group.place for group in groups], np.int64)
+        for number, group in enumerate(groups):
+            for what in GROUP:
+                yield f"{rank}.groups.{number}.{what}", np.ascontiguousarray(getattr(group, what))
 
 
 def _digest(metadata: Mapping[str, Any], tensors: Any) -> str:

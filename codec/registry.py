@@ -10,7 +10,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol
 
 from manthan.codec.base import Codec
-from manthan.codec.cpu import klt
+from manthan.codec.cpu import embedded, klt
+from manthan.codec.cpu.embedded import EmbeddedPreset
 from manthan.codec.cpu.exact import EXACT, ExactCodec
 from manthan.codec.cpu.klt import KltPreset
 from manthan.codec.cpu.state import STATE_CODECS, StateCodec
@@ -38,7 +39,7 @@ class Preset(Protocol):
         """Return the codec for sections of such vectors, in the CPU's memory."""
 
 
-PRESETS: dict[str, Preset] = {**WHTS, **klt.PRESETS, K3V3.name: K3V3}
+PRESETS: dict[str, Preset] = {**WHTS, **klt.PRESETS, **embedded.PRESETS, K3V3.name: K3V3}
 
 
 def finer_codecs(name: str) -> list[str]:
@@ -54,12 +55,17 @@ def codec_names() -> list[str]:
 
 def takes_facts(name: str) -> bool:
     """True if the codec of this name depends on the model, so that its codes are of no use to another."""
-    return isinstance(PRESETS.get(name), WhtPreset | KltPreset)
+    return isinstance(PRESETS.get(name), WhtPreset | KltPreset | EmbeddedPreset)
 
 
 def needs_profile(name: str) -> bool:
     """True if the codec of this name is made from a profile of the model."""
-    return isinstance(PRESETS.get(name), KltPreset)
+    return isinstance(PRESETS.get(name), KltPreset | EmbeddedPreset)
+
+
+def is_embedded(name: str) -> bool:
+    """True if the codec of this name has keys and values together, and blocks that can be cut."""
+    return isinstance(PRESETS.get(name), EmbeddedPreset)
 
 
 def get_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:

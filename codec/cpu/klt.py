@@ -125,7 +125,7 @@ class KltCodec(Codec):
         check_head_dim(head_dim)
         self.name = name
         self._profile, self._rope, self._head_dim = profile, profile.info.rope, head_dim
-        _check(name, head_dim, profile, rope)
+        profile.check(name, head_dim, rope)
         kinds = [SectionKind.LATENT] if profile.info.latent else [SectionKind.KEYS, SectionKind.VALUES]
         self._of_layers = {kind: [layer.bases[n] for layer in profile.layers] for n, kind in enumerate(kinds)}
         self._coder = Coder(profile.frequencies)
@@ -200,25 +200,3 @@ class KltCodec(Codec):
             x = self._rope.turn(x, positions)
         made: Floats = np.clip(x, -LARGEST, LARGEST).astype(np.float32) if doublings else x
         return made
-
-
-def _check(name: str, head_dim: int, profile: Profile, rope: Rope | None) -> None:
-    info = profile.info
-    if name not in info.ratios:
-        raise ProfileError(f"the profile of {info.model} has no {name}: it has {', '.join(info.ratios) or 'none'}.")
-    if head_dim != info.head_dim:
-        raise ProfileError(f"the profile of {info.model} is for heads of {info.head_dim} numbers, not {head_dim}.")
-    if not _same(info.rope, rope):
-        raise ProfileError(
-            f"the profile of {info.model} was made for another RoPE than the model has: calibrate it again."
-        )
-
-
-def _same(one: Rope | None, other: Rope | None) -> bool:
-    """True if both turn alike, but for the rounding of frequencies."""
-    if one is None or other is None:
-        return one is other
-    alike = (one.interleaved, len(one.frequencies)) == (other.interleaved, len(other.frequencies))
-    return alike and bool(
-        np.allclose((*one.frequencies, one.scale), (*other.frequencies, other.scale), rtol=1e-5, atol=0)
-    )

@@ -1,24 +1,28 @@
-"""Kernels compiled by numba: the entropy coder of `manthan.codec.cpu.rans` and the transform of `manthan.codec.wht`.
+"""Kernels compiled by numba: the entropy coders of `manthan.codec.cpu.rans` and `manthan.codec.cpu.embedded`, and the
+transform of `manthan.codec.wht`.
 
 The transform works on LANES vectors at a time, transposed into a tile [head_dim, LANES] that stays in the first-level
 cache, so that every step is a SIMD loop over lanes. Tiles are flat, because the compiler then sees the constant row
 length. There is no fastmath, because the compiler must neither reorder nor fuse the float operations of the format.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
 import numpy as np
 import numpy.typing as npt
-from numba import boolean, float32, int16, int64, types, uint8, uint16, uint32, void
+from numba import boolean, float32, float64, int16, int32, int64, types, uint8, uint16, uint32, void
 
 from manthan.codec.rope import Floats
+from manthan.codec.tables import levels
 from manthan.codec.tables.frequencies import ESCAPE, LARGEST
 
 LOWEST = np.uint32(1 << 16)
 MASK = np.uint32(0xFFF)
 LANES = 32
+SPLITS, WIDTHS, FALLING, FURTHEST = levels.SPLITS, len(levels.WIDTHS), levels.FALLING, 32767
 ZERO = np.float32(0)
 Array = npt.NDArray[Any]
 Sizes = npt.NDArray[np.int64]
@@ -305,3 +309,253 @@ def unrotated(q: npt.NDArray[np.int16], steps: Floats, weights: Floats, blocks: 
             for i in range(dim):
                 target[i] = tile[i * LANES + v] * weights[i] * step
     return x
+
+
+# -- embedded codes: see manthan.codec.cpu.embedded ----------------------------------------------------------
+
+
+@jit()
+def _at_level(finest: int, level: int) -> int:
+    """Magnitude at a level of a finest magnitude."""
+    return finest if level == 3 else (finest + 1) // 3 >> (2 - level)
+
+
+@jit()
+def _table(table: int, shift: int) -> int:
+    """Table of a component's numbers whose steps are wider by so many thirds of an octave."""
+    return table // WIDTHS * WIDTHS + min(max(table % WIDTHS - shift, 0), WIDTHS - 1)
+
+
+@jit()
+def _push(x: Any, f: Any, c: Any, words: Array, at: int) -> Any:
+    """Put a symbol of frequency f onto a state. Returns the state and the first word's index."""
+    if x >> np.uint32(20) >= f:
+        at -= 1
+        words[at] = np.uint16(x & np.uint32(0xFFFF))
+        x >>= np.uint32(16)
+    whole = x // f
+    return (whole << np.uint32(12)) + c + (x - whole * f), at
+
+
+@jit()
+def _push_symbol(x: Any, value: int, table: Array, words: Array, at: int) -> Any:
+    """Put a whole number of 16 bits onto a state, by a table of 256 frequencies."""
+    symbol = value + LARGEST if -LARGEST <= value <= LARGEST else ESCAPE
+    if table[symbol] & np.uint32(0xFFFF) == 0:
+        symbol = ESCAPE
+    if symbol == ESCAPE:
+        at -= 1
+        words[at] = np.uint16(value & 0xFFFF)
+    return _push(x, table[symbol] & np.uint32(0xFFFF), table[symbol] >> np.uint32(16), words, at)
+
+
+@jit(
+    int64(_in(int16, 2), _in(uint8, 1), _in(int64, 1), int64, _in(uint32, 2), _in(uint32, 3), uint32[::1], uint16[::1])
+)
+def write_level(
+    q: Array, tables: Array, shifts: Array, level: int, base: Array, parts: Array, states: Array, words: Array
+) -> int:
+    """Write a level of the finest whole numbers [components, tokens] into states and the end of words.
+
+    Returns the index of the first word.
+    """
+    size, tokens = q.shape
+    at, place = len(words), size * tokens
+    states[:] = LOWEST
+    for component in range(size - 1, -1, -1):
+        for token in range(tokens - 1, -1, -1):
+            place -= 1
+            stream = place & (len(states) - 1)
+            table, finest = _table(np.int64(tables[component]), shifts[token]), np.int64(q[component, token])
+            magnitude = _at_level(abs(finest), level)
+            if level == 0:
+                value = -magnitude if finest < 0 else magnitude
+                states[stream], at = _push_symbol(states[stream], value, base[table], words, at)
+            else:
+                so_far = _at_level(abs(finest), level - 1)
+                told = magnitude - SPLITS[level - 1] * so_far
+                if so_far == 0 and finest < 0:
+                    told = -told
+                likely, before = parts[table, min(so_far, 3)], np.uint32(0)
+                for part in range(told + 1):
+                    before += likely[part]
+                states[stream], at = _push(states[stream], likely[told + 1], before, words, at)
+    return at
+
+
+@jit(
+    boolean(
+        int16[:, ::1], _in(uint8, 1), _in(int64, 1), int64, _in(uint32, 2), _in(uint32, 3), uint32[::1], _in(uint16, 1)
+    )
+)
+def read_level(
+    q: Array, tables: Array, shifts: Array, level: int, base: Array, parts: Array, states: Array, words: Array
+) -> bool:
+    """Turn numbers of the level before into those of this one. Returns True if all ended as an encoder leaves it.
+
+    base: as `Coder` has it for decoding. states: they are overwritten.
+    """
+    size, tokens = q.shape
+    at, place = 0, 0
+    for component in range(size):
+        for token in range(tokens):
+            stream = place & (len(states) - 1)
+            place += 1
+            table, x = _table(np.int64(tables[component]), shifts[token]), states[stream]
+            slot, value = x & MASK, np.int64(q[component, token])
+            if level == 0:
+                entry = base[table, slot]
+                f, inside, told = entry >> np.uint32(12) & MASK, entry & MASK, np.int64(entry >> np.uint32(24))
+            else:
+                likely = parts[table, min(abs(value), 3)]
+                told, f, inside = -1, likely[0], slot
+                while inside >= f:
+                    inside -= f
+                    told += 1
+                    f = likely[told + 1]
+            x = f * (x >> np.uint32(12)) + inside
+            if x < LOWEST:
+                if at >= len(words):
+                    return False
+                x = x << np.uint32(16) | np.uint32(words[at])
+                at += 1
+            states[stream] = x
+            if level == 0:
+                if told == ESCAPE:
+                    if at >= len(words):
+                        return False
+                    told = np.int64(np.int16(words[at])) + LARGEST
+                    at += 1
+                q[component, token] = np.int16(told - LARGEST)
+            else:
+                split = SPLITS[level - 1]
+                q[component, token] = np.int16(split * value - told if value < 0 else split * value + told)
+    return at == len(words) and bool((states == LOWEST).all())
+
+
+@jit(
+    [
+        void(_in(int16, 2), _in(uint8, 1), _in(int64, 1), int64, int64, _in(int32, 2), _in(int64, 1), floats[:, ::1])
+        for floats in (float32, float64)
+    ]
+)
+def places(
+    q: Array, tables: Array, shifts: Array, step: int, fine: int, centres: Array, scales: Array, out: Array
+) -> None:
+    """Fill places [tokens, components] of numbers, in parts of a finest step and of a scale.
+
+    centres: of this level's intervals, [tables, magnitudes]. scales: of tokens.
+    """
+    for component in range(q.shape[0]):
+        for token in range(q.shape[1]):
+            value = np.int64(q[component, token])
+            table = _table(np.int64(tables[component]), shifts[token])
+            place = (abs(value) * step * fine + centres[table, min(abs(value), 3)]) * scales[token]
+            out[token, component] = -place if value < 0 else place
+
+
+@jit()
+def _length(x: int) -> int:
+    """Bits of a whole number below 2**53."""
+    return np.int64(math.frexp(np.float64(x))[1])
+
+
+@jit()
+def _cell(near: int, wide: int, point: int) -> Any:
+    """Binary logarithm of a number's cell in 2**-point, the cell that is expected, and its table."""
+    far = abs(near)
+    lattice = _length(far) - 8
+    size = max(wide // 3 - 1, lattice, 0)
+    cell = (far + (1 << size >> 1) if lattice >= size else far) >> size
+    return size, -1 - cell if near < 0 else cell, min(max(wide - 3 * size + 24, 0), WIDTHS - 1)
+
+
+EXACT = _in(int64, 3), _in(int64, 2), _in(int64, 2), _in(int64, 1), _in(uint32, 2)
+
+
+@jit(int64(_in(uint16, 3), *EXACT, uint32[::1], uint16[::1]))
+def write_exact(
+    bits: Array, near: Array, errors: Array, shifts: Array, points: Array, cells: Array, states: Array, words: Array
+) -> int:
+    """Write bf16 numbers [vectors, tokens, head_dim], given what is near them in 2**-points.
+
+    errors: [vectors, head_dim], thirds of octaves. shifts: [vectors, tokens]. points: [vectors]. Fills states and the
+    end of words. Returns the index of the first word; -1 if a number is too far.
+    """
+    at, place = len(words), bits.size
+    states[:] = LOWEST
+    for vector in range(bits.shape[0] - 1, -1, -1):
+        for token in range(bits.shape[1] - 1, -1, -1):
+            for i in range(bits.shape[2] - 1, -1, -1):
+                place -= 1
+                stream = place & (len(states) - 1)
+                wide, point = errors[vector, i] + shifts[vector, token], points[vector]
+                size, expected, table = _cell(near[vector, token, i], wide, point)
+                word = np.int64(bits[vector, token, i])
+                exponent, mantissa = word >> 7 & 0xFF, word & 0x7F
+                shift = exponent - 134 + point - size
+                if shift > 32:
+                    return -1
+                cell = (128 | mantissa) << shift if shift >= 0 else (128 | mantissa) >> min(-shift, 8)
+                told = (-1 - cell if word >> 15 else cell) - expected
+                if abs(told) > FURTHEST:
+                    return -1
+                raw = np.uint32(7 if cell == 0 else max(8 - _length(cell), 0))
+                x = states[stream]
+                if raw > 0:
+                    f = np.uint32(4096) >> raw
+                    x, at = _push(x, f, np.uint32(mantissa & (1 << raw) - 1) * f, words, at)
+                if cell == 0:
+                    x, at = _push_symbol(x, size - point + 126 - exponent, cells[FALLING], words, at)
+                states[stream], at = _push_symbol(x, told, cells[table], words, at)
+    return at
+
+
+@jit()
+def _pull(x: Any, table: Array, words: Array, at: int) -> Any:
+    """Take a whole number from a state by a table for decoding. Returns it, the state, and the next word's index."""
+    entry = table[x & MASK]
+    x = (entry >> np.uint32(12) & MASK) * (x >> np.uint32(12)) + (entry & MASK)
+    if x < LOWEST:
+        x = x << np.uint32(16) | np.uint32(words[at] if at < len(words) else 0)
+        at += 1
+    value = np.int64(entry >> np.uint32(24)) - LARGEST
+    if value == ESCAPE - LARGEST:
+        value = np.int64(np.int16(words[at] if at < len(words) else 0))
+        at += 1
+    return value, x, at
+
+
+@jit(boolean(uint16[:, :, ::1], *EXACT, uint32[::1], _in(uint16, 1)))
+def read_exact(
+    bits: Array, near: Array, errors: Array, shifts: Array, points: Array, cells: Array, states: Array, words: Array
+) -> bool:
+    """Undo `write_exact`. Returns True if all ended as an encoder leaves it. States are overwritten."""
+    at, place = 0, 0
+    for vector in range(bits.shape[0]):
+        for token in range(bits.shape[1]):
+            for i in range(bits.shape[2]):
+                stream = place & (len(states) - 1)
+                place += 1
+                wide, point = errors[vector, i] + shifts[vector, token], points[vector]
+                size, expected, table = _cell(near[vector, token, i], wide, point)
+                told, x, at = _pull(states[stream], cells[table], words, at)
+                signed = expected + told
+                cell = -1 - signed if signed < 0 else signed
+                length = _length(cell)
+                if cell == 0:
+                    fall, x, at = _pull(x, cells[FALLING], words, at)
+                    word, raw = size - point + 126 - fall << 7, 7
+                else:
+                    top = cell >> length - 8 if length >= 8 else cell << 8 - length
+                    word, raw = (length + size - point + 126 << 7) + (top & 0x7F), max(8 - length, 0)
+                if raw > 0:
+                    slot, f = x & MASK, np.uint32(4096) >> np.uint32(raw)
+                    word += np.int64(slot // f)
+                    x = f * (x >> np.uint32(12)) + slot % f
+                    if x < LOWEST:
+                        x = x << np.uint32(16) | np.uint32(words[at] if at < len(words) else 0)
+                        at += 1
+                states[stream] = x
+                bits[vector, token, i] = np.uint16((word & 0x7FFF) | (0x8000 if signed < 0 else 0))
+    return at == len(words) and bool((states == LOWEST).all())

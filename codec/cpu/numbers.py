@@ -4,6 +4,7 @@ fp8 numbers are bytes: the highest bit is the sign, the next ones are the expone
 fraction. Below the first exponent numbers are subnormal.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -117,7 +118,7 @@ class Fp8Codec(Codec):
     """Codec of float32 for sections of fp8. Scales of the cache's numbers do not matter: the codes are of its bytes."""
 
     def __init__(self, codec: Codec) -> None:
-        self.name, self.varies, self._codec = codec.name, codec.varies, codec
+        self.name, self.varies, self.levels, self._codec = codec.name, codec.varies, codec.levels, codec
 
     def max_nbytes(self, section: Section) -> int:
         return self._codec.max_nbytes(_wide(section))
@@ -130,6 +131,15 @@ class Fp8Codec(Codec):
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
         return as_numbers(self._codec.decode(codes, _wide(section), positions), section.dtype)
+
+    def encode_parts(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> tuple[int, list[Codes]]:
+        return self._codec.encode_parts(as_floats(x, section.dtype), _wide(section), positions, out)
+
+    def decode_parts(
+        self, codes: Codes, refinements: Sequence[Codes], section: Section, positions: Positions
+    ) -> Numbers:
+        made = self._codec.decode_parts(codes, refinements, _wide(section), positions)
+        return as_numbers(made, section.dtype)
 
 
 @lru_cache

@@ -117,11 +117,11 @@ class Coder:
     def __init__(self, frequencies: npt.NDArray[np.uint16]) -> None:
         wide = frequencies.astype(np.uint32)
         before = np.cumsum(wide, axis=1, dtype=np.uint32) - wide
-        self._encoding = before << np.uint32(16) | wide
+        self.encoding = before << np.uint32(16) | wide
         symbols = np.repeat(np.tile(np.arange(256, dtype=np.uint32), len(wide)), wide.ravel()).reshape(-1, SCALE)
         slots = np.arange(SCALE, dtype=np.uint32)
         f, c = (np.take_along_axis(x, symbols.astype(np.int64), 1) for x in (wide, before))
-        self._decoding = symbols << np.uint32(24) | f << np.uint32(12) | (slots - c)
+        self.decoding = symbols << np.uint32(24) | f << np.uint32(12) | (slots - c)
 
     def _kernels(self) -> ModuleType:
         from manthan.codec.cpu import numba_kernels
@@ -133,14 +133,14 @@ class Coder:
         states = np.empty((len(rows.components), rows.streams), np.uint32)
         sizes = np.empty(len(rows.components), np.int64)
         words = np.empty(most, np.uint16)
-        first = self._kernels().encode(numbers, *rows, self._encoding, states, sizes, words)
+        first = self._kernels().encode(numbers, *rows, self.encoding, states, sizes, words)
         return None if first < 0 else Coded(states, sizes, words[first:])
 
     def decode(self, coded: Coded, rows: Rows) -> Integers:
         """Decode the rows' numbers. Raises DamagedError for words that no encoder writes."""
         numbers = np.empty(int(rows.components.sum()) * rows.tokens, np.int16)
         whole = int(coded.sizes.sum()) == coded.words.size and bool((coded.states >= LOWEST).all())
-        if not whole or not self._kernels().decode(*coded, *rows, self._decoding, numbers):
+        if not whole or not self._kernels().decode(*coded, *rows, self.decoding, numbers):
             raise DamagedError("entropy-coded numbers do not end where they should: the codes are damaged.")
         return numbers
 

@@ -106,7 +106,9 @@ class ModelReader:
             for number, piece in enumerate(pieces):
                 layers = self._read(builder, piece, info)
                 if weigh:
-                    self._feel(weights, piece, layers, number)
+                    gradients = self._feel(weights, piece, layers, number)
+                    metrics = [each.with_directions(*seen[n].metrics()) for n, each in enumerate(weights)]
+                    builder.weigh_tokens(list(map(_energies, gradients, metrics)))
                 step()
         if weigh:
             for layer, attention in seen.items():
@@ -131,10 +133,13 @@ class ModelReader:
             builder.add(layer, np.arange(len(ids)), *(_heads(x, info) for x in parts))
         return list(cache.layers)
 
-    def _feel(self, weights: Sequence["_Weights"], ids: list[int], layers: Sequence[Any], seed: int) -> None:
+    def _feel(
+        self, weights: Sequence["_Weights"], ids: list[int], layers: Sequence[Any], seed: int
+    ) -> list[list[list[npt.NDArray[np.float32]]]]:
         """Add the gradients of the last tokens' probabilities in the keys and values, or latents, of the others.
 
-        The first tokens are left out: they weigh more than all others together, and are exact.
+        Returns these of each layer, draw and kind, [tokens, C]. The first tokens are left out: they weigh more than all
+        others together, and are exact.
         """
         cut, cache, leaves = len(ids) - len(ids) // ASKED, DynamicCache(config=self._config), []
         kinds = weights[0].kinds
@@ -145,13 +150,15 @@ class ModelReader:
         logits = self._model(torch.tensor([ids[cut:]], device=self._device), past_key_values=cache).logits[0]
         told = logits.float().log_softmax(-1)
         drawing = torch.Generator(self._device).manual_seed(seed)
+        rows: list[list[list[npt.NDArray[np.float32]]]] = [[] for _ in weights]
         for draw in range(DRAWS):
             tokens = torch.multinomial(told.detach().exp(), 1, generator=drawing)
             said = told.gather(-1, tokens).sum()
             found = torch.autograd.grad(said, leaves, retain_graph=draw < DRAWS - 1)
             for number, weight in enumerate(weights):
                 parts = [_numpy(x[0, :, SINKS:]) for x in found[number * kinds : (number + 1) * kinds]]
-                weight.add(parts, np.arange(SINKS, cut))
+                rows[number].append(weight.add(parts, np.arange(SINKS, cut)))
+        return rows
 
 
 class _Weights:
@@ -163,13 +170,14 @@ class _Weights:
         self.kinds = len(info.kinds)
         self._totals = [np.zeros((size, size)) for _ in range(self.kinds)]
 
-    def add(self, parts: Sequence[npt.NDArray[np.float32]], positions: Positions) -> None:
-        """Add gradients, [heads, tokens, head_dim], in the cache's numbers at these places."""
+    def add(self, parts: Sequence[npt.NDArray[np.float32]], positions: Positions) -> list[npt.NDArray[np.float32]]:
+        """Add gradients, [heads, tokens, head_dim], in the cache's numbers at these places. Returns them as rows."""
         first, *others = parts
         turned_back = first if self._rope is None else self._rope.turn_back(first, positions)
-        for total, x in zip(self._totals, (turned_back, *others), strict=True):
-            rows = x.transpose(1, 0, 2).reshape(x.shape[1], -1).astype(np.float64)
-            total += rows.T @ rows
+        made = [x.transpose(1, 0, 2).reshape(x.shape[1], -1) for x in (turned_back, *others)]
+        for total, rows in zip(self._totals, made, strict=True):
+            total += rows.T.astype(np.float64) @ rows.astype(np.float64)
+        return made
 
     def with_directions(self, *known: Doubles) -> list[Doubles]:
         """Mix half of it with half of these, scaled to the same size."""
@@ -243,6 +251,17 @@ def _seen(model: Any, info: ProfileInfo) -> Iterator[dict[int, _Attention]]:
         yield seen
     finally:
         model.set_attn_implementation(before)
+
+
+def _energies(draws: Sequence[Sequence[npt.NDArray[np.float32]]], metrics: Sequence[Doubles]) -> Doubles:
+    """Energies of gradients [tokens, C], of each draw and kind, in these metrics: [tokens]."""
+    made: Doubles = np.zeros(len(draws[0][0]))
+    for kind, metric in enumerate(metrics):
+        even = metric + 1e-3 * np.trace(metric) / len(metric) * np.eye(len(metric))
+        undone = np.linalg.inv(np.linalg.cholesky(even)).T.astype(np.float32)
+        for draw in draws:
+            made += np.square(draw[kind] @ undone).sum(1)
+    return made
 
 
 def _heads(x: npt.NDArray[np.float32], info: ProfileInfo) -> npt.NDArray[np.float32]:

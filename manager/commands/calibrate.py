@@ -64,13 +64,13 @@ def made(console: Console, model: str, text: Path | None, tokens: int, ranks: in
     info = reader.info(metric, hashlib.sha256(words.encode()).hexdigest())
     if info.rope is None and not info.latent:
         console.print(f"{model}: how its keys are turned by their place is not understood; they are taken as they are.")
-    pieces, builder = reader.pieces(words, tokens), ProfileBuilder(info)
+    pieces, builder = reader.pieces(words, tokens), ProfileBuilder(info, ranks)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=len(pieces))
         reader.read(builder, pieces, metric is Metric.fisher, lambda: progress.advance(task))
         progress.update(task, description="making the profile")
-        return builder.finish(ranks=ranks)
+        return builder.finish()
 
 
 def _show(console: Console, profile: Profile, path: Path, seconds: float) -> None:

@@ -29,7 +29,7 @@ def kv(tokens, seed=0, first=0, rope=ROPE):
 
 def built(tokens=1024, *, rope=ROPE, metric=False, presets=None, ranks=1, model="made-up"):
     info = ProfileInfo(model, LAYERS, HEADS, HEAD_DIM, rope, "fisher" if metric else "none")
-    builder = ProfileBuilder(info)
+    builder = ProfileBuilder(info, ranks)
     for start in range(0, tokens, 128):
         keys, values, positions = kv(128, seed=start, first=start, rope=rope)
         for layer in range(LAYERS):
@@ -37,7 +37,7 @@ def built(tokens=1024, *, rope=ROPE, metric=False, presets=None, ranks=1, model=
     if metric:
         for layer in range(LAYERS):
             builder.weigh(layer, np.diag(np.geomspace(1, 100, SIZE)), np.eye(SIZE))
-    return builder.finish(ranks=ranks, **({"presets": presets} if presets else {}))
+    return builder.finish(**({"presets": presets} if presets else {}))
 
 
 LATENT = 512
@@ -53,11 +53,11 @@ def latents(tokens, seed=0):
 
 
 def built_of_latents(tokens=2048, ranks=1):
-    builder = ProfileBuilder(ProfileInfo("made-up", LAYERS, 4, LATENT // 4, None, "none", latent=LATENT))
+    builder = ProfileBuilder(ProfileInfo("made-up", LAYERS, 4, LATENT // 4, None, "none", latent=LATENT), ranks)
     x = latents(tokens)
     for layer in range(LAYERS):
         builder.add(layer, np.arange(tokens), x[layer])
-    return builder.finish(ranks=ranks)
+    return builder.finish()
 
 
 def of_latents(profile):

@@ -1,0 +1,389 @@
+"""Embedded codec: a block's base and refinements, of which any may be cut from the end, and last what makes it exact.
+
+A group is some layers that are coded together: keys before RoPE, values and all heads side by side, or latents, as a
+vector x of C numbers for each token. The profile has each group's mean, its Karhunen-Loeve transform in the metric that
+errors have, and a regression that tells from a vector how much later queries look at it. A token that is looked at has
+finer steps, which its j says. A block that would be too large has coarser ones, which k says:
+
+    q = rint((x - mean) @ forward / 2**((j + k) / 3)), the finest whole numbers; see `manthan.codec.tables.levels`
+
+The base codes the numbers of the coarsest level, each refinement those of the next. Number i of a group, [components,
+tokens], goes to rANS stream i % streams (see `manthan.codec.cpu.rans`). The last refinement codes the bf16 numbers: the
+others are decoded in whole numbers, which are the same on every machine. Each number's place is a cell of about half
+the error's deviation, told as the distance from the expected cell, and by bits inside it. Little-endian:
+
+    base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | group by group |
+    refinement:       | group by group |
+    last refinement:  | 1, 3 zero bytes | layer by layer |  or, where a number is too far:  | 4 zero bytes | numbers |
+    one by one:       | words of each, u32 | states of each one's streams, u32 | words of all, u16 |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
+from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite
+from manthan.codec.cpu.rans import FURTHEST, LOWEST, START, VERSION, Coder, check_front
+from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
+from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.profile import EMBEDDED, Group, Profile
+from manthan.codec.rope import Rope
+from manthan.codec.tables import levels
+
+EXACT = len(levels.STEPS)
+"""Level at which a block is exact."""
+STREAM_NUMBERS = 2048
+LEAST_J, END_J = -8, 8
+MOST_K = 60
+SCALES = np.rint(2.0 ** (np.arange(LEAST_J, END_J + MOST_K) / 3) * 256).astype(np.int64)
+"""Steps by j + k, in parts of 1 / 256."""
+TURN = 14
+"""Binary places of cosines in whole numbers."""
+SLACK = 2
+"""Most bytes of lossy levels over those expected: tokens that are looked at take what they need."""
+REFINEMENT = 32
+"""Most bytes of a refinement's front and padding."""
+
+Floats = npt.NDArray[np.float32]
+Whole = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class EmbeddedPreset:
+    """Calibrated embedded code. level: that at which a block starts."""
+
+    name: str
+    level: int
+
+    def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> "EmbeddedCodec":
+        """Return the codec on the CPU. Raises HeadDimError, ProfileError where a profile is missing or does not fit."""
+        if facts.profile is None:
+            raise ProfileError(f"codec {self.name} needs a profile of the model: run `manthan calibrate MODEL`.")
+        return EmbeddedCodec(self.name, self.level, head_dim, facts.profile, facts.rope)
+
+
+PRESETS = {name: EmbeddedPreset(name, level) for name, level in EMBEDDED.items()}
+
+
+class EmbeddedCodec(Codec):
+    """Codec on the CPU. Raises HeadDimError; ProfileError for a profile that does not fit.
+
+    Args:
+        name: of the preset.
+        level: at which a block starts.
+        head_dim: numbers of a vector.
+        profile: of the section's layers and the rank's heads.
+        rope: RoPE of the model; it must be the profile's.
+    """
+
+    varies = True
+    levels = EXACT + 1
+
+    def __init__(self, name: str, level: int, head_dim: int, profile: Profile, rope: Rope | None) -> None:
+        check_head_dim(head_dim)
+        profile.check(name, head_dim, rope)
+        self.name, self._level, self._profile, self._groups = name, level, profile, profile.groups[0]
+        info = profile.info
+        self._rope, self._kind = info.rope, SectionKind.LATENT if info.latent else SectionKind.BOTH
+        self._shape = info.layers, len(info.kinds), max(g.place[2] + g.place[3] for g in self._groups), head_dim
+
+    def max_nbytes(self, section: Section) -> int:
+        """Most bytes of a section and of the refinements behind it."""
+        exact = self._raw(section) + REFINEMENT if self._level == EXACT else 0
+        return self._most_lossy(section) + exact
+
+    def expected_nbytes(self, section: Section) -> int:
+        return self._expected(section, self._level)
+
+    def _most_lossy(self, section: Section) -> int:
+        return SLACK * self._expected(section, min(self._level, EXACT - 1))
+
+    def _expected(self, section: Section, level: int) -> int:
+        layers, kinds, heads, dim = self._shape
+        if (section.kind, section.first_layer, section.layers, section.heads, section.head_dim) != (
+            *(self._kind, 0, layers, heads, dim),
+        ):
+            raise SizeError(f"{section} is not of the profile of {self._profile.info.model}, {layers} layers.")
+        fronts = front(self._groups, section.tokens)
+        bits = self._profile.info.bits[level] * section.tokens * layers * kinds * heads * dim
+        return START + int(bits / 8) + (level + 1) * fronts
+
+    def _raw(self, section: Section) -> int:
+        """Size of a section's numbers as they are, with the front of a refinement's body."""
+        return START + len(section.vector_kinds) * section.vectors * section.head_dim * section.dtype.numpy.itemsize
+
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+        return self.encode_parts(x, section, positions, out)[0]
+
+    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+        return self.decode_parts(codes, (), section, positions)
+
+    def encode_parts(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> tuple[int, list[Codes]]:
+        """Raises NonFiniteError."""
+        most, numbers = self.max_nbytes(section), as_floats(x)
+        check_finite(numbers)
+        rows = self._rows(numbers, section, positions)
+        j = [shifts_of(g, of) for g, of in zip(self._groups, rows, strict=True)]
+        y = [(of - g.mean) @ g.forward for g, of in zip(self._groups, rows, strict=True)]
+        told = np.concatenate(j) - LEAST_J
+        packed = np.append(told, np.zeros(told.size % 2, np.int64)).reshape(-1, 2) @ (1, 16)
+        lossy = min(self._level, EXACT - 1)
+        room = self._most_lossy(section)
+        for k in range(MOST_K + 1):
+            shifts = [of + k for of in j]
+            found = [finest(of, by) for of, by in zip(y, shifts, strict=True)]
+            q = [of for of in found if of is not None]
+            if len(q) < len(found):
+                continue
+            bodies = [written(self._groups, q, shifts, level) for level in range(lossy + 1)]
+            start = np.array([VERSION, k, 0, 0], np.uint8)
+            bodies[0] = np.concatenate([start, packed.astype(np.uint8), bodies[0]])
+            if sum(body.size + REFINEMENT for body in bodies) <= room:
+                break
+        else:
+            raise NonFiniteError("a number is too far from the profile to be encoded.", 0)
+        if self._level == EXACT:
+            bodies.append(self._exact(x, q, shifts, section, positions))
+        assert sum(map(len, bodies)) <= most
+        out[: bodies[0].size] = bodies[0]
+        return bodies[0].size, bodies[1:]
+
+    def decode_parts(
+        self, codes: Codes, refinements: Sequence[Codes], section: Section, positions: Positions
+    ) -> Numbers:
+        """Raises SizeError, DamagedError."""
+        self._expected(section, 0)
+        count, tokens = len(self._groups), section.tokens
+        begin = START + (count * tokens + 1) // 2
+        if codes.size < begin or len(refinements) > EXACT:
+            raise SizeError(f"{codes.size} bytes are not the codes of {section}: {begin} at least are.")
+        k = check_front(codes, section.codec, MOST_K)
+        nibbles = np.stack([codes[START:begin] & 15, codes[START:begin] >> 4], 1).ravel().astype(np.int64)
+        shifts = list(nibbles[: count * tokens].reshape(count, tokens) + (LEAST_J + k))
+        q = [np.zeros((g.mean.size, tokens), np.int16) for g in self._groups]
+        for level, body in enumerate([codes[begin:], *refinements[: EXACT - 1]]):
+            self._read(body, q, shifts, level)
+        if len(refinements) == EXACT:
+            return self._exactly(refinements[-1], q, shifts, section, positions)
+        level = len(refinements)
+        rows = [
+            places(g, of, by, level, np.float32) @ (g.inverse * np.float32(1 / (levels.FINE * 256))) + g.mean
+            for g, of, by in zip(self._groups, q, shifts, strict=True)
+        ]
+        x = self.ungrouped(rows)
+        if self._rope is not None:
+            x[:, 0] = self._rope.turn(x[:, 0], positions)
+        return as_numbers(_sections(x, section), section.dtype)
+
+    # -- numbers and rows ---------------------------------------------------------------------------------
+
+    def _rows(self, x: Floats, section: Section, positions: Positions) -> list[Floats]:
+        """Rows [tokens, C] of each group, keys as they are at place 0."""
+        x = x.reshape(-1, *section.shape[-4:])
+        if self._rope is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                x = np.stack([self._rope.turn_back(x[0], positions), x[1]])
+        made = []
+        for first, layers, head, heads in (g.place for g in self._groups):
+            part = x[:, first : first + layers, head : head + heads].transpose(3, 1, 0, 2, 4)
+            made.append(np.ascontiguousarray(part).reshape(section.tokens, -1))
+        return made
+
+    def ungrouped(self, rows: Sequence[Any]) -> Any:
+        """Undo `_rows` but for RoPE: [layers, kinds, heads, tokens, head_dim]."""
+        layers, kinds, heads, dim = self._shape
+        made = np.empty((layers, kinds, heads, len(rows[0]), dim), rows[0].dtype)
+        for g, of in zip(self._groups, rows, strict=True):
+            first, count, head, some = g.place
+            part = of.reshape(-1, count, kinds, some, dim).transpose(1, 2, 3, 0, 4)
+            made[first : first + count, :, head : head + some] = part
+        return made
+
+    # -- levels -------------------------------------------------------------------------------------------
+
+    def _read(self, body: Codes, q: Sequence[Any], shifts: Sequence[Whole], level: int) -> None:
+        parts = _parted(body, [streams_of(of.size) for of in q])
+        for g, of, by, part in zip(self._groups, q, shifts, parts, strict=True):
+            tables = _base().decoding, levels.parts()[max(level - 1, 0)]
+            _check_end(_kernels().read_level(of, g.tables, by, level, *tables, *part))
+
+    # -- the last refinement ------------------------------------------------------------------------------
+
+    @cached_property
+    def _errors(self) -> tuple[Whole, Whole]:
+        """Logarithms of errors and binary places, [layers, vectors, head_dim] and [layers, vectors]."""
+        layers, *_, dim = self._shape
+        errors = self.ungrouped([g.errors[None].astype(np.int64) for g in self._groups])
+        points = self.ungrouped([g.points(self._shape[1])[None] for g in self._groups])
+        return errors.reshape(layers, -1, dim), np.ascontiguousarray(points.reshape(layers, -1, dim)[..., 0])
+
+    def _near(self, q: Sequence[Any], shifts: Sequence[Whole], positions: Positions) -> Any:
+        """Numbers that come back, in parts of 2**-points, [layers, vectors, tokens, head_dim]; None if one is too far.
+
+        Sums are whole numbers below 2**53: any order gives them.
+        """
+        rows = []
+        for g, of, by, (matrix, mean, most) in zip(self._groups, q, shifts, self._wholes, strict=True):
+            told = places(g, of, by, EXACT - 1, np.float64)
+            if np.abs(told).max() * most + np.abs(mean).max() >= 2**53:
+                return None
+            rows.append((told @ matrix + mean).astype(np.int64) >> 12)
+        x = self.ungrouped(rows)
+        if self._rope is not None:
+            first, second = self._rope.pairs
+            angles = positions[:, None] * np.array(self._rope.frequencies)
+            cos, sin = (np.rint(f(angles) * self._rope.scale * 2**TURN).astype(np.int64) for f in (np.cos, np.sin))
+            keys, turned = x[:, 0].copy(), x[:, 0]
+            turned[first] = (keys[first] * cos - keys[second] * sin) >> TURN
+            turned[second] = (keys[second] * cos + keys[first] * sin) >> TURN
+        return x.reshape(len(x), -1, *x.shape[-2:])
+
+    @cached_property
+    def _wholes(self) -> list[tuple[Any, Any, float]]:
+        """Inverse and mean of each group as whole numbers, and the largest sum of a column of the inverse."""
+        made = []
+        for g in self._groups:
+            unit = np.ldexp(1.0, g.points(self._shape[1]) + 12)
+            matrix = np.rint(g.transform.astype(np.float64) * (g.scale * unit / (levels.FINE * 256)))
+            made.append((matrix, np.rint(g.mean * unit), float(np.abs(matrix).sum(0).max())))
+        return made
+
+    def _arguments(self, near: Any, shifts: Sequence[Whole]) -> list[tuple[Any, ...]]:
+        """Arguments of the kernels for each layer."""
+        errors, points = self._errors
+        rows = [np.repeat(by[:, None], g.mean.size, 1) for g, by in zip(self._groups, shifts, strict=True)]
+        by_vector = self.ungrouped(rows)[..., 0].reshape(len(near), -1, near.shape[2])
+        return list(zip(near, errors, np.ascontiguousarray(by_vector), points, strict=True))
+
+    def _exact(
+        self, x: Numbers, q: Sequence[Any], shifts: Sequence[Whole], section: Section, positions: Positions
+    ) -> Codes:
+        near = self._near(q, shifts, positions) if section.dtype is Dtype.BFLOAT16 else None
+        raw = np.concatenate([np.zeros(START, np.uint8), np.ascontiguousarray(x).reshape(-1).view(np.uint8)])
+        if near is None:
+            return raw
+        bits, made = np.ascontiguousarray(x.reshape(-1, *section.shape[-4:]).swapaxes(0, 1)).reshape(near.shape), []
+        for of, given in zip(bits, self._arguments(near, shifts), strict=True):
+            states, words = np.empty(streams_of(of.size), np.uint32), np.empty(5 * of.size, np.uint16)
+            at = _kernels().write_exact(of, *given, _cells().encoding, states, words)
+            if at < 0:
+                return raw
+            made.append((states, words[at:]))
+        coded = np.concatenate([np.array([1, 0, 0, 0], np.uint8), _joined(made)])
+        return min(coded, raw, key=len)
+
+    def _exactly(
+        self, body: Codes, q: Sequence[Any], shifts: Sequence[Whole], section: Section, positions: Positions
+    ) -> Numbers:
+        if body[:START].tolist() == [0, 0, 0, 0] and body.size == self._raw(section):
+            made: Numbers = body[START:].copy().view(section.dtype.numpy).reshape(section.shape)
+            return made
+        near = self._near(q, shifts, positions)
+        if body[:START].tolist() != [1, 0, 0, 0] or near is None or section.dtype is not Dtype.BFLOAT16:
+            raise DamagedError(f"the last refinement begins with {body[:START].tobytes().hex()}, which cannot be.")
+        bits = np.empty(near.shape, np.uint16)
+        parts = _parted(body[START:], [streams_of(of.size) for of in bits])
+        for of, given, part in zip(bits, self._arguments(near, shifts), parts, strict=True):
+            _check_end(_kernels().read_exact(of, *given, _cells().decoding, *part))
+        return _sections(bits.reshape(self._shape[0], self._shape[1], -1, *bits.shape[-2:]), section)
+
+
+def features(x: Floats, group: Any, head_dim: int) -> Floats:
+    """Return what a token's weight is told by, [tokens, C + C / head_dim + 1].
+
+    group: has a center and deviations.
+    """
+    z = (x - group.center) / group.deviations
+    energies = np.square(z.reshape(len(z), -1, head_dim)).mean(2)
+    return np.concatenate([z, np.log(energies + 1e-3), np.ones((len(z), 1))], 1).astype(np.float32)
+
+
+def shifts_of(group: Group, x: Floats) -> Whole:
+    """Return j of each token, [tokens]."""
+    told = features(x, group, group.head_dim) @ group.weigher
+    return np.nan_to_num(np.clip(np.rint(told), LEAST_J, END_J - 1)).astype(np.int64)
+
+
+def finest(y: Floats, shifts: Whole) -> Any:
+    """Finest whole numbers int16 [C, tokens] of components; None if one takes more than 16 bits."""
+    q = np.rint(y * (256 / SCALES[shifts - LEAST_J]).astype(np.float32)[:, None])
+    return np.ascontiguousarray(q.T.astype(np.int16)) if (np.abs(q) <= FURTHEST).all() else None
+
+
+def places(group: Group, q: Any, shifts: Whole, level: int, dtype: Any) -> Any:
+    """Components [tokens, C] that come back, in parts of 1 / FINE and 1 / 256."""
+    made = np.empty(q.shape[::-1], dtype)
+    scales = SCALES[shifts - LEAST_J]
+    told = q, group.tables, shifts, levels.STEPS[level], levels.FINE, levels.centres()[level], scales
+    _kernels().places(*told, made)
+    return made
+
+
+def written(groups: Sequence[Group], q: Sequence[Any], shifts: Sequence[Whole], level: int) -> Codes:
+    """Return the groups' numbers of a level, of their finest ones."""
+    made = []
+    for g, of, by in zip(groups, q, shifts, strict=True):
+        states, words = np.empty(streams_of(of.size), np.uint32), np.empty(2 * of.size, np.uint16)
+        tables = _base().encoding, levels.parts()[max(level - 1, 0)]
+        made.append((states, words[_kernels().write_level(of, g.tables, by, level, *tables, states, words) :]))
+    return _joined(made)
+
+
+def _sections(x: Any, section: Section) -> Any:
+    """Return numbers [layers, kinds, heads, tokens, head_dim] as the section has them."""
+    return np.ascontiguousarray(x.swapaxes(0, 1)).reshape(section.shape)
+
+
+def front(groups: Sequence[Group], tokens: int) -> int:
+    """Bytes of a part that are not words, with its own front and padding."""
+    return sum(4 + 4 * streams_of(g.mean.size * tokens) for g in groups) + REFINEMENT
+
+
+def streams_of(numbers: int) -> int:
+    """Number of streams of so many numbers: a power of 2."""
+    return 1 << max(0, numbers // STREAM_NUMBERS - 1).bit_length()
+
+
+def _joined(made: Sequence[tuple[Any, Any]]) -> Codes:
+    sizes = np.array([words.size for _, words in made], "<u4")
+    parts = [sizes, *(states.astype("<u4") for states, _ in made), *(words.astype("<u2") for _, words in made)]
+    return np.concatenate([part.view(np.uint8) for part in parts])
+
+
+def _parted(body: Codes, streams: Sequence[int]) -> list[tuple[Any, Any]]:
+    """Undo `_joined`. Raises SizeError, DamagedError."""
+    begin = 4 * (len(streams) + sum(streams))
+    if body.size < begin or (body.size - begin) % 2:
+        raise SizeError(f"{body.size} bytes are not {len(streams)} entropy-coded rows: {begin} and words are.")
+    numbers, words = body[:begin].copy().view("<u4").astype(np.uint32), body[begin:].copy().view("<u2")
+    sizes, states = numbers[: len(streams)].astype(np.int64), numbers[len(streams) :]
+    if sizes.sum() != words.size or (states < LOWEST).any():
+        raise DamagedError("entropy-coded numbers have lengths or states that no encoder writes.")
+    each = zip(np.split(states, np.cumsum(streams)[:-1]), np.split(words, np.cumsum(sizes)[:-1]), strict=True)
+    return [(np.ascontiguousarray(some), np.ascontiguousarray(of, np.uint16)) for some, of in each]
+
+
+def _check_end(good: bool) -> None:
+    if not good:
+        raise DamagedError("entropy-coded numbers do not end where they should: the codes are damaged.")
+
+
+@cache
+def _base() -> Coder:
+    return Coder(levels.base())
+
+
+@cache
+def _cells() -> Coder:
+    return Coder(levels.cells())
+
+
+def _kernels() -> Any:
+    from manthan.codec.cpu import numba_kernels
+
+    return numba_kernels

@@ -1,0 +1,122 @@
+"""Tables of the levels of an embedded code: how a number's intervals nest, and how likely each part of one is.
+
+The finest whole number of a component is q3; those of coarser levels follow, and keep its sign:
+
+    |q2| = (|q3| + 1) // 3;  |q1| = |q2| // 2;  |q0| = |q1| // 2
+
+Their intervals nest (Equitz and Cover, "Successive refinement of information", 1991), and dead zones grow where numbers
+are few. A table is one of SHAPES, generalized Gaussians, times one of WIDTHS. A refinement tells which part of its
+interval a number is in, by its table and its magnitude so far. Numbers come back at the mean of their interval.
+"""
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from manthan.codec.tables.frequencies import LARGEST, SCALE, SHAPES, as_frequencies
+
+SPLITS = 2, 2, 3
+"""Parts of an interval that each refinement tells apart."""
+STEPS = 12, 6, 3, 1
+"""Step of each level, in finest ones."""
+WIDTHS = 2.0 ** (np.arange(-24, 24) / 3)
+"""Deviations of tables, in steps of the base."""
+MAGNITUDES = 4
+"""Magnitudes so far that have tables of their own: 0, 1, 2, and more."""
+FINE = 16
+"""Parts of a finest step in which a place inside an interval is told."""
+FALLING = len(SHAPES) * len(WIDTHS)
+"""Table of the exponents below a cell, behind those of cells."""
+
+Whole = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
+
+
+def coarser(magnitudes: Whole) -> list[Whole]:
+    """Magnitudes of all levels, the base's first, of the finest ones."""
+    made = [magnitudes]
+    for split in reversed(SPLITS):
+        made.insert(0, (made[0] + split // 3) // split)
+    return made
+
+
+@cache
+def _masses() -> tuple[Doubles, Doubles]:
+    """Mass and mean of every finest interval, [tables, magnitudes]; of a mass below 1e-12, its middle."""
+    most = (LARGEST + 1) * STEPS[0]
+    edges = np.maximum(np.arange(most + 1) - 0.5, 0)
+    masses, means = [], []
+    for shape in SHAPES:
+        x = np.concatenate([np.linspace(0, 8, 80_001), np.linspace(8, 120, 20_001)[1:]])
+        points = (x[1:] + x[:-1]) / 2
+        density = np.exp(-(points**shape)) * np.diff(x)
+        root = np.sqrt((density * points**2).sum() / density.sum())
+        mass, moment = (np.append(0, np.cumsum(d)) / density.sum() for d in (density, density * points / root))
+        for width in WIDTHS * STEPS[0]:
+            m, first = (np.diff(np.interp(edges / width, x / root, c)) for c in (mass, moment))
+            masses.append(m)
+            means.append(np.where(m > 1e-12, first * width / np.maximum(m, 1e-12), np.arange(most)))
+    return np.array(masses), np.array(means)
+
+
+def _summed(x: Doubles, parents: Whole, size: int) -> Doubles:
+    made = np.zeros((len(x), size))
+    np.add.at(made.T, np.minimum(parents, size - 1), x.T)
+    return made
+
+
+@cache
+def centres() -> npt.NDArray[np.int32]:
+    """Places in an interval where numbers come back, [levels, tables, magnitudes], 1 / FINE of a finest step each."""
+    mass, mean = _masses()
+    made = np.zeros((len(STEPS), len(mass), MAGNITUDES), np.int32)
+    for level, parents in enumerate(coarser(np.arange(mass.shape[1]))):
+        total = _summed(mass, parents, MAGNITUDES)
+        inside = _summed(mass * (mean - parents * STEPS[level]), parents, MAGNITUDES)
+        made[level] = np.rint(np.where(total > 1e-12, inside / np.maximum(total, 1e-12), 0) * FINE)
+    made[:, :, 0] = 0
+    return made
+
+
+@cache
+def base() -> npt.NDArray[np.uint16]:
+    """Frequencies of the base's numbers, [tables, 256]."""
+    mass = _masses()[0]
+    parents = coarser(np.arange(mass.shape[1]))[0]
+    return _of_magnitudes(_summed(mass, parents, LARGEST + 1))
+
+
+@cache
+def cells() -> npt.NDArray[np.uint16]:
+    """Frequencies of distances from the expected cell, [tables, 256], and behind them those of falls (FALLING)."""
+    mass = _masses()[0]
+    made = _of_magnitudes(_summed(mass, (np.arange(mass.shape[1]) + 6) // 12, LARGEST + 1))
+    falls = np.zeros(2 * LARGEST + 1)
+    falls[LARGEST:] = 2.0 ** -np.arange(1, LARGEST + 2)
+    return np.concatenate([made, as_frequencies(falls)[None].astype(np.uint16)])
+
+
+def _of_magnitudes(masses: Doubles) -> npt.NDArray[np.uint16]:
+    both = np.concatenate([masses[:, :0:-1] / 2, masses[:, :1], masses[:, 1:] / 2], 1)
+    return np.array([as_frequencies(each) for each in both], np.uint16)
+
+
+@cache
+def parts() -> npt.NDArray[np.uint32]:
+    """Frequencies of what refinements tell, -1, 0 and 1, [refinements, tables, magnitudes, 3]. Their sum is SCALE."""
+    mass = _masses()[0]
+    levels = coarser(np.arange(mass.shape[1]))
+    made = np.zeros((len(SPLITS), len(mass), MAGNITUDES, 3), np.uint32)
+    for n, split in enumerate(SPLITS):
+        so_far, child = np.minimum(levels[n], MAGNITUDES - 1), levels[n + 1] - split * levels[n]
+        for magnitude in range(MAGNITUDES):
+            of = [(so_far == magnitude) & (child == part) for part in (-1, 0, 1)]
+            likely = np.array([mass[:, each].sum(1) + 1e-9 * each.any() for each in of])
+            if magnitude == 0:
+                likely = np.array([likely[2] / 2, likely[1], likely[2] / 2])
+            likely /= likely.sum(0)
+            told = np.where(likely > 0, np.maximum(1, np.rint(likely * SCALE)), 0).astype(np.int64)
+            told[likely.argmax(0), np.arange(len(mass))] += SCALE - told.sum(0)
+            made[n, :, magnitude] = told.T
+    return made
