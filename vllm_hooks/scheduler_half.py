@@ -102,7 +102,8 @@ class SchedulerHalf:
         self._group, self._block_size = self.groups.main.index, self.groups.main.tokens
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
         profile = settled_profile(vllm_config) if needs_profile(config.codec.name) else None
-        shards = Shards(self._ranks, room_in(config))
+        can_trim = not (config.tiers.is_shared or config.sealing.key_file)
+        shards = Shards(self._ranks, room_in(config), can_trim)
         self._shapes = memory_shapes(config.codec, self.groups, shards, profile)
         self._shape = self._shapes[0]
         capacity = self._capacity(self._shape)

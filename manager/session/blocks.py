@@ -71,8 +71,8 @@ class GroupShape:
     tokens: of a block. pool_nbytes: what it takes in the pool. bounds: the most bytes that a compressed block takes, by
     the number of its first tokens that are kept exact; 0 is always there. typical: bytes to expect without exact
     tokens; 0 for the bound. codec: name of the codec; empty for the configured one. is_lossless: True if it gives back
-    every bit. levels: of the codec: 1 if its blocks have no refinements. level: of a block of which no refinements are
-    told: one without has the level that is about as fine.
+    every bit. levels: of a new block, 1 if it has no refinements that can be cut. level: of a block of which no
+    refinements are told; one without has the level that is about as fine.
     """
 
     tokens: int
