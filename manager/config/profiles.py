@@ -81,8 +81,8 @@ def load_profile(path: Path, codec: str, model: str, ranks: int) -> Profile:
         profile.for_rank(0, ranks)
     except ProfileError as error:
         raise ConfigError(str(error).rstrip(".")) from None
-    if codec not in (codecs := (*profile.info.ratios, *(EMBEDDED if profile.groups else ()))):
-        has = ", ".join(codecs) or "none"
+    if codec not in profile.info.ratios and not (codec in EMBEDDED and profile.groups):
+        has = ", ".join(profile.info.ratios) or "none"
         raise ConfigError(f"the profile {path} has no {codec}: it has {has}; run `{_command(model, ranks)}`")
     return profile
 
