@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from manthan.manager.events import BlocksDropped, Overwritten, StoreFailed, StoreIsUp, Verdict
+from manthan.manager.events import BlocksDropped, BlocksTrimmed, Overwritten, StoreFailed, StoreIsUp, Verdict
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.guard import Guard
-from manthan.manager.pool import Mark, Owner, Pool
+from manthan.manager.pool import Asker, Mark, Owner, Pool
 from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.hints import NO_HINTS, Hints
 from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, StorePlan
 from manthan.manager.session.prefetch import Prefetcher
 from manthan.manager.session.table import Session
 from manthan.manager.tiers.tier import STORE_FULL
-from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Answers, Transfer, TransferResult, Weigh
+from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Answers, Transfer, TransferResult, Weigh, weighed
 
 if TYPE_CHECKING:
     from manthan.manager.session.persist import JournalLink, RedisLink
@@ -96,7 +96,7 @@ class Work:
     """Orders of one step, in this order. revokes: True if the blocks of earlier stores that nobody has begun to gather
     are to be given back."""
 
-    drops: Sequence[BlocksDropped] = ()
+    drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()
     revokes: bool = False
@@ -179,8 +179,8 @@ class Driver:
         self._load_of: dict[int, str] = {}  # by job id, the request that a load is for
         self._granted: list[Transfer] = []
         self._loads: list[Transfer] = []
-        self._drops: list[BlocksDropped] = []
-        manager.events.subscribe(self._drops.append, BlocksDropped)
+        self._drops: list[BlocksDropped | BlocksTrimmed] = []
+        manager.events.subscribe(self._drops.append, BlocksDropped, BlocksTrimmed)
         self._waiting: dict[str, int] = {}  # by request id, the blocks that it will take
         self._ordered = Work()
         """Orders of the last step, until the workers are told."""
@@ -219,7 +219,7 @@ class Driver:
         request = self.manager.request_started(
             request_id, hashes, name, now, tokens=tokens, hints=hints, tenant=tenant, tail=tail
         )
-        known = 0 if request.is_exact else tokens - request.session.added_tokens
+        known = tokens - request.session.added_tokens if request.quality == "any" else 0
         self._serving[request_id] = Serving(request, known=known)
         self._waiting[request_id] = blocks
         if hints.prefetch:
@@ -305,6 +305,8 @@ class Driver:
         for mark, groups in ((Mark.DECODED, decoded), (Mark.DERIVED, derived)):
             for block_ids in groups:
                 marks.set(block_ids, mark, owner)
+        for block_ids in decoded:  # nothing tells how fine they are
+            marks.coarsen(block_ids)
         lossy = max((len(first) + len(behind) for first, behind in zip(decoded, derived, strict=True)), default=0)
         serving.lossy += lossy * self.manager.shape.block_tokens
 
@@ -325,8 +327,8 @@ class Driver:
         """True if a block of the pool may be served to a request."""
         return self._pool.marks.serves(block_id, self.asker(request_id))
 
-    def asker(self, request_id: str) -> Owner | None:
-        """Return the owner of a request's session; None if the request wants exact KV only."""
+    def asker(self, request_id: str) -> Asker | None:
+        """Return who asks; None if the request wants exact KV only."""
         serving = self._serving.get(request_id)
         return None if serving is None else serving.request.asker
 
@@ -373,6 +375,7 @@ class Driver:
             is_main = job.group == manager.shape.session_group
             found = rows[: len(job)] if is_main else manager.blocks.find(job.group, job.block_hashes)
             self._mark(job, manager.loaded_marks(found), request.session.owner, serving.exact)
+            self._pool.marks.coarsen(job.block_ids[manager.is_coarse(found)].tolist())
         serving.lossy += self._lossy_tokens(jobs)
 
     def _mark(self, job: Transfer, marks: Sequence[Mark], owner: Owner, exact: set[int]) -> None:
@@ -473,7 +476,7 @@ class Driver:
         drops = self._drops.copy()
         self._drops.clear()
         if self._redis is not None:
-            self._redis.tell(drops, now)
+            self._redis.tell([drop for drop in drops if isinstance(drop, BlocksDropped)], now)
         if self._journal is not None:
             self._journal.tell(now)
         self.hear()
@@ -616,7 +619,8 @@ class Driver:
         good = [at for at in range(len(plan.transfer)) if at not in causes]
         if good:
             nbytes = {at: self._weigh(sizes[:, at].tolist()) for at in good}
-            self.manager.stored(plan, nbytes, now, store.answers.seconds / len(plan.transfer))
+            inner = {at: weighed((each.inner.get(at, ()) for each in results), self._weigh) for at in results[0].inner}
+            self.manager.stored(plan, nbytes, now, store.answers.seconds / len(plan.transfer), inner)
 
     def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Set[int] = frozenset()) -> None:
         """Tell the manager of the blocks of a store that were not saved. torn: of which some rank began to write."""

@@ -143,6 +143,15 @@ class BlocksDropped:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksTrimmed:
+    """These blocks lose all refinements above a level, for want of room."""
+
+    group: int
+    block_hashes: Sequence[bytes]
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreFailed:
     """A block could not be stored, for these causes."""
 
@@ -228,6 +237,7 @@ Event: TypeAlias = (
     | EncodingBegins
     | BlocksSaved
     | BlocksDropped
+    | BlocksTrimmed
     | StoreFailed
     | Overwritten
     | PrefetchHit

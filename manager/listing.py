@@ -75,7 +75,8 @@ class SessionInfo:
     saved blocks. cold_bytes: of these and of its resume points in the tiers. tiers: that have some of these, by name,
     the fastest first. expected_return: as its client said, or as long as its tool takes. tool: that its client waits
     for. parent: session for which it works, as its client named it. lossy_tokens: cached tokens of its last request
-    that were decoded, or computed behind decoded ones. engine: number of the data-parallel engine that has it.
+    that were decoded, or computed behind decoded ones. level: of its coarsest compressed block; None without any, or if
+    the codec has but one. engine: number of the data-parallel engine that has it.
     """
 
     id: str
@@ -97,6 +98,7 @@ class SessionInfo:
     tool: str
     parent: str | None
     lossy_tokens: int
+    level: int | None = None
     engine: int = 0
 
 
@@ -185,6 +187,7 @@ class Listing:
             tool=session.tool,
             parent=session.parent,
             lossy_tokens=session.lossy_tokens,
+            level=int(blocks.level[saved].min()) if len(saved) and shape.groups[shape.main].levels > 1 else None,
         )
 
     def _held(self, tier: int, saved: Rows, beside: Rows) -> Held:

@@ -12,6 +12,8 @@ BlockName: TypeAlias = tuple[int, bytes]
 """KV cache group and block hash."""
 Owner: TypeAlias = tuple[str, str]
 """Tenant and name of the session whose return brought decoded KV back. Branches of one session share it."""
+Asker: TypeAlias = Owner | tuple[str, str, str]
+"""Owner that asks for KV, with "high" behind it if it takes none that was decoded from coarse blocks."""
 
 
 class Mark(IntEnum):
@@ -40,6 +42,7 @@ class Marks:
     def __init__(self, blocks: int) -> None:
         self._marks = [Mark.EXACT] * blocks
         self._owners: dict[int, Owner | None] = {}
+        self._coarse: set[int] = set()
 
     def __bool__(self) -> bool:
         """True if any block is not exact."""
@@ -56,10 +59,15 @@ class Marks:
         """Mark blocks. An exact block has no owner."""
         for block_id in block_ids:
             self._marks[block_id] = mark
+            self._coarse.discard(block_id)
             if mark:
                 self._owners[block_id] = owner
             else:
                 self._owners.pop(block_id, None)
+
+    def coarsen(self, block_ids: Iterable[int]) -> None:
+        """Note that blocks, which are marked, are too coarse for requests of high quality."""
+        self._coarse.update(block_ids)
 
     def clear(self, block_ids: Iterable[int]) -> None:
         """Forget the marks of blocks that were allocated anew."""
@@ -69,10 +77,14 @@ class Marks:
     def copy(self, source: int, target: int) -> None:
         """Give a copy of a block the mark and the owner of its source."""
         self.set((target,), self[source], self._owners.get(source))
+        if source in self._coarse:
+            self.coarsen((target,))
 
-    def serves(self, block_id: int, owner: Owner | None) -> bool:
-        """True if this block may be served to sessions of `owner`. None stands for a request that wants exact KV."""
-        return block_id not in self._owners or (owner is not None and self._owners[block_id] == owner)
+    def serves(self, block_id: int, asker: Asker | None) -> bool:
+        """True if this block may be served to a request. None stands for one that wants exact KV."""
+        if block_id not in self._owners or asker is None:
+            return block_id not in self._owners
+        return self._owners[block_id] == asker[:2] and (len(asker) == 2 or block_id not in self._coarse)
 
 
 class Unsaved(NamedTuple):

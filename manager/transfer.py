@@ -1,6 +1,6 @@
 """The two forms of work between scheduler and workers: a transfer, and what became of it on one rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -72,6 +72,8 @@ class TransferResult:
     """Result of a transfer on one rank.
 
     nbytes: int64, what each compressed block takes in its tier (store) or has (load); 0 where the block failed.
+    inner: of a store, by index in the job, what a block with refinements would take with one part, two, and so on, but
+        for all, if its tier can trim.
     failed: by index in the job, the cause, which is a metric's label. Of a load, no block behind the first is loaded.
     seconds: that the job took.
     """
@@ -80,6 +82,7 @@ class TransferResult:
     nbytes: NDArray[np.int64]
     failed: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
+    inner: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     @classmethod
     def refused(cls, job: Transfer, cause: str) -> "TransferResult":
@@ -136,6 +139,11 @@ class Answers:
 
 Weigh: TypeAlias = Callable[[Sequence[int]], int]
 """Bytes of the budget that a block takes, from its bytes on each rank."""
+
+
+def weighed(ranks: Iterable[Sequence[int]], weigh: Weigh) -> list[int]:
+    """Return what a block takes with one part, two, and so on, from what it takes on each rank."""
+    return [weigh(sizes) for sizes in zip(*ranks, strict=False)]
 
 
 def on_each(ranks: int) -> Weigh:

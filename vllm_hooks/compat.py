@@ -24,7 +24,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from manthan.manager.pool import BlockName, Mark, Marks, Owner, Unsaved
+from manthan.manager.pool import Asker, BlockName, Mark, Marks, Owner, Unsaved
 
 if TYPE_CHECKING:
     import torch
@@ -554,8 +554,8 @@ class Watched:
 
     def __init__(self, pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
         self._pool, self.marks, self.half = pool, marks, half
-        self.asker: Owner | None = None
-        """Owner of the session whose request vLLM looks up now."""
+        self.asker: Asker | None = None
+        """The one whose request vLLM looks up now."""
 
     def serving(self, get_cached_block: Callable[..., Any]) -> Callable[..., Any]:
         def get_served(block_hash: BlockHash, kv_cache_group_ids: list[int]) -> Any:

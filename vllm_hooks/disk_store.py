@@ -22,6 +22,7 @@ from manthan.manager.tiers.disk_folder import check_folder, counts_in, found_in,
 from manthan.manager.tiers.journal import Journal
 from manthan.manager.tiers.sealed import Sealer, keys_of
 from manthan.manager.tiers.shards import Shard
+from manthan.manager.transfer import on_each, weighed
 from manthan.vllm_hooks.shards import Sharding, reads_others
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
@@ -107,7 +108,13 @@ class DiskBooks:
         left = [self._left(count) for count in self._counts if count != self._ranks]
         others = {name: sum(sizes.get(name, 0) for sizes in left) for sizes in left for name in sizes}
         own = [found_in(self._folder, Shard(rank, self._ranks)) for rank in range(self._ranks)]
-        found = link.adopt(own, began, others)
+        whole = [{name: rooms[-1] for name, rooms in rank.items()} for rank in own]
+        inner = {
+            name: weighed((rank.get(name, ()) for rank in own), on_each(self._ranks))[:-1]
+            for name, rooms in own[0].items()
+            if rooms[1:] and name not in others
+        }
+        found = link.adopt(whole, began, others, inner)
         if found.written or found.dropped:
             logger.info(
                 "Manthan: %d of %d sessions of an earlier server are cold again: %d blocks (%s) in %s, in %.1f s; "
@@ -127,7 +134,7 @@ class DiskBooks:
         ranks = [found_in(self._folder, Shard(rank, count)) for rank in range(count)]
         names = dict.fromkeys(name for rank in ranks for name in rank)
         whole = {name for name in names if all(name in rank for rank in ranks[:: other.copies])}
-        return {name: sum(rank.get(name, 0) for rank in ranks) if name in whole else 0 for name in names}
+        return {name: sum(rank[name][-1] for rank in ranks if name in rank) if name in whole else 0 for name in names}
 
     def close(self) -> None:
         """Unlock the folder."""

@@ -11,12 +11,12 @@ from manthan.codec.cpu.exact import EXACT
 from manthan.codec.cpu.state import STATE_CODECS, StateLayout, StatePart
 from manthan.codec.gpu.paged import DTYPES
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.profile import Profile
-from manthan.codec.registry import FALLBACK, finer_codecs, needs_profile
+from manthan.codec.profile import EMBEDDED, Profile
+from manthan.codec.registry import FALLBACK, finer_codecs, is_embedded, needs_profile
 from manthan.codec.wht import NAME as WHT
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig, ConfigError
-from manthan.manager.session.blocks import GroupShape, MemoryShape
+from manthan.manager.session.blocks import HIGH, GroupShape, MemoryShape
 from manthan.manager.tiers.arena import room
 from manthan.vllm_hooks.kv_dtype import FP8
 
@@ -24,15 +24,21 @@ if TYPE_CHECKING:
     from manthan.vllm_hooks.groups import Groups, KvCacheGroup
 
 
+HIGH_RATIO = 9
+"""Compression up to which blocks without refinements are for requests of high quality."""
 MOST = 0xFFFF
 """Largest dimension that a compressed block's header has room for."""
 
 
 class Shards(NamedTuple):
-    """Parts of a block on all ranks. room: returns the most bytes of the budget that a compressed block takes."""
+    """Parts of a block on all ranks.
+
+    room: returns the most bytes of the budget that a compressed block takes. can_trim: True if tiers cut blocks.
+    """
 
     ranks: int
     room: Callable[[int], int] = room
+    can_trim: bool = True
 
 
 def block_shape(group: "KvCacheGroup") -> BlockShape:
@@ -93,7 +99,11 @@ def group_shape(
         for exact, of_rank in exact_counts(codec, group).items()
     }
     typical = sum(room(form.expected_nbytes(0)) for form in made)
-    return GroupShape(group.tokens, group.page_nbytes * count, bounds, typical, is_lossless=codec.name == EXACT)
+    nbytes, level = group.page_nbytes * count, EMBEDDED.get(codec.name, 0)
+    shape = GroupShape(group.tokens, nbytes, bounds, typical, is_lossless=codec.name == EXACT)
+    if is_embedded(codec.name):
+        return replace(shape, levels=level + 1) if shards.can_trim else replace(shape, level=level)
+    return replace(shape, level=HIGH if nbytes <= HIGH_RATIO * shape.cold_nbytes else 0)
 
 
 def _renamed(codec: CodecConfig, name: str) -> CodecConfig:

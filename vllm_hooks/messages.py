@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from manthan.manager.events import BlocksDropped, Verdict
+from manthan.manager.events import BlocksDropped, BlocksTrimmed, Verdict
 from manthan.manager.transfer import Transfer, TransferResult
 
 
@@ -18,7 +18,7 @@ class ManthanMetadata(KVConnectorMetadata):
 
     place: str | None = None
     """Name of the emptied store that is used from now on, because the KV of old is void; None for no change."""
-    drops: Sequence[BlocksDropped] = ()
+    drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()
     tokens: int = 0

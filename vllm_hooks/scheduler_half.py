@@ -19,7 +19,7 @@ from manthan.manager.driver import Driver
 from manthan.manager.events import Events
 from manthan.manager.guard import Choice, Guard
 from manthan.manager.histories import Histories
-from manthan.manager.pool import Owner
+from manthan.manager.pool import Asker
 from manthan.manager.session.blocks import SAVED, MemoryShape
 from manthan.manager.session.manager import PointParts, SessionManager, Shares
 from manthan.manager.session.persist import JournalLink, RedisLink
@@ -102,7 +102,8 @@ class SchedulerHalf:
         self._group, self._block_size = self.groups.main.index, self.groups.main.tokens
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
         profile = settled_profile(vllm_config) if needs_profile(config.codec.name) else None
-        shards = Shards(self._ranks, room_in(config))
+        can_trim = not (config.tiers.is_shared or config.sealing.key_file)
+        shards = Shards(self._ranks, room_in(config), can_trim)
         self._shapes = memory_shapes(config.codec, self.groups, shards, profile)
         self._shape = self._shapes[0]
         capacity = self._capacity(self._shape)
@@ -238,8 +239,8 @@ class SchedulerHalf:
 
     # -- vLLM's local prefix cache; see `watch_lookups` ----------------------------------------------
 
-    def asker(self, request: "Request") -> Owner | None:
-        """Owner of the request's session; None if the request wants exact KV only."""
+    def asker(self, request: "Request") -> Asker | None:
+        """Return who asks; None if the request wants exact KV only."""
         return self.driver.asker(request.request_id)
 
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:

@@ -30,8 +30,8 @@ Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
 AnyBytes = Annotated[ByteSize, BeforeValidator(_no_bool), Field(ge=0)]
 Bytes = Annotated[ByteSize, BeforeValidator(_no_bool), Field(gt=0)]
 
-Quality = Literal["exact", "any"]
-QUALITY = "exact or any"
+Quality = Literal["exact", "high", "any"]
+QUALITY = "exact, high or any"
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import PRESETS, Profile
+from manthan.codec.profile import EMBEDDED, PRESETS, Profile
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 
@@ -81,7 +81,7 @@ def load_profile(path: Path, codec: str, model: str, ranks: int) -> Profile:
         profile.for_rank(0, ranks)
     except ProfileError as error:
         raise ConfigError(str(error).rstrip(".")) from None
-    if codec not in profile.info.ratios:
+    if codec not in profile.info.ratios and not (codec in EMBEDDED and profile.groups):
         has = ", ".join(profile.info.ratios) or "none"
         raise ConfigError(f"the profile {path} has no {codec}: it has {has}; run `{_command(model, ranks)}`")
     return profile

@@ -1,6 +1,6 @@
 """Blocks that sessions, requests and resume points use, as rows of a table, and what they take of the tiers' budget.
 
-A block is a row number. Its facts are columns of arrays: about 100 bytes a block, and no Python object of its own. All
+A block is a row number. Its facts are columns of arrays: about 120 bytes a block, and no Python object of its own. All
 bytes are those of all ranks together. Only this module changes the columns.
 """
 
@@ -25,6 +25,10 @@ NOBODY = "\0"
 """Tenant of blocks that another engine has stored. They count towards no share, and no tenant can have this name."""
 
 SAVED, STORING = 1, 2
+MOST_INNER = 4
+"""Refinements of a block that can be cut one by one."""
+HIGH, LOSSLESS = 2, 4
+"""Levels from which on a block is for requests of high quality, and gives back every bit."""
 _EMPTY, _GONE = -1, -2  # in the index
 _FIRST_ROWS = 256
 _AT_ONCE = 1 << 18
@@ -40,11 +44,24 @@ _COLUMNS = {
     "reserved": np.uint32,
     "exact": np.uint16,
     "mark": np.uint8,
+    "level": np.uint8,
+    "inner": np.dtype((np.uint32, MOST_INNER)),
     "moved": np.uint8,
     "tenant": np.int32,
     "origin": np.int32,
     "_slot": np.int32,
 }
+
+
+class Level(NamedTuple):
+    """Divergence of KV that comes back from a level of a block with refinements, in nats, and its compression ratio."""
+
+    divergence: float
+    ratio: float
+
+
+LEVELS = Level(0.032, 20), Level(0.0075, 12), Level(0.00096, 8), Level(0.00012, 5), Level(0.0, 1.6)
+"""Of a model of which nothing is known, the base first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +71,8 @@ class GroupShape:
     tokens: of a block. pool_nbytes: what it takes in the pool. bounds: the most bytes that a compressed block takes, by
     the number of its first tokens that are kept exact; 0 is always there. typical: bytes to expect without exact
     tokens; 0 for the bound. codec: name of the codec; empty for the configured one. is_lossless: True if it gives back
-    every bit.
+    every bit. levels: of a new block, 1 if it has no refinements that can be cut. level: of a block of which no
+    refinements are told; one without has the level that is about as fine.
     """
 
     tokens: int
@@ -63,6 +81,8 @@ class GroupShape:
     typical: int = 0
     codec: str = ""
     is_lossless: bool = False
+    levels: int = 1
+    level: int = 0
 
     @property
     def cold_nbytes(self) -> int:
@@ -145,6 +165,8 @@ class BlockTable:
     pins: loads that read it now. A pinned block is never dropped.
     status: SAVED if every rank has it in a tier, STORING while a store of it is under way.
     nbytes, exact, mark: of its compressed block: size, number of exact tokens, and mark of the KV it was made from.
+    level: number of refinements of its compressed block; see `GroupShape.level` for one without.
+    inner: what it would take with one part, two, and so on, but for all; 0 behind the last.
     reserved: bytes that the store under way may take.
     tenant: number of the tenant whose share it counts towards, see `tenant_number`.
     origin: number of a session that has it; 0 if that is not known.
@@ -161,6 +183,8 @@ class BlockTable:
     reserved: NDArray[np.uint32]
     exact: NDArray[np.uint16]
     mark: NDArray[np.uint8]
+    level: NDArray[np.uint8]
+    inner: NDArray[np.uint32]
     moved: NDArray[np.uint8]
     tenant: NDArray[np.int32]
     origin: NDArray[np.int32]
@@ -187,6 +211,8 @@ class BlockTable:
         """Number of blocks of stores under way."""
         self.exact_blocks = 0
         """Number of saved blocks with exact tokens."""
+        self._refined = np.zeros(MOST_INNER + 1, np.int64)
+        """Number of saved blocks by their refinements that can be cut."""
         self.moved_nbytes = [0] * 8
         """Bytes of saved blocks that have left each front tier."""
 
@@ -415,7 +441,20 @@ class BlockTable:
         self._end_store(rows)
         self.free_unneeded(rows)
 
-    def save(self, rows: Rows, nbytes: ArrayLike, exact: ArrayLike, mark: ArrayLike, tenant: str | None = None) -> None:
+    def refined(self, level: int) -> int:
+        """Return how many saved blocks can be cut to below a level."""
+        return int(self._refined[level:].sum())
+
+    def save(
+        self,
+        rows: Rows,
+        nbytes: ArrayLike,
+        exact: ArrayLike,
+        mark: ArrayLike,
+        tenant: str | None = None,
+        level: ArrayLike = 0,
+        inner: ArrayLike = 0,
+    ) -> None:
         """Note that every rank has rows in a tier.
 
         Args:
@@ -423,6 +462,7 @@ class BlockTable:
             exact: number of exact tokens of each.
             mark: of the KV that each was made from.
             tenant: who pays; None for who began the store.
+            level, inner: of each.
         """
         if tenant is not None:
             self.tenant[rows] = self.tenant_number(tenant)
@@ -430,12 +470,23 @@ class BlockTable:
         self._uncount(rows[self.is_saved(rows)])
         self.status[rows] |= SAVED
         self.nbytes[rows], self.exact[rows], self.mark[rows] = nbytes, exact, mark
+        self.level[rows], self.inner[rows] = level, inner
         self._count(rows, +1)
+
+    def trim(self, rows: Rows, level: int) -> None:
+        """Note that saved rows, which have more refinements, are cut to a level."""
+        moved = self.moved[rows]
+        self._uncount(rows)
+        self.status[rows] |= SAVED
+        self.nbytes[rows], self.level[rows] = self.inner[rows, level], level
+        self.inner[rows, level:] = 0
+        self._count(rows, +1)
+        self.move(rows, moved)
 
     def drop(self, rows: Rows) -> None:
         """Forget the compressed blocks of saved rows."""
         self._uncount(rows)
-        self.nbytes[rows] = 0
+        self.nbytes[rows] = self.inner[rows] = 0
         self.free_unneeded(rows)
 
     def move(self, rows: Rows, moved: ArrayLike) -> None:
@@ -463,6 +514,8 @@ class BlockTable:
         self._charge(rows, self.nbytes[rows], sign)
         self.saved_nbytes += sign * int(self.nbytes[rows].sum(dtype=np.int64))
         self.exact_blocks += sign * int((self.exact[rows] > 0).sum())
+        refined = (self.inner[rows] > 0).sum(axis=1)
+        self._refined += sign * np.bincount(refined, minlength=len(self._refined))
         groups, counts = np.unique(self.group[rows], return_counts=True)
         for group, count in zip(groups.tolist(), counts.tolist(), strict=True):
             self.saved_blocks[group] = self.saved_blocks.get(group, 0) + sign * count

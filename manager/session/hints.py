@@ -97,9 +97,9 @@ class Hints(BaseModel):
     release: drop it when this request ends. expect_return_s: the client will be back in about so many seconds. tool:
     when the tool of that name is done, of which is known how long it takes when sessions have waited for it.
     prefetch: ids of sessions that are about to be used. parent_session_id: the session for which it works. tenant: who
-    pays for the session. quality: "exact" if this request takes only KV that was computed exactly, "any" if decoded KV
-    will do. store: false if nothing of this request and of later ones of the session may reach a tier, true if it may
-    again.
+    pays for the session. quality: "exact" if this request takes only KV that was computed exactly, "high" if it takes
+    decoded KV from blocks of level `HIGH` or finer, "any" if all decoded KV will do. store: false if nothing of this
+    request and of later ones of the session may reach a tier, true if it may again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -5,7 +5,7 @@ carries out the transfers that it returns.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from manthan.manager.config.model import Quality
 from manthan.manager.events import (
     BlocksDropped,
     BlocksSaved,
+    BlocksTrimmed,
     DropCause,
     EncodingBegins,
     Events,
@@ -27,14 +28,19 @@ from manthan.manager.events import (
     Pinned,
     Turn,
 )
-from manthan.manager.pool import MARKS, BlockName, Mark, Owner, Pool
+from manthan.manager.pool import MARKS, Asker, BlockName, Mark, Pool
 from manthan.manager.session.blocks import (
+    HIGH,
+    LEVELS,
+    LOSSLESS,
+    MOST_INNER,
     NO_GROUP,
     NO_ROWS,
     NOBODY,
     SAVED,
     STORING,
     BlockTable,
+    Level,
     Mask,
     MemoryShape,
     Rows,
@@ -86,7 +92,7 @@ class Request:
     """A request and its match: the rows of its prompt's full blocks, looked up once.
 
     tokens: of the prompt. own: number of first blocks that its session, or another of the same name, has brought.
-    Behind these it takes exact blocks only. is_exact: True if it wants exact KV only.
+    Behind these it takes exact blocks only. quality: of the KV that it takes.
     """
 
     request_id: str
@@ -97,16 +103,18 @@ class Request:
     began: float
     hints: Hints
     own: int = 0
-    is_exact: bool = False
+    quality: Quality = "any"
 
     @property
-    def asker(self) -> Owner | None:
-        """Owner of its session; None if it wants exact KV only."""
-        return None if self.is_exact else self.session.owner
+    def asker(self) -> Asker | None:
+        """Return who asks; None if it wants exact KV only."""
+        if self.quality == "exact":
+            return None
+        return (*self.session.owner, "high") if self.quality == "high" else self.session.owner
 
     def has_brought(self, blocks: int) -> None:
         """Note that another engine has served its session, by name, the first `blocks` of its prompt."""
-        if self.session.name is not None and not self.is_exact:
+        if self.session.name is not None and self.quality != "exact":
             self.own = max(self.own, blocks)
 
 
@@ -175,6 +183,7 @@ class SessionManager:
         is_shared: True if other engines use the same tier.
         ttl_s: seconds after its last use at which a session is forgotten; None for never.
         is_exclusive: True if a full tier need not hold what the pool holds.
+        levels: of blocks with refinements.
     """
 
     pool: Pool
@@ -199,6 +208,7 @@ class SessionManager:
         is_shared: bool = False,
         ttl_s: float | None = None,
         is_exclusive: bool = False,
+        levels: Sequence[Level] = LEVELS,
     ) -> None:
         self._make_policy = policy.family(options)
         self.shape, self.budget_nbytes, self.shares = shape, capacity_nbytes, shares
@@ -212,7 +222,7 @@ class SessionManager:
         self.said = SaidBySession(self.table, self._pin, self._unpin, self._keep, self.forget_session, ttl_s)
         self.requests: dict[str, Request] = {}
         self.job_ids = count()
-        self._is_shared, self._is_exclusive = is_shared, is_exclusive
+        self._is_shared, self._is_exclusive, self._levels = is_shared, is_exclusive, levels
         self._sink, self._wanted_sink = sink_tokens, sink_tokens
         self.due = Deadlines()
         """When idle sessions are to be saved."""
@@ -293,8 +303,8 @@ class SessionManager:
         if length < len(session.rows):  # nobody asks for the old answer any more
             self.cut(session, length, DropCause.ABANDONED)
         request = Request(request_id, session, hashes, rows, prompt, now, hints)
-        request.is_exact = (hints.quality or self.quality) == "exact"
-        if not request.is_exact:
+        request.quality = hints.quality or self.quality
+        if request.quality != "exact":
             request.own = self.table.own_blocks(session, hashes, rows, tail)
         self.requests[request_id] = request
         self.table.asks(session, hashes, tail)
@@ -482,11 +492,13 @@ class SessionManager:
     def match(self, request: Request, resident: int, usable: int) -> int:
         """Return how many of the request's blocks behind its resident ones can be loaded.
 
-        They are saved, without a gap. Behind the blocks that its own session has brought, they are exact. Where resume
-        points are needed, they end at one.
+        They are saved, without a gap, and as fine as it wants. Behind the blocks that its own session has brought, they
+        are exact. Where resume points are needed, they end at one.
         """
-        blocks, rows = self.blocks, request.rows[resident:usable]
+        blocks, rows, is_high = self.blocks, request.rows[resident:usable], request.quality == "high"
         length = blocks.saved_prefix(rows)
+        if is_high and self.shape.stores_main:
+            length = first_false(~self.is_coarse(rows[:length]))
         own = max(0, request.own - resident)
         if self.shape.stores_main and length > own:
             length = own + first_false(self._is_exact(rows[own:length]))
@@ -494,9 +506,16 @@ class SessionManager:
             return length
         for end in range(length, 0, -1):
             point = self.points.at(int(rows[end - 1]))
-            if point is not None and self.points.stands(point) and (end <= own or self._is_exact(point.rows).all()):
+            if point is None or not self.points.stands(point) or (is_high and self.is_coarse(point.rows).any()):
+                continue  # it cannot be loaded, or is too coarse
+            if end <= own or self._is_exact(point.rows).all():
                 return end
         return 0
+
+    def is_coarse(self, rows: Rows) -> Mask:
+        """Return a mask of the saved rows that are too coarse for requests of high quality."""
+        is_coarse: Mask = (self.blocks.level[rows] < HIGH) & ~self._is_whole(rows)
+        return is_coarse
 
     def _is_exact(self, rows: Rows) -> Mask:
         """Return a mask of the saved rows that give back, bit for bit, what was computed from exact blocks."""
@@ -512,6 +531,7 @@ class SessionManager:
         for number, group in self.shape.groups.items():
             of_group = self.blocks.group[rows] == number
             is_whole |= of_group & (group.is_lossless | (self.blocks.exact[rows] >= group.tokens))
+        is_whole |= self.blocks.level[rows] >= LOSSLESS
         is_settled: Mask = self.blocks.status[rows] & STORING == 0
         return is_whole & is_settled
 
@@ -794,8 +814,18 @@ class SessionManager:
                 self._heads.update(head.tolist())
         return counts
 
-    def stored(self, plan: StorePlan, nbytes: Mapping[int, int], now: float, seconds: float) -> None:
-        """Note that every rank has stored these blocks of a plan, by index, and what they take of the budget."""
+    def stored(
+        self,
+        plan: StorePlan,
+        nbytes: Mapping[int, int],
+        now: float,
+        seconds: float,
+        inner: Mapping[int, Sequence[int]] = {},
+    ) -> None:
+        """Note that every rank has stored these blocks of a plan, by index, and what they take of the budget.
+
+        inner: what those take with fewer parts that have refinements; see `TransferResult`.
+        """
         blocks, transfer = self.blocks, plan.transfer
         good = np.array(sorted(nbytes), np.int64)
         dropped = plan.replaces[good] & ~blocks.is_saved(plan.rows[good])
@@ -806,7 +836,8 @@ class SessionManager:
         for row in rows[blocks.is_saved(rows)][:1].tolist():  # who shares the others of a head shares the first
             for session in self.table.holders(row, int(blocks.depth[row])):
                 self.table.touch(session)
-        blocks.save(rows, [nbytes[at] for at in good.tolist()], plan.exact[good], self._saved_mark(transfer.mark))
+        sizes, parts = [nbytes[at] for at in good.tolist()], [inner.get(at, ()) for at in good.tolist()]
+        blocks.save(rows, sizes, plan.exact[good], self._saved_mark(transfer.mark), None, *self.levels_of(rows, parts))
         self.announce(rows, seconds)
         if self.points.is_needed:
             self.points.stored(rows.tolist())
@@ -814,6 +845,17 @@ class SessionManager:
         self._drop_unneeded(rows)
         for session in list(self.saving):
             self._check_cold(session, now)
+
+    def levels_of(self, rows: Rows, parts: Sequence[Sequence[int]]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+        """Return `level` and `inner` of blocks, from what each takes with fewer parts, as far as that is known."""
+        level, inner = np.zeros(len(rows), np.uint8), np.zeros((len(rows), MOST_INNER), np.uint32)
+        for number, group in self.shape.groups.items():
+            level[self.blocks.group[rows] == number] = group.level
+        for at, sizes in enumerate(parts):
+            if sizes:
+                level[at] = len(sizes)
+                inner[at, : len(sizes)] = sizes[:MOST_INNER]
+        return level, inner
 
     def announce(self, rows: Rows, seconds: float | None = None) -> None:
         """Tell subscribers and the pool that rows are saved. seconds: time of a block's store on the slowest rank."""
@@ -868,6 +910,7 @@ class SessionManager:
             if session is not None:
                 self.table.touch(session)
                 self.table.enter_order_again(session)
+                self.table.enter_refined(session)
                 own = rows[self.blocks.origin[rows] == number]
                 session.stored += len(own)
                 session.stored_nbytes += int(self.blocks.nbytes[own].sum(dtype=np.int64))
@@ -963,7 +1006,8 @@ class SessionManager:
             return []
         shared = rows[: first_false(blocks.users[rows] > 1)]
         lossy = shared[blocks.is_droppable(shared) & (blocks.status[shared] & STORING == 0)]
-        lossy = lossy[(blocks.exact[lossy] < shape.tokens) & (blocks.tenant[lossy] == self._payer(session))]
+        lossy = lossy[(blocks.exact[lossy] < shape.tokens) & (blocks.level[lossy] < LOSSLESS)]
+        lossy = lossy[blocks.tenant[lossy] == self._payer(session)]
         if not len(lossy):
             return []
         lossy = lossy[: first_false(self._pool_marks(lossy) == Mark.EXACT)]
@@ -1047,13 +1091,61 @@ class SessionManager:
         may_drop = is_pressed or not self._is_exclusive
         if self.shares.of_tenant(tenant) < 1:
             if may_drop:
+                self._trim_until(lambda: wanted - self.left_to(tenant), tenant)
                 self._drop_until(lambda: wanted - self.left_to(tenant), session, tenant, is_pressed=is_pressed)
             wanted = max(0, min(wanted, self.left_to(tenant)))
         if self._is_exclusive and wanted > self.free_nbytes and is_pressed:
             self._drop_redundant(wanted - self.free_nbytes)
         if may_drop:
+            self._trim_until(lambda: wanted - self.free_nbytes)
             self._drop_until(lambda: wanted - self.free_nbytes, session, is_pressed=is_pressed)
         return int(np.searchsorted(total, min(wanted, self.free_nbytes), side="right"))
+
+    def _trim_until(self, short: Callable[[], int], tenant: str | None = None) -> None:
+        """Cut refinements of one tenant's sessions or of all, until nothing is short or there are none.
+
+        Those go first that lower fidelity least, by divergence, chance of a return, and bytes. At each level sessions
+        go in the policy's order. The chance that the n-th likeliest returns is taken for 1/n (Zipf), so that of the
+        next one is 1 / the number of blocks that are as fine.
+        """
+        levels, victims = self._levels, dict[int, Iterator[Session]]()
+        for level in range(1, len(levels)):
+            if self.blocks.refined(level):
+                victims[level] = self.table.refined_victims(level, tenant)
+
+        def worth(level: int) -> float:
+            coarse, fine = levels[level - 1], levels[level]
+            divergence = max(coarse.divergence - fine.divergence, 1e-9) / self.blocks.refined(level)
+            return (1 / fine.ratio - 1 / coarse.ratio) / divergence
+
+        while short() > 0 and victims:
+            level = max(victims, key=worth)
+            victim = next(victims[level], None)
+            if victim is None:
+                del victims[level]
+            elif not victim.requests:
+                self._trim(victim, level, short())
+                victims = {each: some for each, some in victims.items() if self.blocks.refined(each)}
+
+    def _trim(self, victim: Session, level: int, short: int) -> None:
+        """Cut a session's own blocks to below a level, tails first, until these bytes are free or it has no more."""
+        blocks, rows = self.blocks, victim.rows[victim.kept :]
+        if not victim.kept:
+            own_points = [point.rows for point in victim.points if len(point.sessions) == 1]
+            rows = np.concatenate([*own_points, rows])
+        freed = blocks.nbytes[rows].astype(np.int64) - blocks.inner[rows, level - 1]
+        own = (blocks.users[rows] == 1) & (blocks.pins[rows] == 0) & (blocks.status[rows] == SAVED)
+        own &= (blocks.inner[rows, level - 1] > 0) & (freed > 0)
+        rows, freed = rows[own][::-1], np.cumsum(freed[own][::-1])
+        cut = rows[: int(np.searchsorted(freed, short)) + 1]
+        if len(cut) == len(rows):
+            self.table.leave_refined(victim, level)
+        for group in np.unique(blocks.group[cut]).tolist():
+            of_group = cut[blocks.group[cut] == group]
+            self.events(BlocksTrimmed(group, blocks.hashes(of_group), level - 1))
+            blocks.trim(of_group, level - 1)
+            self.table.touch(victim)
+        self.points.recount(victim)
 
     def _drop_until(
         self, short: Callable[[], int], session: Session, tenant: str | None = None, *, is_pressed: bool = False

@@ -44,13 +44,22 @@ class _Link:
         self._manager, self._all_moved = manager, (1 << len(fronts)) - 1
         manager.table.take_changes()  # the table keeps them from now on
 
-    def _enter_saved(self, rows: Rows, nbytes: ArrayLike, exact: ArrayLike, marks: ArrayLike, tenant: str) -> None:
+    def _enter_saved(
+        self,
+        rows: Rows,
+        nbytes: ArrayLike,
+        exact: ArrayLike,
+        marks: ArrayLike,
+        tenant: str,
+        inner: Sequence[Sequence[int]] = (),
+    ) -> None:
         """Save rows, as `BlockTable.save` does, of blocks that sessions use and that this engine has not stored."""
         blocks = self._manager.blocks
         is_new = (blocks.status[rows] == 0) & (blocks.users[rows] > 0)
         new = rows[is_new]
         nbytes, exact, marks = (np.broadcast_to(values, rows.shape)[is_new] for values in (nbytes, exact, marks))
-        blocks.save(new, nbytes, exact, marks, tenant)
+        known = [sizes for sizes, is_of_use in zip(inner, is_new.tolist(), strict=False) if is_of_use]
+        blocks.save(new, nbytes, exact, marks, tenant, *self._manager.levels_of(new, known))
         blocks.move(new, self._all_moved)
         self._manager.announce(new[blocks.group[new] != NO_GROUP])
 
@@ -113,6 +122,8 @@ class JournalLink(_Link):
         self._journal, self._notes, self._clock = journal, notes, clock
         self._told: dict[str, int | None] = {}
         """By session id, the digest of the blocks that the journal has; None if it has others than the session."""
+        self._inner: Mapping[BlockName, Sequence[int]] = {}
+        """See `adopt`."""
         self._is_void = False
         self.close = journal.close
 
@@ -170,7 +181,11 @@ class JournalLink(_Link):
         return tuple(map(JournalBlock, hashes, groups, *numbers, notes))
 
     def adopt(
-        self, ranks: Sequence[Mapping[BlockName, int]], now: float, others: Mapping[BlockName, int] | None = None
+        self,
+        ranks: Sequence[Mapping[BlockName, int]],
+        now: float,
+        others: Mapping[BlockName, int] | None = None,
+        inner: Mapping[BlockName, Sequence[int]] | None = None,
     ) -> Adopted:
         """Enter sessions of which every rank has the blocks, as cold ones, and drop all other blocks.
 
@@ -181,7 +196,9 @@ class JournalLink(_Link):
             ranks: of each rank, by block, the bytes that it takes of that rank's part of the budget.
             others: by block of an engine with another number of ranks, the bytes that it takes in all; 0 for one of
                 which a shard is missing.
+            inner: by block with refinements, the bytes that it takes in all with one part, two, and so on, but for all.
         """
+        self._inner = inner or {}
         manager, offset, weigh, others = self._manager, self._clock() - now, on_each(len(ranks)), others or {}
         table, names = manager.table, list(dict.fromkeys([*(name for rank in ranks for name in rank), *others]))
         whole = [name for name in names if all(name in rank for rank in ranks)]
@@ -266,7 +283,8 @@ class JournalLink(_Link):
             self._notes.update((block.name, block.note) for block in blocks if block.note)
         nbytes = [sizes.get(block.name, 0) for block in blocks]
         marks = [Mark.DERIVED if block.mark else Mark.EXACT for block in blocks]
-        self._enter_saved(rows, nbytes, [block.exact for block in blocks], marks, tenant)
+        inner = [self._inner.get(block.name, ()) for block in blocks]
+        self._enter_saved(rows, nbytes, [block.exact for block in blocks], marks, tenant, inner)
 
     def _fitting(self, left: _Left, sizes: Mapping[BlockName, int]) -> int:
         """Return the length of a session's head that there is room for, up to a resume point where those are needed."""

@@ -289,6 +289,7 @@ class Prefetcher:
         """
         manager, blocks = self._manager, self._manager.blocks
         bad, session = set(failed), manager.table.by_number.get(ended.number)
+        is_coarse = manager.is_coarse(ended.rows)
         owner = None if session is None else session.owner
         for at, (row, (group, block_hash)) in enumerate(zip(ended.rows.tolist(), names, strict=True)):
             if (group, block_hash) in bad or not blocks.users[row]:
@@ -305,6 +306,8 @@ class Prefetcher:
                 continue
             mark = ended.marks[at]
             self._pool.marks.set([ended.block_ids[at]], mark, owner if mark is not Mark.EXACT else None)
+            if is_coarse[at]:
+                self._pool.marks.coarsen([ended.block_ids[at]])
             self._pool.cache(ended.block_ids[at], group, block_hash, int(blocks.depth[row]))
 
     def _still_there(self) -> dict[int, _Ready]:

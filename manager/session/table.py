@@ -14,7 +14,15 @@ import numpy as np
 from msgspec import Struct, field
 
 from manthan.manager.pool import Owner
-from manthan.manager.session.blocks import NO_ROWS, BlockTable, MemoryShape, Rows, common_prefix, first_false
+from manthan.manager.session.blocks import (
+    MOST_INNER,
+    NO_ROWS,
+    BlockTable,
+    MemoryShape,
+    Rows,
+    common_prefix,
+    first_false,
+)
 from manthan.policies import EvictionPolicy, SessionView
 from manthan.policies.ranking import Ranking
 
@@ -306,6 +314,11 @@ class SessionTable:
         """Sessions that the pool may have blocks of: those used since they were last seen to have none there."""
         self.order_of: dict[str, Order] = {}
         """The same for each tenant that has a quota, and sessions."""
+        self.refined = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
+        """By tenant that has a quota, or None for all, and level, sessions that may have blocks to be cut to below it.
+
+        There are none where the codec has one level.
+        """
         self.changed: dict[str, None] | None = None
         """Ids of sessions that are not what they were, where somebody asks for them."""
         self.gone: list[Callable[[Session], None]] = []
@@ -493,6 +506,8 @@ class SessionTable:
         if not self._of_tenant[session.tenant]:  # clients may make up any number of tenants
             del self._of_tenant[session.tenant]
             self.order_of.pop(session.tenant, None)
+            for key in [key for key in self.refined if key[0] == session.tenant]:
+                del self.refined[key]
             self._anonymous.pop(session.tenant, None)
             self._forks.pop(session.tenant, None)
         for tell in self.gone:
@@ -515,8 +530,31 @@ class SessionTable:
         self.resident.used(view, session.priority)
         if session.is_pinned:
             return
-        for order in self._orders(session):
+        levels = self.shape.groups[self.shape.main].levels
+        for order in (*self._orders(session), *(self.refined[key] for key in self._refined(session, levels))):
             order.used(view, session.priority)
+
+    def enter_refined(self, session: Session) -> None:
+        """Note that compressed blocks of a session were stored, which may have refinements."""
+        levels = 0 if session.is_pinned else self.shape.groups[self.shape.main].levels
+        for key in self._refined(session, levels):
+            if session.session_id not in self.refined[key]:
+                self.refined[key].used(self._view(session), session.priority)
+
+    def leave_refined(self, session: Session, level: int) -> None:
+        """Note that a session has no blocks to be cut to below a level."""
+        for key in self._refined(session, MOST_INNER + 1, level):
+            if key in self.refined:
+                self.refined[key].leave(session.session_id)
+
+    def refined_victims(self, level: int, tenant: str | None) -> Iterator[Session]:
+        """Yield sessions, of one tenant or of all, the one whose blocks are cut to below a level first first."""
+        return map(self.by_id.__getitem__, self.refined[tenant, level].victims())
+
+    def _refined(self, session: Session, levels: int, level: int = 1) -> Iterator[tuple[str | None, int]]:
+        """Yield the keys of its orders from a level on."""
+        tenants = [None, session.tenant] if session.tenant in self.order_of else [None]
+        return ((tenant, each) for tenant in tenants for each in range(level, levels))
 
     def enter_order_again(self, session: Session) -> None:
         """Note that a session has compressed blocks to give, should it have left the order."""
@@ -527,10 +565,11 @@ class SessionTable:
         """Note that a session has nothing to give. evicted: True if it has given all because it was its turn."""
         for order in self._orders(session):
             order.leave(session.session_id, evicted=evicted)
+        self.leave_refined(session, 1)
 
     def superseded(self, session: Session) -> None:
         """Note that another session went on from the middle of this one."""
-        for order in (*self._orders(session), self.resident):
+        for order in (*self._orders(session), *self.refined.values(), self.resident):
             order.superseded(session.session_id)
 
     def _orders(self, session: Session) -> Iterator[Order]:

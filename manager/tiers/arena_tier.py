@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from manthan.manager.tiers.arena import Arena, Extent, room, usable
-from manthan.manager.tiers.tier import STORE_FULL, Buffer, Tier
+from manthan.manager.tiers.arena import Arena, Extent, room, split, usable
+from manthan.manager.tiers.tier import STORE_FULL, Buffer, Tier, part_ends
 from manthan.manager.transfer import RESET
 
 Name: TypeAlias = tuple[int, bytes]
@@ -25,24 +25,32 @@ class Placed:
 
     Args:
         nbytes: Size of the block, without what the tier adds.
+        digest: None if it is not known, since the block was cut.
+        is_dropped: True if it is not there any more, or was cut.
+        inner: Ends of its parts but the last.
+        cut: Name and what is left of the block whose end this was, if it was cut off.
     """
 
     extents: tuple[Extent, ...]
     nbytes: int
-    digest: int = 0
+    digest: int | None = 0
     sequence: int = 0
     is_dropped: bool = False
+    inner: tuple[int, ...] = ()
+    cut: "tuple[Name, Placed] | None" = None
 
 
 class ArenaTier(Tier):
     """Keeps the books of blocks, and erases what is dropped.
 
-    The bytes of a dropped block are erased on a thread, or by the put that needs their room. They count as free at
-    once. Their addresses are used again only after that.
+    The bytes of a dropped block, or of its end that is cut off, are erased on a thread, or by the put that needs their
+    room. They count as free at once. Their addresses are used again only after that.
 
     Args:
         max_bytes: Budget, which holds at every moment.
     """
+
+    can_trim = True
 
     def __init__(self, max_bytes: int, arena: Arena) -> None:
         self.max_bytes = max_bytes
@@ -67,6 +75,9 @@ class ArenaTier(Tier):
     def _erase(self, extents: tuple[Extent, ...]) -> None:
         """Overwrite these addresses."""
 
+    def _shorten(self, name: Name, placed: Placed) -> None:
+        """Write down the size of a block that was cut, before its end is erased."""
+
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         causes = {key: self._put((group, key), buf) for key, buf in blocks.items()}
         return {key: cause for key, cause in causes.items() if cause is not None}
@@ -77,7 +88,7 @@ class ArenaTier(Tier):
         with self._lock:
             self._remove(name)
             self._writing[name] = mine
-        placed = Placed(self._allocate(self.room(buf.nbytes)) or (), buf.nbytes)
+        placed = Placed(self._allocate(self.room(buf.nbytes)) or (), buf.nbytes, inner=part_ends(buf)[:-1])
         cause: str | None = "internal"
         try:
             cause = self._write(name, placed, buf) if placed.extents else STORE_FULL
@@ -102,6 +113,18 @@ class ArenaTier(Tier):
         with self._lock:
             for key in keys:
                 self._remove((group, key))
+            self._erase_soon()
+
+    def trim(self, group: int, keys: Iterable[bytes], parts: int) -> None:
+        with self._lock:
+            for name in [(group, key) for key in keys]:
+                placed = self._blocks.get(name)
+                if placed is not None and parts <= len(placed.inner):
+                    nbytes, inner = placed.inner[parts - 1], placed.inner[: parts - 1]
+                    extents, rest = split(placed.extents, self.room(nbytes))
+                    placed.is_dropped = True
+                    self._blocks[name] = left = Placed(extents, nbytes, None, placed.sequence, inner=inner)
+                    self._discard(Placed(tuple(rest), 0, cut=(name, left)))
             self._erase_soon()
 
     def cleared(self, place: str) -> "ArenaTier":
@@ -163,12 +186,14 @@ class ArenaTier(Tier):
                     return self._take(nbytes)
 
     def _erase_one(self) -> bool:
-        """Erase the block that was dropped first; False if there is none."""
+        """Erase the block, or the end of one, that was dropped first; False if there is none."""
         with self._erasing:
             with self._lock:
                 if not self._dropped:
                     return False
                 placed = self._dropped.popleft()
+            if placed.cut is not None and not placed.cut[1].is_dropped:
+                self._shorten(*placed.cut)
             self._erase(placed.extents)
             with self._lock:
                 self._dropped_nbytes -= sum(extent.nbytes for extent in placed.extents)

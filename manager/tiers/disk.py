@@ -7,7 +7,8 @@ A record begins at a multiple of PAGE with a header of HEADER bytes, little-endi
 
     magic "MNDB" · version u16 · length of the block hash u16 · KV cache group u32 · number of extents u32
     sequence u64 · size of the body u64 · xxh3-64 of the body u64 · block hash, padded with zeros, 64 bytes
-    start and size of each extent, 24 times u64, u64 · zeros · xxh3-64 of the bytes before u64
+    start and size of each extent, 24 times u64, u64 · ends of the body's inner parts, 4 times u32, 0 for none
+    xxh3-64 of the bytes before u64
 
 Its body, a compressed block, follows through the extents. The first extent begins where the header does, so that bytes
 which only look like a header are not taken for one.
@@ -16,7 +17,8 @@ A process may be killed at any moment: the body is written before the header, an
 power failure costs what was written in the last SYNC_S seconds, because a body that is not whole is a miss. Of two
 records of one block, or that overlap, the one with the higher sequence holds.
 
-What is dropped is hole-punched, or overwritten where the file system cannot. If a process is killed before that, the
+What is dropped is hole-punched, or overwritten where the file system cannot. A body that is cut has its new header
+before. If a process is killed before that, the
 next one finds the record again. Whoever opens a tier drops what no session needs. What no record has is erased on
 opening.
 """
@@ -52,12 +54,13 @@ logger = logging.getLogger("vllm.manthan.disk")
 FILE = "blocks"
 PAGE = 4096
 """File systems allocate, and punch holes, in multiples of this."""
-HEADER, MOST_EXTENTS, MOST_KEY = 512, 24, 64
+HEADER, MOST_EXTENTS, MOST_KEY, MOST_INNER = 512, 24, 64, 4
 MAGIC, VERSION = b"MNDB", 1
 _FIELDS = struct.Struct("<4sHHIIQQQ64s")
-_EXTENT, _DIGEST = struct.Struct("<QQ"), struct.Struct("<Q")
+_EXTENT, _INNER, _DIGEST = struct.Struct("<QQ"), struct.Struct(f"<{MOST_INNER}I"), struct.Struct("<Q")
 _END = HEADER - _DIGEST.size
-assert _FIELDS.size + MOST_EXTENTS * _EXTENT.size <= _END
+_INNER_AT = _FIELDS.size + MOST_EXTENTS * _EXTENT.size
+assert _INNER_AT + _INNER.size <= _END
 DISK = "disk"
 """Cause of a failure of the disk."""
 SYNC_S, CLOSE_S = 5.0, 5.0
@@ -212,24 +215,28 @@ class DiskTier(ArenaTier):
         if placed is None:
             return None
         try:
-            at = 0
-            for start, size in _body(placed):
-                at += os.preadv(self._fd, [memory[at : at + size].data], start)
+            self._read_body(placed, memory)
         except OSError as error:
             self._complain(f"a block cannot be read: {error.strerror}")
             return DISK
-        if _digest(memory) == placed.digest:
+        if placed.digest is None or _digest(memory) == placed.digest:
             return memory
         if not placed.is_dropped:
             self._complain("a block is not what was written")
         return None
+
+    def _read_body(self, placed: Placed, memory: Buffer) -> None:
+        """Raises OSError."""
+        at = 0
+        for start, size in _body(placed):
+            at += os.preadv(self._fd, [memory[at : at + size].data], start)
 
     def _write(self, name: Name, placed: Placed, buf: Buffer) -> str | None:
         if len(placed.extents) > MOST_EXTENTS or len(name[1]) > MOST_KEY:
             return STORE_FULL
         with self._lock:
             self._sequence += 1
-            placed.sequence = self._sequence
+            placed.sequence, placed.inner = self._sequence, placed.inner[:MOST_INNER]
         placed.digest = _digest(buf)
         try:
             self._leave()
@@ -251,6 +258,15 @@ class DiskTier(ArenaTier):
                 erase(self._fd, *extent)
         except OSError as error:
             self._complain(f"a dropped block cannot be erased: {error.strerror}")
+
+    def _shorten(self, name: Name, placed: Placed) -> None:
+        body = np.empty(placed.nbytes, np.uint8)
+        try:
+            self._read_body(placed, body)
+            placed.digest = _digest(body)
+            write_all(self._fd, memoryview(_header(name, placed)), placed.extents[0].start)
+        except OSError as error:
+            self._complain(f"a block that was cut cannot be written down: {error.strerror}")
 
     def _arena_around(self, records: Sequence["_Record"], nbytes: int) -> Arena:
         """Return an arena in which the records' extents are taken. What lies between them is erased. Raises OSError."""
@@ -364,7 +380,8 @@ def _header(name: Name, placed: Placed) -> bytes:
     group, key = name
     count, facts = len(placed.extents), (placed.sequence, placed.nbytes, placed.digest)
     head = _FIELDS.pack(MAGIC, VERSION, len(key), group, count, *facts, key)
-    head = (head + b"".join(_EXTENT.pack(*extent) for extent in placed.extents)).ljust(_END, b"\0")
+    head = (head + b"".join(_EXTENT.pack(*extent) for extent in placed.extents)).ljust(_INNER_AT, b"\0")
+    head = (head + _INNER.pack(*placed.inner, *bytes(MOST_INNER - len(placed.inner)))).ljust(_END, b"\0")
     return head + _DIGEST.pack(xxhash.xxh3_64_intdigest(head))
 
 
@@ -376,7 +393,9 @@ def _parsed(head: bytes, at: int) -> _Record | None:
         return None
     starts = [_FIELDS.size + n * _EXTENT.size for n in range(count)]
     extents = tuple(Extent(*_EXTENT.unpack_from(head, start)) for start in starts)
-    return _Record((group, key[:length]), Placed(extents, nbytes, digest, sequence)) if extents[0].start == at else None
+    inner = tuple(end for end in _INNER.unpack_from(head, _INNER_AT) if end)
+    placed = Placed(extents, nbytes, digest, sequence, inner=inner)
+    return _Record((group, key[:length]), placed) if extents[0].start == at else None
 
 
 def _body(placed: Placed) -> Iterator[Extent]:

@@ -124,13 +124,15 @@ def counts_in(folder: Path) -> list[int]:
     return sorted({int(each.name.rpartition("-")[2]) for each in folder.glob("rank-*-of-*") if (each / FILE).exists()})
 
 
-def found_in(folder: Path, shard: Shard) -> dict[Name, int]:
-    """Return the room of each block of a rank, whose tier another process may have open."""
-    found: dict[Name, int] = {}
+def found_in(folder: Path, shard: Shard) -> dict[Name, list[int]]:
+    """Return the room of each block of a rank, whose tier another process may have open: of its first part, then of
+    two, and so on to all."""
+    found: dict[Name, list[int]] = {}
     with suppress(OSError):
         fd = os.open(folder / f"rank-{shard}" / FILE, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            found = {record.name: room(record.placed.nbytes) for record in records_in(fd)}
+            for name, placed in records_in(fd):
+                found[name] = [room(end) for end in (*placed.inner, placed.nbytes)]
         finally:
             os.close(fd)
     return found

@@ -116,7 +116,9 @@ class Sealer:
 
 
 class SealedTier(Tier):
-    """Tier whose blocks are sealed. `read` yields a cause for a block that does not open.
+    """Tier whose blocks are sealed as a whole, so that they cannot be cut.
+
+    `read` yields a cause for a block that does not open.
 
     Args:
         shard: Shard that the blocks are, which they are bound to.

@@ -30,7 +30,7 @@ class ShardedTier(Tier):
     """
 
     def __init__(self, own: Tier, others: Iterable[Sequence[Tier]], copies: Sequence[Tier] = ()) -> None:
-        self.own, self._copies = own, copies
+        self.own, self._copies, self.can_trim = own, copies, own.can_trim
         self._sources: list[Sequence[Tier]] = [[own], *others]
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
@@ -66,6 +66,9 @@ class ShardedTier(Tier):
         keys = list(keys)
         for tier in self._all:
             tier.drop(group, keys)
+
+    def trim(self, group: int, keys: Iterable[bytes], parts: int) -> None:
+        self.own.trim(group, keys, parts)
 
     def cleared(self, place: str) -> Tier:
         """Return this rank's own tier, cleared. No other engine writes there."""

@@ -20,7 +20,7 @@ class StackedTier(Tier):
     """
 
     def __init__(self, front: ArenaTier, behind: Tier) -> None:
-        self.front, self.behind = front, behind
+        self.front, self.behind, self.can_trim = front, behind, behind.can_trim
         self._lock = threading.Lock()
         """Lock of the order. No I/O while it is held."""
         self._order: OrderedDict[Name, None] = OrderedDict.fromkeys(front.names())
@@ -67,6 +67,12 @@ class StackedTier(Tier):
                 self._order.pop((group, key), None)
         self.front.drop(group, keys)
         self.behind.drop(group, keys)
+
+    def trim(self, group: int, keys: Iterable[bytes], parts: int) -> None:
+        keys = list(keys)
+        if self.can_trim:
+            self.front.trim(group, keys, parts)
+            self.behind.trim(group, keys, parts)
 
     def cleared(self, place: str) -> "StackedTier":
         return StackedTier(self.front.cleared(place), self.behind.cleared(place))

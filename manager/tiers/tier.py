@@ -7,6 +7,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from manthan.codec import wire
+from manthan.codec.errors import WireError
+
 Buffer: TypeAlias = NDArray[np.uint8]
 
 Found: TypeAlias = Buffer | str | None
@@ -14,6 +17,14 @@ Found: TypeAlias = Buffer | str | None
 
 STORE_FULL = "store_full"
 """Cause of a refusal: the bytes do not fit in the budget, or on the medium."""
+
+
+def part_ends(buf: Buffer) -> tuple[int, ...]:
+    """Ends of a block's parts: of its base, and of each refinement. A block that is sealed or damaged has one part."""
+    try:
+        return tuple(wire.part_ends(buf))
+    except WireError:
+        return (buf.nbytes,)
 
 
 class TierError(Exception):
@@ -31,8 +42,11 @@ class Tier(ABC):
     tier's timeout. A block that a put has not finished is not there.
 
     Threads: any number of threads call `put_all`, `read` and `absent` at once; these may wait for the medium. The
-    model's thread calls `drop` and `cleared`; these do no I/O.
+    model's thread calls `drop`, `trim` and `cleared`; these do no I/O.
     """
+
+    can_trim = False
+    """True if `trim` cuts blocks. Others keep them whole."""
 
     @abstractmethod
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
@@ -70,6 +84,13 @@ class Tier(ABC):
         released or expired.
         """
 
+    def trim(self, group: int, keys: Iterable[bytes], parts: int) -> None:  # noqa: B027 not all can
+        """Keep the first `parts` parts of blocks; see `part_ends`. Those with fewer and unknown hashes are ignored.
+
+        The bytes behind are not there from now on, and are erased like those of a dropped block. Nobody may read a
+        block that is cut: the read may find nothing.
+        """
+
     @abstractmethod
     def cleared(self, place: str) -> "Tier":
         """Return an empty tier to use in place of this one; it may be this one. Neither has what is being put now.
@@ -87,6 +108,10 @@ class Tier(ABC):
     @abstractmethod
     def room(self, nbytes: int) -> int:
         """Return the bytes of the budget that a block of `nbytes` bytes takes."""
+
+    def rooms(self, buf: Buffer) -> list[int]:
+        """Return the bytes that a block takes with one part, two, and so on to all; only all if it cannot be cut."""
+        return [self.room(end) for end in (part_ends(buf) if self.can_trim else (buf.nbytes,))]
 
 
 TIER_KINDS = ("host", "device", "disk", "redis")

@@ -108,6 +108,11 @@ def _rows(manager: SessionManager) -> Findings:
         bool(((blocks.nbytes[rows] > 0) == (saved & (group != NO_GROUP))).all()),
         "bytes are not those of saved blocks",
     )
+    known = blocks.inner[rows] > 0
+    yield bool((known[:, :-1] | ~known[:, 1:]).all()), "a block has a size with more parts and none with fewer"
+    yield bool((blocks.inner[rows] <= blocks.nbytes[rows, None]).all()), "a block is smaller with more parts"
+    is_told = ~known.any(axis=1) | (known.sum(axis=1) == blocks.level[rows])
+    yield bool(is_told.all()), "a block has another level than refinements"
     yield bool(((blocks.reserved[rows] > 0) == storing).all()), "bytes are reserved for what is not being stored"
     yield bool((saved | (blocks.moved[rows] == 0)).all()), "a block has moved that is not saved"
     yield bool((saved | (blocks.pins[rows] == 0)).all()), "a block is read that is not saved"
@@ -140,6 +145,7 @@ def _totals(manager: SessionManager) -> Findings:
         "bytes reserved": (blocks.reserved_nbytes, int(reserved.sum())),
         "saved by group": (+Counter(blocks.saved_blocks), Counter(blocks.group[saved].tolist())),
         "being stored": (blocks.storing, len(storing)),
+        "refined": (blocks._refined.tolist(), [int(((blocks.inner[saved] > 0).sum(1) == n).sum()) for n in range(5)]),
         "exact": (blocks.exact_blocks, int((blocks.exact[saved] > 0).sum())),
         "moved": (blocks.moved_nbytes, moved),
         "of tenants": (+Counter(dict(enumerate(blocks._tenant_nbytes.tolist()))), +taken),

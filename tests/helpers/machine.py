@@ -35,6 +35,8 @@ HINTS: list[dict[str, object]] = [
     {"prefetch": ["anonymous-1", "B"]},
     {"quality": "exact"},
     {"quality": "exact"},
+    {"quality": "high"},
+    {"quality": "high"},
     {"store": False},
     {"store": False, "quality": "exact"},
     {"store": True},
@@ -429,6 +431,20 @@ Dense = configuration(Setup(windows={0: None, 1: 99}, pool_blocks=48, cold_block
 """Another group with full attention: its window is longer than any session."""
 Alone = configuration(
     Setup(windows={0: 2, 1: 1}, states=frozenset([1]), lossless=frozenset([1]), pool_blocks=32, cold_blocks=16), "Alone"
+)
+Refined = configuration(Setup(levels=5, ranks=2, front_blocks=3, sink_tokens=SINK_TOKENS), "Refined")
+RefinedPoints = configuration(
+    Setup(
+        levels=5,
+        policy="returns",
+        windows={0: None, 1: 2, 2: 1},
+        states=frozenset([2]),
+        lossless=frozenset([2]),
+        pool_blocks=48,
+        cold_blocks=20,
+        is_exclusive=True,
+    ),
+    "RefinedPoints",
 )
 Everything = configuration(
     Setup(

@@ -103,6 +103,30 @@ class Sessions(SteppedEngine):
             rounds.append({"same": same_tokens(before, after), "restored": self.requests[-1]["found"][1]} | cold)
             before = after
 
+    def shrink(self) -> None:
+        """One session goes cold and returns at each level, the finest first. Say how far its KV is from what it was."""
+        table, manager = vllm_engine.Table(1), self.half.manager
+        rounds = self.report["rounds"] = []
+        conversation = self.look_up(table, 0, "user", [])
+        first = self.pool("user")
+        for turn, level in enumerate((4, 3, 2, 1, 0), 1):
+            self.go_cold()
+            if level < 4:
+                manager._trim(manager.table.by_id["user"], level + 1, 1 << 60)
+            conversation = self.look_up(table, turn, "user", conversation)
+            after, pool = self.pool("user"), np.stack(list(first.values()))
+            wrong = as_floats(np.stack([after[name] for name in first])) - as_floats(pool)
+            rounds.append(
+                {
+                    "level": level,
+                    "levels": manager.blocks.level[self.rows("user")[: len(first)]].tolist(),
+                    "restored": self.requests[-1]["found"][1],
+                    "error": float(np.square(wrong).sum() / np.square(as_floats(pool)).sum()),
+                    "cold_bytes": manager.usage().saved_nbytes,
+                    "used": self.path.store.used,
+                }
+            )
+
     def codecs(self) -> None:
         """In which codecs the blocks of a cold session are, as their headers say, and what the metrics say."""
         self.go_cold()

@@ -25,7 +25,7 @@ import numpy as np
 
 from manthan.benchmarks.simulator.pool import SimulatedPool
 from manthan.manager.driver import Driver, Work
-from manthan.manager.events import BlocksDropped, DropCause, Event, Events
+from manthan.manager.events import BlocksDropped, BlocksTrimmed, DropCause, Event, Events
 from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import NO_GROUP, SAVED, GroupShape, MemoryShape
 from manthan.manager.session.hints import parse_hints
@@ -142,6 +142,8 @@ class Talks:
         """Jobs under way, by id."""
         self.nbytes: int | None = None
         """Bytes that every compressed block takes; None for its bound."""
+        self.parts: Sequence[int] = ()
+        """Bytes that a compressed block without exact tokens takes with one part, two, and so on; () for one part."""
         self.refuses: Callable[[BlockName], str] = lambda block: ""
         """Cause for which a block is not stored; empty if it is."""
         self._ids = count(1)
@@ -261,7 +263,10 @@ class Talks:
         self.driver.sent()
         for drop in work.drops:
             for block_hash in drop.block_hashes:
-                self.tier.pop((drop.group, block_hash), None)
+                if isinstance(drop, BlocksTrimmed):
+                    self.tier[drop.group, block_hash] = self.parts[drop.level]
+                else:
+                    self.tier.pop((drop.group, block_hash), None)
         known = {job.job_id for job in self.jobs.values()}
         loads = [job for job in work.loads if job.request_id is None or self.driver.loads_of(job.request_id)]
         self.jobs.update((job.job_id, job) for job in (*work.stores, *loads) if job.job_id not in known)
@@ -299,7 +304,7 @@ class Talks:
     def _result(self, job: Transfer, failed: dict[int, str], rank: int) -> TransferResult:
         """Result of a job on a rank. The ranks share the bytes of a block."""
         group = self.manager.shape.groups[job.group]
-        sizes = [0] * len(job)
+        sizes, inner = [0] * len(job), dict[int, list[int]]()
         for at, (block_hash, exact) in enumerate(zip(job.block_hashes, job.exacts(group.tokens), strict=True)):
             block = job.group, block_hash
             if job.direction == "load":
@@ -310,11 +315,14 @@ class Talks:
                 if cause := self.refuses(block):
                     failed.setdefault(at, cause)
                 nbytes = group.bounds[exact] if self.nbytes is None else self.nbytes
+                if self.parts and not exact:
+                    *fewer, nbytes = self.parts
+                    inner[at] = [size // self.ranks for size in fewer]
                 if at not in failed:
                     self.tier[block] = nbytes
             if at not in failed:
                 sizes[at] = nbytes // self.ranks + (rank < nbytes % self.ranks)
-        return TransferResult(job.job_id, np.array(sizes, np.int64), failed)
+        return TransferResult(job.job_id, np.array(sizes, np.int64), failed, inner=inner)
 
     def save(self) -> list[bytes]:
         """Take steps until nothing is left to do, and return the block hashes that were stored, in their order."""

@@ -11,18 +11,22 @@ from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
+from kv import packed
 
 from manthan.benchmarks.simulator.pool import SimulatedPool
+from manthan.codec import wire
+from manthan.codec.base import Section, SectionKind
+from manthan.codec.errors import WireError
 from manthan.manager.driver import Driver, Work
-from manthan.manager.events import BlocksDropped, BlocksSaved, DropCause, Event, Events
+from manthan.manager.events import BlocksDropped, BlocksSaved, BlocksTrimmed, DropCause, Event, Events
 from manthan.manager.pool import BlockName, Mark, Owner
-from manthan.manager.session.blocks import SAVED, FrontTier, GroupShape, MemoryShape
+from manthan.manager.session.blocks import HIGH, LOSSLESS, SAVED, FrontTier, GroupShape, MemoryShape
 from manthan.manager.session.hints import NO_HINTS, Hints, parse_hints
 from manthan.manager.session.manager import PointParts, Request, SessionManager, Shares
 from manthan.manager.session.table import Session, qualified
 from manthan.manager.tiers.arena_tier import ArenaTier, RamTier
 from manthan.manager.tiers.stack import StackedTier
-from manthan.manager.tiers.tier import STORE_FULL, Buffer
+from manthan.manager.tiers.tier import STORE_FULL, Buffer, part_ends
 from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Transfer, TransferResult, on_each
 from manthan.policies import get_policy
 
@@ -43,7 +47,8 @@ class Setup:
     """A model, its memory and its configuration.
 
     windows: by KV cache group, the number of last blocks that a request needs to go on; None for all.
-    lossless: groups whose codec gives back every bit. states: groups whose blocks have no first tokens.
+    lossless: groups whose codec gives back every bit. states: groups whose blocks have no first tokens. levels: of the
+    codec of the other groups.
     """
 
     ranks: int = 1
@@ -52,6 +57,7 @@ class Setup:
     windows: Mapping[int, int | None] = field(default_factory=lambda: {0: None})
     lossless: frozenset[int] = frozenset()
     states: frozenset[int] = frozenset()
+    levels: int = 1
     pool_blocks: int = 24
     cold_blocks: int = 12
     front_blocks: int = 0
@@ -70,7 +76,8 @@ class Setup:
 
     def bounds(self, group: int) -> Mapping[int, int]:
         """Return the most bytes of one rank's block of a group."""
-        return STATE_BOUNDS if group in self.states else BOUNDS
+        bounds = STATE_BOUNDS if group in self.states else BOUNDS
+        return {exact: nbytes * (3 if self.levels > 1 else 1) for exact, nbytes in bounds.items()}
 
     def shape(self) -> MemoryShape:
         """Return the sizes of all ranks together."""
@@ -80,6 +87,7 @@ class Setup:
                 3000 * self.ranks,
                 {exact: nbytes * self.ranks for exact, nbytes in self.bounds(group).items()},
                 is_lossless=group in self.lossless,
+                levels=self.levels,
             )
             for group in self.windows
         }
@@ -106,7 +114,8 @@ class KV(NamedTuple):
     """Content of a block of the pool, or of a compressed block.
 
     epoch: number of resets before the model computed it. generation: number of times that a lossy codec had it.
-    is_exact: True if it is what the model computes without Manthan.
+    is_exact: True if it is what the model computes without Manthan. is_coarse: True if it is not for requests of high
+    quality.
     """
 
     epoch: int
@@ -114,6 +123,7 @@ class KV(NamedTuple):
     block_hash: bytes
     generation: int = 0
     is_exact: bool = True
+    is_coarse: bool = False
 
     @property
     def name(self) -> BlockName:
@@ -126,24 +136,37 @@ class KV(NamedTuple):
         return Mark.DECODED if self.generation else Mark.EXACT if self.is_exact else Mark.DERIVED
 
 
-_HEAD = struct.Struct("<IhHH?16s")
+_HEAD = struct.Struct("<IhHH??16s")
+_SECTION = Section(SectionKind.KEYS, "any", 1, TOKENS, 1, 8)
 
 
-def encoded(kv: KV, is_lossy: bool, rank: int, bound: int) -> Buffer:
-    """Return a compressed block with a checksum, of a size up to the bound that depends on content and rank."""
-    head = _HEAD.pack(kv.epoch, kv.group, rank, kv.generation + is_lossy, kv.is_exact and not is_lossy, kv.block_hash)
-    body = head.ljust(bound - crc32(head) % 900 - 4, b".")
-    return np.frombuffer(body + struct.pack("<I", crc32(body)), np.uint8).copy()
+def encoded(kv: KV, is_lossy: bool, rank: int, bound: int, levels: int = 1) -> Buffer:
+    """Return a compressed block of a size up to the bound that depends on content and rank.
+
+    levels: beyond 1, a lossy block has fewer refinements, as many on all ranks.
+    """
+    head = _HEAD.pack(kv.epoch, kv.group, rank, kv.generation, kv.is_exact, is_lossy, kv.block_hash)
+    seed, refinements = crc32(head), crc32(kv.block_hash) % levels if is_lossy else 0
+    size = (bound - seed % 780) // (1 + refinements) // 16 * 16
+    body = np.frombuffer(head.ljust(size - wire.HEADER.size - wire.ENTRY.size, b"."), np.uint8)
+    block = packed(wire.BlockHeader(kv.block_hash, bytes(16), TOKENS, (_SECTION,)), [body])
+    sizes = (size * ((seed >> 3 * n) % 8 + 1) // 8 - 32 for n in range(refinements))
+    return wire.refined(block, [np.full(nbytes, n, np.uint8) for n, nbytes in enumerate(sizes)])
 
 
 def decoded(buf: Buffer, rank: int) -> KV | None:
     """Return the KV of a compressed block; None if it is damaged."""
-    whole = buf.tobytes()
-    if struct.pack("<I", crc32(whole[:-4])) != whole[-4:]:
+    try:
+        block = wire.parse(buf)
+    except WireError:
         return None
-    epoch, group, of_rank, generation, is_exact, block_hash = _HEAD.unpack_from(whole)
+    if block.ignored:
+        return None
+    epoch, group, of_rank, generation, is_exact, is_coded, block_hash = _HEAD.unpack_from(block.payloads[0].data)
     assert of_rank == rank
-    return KV(epoch, group, block_hash, generation, is_exact)
+    level = len(block.refinements)
+    is_lossy = is_coded and level < LOSSLESS
+    return KV(epoch, group, block_hash, generation + is_lossy, is_exact and not is_lossy, is_lossy and level < HIGH)
 
 
 class Ram(RamTier):
@@ -193,7 +216,7 @@ class WatchedPool(SimulatedPool):
         found = [kv for kv in kvs if kv is not None]
         assert len(found) == len(kvs), f"ranks have {kvs} in block {block}"
         assert len({(kv.epoch, kv.name) for kv in found}) == 1, f"ranks have {kvs} in block {block}"
-        return max(found, key=lambda kv: kv.mark)
+        return max(found, key=lambda kv: (kv.mark, kv.is_coarse))
 
     def take(self, count: int) -> list[int]:
         self._is_taking = True
@@ -381,8 +404,8 @@ class World:
         return any(block_hash in asked.hashes[: asked.prompt] for asked in self.asked)
 
     def _tier(self) -> Ram | StackedTier:
-        behind = Ram(self.setup.cold_blocks * BOUNDS[0])
-        front = self.setup.front_blocks * BOUNDS[0]
+        behind = Ram(self.setup.cold_blocks * self.setup.bounds(0)[0])
+        front = self.setup.front_blocks * self.setup.bounds(0)[0]
         return StackedTier(Ram(front), behind) if front else behind
 
     @property
@@ -499,6 +522,7 @@ class World:
         if not kv.is_exact:
             asked.is_lossy = True
             assert not asked.wants_exact, "exact KV was asked for"
+            assert not kv.is_coarse or asked.request.hints.quality != "high", "fine KV was asked for"
             assert self.pool.uids[block] == asked.uid, f"{self.pool.uids[block]} brought what {asked.uid} is served"
 
     def _admit_loaded(self, asked: Asked, chunk: int) -> None:
@@ -662,11 +686,25 @@ class World:
             self.tiers[rank] = tier = tier.cleared("")
             stored.clear()
         for drop in work.drops:
+            if isinstance(drop, BlocksTrimmed):
+                self._trim(rank, drop)
+                continue
             tier.drop(drop.group, drop.block_hashes)
             for block_hash in drop.block_hashes:
                 stored.pop((drop.group, block_hash), None)
                 self.torn.discard((rank, (drop.group, block_hash)))
         self.jobs += [Job(job, rank, self.pool.epoch) for job in (*work.loads, *work.stores)]
+
+    def _trim(self, rank: int, trim: BlocksTrimmed) -> None:
+        tier, stored = self.tiers[rank], self.stored[rank]
+        tier.trim(trim.group, trim.block_hashes, trim.level + 1)
+        for block_hash in trim.block_hashes:
+            if (known := stored.get(name := (trim.group, block_hash))) is not None:
+                [buf] = tier.read(trim.group, [block_hash])
+                kv = decoded(buf, rank) if isinstance(buf, np.ndarray) else None  # what was damaged may be cut away
+                assert known.is_bad or (kv is not None and len(part_ends(buf)) == trim.level + 1)
+                nbytes = tier.room(buf.nbytes) if isinstance(buf, np.ndarray) else 0
+                stored[name] = Stored(known.kv if kv is None else kv, known.mark, nbytes, kv is None)
 
     # -- ranks ----------------------------------------------------------------------------------------
 
@@ -717,6 +755,7 @@ class World:
         assert job.copies is not None
         group, tier, stored = transfer.group, self.tiers[rank], self.stored[rank]
         bounds, nbytes, failed = self.setup.bounds(group), [0] * len(transfer), {}
+        inner: dict[int, list[int]] = {}
         if group not in self.setup.states:
             assert transfer.first_token == TOKENS * (len(transfer.block_hashes[0].rstrip(b"_")) - 1)
         for at, (kv, exact) in enumerate(zip(job.copies, transfer.exacts(TOKENS), strict=True)):
@@ -729,17 +768,20 @@ class World:
                     self.torn.add((rank, name))
                 continue
             is_lossy = exact < TOKENS and group not in self.setup.lossless
-            buf = encoded(kv, is_lossy, rank, bounds[exact])
+            buf = encoded(kv, is_lossy, rank, bounds[exact], self.setup.levels)
             assert kv.block_hash in self.allowed, f"{name} is stored, and only requests that may not be had it"
             refused = tier.put_all(group, {kv.block_hash: buf}, transfer.tenant)
             assert not refused, f"a tier has no room for what was reserved: {refused}"
-            nbytes[at] = tier.room(buf.nbytes)
-            now = kv._replace(generation=kv.generation + is_lossy, is_exact=kv.is_exact and not is_lossy)
+            *fewer, nbytes[at] = tier.rooms(buf)
+            if fewer:
+                inner[at] = fewer
+            now = decoded(buf, rank)
+            assert now is not None
             stored[name] = Stored(now, kv.mark, nbytes[at])
             self.torn.discard((rank, name))
         used, most = self.rams[rank].used, self.rams[rank].max_bytes
         assert used <= most, f"{used} bytes are used of {most}"
-        self._end(job, TransferResult(transfer.job_id, np.array(nbytes, np.int64), failed, 0.1))
+        self._end(job, TransferResult(transfer.job_id, np.array(nbytes, np.int64), failed, 0.1, inner))
 
     def _read(self, job: Job, cause: str, bad: int) -> None:
         transfer, rank = job.transfer, job.rank
@@ -777,14 +819,18 @@ class World:
             return
         group, block_hash = name = names[which % len(names)]
         stored[name] = stored[name]._replace(is_bad=True)
-        [buf] = tier.read(group, [block_hash])
-        assert isinstance(buf, np.ndarray)
         if is_lost:
             tier.drop(group, [block_hash])
-        else:
-            damaged = buf.copy()
-            damaged[len(damaged) // 2] ^= 1
-            assert not tier.put_all(group, {block_hash: damaged})
+            return
+        rams = [tier.front, tier.behind] if isinstance(tier, StackedTier) else [tier]
+        for ram in rams:
+            assert isinstance(ram, Ram)
+            if (placed := ram._blocks.get(name)) is not None:
+                at = placed.nbytes // 2
+                for piece in ram._pieces(placed.extents, placed.nbytes):
+                    if 0 <= at < len(piece):
+                        piece[at] ^= 1
+                    at -= len(piece)
 
     def _is_storing(self, name: BlockName) -> bool:
         return any(name == (job.transfer.group, each) for job in self.jobs for each in job.transfer.block_hashes)
@@ -868,11 +914,28 @@ class World:
         if isinstance(event, BlocksDropped):
             self.seen[f"dropped of {min(event.group, 1)}: {event.cause}"] += 1
             self._check_drop(event)
+        elif isinstance(event, BlocksTrimmed):
+            self.seen[f"cut to level {event.level}"] += 1
+            self._check_trim(event)
         elif isinstance(event, BlocksSaved):
             for block_hash in event.block_hashes:
                 assert all((event.group, block_hash) in stored for stored in self.stored), "a rank did not store it"
         else:
             self.seen[type(event).__name__] += 1
+
+    def _check_trim(self, event: BlocksTrimmed) -> None:
+        """Assert that blocks which are cut have refinements, and that nobody reads, keeps or shares them."""
+        names = {(event.group, block_hash) for block_hash in event.block_hashes}
+        read = {(job.group, block_hash) for job in self.reading.values() for block_hash in job.block_hashes}
+        assert not names & read, f"{names & read} are cut while they are read"
+        blocks = self.manager.blocks
+        for row in blocks.find(event.group, event.block_hashes).tolist():
+            found = blocks.level[row] > event.level, blocks.status[row], blocks.users[row]
+            assert found == (True, SAVED, 1), f"{blocks.name(row)} is cut to level {event.level}, and is {found}"
+            sessions = self.manager.table.by_id.values()
+            [user] = [one for one in sessions if row in one.rows or any(row in point.rows for point in one.points)]
+            is_kept = user.is_pinned or row in user.rows[: user.kept]
+            assert not is_kept, f"a block that {user.session_id} keeps is cut"
 
     def _check_drop(self, event: BlocksDropped) -> None:
         """Assert that nobody needs what is dropped."""
@@ -974,6 +1037,12 @@ class World:
         names = list(zip(blocks.group[rows].tolist(), blocks.hashes(rows), strict=True))
         status = dict(zip(names, blocks.status[rows].tolist(), strict=True))
         dropped = {(each.group, block_hash) for each in self.driver._drops for block_hash in each.block_hashes}
+        cut = {
+            (each.group, block_hash)
+            for each in self.driver._drops
+            if isinstance(each, BlocksTrimmed)
+            for block_hash in each.block_hashes
+        }
         for rank, stored in enumerate(self.stored):
             there = {name for name, each in stored.items() if not each.is_bad}
             has = set(self.rams[rank]._blocks)
@@ -984,23 +1053,28 @@ class World:
         if self.clears:
             return
         saved = rows[blocks.is_saved(rows) & ~np.isin(rows, list(self.manager._torn))]
-        columns = (blocks.nbytes, blocks.exact, blocks.mark, blocks.status)
-        for name, nbytes, exact, mark, state in zip(
+        columns = (blocks.nbytes, blocks.exact, blocks.mark, blocks.level, blocks.status)
+        for name, nbytes, exact, mark, level, state in zip(
             zip(blocks.group[saved].tolist(), blocks.hashes(saved), strict=True),
             *(column[saved].tolist() for column in columns),
             strict=True,
         ):
-            if state != SAVED:  # it is being replaced
+            if state != SAVED or name in cut:  # it is being replaced, or ranks are about to cut it
                 continue
             each = [stored.get(name) for stored in self.stored]
             assert None not in each, f"{name} counts as saved, and a tier does not have it"
             kvs = {one.kv for one in each if one is not None}
+            is_whole = not any(one.is_bad for one in each if one is not None)
+            if not is_whole:
+                continue
             assert len(kvs) == 1, f"ranks have {kvs}"
             [kv] = kvs
+            refinements = [len(ram._blocks[name].inner) for ram in self.rams]
+            assert refinements == [level] * len(self.rams), f"{name} counts as of level {level}, not {refinements}"
             assert kv.epoch == self.pool.epoch, f"{kv} is of an epoch before {self.pool.epoch}"
             assert nbytes == self.setup.ranks * max(one.nbytes for one in each if one is not None)
             assert mark in {one.mark for one in each if one is not None}, f"{kv} has the mark {mark}"
-            is_exact = shape.groups[name[0]].is_exact(exact) and mark == Mark.EXACT
+            is_exact = (shape.groups[name[0]].is_exact(exact) or level == LOSSLESS) and mark == Mark.EXACT
             assert kv.is_exact == is_exact, f"{kv} counts as exact: {is_exact}"
 
     def _check_holes(self) -> None:

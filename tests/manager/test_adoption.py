@@ -1,6 +1,7 @@
 """Processes that are killed, and their sessions, which the next one takes over as cold ones."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -329,6 +330,28 @@ def test_blocks_that_some_rank_lacks_are_dropped_and_those_that_nobody_names(tmp
     assert [session.saved.blocks for session in Journal(tmp_path).sessions() if session.saved] == [
         (block(0, hashes, 0), block(0, hashes, 1))
     ]
+
+
+def test_blocks_that_were_cut_come_back_with_the_levels_that_they_have(tmp_path: Path) -> None:
+    shape = MemoryShape({0: replace(GROUP, levels=5)})
+    talks, hashes = Talks(shape=shape), names("a b c d")
+    journal = Journal(tmp_path)
+    journal.tell([left("a", "a b c d", 1.0)])
+    journal.close()
+    counts = zip(hashes, (5, 3, 1, 2), strict=True)
+    parts = {(0, block_hash): (4, 8, 20, 30, 60)[:count] for block_hash, count in counts}
+    ranks = [{name: sizes[-1] for name, sizes in parts.items()} for _ in range(2)]
+    inner = {name: [2 * size for size in sizes[:-1]] for name, sizes in parts.items()}
+    link = JournalLink(Journal(tmp_path), talks.manager, ())
+    found = link.adopt(ranks, 9.0, None, inner)
+    assert found == (1, 1, 4, 2 * (60 + 20 + 4 + 8), 0)
+    rows, blocks = talks.session("a").rows, talks.manager.blocks
+    assert blocks.level[rows].tolist() == [4, 2, 0, 1]
+    assert blocks.inner[rows].tolist() == [[8, 16, 40, 60], [8, 16, 0, 0], [0, 0, 0, 0], [8, 0, 0, 0]]
+    talks.manager.budget_nbytes, talks.parts = blocks.saved_nbytes, (8, 16, 40, 60, 100)
+    talks.go_cold("x")
+    assert blocks.level[rows].tolist() == [2, 1, 0, 1]
+    link.close()
 
 
 @pytest.mark.parametrize("facts", [{"expected": "?"}, {"created": "?"}])

@@ -13,12 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from integrity import check_store
+from kv import packed
 from some_blocks import until
 
+from manthan.codec import wire
+from manthan.codec.base import Section, SectionKind
 from manthan.manager.tiers import disk, disk_files
 from manthan.manager.tiers.arena import Extent
 from manthan.manager.tiers.arena_tier import Placed
 from manthan.manager.tiers.disk import DISK, HEADER, PAGE, DiskTier, room
+from manthan.manager.tiers.disk_folder import found_in
+from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found
 
 MIB = 1 << 20
@@ -27,6 +32,12 @@ KEYS = [bytes([number]) * 32 for number in range(1, 51)]
 
 def numbers(seed: int, nbytes: int = 5000) -> Buffer:
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+SECTION = Section(SectionKind.KEYS, "any", 1, 16, 1, 8)
+REFINED = wire.refined(
+    packed(wire.BlockHeader(KEYS[0], bytes(16), 16, (SECTION,)), [numbers(0)]), [numbers(n, 9000) for n in range(3)]
+)
 
 
 def get(tier: DiskTier, key: bytes) -> Found:
@@ -140,6 +151,48 @@ def test_what_was_dropped_before_a_kill_is_found_or_erased_and_not_half_there(fo
     tier.drop(0, KEYS[:5])  # as the manager does with what no session needs
     tier.close()
     assert not any(numbers(n, 9000)[:30].tobytes() in raw(folder) for n in range(5))
+
+
+@pytest.mark.parametrize("when", ["before the header", "before the hole", "at the end"])
+def test_a_block_that_was_cut_before_a_kill_is_there_with_some_of_its_parts(folder: Path, when: str) -> None:
+    ends = wire.part_ends(REFINED)
+
+    def cut(tier: DiskTier) -> None:
+        tier.put_all(0, {KEYS[0]: REFINED, KEYS[1]: numbers(1)})
+        if when == "before the header":
+            tier._shorten = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        elif when == "before the hole":
+            disk.erase = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        tier.trim(0, KEYS[:2], 2)
+        until(lambda: not tier._dropped_nbytes)
+
+    killed(folder, cut)
+    left = REFINED if when == "before the header" else REFINED[: ends[1]]
+    assert found_in(folder.parent, Shard(0, 1))[0, KEYS[0]] == [room(end) for end in ends if end <= left.nbytes]
+    tier = DiskTier(folder, 4 * MIB)
+    assert np.array_equal(get(tier, KEYS[0]), left)
+    assert np.array_equal(get(tier, KEYS[1]), numbers(1))
+    assert tier.used == room(left.nbytes) + room(5000)
+    tier.trim(0, KEYS[:2], 1)
+    tier = again(tier)
+    assert np.array_equal(get(tier, KEYS[0]), REFINED[: ends[0]])
+    assert on_disk(folder) <= room(ends[0]) + room(5000)
+    check_store(tier)
+    tier.close()
+
+
+def test_a_block_whose_cut_cannot_be_written_down_is_a_miss_for_the_next_process(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier.put_all(0, {KEYS[0]: REFINED})
+    with monkeypatch.context() as broken:
+        broken.setattr(disk, "write_all", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        tier.trim(0, KEYS[:1], 1)
+        until(lambda: not tier._dropped_nbytes)
+    assert np.array_equal(get(tier, KEYS[0]), REFINED[: wire.part_ends(REFINED)[0]])
+    tier = again(tier)
+    assert get(tier, KEYS[0]) is None
+    tier.close()
 
 
 def test_a_process_that_is_killed_after_a_reset_leaves_nothing_of_what_came_since(folder: Path) -> None:

@@ -93,7 +93,7 @@ def test_each_hint(name: str, given: object, expected: object) -> None:
         ("store", BOOLEAN, [0, "no"]),
         ("ttl_s", SECONDS, [0, -1, 2_592_001, True, "60", float("inf"), float("nan"), 10**400, [60]]),
         ("expect_return_s", SECONDS, [0, False, "5m", float("-inf")]),
-        ("quality", "exact or any", ["best", 1, ""]),
+        ("quality", "exact, high or any", ["best", 1, ""]),
         ("priority", PRIORITY, [11, -11, True, 1.0, "1", float("nan")]),
         ("prefetch", PREFETCH, ["", [""], [1], 1, True, {"alice": 1}, ["alice", None]]),
         ("prefetch", PREFETCH, ["a" * (LONGEST_NAME + 1), ["a"] * (MOST_PREFETCHES + 1), "\ud800", "a\nb"]),

@@ -18,6 +18,8 @@ from manthan.policies import policy_names
 CAME: dict[str, tuple[str, ...]] = {
     "Sessions": ("Evicted", "Overwritten", "Pinned", "StoreFailed", "dropped of 0: budget"),
     "Points": ("dropped of 1: abandoned", "dropped of 1: budget", "dropped of 1: failed"),
+    "Refined": ("cut to level 0", "cut to level 1", "cut to level 2", "cut to level 3", "dropped of 0: budget"),
+    "RefinedPoints": ("cut to level 0", "cut to level 3"),
     "Alone": ("dropped of 1: abandoned", "dropped of 1: budget"),
 }
 """Of some configurations, events without which a run proves little."""

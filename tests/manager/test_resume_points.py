@@ -81,8 +81,8 @@ def test_a_resume_point_is_kept_until_a_deeper_one_is_saved(talks: Talks) -> Non
 @pytest.mark.invariant(
     11,
     "manager/session/manager.py",
-    "if point is not None and self.points.stands(point) and (end <= own or self._is_exact(point.rows).all()):",
-    "if True:",
+    "continue  # it cannot be loaded, or is too coarse",
+    "pass",
 )
 def test_a_prompt_is_gone_on_from_though_another_answer_is_wanted(talks: Talks) -> None:
     """Or the answer comes back without what the model thought. There is a resume point where the prompt ends, too."""

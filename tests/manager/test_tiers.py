@@ -268,6 +268,12 @@ def block(key: bytes, nbytes: int, seed: int = 0) -> Buffer:
     return packed(wire.BlockHeader(key, b"f" * 16, 16, (SECTION,)), [body])
 
 
+def refined(key: bytes, *sizes: int) -> Buffer:
+    """A compressed block of a base and refinements of about these sizes."""
+    base, *bodies = (np.random.default_rng([n, *key[:4]]).integers(0, 256, s, np.uint8) for n, s in enumerate(sizes))
+    return wire.refined(packed(wire.BlockHeader(key, b"f" * 16, 16, (SECTION,)), [base]), bodies)
+
+
 def blocks_of(count: int, nbytes: int = 20_000, seed: int = 0, first: int = 0) -> dict[bytes, Buffer]:
     return {key: block(key, nbytes, seed) for key in KEYS[first : first + count]}
 
@@ -371,6 +377,44 @@ def test_what_is_dropped_is_a_miss_but_for_other_engines(world: World) -> None:
     assert list(world.tier.read(0, KEYS[:3])) == [None] * 3
     assert world.tier.absent(0, KEYS[:6]) == KEYS[:3]
     assert are_right(world.tier, {key: blocks[key] for key in KEYS[3:6]})
+
+
+def test_blocks_are_cut_behind_any_of_their_parts_or_stay_whole(world: World) -> None:
+    blocks = {key: refined(key, 9000, 300, 20_000, 40, 30_000) for key in KEYS[:6]} | blocks_of(2, first=6)
+    assert world.tier.put_all(0, blocks) == {}
+    rooms = world.tier.rooms(blocks[KEYS[0]])
+    ends = wire.part_ends(blocks[KEYS[0]])
+    assert rooms == [world.tier.room(end) for end in (ends if world.tier.can_trim else ends[-1:])]
+    for parts, keys in ((4, KEYS[:5]), (3, KEYS[:4]), (2, KEYS[:3]), (1, KEYS[:2]), (3, KEYS[:2])):
+        world.tier.trim(0, [*keys, KEYS[50], *KEYS[6:8]], parts)
+    world.tier.trim(1, KEYS[:6], 1)  # another group's
+    left = {key: blocks[key][: ends[at]] for key, at in zip(KEYS, (0, 0, 1, 2, 3), strict=False)}
+    left = blocks | left if world.tier.can_trim else blocks
+    assert are_right(world.tier, left)
+    assert world.used == sum(world.tier.room(buf.nbytes) for buf in left.values())
+    world.check()
+    if world.tier.can_trim:
+        more = blocks_of(1, nbytes=BUDGET - world.used - 150_000, first=20)
+        assert world.tier.put_all(0, more) == {}
+        world.tier.drop(0, KEYS[:3])
+        assert are_right(world.tier, {key: left[key] for key in KEYS[3:8]} | more)
+        world.check()
+
+
+def test_bytes_that_are_cut_off_cannot_be_read_from_the_medium(world: World) -> None:
+    blocks = {key: refined(key, 9000, 20_000, 30_000) for key in KEYS[:4]}
+    world.tier.put_all(0, blocks)
+    if not world.tier.can_trim:
+        pytest.skip("it keeps blocks whole")
+    _, middle, _ = wire.part_ends(blocks[KEYS[0]])
+    marks = [buf[at : at + 24].tobytes() for buf in blocks.values() for at in range(middle + 4096, buf.nbytes, 4000)]
+    assert all(mark in b"".join(medium.raw() for medium in world.media) for mark in marks)
+    world.tier.trim(0, blocks, 2)
+    until(lambda: not any(mark in raw for raw in [b"".join(medium.raw() for medium in world.media)] for mark in marks))
+    assert are_right(world.tier, {key: buf[:middle] for key, buf in blocks.items()})
+    world.tier.trim(0, KEYS[:1], 1)
+    world.tier.put_all(0, {KEYS[0]: blocks[KEYS[0]]})  # before its end is erased, perhaps
+    assert are_right(world.tier, {KEYS[0]: blocks[KEYS[0]]})
 
 
 @pytest.mark.parametrize("how", ["released", "replaced", "cleared"])

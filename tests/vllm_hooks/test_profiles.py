@@ -143,6 +143,18 @@ def test_a_session_returns_by_way_of_a_profile(tiny_profile: Path, tmp_path: Pat
         assert now["cold_bytes"] == now["used"]
 
 
+def test_a_session_returns_at_each_level_that_its_blocks_are_cut_to(tiny_profile: Path, tmp_path: Path) -> None:
+    found = run_sessions(["shrink"], {"name": "emb-exact", "profile": str(tiny_profile)}, str(tmp_path))
+    assert found["right"] == [True] * 6
+    assert found["failures"] == []
+    rounds = found["rounds"]
+    assert [each["levels"] for each in rounds] == [[each["level"]] * len(each["levels"]) for each in rounds]
+    assert all(each["restored"] >= len(each["levels"]) > 5 for each in rounds)
+    assert rounds[0]["error"] == 0
+    assert all(one["error"] < coarser["error"] for one, coarser in pairwise(rounds))
+    assert all(each["cold_bytes"] == each["used"] for each in rounds)
+
+
 @pytest.mark.slow
 def test_two_ranks_have_their_parts_of_a_profile(tiny_profile: Path, tmp_path: Path, start_engine: Any) -> None:
     whole = tmp_path / "two"

@@ -76,6 +76,9 @@ METRICS: dict[str, _Metric] = {
     "dropped_blocks": _Metric(
         Counter, "Blocks dropped from the cold store, by cause.", "cause", values=tuple(DropCause)
     ),
+    "trimmed_blocks": _Metric(
+        Counter, "Blocks cut in the cold store, by the level that is left.", "level", values=tuple("0123")
+    ),
     "overwritten_blocks": _Metric(
         Counter, "Blocks overwritten in the pool before they were encoded, and needed since."
     ),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from manthan.manager.events import (
     BlocksDropped,
     BlocksSaved,
+    BlocksTrimmed,
     EncodingBegins,
     Event,
     Evicted,
@@ -113,6 +114,8 @@ class Telemetry:
                 self._observations["encode_seconds"] += [seconds] * len(hashes)
             case BlocksDropped(block_hashes=hashes, cause=cause):
                 self.count("dropped_blocks", len(hashes), str(cause))
+            case BlocksTrimmed(block_hashes=hashes, level=level):
+                self.count("trimmed_blocks", len(hashes), str(level))
             case StoreFailed(causes):
                 self._failed(causes)
                 for why in causes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from manthan.manager.events import BlocksTrimmed
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import NEEDED, Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata
@@ -33,7 +34,7 @@ class Gathering:
     """Store under way.
 
     Args:
-        nbytes: bytes of each block.
+        nbytes: bytes of each block. inner: those with fewer parts, see `TransferResult`.
         left: number of blocks that are neither stored nor refused yet.
         is_begun: True once its first blocks are gathered.
         is_given_up: True once its blocks are to be read no more.
@@ -45,6 +46,7 @@ class Gathering:
     nbytes: list[int]
     left: int
     failed: dict[int, str] = field(default_factory=dict)
+    inner: dict[int, list[int]] = field(default_factory=dict)
     is_begun: bool = False
     is_given_up: bool = False
     began: float = field(default_factory=time.monotonic)
@@ -96,7 +98,10 @@ class CpuEngine(Engine):
         if metadata.place is not None:
             self.store = self.store.cleared(metadata.place)
         for drop in metadata.drops:
-            self.store.drop(drop.group, drop.block_hashes)
+            if isinstance(drop, BlocksTrimmed):
+                self.store.trim(drop.group, drop.block_hashes, drop.level + 1)
+            else:
+                self.store.drop(drop.group, drop.block_hashes)
 
     def _load(self, job: Transfer) -> None:
         threads = self._prefetchers if job.request_id is None else self._loaders
@@ -183,7 +188,9 @@ class CpuEngine(Engine):
             bufs = {key: buf for key, buf in encoded.items() if not isinstance(buf, str)}
             causes = {key: buf for key, buf in encoded.items() if isinstance(buf, str)}
             causes |= store.put_all(part.group, bufs, part.tenant)
-            sizes = [0 if key in causes else store.room(len(buf)) for key, buf in encoded.items()]
+            rooms = [[0] if key in causes else store.rooms(bufs[key]) for key in keys]
+            sizes = [each[-1] for each in rooms]
+            gathering.inner.update({at: each[:-1] for at, each in enumerate(rooms, start) if each[1:]})
         except Exception as error:  # whatever it is costs these blocks, not the thread
             causes = dict.fromkeys(keys, cause_of(error))
         self._leave(len(part) * blocks.nbytes)
@@ -199,7 +206,8 @@ class CpuEngine(Engine):
             if gathering.left:
                 return
         seconds = time.monotonic() - gathering.began
-        self._answer(TransferResult(gathering.job.job_id, np.array(gathering.nbytes), gathering.failed, seconds))
+        job_id, nbytes = gathering.job.job_id, np.array(gathering.nbytes)
+        self._answer(TransferResult(job_id, nbytes, gathering.failed, seconds, gathering.inner))
 
     # -- load -----------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
+from manthan.manager.events import BlocksTrimmed
 from manthan.manager.tiers.arena import Extent, room
 from manthan.manager.tiers.tier import STORE_FULL, Tier
 from manthan.manager.transfer import NEEDED, RESET, Transfer, TransferResult
@@ -213,10 +214,13 @@ class CudaEngine(Engine):
             if self.store is not None:
                 self.store = self.store.cleared(metadata.place)
         for drop in metadata.drops:
-            with self._lock:
-                self.tiers.drop(drop.group, drop.block_hashes)
-            if self.store is not None:
-                self.store.drop(drop.group, drop.block_hashes)
+            tiers: list[Slabs | Tier] = [self.tiers, *([] if self.store is None else [self.store])]
+            for tier in tiers:
+                with self._lock:
+                    if isinstance(drop, BlocksTrimmed):
+                        tier.trim(drop.group, drop.block_hashes, drop.level + 1)
+                    else:
+                        tier.drop(drop.group, drop.block_hashes)
         with suppress(Exception), self._lock:  # a GPU that does not erase reads nothing either
             self._erase()
 

@@ -29,7 +29,8 @@ class Stored(NamedTuple):
     """An encoded block in a tier.
 
     extents: where it is; in several only where no hole was large enough. exact, first_token, mark: as in the transfer
-    that stored it; its header is checked against them. codec: number of its codec, as who encodes counts them.
+    that stored it; its header is checked against them. codec: number of its codec, as who encodes counts them. inner:
+    ends of its parts but the last, if it has refinements.
     """
 
     extents: tuple[Extent, ...]
@@ -38,6 +39,7 @@ class Stored(NamedTuple):
     first_token: int
     mark: int = 0
     codec: int = 0
+    inner: tuple[int, ...] = ()
 
 
 class Run(NamedTuple):
@@ -92,6 +94,7 @@ class Slab:
         self._keys = np.zeros((0, 0), np.uint8)  # of each column, if all that came have the same length
         self._spare: list[int] = []  # columns of no block
         self._pieces: dict[int, tuple[Extent, ...]] = {}  # by column: blocks in several extents
+        self._inner: dict[int, tuple[int, ...]] = {}  # by column: blocks with refinements
         self.grow()
 
     @classmethod
@@ -134,7 +137,10 @@ class Slab:
         """All that there are, the one that was not used for longest first."""
         rows = self._table[:, list(self._columns.values())].T.tolist()
         known = zip(self._columns.items(), rows, strict=True)
-        return {name: Stored(self._extents(at, *row[:2]), *row[NBYTES : CODEC + 1]) for (name, at), row in known}
+        return {
+            name: Stored(self._extents(at, *row[:2]), *row[NBYTES : CODEC + 1])._replace(inner=self._inner.get(at, ()))
+            for (name, at), row in known
+        }
 
     def stored(self, name: Name) -> Stored | None:
         """What is known of a block."""
@@ -142,7 +148,7 @@ class Slab:
         if column is None:
             return None
         start, nbytes, *told = self._table[: CODEC + 1, column].tolist()
-        return Stored(self._extents(column, start, nbytes), nbytes, *told)
+        return Stored(self._extents(column, start, nbytes), nbytes, *told)._replace(inner=self._inner.get(column, ()))
 
     def put(self, blocks: Mapping[Name, Stored]) -> None:
         """Blocks that are not here yet are in the extents that were allocated for them.
@@ -150,13 +156,15 @@ class Slab:
         What was allocated beyond a block's bytes is free again.
         """
         columns, rows = self._take_columns(len(blocks)), []
-        for column, (name, (extents, nbytes, *told)) in zip(columns, blocks.items(), strict=True):
+        for column, (name, (extents, nbytes, *told, inner)) in zip(columns, blocks.items(), strict=True):
             taken = extents[0][1] if len(extents) == 1 else sum(size for _, size in extents)
             if taken - nbytes >= GRANULE:
                 extents, rest = split(extents, nbytes)
                 self.free(rest)
             if len(extents) > 1:
                 self._pieces[column] = extents
+            if inner:
+                self._inner[column] = inner
             rows.append((extents[0][0] if extents else 0, nbytes, *told, len(extents), name[0]))
             self._columns[name] = column
         if rows:
@@ -216,8 +224,22 @@ class Slab:
         for column, start, nbytes in zip(gone, *self._table[START : NBYTES + 1, gone].tolist(), strict=True):
             self.free(self._extents(column, start, nbytes))
             self._pieces.pop(column, None)
+            self._inner.pop(column, None)
         self._table[GROUP, gone] = -1
         self._spare += gone
+
+    def trim(self, names: Iterable[Name], parts: int) -> None:
+        """Keep the first `parts` parts of blocks; see `Tier.trim`."""
+        for name in names:
+            column = self._columns.get(name, -1)
+            if parts <= len(inner := self._inner.get(column, ())):
+                start, nbytes = self._table[START : NBYTES + 1, column].tolist()
+                kept, rest = split(self._extents(column, start, nbytes), inner[parts - 1])
+                self.free(rest)
+                self._pieces.pop(column, None)
+                self._pieces |= {column: kept} if len(kept) > 1 else {}
+                self._inner[column] = inner[: parts - 1]
+                self._table[[NBYTES, PIECES], column] = inner[parts - 1], len(kept)
 
     def clear(self) -> None:
         """Remove all blocks; what is taken stays so."""
@@ -357,6 +379,10 @@ class Slabs:
     def drop(self, group: int, keys: Sequence[bytes]) -> None:
         for tier in self.all:
             tier.drop(zip(repeat(group), keys))
+
+    def trim(self, group: int, keys: Sequence[bytes], parts: int) -> None:
+        for tier in self.all:
+            tier.trim(zip(repeat(group), keys), parts)
 
     def clear(self) -> None:
         for tier in self.all:
