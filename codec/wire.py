@@ -17,9 +17,9 @@ Entry: kind u8; dtype u8; first layer, layers, heads, head size, first head, u16
 tokens, u32 each; 4 zero bytes; length in bytes u64; codec name, 24 bytes; 8 zero bytes. Shorter strings are filled with
 zeros.
 
-Refinement: number u8, from 1 on; 3 zero bytes; length of the body u32, a multiple of 16 and at least 160; xxh3-64 of the
-block key (64 bytes), the fingerprint, these 8 bytes and the body, u64; the body, filled up with zeros. A reader takes
-refinements up to the first that is not as it was sealed.
+Refinement: number u8, from 1 on; 3 zero bytes; length of the body u32, a multiple of 16 and at least 160; xxh3-64 of
+the block key (64 bytes), the fingerprint, these 8 bytes and the body, u64; the body, filled up with zeros. A reader
+takes refinements up to the first that is not as it was sealed.
 
 Vectors stand in the order [layers, heads, tokens].
 """

@@ -18,10 +18,10 @@ from torch import Tensor
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat
 from manthan.codec.cpu.embedded import EXACT, MOST_K, PRESETS, streams_of
-from manthan.codec.cpu.rans import START, VERSION
+from manthan.codec.cpu.rans import VERSION
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
-from manthan.codec.gpu.klt_tables import BUCKET, decoding_tables, encoding_tables, reciprocals
+from manthan.codec.gpu.klt_tables import decoding_tables, encoding_tables, reciprocals
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
 from manthan.codec.profile import Group, Profile
@@ -136,7 +136,7 @@ class Model(NamedTuple):
                 for each in range(head, head + heads)
             ]
         sizes = [group.mean.size for group in groups]
-        weighers = [np.split(group.weigher, [size, len(group.weigher) - 1]) for group, size in zip(groups, sizes, strict=True)]
+        weighers = [np.split(group.weigher, [group.mean.size, len(group.weigher) - 1]) for group in groups]
         gains_back, forward, inverse = [], list[Tensor](), list[Tensor]()
         for group in groups:
             there = torch.from_numpy(group.inverse).to(device)
@@ -268,10 +268,11 @@ class EmbeddedPagedCodec(PagedCodec):
             self._launch_exact("decode_exact", kept, batch, codes)
 
     def _encode(self, job: Sections, model: Model) -> None:
-        books, numbers = self._books(job, model)
-        words = torch.empty(job.n * LEVELS * (job.components * job.tokens // NUMBERS_A_WORD), dtype=torch.int16, device=self.device)
+        kept = self._books(job)
+        room = job.n * LEVELS * (job.components * job.tokens // NUMBERS_A_WORD)
+        words = torch.empty(room, dtype=torch.int16, device=self.device)
         job.words, job.gain = words.data_ptr(), model.gain.data_ptr()
-        for some, forward, part in self._pieces(job, model, model.forward):
+        for some, forward, part in self._pieces(job, model.forward):
             size = forward.shape[1]
             rows = torch.empty((some, job.width, size), dtype=torch.float16, device=self.device)
             products = torch.empty((some, size, job.width), dtype=torch.float32, device=self.device)
@@ -286,9 +287,10 @@ class EmbeddedPagedCodec(PagedCodec):
         self._launch("lay_out", job, ALONE)
         self._launch("pack", job, job.all)
         self._launch("seal_parts", job, job.all * ALONE)
+        del kept
 
     def _decode(self, job: Sections, model: Model) -> None:
-        books, numbers = self._books(job, model)
+        numbers, _ = kept = self._books(job)
         job.gain = model.gain_back.data_ptr()
         self._launch("find_rows", job, ALONE)
         self._launch_rows("decode_base", job, self._tables.decoding, job.groups_count)
@@ -298,7 +300,7 @@ class EmbeddedPagedCodec(PagedCodec):
             warps = job.groups_count * job.n * (ROW_THREADS // 32)
             self._kernels.launch("decode_refinement", part, warps, threads=ROW_THREADS)
         at = 0
-        for some, inverse, part in self._pieces(job, model, model.inverse):
+        for some, inverse, part in self._pieces(job, model.inverse):
             size = inverse.shape[1]
             self._launch("place_numbers", part, some * size)
             placed = numbers[at : at + some * size].view(torch.float16).view(some, size, job.width)
@@ -307,9 +309,10 @@ class EmbeddedPagedCodec(PagedCodec):
             part.products = products.data_ptr()
             self._launch("scatter", part, some * size // self._coded.head_dim)
             at += some * size
+        del kept
 
-    def _books(self, job: Sections, model: Model) -> tuple[Tensor, Tensor]:
-        """Memory between the kernels; the caller keeps it."""
+    def _books(self, job: Sections) -> tuple[Tensor, Tensor]:
+        """Memory between the kernels: numbers, and books. The caller keeps it until the kernels are launched."""
         job.width = -(-job.n * job.tokens // 8) * 8
         numbers = torch.empty((job.components, job.width), dtype=torch.int16, device=self.device)
         counts = job.n, job.groups_count * job.width, job.n * LEVELS * job.streams, job.n * LEVELS * job.groups_count
@@ -318,11 +321,9 @@ class EmbeddedPagedCodec(PagedCodec):
         job.states = job.steps + 4 * counts[0]
         job.sizes = job.states + 4 * counts[2]
         job.shifts = job.sizes + 4 * counts[3]
-        return books, numbers
+        return numbers, books
 
-    def _pieces(
-        self, job: Sections, model: Model, transforms: list[Tensor]
-    ) -> Iterator[tuple[int, Tensor, Sections]]:
+    def _pieces(self, job: Sections, transforms: list[Tensor]) -> Iterator[tuple[int, Tensor, Sections]]:
         """All groups, as many as are multiplied at once: how many, their transforms, and a job for them."""
         first = 0
         for run in transforms:
@@ -336,7 +337,8 @@ class EmbeddedPagedCodec(PagedCodec):
     def _jobs(self, plan: Plan, batch: Batch, codes: Tensor, each: int) -> Iterator[Sections]:
         """The batch in even runs that take SCRATCH_BYTES, or of a block. each: bytes for a number."""
         assert plan.sections is not None
-        n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (plan.sections.components * plan.sections.tokens * each))
+        numbers = plan.sections.components * plan.sections.tokens
+        n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (numbers * each))
         runs = -(-n // most)
         for run in range(runs):
             yield plan.sections.of(batch, codes, slice(run * n // runs, (run + 1) * n // runs))

@@ -80,7 +80,7 @@ def parted(body, streams):
     counts = struct.unpack_from(f"<{len(streams)}I", body)
     at, made = 4 * len(streams), []
     states = struct.unpack_from(f"<{sum(streams)}I", body, at)
-    words = struct.unpack(f"<{sum(counts)}H", body[at + 4 * sum(streams) :])
+    words = struct.unpack_from(f"<{sum(counts)}H", body, at + 4 * sum(streams))
     for count, some in zip(counts, streams, strict=True):
         made.append(Reader(states[:some], words[:count]))
         states, words = states[some:], words[count:]
