@@ -57,11 +57,13 @@ class Lane:
 
 @dataclass(eq=False)
 class Chunk:
-    """A part of a job. status, nbytes: of each block, int32 and int64 [n], valid once `checked` is reached. done: all
-    work on it has ended. end: number of the job's blocks up to its last one."""
+    """A part of a job. status, nbytes: of each block, int32 and int64 [n], valid once `checked` is reached. ends: of the
+    blocks' parts, int64 [n, parts], 0 behind the last. done: all work on it has ended. end: number of the job's blocks
+    up to its last one."""
 
     status: torch.Tensor
     nbytes: torch.Tensor
+    ends: torch.Tensor
     checked: torch.cuda.Event
     done: torch.cuda.Event
     end: int = 0
@@ -69,7 +71,8 @@ class Chunk:
 
 @dataclass(eq=False)
 class Storing:
-    """A store. nbytes: of each block, in the last tier. left: number of blocks that are not stored yet.
+    """A store. nbytes: of each block, in the last tier. inner: as in `TransferResult`. left: number of blocks that are
+    not stored yet.
 
     age: of the tiers when it began; they are older after each reset. secondary: where its blocks go in the end.
     planned: number of blocks that have room, or will get none. uncopied: number of its encodings that still read the
@@ -82,6 +85,7 @@ class Storing:
     nbytes: list[int]
     left: int
     failed: dict[int, str] = field(default_factory=dict)
+    inner: dict[int, list[int]] = field(default_factory=dict)
     planned: int = 0
     uncopied: int = 0
     began: float = field(default_factory=time.monotonic)
@@ -180,7 +184,9 @@ class CudaEngine(Engine):
         self._waiting: deque[Storing] = deque()
         """Stores for which there is no room yet."""
         self._encodings: deque[Begun] = deque()
-        self._written: deque[tuple[Encoding, Mapping[int, Stored], Mapping[int, int], Mapping[int, str]]] = deque()
+        self._written: deque[tuple[Encoding, Mapping[int, Stored], Mapping[int, Sequence[int]], Mapping[int, str]]] = (
+            deque()
+        )
         """What the secondary tier was given, what of it takes how many bytes, and what failed, by place in the job."""
         self._loadings: list[Loading] = []
         self._primary: Primary | None = None
@@ -432,7 +438,7 @@ class CudaEngine(Engine):
             try:
                 if not chunk.done.query():
                     return
-                statuses, sizes = chunk.status.tolist(), chunk.nbytes.tolist()
+                statuses, sizes, ends = chunk.status.tolist(), chunk.nbytes.tolist(), chunk.ends.tolist()
             except Exception as error:
                 self._encodings.popleft()
                 self._fail(begun.encoding, error, begun.is_copied)
@@ -440,7 +446,7 @@ class CudaEngine(Engine):
             self._encodings.popleft()
             if not begun.is_copied:
                 self._copied(begun.encoding.storing)
-            self._keep(begun.encoding, statuses, sizes)
+            self._keep(begun.encoding, statuses, sizes, ends)
 
     def _copied(self, storing: Storing) -> None:
         """The pool's blocks of one more encoding are not read any more."""
@@ -448,15 +454,18 @@ class CudaEngine(Engine):
         if not storing.uncopied and storing.planned == len(storing.job):
             self._gathered(storing.job)
 
-    def _keep(self, encoding: Encoding, statuses: Sequence[int], sizes: Sequence[int]) -> None:
+    def _keep(
+        self, encoding: Encoding, statuses: Sequence[int], sizes: Sequence[int], ends: Sequence[Sequence[int]]
+    ) -> None:
         """Enter what was encoded into its tier, once a secondary tier has it."""
         storing, tier, number = encoding.storing, encoding.tier, self._codecs.number(encoding.codec)
         tokens, job, good = encoding.codec.layout.tokens, storing.job, dict[int, Stored]()
-        failed, made = dict[int, str](), zip(encoding.places, statuses, sizes, strict=True)
-        for at, (place, status, nbytes) in enumerate(made, encoding.start):
+        failed, made = dict[int, str](), zip(encoding.places, statuses, sizes, ends, strict=True)
+        for at, (place, status, nbytes, parts) in enumerate(made, encoding.start):
             if status == GOOD:
                 first_token = job.first_token + at * tokens
-                good[at] = Stored(place, nbytes, encoding.exact, first_token, job.mark, number)
+                inner = tuple(end for end in parts if 0 < end < nbytes)
+                good[at] = Stored(place, nbytes, encoding.exact, first_token, job.mark, number, inner)
             else:
                 failed[at] = "encode"
         if storing.secondary is not None:
@@ -467,17 +476,17 @@ class CudaEngine(Engine):
             self.tiers.put(tier, {(job.group, job.block_hashes[at]): stored for at, stored in good.items()})
             for at in failed:
                 tier.free(encoding.places[at - encoding.start])
-        self._stored(storing, {at: room(stored.nbytes) for at, stored in good.items()}, failed)
+        self._stored(storing, {at: [*map(room, (*stored.inner, stored.nbytes))] for at, stored in good.items()}, failed)
 
     def _write(self, encoding: Encoding, good: Mapping[int, Stored], failed: dict[int, str]) -> None:
         """Copy encoded blocks to the secondary tier, on its thread."""
-        job, secondary, sizes = encoding.storing.job, encoding.storing.secondary, dict[int, int]()
+        job, secondary, sizes = encoding.storing.job, encoding.storing.secondary, dict[int, list[int]]()
         try:
             assert secondary is not None
             bufs = {job.block_hashes[at]: encoding.tier.read(stored) for at, stored in good.items()}
             causes = secondary.put_all(job.group, bufs, job.tenant)
             failed |= {at: causes[job.block_hashes[at]] for at in good if job.block_hashes[at] in causes}
-            sizes = {at: secondary.room(stored.nbytes) for at, stored in good.items() if at not in failed}
+            sizes = {at: secondary.rooms(bufs[job.block_hashes[at]]) for at in good if at not in failed}
         except Exception as error:
             failed |= dict.fromkeys(good, cause_of(error))
         with self._lock:
@@ -508,15 +517,21 @@ class CudaEngine(Engine):
         blocks = range(encoding.start, encoding.start + len(encoding.places))
         self._stored(encoding.storing, {}, dict.fromkeys(blocks, cause_of(error)))
 
-    def _stored(self, storing: Storing, sizes: Mapping[int, int], failed: Mapping[int, str]) -> None:
-        """Some blocks of a store are in the last tier, or not; the store is answered with the last of them."""
-        for at, nbytes in sizes.items():
+    def _stored(self, storing: Storing, sizes: Mapping[int, Sequence[int]], failed: Mapping[int, str]) -> None:
+        """Some blocks of a store are in the last tier, or not; the store is answered with the last of them.
+
+        sizes: what each takes with one part, two, and so on to all.
+        """
+        for at, (*inner, nbytes) in sizes.items():
             storing.nbytes[at] = nbytes
+            if inner:
+                storing.inner[at] = inner
         storing.failed.update(failed)
         storing.left -= len(sizes) + len(failed)
         if not storing.left:
             seconds = time.monotonic() - storing.began
-            self._answer(TransferResult(storing.job.job_id, np.array(storing.nbytes), storing.failed, seconds))
+            of_all = np.array(storing.nbytes)
+            self._answer(TransferResult(storing.job.job_id, of_all, storing.failed, seconds, storing.inner))
 
     # -- load -----------------------------------------------------------------------------------------
 
@@ -683,11 +698,11 @@ class CudaEngine(Engine):
         self, codec: PagedCodec, batch: Batch, stream: torch.cuda.Stream, nbytes: torch.Tensor | None = None
     ) -> Chunk:
         """nbytes: where it is known."""
-        form, status = codec.form(batch.exact), self._soon(batch.status)
+        form, status, ends = codec.form(batch.exact), self._soon(batch.status), self._soon(batch.ends)
         if nbytes is None:
             nbytes = self._soon(batch.nbytes) if form.varies else torch.tensor([form.nbytes] * len(status))
         reached = stream.record_event()
-        return Chunk(status, nbytes, reached, reached)
+        return Chunk(status, nbytes, ends, reached, reached)
 
     def _soon(self, there: torch.Tensor) -> torch.Tensor:
         """A copy in pinned memory, made on the current stream."""
