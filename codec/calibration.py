@@ -433,7 +433,7 @@ def _measured(each: _Components, group: Group, info: ProfileInfo) -> Group:
     """Return the group with the deviations of its errors at the finest lossy level."""
     x, j = each.held, each.j
     q = finest((x - group.mean) @ group.forward, j)
-    back = places(group, q, j, len(STEPS) - 1, np.float32) @ group.inverse / (FINE * 256) + group.mean
+    back = places(group, q, j, 0, len(STEPS) - 1, np.float32) @ group.inverse / (FINE * 256) + group.mean
     errors = np.square((back - x) * (256 / SCALES[j - LEAST_J])[:, None]).mean(0)
     by_kind = errors.reshape(group.place[1], len(info.kinds), -1, group.head_dim)
     if info.rope is not None:  # RoPE mixes both numbers of a pair

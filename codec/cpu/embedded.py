@@ -3,7 +3,7 @@
 A group is some layers that are coded together: keys before RoPE, values and all heads side by side, or latents, as a
 vector x of C numbers for each token. The profile has each group's mean, its Karhunen-Loeve transform in the metric that
 errors have, and a regression that tells from a vector how much later queries look at it. A token that is looked at has
-finer steps, which its j says. A block that would be too large has coarser ones, which k says:
+finer steps, which its j says. A block that would be too large has coarser ones, which k says; it has the same tables:
 
     q = rint((x - mean) @ forward / 2**((j + k) / 3)), the finest whole numbers; see `manthan.codec.tables.levels`
 
@@ -140,12 +140,11 @@ class EmbeddedCodec(Codec):
         lossy = min(self._level, EXACT - 1)
         room = self._most_lossy(section)
         for k in range(0, MOST_K + 1, 3):
-            shifts = [of + k for of in j]
-            found = [finest(of, by) for of, by in zip(y, shifts, strict=True)]
+            found = [finest(of, by + k) for of, by in zip(y, j, strict=True)]
             q = [of for of in found if of is not None]
             if len(q) < len(found):
                 continue
-            bodies = [written(self._groups, q, shifts, level) for level in range(lossy + 1)]
+            bodies = [written(self._groups, q, j, level) for level in range(lossy + 1)]
             start = np.array([VERSION, k, 0, 0], np.uint8)
             bodies[0] = np.concatenate([start, packed.astype(np.uint8), bodies[0]])
             if sum(body_nbytes(body.size) + REFINEMENT for body in bodies) <= room:
@@ -153,7 +152,7 @@ class EmbeddedCodec(Codec):
         else:
             raise NonFiniteError("a number is too far from the profile to be encoded.", 0)
         if self._level == EXACT:
-            bodies.append(self._exact(x, q, shifts, section, positions))
+            bodies.append(self._exact(x, q, j, k, section, positions))
         assert sum(map(len, bodies)) <= most
         out[: bodies[0].size] = bodies[0]
         return bodies[0].size, bodies[1:]
@@ -169,16 +168,16 @@ class EmbeddedCodec(Codec):
             raise SizeError(f"{codes.size} bytes are not the codes of {section}: {begin} at least are.")
         k = check_front(codes, section.codec, MOST_K)
         nibbles = np.stack([codes[START:begin] & 15, codes[START:begin] >> 4], 1).ravel().astype(np.int64)
-        shifts = list(nibbles[: count * tokens].reshape(count, tokens) + (LEAST_J + k))
+        j = list(nibbles[: count * tokens].reshape(count, tokens) + LEAST_J)
         q = [np.zeros((g.mean.size, tokens), np.int16) for g in self._groups]
         for level, body in enumerate([codes[begin:], *refinements[: EXACT - 1]]):
-            self._read(body, q, shifts, level)
+            self._read(body, q, j, level)
         if len(refinements) == EXACT:
-            return self._exactly(refinements[-1], q, shifts, section, positions)
+            return self._exactly(refinements[-1], q, j, k, section, positions)
         level = len(refinements)
         rows = [
-            places(g, of, by, level, np.float32) @ (g.inverse * np.float32(1 / (levels.FINE * 256))) + g.mean
-            for g, of, by in zip(self._groups, q, shifts, strict=True)
+            places(g, of, by, k, level, np.float32) @ (g.inverse * np.float32(1 / (levels.FINE * 256))) + g.mean
+            for g, of, by in zip(self._groups, q, j, strict=True)
         ]
         x = self.ungrouped(rows)
         if self._rope is not None:
@@ -210,9 +209,9 @@ class EmbeddedCodec(Codec):
 
     # -- levels -------------------------------------------------------------------------------------------
 
-    def _read(self, body: Codes, q: Sequence[Any], shifts: Sequence[Whole], level: int) -> None:
+    def _read(self, body: Codes, q: Sequence[Any], j: Sequence[Whole], level: int) -> None:
         parts = _parted(body, [streams_of(of.size) for of in q])
-        for g, of, by, part in zip(self._groups, q, shifts, parts, strict=True):
+        for g, of, by, part in zip(self._groups, q, j, parts, strict=True):
             tables = _base().decoding, levels.parts()[max(level - 1, 0)]
             _check_end(_kernels().read_level(of, g.tables, by, level, *tables, *part))
 
@@ -226,14 +225,14 @@ class EmbeddedCodec(Codec):
         points = self.ungrouped([g.points(self._shape[1])[None] for g in self._groups])
         return errors.reshape(layers, -1, dim), np.ascontiguousarray(points.reshape(layers, -1, dim)[..., 0])
 
-    def _near(self, q: Sequence[Any], shifts: Sequence[Whole], positions: Positions) -> Any:
+    def _near(self, q: Sequence[Any], j: Sequence[Whole], k: int, positions: Positions) -> Any:
         """Numbers that come back, in parts of 2**-points, [layers, vectors, tokens, head_dim]; None if one is too far.
 
         Sums are whole numbers below 2**53: any order gives them.
         """
         rows = []
-        for g, of, by, (matrix, mean, most) in zip(self._groups, q, shifts, self._wholes, strict=True):
-            told = places(g, of, by, EXACT - 1, np.float64)
+        for g, of, by, (matrix, mean, most) in zip(self._groups, q, j, self._wholes, strict=True):
+            told = places(g, of, by, k, EXACT - 1, np.float64)
             if np.abs(told).max() * most + np.abs(mean).max() >= 2**53:
                 return None
             rows.append((told @ matrix + mean).astype(np.int64) >> 12)
@@ -257,22 +256,22 @@ class EmbeddedCodec(Codec):
             made.append((matrix, np.rint(g.mean * unit), float(np.abs(matrix).sum(0).max())))
         return made
 
-    def _arguments(self, near: Any, shifts: Sequence[Whole]) -> list[tuple[Any, ...]]:
+    def _arguments(self, near: Any, j: Sequence[Whole], k: int) -> list[tuple[Any, ...]]:
         """Arguments of the kernels for each layer."""
         errors, points = self._errors
-        rows = [np.repeat(by[:, None], g.mean.size, 1) for g, by in zip(self._groups, shifts, strict=True)]
+        rows = [np.repeat(by[:, None] + k, g.mean.size, 1) for g, by in zip(self._groups, j, strict=True)]
         by_vector = self.ungrouped(rows)[..., 0].reshape(len(near), -1, near.shape[2])
         return list(zip(near, errors, np.ascontiguousarray(by_vector), points, strict=True))
 
     def _exact(
-        self, x: Numbers, q: Sequence[Any], shifts: Sequence[Whole], section: Section, positions: Positions
+        self, x: Numbers, q: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
     ) -> Codes:
-        near = self._near(q, shifts, positions) if section.dtype is Dtype.BFLOAT16 else None
+        near = self._near(q, j, k, positions) if section.dtype is Dtype.BFLOAT16 else None
         raw: Codes = np.concatenate([np.zeros(START, np.uint8), np.ascontiguousarray(x).reshape(-1).view(np.uint8)])
         if near is None:
             return raw
         bits, made = np.ascontiguousarray(x.reshape(-1, *section.shape[-4:]).swapaxes(0, 1)).reshape(near.shape), []
-        for of, given in zip(bits, self._arguments(near, shifts), strict=True):
+        for of, given in zip(bits, self._arguments(near, j, k), strict=True):
             states, words = np.empty(streams_of(of.size), np.uint32), np.empty(5 * of.size, np.uint16)
             at = _kernels().write_exact(of, *given, _cells().encoding, states, words)
             if at < 0:
@@ -282,17 +281,17 @@ class EmbeddedCodec(Codec):
         return min(coded, raw, key=len)
 
     def _exactly(
-        self, body: Codes, q: Sequence[Any], shifts: Sequence[Whole], section: Section, positions: Positions
+        self, body: Codes, q: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
     ) -> Numbers:
         if body[:START].tolist() == [0, 0, 0, 0] and body.size == body_nbytes(self._raw(section)):
             made: Numbers = body[START : self._raw(section)].copy().view(section.dtype.numpy).reshape(section.shape)
             return made
-        near = self._near(q, shifts, positions)
+        near = self._near(q, j, k, positions)
         if body[:START].tolist() != [1, 0, 0, 0] or near is None or section.dtype is not Dtype.BFLOAT16:
             raise DamagedError(f"the last refinement begins with {body[:START].tobytes().hex()}, which cannot be.")
         bits = np.empty(near.shape, np.uint16)
         parts = _parted(body[START:], [streams_of(of.size) for of in bits])
-        for of, given, part in zip(bits, self._arguments(near, shifts), parts, strict=True):
+        for of, given, part in zip(bits, self._arguments(near, j, k), parts, strict=True):
             _check_end(_kernels().read_exact(of, *given, _cells().decoding, *part))
         return _sections(bits.reshape(self._shape[0], self._shape[1], -1, *bits.shape[-2:]), section)
 
@@ -321,19 +320,19 @@ def finest(y: Any, shifts: Whole) -> Any:
     return np.ascontiguousarray(q.T.astype(np.int16)) if (np.abs(q) <= FURTHEST).all() else None
 
 
-def places(group: Group, q: Any, shifts: Whole, level: int, dtype: Any) -> Any:
+def places(group: Group, q: Any, j: Whole, k: int, level: int, dtype: Any) -> Any:
     """Components [tokens, C] that come back, in parts of 1 / FINE and 1 / 256."""
     made = np.empty(q.shape[::-1], dtype)
-    scales = SCALES[shifts - LEAST_J]
-    told = q, group.tables, shifts, levels.STEPS[level], levels.FINE, levels.centres()[level], scales
+    scales = SCALES[j + k - LEAST_J]
+    told = q, group.tables, j, levels.STEPS[level], levels.FINE, levels.centres()[level], scales
     _kernels().places(*told, made)
     return made
 
 
-def written(groups: Sequence[Group], q: Sequence[Any], shifts: Sequence[Whole], level: int) -> Codes:
+def written(groups: Sequence[Group], q: Sequence[Any], j: Sequence[Whole], level: int) -> Codes:
     """Return the groups' numbers of a level, of their finest ones."""
     made = []
-    for g, of, by in zip(groups, q, shifts, strict=True):
+    for g, of, by in zip(groups, q, j, strict=True):
         states, words = np.empty(streams_of(of.size), np.uint32), np.empty(2 * of.size, np.uint16)
         tables = _base().encoding, levels.parts()[max(level - 1, 0)]
         made.append((states, words[_kernels().write_level(of, g.tables, by, level, *tables, states, words) :]))

@@ -31,9 +31,9 @@ def profile(metric=True):
     return profiles.built(metric=metric)
 
 
-def form(name="emb-exact", dtype=Dtype.BFLOAT16, tokens=16):
+def form(name="emb-exact", dtype=Dtype.BFLOAT16, tokens=16, metric=True):
     shape = BlockShape(profiles.LAYERS, profiles.HEADS, tokens, profiles.HEAD_DIM, dtype)
-    return BlockFormat(name, shape, bytes(16), facts=ModelFacts(profiles.ROPE, profile()))
+    return BlockFormat(name, shape, bytes(16), facts=ModelFacts(profiles.ROPE, profile(metric)))
 
 
 def numbers(seed=5, dtype=Dtype.BFLOAT16, tokens=16, first=64, scale=1.0):
@@ -83,23 +83,26 @@ def test_a_preset_says_how_many_parts_are_written_and_all_read_each_other(name):
     assert [b.tobytes() for b in bodies[0]] == [b.tobytes() for b in bodies[1]]
 
 
-def test_the_bytes_are_those_of_the_slow_reference():
-    of, x = form(), numbers()
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+def test_the_bytes_are_those_of_the_slow_reference(scale):
+    of, x = form(), numbers(scale=scale)
     block = wire.parse(encoded(of, x))
     codec, section = get_codec("emb-exact", profiles.HEAD_DIM, of.facts), block.header.sections[1]
     groups, positions = profile().groups[0], np.arange(68, 80)
     base = block.payloads[1]
     begin = 4 + len(groups) * 12 // 2
-    shifts = [np.array([int(byte) >> by & 15 for byte in base[4:begin] for by in (0, 4)]) - 8 + int(base[1])]
+    shifts = [np.array([int(byte) >> by & 15 for byte in base[4:begin] for by in (0, 4)]) - 8]
     assert len(set(shifts[0].tolist())) > 2
+    k = int(base[1])
+    assert (k > 0) == (scale > 1)
 
     q = [np.zeros((g.mean.size, 12), np.int64) for g in groups]
     bodies = [base[begin:].tobytes(), *(body.tobytes() for body in block.refinements)]
     for level in range(EXACT):
         q = slow.read_level(bodies[level], groups, q, shifts, level)
-        places = [slow.places(g, some, by, level) for g, some, by in zip(groups, q, shifts, strict=True)]
+        places = [slow.places(g, some, by, k, level) for g, some, by in zip(groups, q, shifts, strict=True)]
         fast = [
-            embedded.places(g, some.astype(np.int16), by, level, np.float64)
+            embedded.places(g, some.astype(np.int16), by, k, level, np.float64)
             for g, some, by in zip(groups, q, shifts, strict=True)
         ]
         assert same(places, fast)
@@ -114,8 +117,8 @@ def test_the_bytes_are_those_of_the_slow_reference():
     again = [slow.write_level(groups, q, shifts, level) for level in range(EXACT)]
     assert [again[0], *map(filled, again[1:])] == bodies[:EXACT]
 
-    ((near, points),) = slow.near(groups, q, shifts, 2, profiles.ROPE, positions)
-    errors = groups[0].errors.astype(int).reshape(profiles.LAYERS, 2 * profiles.HEADS, 1, -1) + shifts[0][:, None]
+    ((near, points),) = slow.near(groups, q, shifts, k, 2, profiles.ROPE, positions)
+    errors = groups[0].errors.astype(int).reshape(profiles.LAYERS, 2 * profiles.HEADS, 1, -1) + shifts[0][:, None] + k
     bits = np.stack(x)[:, :, :, 4:].swapaxes(0, 1).reshape(near.shape[0], -1, 12, profiles.HEAD_DIM)
     near, points = near.reshape(bits.shape), points.reshape(profiles.LAYERS, -1)
     coded = [slow.write_exact(*told) for told in zip(bits, near, points, errors, strict=True)]
@@ -159,11 +162,11 @@ def test_numbers_of_any_size_are_exact_or_the_block_is_refused():
 
 def test_numbers_far_from_the_profile_take_coarser_steps_until_they_fit():
     for name in PRESETS:
-        of, x = form(name), numbers(scale=30.0)
+        of, x = form(name, metric=False), numbers(scale=30.0)
         block = encoded(of, x)
         assert block.size <= of.max_nbytes(4)
         assert wire.parse(block).payloads[1][1] > 0
-        assert EMBEDDED[name] < 3 or noise(x, of.decode(block, key=KEY)) < 0.1
+        assert EMBEDDED[name] < 3 or noise(x, of.decode(block, key=KEY)) < 0.5
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -139,17 +139,19 @@ def scale_of(shift):
     return round(2.0 ** (int(shift) / 3) * 256)
 
 
-def places(group, q, by, level):
+def places(group, q, by, k, level):
     """Whole numbers [tokens, C]: where numbers come back."""
     made = np.zeros(q.shape[::-1], np.int64)
     for (component, token), value in np.ndenumerate(q):
         magnitude, table = abs(int(value)), table_of(group.tables[component], by[token])
         inside = int(levels.centres()[level, table, min(magnitude, 3)])
-        made[token, component] = np.sign(value) * (magnitude * levels.STEPS[level] * 16 + inside) * scale_of(by[token])
+        made[token, component] = (
+            np.sign(value) * (magnitude * levels.STEPS[level] * 16 + inside) * scale_of(by[token] + k)
+        )
     return made
 
 
-def near(groups, numbers, shifts, kinds, rope, positions):
+def near(groups, numbers, shifts, k, kinds, rope, positions):
     """Whole numbers of what comes back at the finest lossy level, and their binary places, by group."""
     made = []
     for group, q, by in zip(groups, numbers, shifts, strict=True):
@@ -159,7 +161,7 @@ def near(groups, numbers, shifts, kinds, rope, positions):
             np.int64
         )
         mean = np.rint(group.mean * 2.0 ** (points + 12.0)).astype(np.int64)
-        x = (places(group, q, by, 3) @ matrix + mean) >> 12
+        x = (places(group, q, by, k, 3) @ matrix + mean) >> 12
         x = x.reshape(len(x), group.place[1], kinds, group.place[3], group.head_dim).transpose(1, 2, 3, 0, 4).copy()
         if rope:
             first, second = rope.pairs
