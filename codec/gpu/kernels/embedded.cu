@@ -67,13 +67,12 @@ struct Encoding {
                 LOWEST};
         const short* numbers = job.numbers + (i64)group.at * job.width + block * job.tokens;
         const signed char* shifts = job.shifts + (i64)g * job.width + block * job.tokens;
-        const int k = job.steps[block];
         for (int step = steps - 1; step >= 0; step--) {
             const int number = step * group.streams + me.stream;
             const bool on = there && number < all;
             const Place at(job, on ? number : 0);
             const int finest = numbers[(i64)at.component * job.width + at.token], size = abs(finest);
-            const int table = shifted(job.table_of[group.at + at.component], shifts[at.token] + k);
+            const int table = shifted(job.table_of[group.at + at.component], shifts[at.token]);
             u32 entry;
             int value = 0;
             if (level == 0) {
@@ -188,7 +187,7 @@ __device__ __forceinline__ void decode_level(const Sections& job, int level) {
             reader.prefetch(me, group.streams);
         }
         const bool begins = x >= LOWEST;
-        const int all = group.size * job.tokens, steps = (all + group.streams - 1) / group.streams, k = job.steps[block];
+        const int all = group.size * job.tokens, steps = (all + group.streams - 1) / group.streams;
         short* numbers = job.numbers + (i64)group.at * job.width + block * job.tokens;
         const signed char* shifts = job.shifts + (i64)g * job.width + block * job.tokens;
         for (int step = 0; step < steps; step++) {
@@ -196,7 +195,7 @@ __device__ __forceinline__ void decode_level(const Sections& job, int level) {
             const bool on = there && number < all;
             const Place at(job, on ? number : 0);
             short* kept = numbers + (i64)at.component * job.width + at.token;
-            const int table = shifted(job.table_of[group.at + at.component], shifts[at.token] + k);
+            const int table = shifted(job.table_of[group.at + at.component], shifts[at.token]);
             if (BASE) {
                 const u32 entry = slots.entry(table, x), symbol = entry >> 24;
                 const u32 next = (entry & 4095) * (x >> 12) + (x & 4095) - (entry >> 12 & 4095);
@@ -261,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) place_numbers(const Sectio
             const int block = t / job.tokens, level = job.levels[block], value = numbers[t], far = abs(value);
             float made = 0.f;
             if (job.status[block] == GOOD) {
-                const int within = shifted(table, shifts[t] + job.steps[block]);
+                const int within = shifted(table, shifts[t]);
                 const int centre = job.centres[(level * TABLES + within) * MAGNITUDES + min(far, 3)];
                 made = (far * steps[level] + centre / (float)FINE) * exp2f(OCTAVE_THIRD * shifts[t]) * PLACE_SHARE;
             }
