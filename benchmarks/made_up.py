@@ -9,6 +9,7 @@ measured to have:
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,9 +22,10 @@ from torch import Tensor
 from manthan.benchmarks.engines import random_tokens
 from manthan.benchmarks.shapes import DEFAULT, PUBLIC, write_model
 from manthan.codec.calibration import ProfileBuilder
-from manthan.codec.profile import PRESETS, Basis, LayerProfile, Profile, ProfileInfo
+from manthan.codec.profile import PRESETS, Basis, Group, LayerProfile, Profile, ProfileInfo
 from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import DEVIATIONS, SHAPES, costs, family
+from manthan.codec.tables.levels import STEPS, WIDTHS
 
 SPREAD = 8.0, 0.2
 """Deviations of the first component and the last; those between fall off evenly on a logarithmic scale."""
@@ -52,6 +54,57 @@ def profile(
     made = [LayerProfile(basis(), basis()) for _ in range(layers)]
     info = ProfileInfo("made-up", layers, heads, head_dim, rope, "none", ratios=dict(presets))
     return Profile.of(info, family(), [made])
+
+
+def with_groups(of: Profile, layers: int = 1, seed: int = 0) -> Profile:
+    """The profile with groups of so many layers, for embedded codes, of its own means; see `grouped_kv`."""
+    info, rng, made = of.info, np.random.default_rng(seed), []
+    kinds, squares = len(info.kinds), dict[int, npt.NDArray[np.float64]]()
+    for first in range(0, info.layers, layers):
+        count = min(layers, info.layers - first)
+        size = count * kinds * info.heads * info.head_dim
+        if size not in squares:
+            squares[size], _ = np.linalg.qr(rng.standard_normal((size, size)))
+        deviations = _deviations(size)
+        widths = np.clip(np.rint(3 * np.log2(deviations / STEPS[0] / WIDTHS[0])), 0, len(WIDTHS) - 1)
+        transform = squares[size][rng.permutation(size)].astype(np.float16)
+        scale = np.full(size, 1 / STEPS[0], np.float32)
+        of_numbers = np.sqrt(np.square((deviations[:, None] * transform) * scale).sum(0)).astype(np.float32)
+        mean = rng.standard_normal(size).astype(np.float32)
+        weigher = [2 * rng.standard_normal(size) / size**0.5, 0.3 * rng.standard_normal(size // info.head_dim), [0.3]]
+        made.append(
+            Group(
+                place=(first, count, 0, info.heads),
+                head_dim=info.head_dim,
+                mean=mean,
+                scale=scale,
+                transform=transform,
+                tables=(rng.integers(0, len(SHAPES), size) * len(WIDTHS) + widths).astype(np.uint8),
+                center=mean + 0.1 * of_numbers,
+                deviations=of_numbers,
+                weigher=np.concatenate(weigher).astype(np.float32),
+                errors=np.zeros(size, np.int8),
+            )
+        )
+    info = replace(info, bits=(1.0, 1.6, 2.5, 4.0, 10.0))
+    return Profile.of(info, of.frequencies, of.ranks, [made])
+
+
+def grouped_kv(of: Profile, tokens: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    """Numbers that fit the profile's groups, keys before RoPE: float32 [kinds, layers, heads, tokens, head_dim]."""
+    info, rng = of.info, np.random.default_rng(seed)
+    made = np.empty((len(info.kinds), info.layers, info.heads, tokens, info.head_dim), np.float32)
+    for group in of.groups[0]:
+        first, layers, *_ = group.place
+        y = rng.standard_normal((tokens, group.mean.size)) * _deviations(group.mean.size)
+        x = (y @ group.inverse + group.mean).reshape(tokens, layers, len(info.kinds), info.heads, info.head_dim)
+        made[:, first : first + layers] = x.transpose(2, 1, 3, 0, 4)
+    return made
+
+
+def _deviations(size: int) -> npt.NDArray[np.float64]:
+    """Of a group's components, in finest steps."""
+    return np.geomspace(*SPREAD, size) * STEPS[0]
 
 
 def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:

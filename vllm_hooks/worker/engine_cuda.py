@@ -57,9 +57,11 @@ class Lane:
 
 @dataclass(eq=False)
 class Chunk:
-    """A part of a job. status, nbytes: of each block, int32 and int64 [n], valid once `checked` is reached. ends: of the
-    blocks' parts, int64 [n, parts], 0 behind the last. done: all work on it has ended. end: number of the job's blocks
-    up to its last one."""
+    """A part of a job. status, nbytes: of each block, int32 and int64 [n], valid once `checked` is reached.
+
+    ends: of the blocks' parts, int64 [n, parts], 0 behind the last. done: all work on it has ended. end: number of the
+    job's blocks up to its last one.
+    """
 
     status: torch.Tensor
     nbytes: torch.Tensor

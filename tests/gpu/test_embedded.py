@@ -1,0 +1,137 @@
+"""Embedded codes on a GPU and the CPU: each reads what the other wrote, at each level, and both refuse the same."""
+
+from typing import Any
+
+import device_blocks
+import numpy as np
+import pytest
+import torch
+from device_blocks import BLOCKS, FIRST_TOKENS, GROUP, IDS, KEYS, LAYERS, TARGETS, World, as_floats, status_cause
+
+from manthan.benchmarks import made_up
+from manthan.codec import wire
+from manthan.codec.cpu.embedded import PRESETS
+from manthan.codec.errors import ProfileError
+from manthan.codec.gpu.embedded_codec import EmbeddedPagedCodec
+from manthan.codec.model import ModelFacts
+
+CUDA = torch.device("cuda", 0)
+SHAPES = [(2, 64), (3, 64), (8, 128), (2, 40), (1, 256)]
+LOSSY = [name for name in PRESETS if name != "emb-exact"]
+
+
+def world_of(
+    heads: int = 3,
+    head_dim: int = 64,
+    preset: str = "emb-5x",
+    tokens: int = 16,
+    layers: int = 2,
+    scale: float = 1.0,
+    device: torch.device = CUDA,
+    **more: Any,
+) -> World:
+    """layers: of a group. scale: by which numbers are further from the profile than it says."""
+    profile = made_up.profile(LAYERS, heads, head_dim, made_up.rope_of(head_dim))
+    profile = made_up.with_groups(profile, layers)
+    keys, values = scale * made_up.grouped_kv(profile, BLOCKS * tokens)
+    firsts = dict(zip(IDS, FIRST_TOKENS, strict=True))
+    positions = np.concatenate([np.arange(tokens) + firsts.get(block, 0) for block in range(BLOCKS)])
+    keys = profile.info.rope.turn(keys, positions)
+    both = torch.from_numpy(np.concatenate([keys, values], 3))
+    numbers = both.unflatten(2, (BLOCKS, tokens)).permute(0, 2, 3, 1, 4).to(device)
+    facts = ModelFacts(profile.info.rope, profile)
+    return device_blocks.kv(
+        EmbeddedPagedCodec, preset, heads, head_dim, tokens=tokens, facts=facts, numbers=numbers, device=device, **more
+    )
+
+
+def close(world: World, i: int) -> None:
+    """What was decoded is what the CPU decodes, but for rounding; exact tokens are the same bits."""
+    for right, found in zip(world.format.decode(world.block(i), key=KEYS[i]), world.numbers(TARGETS[i]), strict=True):
+        assert right[:, :, : world.exact].tobytes() == found[:, :, : world.exact].tobytes()
+        x, y = as_floats(right)[:, :, world.exact :], as_floats(found)[:, :, world.exact :]
+        if x.numel():
+            assert (x - y).square().mean().sqrt() < 0.005 * x.square().mean().sqrt()
+
+
+def check(world: World) -> None:
+    before = world.bits.clone()
+    assert world.encode() == [None] * 4
+    assert [wire.part_ends(world.block(i)) for i in range(4)] == [
+        [end for end in ends if end] for ends in world.encoded.ends.tolist()
+    ]
+    for written in (world.block, world.by_numpy):
+        blocks = [written(i).copy() for i in range(4)]
+        for part in range(len(wire.part_ends(blocks[0]))):
+            for i, block in enumerate(blocks):
+                world.write(i, block[: wire.part_ends(block)[(part + i) % len(wire.part_ends(block))]])
+            world.check_decoding(close)
+        for i, block in enumerate(blocks):
+            world.write(i, block)
+    world.check_others(before, TARGETS)
+    for i, block in enumerate(blocks):
+        assert abs(world.encoded.nbytes.tolist()[i] - len(block)) <= 0.01 * len(block) + 64
+
+
+@pytest.mark.parametrize("exact", [0, 4])
+@pytest.mark.parametrize("preset", LOSSY)
+@pytest.mark.parametrize(("heads", "head_dim"), SHAPES)
+def test_each_reads_what_the_other_wrote_at_each_level(heads: int, head_dim: int, preset: str, exact: int) -> None:
+    check(world_of(heads, head_dim, preset, exact=exact))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("exact", [0, 4])
+def test_other_caches(dtype: torch.dtype, exact: int) -> None:
+    check(world_of(dtype=dtype, exact=exact, offset=3))
+
+
+@pytest.mark.parametrize("tokens", [8, 20, 32, 128])
+@pytest.mark.parametrize("exact", [0, 3, 7])
+def test_blocks_of_any_number_of_tokens(tokens: int, exact: int) -> None:
+    check(world_of(tokens=tokens, exact=exact))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_groups_of_any_number_of_layers(layers: int) -> None:
+    check(world_of(layers=layers))
+
+
+@pytest.mark.parametrize("preset", LOSSY)
+def test_numbers_far_from_the_profile_take_coarser_steps(preset: str) -> None:
+    world = world_of(preset=preset, scale=6.0)
+    assert world.encode() == [None] * 4
+    assert all(wire.parse(world.block(i), group=GROUP).payloads[-1][1] for i in range(4))
+    world.check_decoding(close)
+
+
+def test_a_damaged_part_is_refused_or_left_out_with_those_behind() -> None:
+    world, rng = world_of(2, 40), np.random.default_rng(0)
+    assert world.encode() == [None] * 4
+    good = [world.block(i).copy() for i in range(4)]
+    for _ in range(50):
+        for i, block in enumerate(good):
+            damaged = block.copy()
+            damaged[rng.integers(len(block))] ^= 1 << rng.integers(8)
+            world.write(i, damaged)
+        batch = world.batch(TARGETS)
+        world.codec.verify(batch, world.codes)
+        told = zip(batch.status.tolist(), batch.levels.tolist(), strict=True)
+        for i, (status, level) in enumerate(told):
+            try:
+                block = wire.parse(world.block(i), key=KEYS[i], fingerprint=b"f" * 16, group=GROUP)
+            except wire.WireError:
+                assert status_cause(status) is not None
+            else:
+                assert (status_cause(status), level) == (None, len(block.refinements))
+
+
+def test_numbers_that_are_not_finite_are_not_stored() -> None:
+    world = world_of()
+    world.layers[1][IDS[2], 3, 1, 5] = float("nan")
+    assert world.encode() == [None, None, "decode", None]
+
+
+def test_the_last_refinement_is_for_the_cpu() -> None:
+    with pytest.raises(ProfileError, match="emb-exact has no GPU version"):
+        world_of(preset="emb-exact")
