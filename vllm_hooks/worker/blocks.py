@@ -236,7 +236,9 @@ class CpuBlocks:
         if found is None or isinstance(found, str):
             return MISSING if found is None else found
         try:
-            shards = (self.format_of(shard).decode_shard(shard, key=key) for shard in wire.split(found))
+            shards = [self.format_of(shard).decode_shard(shard, key=key) for shard in wire.split(found)]
+            if ignored := sum(shard.ignored for shard in shards):
+                logger.warning("Manthan: a block is coarser than stored: %d bytes of refinements are damaged", ignored)
             numbers = self.format.joined(shards)
         except WireError as error:
             return error.cause
