@@ -109,9 +109,8 @@ class EmbeddedCodec(Codec):
 
     def _expected(self, section: Section, level: int) -> int:
         layers, kinds, heads, dim = self._shape
-        if (section.kind, section.first_layer, section.layers, section.heads, section.head_dim) != (
-            *(self._kind, 0, layers, heads, dim),
-        ):
+        shape = section.kind, section.first_layer, section.layers, section.heads, section.head_dim
+        if shape != (self._kind, 0, layers, heads, dim):
             raise SizeError(f"{section} is not of the profile of {self._profile.info.model}, {layers} layers.")
         fronts = front(self._groups, section.tokens)
         bits = self._profile.info.bits[level] * section.tokens * layers * kinds * heads * dim
@@ -176,8 +175,8 @@ class EmbeddedCodec(Codec):
             return self._exactly(refinements[-1], q, j, k, section, positions)
         level = len(refinements)
         rows = [
-            places(g, of, by, k, level, np.float32) @ (g.inverse * np.float32(1 / (levels.FINE * 256))) + g.mean
-            for g, of, by in zip(self._groups, q, j, strict=True)
+            places(g, of, by, k, level, np.float32) @ inverse + g.mean
+            for g, of, by, inverse in zip(self._groups, q, j, self._inverses, strict=True)
         ]
         x = self.ungrouped(rows)
         if self._rope is not None:
@@ -206,6 +205,10 @@ class EmbeddedCodec(Codec):
             part = of.reshape(-1, count, kinds, some, dim).transpose(1, 2, 3, 0, 4)
             made[first : first + count, :, head : head + some] = part
         return made
+
+    @cached_property
+    def _inverses(self) -> list[Floats]:
+        return [g.inverse / np.float32(levels.FINE * 256) for g in self._groups]
 
     # -- levels -------------------------------------------------------------------------------------------
 

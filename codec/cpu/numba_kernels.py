@@ -408,12 +408,14 @@ def read_level(
                 entry = base[table, slot]
                 f, inside, told = entry >> np.uint32(12) & MASK, entry & MASK, int(entry >> np.uint32(24))
             else:
-                likely = parts[table, min(abs(value), 3)]
-                told, f, inside = -1, likely[0], slot
-                while inside >= f:
-                    inside -= f
-                    told += 1
-                    f = likely[told + 1]
+                magnitude = min(abs(value), 3)
+                first, second = parts[table, magnitude, 0], parts[table, magnitude, 1]
+                if slot < first:
+                    told, f, inside = -1, first, slot
+                elif slot - first < second:
+                    told, f, inside = 0, second, slot - first
+                else:
+                    told, f, inside = 1, MASK + np.uint32(1) - first - second, slot - first - second
             x = f * (x >> np.uint32(12)) + inside
             if x < LOWEST:
                 if at >= len(words):

@@ -105,7 +105,7 @@ def test_numbers_far_from_the_profile_take_coarser_steps(preset: str) -> None:
     world.check_decoding(close)
 
 
-def test_a_damaged_part_is_refused_or_left_out_with_those_behind() -> None:
+def test_a_damaged_part_is_refused() -> None:
     world, rng = world_of(2, 40), np.random.default_rng(0)
     assert world.encode() == [None] * 4
     good = [world.block(i).copy() for i in range(4)]
@@ -116,14 +116,7 @@ def test_a_damaged_part_is_refused_or_left_out_with_those_behind() -> None:
             world.write(i, damaged)
         batch = world.batch(TARGETS)
         world.codec.verify(batch, world.codes)
-        told = zip(batch.status.tolist(), batch.levels.tolist(), strict=True)
-        for i, (status, level) in enumerate(told):
-            try:
-                block = wire.parse(world.block(i), key=KEYS[i], fingerprint=b"f" * 16, group=GROUP)
-            except wire.WireError:
-                assert status_cause(status) is not None
-            else:
-                assert (status_cause(status), level) == (None, len(block.refinements))
+        assert all(status_cause(status) is not None for status in batch.status.tolist())
 
 
 def test_numbers_that_are_not_finite_are_not_stored() -> None:

@@ -193,8 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) seal_parts(const Sections 
     }
 }
 
-// Where the parts of blocks are: ends, and in levels how many refinements there seem to be. Then verify_parts sets those
-// from the first that is not good on apart. status: as of verify, in seal.cu; lengths are only expected to fit together.
+// Where the parts of blocks are: ends, and in levels how many refinements there are. status: as of verify, in seal.cu;
+// lengths are only expected to fit together. The refinement that makes a block exact is passed over.
 extern "C" __global__ void find_parts(const Sections job) {
     const int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
@@ -215,13 +215,16 @@ extern "C" __global__ void find_parts(const Sections job) {
             i64* ends = job.ends + (i64)block * LEVELS;
             int level = 0;
             ends[0] = base;
-            while (fits && level < LEVELS - 1 && ends[level] + FRONT_NBYTES <= all) {
-                const u64 front = *(const u64*)(found + ends[level]);
-                const i64 size = front >> 32, next = ends[level] + FRONT_NBYTES + size;
-                if ((front & 0xffffffffu) != (u64)(level + 1) || size % 16 || size < LEAST_BODY || next > all) break;
-                ends[++level] = next;
+            i64 last = base;
+            for (int number = 1; fits && number <= LEVELS && last + FRONT_NBYTES <= all; number++) {
+                const u64 front = *(const u64*)(found + last);
+                const i64 size = front >> 32, next = last + FRONT_NBYTES + size;
+                if ((front & 0xffffffffu) != (u64)number || size % 16 || size < LEAST_BODY || next > all) break;
+                last = next;
+                if (number < LEVELS) ends[++level] = next;
             }
             job.levels[block] = level;
+            if (fits && last != all && differs == end) job.status[block] = BAD_CHECKSUM;
         }
     }
 }
@@ -230,15 +233,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) verify_parts(const Section
     for (int run = blockIdx.x; run < job.n * LEVELS; run += gridDim.x) {
         const int block = run / LEVELS, level = run % LEVELS;
         const u8* found = job.codes + job.offsets[block];
-        const bool skip = level > *(volatile int*)(job.levels + block) || *(volatile int*)(job.status + block) < BAD_CHECKSUM;
-        if (__syncthreads_or(skip)) continue;  // of all threads, though levels may fall between them
+        const i64* ends = job.ends + (i64)block * LEVELS;
+        if (level > job.levels[block] || ends[0] < job.head_nbytes || ends[level] > job.nbytes[block]) continue;
         if (level == 0) {
             const u64 sum = checksum(found, job.ends[(i64)block * LEVELS]);
             if (threadIdx.x == 0 && sum != *(const u64*)(found + CHECKSUM_AT)) job.status[block] = BAD_CHECKSUM;
         } else {
             const u8* front = found + job.ends[(i64)block * LEVELS + level - 1];
             const u64 sum = long_checksum(Refined{found, front}, 88 + (i64)(*(const u64*)front >> 32));
-            if (threadIdx.x == 0 && sum != *(const u64*)(front + 8)) atomicMin(job.levels + block, level - 1);
+            if (threadIdx.x == 0 && sum != *(const u64*)(front + 8)) atomicMin(job.status + block, BAD_CHECKSUM);
         }
     }
 }
