@@ -32,7 +32,7 @@ class Guard:
     """
 
     def __init__(self, manager: SessionManager, choices: Sequence[Choice], ranks: int) -> None:
-        self._manager, self._choices, self._ranks = manager, choices, ranks
+        self._manager, self._choices, self._ranks = manager, list(choices), ranks
         self._finest = len(choices) - 2
         self._verdicts: dict[int, Verdict] = {}
         self._judged: int | None = None
@@ -53,6 +53,13 @@ class Guard:
         self._use(choice)
         codec = worst.measured[choice].codec if choice <= self._finest else EXACT
         self._manager.events(Judged(worst, choice, codec, choice != was))
+
+    def offer(self, choice: Choice) -> None:
+        """Try a coarser codec ahead of the others. The one in use stays until ranks have measured both."""
+        self._choices = [choice, *self._choices]
+        self._finest += 1
+        self._judged = None if self._judged is None else self._judged + 1
+        self._verdicts.clear()
 
     def reset(self) -> None:
         """Forget what was measured: it failed, or other weights compute from now on."""

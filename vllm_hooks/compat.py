@@ -83,6 +83,7 @@ WRAPPED = {
     "vllm.model_executor.models.llama.LlamaForCausalLM.load_weights": (
         "The digest of weights must be the same for each number of ranks."
     ),
+    "vllm.v1.attention.backend.AttentionImpl.forward": "A profile from traffic takes queries, which no cache holds.",
     "vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled": (
         "A lookup of blocks does not say whose request asks."
     ),

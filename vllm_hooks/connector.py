@@ -195,8 +195,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin a step. vLLM may call `start_load_kv` after the forward pass."""
         assert isinstance(connector_metadata, ManthanMetadata)
         super().bind_connector_metadata(self.worker.of_this_rank(connector_metadata))
-        if self.worker.guard is not None:
-            self._try(self.worker.guard.begin_step, self._metadata, otherwise=None)
+        for each in (self.worker.guard, self.worker.calibrator):
+            if each is not None:
+                self._try(each.begin_step, self._metadata, otherwise=None)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata, engine = self._metadata, self.worker.engine
@@ -246,6 +247,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         guard = self.worker.guard
         report = self._try(self.worker.engine.take_report, otherwise=None) or ManthanWorkerMetadata()
         report.verdicts = [] if guard is None else self._try(guard.take, otherwise=[])
+        report.candidate = self.worker.take_candidate()  # behind the verdicts, which may be on it
         report.errors, self._errors = self._errors, []
         return report if report != ManthanWorkerMetadata() else None
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from manthan.manager.events import BlocksDropped, BlocksTrimmed, Verdict
+from manthan.manager.session.blocks import MemoryShape
 from manthan.manager.transfer import Transfer, TransferResult
 
 
@@ -31,8 +34,17 @@ class ManthanMetadata(KVConnectorMetadata):
     """Blocks of loads that were promised to vLLM and will not be, by the id of the request that waits."""
     cancels: bool = False
     """True if jobs that have not begun are to be answered as failed, since the prefix cache is reset."""
+    may_calibrate: bool = False
+    """True if no request of this step has a tenant, so that its KV may shape the model's profile."""
     revokes: bool = False
     """True if stores whose blocks are not read yet are to be given up, since requests need the blocks."""
+
+
+class Candidate(NamedTuple):
+    """Profile made from traffic. path: of its file. shape: sizes of blocks in its codec."""
+
+    path: Path
+    shape: MemoryShape
 
 
 @dataclass
@@ -44,6 +56,7 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     gathered: list[int] = field(default_factory=list)
     """Ids of stores whose blocks need not stay in the pool any more; once for each rank, not after its result."""
     verdicts: list[Verdict] = field(default_factory=list)
+    candidate: Candidate | None = None
     errors: list[str] = field(default_factory=list)
     """Calls of the worker half that raised."""
 
@@ -53,5 +66,6 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
             self.results + other.results,
             self.gathered + other.gathered,
             self.verdicts + other.verdicts,
+            self.candidate or other.candidate,
             self.errors + other.errors,
         )

@@ -4,9 +4,11 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from math import inf
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from manthan.codec.registry import finer_codecs, needs_profile
+from manthan.manager.config.profiles import CALIBRATED
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.driver import Driver
 from manthan.manager.events import Events
@@ -35,17 +38,18 @@ from manthan.vllm_hooks.groups import Part, config_for, groups_for, is_mixed, on
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, decoded_elsewhere, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.memory import Shards, memory_shapes
-from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.messages import Candidate, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.queries import METHOD, Queries
-from manthan.vllm_hooks.settled import settled_profile
+from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
 from manthan.vllm_hooks.support import Latents, UnsupportedError
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_held
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
-from manthan.vllm_hooks.transfer_config import abort_at_shutdown, is_on_gpu
+from manthan.vllm_hooks.transfer_config import abort_at_shutdown, is_on_gpu, settings
+from manthan.vllm_hooks.worker.calibrator import LEAST
 from manthan.vllm_hooks.worker.capacity import fast_tiers, room_in, usable_nbytes
 from manthan.vllm_hooks.worker.half import get_ready, groups_of_worker
 from manthan.vllm_hooks.worker.weights import loaded_digest, loads, weights_state
@@ -180,6 +184,9 @@ class SchedulerHalf:
         self._was_called = False
         """True if workers did something for a caller since the last request. It may have loaded weights."""
         self._cancels = False
+        self._calibrates = bool(settings(vllm_config).get(CALIBRATES))
+        self._candidate: Candidate | None = None
+        """Profile that the guard has not approved yet."""
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         self._journal: JournalLink | None = None
@@ -212,6 +219,7 @@ class SchedulerHalf:
         event = None if self._events is None else self._events.event
         block_tokens = {each.group.index: each.group.tokens for each in self.groups.at_points}
         self.pool = VllmPool(pool, self._group, block_tokens | {self._group: self._block_size}, event)
+        self.guard = self._guard()
         self.driver = Driver(
             self.manager,
             self.pool,
@@ -220,7 +228,7 @@ class SchedulerHalf:
             prefetch_lead_s=lead_s(self.config.idle.after_s) if self.groups.is_expected else None,
             redis=self._redis,
             journal=self._journal,
-            guard=self._guard(),
+            guard=self.guard,
             again=self.groups.again,
             last_tokens=self.groups.last_tokens,
             weigh=sum if self.config.tiers.is_shared else on_each(self._ranks),
@@ -510,12 +518,20 @@ class SchedulerHalf:
             step=self._step,
             cancels=self._cancels,
             revokes=work.revokes,
+            may_calibrate=self._calibrates
+            and scheduled_tokens >= LEAST
+            and not any(map(tenant_of, self._requests.values())),
         )
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """Take the workers' results. A store or a load is settled when every rank has answered."""
         self._gathered(report)
+        if report.candidate is not None and self.guard is not None:
+            self._calibrates, self._candidate = False, self._named(report.candidate)
+            self.guard.offer(Choice(self._candidate.shape, self._capacity(self._candidate.shape)))
         self.driver.answered(report.results, time.monotonic(), report.verdicts)
+        if self._candidate is not None and self.manager.shape is self._candidate.shape:
+            self._approve(self._candidate.path)
         self._reorder()
         self._set_deadline()
 
@@ -523,6 +539,21 @@ class SchedulerHalf:
         """Take note of gathered stores, once only, whatever is raised after that."""
         gathered, report.gathered = report.gathered, []
         self.driver.gathered(gathered)
+
+    def _approve(self, path: Path) -> None:
+        """Give a profile that is used the name by which the next start finds it."""
+        self._candidate, named = None, path.with_suffix(".safetensors")
+        try:
+            path.replace(named)
+            logger.info("Manthan: a profile made from traffic is used: %s", named)
+        except OSError as error:
+            logger.warning("Manthan: a profile made from traffic is used, and not kept: %s", error)
+
+    def _named(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with its codec named in transfers. Blocks of other groups stay as they are."""
+        main = replace(candidate.shape.groups[candidate.shape.main], codec=CALIBRATED)
+        groups = {**self._shape.groups, candidate.shape.main: main}
+        return candidate._replace(shape=replace(candidate.shape, groups=groups))
 
     def has_work(self) -> bool:
         """True if the engine should run a step although no request asks for one."""

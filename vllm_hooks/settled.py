@@ -12,7 +12,7 @@ from manthan.codec.errors import ProfileError
 from manthan.codec.profile import Profile
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import CodecConfig, ConfigError
-from manthan.manager.config.profiles import AUTO, PLAIN, check_profile, choose_codec
+from manthan.manager.config.profiles import AUTO, PLAIN, check_profile, choose_codec, has_weights, profile_path
 from manthan.vllm_hooks.kv_dtype import is_packed
 from manthan.vllm_hooks.support import Latents, has_draft
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, is_on_gpu, settings
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST, FAULT = "manthan_codec_asked", "manthan_profile_digest", "manthan_kernel_fault"
+CALIBRATES = "manthan_profile_to_make"
 """Keys in the settings that vLLM carries to its processes."""
 PROBE_S = 60.0
 """Seconds that compiling a kernel for a try may take."""
@@ -64,9 +65,31 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
     if latent and chosen.profile is not None:
         heads, head_dim = latent // piece_dim(latent), piece_dim(latent)
     check_profile(chosen, model.model, model.get_num_layers(parallel), heads, head_dim, latent)
+    extra[CALIBRATES] = _calibrates(vllm_config, asked) if chosen.name == PLAIN and asked.name == AUTO else ""
     settled = asked.model_copy(update={"name": chosen.name, "profile": str(chosen.path or "")})
     extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": settled.model_dump(mode="json")}
     extra[DIGEST] = "" if chosen.profile is None else chosen.profile.digest
+
+
+def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
+    """Return the path of the profile that traffic is to make; empty for none. Log why."""
+    from vllm.platforms import current_platform
+
+    extra, model, parallel = settings(vllm_config)[EXTRA_KEY], vllm_config.model_config, vllm_config.parallel_config
+    reasons = {
+        "codec.self_calibrate is false": not codec.self_calibrate,
+        "codec.guard is false": not codec.guard,
+        "blocks are not in the CPU's memory": not current_platform.is_cpu(),
+        "there are several ranks": parallel.world_size > 1,
+        "other engines, which lack the profile, share the tier": extra["tiers"]["kind"] == "redis",
+        "not all of the cache is keys and values of all tokens": model.use_mla or model.is_hybrid,
+        "compressed blocks are sealed": bool(extra["sealing"]["key_file"]),
+        "the model's weights are in no files": not has_weights(model.model, model.revision),
+    }
+    if why := next((reason for reason, holds in reasons.items() if holds), ""):
+        logger.info("Manthan: no profile is made from traffic, because %s", why)
+        return ""
+    return str(profile_path(model.model, 1, model.revision))
 
 
 @cache

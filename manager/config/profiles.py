@@ -132,13 +132,13 @@ def profile_path(model: str, ranks: int = 1, revision: str | None = None) -> Pat
 
 def has_weights(model: str, revision: str | None = None) -> bool:
     """True if the model's weights are on this machine, so that a profile can be told to be theirs."""
-    folder = _folder(model, revision)
+    folder = model_folder(model, revision)
     return folder is not None and bool(_weights(folder))
 
 
 def _identity(model: str, revision: str | None) -> str:
     """Digest of the configuration and of all bytes of the weights, or of the name where there is no folder."""
-    folder = _folder(model, revision)
+    folder = model_folder(model, revision)
     if folder is None:
         return hashlib.sha256(f"{model} {revision}".encode()).hexdigest()
     weights = [(path.name, _content(path, path.stat().st_mtime_ns)) for path in _weights(folder)]
@@ -161,7 +161,8 @@ def _content(path: Path, changed: int) -> str:
     return digest.hexdigest()
 
 
-def _folder(model: str, revision: str | None) -> Path | None:
+def model_folder(model: str, revision: str | None) -> Path | None:
+    """Folder of a model's files: its own path, or the hub's cache; None for another source."""
     if Path(model).is_dir():
         return Path(model)
     try:

@@ -22,6 +22,9 @@ PARAMETERS = {
     "Executor.collective_rpc": "self, method, timeout, args, kwargs, non_block",
     "utils.initialize_model": "vllm_config, prefix, model_class, model_config",
     "LlamaForCausalLM.load_weights": "self, weights",
+    "AttentionImpl.forward": (
+        "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale"
+    ),
     "KVCacheManager.prefix_cache_lookup_enabled": "self, request",
     "BlockPool.get_cached_block": "self, block_hash, kv_cache_group_ids",
     "FreeKVCacheBlockQueue.append_n": "self, blocks",
@@ -54,8 +57,8 @@ READ = {
 """Text that must be in the source of functions of vLLM which Manthan does not replace, but depends on."""
 
 
-def test_at_most_thirteen_functions_are_replaced_each_for_a_reason() -> None:
-    assert len(WRAPPED) <= 13
+def test_at_most_fourteen_functions_are_replaced_each_for_a_reason() -> None:
+    assert len(WRAPPED) <= 14
     assert all(reason.endswith(".") for reason in WRAPPED.values())
     assert {".".join(name.split(".")[-2:]) for name in WRAPPED} == {*PARAMETERS}
 

@@ -198,11 +198,16 @@ class CpuBlocks:
             others: formats that can be read as well, and written if a job names their codec.
             exacts: numbers of a block's first tokens that may have to be kept exact.
         """
-        self.formats, self._memory, self.format = (format, *others), memory, format
+        self.formats, self._memory, self.format, self._exacts = (format, *others), memory, format, exacts
         self.nbytes = format.shape.nbytes
         """Number of bytes of a gathered block."""
         for each in self.formats:
             each.warm_up(exacts)
+
+    def add(self, format: BlockFormat) -> None:
+        """Read blocks of one more format, and write those that name its codec."""
+        format.warm_up(self._exacts)
+        self.formats = (*self.formats, format)
 
     def format_of(self, buf: Buffer) -> BlockFormat:
         """Return the format whose fingerprint a block carries. Without one, return the first, whose checks fail."""

@@ -124,6 +124,11 @@ class RankGuard:
             taken, self._verdicts = self._verdicts, []
             return taken
 
+    def offer(self, format: BlockFormat) -> None:
+        """Measure a coarser codec ahead of the others from now on."""
+        self._formats = [format, *self._formats]
+        self.reset()
+
     def reset(self) -> None:
         """Forget all measurements, because other weights compute from now on."""
         with self._lock:

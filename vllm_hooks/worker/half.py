@@ -1,7 +1,10 @@
 """The worker half of the connector: it chooses the engine, once it has seen the KV cache."""
 
+import os
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +17,12 @@ from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout, RawLayout
 from manthan.codec.k3v3 import K3v3Preset
 from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.profile import Profile
 from manthan.codec.registry import PRESETS, finer_codecs, needs_profile, takes_facts
 from manthan.codec.rope import Rope
 from manthan.codec.wht import WhtPreset
 from manthan.manager.config.model import ConfigError
+from manthan.manager.config.profiles import CALIBRATED
 from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.redis_schema import Namespace
 from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
@@ -27,13 +32,22 @@ from manthan.manager.tiers.tier import Tier
 from manthan.vllm_hooks.disk_store import open_disk, open_left
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup, config_for, groups_for
-from manthan.vllm_hooks.memory import block_format, block_shape, codec_of_other, exact_counts, rank_facts, with_states
-from manthan.vllm_hooks.messages import ManthanMetadata
-from manthan.vllm_hooks.settled import settled_profile
+from manthan.vllm_hooks.memory import (
+    Shards,
+    block_format,
+    block_shape,
+    codec_of_other,
+    exact_counts,
+    memory_shapes,
+    rank_facts,
+    with_states,
+)
+from manthan.vllm_hooks.messages import Candidate, ManthanMetadata
+from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding, reads_others
 from manthan.vllm_hooks.shared_store import make_redis, namespace_of
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.transfer_config import CONNECTOR, from_vllm_config
+from manthan.vllm_hooks.transfer_config import CONNECTOR, from_vllm_config, settings
 from manthan.vllm_hooks.worker.blocks import (
     BesideMemory,
     CpuBlocks,
@@ -43,7 +57,8 @@ from manthan.vllm_hooks.worker.blocks import (
     PackedMemory,
     PagedMemory,
 )
-from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS, PRIMARY_BYTES, TierBytes
+from manthan.vllm_hooks.worker.calibrator import Calibrator
+from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS, PRIMARY_BYTES, TierBytes, room_in
 from manthan.vllm_hooks.worker.engine import Engine
 from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
 from manthan.vllm_hooks.worker.guard import RankGuard
@@ -136,6 +151,9 @@ class WorkerHalf:
         self.engine = Engine()
         self.guard: RankGuard | None = None
         """None if the codec is not to be measured."""
+        self.calibrator: Calibrator | None = None
+        """None if no profile is to be made from traffic."""
+        self._candidate: Candidate | None = None
 
     def _know_groups(self, as_bytes: Container[int] = ()) -> None:
         """Take note of the KV cache groups. as_bytes: see `groups_of`."""
@@ -149,6 +167,8 @@ class WorkerHalf:
         if self.guard is not None:
             self.guard.shutdown()
         self.engine.shutdown()
+        if self.calibrator is not None:
+            self.calibrator.shutdown()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         if hidden := [group.index for group in self.groups.stored if not self._is_found(group, kv_caches)]:
@@ -166,6 +186,29 @@ class WorkerHalf:
             device, rank = main.layers[0].rows.device, self._vllm_config.parallel_config.rank
             self.guard = RankGuard(main.coded, forms, main.rope, device, rank, self.engine.decode_s)
             self.guard.warm_up()
+        layers = self._vllm_config.model_config.get_num_layers(self._vllm_config.parallel_config)
+        has_all = len(main.layers) == len(self.groups.main.names) == layers
+        if self.guard is not None and has_all and settings(self._vllm_config).get(CALIBRATES):
+            offer = partial(self._offer, namespace=name, rope=main.rope)
+            self.calibrator = Calibrator(self._vllm_config, self.groups.main, main.rope, offer)
+
+    def _offer(self, profile: Profile, namespace: str, rope: Rope | None) -> None:
+        """Save a profile made from traffic, and have the guard try it. Called on the calibrator's thread."""
+        group, path = self.groups.main, Path(settings(self._vllm_config)[CALIBRATES]).with_suffix(f".{os.getpid()}")
+        profile.save(path)
+        form = self._format(CALIBRATED, group, ModelFacts(rope, profile), namespace)
+        codec = self._config.codec.model_copy(update={"name": CALIBRATED})
+        shape = memory_shapes(codec, self.groups, Shards(1, room_in(self._config)), profile)[0]
+        assert isinstance(self.engine, CpuEngine)
+        assert self.guard is not None
+        self.engine.blocks[group.index].add(form)
+        self._candidate = Candidate(path, shape)
+        self.guard.offer(form)
+
+    def take_candidate(self) -> Candidate | None:
+        """Return the profile that was made since the last call."""
+        taken, self._candidate = self._candidate, None
+        return taken
 
     def of_this_rank(self, metadata: ManthanMetadata) -> ManthanMetadata:
         """Return a message with the tokens of its transfers counted as this rank counts its own."""

@@ -1,0 +1,88 @@
+"""Metric of a model's keys and values from a server's own queries, without a gradient.
+
+An error e in a value reaches the residual stream as a W e from each query that attends to it with weight a, where W is
+the head's part of the output projection. An error e in a key changes the logit by q e, and the output by a (v - o) of
+that, where o is the attention's output. Queries that look for other things add up as variances do:
+
+    values: sum of a^2, times W^T W;   keys: sum of a^2 |W (v - o)|^2 q q^T, of which RoPE leaves each pair's energy
+
+Later layers divide the stream by its length, whose square grows with depth by `GROWTH`.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from manthan.codec.calibration import SINKS, ProfileBuilder
+from manthan.codec.profile import PRESETS, Profile, ProfileInfo
+
+ASKED, ASKING = 4, 32
+"""The last quarter of a prompt asks the rest of it, by this number of queries at most."""
+KEYS = 1.6
+"""Weight of keys, measured against Fisher's information: some queries look for the same things."""
+GROWTH, EMBEDDED = 30.0, 1 / 250
+"""Squared length of the stream ahead of the last layer, and of the first, in parts of that ahead of the second."""
+OUTPUT = re.compile(r"(?:^|\bmodel\.)layers\.(\d+)\.\w+\.(?:o_proj|out_proj|dense)\.weight$")
+
+Floats = npt.NDArray[np.float32]
+
+
+class TrafficBuilder(ProfileBuilder):
+    """Builds a profile of keys and values as attention gets them. outputs: see `output_energies`."""
+
+    def __init__(self, info: ProfileInfo, outputs: list[Floats]) -> None:
+        super().__init__(info)
+        self._outputs, self._shape = outputs, (info.layers, info.heads, info.head_dim)
+        self._energy, self._seen = np.zeros(self._shape), np.zeros((*self._shape, info.head_dim))
+
+    def ask(self, layer: int, queries: Floats, keys: Floats, values: Floats) -> None:
+        """Add what a text's last queries make of errors in the tokens before them.
+
+        Args:
+            queries: [query heads, tokens, head_dim], behind RoPE and scaled; as keys and values, [heads, ...].
+        """
+        tokens = keys.shape[1]
+        cut = tokens - tokens // ASKED
+        asking = np.arange(cut, tokens, max(1, (tokens - cut) // ASKING))
+        is_later = np.arange(tokens) > asking[:, None]
+        for head, (q, weighed) in enumerate(zip(queries[:, asking], self._outputs[layer], strict=True)):
+            at = head * len(keys) // len(queries)
+            logits = np.where(is_later, -np.inf, q @ keys[at].T)
+            shares = np.exp(logits - logits.max(1, keepdims=True))
+            shares /= shares.sum(1, keepdims=True)
+            out, v, squares = shares @ values[at], values[at, SINKS:cut], np.square(shares[:, SINKS:cut])
+            apart = squares @ ((v @ weighed) * v).sum(1)  # sums of a^2 |W (v - o)|^2
+            apart += ((squares.sum(1, keepdims=True) * out - 2 * (squares @ v)) * (out @ weighed)).sum(1)
+            self._energy[layer, at] += apart @ np.square(q)
+            self._seen[layer, at] += squares.sum() * weighed
+
+    def made(self, preset: str) -> Profile:
+        """Make the profile, with this preset. Raises ProfileError for too few tokens."""
+        layers, heads, dim = self._shape
+        lengths = [EMBEDDED, *np.geomspace(1, GROWTH, layers - 1)]
+        for layer, (energy, seen, length) in enumerate(zip(self._energy, self._seen, lengths, strict=True)):
+            if (rope := self._info.rope) is not None:
+                first, second = rope.pairs
+                energy[first] = energy[second] = (energy[first] + energy[second]) / 2
+            values = np.zeros((heads, dim, heads, dim))
+            values[range(heads), :, range(heads)] = seen
+            self.weigh(layer, np.diag(KEYS / length * energy.ravel()), values.reshape(heads * dim, -1) / length)
+        return self.finish(presets={preset: PRESETS[preset]})
+
+
+def output_energies(folder: Path | None, layers: int, heads: int, head_dim: int) -> list[Floats]:
+    """Return W^T W of each query head, [heads, head_dim, head_dim], by layer; identities if one is not found."""
+    from safetensors import safe_open
+
+    found: dict[int, Floats] = {}
+    for path in sorted(folder.glob("*.safetensors")) if folder else ():
+        with safe_open(path, "pt") as file:
+            for told in filter(None, map(OUTPUT.search, file.keys())):
+                weight = file.get_tensor(told.string).float().numpy()
+                if weight.shape[1:] == (heads * head_dim,):
+                    parts = weight.reshape(len(weight), heads, head_dim).transpose(1, 2, 0)
+                    found[int(told[1])] = parts @ parts.transpose(0, 2, 1)
+    same = np.tile(np.eye(head_dim, dtype=np.float32), (heads, 1, 1))
+    return [found[layer] if len(found) == layers else same for layer in range(layers)]

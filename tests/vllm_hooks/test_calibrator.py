@@ -1,0 +1,142 @@
+"""A profile from a server's own traffic: the guard tries it, new blocks use it, and the next start has it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import EngineArgs
+from vllm_engine import MODEL, Engine, Table
+
+from manthan.codec.profile import Profile
+from manthan.manager.config.profiles import choose_codec, profile_path
+from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.settled import CALIBRATES
+from manthan.vllm_hooks.transfer_config import from_vllm_config, settings
+
+CHATS = 8
+
+
+def hasten(worker: Any) -> None:
+    """Have 2,000 tokens make a profile, and 16 blocks a verdict, however slow the codec is."""
+    from manthan.vllm_hooks.worker import guard
+    from manthan.vllm_hooks.worker.half import running_half
+
+    guard.BATCHES, half = 1, running_half()
+    half.guard._prompts._left = 0
+    half.calibrator.every, half.calibrator.wanted = 1, 2000
+
+
+def doubt(worker: Any) -> None:
+    """Have the guard find each profile unfaithful."""
+    from dataclasses import replace
+
+    from manthan.vllm_hooks.worker import guard
+
+    measure = guard.measure
+
+    def worse(format: Any, *rest: Any) -> Any:
+        found = measure(format, *rest)
+        return replace(found, logit_noise=found.logit_noise + 1) if format.codec == "klt-8x" else found
+
+    guard.measure = worse
+
+
+def seen(worker: Any) -> tuple[int, list[str], list[str]]:
+    """Return the number of tokens taken, the codecs that are measured, and those of the blocks in the tier."""
+    from manthan.codec import wire
+    from manthan.vllm_hooks.worker.half import running_half
+
+    half = running_half()
+    store = half.engine.store
+    found = [next(store.read(group, [key])) for group, key in list(store._blocks)]
+    stored = {wire.peek_sections(buf, wire.peek(buf))[-1].codec for buf in found}
+    taken = 0 if half.calibrator is None else half.calibrator._taken
+    return taken, [] if half.guard is None else [form.codec for form in half.guard._formats], sorted(stored - {"exact"})
+
+
+def talk(engine: Engine, seeds: range, **hints: Any) -> None:
+    """Hold a session with each seed, and have all of them go cold."""
+    before = engine.sessions("cold")
+    for seed in seeds:
+        engine.ask(Table(seed).question(seed % 5)[0], f"chat {seed}", **hints)
+    engine.wait_until_cold(int(before) + len(seeds))
+
+
+def talk_until(engine: Engine, seed: int, is_true: Callable[[], bool]) -> int:
+    """Hold sessions until it is true. Returns the next seed."""
+    for at in range(seed, seed + 10 * CHATS, CHATS):
+        talk(engine, range(at, at + CHATS))
+        if is_true():
+            return at + CHATS
+    raise AssertionError("it does not become true")
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The profile that the next start looks for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return profile_path(MODEL)
+
+
+@pytest.fixture
+def engine(path: Path, start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
+    for engine in start_engine(blocks=131, idle=0.1, tiers={"max_bytes": "64MiB"}):
+        engine.on_worker(hasten)
+        yield engine
+
+
+def test_new_blocks_use_the_profile_old_ones_return_and_the_next_start_has_it(
+    path: Path, engine: Engine, start_engine: Callable[..., Iterator[Engine]]
+) -> None:
+    talk(engine, range(2), tenant="acme")
+    assert engine.on_worker(seen) == (0, ["wht-5x", "wht-4x"], ["wht-4x"]), "a tenant's prompts shape nothing"
+    seed = talk_until(engine, 2, path.exists)
+    taken, measured, _ = engine.on_worker(seen)
+    assert taken > 2000
+    assert measured == ["klt-8x", "wht-5x", "wht-4x"]
+    talk(engine, range(seed, seed + 2))
+    assert "klt-8x" in engine.on_worker(seen)[2]
+    for old in (2, seed):
+        prompt, right = Table(old).question(old % 5)
+        answer = engine.ask(prompt, f"chat {old}")
+        assert (answer.text, answer.cached_tokens) == (right, (answer.prompt_tokens - 1) // 32 * 32)
+    assert engine.failures() == 0
+    assert engine.on_worker(seen)[0] == taken, "one profile, and then none"
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    chosen = choose_codec(from_vllm_config(configured()).codec, MODEL)
+    assert (chosen.name, chosen.path) == ("klt-8x", path)
+    assert Profile.load(path).info.metric == "attention"
+    assert settings(configured())[CALIBRATES] == ""
+    for next_one in start_engine(blocks=131, idle=0.1, codec={"guard": False}, tiers={"max_bytes": "64MiB"}):
+        talk(next_one, range(2))
+        assert next_one.on_worker(seen) == (0, [], ["klt-8x"])
+
+
+def test_a_profile_that_the_guard_refuses_leaves_the_codec(path: Path, engine: Engine) -> None:
+    engine.on_worker(doubt)
+    seed = talk_until(engine, 0, path.parent.exists)
+    talk_until(engine, seed, lambda: engine.metric("manthan_codec_fallback") == 1)
+    engine.reset(cold=False)
+    assert engine.on_worker(seen)[2] == ["wht-4x", "wht-5x"]
+    assert not path.exists()
+    assert from_vllm_config(configured()).codec.name == "wht-5x"
+
+
+def configured(model: str = MODEL, **options: Any) -> Any:
+    transfer = kv_transfer_config(**options)
+    return EngineArgs(model, kv_transfer_config=transfer, max_model_len=1024).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"codec": {"self_calibrate": False}},
+        {"codec": {"guard": False}},
+        {"codec": {"name": "wht-5x"}},
+        {"tiers": {"kind": "redis"}},
+    ],
+)
+def test_no_profile_is_made_where_none_is_wanted(path: Path, options: dict[str, Any]) -> None:
+    assert settings(configured())[CALIBRATES] == str(path)
+    assert settings(configured(**options))[CALIBRATES] == ""
