@@ -1,6 +1,7 @@
 """Sessions over HTTP on a real `vllm serve`: seen and steered, by tenant, behind the API key; also by command."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_the_state_of_the_whole(api) -> None:
     Api(api.server, "acme").talk("bob")
     api.talk("alice")
     state = api.wait("/state", lambda state: state["sessions"]["idle"] == 2)
-    assert (state["model"], state["version"]) == (MODEL, "0.1.0")
+    assert (state["model"], state["version"]) == (MODEL, version("manthan-kv"))
     assert (state["policy"]["name"], state["policy"]["options"]) == ("lru", {})
     assert state["policy"]["order"] == ["acme/bob", "alice"]
     [tier] = state["store"].pop("tiers")
