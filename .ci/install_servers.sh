@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the programs that tests run: redis-server, Prometheus, Chromium, a C compiler. Without one its tests fail.
+# Installs the programs that tests run: redis-server, Prometheus, Chromium, a C compiler, and more. Without one its tests fail.
 set -uo pipefail
 sudo=
 [ "$(id -u)" = 0 ] || sudo="sudo -n"
@@ -16,4 +16,5 @@ install promtool prometheus
 install chromium chromium
 install cc gcc
 install systemd-analyze systemd
+install mmdebstrap mmdebstrap
 exit 0

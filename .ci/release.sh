@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds what is released into OUT, and tries it: source archive, wheel, SBOM, checksums. Nothing is published.
+# Builds what is released into OUT, and tries it: source archive, wheel, SBOM, root of the image, checksums.
+# Nothing is published. BASE: root of vLLM's image, as .ci/rootfs.py takes it.
 #   .ci/release.sh VENV OUT
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,6 +14,8 @@ version=$("$python" -c 'import tomllib; print(tomllib.load(open("pyproject.toml"
 grep -q "^## \[$version\] - " CHANGELOG.md || fail "CHANGELOG.md has no section [$version], the version in pyproject.toml."
 tag=$(git describe --tags --exact-match 2>/dev/null || true)
 [ -z "$tag" ] || [ "$tag" = "v$version" ] || fail "the commit has the tag $tag, but pyproject.toml has version $version."
+
+grep -q "^{\"version\": \"$version\"" benchmarks/history.jsonl || fail "benchmarks/history.jsonl has no line of $version: manthan bench history --add"
 
 rm -rf "$out"
 mkdir -p "$out"
@@ -40,5 +43,8 @@ say "installing the wheel into an empty environment"
 say "listing what is in that environment (CycloneDX)"
 "$work/tools/bin/python" -m cyclonedx_py environment --pyproject pyproject.toml --output-reproducible --of JSON \
     -o "$out/manthan_kv.cdx.json" "$work/bare/bin/python"
+say "running the steps of deploy/Dockerfile"
+[ "$(id -u)" = 0 ] || sudo=sudo
+${sudo:-} "$python" .ci/rootfs.py "$out" ${BASE:+--base "$BASE"}
 (cd "$out" && sha256sum ./*.tar.gz ./*.whl ./*.json > SHA256SUMS)
 say "$out has $(cd "$out" && echo *)"

@@ -5,6 +5,7 @@ import typer
 from manthan.benchmarks.agents import agents
 from manthan.benchmarks.capacity import capacity
 from manthan.benchmarks.codec import main as codec
+from manthan.benchmarks.history import history
 from manthan.benchmarks.load import load
 from manthan.benchmarks.quality import main as quality
 from manthan.benchmarks.restore import main as restore
@@ -26,6 +27,7 @@ bench.command("restore")(restore)
 bench.command("codec")(codec)
 bench.command("capacity")(capacity)
 bench.command("scale")(scale)
+bench.command("history")(history)
 
 
 @evaluate.callback()

@@ -13,11 +13,11 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -27,6 +27,7 @@ from rich.table import Table
 
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.model import ModelFacts
+from manthan.codec.registry import needs_profile
 
 LAYERS, HEADS, HEAD_DIM = 36, 8, 128
 BLOCKS = 8
@@ -47,15 +48,21 @@ class Result:
 
 
 def measure(name: str, cores: int, tokens: int, repeats: int) -> Iterator[Result]:
-    """Encode and decode BLOCKS blocks of random numbers."""
-    from manthan.benchmarks.made_up import rope_of  # needs torch
+    """Encode and decode BLOCKS blocks of random numbers.
 
-    rope = rope_of(HEAD_DIM)
+    A codec with a profile has a made-up one, and numbers that fit it.
+    """
+    from manthan.benchmarks import made_up  # needs torch
+
+    rope, profile = made_up.rope_of(HEAD_DIM), None
     shape = BlockShape(LAYERS, HEADS, tokens, HEAD_DIM)
-    form = BlockFormat(name, shape, bytes(16), facts=ModelFacts(rope))
+    numbers: Any = np.random.default_rng(0).standard_normal((2, *shape.numbers), np.float32)
+    if needs_profile(name):
+        profile = made_up.profile(LAYERS, HEADS, HEAD_DIM, rope)
+        numbers = np.stack([part.numpy() for part in made_up.kv(profile, tokens, made_up.torch.device("cpu"))])
+    form = BlockFormat(name, shape, bytes(16), facts=ModelFacts(rope, profile))
     form.warm_up()
-    noise = np.random.default_rng(0).standard_normal((2, *shape.numbers), np.float32)
-    keys, values = (noise.view(np.uint32) >> 16).astype(np.uint16)
+    keys, values = (np.ascontiguousarray(numbers).view(np.uint32) >> 16).astype(np.uint16)
     block = form.encode(keys, values, key=b"k", first_token=0, exact=0)
     operations = {
         "encode": lambda _: form.encode(keys, values, key=b"k", first_token=0, exact=0),
@@ -72,6 +79,19 @@ def measure(name: str, cores: int, tokens: int, repeats: int) -> Iterator[Result
             del found[0]
             median = statistics.median(found)
             yield Result(operation, cores, tokens, median, min(found), max(found), median * HEAD_DIM * 2 / 1e3)
+
+
+def measure_on_cores(codec: str, sizes: Sequence[int], repeats: int) -> Iterator[Result]:
+    """Yield the figures of blocks of these sizes on one core and on all."""
+    cpus = os.sched_getaffinity(0)
+    try:
+        for cores in sorted({1, len(cpus)}):
+            # one core comes first: threads inherit the affinity of who makes them
+            os.sched_setaffinity(0, {min(cpus)} if cores == 1 else cpus)
+            for tokens in sizes:
+                yield from measure(codec, cores, tokens, repeats)
+    finally:
+        os.sched_setaffinity(0, cpus)
 
 
 def machine() -> str:
@@ -126,9 +146,7 @@ def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None, o
 
 
 def main(
-    codec: Annotated[str, typer.Option(help="Name of the codec, one without a profile; cuda: or several, or all.")] = (
-        "wht-5x"
-    ),
+    codec: Annotated[str, typer.Option(help="Name of the codec; cuda: or several, or all.")] = ("wht-5x"),
     repeats: Annotated[int, typer.Option(help="Repeats of each measurement.")] = 9,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
     backend: Annotated[str, typer.Option(help="numpy or cuda.")] = "numpy",
@@ -141,16 +159,9 @@ def main(
     if backend == "cuda":
         on_gpu(console, codec, repeats, json_file, once)
         return
-    cpus = os.sched_getaffinity(0)
-    results: list[Result] = []
     begun = machine()
-    with console.status("measuring") as status:
-        for cores in sorted({1, len(cpus)}):
-            # one core comes first: threads inherit the affinity of who makes them
-            os.sched_setaffinity(0, {min(cpus)} if cores == 1 else cpus)
-            for tokens in (16, 128):
-                status.update(f"blocks of {tokens} tokens, {cores} cores")
-                results += measure(codec, cores, tokens, repeats)
+    with console.status("measuring"):
+        results = list(measure_on_cores(codec, (16, 128), repeats))
     console.print(table(results, f"{codec} on {begun}"))
     if json_file is not None:
         json_file.write_text(json.dumps({"machine": begun, "codec": codec, "results": [asdict(r) for r in results]}))

@@ -125,7 +125,7 @@ def main() -> None:
                 target=visitors.ask, args=("grace",), kwargs={"max_tokens": 1000, "ignore_eos": True}
             )
             long.start()
-            tab.wait_for_selector(".mark.hot >> nth=1")
+            tab.wait_for_selector(".mark.active >> nth=1")
             tab.screenshot(path=Path(folder, "page.png"))
             pictures = []
             for n, picture in enumerate(phone_pictures(browser, server.url)):

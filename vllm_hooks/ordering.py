@@ -191,6 +191,11 @@ class StepLimit:
         """Tokens of the last two steps. While one runs, vLLM may have scheduled another already."""
         self._began = 0.0
 
+    @property
+    def token_s(self) -> float | None:
+        """Seconds of a full step by its tokens; None if there was none."""
+        return self._seconds / self._tokens if self._tokens else None
+
     def begin(self, tokens: int, now: float, requests: int) -> int:
         """Take note of a step that begins, and return the most tokens of the next one.
 

@@ -628,6 +628,11 @@ class SchedulerHalf:
         self._reorder()
 
     @property
+    def token_s(self) -> float | None:
+        """Seconds in which a full step computes a token; None if that is unknown."""
+        return None if self._limit is None else self._limit.token_s
+
+    @property
     def is_out_of_use(self) -> bool:
         """True while the engine sleeps."""
         return self._core.is_asleep

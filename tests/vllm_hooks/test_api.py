@@ -5,17 +5,19 @@ import math
 from argparse import Namespace
 from collections.abc import Sequence
 from decimal import Decimal
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from crowd import Crowd, made_app
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from pydantic_core import from_json, to_json
 
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.http import hints, middleware
+from manthan.vllm_hooks.http import api, hints, middleware
 from manthan.vllm_hooks.http.api import ApiError, ask_about, summed, together
 from manthan.vllm_hooks.http.middleware import Middleware, add_api
 from manthan.vllm_hooks.http.models import Policy
@@ -77,6 +79,10 @@ class Client:
         return list(map(to_json, self._answers))
 
 
+def served(client: Any) -> TestClient:
+    return TestClient(made_app(client), base_url="http://localhost")
+
+
 def test_of_several_engines_the_session_that_was_used_last_is_shown() -> None:
     def steered(*answers: dict[str, Any]) -> dict[str, Any]:
         return asyncio.run(ask_about(Client(*answers), "evict", {"id": "a", "bound": None}))
@@ -88,6 +94,42 @@ def test_of_several_engines_the_session_that_was_used_last_is_shown() -> None:
         with pytest.raises(ApiError) as refused:
             steered(*given)
         assert (refused.value.status, str(refused.value)) == error
+
+
+def events(client: TestClient, number: int) -> list[tuple[str, Any]]:
+    """Return so many events of the stream of changes, fewer if it ends."""
+    with client.stream("GET", "/manthan/changes") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in islice(answer.iter_lines(), 3 * number) if line]
+    pairs = zip(lines[::2], lines[1::2], strict=True)
+    return [(name.removeprefix("event: "), from_json(data.removeprefix("data: "))) for name, data in pairs]
+
+
+def test_what_is_as_before_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream ends in its third round, when the engine dies."""
+    crowd, rounds = Crowd(30), count(1)
+    client = served(crowd)
+
+    async def rest(_: float) -> None:
+        at = next(rounds)
+        crowd.use("agent-00009") if at == 1 else None
+        crowd.errored = at == 2
+
+    monkeypatch.setattr(api.asyncio, "sleep", rest)
+    found = events(client, 100)
+    everything = ["state", "sessions", "hot_bytes", "cold_bytes", "now"]
+    assert [name for name, _ in found] == [*everything, "state", "sessions", "now", "error"]
+    told = [data for name, data in found if name == "sessions"]
+    assert [page["sessions"][0]["id"] for page in told] == ["agent-00000", "agent-00009"]
+    assert found[0][1]["totals"]["restored_tokens"] == 6_000_000
+    assert len(found[2][1]["sessions"]) == 5
+    assert found[-1][1] == "The engine is dead."
+
+
+def test_a_stream_that_cannot_begin_is_refused() -> None:
+    reply = served(None).get("/manthan/changes")
+    assert (reply.status_code, reply.json()["error"]["message"]) == (503, "This server has no engine.")
+    assert served(Crowd(1)).get("/manthan/changes?limit=0").status_code == 422
 
 
 def test_a_server_without_an_engine() -> None:

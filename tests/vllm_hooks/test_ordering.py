@@ -223,6 +223,8 @@ def test_time_without_requests_and_steps_of_few_tokens_say_nothing() -> None:
     limit = StepLimit(8192, 16)
     for now, tokens in (0.0, 8192), (0.01, 8192), (0.02, 8192):
         before = limit.begin(tokens, now, 2)
+    assert limit.token_s == pytest.approx(0.01 / 8192)
+    assert StepLimit(8192, 16).token_s is None
     limit.rest()
     for now, tokens in (100.0, 8192), (100.01, 9), (200.0, 9), (300.0, 9), (400.0, 9):
         assert limit.begin(tokens, now, 2) == before == 8192

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+from crowd import Crowd, serving
 
 from manthan.benchmarks.server import VllmServer
 from manthan.vllm_hooks.http.page import FILES
@@ -351,6 +352,108 @@ def test_texts_stand_out(server, table, tabs, scheme: str) -> None:
     texts += tab.evaluate(CONTRAST)
     assert {"Cold store", "up", "Pool", "Evict", "read-idle", "evicted", "A"} <= {text for text, _ in texts}
     assert [(text, ratio) for text, ratio in texts if ratio < READABLE] == []
+
+
+# -- ten thousand sessions ------------------------------------------------------------------------------
+
+
+MANY = 10_000
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Iterator[tuple[Crowd, str]]:
+    sessions = Crowd(MANY)
+    with serving(sessions) as url:
+        yield sessions, url
+
+
+@pytest.fixture
+def crowded(browser, crowd) -> Iterator[Callable[..., Any]]:
+    """Open the page of the server with many sessions."""
+    contexts = []
+
+    def open_tab(viewport: dict[str, int] = WIDE, **options: Any) -> Any:
+        contexts.append(browser.new_context(viewport=viewport, reduced_motion="reduce", **options))
+        tab = contexts[-1].new_page()
+        tab.goto(f"{crowd[1]}/manthan/")
+        expect(tab.locator("#range")).to_contain_text("of 10,000 sessions")
+        return tab
+
+    yield open_tab
+    for context in contexts:
+        context.close()
+
+
+@pytest.mark.parametrize(("viewport", "rows"), [(WIDE, 25), (PHONE, 10)])
+def test_of_many_sessions_only_those_of_the_page_are_drawn(crowded, viewport: dict[str, int], rows: int) -> None:
+    tab = crowded(viewport)
+    expect(tab.locator("#range")).to_have_text(f"1–{rows} of 10,000 sessions")
+    assert tab.locator("tbody tr").count() == rows
+    assert tab.evaluate("document.querySelectorAll('*').length") < 1200
+    tab.get_by_role("button", name="Next").click()
+    expect(tab.locator("#range")).to_have_text(f"{rows + 1}–{2 * rows} of 10,000 sessions")
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    tab.get_by_role("button", name="Map", exact=True).click()
+    expect(tab.locator("#range")).to_have_text("The 500 longest of 10,000 sessions")
+    assert tab.locator(".cell").count() == 500
+
+
+def test_changes_come_by_themselves_and_in_one_stream(crowded, crowd) -> None:
+    sessions, _ = crowd
+    asked: list[str] = []
+    tab = crowded()
+    tab.on("request", lambda request: asked.append(request.url))
+    first = tab.locator("tbody .open").first
+    for name in ("agent-07000", "agent-09990"):  # active ones, so that the states stay as many
+        sessions.use(name)
+        expect(first).to_have_text(name)
+    assert asked == []
+    tab.get_by_role("button", name="Pause").click()
+    tab.wait_for_timeout(100)
+    before = len(sessions.asked)
+    tab.wait_for_timeout(2500)
+    assert len(sessions.asked) == before, "a page that is paused asks for nothing"
+
+
+def test_all_of_it_can_be_reached_by_keyboard(crowded) -> None:
+    tab = crowded()
+    press_tab_until(tab, tab.get_by_role("link", name="To the sessions"))
+    tab.keyboard.press("Enter")
+    press_tab_until(tab, tab.get_by_role("checkbox", name="cold"), most=5)
+    tab.keyboard.press("Space")
+    expect(tab.locator("#range")).to_have_text("1–25 of 6,000 sessions")
+    press_tab_until(tab, tab.get_by_role("button", name="Next"), most=8)
+    tab.keyboard.press("Enter")
+    expect(tab.locator("#range")).to_have_text("26–50 of 6,000 sessions")
+
+
+def test_nothing_is_told_by_colour_alone(crowded) -> None:
+    tab = crowded(forced_colors="active")
+    states = tab.locator("tbody td.state").all_inner_texts()
+    assert {*states} == {"A active", "I idle", "C cold"}
+    parts = tab.locator("figure svg path.part-1").first
+    assert "#stripes" in parts.evaluate("path => getComputedStyle(path).fill")
+    assert tab.locator("#stripes").count() == 1
+    tab.get_by_role("button", name="Map", exact=True).click()
+    expect(tab.locator(".cell")).to_have_count(500)
+    letters = tab.locator(".cell b").all_inner_texts()
+    assert {*letters} == {"A", "I", "C"}
+    assert tab.get_by_role("button", pressed=True).all_inner_texts() == ["Map"]
+
+
+def test_one_look_says_what_it_gives_and_costs(crowded) -> None:
+    tab = crowded()
+    texts = {name: tab.locator(f"[data-tile={name}]").inner_text() for name in ("saved", "quality", "sessions", "pool")}
+    assert "6,000,000" in texts["saved"]
+    assert "in 40 s, 2,000 restores; 2,000,000 resident, 1,000,000 computed" in texts["saved"]
+    assert "Without Manthan 7,000,000 computed, about 3 min longer" in texts["saved"]
+    assert "wht-5x" in texts["quality"]
+    assert "guard: faithful. Of the tokens from the cache 63% were lossy, the others exact" in texts["quality"]
+    assert "1,000 active, 3,000 idle, 6,000 cold" in texts["sessions"]
+    assert "60%" in texts["pool"]
+    figures = tab.locator("figcaption").all_inner_texts()
+    assert [figure.split("\n")[0] for figure in figures] == ["Pool", "Cold store: host", "Cold store: redis"]
+    assert "70%" in figures[1]
 
 
 # -- who may --------------------------------------------------------------------------------------------

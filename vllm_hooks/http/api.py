@@ -6,24 +6,27 @@ All engine cores are asked at once: one, or several data-parallel ones, each wit
 import asyncio
 import heapq
 import reprlib
+import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
-from itertools import chain, islice, zip_longest
-from typing import Annotated, Any
+from itertools import chain, count, islice, zip_longest
+from typing import Annotated, Any, TypeAlias
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
-from pydantic_core import from_json
+from pydantic import BaseModel
+from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
 from manthan.manager.config.sentences import must_be
-from manthan.manager.listing import SessionInfo
+from manthan.manager.listing import SessionInfo, Sort
 from manthan.manager.session.hints import HintError
 from manthan.vllm_hooks.compat import ask_cores
 from manthan.vllm_hooks.http.hints import tenant_header, tenant_in
@@ -45,6 +48,13 @@ from manthan.vllm_hooks.transfer_config import settings_of
 
 ANSWERED_S = 30.0
 """Seconds in which a core must answer. It does between two steps."""
+EVERY_S, RARELY, MOST_OFTEN = 2.0, 3, 100
+"""Seconds of a round of changes; every third round asks what costs a core more, such as pages of more rows."""
+HOLDERS = 5
+"""Sessions with most in the pool, and in the cold store."""
+LIKE_NOTHING = {"state": None, "tenant": None, "tier": None, "pinned": None, "prefix": "", "offset": 0}
+Question: TypeAlias = Callable[[], Awaitable[Sessions | EngineState]]
+"""Asks the engine cores for a part of what is told."""
 STATUSES = {
     401: "No API key, or a wrong one.",
     403: "There is no API key, and the request's `Host` is not one of this server's.",
@@ -149,6 +159,27 @@ def make_router(args: Namespace) -> APIRouter:
         return found | {"version": version("manthan-kv"), "model": name if isinstance(name, str) else name[0]}
 
     @router.get(
+        "/changes",
+        response_class=Changes,
+        status_code=200,
+        summary="Stream the state and a list as they change (events)",
+    )
+    async def changes(request: Request, bound: Bound, asked: Annotated[SessionQuery, Query()]) -> Changes:
+        async def page(**of: Any) -> Sessions:
+            return Sessions.model_validate(await sessions(request, bound, asked.model_copy(update=of)))
+
+        async def whole() -> EngineState:
+            return EngineState.model_validate(await state(request, bound))
+
+        rarely = RARELY if asked.limit > MOST_OFTEN else 1
+        parts: dict[str, tuple[int, Question]] = {"state": (1, whole), "sessions": (rarely, page)}
+        for sort in (Sort.HOT_BYTES, Sort.COLD_BYTES):
+            most = partial(page, **LIKE_NOTHING, sort=sort, order="desc", limit=HOLDERS)
+            parts[sort] = (RARELY, most)
+        await whole()  # an error is an answer, not a stream
+        return Changes(told(parts))
+
+    @router.get(
         "/config",
         response_model=dict[str, Setting],
         responses=_errors({403: "A tenant asks."}),
@@ -184,6 +215,37 @@ def make_router(args: Namespace) -> APIRouter:
     add("unpin", "Keep them no longer", 200, Nothing)
     add("release", "Forget a session", 200, Nothing)
     return router
+
+
+class Changes(StreamingResponse):
+    """Server-sent events. No proxy may hold them back."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, content: AsyncIterator[str]) -> None:
+        super().__init__(content, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+
+
+async def told(parts: Mapping[str, tuple[int, Question]]) -> AsyncIterator[str]:
+    """Yield each part as an event when it differs from the last one, and `now` at the end of each round.
+
+    Args:
+        parts: name of an event, in how many rounds it is asked once, and the question.
+    """
+    last: dict[str, BaseModel] = {}
+    try:
+        for at in count():
+            for name, (rounds, ask) in parts.items():
+                if at % rounds == 0:
+                    found = await ask()
+                    same = found.model_copy(update={"now": 0.0})
+                    if same != last.get(name):
+                        last[name] = same
+                        yield f"event: {name}\ndata: {found.model_dump_json()}\n\n"
+            yield f"event: now\ndata: {time.time()}\n\n"
+            await asyncio.sleep(EVERY_S)
+    except ApiError as error:
+        yield f"event: error\ndata: {to_json(str(error)).decode()}\n\n"
 
 
 def _errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:

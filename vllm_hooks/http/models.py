@@ -102,14 +102,18 @@ class PoolState(BaseModel):
 
 
 class CoreState(BaseModel):
-    """sessions: how many by state. totals: since the start; computed_tokens are those of prompts that were neither
-    resident nor restored."""
+    """sessions: how many by state. token_s: seconds in which a full step computes a token; None if unknown.
+
+    totals: since the start. Of prompt_tokens, computed_tokens were neither resident nor restored, and lossy_tokens were
+    decoded or computed behind decoded ones. restore_ms: time of all restores of requests.
+    """
 
     now: float
     policy: Policy
     store: StoreState
     pool: PoolState
     sessions: dict[SessionState, int]
+    token_s: float | None
     totals: dict[str, int]
 
 

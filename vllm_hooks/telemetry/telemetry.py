@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 QUIET_S = 60.0
 """Seconds after a cause of failures was logged in which it is not logged again."""
-TOTALS = ("evictions", "restores", "prefetches", "failures", "restored_tokens", "computed_tokens")
+TOTALS = (
+    *("evictions", "restores", "prefetches", "failures", "restore_ms"),
+    *("prompt_tokens", "restored_tokens", "computed_tokens", "lossy_tokens"),
+)
 
 
 class Telemetry:
@@ -89,6 +92,7 @@ class Telemetry:
             computed: number of its prompt's tokens that were neither resident nor loaded.
         """
         self.totals["computed_tokens"] += computed
+        self.totals["prompt_tokens"] += request.num_prompt_tokens
         if self.traces is not None:
             self.traces.ended(request.request_id)
         if outcome is not None and outcome.refused:
@@ -103,6 +107,7 @@ class Telemetry:
         match event:
             case Turn(lossy=lossy) if lossy:
                 self.count("lossy_tokens", lossy)
+                self.totals["lossy_tokens"] += lossy
             case Evicted():
                 self._evicted(event)
             case Restored():
@@ -162,6 +167,7 @@ class Telemetry:
             self._observations["restore_seconds"].append(event.seconds)
             self._observations["restore_bytes"].append(event.nbytes)
             self.totals["restored_tokens"] += event.good * shape.block_tokens
+            self.totals["restore_ms"] += round(1e3 * event.seconds)
         self._failed(event.causes)
         tell_restore(event, shape)
         if self.traces is not None:

@@ -12,11 +12,14 @@ export class Chart {
     this.samples = [];
     this.names = [...parts, rest];
     this.title = title;
+    const stripes = make("svg:pattern", { id: "stripes", width: 4, height: 6, patternUnits: "userSpaceOnUse" },
+      make("svg:rect", { width: 4, height: 3 })); // parts differ without their colours, too
     this.paths = parts.map((_, n) => make("svg:path", { class: `part-${n}` }));
     this.picture = make(
       "svg:svg",
       { viewBox: `0 0 ${STEPS} ${HEIGHT}`, preserveAspectRatio: "none", role: "img",
         pointermove: (event) => this.point(event), pointerleave: () => this.read(this.samples.at(-1)) },
+      ...(parts.length > 1 ? [make("svg:defs", {}, stripes)] : []),
       ...this.paths,
     );
     this.reading = make("span", { class: "reading" });

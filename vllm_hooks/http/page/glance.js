@@ -2,11 +2,15 @@
 
 import { Chart } from "./charts.js";
 import { STATES } from "./sessions.js";
-import { ago, byId, bytes, clock, count, make, plural, share, write } from "./text.js";
+import { ago, byId, bytes, clock, count, make, plural, share, span, write } from "./text.js";
 
 const WRONG = 12; // lines kept of what went wrong
 const FIRST = 20; // shown of the policy's order
 const FULL = 0.97; // blocks are dropped before the last byte is taken
+const TILES = {
+  store: "Cold store", used: "Store used", pool: "Pool", sessions: "Sessions", failures: "Failures",
+  quality: "Codec, quality", saved: "Tokens restored",
+};
 
 export class Glance {
   // look(session): show its life; of a session in the policy's order only the id is known.
@@ -16,6 +20,8 @@ export class Glance {
     this.wrong = [];
     this.before = null;
     this.opened = Date.now() / 1000;
+    byId("glance").append(...Object.entries(TILES).map(([name, title]) => make("div", { "data-tile": name },
+      make("dt", {}, title), make("dd", { class: "figure" }, "…"), make("dd", { class: "note" }))));
   }
 
   update(now) {
@@ -32,8 +38,10 @@ export class Glance {
     tile("failures", count(totals.failures), this.wrong.length
       ? `since the start; last trouble seen ${ago(Date.now() / 1000 - this.wrong[0].at)}`
       : "since the start; none seen here", this.wrong.length ? "warn" : "");
-    tile("saved", count(totals.restored_tokens),
-      `${count(totals.computed_tokens)} computed; ${plural(totals.restores, "restore")}, ${plural(totals.evictions, "eviction")}`);
+    tileOfReturns(totals, now.token_s);
+    const cached = Math.max(0, totals.prompt_tokens - totals.computed_tokens);
+    const lossy = cached ? `. Of the tokens from the cache ${share(totals.lossy_tokens, cached)} were lossy, the others exact` : "";
+    tile("quality", store.codec, `guard: ${store.verdict.replace("none", "no verdict yet")}${lossy}`, store.verdict === "unfaithful" ? "warn" : "");
     this.chart("pool", "Pool", ["not saved", "others"]).add(now.now, [pool.session_bytes, used - pool.session_bytes], pool.bytes);
     for (const tier of store.tiers) {
       this.chart(tier.name, `Cold store: ${tier.name}`, ["used"]).add(now.now, [tier.used_bytes], tier.budget_bytes);
@@ -99,6 +107,13 @@ function tileOfTiers(tiers) {
   const isFull = used >= FULL * budget;
   const note = `${name}: ${bytes(used)} of ${bytes(budget)}${isFull ? ". ▲ Full: blocks are dropped" : ""}`;
   tile("used", share(used, budget), note, isFull ? "warn" : "");
+}
+
+// What the tokens of prompts cost, and how many would have been computed if none were restored.
+function tileOfReturns({ prompt_tokens: all, restored_tokens: restored, computed_tokens: computed, restore_ms: ms, restores }, each) {
+  const instead = each ? `, about ${span(restored * each)} longer` : "";
+  tile("saved", count(restored), `in ${span(ms / 1000)}, ${plural(restores, "restore")}; ${count(Math.max(0, all - restored - computed))} resident, `
+    + `${count(computed)} computed. Without Manthan ${count(computed + restored)} computed${instead}`);
 }
 
 // A list drawn anew if it says something else. The focus stays where it is, by place if not by element.

@@ -1,28 +1,28 @@
-// The live page: asks the API every other second while somebody can see it, and hands what it says to those who draw it.
+// The live page: listens to the API while somebody can see it, and hands what it says to those who draw it.
 
-import { ApiError, credentials, get, steer } from "./api.js";
+import { ApiError, changes, credentials, get, steer } from "./api.js";
 import { Glance } from "./glance.js";
 import { Life } from "./life.js";
 import { mark, MapView, STATES, TableView } from "./sessions.js";
 import { ago, byId, clock, count, make, plural, write } from "./text.js";
 
-const EVERY_MS = 2000;
+const AGAIN_MS = 2000;
 const HOLD_MS = 5000; // rows do not move so long after somebody touched them
 const SAID_MS = 8000;
 const ROWS = matchMedia("(max-width: 640px)").matches ? 10 : 25;
 const CELLS = 500;
-const HOLDERS = 5;
-const RARELY = 3; // rounds: for what costs the engine more to tell
 
+const told = {}; // by the server, last, by the name of the event
 const sorting = { sort: "last_used", order: "desc" };
 const life = new Life(act);
+const look = (session) => life.open(session);
 const glance = new Glance(look);
 const table = new TableView(look, act, sortBy);
 const map = new MapView(look);
 
 let view = table;
 let offset = 0;
-let round = 0;
+let stream = new AbortController();
 let timer = 0;
 let saidTimer = 0;
 let answeredAt = 0;
@@ -31,39 +31,37 @@ let failing = false;
 let locked = false; // until a key is given
 let paused = false;
 
-// -- asking -------------------------------------------------------------------------------------------
+// -- listening ----------------------------------------------------------------------------------------
 
-async function ask() {
+// Listens anew, with the query of now.
+async function listen() {
+  stream.abort();
   clearTimeout(timer);
-  if (!document.hidden && !paused && !locked) await askNow();
-  clearTimeout(timer); // somebody may have asked meanwhile
-  timer = setTimeout(ask, EVERY_MS);
+  if (document.hidden || paused || locked) return;
+  stream = new AbortController();
+  const { signal } = stream;
+  try {
+    for await (const [name, data] of changes(query(), signal)) {
+      if (signal.aborted) return;
+      told[name] = data;
+      if (name === "now") await draw(); // the end of a round
+    }
+  } catch (error) {
+    failed(error);
+    timer = setTimeout(listen, AGAIN_MS);
+  }
 }
 
-async function askNow() {
-  try {
-    await draw();
-  } catch (error) {
-    return failed(error);
-  }
+async function draw() {
   if (failing) glance.happened("The server answers again.");
   failing = false;
   answeredAt = Date.now();
   document.body.classList.remove("stale");
   write(byId("trouble"), "");
-}
-
-async function draw() {
-  const most = (what) => get("sessions", { sort: what, order: "desc", limit: HOLDERS });
-  const isFull = round++ % RARELY === 0;
-  const asked = query();
-  const [state, page, resident, cold] = await Promise.all([
-    get("state"), isFull || view === table ? get("sessions", asked) : null, ...(isFull ? [most("hot_bytes"), most("cold_bytes")] : []),
-  ]);
-  glance.update(state);
-  if (resident) glance.holders(byId("pool-holders"), resident.sessions, "hot_bytes");
-  if (cold) glance.holders(byId("cold-holders"), cold.sessions, "cold_bytes");
-  if (page && JSON.stringify(asked) === JSON.stringify(query())) showSessions(page);
+  glance.update({ ...told.state, now: told.now });
+  glance.holders(byId("pool-holders"), told.hot_bytes.sessions, "hot_bytes");
+  glance.holders(byId("cold-holders"), told.cold_bytes.sessions, "cold_bytes");
+  showSessions(told.sessions);
   if (byId("life").open) await life.refresh();
 }
 
@@ -116,8 +114,8 @@ const isFiltered = () => Object.keys(query()).some((name) => ["state", "prefix",
 
 function turnTo(to) {
   offset = Math.max(0, to);
-  touchedAt = round = 0;
-  ask();
+  touchedAt = 0;
+  listen();
 }
 
 function sortBy(column) {
@@ -139,10 +137,6 @@ function showAs(wanted) {
 
 // -- steering -----------------------------------------------------------------------------------------
 
-function look(session) {
-  life.open(session);
-}
-
 async function act(session, action) {
   const refused = action.refused(session);
   if (refused) return say(`${session.id} ${refused}.`);
@@ -160,8 +154,7 @@ async function act(session, action) {
     if (error.status === 401) return lock();
     say(error.message, true);
   }
-  round = 0;
-  ask();
+  listen();
 }
 
 function say(what, isError = false) {
@@ -207,20 +200,20 @@ async function start() {
   credentials.header = config["tenants.header"]?.value || "";
   byId("tenant-field").hidden = !credentials.header;
   byId("tenant-field").title = `Sent as ${credentials.header}`;
-  ask();
+  listen();
 }
 
 // -- at the start -------------------------------------------------------------------------------------
 
-function listen() {
+function attach() {
   const on = (id, event, does) => byId(id).addEventListener(event, does);
   const touched = () => { touchedAt = Date.now(); };
   for (const event of ["pointermove", "pointerdown", "keydown"]) on("view", event, touched);
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) ask(); });
+  for (const event of ["visibilitychange", "offline", "online"]) window.addEventListener(event, listen);
   on("pause", "click", () => {
     paused = !paused;
     byId("pause").setAttribute("aria-pressed", paused);
-    ask();
+    listen();
   });
   on("as-table", "click", () => showAs(table));
   on("as-map", "click", () => showAs(map));
@@ -230,7 +223,7 @@ function listen() {
   for (const form of ["filter", "controls"]) on(form, "submit", (event) => event.preventDefault());
   on("confirm-yes", "click", () => byId("confirm").close("yes"));
   on("confirm-no", "click", () => byId("confirm").close());
-  on("tenant", "change", () => { credentials.tenant = byId("tenant").value.trim(); ask(); });
+  on("tenant", "change", () => { credentials.tenant = byId("tenant").value.trim(); listen(); });
   on("key-button", "click", askForKey);
   on("key-form", "submit", (event) => { event.preventDefault(); useKey(byId("key").value.trim()); });
   on("key-forget", "click", () => useKey(""));
@@ -252,7 +245,7 @@ byId("states").append(...STATES.map((state) =>
   make("label", {}, make("input", { type: "checkbox", id: `state-${state}` }), mark(state), ` ${state}`)));
 byId("tenant").value = credentials.tenant;
 byId("key-button").hidden = !credentials.key;
-listen();
+attach();
 table.sorted(sorting.sort, sorting.order);
 setInterval(tellAge, 1000);
 byId("view").append(table.element);

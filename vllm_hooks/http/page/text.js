@@ -22,11 +22,8 @@ export function span(seconds) {
 }
 
 export const ago = (seconds) => (seconds < 2 ? "now" : `${span(Math.floor(seconds))} ago`);
-
 export const clock = (unix) => new Date(unix * 1000).toLocaleTimeString("en-GB");
-
 export const share = (part, all) => (all > 0 ? `${Math.min(100, (part / all) * 100).toFixed(0)}%` : "–");
-
 export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 
 // An element with attributes (functions: listeners of that event) and children, of which strings become text.
