@@ -1,4 +1,4 @@
-"""The KV connector that vLLM loads: it hands each call to the half that lives in this process."""
+"""KV connector loaded by vLLM: hands each call to the half in this process."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,7 +39,7 @@ U = TypeVar("U")
 
 
 class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
-    """Evicts idle sessions to codes and restores them. See KVConnectorBase_V1 for when vLLM calls what.
+    """Compresses and restores idle sessions. KVConnectorBase_V1 says when vLLM calls each method.
 
     SupportsHMA is declared so that vLLM keeps groups of layers apart.
     """
@@ -68,9 +68,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     # -- errors ---------------------------------------------------------------------------------------
 
     def _ask(self, call: Callable[..., T], *args: Any, otherwise: U) -> T | U:
-        """Return the scheduler half's answer; `otherwise` from its first exception on.
+        """Return the scheduler half's answer; `otherwise` from the first exception on.
 
-        No exception of Manthan's ends the engine. The books may be half changed then.
+        An exception of Manthan never ends the engine. After an exception the books may be half changed.
         """
         if self._is_broken:
             return otherwise
@@ -205,15 +205,15 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             engine.fail(metadata.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Restores are asynchronous: no layer waits for one."""
+        """Restores are asynchronous: no layer waits for a restore."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are read whole when their session is evicted, not layer by layer."""
+        """Do nothing: stores read whole blocks after the step, not layer by layer."""
 
     def wait_for_save(self) -> None:
-        """Begin stores, behind the step's forward passes, because a block may be stored in the step that computes it.
+        """Begin stores, behind the step's forward passes, because a step may store the blocks it computes.
 
-        The blocks are referenced until they are done, so that there is nothing to wait for.
+        The blocks are referenced until the stores end, so there is nothing to wait for.
         """
         metadata, engine = self._metadata, self.worker.engine
         if self._try(engine.submit_stores, metadata, otherwise=False) is False:

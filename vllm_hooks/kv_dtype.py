@@ -1,4 +1,4 @@
-"""Kinds of numbers in vLLM's KV cache, as --kv-cache-dtype names them."""
+"""Kinds of numbers in vLLM's KV cache, as named in --kv-cache-dtype."""
 
 from typing import TYPE_CHECKING
 
@@ -20,5 +20,5 @@ def is_plain(cache: "CacheConfig") -> bool:
 
 
 def is_packed(cache: "CacheConfig") -> bool:
-    """True if only vLLM's kernels can read a block, or if its layers are of several kinds."""
+    """True if only vLLM's kernels can read a block, or if the layers are of several kinds."""
     return not is_plain(cache) and (cache.cache_dtype not in FP8 or bool(cache.kv_cache_dtype_skip_layers))

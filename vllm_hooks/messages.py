@@ -1,4 +1,4 @@
-"""Messages between the two halves of the connector, one each way in a step."""
+"""Messages between the two halves of the connector: one each way in a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from manthan.manager.transfer import Transfer, TransferResult
 class ManthanMetadata(KVConnectorMetadata):
     """Message from scheduler to worker.
 
-    Loads may begin at once, after place and drops. Stores begin when the step's KV is computed.
+    Loads may begin at once, after `place` and `drops`. Stores begin when the step's KV is computed.
     """
 
     place: str | None = None
@@ -37,7 +37,7 @@ class ManthanMetadata(KVConnectorMetadata):
 
 @dataclass
 class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
-    """Message from worker to scheduler: transfers that ended since the last step, on all ranks."""
+    """Message from worker to scheduler: transfers ended since the last step, on all ranks."""
 
     results: list[TransferResult] = field(default_factory=list)
     """Results, one for each job and rank."""

@@ -1,4 +1,4 @@
-"""The codec that an engine runs with: settled once, before its processes start, and the same in all of them."""
+"""Codec of an engine: settled once, before processes start, and equal in all of them."""
 
 import logging
 from functools import cache
@@ -33,7 +33,7 @@ AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
 
 
 def settle_codec(vllm_config: "VllmConfig") -> None:
-    """Put the codec and the profile that are meant in place of those asked for, once or again. Raises ConfigError."""
+    """Replace the configured codec and profile by the resolved codec and profile, once or again. Raises ConfigError."""
     extra, model, parallel = settings(vllm_config), vllm_config.model_config, vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
     if FAULT not in extra:
@@ -71,9 +71,9 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
 
 @cache
 def kernel_fault() -> str:
-    """Return why kernels cannot be compiled for this machine's first GPU; empty if they can.
+    """Return the reason why kernels cannot be compiled for this machine's first GPU; empty if they can.
 
-    The compiler runs in a process of its own: vLLM forks its engine, and a fork cannot use CUDA once the compiler ran.
+    The compiler runs in a separate process: vLLM forks the engine, and after the compiler ran a fork cannot use CUDA.
     """
     from vllm.platforms import current_platform
 
@@ -88,7 +88,7 @@ def kernel_fault() -> str:
 
 
 def _compiled(architecture: str) -> str:
-    """Compile a kernel that does nothing, in a process of its own; return why it failed."""
+    """Compile an empty kernel in a separate process. Return the cause of a failure."""
     forks = get_context("fork")
     answers, answer = forks.Pipe(duplex=False)
     try:
@@ -115,7 +115,7 @@ def _compile(architecture: str, answer: "Connection") -> None:
 
 
 def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
-    """Return the codec that is meant where no profile fits the blocks. Raises ConfigError if one was asked for."""
+    """Return the codec to use when no profile fits the blocks. Raises ConfigError if a profile was required."""
     if needs_profile(asked.name) or asked.profile:
         what = f"codec.profile is {asked.profile}" if asked.profile else f"codec.name is {asked.name}"
         raise ConfigError(f"{what}{why} {AUTO} or {PLAIN}")
@@ -123,7 +123,7 @@ def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
 
 
 def settled_profile(vllm_config: "VllmConfig") -> Profile | None:
-    """Return the codec's profile; None without one. Raises ConfigError if it changed since the engine began."""
+    """Return the codec's profile; None without a profile. Raises ConfigError if the file changed since the start."""
     extra = settings(vllm_config)
     if not (digest := extra.get(DIGEST)):
         return None

@@ -1,4 +1,4 @@
-"""Models and settings that Manthan can serve. All others stop the server at start with one sentence."""
+"""Supported models and settings. All others stop the server at start with one sentence."""
 
 import re
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -23,11 +23,11 @@ NOT_BESIDE = {CONNECTOR, "DecodeBenchConnector", "HiSparseConnector", SEVERAL}
 
 
 class UnsupportedError(ConfigError):
-    """Model or setting of vLLM that Manthan does not support."""
+    """Unsupported model or setting of vLLM."""
 
 
 def check_arguments(arguments: "EngineArgs") -> None:
-    """Refuse arguments with which vLLM would replace Manthan in its configuration. Raises UnsupportedError."""
+    """Refuse arguments that replace Manthan in vLLM's configuration. Raises UnsupportedError."""
     size = arguments.kv_offloading_size
     if size is not None and is_on(arguments):
         raise UnsupportedError(
@@ -37,7 +37,7 @@ def check_arguments(arguments: "EngineArgs") -> None:
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
-    """Refuse a configuration of vLLM that Manthan cannot serve. Raises UnsupportedError."""
+    """Refuse an unsupported configuration of vLLM. Raises UnsupportedError."""
     import vllm
     from vllm import envs
     from vllm.platforms import current_platform
@@ -117,7 +117,7 @@ def check_version(version: str) -> None:
 
 
 def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig) -> str:
-    """Sentence that refuses this --prefix-caching-hash-algo for the store or the tenants; empty if it will do."""
+    """Sentence refusing this --prefix-caching-hash-algo for the store or the tenants; empty for a good algorithm."""
     is_apart = tenants.isolate and bool(tenants.header or tenants.shares)
     if not (store.is_lasting or is_apart) or "xxhash" not in algorithm:
         return ""
@@ -129,7 +129,7 @@ def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig) -> 
 
 
 class Latents(NamedTuple):
-    """Numbers of a token's latent in a layer (MLA), and of the key's part that RoPE turns; 0 for keys and values."""
+    """Numbers of a token's latent in a layer (MLA), and of the key's part turned by RoPE; 0 for keys and values."""
 
     numbers: int = 0
     turned: int = 0
@@ -142,12 +142,12 @@ class Latents(NamedTuple):
 
 
 def has_draft(vllm_config: "VllmConfig") -> bool:
-    """True if a draft that proposes tokens has layers in the KV cache."""
+    """True if a proposing draft has layers in the KV cache."""
     speculative = vllm_config.speculative_config
     return speculative is not None and bool(speculative.uses_draft_kv_cache())
 
 
 def blocks_computed_again(vllm_config: "VllmConfig") -> int:
-    """Number of blocks at the end of a hit that vLLM computes nevertheless: 1 for a draft that reads the next token."""
+    """Number of blocks at a hit's end that vLLM recomputes: 1 for a draft that reads the next token."""
     speculative = vllm_config.speculative_config
     return int(speculative is not None and speculative.use_eagle_block_drop())
