@@ -50,7 +50,8 @@ def check_disk(vllm_config: "VllmConfig") -> None:
 
 
 def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int) -> ArenaTier:
-    """Return a rank's part, of `nbytes`. name: of the namespace. Raises ConfigError if another server has the folder.
+    """Return a rank's part, of `nbytes`. name: of the namespace. Raises ConfigError if another server holds the
+    disk.
     """
     shard = Shard(parallel.rank, parallel.world_size)
     return open_rank(_root(config, parallel), name, shard, nbytes // parallel.world_size)
@@ -59,7 +60,8 @@ def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbyt
 def open_left(
     config: ManthanConfig, parallel: "ParallelConfig", name: str, sharding: Sharding
 ) -> tuple[list[dict[Shard, ArenaTier]], list[ArenaTier]]:
-    """Return blocks left by servers with different numbers of ranks: shards this rank reads, and shards to drop only.
+    """Return blocks left by servers with different numbers of ranks: shards this rank reads, and shards only to
+    drop.
     """
     root, rank, ranks = _root(config, parallel), parallel.rank, parallel.world_size
     sources, copies = list[dict[Shard, ArenaTier]](), list[ArenaTier]()
@@ -104,8 +106,7 @@ class DiskBooks:
         return JournalLink(Journal(self._folder, sealer), manager, fronts, notes)
 
     def adopt(self, link: JournalLink) -> None:
-        """Enter the sessions left by an earlier server. The driver must listen by then, and drops all remaining blocks.
-        """
+        """Enter the sessions left by an earlier server. The driver must listen by then, and drops all unused blocks."""
         began = time.monotonic()
         left = [self._left(count) for count in self._counts if count != self._ranks]
         others = {name: sum(sizes.get(name, 0) for sizes in left) for sizes in left for name in sizes}

@@ -247,8 +247,7 @@ class Groups(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """True if all groups have the main group's hashes: all are stored, and all blocks have equal sizes in tokens.
-        """
+        """True if all groups have the main group's hashes: all are stored, and all blocks have equally many tokens."""
         return self.is_whole and len(set(self._sizes)) == 1
 
     @property

@@ -138,8 +138,7 @@ def with_states(codec: str, group: "KvCacheGroup", facts: ModelFacts) -> ModelFa
 
 
 def _state_layout(group: "KvCacheGroup") -> StateLayout:
-    """Return the layout of states: a matrix for each head, behind a convolution's if any. All further parts are exact.
-    """
+    """Return the layout of states: a matrix for each head, behind a convolution's if any. All else is exact."""
     spec: Any = group.spec
     parts = []
     for at, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
