@@ -1,4 +1,4 @@
-"""Sessions for those who look on: filtered, sorted, and a page at a time."""
+"""Lists of sessions for users: filtered, sorted, and a page at a time."""
 
 import heapq
 import math
@@ -24,10 +24,10 @@ STATES = list(SessionState)
 
 
 class Sort(StrEnum):
-    """Key of a list of sessions.
+    """Sort key of a list of sessions.
 
-    Bytes are estimates. A session's saved blocks are its first ones. The pool has all blocks of the sessions that were
-    used last, as far as it has room, and of other sessions those that are not saved.
+    Bytes are estimates. A session's saved blocks are the first blocks. The pool has all blocks of the most recently
+    used sessions, as far as there is room, and only the unsaved blocks of all further sessions.
     """
 
     LAST_USED = auto()
@@ -40,10 +40,10 @@ class Sort(StrEnum):
 
 
 class Query(NamedTuple):
-    """Filter and order of a list of sessions. A filter that is None passes all.
+    """Filter and order of a list of sessions. A filter of None passes all.
 
-    bound: tenant that asks; it sees its own sessions only, under the names that it gave them. tenant: of the sessions.
-    tier: name of a tier that has some of the session's blocks. prefix: of ids. offset: sessions before the page.
+    bound: asking tenant, who sees only the tenant's sessions, under the tenant's names. tenant: of the sessions. tier:
+    name of a tier with some of the session's blocks. prefix: of ids. offset: sessions before the page.
     """
 
     states: Collection[SessionState] | None = None
@@ -60,7 +60,7 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """Saved blocks of a session in one tier. bytes: with those of its resume points."""
+    """Saved blocks of a session in a tier. bytes: resume points included."""
 
     tokens: int
     blocks: int
@@ -69,13 +69,13 @@ class Held:
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """A session as it is shown. Times are seconds, bytes are those of all ranks together.
+    """Session as shown to users. Times are seconds, bytes are of all ranks together.
 
-    id: for a tenant, as it named the session. hot_blocks: blocks that are resident, and take hot_bytes. cold_blocks:
-    saved blocks. cold_bytes: of these and of its resume points in the tiers. tiers: that have some of these, by name,
-    the fastest first. expected_return: as its client said, or as long as its tool takes. tool: that its client waits
-    for. parent: session for which it works, as its client named it. lossy_tokens: cached tokens of its last request
-    that were decoded, or computed behind decoded ones. engine: number of the data-parallel engine that has it.
+    id: for a tenant, the tenant's name of the session. hot_blocks: resident blocks, of hot_bytes. cold_blocks: saved
+    blocks. cold_bytes: saved blocks and blocks of resume points in the tiers. tiers: with some of these, by name, the
+    fastest first. expected_return: as announced by the client, or by the tool's usual time. tool: awaited by the
+    client. parent: session behind this one, by the client's name. lossy_tokens: cached tokens of the last request,
+    decoded or computed behind decoded ones. engine: number of the data-parallel engine.
     """
 
     id: str
@@ -113,10 +113,10 @@ class Page(NamedTuple):
 
 
 class Listing:
-    """Sessions of one engine. A page costs O(n log page) of n sessions.
+    """Sessions of an engine. A page costs O(n log page) of n sessions.
 
     Args:
-        fronts: the tiers in front of the last one.
+        fronts: the tiers in front of the last.
         tiers: names of all tiers, the fastest first.
     """
 
@@ -125,7 +125,7 @@ class Listing:
         self._fronts, self._tiers = fronts, tiers
 
     def page(self, query: Query, offset: float = 0.0) -> Page:
-        """Return a page of the sessions that have KV or a request. offset: seconds to add to the manager's clock."""
+        """Return a page of the sessions with KV or a request. offset: seconds to add to the manager's clock."""
         chosen = [session for session in self._table.by_id.values() if self._is_wanted(session, query)]
         value = self._value(query.sort)
         keys = ((value(session), session.session_id) for session in chosen)
@@ -136,14 +136,14 @@ class Listing:
         return Page(len(chosen), page, [self.info(session, query.bound, offset) for session in sessions])
 
     def find(self, told_id: str, bound: str | None) -> Session | None:
-        """Return the session of that id: for a tenant one of its own, by the name that it gave it."""
+        """Return the session of an id. A tenant finds only the tenant's sessions, by the tenant's names."""
         session = self._table.by_id.get(told_id if bound is None else qualified(told_id, bound))
         return session if session is not None and bound in (None, session.tenant) else None
 
     def order(self, bound: str | None) -> Iterator[str]:
-        """Yield ids of sessions, the one whose saved blocks are dropped first first.
+        """Yield ids of sessions in the order of the policy: the first loses saved blocks first.
 
-        Those of one tenant are among the first MOST.
+        A tenant's sessions are listed from among the first MOST.
         """
         for session in islice(self._table.victims(), None if bound is None else MOST):
             if bound in (None, session.tenant):
@@ -194,7 +194,7 @@ class Listing:
         return Held(len(saved) * self._table.shape.block_tokens, len(saved), nbytes)
 
     def _beside(self, session: Session) -> Rows:
-        """Return the blocks of other groups that its resume points need."""
+        """Return the blocks of further groups needed by the session's resume points."""
         return np.unique(np.concatenate([point.rows for point in session.points])) if session.points else NO_ROWS
 
     def _nbytes(self, rows: Rows) -> int:
@@ -227,7 +227,7 @@ class Listing:
         return saved > 0 and fronts.has(tier, int(self._blocks.moved[session.rows[at]]))
 
     def _value(self, sort: Sort) -> Callable[[Session], float | str]:
-        """Return a function that gives a session's value of a sort key."""
+        """Return a function from a session to the value of a sort key."""
         match sort:
             case Sort.LAST_USED:
                 return attrgetter("last_used")
@@ -248,7 +248,7 @@ class Listing:
         return self._saved(session) * self._table.shape.cold_nbytes + self._nbytes(self._beside(session))
 
     def _saved(self, session: Session) -> int:
-        """Return the number of first blocks that are saved. O(log n): nearly always, no others are."""
+        """Return the number of saved first blocks. O(log n): nearly always, only first blocks are saved."""
         rows, status = session.rows, self._blocks.status
         if session.is_cold:
             return len(rows)

@@ -1,4 +1,4 @@
-"""Sessions that are least likely to return soon go first."""
+"""Policy that evicts the sessions least likely to return soon."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -22,14 +22,14 @@ class ReturnsOptions(PolicyOptions):
 
 
 class Returns(EvictionPolicy):
-    """Predicts when a session returns, and keeps the sessions that pay most for their room.
+    """Predicts the return of each session, and keeps the sessions with the most returns for their room.
 
-    Most sessions never return, and the others return after times that have a shape. A model (see return_model) learns
-    both online from the features of a session. A session's worth is the Gittins index of waiting for it: returns per
-    second of room, at the best moment to give up.
+    Most sessions never return, and the rest return after times with a typical distribution. A model (see return_model)
+    learns both online from the features of a session. A session's worth is the Gittins index of waiting for the return:
+    returns per second of room, at the best moment to give up.
 
-    The index is constant in each piece of age. A session is ranked anew when it has passed into the next piece. O(1) a
-    use besides the ranking's O(log n), and O(log n) a victim and a piece that a session passes.
+    The index is constant in each piece of age. A session is ranked anew on the way into the next piece. O(1) a use
+    besides the ranking's O(log n), and O(log n) a victim and a passed piece.
     """
 
     name: ClassVar[str] = "returns"

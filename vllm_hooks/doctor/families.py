@@ -1,6 +1,6 @@
-"""Families of models: the KV caches of each class of vLLM's registry, and what Manthan stores of them.
+"""Families of models: the KV caches of each class of vLLM's registry, and the parts stored by Manthan.
 
-`families.yaml` has the caches. A family is a class that generates text, of text or other inputs.
+`families.yaml` has the caches. A family is a class that generates text, from text or further inputs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,9 +32,9 @@ class Family(NamedTuple):
     """Class of vLLM's registry.
 
     Args:
-        caches: names of its KV caches, as `families.yaml` has them.
-        section: "built" if its layers were asked, "read" if its source was read, "new" if only vLLM 0.33 has it.
-        uncached: reason for which vLLM keeps no prefixes of it; empty if it does.
+        caches: names of the KV caches, as in `families.yaml`.
+        section: "built" if the layers were asked, "read" if the source was read, "new" if only vLLM 0.33 has the class.
+        uncached: reason why vLLM caches no prefixes for the class; empty if vLLM does.
     """
 
     name: str
@@ -55,9 +55,9 @@ class Family(NamedTuple):
 
 
 def stored(name: str) -> str:
-    """Return how a cache is stored: "coded", "bytes" or "refused"; empty if it is not, and nothing is lost by that.
+    """Return the stored form of a cache: "coded", "bytes" or "refused"; empty if unstored without a loss.
 
-    A cache that is set apart from others of its class, as "MLAAttention/indexer", has a shape that no codec knows.
+    A name with a part, such as "MLAAttention/indexer", means a shape unknown to all codecs.
     """
     way = STORED[f"{_kind(name)}Spec"]
     return "bytes" if "/" in name and way == "coded" else way

@@ -1,4 +1,4 @@
-"""Check of a model: its KV caches and what Manthan stores of them. vLLM builds the model without weights."""
+"""Check of a model: the KV caches, and the parts stored by Manthan. vLLM builds the model without weights."""
 
 import json
 import tempfile
@@ -25,7 +25,7 @@ MARKS = {"coded": Grade.OK, "partly": Grade.WARNING, "bytes": Grade.WARNING, "re
 
 
 def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
-    """Build a model, a folder or a name in Hugging Face's cache, and say of each KV cache group how it is stored.
+    """Build a model, a folder or a name in Hugging Face's cache, and report each KV cache group's stored form.
 
     file: the YAML file of --manthan-config.
     """
@@ -64,7 +64,7 @@ def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
 
 
 def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCacheConfig]":
-    """Build a model of these classes on the meta device and plan its KV cache, by vLLM. Raises what vLLM raises."""
+    """Build a model of these classes on the meta device and plan the KV cache, by vLLM. Raises vLLM's exceptions."""
     import torch
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
@@ -91,7 +91,7 @@ def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCache
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """Make this process the only rank of a model, for as long as one is built."""
+    """Make this process the only rank of a model during the build."""
     import torch
     from vllm.distributed import parallel_state as state
     from vllm.platforms import current_platform
@@ -130,7 +130,7 @@ def _resumed(distance: int, longest: int) -> Finding:
 
 
 class StoredGroup(NamedTuple):
-    """Codec of a group, its bytes in vLLM's pool over those in compressed blocks, and the number of layers of bytes."""
+    """Codec of a group, bytes in vLLM's pool over compressed bytes, and the number of layers of bytes."""
 
     codec: str
     ratio: float
@@ -138,7 +138,7 @@ class StoredGroup(NamedTuple):
 
 
 def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[dict[int, StoredGroup], int]:
-    """Return each group that Manthan stores, by number, and tokens between resume points. Raises ConfigError."""
+    """Return each stored group, by number, and the tokens between resume points. Raises ConfigError."""
     from manthan.vllm_hooks.groups import config_for, groups_for
     from manthan.vllm_hooks.memory import Shards, codec_of_other, memory_shapes
     from manthan.vllm_hooks.settled import settle_codec, settled_profile
@@ -157,7 +157,7 @@ def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tupl
 
 
 def _said(group: "KVCacheGroupSpec", how: StoredGroup | None) -> tuple[Grade, str]:
-    """Return the grade of a group, and what it holds. how: None if it is not stored."""
+    """Return the grade of a group, and a description. how: None for an unstored group."""
     spec: Any = group.kv_cache_spec
     kind, layers = type(spec).__name__, len(group.layer_names)
     nbytes = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else layers)  # some have those of all layers
@@ -177,7 +177,7 @@ def _said(group: "KVCacheGroupSpec", how: StoredGroup | None) -> tuple[Grade, st
 
 
 def _by_class(name: str) -> Finding:
-    """Say what the list of families has of a model's class."""
+    """Report the list of families' entry for a model's class."""
     family = families().get(name)
     if family is None:
         return Finding(CACHE, Grade.WRONG, f"{name} is no class that generates text in vLLM {' or '.join(RELEASES)}.")
@@ -202,7 +202,7 @@ def _architectures(model: str) -> list[str]:
 
 
 def _sentence(error: BaseException) -> str:
-    """Return the part of an error's text that says what is wrong, in one line and without a stop."""
+    """Return the essential part of an error's text, in one line and without a stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     said = lines[1] if "validation error" in lines[0] and len(lines) > 1 else lines[0]  # pydantic's first line is none
     return said.removeprefix("Value error, ").split(" [type=")[0].rstrip(".")[:200]

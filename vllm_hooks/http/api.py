@@ -1,6 +1,6 @@
-"""HTTP API: sessions seen and steered below /manthan, on vLLM's own server and behind its API key.
+"""HTTP API: shows and steers sessions below /manthan, on vLLM's server and behind the server's API key.
 
-All engine cores are asked at once: one, or several data-parallel ones, each with sessions of its own.
+All engine cores are asked at once, a single core or several data-parallel ones. Sessions belong to one core each.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ STEERED = OF_ONE | {
 
 
 class ApiError(Exception):
-    """Refusal of a request, in one sentence. param: the part of the request that is wrong."""
+    """Refusal of a request, in one sentence. param: the wrong part of the request."""
 
     def __init__(self, status: int, sentence: str, param: str | None = None) -> None:
         super().__init__(sentence)
@@ -77,7 +77,7 @@ class ApiError(Exception):
 
 
 class ManthanRoute(APIRoute):
-    """Route that answers mistakes in a request by an `ApiError`."""
+    """Route with an `ApiError` as the answer to an invalid request."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -94,7 +94,7 @@ class ManthanRoute(APIRoute):
 
 
 def _mistake(first: Mapping[str, Any]) -> ApiError:
-    """Error for the first mistake that validation has found."""
+    """Error for the first mistake found by validation."""
     if first["type"] == "json_invalid":
         return ApiError(422, "The body is not valid JSON.", "body")
     if len(first["loc"]) == 1:
@@ -112,7 +112,7 @@ def _mistake(first: Mapping[str, Any]) -> ApiError:
 
 
 def make_router(args: Namespace) -> APIRouter:
-    """Return the routes of a server with these flags."""
+    """Return the routes of a server with flags `args`."""
     shown = [Depends(HTTPBearer(auto_error=False))]  # in the schema; the gate checks the key
     router = APIRouter(
         prefix=PREFIX, tags=["manthan"], dependencies=shown, route_class=ManthanRoute, responses=_errors(STATUSES)
@@ -120,7 +120,9 @@ def make_router(args: Namespace) -> APIRouter:
     header = tenant_header(args)
 
     def bound_by(request: Request) -> str | None:
-        """Tenant that the request's header names, and that sees its own sessions only. Without the header, None."""
+        """Tenant named in the request's header. Such a tenant sees only the tenant's sessions. None without the
+        header.
+        """
         if not header or header not in request.headers:
             return None
         try:
@@ -197,7 +199,7 @@ async def ask_all(client: Any, what: str, asked: dict[str, Any]) -> list[Answer]
     """Return the answer of each engine core; see `Queries`. client: None for a server without an engine.
 
     Raises:
-        ApiError: if there is no engine, or it is dead or silent.
+        ApiError: if there is no engine, or the engine is dead or silent.
     """
     if client is None:
         raise ApiError(503, "This server has no engine.")
@@ -211,7 +213,7 @@ async def ask_all(client: Any, what: str, asked: dict[str, Any]) -> list[Answer]
 
 
 async def list_sessions(client: Any, asked: dict[str, Any]) -> Answer:
-    """Return one page of the sessions of all cores."""
+    """Return a page of the sessions of all cores."""
     offset, limit = asked["offset"], asked["limit"]
     answers = await ask_all(client, "sessions", asked)
     if len(answers) == 1:
@@ -221,7 +223,7 @@ async def list_sessions(client: Any, asked: dict[str, Any]) -> Answer:
 
 
 async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
-    """Look at one session, or steer it in all cores that have it, and return the one used last."""
+    """Look at a session, or steer the session in all cores. Return the core's answer with the latest use."""
     answers = await ask_all(client, what, asked)
     known = [answer | {"engine": engine} for engine, answer in enumerate(answers) if "refused" not in answer]
     if known:
@@ -231,7 +233,7 @@ async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
 
 
 def together(answers: Sequence[Answer], offset: int, limit: int, descending: bool) -> Answer:
-    """Merge the first pages of several cores into one page of all."""
+    """Merge the first pages of several cores into a page of all."""
     rows = [
         [(key, shown | {"engine": engine}) for key, shown in zip(answer["keys"], answer["sessions"], strict=True)]
         for engine, answer in enumerate(answers)
@@ -259,7 +261,7 @@ def summed(answers: Sequence[Answer]) -> Answer:
 
 
 def _added(parts: Iterable[Answer]) -> Answer:
-    """Add numbers of one name; keep the first part's texts."""
+    """Add equally named numbers; keep the first part's texts."""
     parts = list(parts)
     numbers: Counter[str] = Counter()
     for part in parts:

@@ -55,7 +55,7 @@ class Middleware:
 
 
 def add_api(app: FastAPI) -> None:
-    """Add the HTTP API and the live page to the server of an engine with Manthan, unless they are off."""
+    """Add the HTTP API and the live page to the server of an engine with Manthan, unless disabled."""
     args = app.state.args
     if not is_on(args) or not (config := from_vllm_config(args).api).enabled:
         return
@@ -72,9 +72,9 @@ def add_api(app: FastAPI) -> None:
 
 
 class HeldAnswer:
-    """Answer that waits, if it is a stream, until the request is checked.
+    """Answer that waits, if a stream, until the request is checked.
 
-    vLLM begins a streamed answer, with status 200, before it makes the engine's request.
+    vLLM begins a streamed answer, with status 200, before the engine's request is made.
     """
 
     def __init__(self, incoming: Incoming, scope: dict[str, Any], receive: Any, send: Send) -> None:
@@ -85,7 +85,7 @@ class HeldAnswer:
         """True if the request was refused in place of the stream."""
 
     async def send(self, message: Message) -> None:
-        """Send a message of the answer, or hold it back."""
+        """Send a message of the answer, or hold the message back."""
         async with self._lock:
             if message["type"] == "http.response.start" and _is_stream(message) and not self._incoming.is_checked:
                 self._held = [message]
@@ -102,7 +102,7 @@ class HeldAnswer:
                 await self._send(message)
 
     async def go_on(self) -> None:
-        """Send the messages that were held back."""
+        """Send the held messages."""
         async with self._lock:
             await self._release()
 
@@ -125,12 +125,12 @@ def _is_stream(message: Message) -> bool:
 
 
 class Gate:
-    """Middleware that refuses requests below /manthan that may not pass, before their body is read.
+    """Middleware that refuses forbidden requests below /manthan, before the body is read.
 
     Args:
-        has_key: True for headers with one of the server's API keys; None for a server without keys.
-        hosts: names under which a server without keys may be asked, besides loopback and IP addresses. A page of
-            another site whose name was made to lead here (DNS rebinding) has another one.
+        has_key: True for headers with a valid API key of the server; None for a server without keys.
+        hosts: names of a server without keys, besides loopback and IP addresses. A hostile page whose name was made to
+            lead here (DNS rebinding) has a different name.
         origins: sites whose pages may steer sessions on a server without keys.
     """
 
@@ -150,7 +150,7 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
-        """Raise ApiError for a request that may not pass."""
+        """Raise ApiError for a forbidden request."""
         if self._has_key is not None:
             is_page = method in SAFE and path in PATHS  # a browser cannot send a key when it opens one
             if not is_page and not self._has_key(headers):
@@ -176,7 +176,9 @@ class Gate:
             raise ApiError(403, f"Host {reprlib.repr(host)} is not a name of this server: {right}.", "Host")
 
     def _check_origin(self, headers: Headers) -> None:
-        """See the Fetch standard on `Origin`, and on `Sec-Fetch-Site`, which browsers leave out without TLS."""
+        """Check the page's origin. See the Fetch standard on `Origin`, and on `Sec-Fetch-Site`, left out
+        without TLS.
+        """
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site")
         is_own = site in ("same-origin", "none") if site else urlsplit(origin).netloc == headers.get("host")
         if origin and not is_own and origin not in self._origins:
@@ -185,7 +187,7 @@ class Gate:
 
 
 def _is_own(name: str) -> bool:
-    """True for a name that no other site can have: loopback, or an IP address."""
+    """True for a name no foreign site can have: loopback, or an IP address."""
     try:
         return name == "localhost" or name.endswith(".localhost") or bool(ipaddress.ip_address(name))
     except ValueError:

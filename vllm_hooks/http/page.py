@@ -1,6 +1,6 @@
-"""Live page at `/manthan/`: files of the folder `page`, served as they are.
+"""Live page at `/manthan/`: files of the folder `page`, served unchanged.
 
-They need no API key, because they carry no data. The page asks its user for the key, and the API for the data.
+The files need no API key, because they carry no data. The page asks the user for the key, and the API for the data.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ PATHS = frozenset({PREFIX, f"{PREFIX}/", *(f"{PREFIX}/{name}" for name in FILES)
 
 
 def page_router() -> APIRouter:
-    """Return the routes of the page and its files."""
+    """Return the routes of the page and of the page's files."""
     router = APIRouter(prefix=PREFIX, include_in_schema=False)
     # The redirect is relative, because a proxy may put a path before it.
     router.add_api_route("", lambda: RedirectResponse("manthan/"), methods=["GET"], response_model=None)

@@ -1,4 +1,4 @@
-"""Metrics. The scheduler half collects them, vLLM's stats carry them, and /metrics shows them as vllm:manthan_…"""
+"""Metrics: collected by the scheduler half, carried by vLLM's stats, and shown by /metrics as vllm:manthan_…"""
 
 import collections
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ CALLS = (
 
 
 class _Metric(NamedTuple):
-    """Metric of /metrics. values: those of a counter's label that are known beforehand."""
+    """Metric of /metrics. values: known values of a counter's label."""
 
     kind: type[Gauge] | type[Counter] | type[Histogram]
     text: str
@@ -104,7 +104,7 @@ PARTS = ("gauges", "counters", "observations")
 
 
 class ManthanStats(KVConnectorStats):
-    """Statistics on their way to /metrics.
+    """Statistics for /metrics.
 
     data: gauges (the last value counts) and counters (added up) as name to label to number; lists of observations.
     """
@@ -130,7 +130,7 @@ class ManthanStats(KVConnectorStats):
 
 
 class ManthanPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics in the process that serves /metrics."""
+    """Prometheus metrics in the process behind /metrics."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""Events of an engine, told to metrics, to the log, to histories of sessions, and to traces if these are on."""
+"""Events of an engine, for metrics, the log, histories of sessions, and traces if enabled."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -38,11 +38,11 @@ TOTALS = ("evictions", "restores", "prefetches", "failures", "restored_tokens", 
 
 
 class Telemetry:
-    """Metrics, log, traces and histories of one engine. Subscribes to its stream of events.
+    """Metrics, log, traces and histories of an engine. Subscribes to the engine's stream of events.
 
     Args:
         traces: None if tracing is off.
-        histories: histories of sessions; None if nobody may ask for them.
+        histories: histories of sessions; None if the HTTP API is off.
     """
 
     def __init__(
@@ -74,18 +74,18 @@ class Telemetry:
     # -- calls of the scheduler half ------------------------------------------------------------------
 
     def began(self, request: "Request", hints: Hints) -> None:
-        """Note that a request came, with these hints."""
+        """Note a new request with hints `hints`."""
         if hints.given:
             self._counters["hints"].update(hints.given)
         if self.traces is not None:
             self.traces.began(request.request_id, request.trace_headers)
 
     def ended(self, request: "Request", outcome: Outcome | None, computed: int) -> None:
-        """Note that a request ended.
+        """Note the end of a request.
 
         Args:
-            outcome: answer to its hints.
-            computed: number of its prompt's tokens that were neither resident nor loaded.
+            outcome: answer to the request's hints.
+            computed: number of prompt tokens neither resident nor loaded.
         """
         self.totals["computed_tokens"] += computed
         if self.traces is not None:
