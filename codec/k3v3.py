@@ -2,16 +2,16 @@
 
 S. P. Lloyd, "Least squares quantization in PCM", IEEE Trans. Inf. Theory 28 (1982); J. Max, "Quantizing for minimum
 distortion", IRE Trans. Inf. Theory 6 (1960). Small and of a fixed rate; at equal size `wht-5x` diverges less than a
-quarter as much on a real model, and biased keys break this codec.
+quarter as much on a real model, and biased keys break `k3v3`.
 
-Codes of n vectors of D = head_dim numbers, little-endian:
+Encoded section of n vectors of D = head_dim numbers, little-endian:
 
     | n scales, bf16 | pad to 16 | vector 0: 3 bit planes | vector 1: 3 bit planes | ... | pad to 16 |
 
 A plane is D/8 bytes; its bit i (bit i % 8 of byte i // 8) belongs to element i of the rotated vector. The first plane
-is the sign, 1 for minus; the others are the index k of the magnitude, highest bit first. Padding is zero.
+is the sign, 1 for minus; the next two are the index k of the magnitude, highest bit first. Padding is zero.
 
-Encoding a vector x, all in float32, no step fused with another; fold is that of `manthan.codec.base`:
+Encoding a vector x, all in float32, without fused steps; for fold see `manthan.codec.base`:
 
     m  = the largest exponent field (bits 23 to 30) in x
     x1 = x * 2**(127 - m)      the factor's exponent field within 8 .. 254: no square overflows or vanishes
@@ -20,7 +20,7 @@ Encoding a vector x, all in float32, no step fused with another; fold is that of
     k  = number of thresholds t with |y| > t * r;  q = levels[k];  the sign is y < 0
     s  = fold(y * y) / max(fold(|y| * q), 2**-126) * 2**(m - 127), rounded to bf16, ties to even, at most bf16's largest
 
-and decoding it:
+and decoding:
 
     x^ = hadamard(+-q) * w * s, within +-bf16's largest, no negative zero; a bf16 result is rounded, ties to even
 
@@ -88,7 +88,7 @@ class K3v3Codec(Codec):
         return codes.size
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Raises SizeError; NonFiniteError for a scale that no encoder writes."""
+        """Raises SizeError; NonFiniteError for a scale never written by an encoder."""
         n, dim = math.prod(section.shape[:-1]), section.head_dim
         if codes.size != self.max_nbytes(section):
             raise SizeError(f"{codes.size} bytes are not the codes of {section}: {self.max_nbytes(section)} are.")

@@ -1,4 +1,4 @@
-"""Histories of sessions, for those who look at one: its last events, and a bound on the events of all."""
+"""Histories of sessions for users: the last events of each session, within a bound on all events."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -30,10 +30,10 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HistoryEvent:
-    """Event of a session as people read it.
+    """Readable event of a session.
 
-    at: on the clock of `Histories`. text: a short sentence. tokens, blocks: of the session, or those that were evicted,
-    restored or dropped. bytes: of compressed blocks. seconds: that it took. saved_tokens: that were not computed.
+    at: on the clock of `Histories`. text: a short sentence. tokens, blocks: of the session, or evicted, restored or
+    dropped. bytes: of compressed blocks. seconds: duration. saved_tokens: not computed.
     """
 
     at: float
@@ -47,7 +47,9 @@ class HistoryEvent:
 
 
 class Histories:
-    """Histories of all sessions of one engine. Subscribes to its stream of events. clock: returns a time in seconds."""
+    """Histories of all sessions of an engine. Subscribes to the engine's stream of events. clock: returns a time in
+    seconds.
+    """
 
     def __init__(self, manager: SessionManager, clock: Callable[[], float]) -> None:
         self._table, self._block_tokens = manager.table, manager.shape.block_tokens
@@ -69,7 +71,7 @@ class Histories:
         return [HistoryEvent(at, EventKind(kind), *facts) for at, kind, *facts in kept]
 
     def __call__(self, event: Event) -> None:
-        """Add an event of the stream to the history of its session."""
+        """Add an event of the stream to the session's history."""
         at, tokens_of = self._clock(), self._block_tokens
         match event:
             case Turn(session_id, tokens, blocks, seconds, found):

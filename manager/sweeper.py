@@ -1,4 +1,4 @@
-"""The clock of the sweep: a background job that rings when a session is due."""
+"""Clock of the sweep: a background job that reports a due session."""
 
 import logging
 from collections.abc import Callable
@@ -14,9 +14,9 @@ logger = logging.getLogger("vllm.manthan.sweeper")
 
 
 class Sweeper:
-    """Calls `due` again and again and, when it says yes, `ring`. Both run on the job's thread.
+    """Calls `due` periodically and, after True, calls `ring`. Both run on the job's thread.
 
-    idle_after_s: after so long sessions are due; see LATE_SHARE.
+    idle_after_s: time until sessions are due; see LATE_SHARE.
     """
 
     def __init__(self, idle_after_s: float, due: Callable[[], bool], ring: Callable[[], None]) -> None:

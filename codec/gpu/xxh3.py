@@ -1,5 +1,4 @@
-"""The constants of xxh3-64 without a seed for inputs over 240 bytes, for the device code that computes block
-checksums.
+"""The constants of xxh3-64 without a seed for inputs over 240 bytes, for the device code of block checksums.
 
 The input is read as 64-bit words, little-endian, 8 a stripe. Word i of stripe s of a kibibyte goes with
 SECRET[s + i]; after 16 stripes the sums are scrambled with SECRET[16 + i]. LAST goes with the input's last 64

@@ -1,8 +1,8 @@
-"""Frequencies of rounded numbers whose distribution is known but for its width, for the entropy coder.
+"""Frequencies of rounded numbers with a known distribution of unknown width, for the entropy coder.
 
 A component of a transform is somewhere between Gaussian and Laplacian, with heavier tails now and then: the generalized
-Gaussian's density is exp(-|x|**shape), scaled to a standard deviation. A table is one of a few shapes and of many
-deviations, measured in steps of the quantizer.
+Gaussian's density is exp(-|x|**shape), scaled to a standard deviation. Tables are of a few shapes and many deviations,
+measured in steps of the quantizer.
 """
 
 from functools import lru_cache
@@ -27,7 +27,9 @@ UNIT = 256
 
 @lru_cache
 def family() -> npt.NDArray[np.uint16]:
-    """Frequencies [tables, 256], of 4,096: of the numbers -127 to 127, and last of all others, at least 1."""
+    """Frequencies [tables, 256], of 4,096: of the numbers -127 to 127, and last of all remaining numbers, at
+    least 1.
+    """
     made = np.array(
         [as_frequencies(_masses(shape, deviation)) for shape in SHAPES for deviation in DEVIATIONS], np.uint16
     )
@@ -45,14 +47,14 @@ def costs(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
 
 
 def expected(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
-    """Mean size of a number that is distributed as its table says, [tables], in UNITs of a bit."""
+    """Mean size of a number distributed by the table, [tables], in UNITs of a bit."""
     bits = (costs(frequencies) * (frequencies / SCALE)).sum(1)
     found: npt.NDArray[np.int64] = np.rint(bits * UNIT).astype(np.int64)
     return found
 
 
 def as_frequencies(likely: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Return frequencies of probabilities [n], and that of the escape, [n + 1]. Their sum is SCALE."""
+    """Return frequencies of probabilities [n], and the escape's, [n + 1]. The sum is SCALE."""
     counts = np.where(likely < RAREST, 0, np.maximum(1, np.rint(likely * SCALE))).astype(np.int64)
     escape = max(1, round((1 - likely[counts > 0].sum()) * SCALE))
     excess = int(counts.sum()) + escape - SCALE  # rounding, taken from the likeliest

@@ -1,4 +1,4 @@
-"""`manthan calibrate`: a profile of a model, for the codecs that take one."""
+"""`manthan calibrate`: a profile of a model, for calibrated codecs."""
 
 import hashlib
 import time
@@ -39,7 +39,7 @@ def calibrate(
         typer.Option(help="What errors weigh: what they do to the model's predictions, or what keys alone tell."),
     ] = Metric.fisher,
 ) -> None:
-    """Measure a model's keys and values, or its latents, for codecs that take a profile (klt-5x, klt-8x, klt-12x)."""
+    """Measure a model's keys and values, or latents, for codecs that take a profile (klt-5x, klt-8x, klt-12x)."""
     console, began = make_console(), time.monotonic()
     try:
         profile = made(console, model, text, tokens, tensor_parallel_size, metric)

@@ -1,4 +1,4 @@
-"""`manthan simulate`: what policies and capacities would find of a request trace."""
+"""`manthan simulate`: hits of a request trace under different policies and capacities."""
 
 import gc
 import json
@@ -112,7 +112,7 @@ def simulate(
 def one_cache_rows(
     policies: Sequence[tuple[str, type[EvictionPolicy], PolicyOptions]], blocks: int, trace: Trace, first: int = 0
 ) -> list[Row]:
-    """Return a row for each policy in one cache of this number of blocks. Requests count from number `first` on."""
+    """Return a row for each policy in a single cache of `blocks` blocks. Requests count from number `first` on."""
     requests, block_tokens = trace.requests, trace.block_tokens
     asked = sum(request.asked_blocks(block_tokens) for request in requests[first:])
     best = sum(clairvoyant(requests, blocks, block_tokens)[first:]) / asked

@@ -1,4 +1,4 @@
-"""Keys that are no more, or that have another name. Start-up says one sentence for each that is still set."""
+"""Removed and renamed keys. Start-up logs a sentence for each such key in the configuration."""
 
 REMOVED = {
     "api.page": "the live page is there where the API is, see api.enabled",

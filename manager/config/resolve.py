@@ -2,7 +2,7 @@
 
     config, sources = resolve_config("configs/default.yaml", flags={"--manthan-idle-after": 60})
 
-Every mistake is a ConfigError of one sentence: the source, the key, the value and what would be right.
+Every mistake is a ConfigError of a single sentence: the source, the key, the value and the right kind of value.
 """
 
 import logging
@@ -35,14 +35,14 @@ OLD_GROUPS = {old.rpartition(".")[0] for old in RENAMED} - {""}
 
 
 class Resolved(NamedTuple):
-    """A configuration. sources: by dotted key, the flag, variable, file or `default` that gave the value."""
+    """Configuration. sources: by dotted key, the value's source: flag, variable, file or `default`."""
 
     config: ManthanConfig
     sources: dict[str, str]
 
 
 class _Given(NamedTuple):
-    """A value. old: the key's old name, if a source has it under that."""
+    """Value from a source. old: the key's old name, if the source uses the old name."""
 
     value: object
     source: str
@@ -63,7 +63,7 @@ def resolve_config(
     Args:
         path: YAML file.
         env: Variables; os.environ unless given. `MANTHAN_TIERS__MAX_BYTES` is `tiers.max_bytes`.
-        flags: Options of `vllm serve`, or dotted keys. None is the value of one that is not given.
+        flags: Options of `vllm serve`, or dotted keys. None means not given.
     """
     env, given = os.environ if env is None else env, dict[str, _Given]()
     file = [] if path is None else [(str(key), value, str(path)) for key, value in _read_yaml(path).items()]
@@ -129,7 +129,7 @@ def _warn_once(sentence: str) -> None:
 
 
 def _leaves(key: str, value: object, source: str) -> _Leaves:
-    """Yield the values of FIELDS that `key: value` sets. Replace shorthands and old names."""
+    """Yield the values of FIELDS set by `key: value`. Replace shorthands and old names."""
     group = GROUPS.get(key)
     if key in REMOVED:
         _warn_once(f"Manthan: {source}: {key} has no effect any more: {REMOVED[key]}")
@@ -158,7 +158,7 @@ def _is_known(key: str) -> bool:
 
 
 def _override(given: dict[str, _Given], layer: _Leaves) -> None:
-    """Lay `layer` over `given`. A policy that replaces another one does not inherit its options."""
+    """Lay `layer` over `given`. A policy that replaces another policy does not inherit options."""
     above: dict[str, _Given] = {}
     for key, one in layer:
         for other in (above.get(key), given.get(key)):
