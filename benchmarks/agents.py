@@ -1,12 +1,11 @@
-"""How many agents a server bears: sessions of a trace in closed loop, on plain vLLM, its offload and Manthan.
+"""Number of agents a server bears: sessions of a trace in closed loop, on plain vLLM, vLLM's offload and Manthan.
 
-Each arm is `vllm serve`, one after another, with the same KV pool and the same bytes beside it. So many agents at a
-time go through sessions of a trace, and each pauses after an answer as in the trace. From some number on, what is alive
-outgrows what an arm keeps, and first tokens take as long as whole prompts: the cliff.
+Each arm is `vllm serve`, in turn, with the same KV pool and the same bytes outside the pool. A number of agents go
+through sessions of a trace at a time, and each pauses after an answer as in the trace. From some number on, the live
+sessions outgrow the arm's memory, and first tokens take as long as whole prompts: the cliff.
 
-    manthan bench agents TRACE [--agents 16,32,48] [--arms plain,offload,host] [--codecs wht-5x] [--out FOLDER]
-    manthan bench agents made-up
-    manthan bench agents --plot-only FOLDER/agents.json OTHER/agents.json
+    manthan bench agents TRACE [--agents 16,32,48] [--arms plain,offload,host] [--codecs wht-5x] [--out FOLDER] manthan
+    bench agents made-up manthan bench agents --plot-only FOLDER/agents.json OTHER/agents.json
 
 See docs/agents.md.
 """
@@ -25,7 +24,7 @@ from manthan.codec import DEFAULT
 
 
 class Half(StrEnum):
-    """Sessions of the trace: every other one, or all."""
+    """Sessions of the trace: every second session, or all."""
 
     even = "even"
     odd = "odd"

@@ -1,4 +1,4 @@
-"""The groups `manthan bench` and `manthan eval`. What needs vLLM or torch imports it when it runs, not here."""
+"""Groups `manthan bench` and `manthan eval`. Parts with vLLM or torch are imported at run time, not here."""
 
 import typer
 

@@ -1,14 +1,13 @@
-"""What a user of each system waits: chats that outgrow the KV pool, on plain vLLM, its offload and Manthan.
+"""Waits of a user on each system: chats beyond the KV pool, on plain vLLM, vLLM's offload and Manthan.
 
-Each arm is `vllm serve`, one after another, with the same KV pool and the same bytes beside it; or one server that runs
-already. The same chats come to each: many at a time, each thinks for a while after an answer and goes on. Or a trace is
-replayed in its own time. Time to the first token is what the client saw.
+Each arm is `vllm serve`, in turn, with the same KV pool and the same bytes outside the pool; or a running server. The
+same chats come to each: many at a time, each thinks for a while after an answer and continues. Or a trace is replayed
+in real time. Time to the first token is the client's.
 
     manthan bench load [--arms plain,offload,host] [--codecs wht-5x,k3v3] [--chats 64] [--tokens 8192] [--out FOLDER]
-    manthan bench load --trace FILE --shrink 16 --speed 4
-    manthan bench load --fairness --chats 20 --think 6 --repeats 2
-    manthan bench load --base-url http://HOST:PORT --tokens 4000
-    manthan bench load --plot-only FOLDER/load.json OTHER/load.json
+    manthan bench load --trace FILE --shrink 16 --speed 4 manthan bench load --fairness --chats 20 --think 6 --repeats 2
+    manthan bench load --base-url http://HOST:PORT --tokens 4000 manthan bench load --plot-only FOLDER/load.json
+    OTHER/load.json
 
 See docs/benchmarks.md.
 """
@@ -38,7 +37,7 @@ BlockTokens = Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32,
 
 
 class Thinking(StrEnum):
-    """How long a user thinks: always as long, or exponentially distributed."""
+    """Distribution of a user's thinking time: constant, or exponential."""
 
     fixed = "fixed"
     exponential = "exponential"
@@ -101,7 +100,7 @@ def load(
     plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot FILES of earlier runs again.")] = False,
     files: Annotated[list[Path] | None, typer.Argument(help="JSON of earlier runs; several are merged.")] = None,
 ) -> None:
-    """What a user waits for the first token, while more chats come and return than the KV pool holds."""
+    """Measure a user's wait for the first token, while more chats come and return than the KV pool holds."""
     options = Namespace(**locals())
     from manthan.benchmarks import load_fairness
     from manthan.benchmarks.load_chats import Replay

@@ -1,10 +1,10 @@
-"""A calibrated codec's profile that nobody measured, and numbers that fit it: for figures and tests of any shape.
+"""Made-up profile of a calibrated codec, and numbers that fit the profile: for figures and tests of any shape.
 
-As a script, a model of Qwen3-8B's shape with random weights, 16 GB, and, beside its folder, the profile that it is
-measured to have:
+As a script, a model of Qwen3-8B's shape with random weights, 16 GB, and, next to the folder, the model's measured
+profile:
 
-    python benchmarks/made_up.py FOLDER
-    python benchmarks/restore.py --model FOLDER --weights --codecs klt-8x --profile FOLDER-profile.safetensors
+    python benchmarks/made_up.py FOLDER python benchmarks/restore.py --model FOLDER --weights --codecs klt-8x --profile
+    FOLDER-profile.safetensors
 """
 
 import time
@@ -36,7 +36,7 @@ def rope_of(head_dim: int, base: float = 1e6) -> Rope:
 def profile(
     layers: int, heads: int, head_dim: int, rope: Rope | None, presets: Mapping[str, float] = PRESETS, seed: int = 0
 ) -> Profile:
-    """Every layer has the same transform, its rows in an order of its own, and a mean as large as the deviation."""
+    """Return a profile with the same transform in every layer, rows shuffled, and a mean as large as the deviation."""
     rng, size = np.random.default_rng(seed), heads * head_dim
     square, _ = np.linalg.qr(rng.standard_normal((size, size)))
     deviations, shapes = np.geomspace(*SPREAD, size), rng.integers(0, len(SHAPES), size)
@@ -55,7 +55,7 @@ def profile(
 
 
 def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Keys, as a cache has them from place 0 on, and values: float32 [layers, heads, tokens, head_dim]."""
+    """Return keys, as in a cache from position 0 on, and values: float32 [layers, heads, tokens, head_dim]."""
     torch.manual_seed(seed)
     sides = []
     for keys in (True, False):
@@ -68,7 +68,7 @@ def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[T
 def _step(
     deviations: npt.NDArray[np.float64], shapes: npt.NDArray[np.int64], bits: float
 ) -> tuple[float, npt.NDArray[np.uint8]]:
-    """The step with which components take so many bits on average, and their tables."""
+    """Return the step at which components take `bits` bits on average, and their tables."""
     frequencies = family()
     each = (costs(frequencies) * frequencies / frequencies.sum(1, keepdims=True)).sum(1)
 
@@ -84,7 +84,7 @@ def _step(
 
 
 def _row(basis: Basis, tokens: int, device: torch.device) -> Tensor:
-    """[tokens, C] of one layer."""
+    """Return [tokens, C] of a layer."""
     preset = next(iter(basis.steps))
     chosen = np.array(SHAPES)[basis.tables[preset] // len(DEVIATIONS)]
     shapes = torch.tensor(chosen, dtype=torch.float32, device=device)
@@ -111,7 +111,7 @@ PIECES, PIECE = 12, 2048
 
 
 def write_weights(folder: Path, device: str) -> None:
-    """Beside the configuration that is there, weights as Transformers begins with, in bf16."""
+    """Write Transformers' initial weights next to the configuration, in bf16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -121,7 +121,7 @@ def write_weights(folder: Path, device: str) -> None:
 
 
 def main(folder: Annotated[Path, typer.Argument(help="Where the model goes.")]) -> None:
-    """Make a model of Qwen3-8B's shape, and its profile."""
+    """Make a model of Qwen3-8B's shape, and the model's profile."""
     from manthan.manager.calibration.model import ModelReader
 
     began = time.monotonic()

@@ -1,14 +1,14 @@
-"""What Manthan is for, measured: how soon a session that left the GPU answers again, and how many sessions are kept.
+"""Time until a session off the GPU answers again, and the number of kept sessions.
 
-Return latency: time to the first token of a session that comes back, from vLLM's prefix cache (hot), recomputed, from
-vLLM's own CPU offload, and from Manthan's stores; those in Redis and on disk only if they are named. Arm disk has the
-page cache forget the store's files before each return, disk-cached leaves it as it is, and host-disk has all of them in
-RAM too. Capacity: how many sessions survive in the same number of bytes. Every arm is an engine of its own; where each
-token came from is checked, and a return that was not answered from where its arm says is an error.
+Return latency: time to the first token of a returning session, from vLLM's prefix cache (hot), recomputed, from vLLM's
+CPU offload, and from Manthan's stores; Redis and disk only by name. Arm disk has the page cache forget the store's
+files before each return, disk-cached leaves the page cache alone, and host-disk has all blocks in RAM too. Capacity:
+number of sessions that survive in the same number of bytes. Every arm is a separate engine. The origin of each token is
+checked, and a return from an unexpected source is an error.
 
-    python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,disk]
-        [--codecs wht-5x,klt-8x] [--profile FILE] [--shape gemma3-12b] [--layers 24]
-    python benchmarks/restore.py --plot-only FOLDER/restore.json
+    python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,disk] [--codecs
+        wht-5x,klt-8x] [--profile FILE] [--shape gemma3-12b] [--layers 24] python benchmarks/restore.py --plot-only
+        FOLDER/restore.json
 """
 
 import json
@@ -55,7 +55,7 @@ class Only(StrEnum):
 
 
 def check(answer: Answer, block_size: int, *, cached: bool, external: bool, what: str) -> None:
-    """Refuse an answer whose prompt did not come from where it should."""
+    """Refuse an answer with a prompt from an unexpected source."""
     full = (answer.prompt_tokens - 1) // block_size * block_size  # the last token is always computed
     right = answer.cached_tokens >= KEPT_SHARE * full if cached else answer.cached_tokens <= GONE_SHARE * full
     right &= answer.external_tokens >= KEPT_SHARE * full if external else answer.external_tokens == 0
@@ -79,7 +79,8 @@ async def measure_latency(
 ) -> dict[str, Any]:
     """forgotten: a folder whose files the page cache has to forget before each return.
 
-    One return that is not counted, then `returns` that are; in Manthan's arms each is asked again at once."""
+    Time an uncounted return, then `returns` counted returns; in Manthan's arms each is asked again at once.
+    """
     sessions = [random_tokens(seed, index, tokens, vocabulary) for index in range(SESSIONS)]
     if arm == "hot":
         return {"returns": await _ask_again(engine, report, sessions, returns)}
@@ -106,7 +107,7 @@ async def measure_latency(
 
 
 def forget(folder: Path) -> None:
-    """Have the page cache drop these files, which are synced."""
+    """Have the page cache drop these synced files."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -117,7 +118,7 @@ def forget(folder: Path) -> None:
 async def _ask_again(
     engine: Engine, report: Report, sessions: Sequence[list[int]], returns: int
 ) -> list[dict[str, Any]]:
-    """Each session in turn is put into the pool, and asked again at once for its share of the returns."""
+    """Put each session in turn into the pool, and ask again at once for the session's share of the returns."""
     answers: list[Answer] = []
     put = -1
     for number in range(returns + 1):
@@ -134,7 +135,7 @@ async def _ask_again(
 async def measure_capacity(
     engine: Engine, report: Report, *, sessions: int, tokens: int, vocabulary: int, seed: int
 ) -> dict[str, Any]:
-    """Put the sessions in one after the other, wait until all is quiet, then return them, newest first."""
+    """Put the sessions in, in turn, wait until all is quiet, then return them, newest first."""
     prompts = [random_tokens(seed, index, tokens, vocabulary) for index in range(sessions)]
     for index, prompt in enumerate(prompts):
         report.step(f"session {index + 1} of {sessions}")
@@ -155,7 +156,7 @@ async def measure_capacity(
 
 @dataclass(frozen=True)
 class Setting:
-    """What all arms have in common."""
+    """Common settings of all arms."""
 
     model: Path
     block_size: int
@@ -181,7 +182,9 @@ class Setting:
         return {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1" if self.simple_offload else "0"}
 
     def engine(self, tokens: int, pool_sessions: float, **more: Any) -> EngineOptions:
-        """An engine for sessions of so many tokens; the pool holds so many of them, and at least one and a bit."""
+        """Return an engine for sessions of `tokens` tokens; the pool holds `pool_sessions` sessions, and at least one
+        and a bit.
+        """
         longest = tokens + SPARE_POSITIONS
         return EngineOptions(
             model=str(self.model),
@@ -196,9 +199,9 @@ class Setting:
         )
 
     def codec(self, name: str) -> dict[str, Any]:
-        """The part of Manthan's options that says so; the default where there is no name.
+        """Return Manthan's options for the codec; the default without a name.
 
-        Without the guard: prompts are random numbers, which no profile was made for, and a finer codec would be timed.
+        The guard is off, because no profile fits random prompts, and a finer codec would be timed.
         """
         if not name:
             return {} if self.weights else {"codec": {"guard": False}}
@@ -206,7 +209,7 @@ class Setting:
         return {"codec": {"name": name, "guard": False, **profile}}
 
     def store(self, arm: str, nbytes: int) -> dict[str, Any]:
-        """Manthan's options for the store of an arm that has room for so many bytes of a cache."""
+        """Return Manthan's options for an arm's store, with room for `nbytes` bytes of a cache."""
         kind = {"disk-cached": "disk", "host-disk": "disk", "tiered": "redis"}.get(arm, arm)
         room = math.ceil(nbytes / (1 if self.shape.is_latent else LEAST_RATIO))
         store: dict[str, Any] = {"kind": kind, "max_bytes": room}
@@ -222,7 +225,7 @@ class Setting:
 
 
 def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
-    """Offload and stores have room for all sessions and one more."""
+    """Return the arm. Offload and stores have room for all sessions and one more."""
     label = f"{name} {codec}" if codec else name
     nbytes = (SESSIONS + 1) * setting.tokens * setting.shape.token_nbytes
     more: dict[str, Any] = {}
@@ -244,7 +247,7 @@ def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
 
 
 def capacity_arm(name: str, setting: Setting) -> Arm:
-    """The budget is that of so many bf16 sessions: beside the pool, or with it where all is memory of the GPU."""
+    """Return the arm. The budget of bf16 sessions is outside the pool, or includes a pool in the same GPU memory."""
     tokens, budget_sessions = setting.capacity_tokens, setting.capacity_sessions
     budget = budget_sessions * tokens * setting.shape.token_nbytes
     pool_sessions, expected, more = POOL_SESSIONS, float(budget_sessions), {}
@@ -271,7 +274,7 @@ def capacity_arm(name: str, setting: Setting) -> Arm:
 
 
 def chosen_arms(only: Only | None, names: str, setting: Setting, codecs: str = "") -> list[Arm]:
-    """codecs: arm host once with each of these, for the latency. Raises BadParameter for names that there are not."""
+    """Return the arms. codecs: for the latency, arm host once with each. Raises BadParameter for unknown names."""
     wanted = {name.strip() for name in names.split(",")} if names else {*LATENCY, *CAPACITY}
     known = (*LATENCY, *NAMED, "plain")
     if unknown := wanted - {*known}:

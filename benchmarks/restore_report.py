@@ -1,4 +1,4 @@
-"""What restore.py found, as tables and as a plot."""
+"""Results of restore.py, as tables and as a plot."""
 
 import statistics
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ BUDGET_OF = {
 
 
 def show(report: dict[str, Any], plot: Path, console: Console) -> None:
-    """Tables of what was measured, and the plot."""
+    """Print tables of the results, and draw the plot."""
     console.print(where(report), soft_wrap=True)
     if latency_rows(report):
         console.print(latency_table(report))
@@ -48,7 +48,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """Times of one kind of return, in ms. cached: the least prompt tokens that any return did not compute."""
+    """Times of a kind of return, in ms. cached: the least prompt tokens without compute over all returns."""
 
     name: str
     times: Sequence[float]
@@ -73,12 +73,12 @@ def latency_rows(report: dict[str, Any]) -> list[Row]:
 
 
 def _place(name: str) -> int:
-    """Of an arm among others; the name is followed by its codec, if that was chosen."""
+    """Return an arm's rank; the name is followed by the codec, if chosen."""
     return (*LATENCY, *NAMED).index(name.split()[0])
 
 
 def latency_ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """Those of RATIOS that were measured, each with every codec."""
+    """Return the measured ratios of RATIOS, each with every codec."""
     median = {row.name: row.median for row in rows if "," not in row.name}
     return {
         f"{a} / {b}": median[a] / median[b]
@@ -131,7 +131,7 @@ def capacity_table(report: dict[str, Any]) -> Table:
 
 
 def draw(report: dict[str, Any]) -> Any:
-    """Bars for what was measured."""
+    """Draw bars for the results."""
     from matplotlib.figure import Figure
 
     rows, kept = latency_rows(report), kept_sessions(report)

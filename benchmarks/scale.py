@@ -1,10 +1,10 @@
-"""What the heart costs with a thousand sessions and with a million: a step, a request, a block, a garbage collection.
+"""Cost of the heart with a thousand sessions and with a million: a step, a request, a block, a garbage collection.
 
-The heart is the real one, the engine around it is simulated: no model, no KV, no GPU. Each number of sessions has a
-process of its own, in which all of them go cold and then some return, a few at a time.
+The heart is real, the engine around is simulated: no model, no KV, no GPU. Each number of sessions has a separate
+process, in which all sessions go cold and then some return, a few at a time.
 
-    manthan bench scale [--sessions 1000,10000,100000] [--policy lru] [--out FOLDER]
-    manthan bench scale --plot-only FOLDER/scale.json
+    manthan bench scale [--sessions 1000,10000,100000] [--policy lru] [--out FOLDER] manthan bench scale --plot-only
+    FOLDER/scale.json
 
 See docs/scale.md.
 """
@@ -79,7 +79,7 @@ def read_numbers(text: str) -> list[int]:
 def measure(
     sessions: int, tokens: int, policy: str, running: int, steps: int, repeats: int, seed: int
 ) -> dict[str, Any]:
-    """Return what so many sessions cost, each repeat by itself."""
+    """Return the cost of `sessions` sessions, each repeat separately."""
     began = time.monotonic()
     gc.collect()
     gc.freeze()  # as vLLM does when an engine has started
@@ -120,7 +120,7 @@ def measure(
 
 
 def _memory(heart: Heart) -> dict[str, int]:
-    """Return blocks, objects that the garbage collector tracks, and resident bytes of the process."""
+    """Return blocks, objects tracked by the garbage collector, and resident bytes of the process."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_NBYTES
     return {"blocks": len(heart.manager.blocks), "objects": len(gc.get_objects()), "nbytes": resident}

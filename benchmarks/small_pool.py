@@ -1,8 +1,8 @@
-"""Nobody waits for an encoding: returns to a pool that is too small, where encoding takes long.
+"""No request waits for an encoding: returns to a pool that is too small, with slow encoding.
 
 Two servers, plain vLLM and Manthan's, are both up, and are asked by turns. Their pools hold 4 of 16 chats. All chats
 return round after round, some at a time; a block takes 50 ms to encode. Reported is the time to a return's first token,
-and Manthan's beside plain vLLM's.
+Manthan's against plain vLLM's.
 
     python benchmarks/small_pool.py [--out FOLDER]
 """
@@ -64,7 +64,7 @@ sys.meta_path.insert(0, Finder)
 
 
 class Side:
-    """A server, and its chats."""
+    """Server, and the server's chats."""
 
     def __init__(self, server: VllmServer, chats: int, at_once: int) -> None:
         self.server, self._at_once = server, at_once
@@ -119,7 +119,7 @@ def metrics(server: VllmServer) -> dict[str, float]:
 
 
 def show(report: dict[str, Any]) -> Table:
-    """Percentiles of all returns, and of each round's; ratios of rounds that followed each other."""
+    """Return percentiles of all returns, and of each round's; ratios of consecutive rounds."""
     table = Table(caption=f"returns, time to first token in ms; load {report['machine']['load']}")
     for column in ("", "p50", "its quartiles by round", "p99", "returns"):
         table.add_column(column, justify="left" if not column else "right")
