@@ -15,7 +15,7 @@ from manthan.benchmarks.load_report import COMPACT, OTHERS
 
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 STEEP = 5
-"""So many times the median at the cliff is the most that is wanted at twice as many agents."""
+"""Most wanted at twice as many agents, in medians at the cliff."""
 GIB = 1 << 30
 
 

@@ -17,14 +17,14 @@ from manthan.benchmarks.load_chats import TRACE_SEED, Chat, Said, Turn
 from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TracedRequest, TraceError, read_trace
 
 MADE_UP = "made-up"
-"""Name of the trace that is no file."""
+"""Name of the made-up trace."""
 MADE_UP_SESSIONS = 120
 TURNS_MEAN = 40
 FIRST_TOKENS, FIRST_SIGMA = 24_000, 0.6
 ADDED_TOKENS, ADDED_SIGMA = 1000, 1.3
 ANSWER_TOKENS, ANSWER_SIGMA = 250, 1.0
 PAUSE_S, PAUSE_SIGMA = 10.0, 1.5
-"""Median and spread of lognormal numbers, such as those of coding agents."""
+"""Median and spread of lognormal numbers, similar to coding agents."""
 LEAST_TURNS = 2
 
 

@@ -22,7 +22,7 @@ ARMS = (PLAIN, OFFLOAD, *OURS)
 ON_GPU_ONLY = (OFFLOAD, "device")
 IN_REDIS = ("redis", "tiered")
 TIERED_FRONT = 5
-"""Arm tiered has one part in so many in RAM, the rest in Redis."""
+"""Arm tiered has a part in this number in RAM, the rest in Redis."""
 
 
 @dataclass(frozen=True)

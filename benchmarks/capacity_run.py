@@ -42,9 +42,9 @@ from manthan.benchmarks.settle import until_settled
 CPU_TOKENS, GPU_TOKENS = 2000, 8192
 CPU_BUDGETS, GPU_BUDGETS = "64MiB,128MiB,256MiB", "6GiB,12GiB,24GiB"
 FULL_SHARE = 0.8
-"""No more sessions are tried once no more than so many of those that came were kept."""
+"""Share of kept sessions at which no more sessions are tried."""
 STILL_S = MANTHAN["idle"] + 1.0
-"""A session of Manthan's that is not cold by then stays in the pool, because the tier is full."""
+"""Time after which a warm session of Manthan's stays in the pool, because the tier is full."""
 PAGE = 500
 
 

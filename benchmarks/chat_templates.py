@@ -19,7 +19,7 @@ from manthan.manager.commands.console import make_console
 from manthan.manager.doctor.template import Message, Renderer, common
 
 BETWEEN_MINUTES = 7
-"""How long a user thinks."""
+"""Thinking time of a user."""
 PROSE = (
     "The station keeps its records in a long table and each of them names a harbour a ship a day and what it carried "
     "so that whoever asks later which of them came first or had the heaviest load can be told without another look"

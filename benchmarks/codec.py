@@ -30,7 +30,7 @@ from manthan.codec.model import ModelFacts
 
 LAYERS, HEADS, HEAD_DIM = 36, 8, 128
 BLOCKS = 8
-"""Of one measurement."""
+"""Blocks of a measurement."""
 
 
 @dataclass(frozen=True)

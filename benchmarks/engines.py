@@ -211,7 +211,7 @@ class Report:
 
 
 Measurement = Callable[..., Awaitable[dict[str, Any]]]
-"""`measure(engine, report, **parameters)`; what it returns becomes JSON."""
+"""`measure(engine, report, **parameters)`; the result becomes JSON."""
 
 
 def serve(job_file: Path, measurements: Mapping[str, Measurement]) -> None:

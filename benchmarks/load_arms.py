@@ -28,11 +28,11 @@ ARMS = (PLAIN, ORDERED, WIDE, OFFLOAD, LMCACHE, ARRIVAL, *OURS[:2], DISK, *OURS[
 CPU_ARMS, GPU_ARMS = (PLAIN, WIDE, "host"), (PLAIN, OFFLOAD, "host")
 MANTHAN_ARMS = (*OURS, DISK, ARRIVAL)
 LOG_FORMAT = "%(levelname)s %(created).3f [%(filename)s:%(lineno)d] %(message)s"
-"""Of a server's log here: with the time to the millisecond, so that lines can be held against requests."""
+"""Format of a server's log: with the time to the millisecond, to compare lines with requests."""
 LMCACHE_CHUNK_TOKENS = 256
 """LMCache's own default."""
 LMCACHE_CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
-"""Module that vLLM's LMCacheMPConnector is taken from."""
+"""Module of vLLM's LMCacheMPConnector."""
 
 
 class LMCacheServer(NamedTuple):

@@ -20,7 +20,7 @@ from manthan.manager.simulator.traces import Trace, TracedRequest, TraceError, r
 
 FIXED, EXPONENTIAL = "fixed", "exponential"
 TRACE_SEED = 1_000_000_007
-"""Tokens of a trace's blocks have their own numbers, beside those of chats."""
+"""Seed of the tokens in a trace's blocks, different from the chats'."""
 
 
 class Said(NamedTuple):

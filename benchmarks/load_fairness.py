@@ -23,7 +23,7 @@ FIRST, BETWEEN = "first token", "between tokens"
 QUANTILES = {"p50": 0.50, "p99": 0.99}
 MOST = 1.05
 BOUND_S = 2.0
-"""Seconds by which the ordering may delay a first token."""
+"""Most seconds that the ordering delays a first token."""
 TOGETHER_MS = 0.5
 
 

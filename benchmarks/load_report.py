@@ -18,9 +18,9 @@ from manthan.benchmarks.capacity_report import COLORS, GREYS, quantile
 QUANTILES = (0.50, 0.90, 0.99)
 SLOW_FROM = 0.90
 MOST_TURNS = 4
-"""Later ones are shown together."""
+"""Turns shown singly. Later turns are shown together."""
 LONG_MS = 10_000
-"""A table with such waits is in seconds."""
+"""Longest wait in a table of milliseconds. Tables with longer waits are in seconds."""
 COMPACT: dict[str, Any] = {"box": SIMPLE, "pad_edge": False, "collapse_padding": True}
 PARTS = {
     "queue": "queue",

@@ -54,12 +54,12 @@ from manthan.benchmarks.server import VllmServer, codec_used
 from manthan.benchmarks.settle import until_settled
 
 CACHES = ("VLLM_CACHE_ROOT", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR")
-"""Environment variables that name folders of compiled kernels."""
+"""Environment variables of folders with compiled kernels."""
 ANSWER_TIMEOUT_S = 1800.0
-"""A user who waits longer is not answered."""
+"""Longest wait of a user for an answer."""
 FORGET_S = 10.0
 SOON_S = 5.0
-"""Nothing is waited for that goes cold later."""
+"""Longest idle time worth waiting for."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import DEVIATIONS, SHAPES, costs, family
 
 SPREAD = 8.0, 0.2
-"""Deviations of the first component and the last; those between fall off evenly on a logarithmic scale."""
+"""Deviations of the first component and the last; between them even on a logarithmic scale."""
 
 
 def rope_of(head_dim: int, base: float = 1e6) -> Rope:
@@ -107,7 +107,7 @@ def _turned(keys: Tensor, rope: Rope) -> Tensor:
 # -- a whole model --------------------------------------------------------------------------------------
 
 PIECES, PIECE = 12, 2048
-"""What its profile is measured on: random tokens."""
+"""Random tokens for the profile's measurement."""
 
 
 def write_weights(folder: Path, device: str) -> None:

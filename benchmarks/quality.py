@@ -52,7 +52,7 @@ ANSWER = 48
 """Tokens of an answer, at most."""
 SINKS = CodecConfig().sink_tokens
 PIECE, PIECES = 2048, 8
-"""Tokens of a piece of the text by which others' codecs are calibrated, and pieces, at most."""
+"""Tokens of a piece of the text for calibrating the peers, and pieces, at most."""
 
 
 class On(StrEnum):
@@ -87,7 +87,7 @@ class Job:
     top: int
     dtype: str
     calibration: list[list[int]]
-    """Pieces of the text by which others' codecs are calibrated."""
+    """Pieces of the text for calibrating the peers."""
 
     def with_storage(self, arms: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return arms by name, with the storage of their prefixes."""

@@ -11,7 +11,7 @@ from manthan.benchmarks.quality_settings import LONG, Setting
 from manthan.codec import BlockFormat
 
 KV = tuple[NDArray[np.uint16], NDArray[np.uint16]]
-"""Keys and values, bf16 as its bits: [layers, heads, tokens, head_dim]."""
+"""Keys and values, bf16 as bits: [layers, heads, tokens, head_dim]."""
 
 
 class Returned(NamedTuple):

@@ -12,7 +12,7 @@ from manthan.benchmarks.quality_settings import QualityError
 from manthan.benchmarks.quality_tasks import TASKS, Task
 
 HELD_OUT = "held_tokens.u16"
-"""Text that comes with a model's folder: token ids, little-endian uint16."""
+"""Text in a model's folder: token ids, little-endian uint16."""
 QUESTIONS = (
     "Summarize the text above in a few sentences.",
     "What is the text above about?",

@@ -9,7 +9,7 @@ from manthan.benchmarks.quality_pieces import Piece
 
 CHUNK = 64
 FLOOR = 1e-9
-"""Probability below which a float32 sum's rest means nothing."""
+"""Least meaningful probability in the rest of a float32 sum."""
 
 Floats = NDArray[np.floating[Any]]
 

@@ -17,14 +17,14 @@ from manthan.manager.config.profiles import AUTO, CALIBRATED, PLAIN, ChosenCodec
 
 EXACT = "exact"
 RECOMPUTED = "recomputed"
-"""Exact KV too, of prefix and continuation computed in one go: what rounding alone does to the figures."""
+"""Exact KV of prefix and continuation computed together: the effect of rounding alone."""
 LAST_BIT = "last bit"
-"""KV of which half of the numbers have another last bit: the least that any change costs, with Transformers."""
+"""KV with half of all last bits flipped: the least effect of a change, with Transformers."""
 ALL = "all"
-"""Instead of names of codecs: all that can be measured here."""
+"""All measurable codecs, instead of names."""
 FULL_ATTENTION = "full_attention"
 LONG = 8192
-"""Tokens of the session to which bytes are extrapolated: in it the exact tokens are as rare as they are in use."""
+"""Tokens of the session for extrapolated bytes, with exact tokens as rare as in use."""
 
 
 class QualityError(ValueError):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 CONSONANTS, VOWELS = "bcdfghjklmnprstvz", "aeiou"
 NAMES = [a + b + c for a in CONSONANTS for b in VOWELS for c in CONSONANTS]
 ANSWER = re.compile(r"\[(.*?)\]")
-"""An answer in a question as it is written here; the brackets are not part of the text."""
+"""Answer in a written question; the brackets are not part of the text."""
 
 
 class Task(NamedTuple):

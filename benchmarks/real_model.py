@@ -37,7 +37,7 @@ DIGESTS = {
     PLAIN: "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd",
     BIASED: "71193cdc169a2eccade892144bd9883e3a971a1cf5b573044ce4a7d864b8bfef",
 }
-"""Of the tensors: what `digest` says of them."""
+"""Digests of the tensors, see `digest`."""
 BIAS, SLOW_PAIRS = 40.0, 3
 
 NOTICE = """\
@@ -59,7 +59,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Of a layer's parts in GGUF, and in Transformers."""
+"""Names of a layer's parts in GGUF, and in Transformers."""
 
 Tensors = dict[str, Any]
 """bf16 tensors of PyTorch, by their names in Transformers."""

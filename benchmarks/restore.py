@@ -32,13 +32,13 @@ from manthan.benchmarks.shapes import DEFAULT, PUBLIC, Shape, write_model
 from manthan.codec.registry import needs_profile
 
 SESSIONS = 3
-"""Asked in turn, on a pool with room for POOL_SESSIONS: whoever returns was overwritten by the others."""
+"""Sessions asked in turn, on a pool with room for POOL_SESSIONS, so each return finds an overwritten session."""
 POOL_SESSIONS = 1.3
 SPARE_POSITIONS = 64
 KEPT_SHARE = 0.95
 GONE_SHARE = 0.01
 LEAST_RATIO, MOST_RATIO = 4.0, 5.2
-"""How much smaller codes are: budgets for a few sessions reckon with the least, sessions put in with the most."""
+"""Ratios of compressed blocks: the least for budgets of a few sessions, the most for the number of sessions."""
 HOT_POOL_SHARE = 0.1
 DEFAULT_BLOCK = 16
 MANTHAN = {"policy": "lru", "idle": 0.3}

@@ -17,7 +17,7 @@ LATENCY = ("hot", "recompute", "vllm-offload", *OURS)
 REDIS = ("redis", "tiered")
 DISK = ("disk", "disk-cached", "host-disk")
 NAMED = (*REDIS, *DISK)
-"""Arms that are run only when they are named: they need a redis-server, or write to a disk."""
+"""Arms run only by name: they need a redis-server, or write to a disk."""
 CAPACITY = ("vllm-offload", "host", "plain", "device")
 RATIOS = (
     ("host", "vllm-offload"),

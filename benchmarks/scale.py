@@ -24,10 +24,10 @@ from manthan.benchmarks.arms import make_console, new_report, read_report, write
 from manthan.benchmarks.scale_engine import Heart
 
 MOST_LONG = 100_000
-"""Sessions up to which each has --tokens. More of them have SHORT_TOKENS each, because of the memory."""
+"""Most sessions with --tokens each. Beyond, sessions have SHORT_TOKENS each, because of the memory."""
 SHORT_TOKENS = 512
 FIRST = 100
-"""Sessions that are there before memory and objects are counted."""
+"""Sessions made before memory and objects are counted."""
 PAGE_NBYTES = 4096
 
 

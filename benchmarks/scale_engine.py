@@ -26,17 +26,17 @@ from manthan.policies import get_policy
 
 BLOCK_TOKENS = 16
 BLOCK_NBYTES = BLOCK_TOKENS * 144 << 10
-"""Bytes of a block of Qwen3-8B in the pool. A compressed one takes a fifth."""
+"""Bytes of a block of Qwen3-8B in the pool. A compressed block takes a fifth."""
 COLD_NBYTES = BLOCK_NBYTES // 5
 POOL_BLOCKS = 32_768
-"""Blocks of the pool: 524,288 tokens, about what the model leaves free on an H200."""
+"""Blocks of the pool: 524,288 tokens, about the rest of an H200 with the model."""
 HASH_NBYTES = 32
 ANSWER_BLOCKS = 16
 IDLE_AFTER_S = 2.0
 ENOUGH = 1 << 60
 """Bytes of a tier that never fills up."""
 WHOLE = 64
-"""Sessions of each number that are made as on a server. The pool holds about as many."""
+"""Sessions of each number made like on a server. The pool holds about as many."""
 STEP_S = 0.02
 FILL_S = 0.05
 """Seconds between two new sessions."""
@@ -83,11 +83,11 @@ class Heart:
         self.driver = Driver(self.manager, self.pool)
         self.now = 0.0
         self.sessions = 0
-        """Number of sessions that were made."""
+        """Number of sessions made."""
         self.longest_ns = 0
-        """Nanoseconds of the longest call that made a session: one that made the table larger."""
+        """Nanoseconds of the longest call that made a session: a call that enlarged the table."""
         self._lengths: dict[int, int] = {}
-        """Blocks of the sessions that returned, by their number."""
+        """Blocks of the returned sessions, by session number."""
         self._seed, self._ids, self._chance = seed, count(), random.Random(seed)
         self._sent: Sequence[Transfer] = ()
         self._running: list[Running] = []

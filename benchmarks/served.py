@@ -13,7 +13,7 @@ from manthan.benchmarks.tables import DIGITS, MODEL, Table
 
 CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 32, 16
 SAFE_VOCABULARY = 1000
-"""Token ids below it are sent to a server whose model's folder is not known."""
+"""Upper bound of token ids for a server with an unknown model folder."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 

@@ -36,8 +36,9 @@ ENVIRONMENT = {
 STOP_WAIT_S = 10.0
 
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""For the tests' model. Its own template puts a newline before every message, so also between a question and the answer
-to it: the prompt of the next turn would differ from what was computed, and the last block could not be used."""
+"""Template for the tests' model. The model's template puts a newline before every message, also between a question
+and the answer. The prompt of the next turn would then differ from the computed tokens, and the last block would be
+lost."""
 
 
 BEGAN = re.compile(r"Manthan is on: .*?, codec ([^\s,]+)")
@@ -78,7 +79,7 @@ class Process(Protocol):
 
 
 Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]
-"""Starts `vllm` with arguments and an environment, its output in a file."""
+"""Starts `vllm` with arguments and an environment, with output in a file."""
 
 
 def launch_vllm(arguments: Sequence[str], env: Mapping[str, str], log: Path) -> Process:

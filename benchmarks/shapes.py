@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 SPARE_BLOCKS = 8
-"""Of a group of states: a request has two at a time, and its last ones are to stay."""
+"""Blocks of a group of states: a request has two at a time, and the last states are to stay."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ PUBLIC = {
         block_size=64,
     ),
 }
-"""By name. Their numbers are those of the models' config.json as published, written down from memory and held against
+"""Shapes by name. Numbers are of the models' published config.json, written from memory and compared with
 Transformers' classes."""
 DEFAULT = "qwen3-8b"
 

@@ -60,7 +60,7 @@ class Finder:
 
 sys.meta_path.insert(0, Finder)
 """
-"""Python runs this at its start: it is no part of what is measured."""
+"""Code run by Python at start, not part of the measurement."""
 
 
 class Side:

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 MODEL = Path("tests", "data", "tiny-llama")
-"""Of this repository: scripts are run from its root."""
+"""Folder in this repository: scripts are run from the repository's root."""
 ENTRIES = 16
 DIGITS = 4
 QUESTION_TOKENS = 16

@@ -16,10 +16,10 @@ import typer
 from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS
 
 CONTEXT_TOKENS = 120_000
-"""A session whose next prompt would be longer ends."""
+"""Most tokens of a prompt. A session ends before a longer prompt."""
 FIRST_TOKEN_S = 0.3
 ANSWER_S_PER_TOKEN = 0.02
-"""An answer takes so long; only then one thinks, or a tool runs."""
+"""Time of an answer's token. Thinking, or a tool, begins after the answer."""
 SHARED_DOCUMENTS = 200
 
 
@@ -84,7 +84,7 @@ AGENT = Kind(
     answer=Spread(130, 0.8),
     edit_share=0.0,
 )
-"""Programs that call tools, which take a few seconds, and now and then wait for a person."""
+"""Programs that call tools for a few seconds, and now and then wait for a person."""
 SINGLE = Kind(
     turns=1,
     pause=Spread(1, 1.0),
@@ -98,7 +98,7 @@ SINGLE = Kind(
     answer=Spread(300, 1.0),
     edit_share=0.0,
 )
-"""One request that nobody goes on from: classification, extraction, summaries."""
+"""Lone requests: classification, extraction, summaries."""
 READER = Kind(
     turns=4,
     pause=Spread(20, 1.4),
@@ -112,11 +112,11 @@ READER = Kind(
     answer=Spread(120, 1.0),
     edit_share=0.0,
 )
-"""People who ask a few questions about a long document, which others may read too."""
+"""People who ask a few questions about a long document, sometimes read by more people."""
 TOLD_SIGMA = 0.3
-"""Of the lognormal error of what honest clients say of their pauses."""
+"""Spread of the lognormal error of honest clients' announcements."""
 LIE_S = 1.0
-"""What those say who lie: that they will be back at once."""
+"""Announcement of dishonest clients: an immediate return."""
 TOOLS = {
     "search": (5, Spread(2, 0.4)),
     "shell": (4, Spread(5, 0.6)),
@@ -124,7 +124,7 @@ TOOLS = {
     "tests": (2, Spread(60, 0.5)),
     "person": (1, Spread(300, 1.0)),
 }
-"""What agents wait for that name their tools: how often, and how long."""
+"""Tools of agents that name their tools: frequency, and time."""
 
 
 class WorkloadLine(NamedTuple):

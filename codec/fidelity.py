@@ -34,7 +34,7 @@ from manthan.codec.errors import CodecError
 from manthan.codec.rope import Rope
 
 LOGIT_NOISE, WORST_LOGIT_NOISE, VALUE_NOISE = 0.065, 0.2, 0.5
-"""Limits of the noise: of logits on the average of all layers, and in the worst one; of values in the worst one."""
+"""Limits of the noise: of logits, on the average of all layers and in the worst layer; of values in the worst layer."""
 QUERIES = 64
 """Most queries of a head."""
 TINY = 1e-30
@@ -59,7 +59,7 @@ class Fidelity:
     logit_noise: Floats
     value_noise: Floats
     decode_s: float = 0.0
-    """Decoding time of a token in seconds; 0 if it is unknown."""
+    """Decoding time of a token in seconds; 0 if unknown."""
 
     @property
     def excess(self) -> float:

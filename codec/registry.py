@@ -23,9 +23,9 @@ from manthan.codec.wht import PRESETS as WHTS
 
 GROUP = "manthan.codecs"
 DEFAULT = WHT
-"""Codec for a model of which nothing is known."""
+"""Codec for an unknown model."""
 FALLBACK = FINER
-"""The codec that the guard tries last, before it keeps everything exact."""
+"""Guard's last codec before everything is kept exact."""
 
 
 class Preset(Protocol):

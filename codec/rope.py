@@ -16,7 +16,7 @@ from manthan.codec.base import Positions
 Floats = npt.NDArray[np.float32]
 
 STEADY = ("default", "linear", "llama3", "yarn", "proportional")
-"""Kinds of RoPE whose frequencies do not depend on a prompt's length, by their names in Transformers."""
+"""Kinds of RoPE with frequencies independent of a prompt's length, by their names in Transformers."""
 
 
 @dataclass(frozen=True)

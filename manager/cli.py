@@ -22,7 +22,7 @@ LATE = {
     "eval": "manthan.benchmarks.cli:evaluate",
     "doctor": "manthan.vllm_hooks.doctor.command:doctor",
 }
-"""Commands that are imported when they are asked for: they need more than Manthan does."""
+"""Commands imported on demand, because they need more packages than Manthan."""
 
 
 class Commands(TyperGroup):

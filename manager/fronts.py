@@ -23,14 +23,14 @@ class FrontTiers:
     def __init__(self, manager: SessionManager, tiers: Sequence[FrontTier]) -> None:
         self._table, self._blocks = manager.table, manager.blocks
         self._used: list[OrderedDict[str, None]] = [OrderedDict() for _ in tiers]
-        """By tier, ids of sessions with blocks there, the one that went cold last last."""
+        """By tier, ids of sessions with blocks in the tier, the most recently cold session last."""
         self.budgets = tuple(each.nbytes for each in tiers)
         """In bytes."""
         self.all_moved = (1 << len(tiers)) - 1
-        """`moved` of a block that is in the last tier only."""
+        """`moved` of a block in the last tier only."""
         self._fills_on_read = any(each.fills_on_read for each in tiers)
         self.keeps_behind = self._fills_on_read or not tiers
-        """True if the last tier has all blocks, also those that are in others."""
+        """True if the last tier has all blocks, front tiers' blocks included."""
         if tiers:
             manager.table.gone.append(self._forget)
             manager.read = self.read

@@ -13,7 +13,7 @@ from manthan.manager.session.blocks import MemoryShape
 from manthan.manager.session.manager import SessionManager
 
 COARSER = 0.8
-"""Share of each limit that noise must stay below before a coarser codec takes a finer one's place again."""
+"""Share of each limit for the noise, below which a coarser codec replaces a finer codec again."""
 
 
 class Choice(NamedTuple):

@@ -14,7 +14,7 @@ from manthan.manager.session.table import Session
 
 EVENTS_A_SESSION = 64
 MOST_EVENTS = 65_536
-"""Events of all sessions together. Beyond it, the history goes to which nothing was added for the longest."""
+"""Events of all sessions together. Beyond the limit, the history without news for longest goes."""
 
 
 class EventKind(StrEnum):
@@ -55,9 +55,9 @@ class Histories:
         self._table, self._block_tokens = manager.table, manager.shape.block_tokens
         self._clock = clock
         self._histories: OrderedDict[str, tuple[tuple[Any, ...], ...]] = OrderedDict()
-        """Fields of its events by session id, the one that was added to last last.
+        """Fields of the events by session id, the most recently extended last.
 
-        Tuples of plain values, because Python's garbage collector passes over them.
+        Tuples of plain values, because Python's garbage collector ignores them.
         """
         self._count = 0
         manager.table.gone.append(self._gone)

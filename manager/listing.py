@@ -19,7 +19,7 @@ from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session, SessionState, qualified
 
 MOST = 1000
-"""Sessions that are looked through for those of one tenant."""
+"""Sessions to search for a tenant's sessions."""
 STATES = list(SessionState)
 
 
@@ -101,7 +101,7 @@ class SessionInfo:
 
 
 Key: TypeAlias = tuple[float | str, str]
-"""A session's value of the sort key, and its id, so that pages do not overlap."""
+"""Session's value of the sort key, and id, so that pages do not overlap."""
 
 
 class Page(NamedTuple):

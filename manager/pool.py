@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 BlockName: TypeAlias = tuple[int, bytes]
 """KV cache group and block hash."""
 Owner: TypeAlias = tuple[str, str]
-"""Tenant and name of the session whose return brought decoded KV back. Branches of one session share it."""
+"""Tenant and name of the session whose return brought decoded KV back, common to the session's branches."""
 
 
 class Mark(IntEnum):
@@ -27,7 +27,7 @@ class Mark(IntEnum):
 
 
 MARKS = tuple(Mark)
-"""By number. To look one up is ten times as fast as to call `Mark`."""
+"""Marks by number. A lookup is ten times as fast as a call of `Mark`."""
 
 
 class Marks:

@@ -7,7 +7,7 @@ from apscheduler.executors.debug import DebugExecutor
 from apscheduler.schedulers.background import BackgroundScheduler
 
 LATE_SHARE = 0.25
-"""A session goes cold at the latest so much of its idle time late."""
+"""Longest delay of a session's eviction, as a share of the idle time."""
 SHORTEST_S = 0.01
 
 logger = logging.getLogger("vllm.manthan.sweeper")

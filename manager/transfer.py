@@ -11,13 +11,13 @@ from manthan.manager.events import Restored
 from manthan.manager.pool import BlockName, Mark
 
 STORE_DOWN = "store_down"
-"""Cause of a failure that says nothing about the compressed blocks."""
+"""Cause of a failure without a meaning for the compressed blocks."""
 RESET = "reset"
-"""Cause of a transfer's end before it was complete: the prefix cache is reset."""
+"""Cause of a transfer's early end: the prefix cache is reset."""
 NEEDED = "needed"
-"""Cause of a transfer's end before it began: requests need its blocks. It is no failure."""
+"""Cause of a transfer's end before the begin: requests need the blocks. Not a failure."""
 JOB_BLOCKS = 64
-"""Most blocks of a store: they are gathered together, and the pool has them back together."""
+"""Most blocks of a store, gathered together and given back to the pool together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +135,7 @@ class Answers:
 
 
 Weigh: TypeAlias = Callable[[Sequence[int]], int]
-"""Bytes of the budget that a block takes, from its bytes on each rank."""
+"""Bytes of a block in the budget, from the bytes on each rank."""
 
 
 def on_each(ranks: int) -> Weigh:

@@ -17,17 +17,18 @@ from manthan.policies.return_model import ReturnModel
 from manthan.policies.returns import Returns, ReturnsOptions
 
 DECAY = 0.5 ** (1 / 512)
-"""Weight of a finding after one more request: a half after 512."""
+"""Weight of a finding after a further request: a half after 512."""
 SURE = 1.25
-"""Standard deviations by which another must have found more than the leader.
+"""Standard deviations by which a challenger must have found more than the leader.
 
-Above 1, so that one session alone does not change the leader."""
+Above 1, so that a single session does not change the leader.
+"""
 SAMPLE = 512
-"""Sessions in the fullest shadow, up to twice this number."""
+"""Sessions in the fullest shadow, up to the double."""
 LOOK_EVERY = 8
 """Sampled requests between two choices."""
 DRIFT = 0.02
-"""Part of its difference from the place's room by which the shadows' room changes at each look for victims."""
+"""Part of the difference from the real room by which the shadows' room changes at each request for victims."""
 
 
 class Contest:
@@ -41,7 +42,7 @@ class Contest:
     def __init__(self, names: Sequence[str], leader: str) -> None:
         self.names, self.leader = tuple(names), leader
         self.found = [0.0] * len(self.names)
-        """Bytes that each policy found, with decay."""
+        """Bytes found by each policy, with decay."""
         self._squares = dict.fromkeys(combinations(range(len(self.names)), 2), 0.0)
         """Squared differences of two policies' findings, with decay."""
 
@@ -136,21 +137,21 @@ class Mixture(EvictionPolicy):
         self._returns = Returns(self.options, model)
         self.model = self._returns.model
         self._present: OrderedDict[str, int] = OrderedDict()
-        """Bytes of the sessions in this place, least recently used first. A session takes at least one."""
+        """Bytes of the sessions in the cache, least recently used first. A session takes at least one byte."""
         self._nbytes = 0
         policies: dict[str, EvictionPolicy] = {"returns": Returns(self.options, self.model), "lru": LRU()}
         self._shadows = {name: ShadowCache(policy) for name, policy in policies.items()}
         self._contest = Contest(tuple(policies), "lru")
         self._running: dict[str, SessionView] = {}
-        """Sampled sessions that reported their present request once."""
+        """Sampled sessions with a single report of their present request."""
         self._told: dict[str, tuple[int, float]] = {}
-        """Requests of sampled sessions when the shadows heard of them last, and when the sessions began."""
+        """Requests of sampled sessions at their last report to the shadows, and the sessions' begin."""
         self._origins: dict[float, str] = {}
-        """Superseded sessions by their begin, which the session that continues from them has too."""
+        """Superseded sessions by their begin, common with the continuing session."""
         self._mask = 0
-        """A session is sampled if these bits of its hash are 0."""
+        """Bits of a session's hash that are 0 for sampled sessions."""
         self._room = 0.0
-        """Bytes that the place holds."""
+        """Bytes in the real cache."""
         self._looks = 0
         self._last = self._offered = ""
 

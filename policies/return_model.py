@@ -23,31 +23,31 @@ from manthan.policies.base import SessionView
 Floats: TypeAlias = NDArray[np.float64]
 
 AGES = (5, 8, 10, 12, 15, 18, 22, 27, 33, 40, 50, 60, 75, 90, 105, 120, 150, 180, 240, 300, 400, 520, 690, 1100, 2000)
-"""Seconds at which one piece of the hazard ends and the next begins."""
+"""Seconds at which a piece of the hazard ends and the next begins."""
 HORIZON = 4 * 3600.0
-"""Age in seconds after which the model no longer waits for a session."""
+"""Age in seconds at which the model stops waiting for a session."""
 PIECES = len(AGES) + 1
 _ENDS = np.array((*AGES, HORIZON))
 SAID = (10, 60)
-"""Seconds that part the returns that clients announce: soon, in a while, later."""
+"""Seconds that divide announced returns: soon, in a while, later."""
 KEPT = (0.5, 2)
-"""Parts of what the client had said that part its last pauses: earlier, as said, later."""
+"""Parts of the announced pause that divide last pauses: earlier, as announced, later."""
 ENDINGS = 8
-"""Columns of the features for `SessionView.ending`. A hash chooses one (Weinberger et al., ICML 2009)."""
+"""Columns of the features for `SessionView.ending`. A hash chooses a column (Weinberger et al., ICML 2009)."""
 SWITCH = 3.0
-"""Size of a feature that is there or not, so that the penalty holds it back as little as a number."""
+"""Size of a binary feature, so that the penalty holds the feature back as little as a number."""
 USUAL = 3.0
-"""Logarithm of the pause in seconds that is assumed of a session that has had none."""
+"""Logarithm of the pause in seconds assumed for a session without a pause."""
 RECENT, LASTING = 0.3, 0.06
 """Weights of a new pause in the two moving averages of a session's pauses."""
 HALF_LIVES = 2
-"""A request counts half as much after this part of the window."""
+"""Half-lives of a request's weight in a window."""
 YOUNG_S = 30.0
-"""Seconds in which one return is assumed of the youngest sessions."""
+"""Seconds in which a single return is assumed of the youngest sessions."""
 ROUNDS = 32
 """Estimates of a piece while all requests in the window are replaced, at most."""
 LARGEST_STEP = 1.5
-"""Change of a coefficient in one step of Newton's method, at most."""
+"""Largest change of a coefficient in a step of Newton's method."""
 
 
 @dataclass(slots=True)
@@ -134,15 +134,15 @@ class ReturnModel:
         self._began, self._returned, self._weight = np.zeros(window), np.full(window, np.nan), np.zeros(window)
         """Requests in a ring: features, begin, time of the return (NaN: none yet), and weight."""
         self.count = 0
-        """Number of requests so far."""
+        """Number of requests until now."""
         self._open: dict[str, History] = {}
         self._begins = np.array((0.0, *AGES))
         self._widths = _ENDS - self._begins
         self.coefficients = np.zeros((PIECES, width))
         self.coefficients[:, 0] = -np.log(_ENDS)
-        """By piece. Before the first estimate the hazard is that of any scale of time, which falls with age."""
+        """Coefficients by piece. Before the first estimate the hazard falls with age, free of any scale of time."""
         self._due, self._next = float(refit_every), 0
-        """Count at which a piece is estimated next, and number of that piece."""
+        """Count at the next estimate of a piece, and number of the piece."""
         self._last: tuple[SessionView, list[float]] = SessionView(""), []
 
     def observe(self, session: SessionView) -> list[float]:

@@ -42,9 +42,9 @@ class Returns(EvictionPolicy):
         self.model = model if model is not None else ReturnModel(o.window, o.refit_every, o.prior)
         self._now = 0.0
         self._index: dict[str, tuple[float, list[float]]] = {}
-        """Last use of each session, and its index by the piece of age."""
+        """Last use of each session, and the session's index by piece of age."""
         self._worth, self._passes = Ranking(), Ranking()
-        """Sessions by their index now, and by the time at which they pass into the next piece of age."""
+        """Sessions by their index now, and by the time of passing into the next piece of age."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
 
     @classmethod

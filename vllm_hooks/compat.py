@@ -52,17 +52,17 @@ logger = init_logger("vllm.manthan")
 T = TypeVar("T")
 
 HALT_S = 2.0
-"""Seconds for which a reset waits for transfers to end, at most."""
+"""Most seconds that a reset waits for transfers to end."""
 PAUSE_S = 1e-3
-"""Seconds between two steps of that, which leave the interpreter to threads that transfer."""
+"""Seconds between two steps of a reset, which leave the interpreter to threads that transfer."""
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update")
-"""Methods of workers that change weights. Not all of them do so by the model's `load_weights`."""
+"""Methods of workers that change weights, not always by the model's `load_weights`."""
 HARMLESS = (
     *("execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch"),
     *("check_health", "profile", "add_lora", "remove_lora", "pin_lora", "list_loras"),
     *("get_kv_connector_handshake_metadata", "reset_mm_cache", "reset_encoder_cache", "synchronize_device"),
 )
-"""Methods of workers that never change weights: those of each step, and others that are called often."""
+"""Methods of workers that never change weights: each step's, and further frequent calls."""
 WRAPPED = {
     "vllm.engine.arg_utils.EngineArgs.add_cli_args": "Plugins have no way to add flags.",
     "vllm.engine.arg_utils.EngineArgs.from_cli_args": "The flags choose the connector and the server's middleware.",
@@ -92,7 +92,7 @@ WRAPPED = {
         "Blocks computed behind decoded ones are marked."
     ),
 }
-"""Functions of vLLM that Manthan replaces, and the reason for each. Tests compare their signatures."""
+"""Functions of vLLM replaced by Manthan, and the reason for each. Tests compare their signatures."""
 # Every process of vLLM loads plugins: what only some of them need is imported where it is used.
 
 
@@ -314,7 +314,7 @@ class Core:
         """True while vLLM resets because the engine comes to rest."""
         self._core = core = _under_construction(EngineCore)
         self._inputs: queue.Queue[Any] | None = core.input_queue if isinstance(core, EngineCoreProc) else None
-        """Queue on which an engine with nothing to do waits; None for one that its caller steps."""
+        """Queue of an idle engine; None for an engine stepped by the caller."""
         if core is not None:
             self._call = core.model_executor.collective_rpc
             wrap("vllm.v1.engine.core.EngineCore.reset_prefix_cache", core, self._halted)
@@ -557,7 +557,7 @@ class Watched:
     def __init__(self, pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
         self._pool, self.marks, self.half = pool, marks, half
         self.asker: Owner | None = None
-        """Owner of the session whose request vLLM looks up now."""
+        """Owner of the session in vLLM's current lookup."""
 
     def serving(self, get_cached_block: Callable[..., Any]) -> Callable[..., Any]:
         def get_served(block_hash: BlockHash, kv_cache_group_ids: list[int]) -> Any:
@@ -656,13 +656,13 @@ class VllmPool:
         self.marks: Marks = PoolMarks(pool.num_gpu_blocks, self._watch)
         self._free, self._saved = pool.free_block_queue, set[int]()
         self._kept: dict[int, KVCacheBlock] = {}
-        """Saved blocks as they stand in the free queue, and some that have left it."""
+        """Saved blocks in the order of the free queue, and some already gone from the queue."""
         self._finds: dict[int, WeakSet[Request]] = {}
         """By block id, requests that count on a block."""
         self._bereft: set[Request] = set()
-        """Requests that counted on a block which the pool has handed out since somebody looked."""
+        """Requests that counted on a block handed out since the last look."""
         self._last_empty: KVCacheBlock | None = None
-        """The last of the blocks at the head of the free queue that hold nothing; None if it is not known."""
+        """Last of the empty blocks at the head of the free queue; None if unknown."""
         wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._saved_first)
 
     def _watch(self, block_ids: Iterable[int]) -> None:

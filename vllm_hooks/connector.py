@@ -48,14 +48,14 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config)
         self._is_broken = False
-        """True once the scheduler half has raised: it is asked nothing any more."""
+        """True once the scheduler half has raised. From then on the half is not called."""
         self._promised: dict[str, Sequence[int]] = {}
-        """By request id, blocks of loads that vLLM waits for and that no worker was told of yet."""
+        """By request id, blocks of loads awaited by vLLM and unknown to all workers."""
         self._logged: set[str] = set()
         self._errors: list[str] = []
         """Calls of the worker half that raised since the last report."""
         self._told_blocks: set[int] = set()
-        """Of loads that vLLM is told of in this step."""
+        """Blocks of loads reported to vLLM in this step."""
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, self._ask)
         else:

@@ -33,7 +33,7 @@ logger = init_logger("vllm.manthan")
 
 
 PATIENCE_S = 10.0
-"""Seconds that an engine whose server was killed may need to end, and to unlock its folder."""
+"""Seconds for an engine of a killed server to end, and to unlock the folder."""
 
 
 def check_disk(vllm_config: "VllmConfig") -> None:

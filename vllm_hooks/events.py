@@ -35,9 +35,9 @@ PLACES = {
     "disk": (MEDIUM_STORAGE, Locality.LOCAL),
     "redis": (MEDIUM_STORAGE, Locality.REMOTE),
 }
-"""Medium and locality by the tier that has all blocks."""
+"""Medium and locality by the tier with all blocks."""
 OWNER = "manthan"
-"""Ownership in events. Other connectors' blocks may have the same medium."""
+"""Ownership in events. Blocks of further connectors may have the same medium."""
 
 
 class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -77,9 +77,9 @@ class KvEvents:
 
     def __init__(self, manager: SessionManager, groups: "Groups", kv_cache_config: "KVCacheConfig", place: str) -> None:
         self.notes: dict[BlockName, bytes] = {}
-        """Packed notes by group and hash. A journal puts those of an earlier engine's blocks here.
+        """Packed notes by group and hash. A journal adds the notes of an earlier engine's blocks.
 
-        Blocks of all groups with the same tokens have the same hash, and one note, under the main group.
+        Blocks of all groups with the same tokens have the same hash, and a common note, under the main group.
         """
         self._blocks, self._groups = manager.blocks, groups
         self._main, self._session_group = groups.main.index, manager.shape.session_group
@@ -90,11 +90,11 @@ class KvEvents:
             for spec in (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
         ]
         self._changed: dict[BlockName, int | None] = {}
-        """Position of each block that was saved since the last `take`; None if it was dropped."""
+        """Position of each block saved since the last `take`; None for a dropped block."""
         self._told: dict[BlockName, None] = {}
-        """Blocks that subscribers know to be stored."""
+        """Blocks reported to subscribers as stored."""
         self.repeats = False
-        """True to have `take` tell again of all stored blocks, because vLLM says that all blocks are cleared."""
+        """True to have `take` report all stored blocks again, because vLLM reports all blocks as cleared."""
         manager.events.subscribe(self)
 
     @property

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 NO_LATENTS = Latents()
 EVERY = 1 << 40
-"""Number of tokens that a layer with full attention looks back: more than any context has."""
+"""Number of tokens that a layer with full attention looks back: more than any context."""
 
 
 class StoredAs(StrEnum):
     """Stored form of a KV cache group's blocks."""
 
     CODED = "coded"
-    """By the configured codec, where the layers have one of the layouts that a codec knows; else as bytes."""
+    """By the configured codec if a codec knows the layers' layout; else as bytes."""
     BYTES = "bytes"
     NOTHING = "nothing"
-    """Not at all, because vLLM does not look for such blocks in its prefix cache either."""
+    """Not at all, because vLLM does not look for such blocks in the prefix cache."""
     REFUSED = "refused"
-    """Not at all, although requests cannot go on without them."""
+    """Not at all, although requests need the blocks."""
 
 
 class SpecEntry(NamedTuple):
@@ -95,7 +95,8 @@ SPECS: Mapping[str, SpecEntry] = {
     "HiSparseResidentSpec": SpecEntry(StoredAs.NOTHING),
     "CrossAttentionSpec": SpecEntry(StoredAs.REFUSED),
 }
-"""By name of vLLM's class, because releases have different ones. A class without an entry has that of its base."""
+"""Entries by name of vLLM's class, because releases have different classes. A class without an entry uses the
+base's."""
 
 
 def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
@@ -472,7 +473,7 @@ def _group(
 
 
 UNIT = 16
-"""Bytes of which sections of compressed blocks are multiples, and which kernels copy at once."""
+"""Unit of the sizes of compressed blocks' sections, in bytes, copied at once by kernels."""
 
 
 def _is_coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> bool:

@@ -11,7 +11,7 @@ PLAIN = ("auto", "bfloat16", "float16", "float32")
 """Dtypes of the model's kind."""
 E4M3 = "fp8_e4m3"
 FP8 = {"fp8": Dtype.FLOAT8_E4M3, E4M3: Dtype.FLOAT8_E4M3, "fp8_e5m2": Dtype.FLOAT8_E5M2}
-"""Dtypes of a byte a number. A codec need not know the layer's scale, because it never changes."""
+"""Dtypes of a byte a number. A codec need not know the layer's scale, because the scale never changes."""
 
 
 def is_plain(cache: "CacheConfig") -> bool:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 MOST = 0xFFFF
-"""Largest dimension that a compressed block's header has room for."""
+"""Largest dimension in a compressed block's header."""
 
 
 class Shards(NamedTuple):

@@ -10,17 +10,17 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 BOUND_S = 2.0
-"""Seconds by which a request with much to compute stands behind its arrival, at most."""
+"""Most seconds by which a request with much to compute stands behind the arrival."""
 RETURNS = 32
-"""Number of the last returns that say if KV is lost before it is asked for again."""
+"""Number of last returns that tell if KV is lost before the next use."""
 MANY_LOST, FEW_LOST = 0.2, 0.1
 """Shares of returns' blocks. Above the first, requests with much to compute are held back, until below the second."""
 STEP_S = 0.05
-"""Seconds that a step may take while several requests are there."""
+"""Most seconds of a step with several requests."""
 LEAST_TOKENS = 1024
-"""Tokens that a step may always compute. Steps with fewer say little about how long a token takes."""
+"""Tokens always allowed in a step. Steps with fewer tell little about a token's time."""
 DECAY = 0.8
-"""Weight of the steps before, against the last one."""
+"""Weight of the earlier steps, against the last step."""
 
 
 class _Entry(NamedTuple):
@@ -49,7 +49,7 @@ class ReturnsFirstQueue(RequestQueue):
     def __init__(self, step_tokens: int, by_priority: bool) -> None:
         self._step_tokens, self._by_priority = step_tokens, by_priority
         self._heap: list[_Entry] = []
-        """Entries, and some that are not in `_entries` any more."""
+        """Entries, and some outdated entries missing in `_entries`."""
         self._entries: dict[str, _Entry] = {}
         self._to_compute: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._front, self._back = count(-1, -1), count()
@@ -189,7 +189,7 @@ class StepLimit:
         self._most, self._least = tokens, min(tokens, max(LEAST_TOKENS, 2 * block_tokens))
         self._seconds = self._tokens = 0.0
         self._last = 0, 0
-        """Tokens of the last two steps. While one runs, vLLM may have scheduled another already."""
+        """Tokens of the last two steps. During a step, vLLM may have scheduled the next."""
         self._began = 0.0
 
     def begin(self, tokens: int, now: float, requests: int) -> int:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 METHOD = "manthan_query"
-"""Name under which the engine core offers it."""
+"""Name of the call offered by the engine core."""
 ORDER = 50
-"""Number of sessions of the policy's order that are named."""
+"""Number of named sessions of the policy's order."""
 UNKNOWN, NOT_NOW, ASLEEP = 404, 409, 503
 
 Answer = dict[str, Any]

@@ -69,7 +69,7 @@ SOURCES = {
     "disk": CacheHitSource.DISK,
     "redis": CacheHitSource.EXTERNAL_UNSPECIFIED,
 }
-"""vLLM's name for the origin of loaded KV, by tier. It has none for a store that is reached over a network."""
+"""vLLM's name for the origin of loaded KV, by tier. There is none for a store on a network."""
 
 
 def _ending(request: "Request") -> str:
@@ -155,29 +155,29 @@ class SchedulerHalf:
         self.driver: Driver
         self._requests: dict[str, Request] = {}
         self._waiting: ReturnsFirstQueue | None = None
-        """The scheduler's waiting requests; None if they stand in vLLM's own queue."""
+        """Scheduler's waiting requests; None for vLLM's queue."""
         self._losses = Losses()
         self._scheduler: Scheduler | None = None
         self._limit: StepLimit | None = None
-        """The most tokens of a step; None if that is left to vLLM."""
+        """Most tokens of a step; None for vLLM's choice."""
         self._hot: dict[str, int] = {}
-        """Number of blocks that vLLM has found itself, by id of a request that was matched and not allocated."""
+        """Number of blocks found by vLLM, by id of a matched, unallocated request."""
         self._place: str | None = None
         self._step = 0
         self._deadline = inf
         self._drained_at: float | None = None
-        """Time at which the engine ends, saved or not; None before it was told to."""
+        """Time of the engine's end, saved or not; None before the order to end."""
         self._rung = False
         self._weights: list[tuple[int, str]] | None = None
-        """State of the weights that computed what is cold; None if it cannot be told."""
+        """State of the weights behind the cold sessions; None if unknown."""
         self._is_unsure = False
-        """True from a reset, a sleep or a load to the next request: the weights may be others by then."""
+        """True from a reset, a sleep or a load to the next request, because the weights may be new by then."""
         self._drops = False
         """True from a pause that clears caches to the next request, unless the engine sleeps meanwhile."""
         self._found = set[str]()
-        """Requests of which `found` told since vLLM looked their blocks up."""
+        """Requests reported by `found` since vLLM's lookup."""
         self._was_called = False
-        """True if workers did something for a caller since the last request. It may have loaded weights."""
+        """True if workers were called for a caller since the last request. The call may have loaded weights."""
         self._cancels = False
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")

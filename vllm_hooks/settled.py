@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST, FAULT = "manthan_codec_asked", "manthan_profile_digest", "manthan_kernel_fault"
-"""Keys in the settings that vLLM carries to its processes."""
+"""Keys in the settings carried by vLLM to all processes."""
 PROBE_S = 60.0
-"""Seconds that compiling a kernel for a try may take."""
+"""Most seconds to compile a kernel for a try."""
 AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
-"""The codec of blocks that are kept as they are."""
+"""Codec of exact blocks."""
 
 
 def settle_codec(vllm_config: "VllmConfig") -> None:

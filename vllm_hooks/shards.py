@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 MOST_PARTS = 16
-"""Most parts of a block that engines look for which store it in another number of parts."""
+"""Most parts of a block in a lookup of blocks with a different number of parts."""
 
 
 class Sharding(NamedTuple):

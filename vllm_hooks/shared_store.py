@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 LOAD_THREADS = 2
-"""Threads of a worker that read the store: one for requests, one for prefetches."""
+"""Threads of a worker that read the store: for requests, and for prefetches."""
 
 
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups", weights: str) -> Namespace:

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 VLLM = ">=0.32,<0.34"
-"""Releases of vLLM whose insides Manthan knows; see docs/compatibility.md."""
+"""Releases of vLLM with insides known to Manthan; see docs/compatibility.md."""
 RELEASES = ("0.32", "0.33")
 DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
-"""Methods of --speculative-config whose draft's KV is stored with the model's."""
+"""Methods of --speculative-config with a draft whose KV is stored with the model's."""
 NOT_BESIDE = {CONNECTOR, "DecodeBenchConnector", "HiSparseConnector", SEVERAL}
-"""Connectors that are refused beside Manthan. They make KV up, keep it outside of vLLM's blocks, or are several."""
+"""Connectors refused together with Manthan. They make KV up, keep KV outside of vLLM's blocks, or are several."""
 
 
 class UnsupportedError(ConfigError):

@@ -17,13 +17,13 @@ CONNECTOR = "ManthanConnector"
 CONNECTOR_MODULE = "manthan.vllm_hooks.connector"
 EXTRA_KEY = "manthan"
 ABORTS_KEY = "manthan_aborts_at_shutdown"
-"""True if nobody asked vLLM to let requests end after SIGTERM."""
+"""True if vLLM was not asked to let requests end after SIGTERM."""
 END_S = 5
-"""Seconds that vLLM's engine takes to end, besides those to save sessions."""
+"""Seconds of vLLM's engine to end, besides the seconds to save sessions."""
 SOURCES_KEY = "manthan_sources"
 """Key of the source of each value."""
 SEVERAL = "MultiConnector"
-"""Connector of vLLM that has several others, under the key ENTRIES."""
+"""Connector of vLLM with several connectors, under the key ENTRIES."""
 ENTRIES = "connectors"
 
 

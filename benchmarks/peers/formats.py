@@ -14,7 +14,7 @@ from manthan.codec.cpu.numbers import as_floats, as_numbers
 
 E4M3 = Dtype.FLOAT8_E4M3
 LARGEST = 448.0
-"""Of E4M3."""
+"""Largest number of E4M3."""
 LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 GROUP = 16
 

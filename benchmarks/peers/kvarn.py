@@ -20,7 +20,7 @@ from manthan.codec.tables.rotation import rotation
 BITS = {"key": 4, "value": 2}
 ROUNDS = 4
 COVERED = {4: 15 / 16, 2: 21 / 32}
-"""Share of a range that whole numbers cover, where the error is less with it."""
+"""Share of a range covered by whole numbers, for the least error."""
 TINY = 1e-6
 
 

@@ -22,12 +22,12 @@ from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Rope
 
 GROUP = 16
-"""Components that share a start, a step and a number of bits."""
+"""Components with a common start, step and number of bits."""
 CHOICES = (0, 2, 4, 8)
 FRONT = 32
 """Bits of a start and a step."""
 LAYERS = 6
-"""Layers that are coded together, at most."""
+"""Layers coded together, at most."""
 LENGTH = 4
 """Bytes of the length before each part of a section."""
 

@@ -16,9 +16,9 @@ from manthan.codec.gpu.paged import Batch, Form, PagedLayout
 from manthan.codec.tables.rotation import block_sizes, rotation
 
 DTYPES = (Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32, Dtype.FLOAT8_E4M3, Dtype.FLOAT8_E5M2)
-"""As DTYPE numbers them."""
+"""Dtypes by the kernels' number DTYPE."""
 ALIGNMENT = 16
-"""Bytes that kernels read at once where all vectors begin at multiples."""
+"""Bytes read at once by kernels if all vectors begin at multiples."""
 
 
 class Job(ctypes.Structure):

@@ -31,13 +31,13 @@ from manthan.codec.profile import Profile
 from manthan.codec.rope import Rope
 
 SCRATCH_BYTES = 256 * 2**20
-"""Of a group of blocks, beside products."""
+"""Temporaries of a group of blocks, without the products'."""
 ENCODING, DECODING = 3, 2
-"""Bytes of it for each number."""
+"""Bytes of temporaries for each number."""
 PRODUCTS_AT_ONCE = 2**24
-"""Numbers of rows that are multiplied at once: when encoding 2 bytes for each, when decoding 4."""
+"""Numbers of rows multiplied at once: 2 bytes each for encoding, 4 for decoding."""
 WORD_NUMBERS = 2
-"""A row has room for a word for so many of its numbers: one that takes more doubles its section's steps."""
+"""Numbers of a row for each word of room. A row with more words doubles the section's steps."""
 ROW_THREADS = 1024
 KINDS: tuple[Kind, ...] = ("key", "value")
 ALL = slice(None)

@@ -18,9 +18,9 @@ from manthan.codec.profile import Basis, Profile
 from manthan.codec.tables.frequencies import ESCAPE, SCALE
 
 BUCKET = 16
-"""Slots that share an entry of a table for decoding."""
+"""Slots with a common entry in a table for decoding."""
 ENCODING_NBYTES = 1024
-"""Of a table for encoding."""
+"""Bytes of a table for encoding."""
 ESCAPED = 1 << 31
 
 Entries = npt.NDArray[np.uint32]

@@ -15,7 +15,7 @@ except ImportError:
 
 THREADS = 512
 ALONE = THREADS // 32
-"""Warps to ask for where one is all that there is to do, but should have a processor of its own."""
+"""Warps to request for a lone warp on a separate processor."""
 
 
 class CompileError(RuntimeError):

@@ -22,12 +22,12 @@ from manthan.codec.rope import Rope
 from manthan.codec.wire import MARK_AT, BlockHeader, block_nbytes, field_cause, heads, starts
 
 GOOD = 2**31 - 1
-"""The status of a block with which nothing is wrong."""
+"""Status of a good block."""
 ALIGNMENT = 16
-"""Of sections and blocks, in bytes."""
+"""Alignment of sections and blocks, in bytes."""
 BAD_CHECKSUM = -1
 BAD_HEADER = -2
-"""Minus the offset of the first byte of the header that is not the expected one."""
+"""Minus the offset of the first unexpected byte of the header."""
 
 DTYPES = {torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16, torch.float32: Dtype.FLOAT32}
 

@@ -21,7 +21,7 @@ from manthan.codec.gpu.paged import ALIGNMENT, GOOD, Batch, PagedCodec, RawLayou
 from manthan.codec.gpu.states import StateCoder
 
 BYTES_AT_ONCE = 2**27
-"""Of encoded blocks: temporaries are about three times as large."""
+"""Encoded bytes at once. Temporaries are about three times as large."""
 SOURCES = ("common.cu", "seal.cu")
 
 

@@ -14,7 +14,7 @@ from manthan.codec.cpu.state import LEVELS, StateCodec, StatePart
 from manthan.codec.gpu.paged import DTYPES, GOOD
 
 BYTES_AT_ONCE = 2**26
-"""Of float32: temporaries are about four times as large."""
+"""float32 bytes at once. Temporaries are about four times as large."""
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 

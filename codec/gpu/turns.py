@@ -10,7 +10,7 @@ import torch
 from manthan.codec.rope import Rope
 
 KEPT_BYTES = 2**26
-"""Those of a chain's first blocks; of the rest they are reckoned each time."""
+"""Bytes of rows kept for the first positions. All later rows are computed on demand."""
 
 
 class Turns:

@@ -35,17 +35,17 @@ from manthan.codec.wht import (
 from manthan.codec.wire import align16
 
 SCRATCH_BYTES = 320 * 2**20
-"""Of a group of blocks, about."""
+"""Temporaries of a group of blocks, about."""
 ENCODING, DECODING = 4, 2
-"""Bytes of it for each number."""
+"""Bytes of temporaries for each number."""
 OCTET = 8
-"""Numbers of a stream that are next to each other."""
+"""Neighbouring numbers of a stream."""
 WARPS = 8
-"""Of a block of threads, at most."""
+"""Warps of a block of threads, at most."""
 STAGE_BYTES = 48 * 2**10
-"""Shared memory of a block of threads that restores, if it may be so little."""
+"""Shared memory of a restoring block of threads, if enough."""
 SPARE_BLOCKS = 128
-"""Blocks of threads that round rows which do not fit into shared memory."""
+"""Blocks of threads that round rows too large for shared memory."""
 ENCODE_THREADS, DECODE_THREADS = 512, 1024
 SOURCES = (
     "common.cu",

@@ -27,7 +27,7 @@ def _words(count: int, start: int) -> tuple[int, ...]:
 
 
 START = (PRIME_32_3, PRIME_64_1, PRIME_64_2, PRIME_64_3, PRIME_64_4, PRIME_32_2, PRIME_64_5, PRIME_32_1)
-"""What the 8 sums begin with."""
+"""Initial values of the 8 sums."""
 SECRET = _words(24, 0)
 LAST = _words(8, 121)
 MERGE = _words(8, 11)

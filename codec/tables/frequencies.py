@@ -12,17 +12,17 @@ import numpy.typing as npt
 
 SHAPES = (2.0, 1.4, 1.0, 0.7)
 OCTAVE = 3
-"""Tables from one deviation to twice as much."""
+"""Tables from a deviation to the double."""
 DEVIATIONS = 2.0 ** (np.arange(-10, 18) / OCTAVE)
 """In steps: 0.1 to 51."""
 SCALE = 1 << 12
 LARGEST = 127
 ESCAPE = 255
-"""Symbol of all other numbers."""
+"""Symbol of all remaining numbers."""
 RAREST = 0.5 / SCALE
-"""Least probability of a number that is not escaped."""
+"""Least probability of a number without escape."""
 UNIT = 256
-"""Parts of a bit in which sizes are computed."""
+"""Parts of a bit, the unit of sizes."""
 
 
 @lru_cache

@@ -37,14 +37,14 @@ from manthan.codec.rope import Rope
 PIECE = 2048
 """Tokens of a piece of text."""
 ASKED = 4
-"""The last quarter of a piece asks its prefix: gradients are of its tokens' log-probabilities."""
+"""Share of a piece, the last quarter, that asks the prefix: gradients are of the last tokens' log-probabilities."""
 DRAWS = 2
 """Tokens drawn at each place, for a gradient each."""
 NAME = "manthan_calibration"
 OUTPUTS = ("o_proj", "out_proj", "dense")
 """Names of the output projection of attention, [hidden, query heads * head_dim]."""
 FROM_LATENTS = "kv_b_proj"
-"""Name of the projection that makes keys and values of latents, [numbers of all heads, latent]."""
+"""Name of the projection from latents to keys and values, [numbers of all heads, latent]."""
 
 Doubles = npt.NDArray[np.float64]
 

@@ -28,10 +28,10 @@ _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
 Row: TypeAlias = dict[str, Any]
-"""Figures of a replay, as they are in JSON. Shares are of the asked blocks, partial ones included; times in seconds.
+"""Figures of a replay, in JSON's form. Shares are of the asked blocks, partial blocks included; times in seconds.
 
-evictions: sessions gone cold. best_share: of a cache of the same size that knows the future. gap_closed: share of the
-gap between `lru` and that which the policy closes; None where `lru` was not asked for, or leaves no gap.
+evictions: sessions gone cold. best_share: of a cache of the same size with knowledge of the future. gap_closed: share
+of the gap between `lru` and the best share closed by the policy; None without `lru`, or without a gap.
 """
 
 _POOL_COLUMNS: dict[str, Callable[[Row], str]] = {

@@ -79,7 +79,7 @@ def _no_secret(header: str) -> str:
 HeaderName = Annotated[str, AfterValidator(_no_secret), Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]*$")]
 
 REDIS_PASSWORD = "MANTHAN_REDIS_PASSWORD"
-"""The environment variable that holds the Redis password."""
+"""Environment variable with the Redis password."""
 
 
 class Flag(NamedTuple):
@@ -95,7 +95,7 @@ class _Model(BaseModel):
 
 class _Group(_Model):
     shorthand: ClassVar[str | None] = None
-    """The key that a bare value stands for: `policy: lru` is `policy: {name: lru}`."""
+    """Key of a bare value: `policy: lru` is `policy: {name: lru}`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -343,11 +343,11 @@ def _group(field: FieldInfo) -> type[_Group] | None:
 GROUPS: dict[str, type[_Group]] = {
     key: group for key, field in _walk(ManthanConfig) if (group := _group(field)) is not None
 }
-"""The nested models by their key."""
+"""Nested models by their key."""
 
 FIELDS = {key: field for key, field in _walk(ManthanConfig) if key not in GROUPS}
-"""Fields that hold a value, by their dotted name: `idle.after_s`, `tiers.max_bytes`."""
+"""Fields with a value, by dotted name: `idle.after_s`, `tiers.max_bytes`."""
 
 
 FLAGS = {key: flag for key, field in FIELDS.items() for flag in field.metadata if isinstance(flag, Flag)}
-"""Options of `vllm serve`, by the key that they set."""
+"""Options of `vllm serve`, by key."""

@@ -28,7 +28,7 @@ logger = logging.getLogger("vllm.manthan")
 FLAG_KEYS = {flag.name: key for key, flag in FLAGS.items()}
 ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
-"""Variables that a Service named `manthan` or `manthan-redis` puts into every pod of its namespace."""
+"""Variables put into every pod of a namespace by a Service named `manthan` or `manthan-redis`."""
 DEFAULT, ARGUMENT = "default", "argument"
 LONG_UNSAVED_S = 30
 OLD_GROUPS = {old.rpartition(".")[0] for old in RENAMED} - {""}

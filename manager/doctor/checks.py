@@ -19,9 +19,9 @@ from manthan.manager.tiers.redis_client import check, connect, pipelined
 MOUNTS = Path("/proc/self/mounts")
 IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
 REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "afs", "fuse.")
-"""Prefixes of the names of file systems whose files may be on other machines."""
+"""Prefixes of the names of file systems with files on remote machines."""
 REDIS_COMMANDS = "DEL, HSET f 1, HGET f, PEXPIREAT 1, SET 1 PX 1000, GET, STRLEN, EXISTS, UNLINK"
-"""Commands that engines send to Redis, once each, without the key."""
+"""Commands sent to Redis by engines, once each, without the key."""
 
 
 class Grade(StrEnum):

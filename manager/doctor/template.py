@@ -25,9 +25,9 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 A_DAY = 27 * 60
 """Minutes of a day and some hours."""
 BEGINNING = datetime(2026, 1, 5, 9, 30)
-"""Time at which a conversation begins, for templates that show it."""
+"""Begin of a conversation, for templates with a date."""
 AROUND = 8
-"""Number of tokens that are shown around the first difference."""
+"""Number of tokens shown around the first difference."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def clairvoyant(requests: Sequence[TracedRequest], capacity: int, block_tokens: 
     """
     following = _next_uses(requests)
     kept: dict[bytes, int] = {}
-    """Number of the next request for each block that is kept."""
+    """Number of the next request for each kept block."""
     order: list[tuple[int, int, bytes]] = []
     """Next request and depth, both negative. An entry is outdated where `kept` says something else."""
     found = []

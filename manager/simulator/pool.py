@@ -18,11 +18,11 @@ class SimulatedPool:
         self.size = blocks
         self.marks = Marks(blocks)
         self._empty = list(range(blocks))[::-1]
-        """Free blocks that hold nothing. The last is taken first."""
+        """Free empty blocks. The last is taken first."""
         self._kept: OrderedDict[int, None] = OrderedDict()
-        """Free blocks that are saved."""
+        """Free saved blocks."""
         self._rest: OrderedDict[int, None] = OrderedDict()
-        """The other free blocks that hold something."""
+        """Free unsaved blocks."""
         self._saved: set[int] = set()
         """Saved blocks, free or not."""
         self._users = [0] * blocks

@@ -70,7 +70,7 @@ class Trace(NamedTuple):
 
 
 _Return = Annotated[float | None, Field(gt=0, le=LONGEST_S, allow_inf_nan=False, description=SECONDS)]
-"""As a hint has it, which a replay makes of it."""
+"""Seconds of a hint, as made by a replay."""
 
 
 class MooncakeLine(BaseModel):

@@ -15,9 +15,9 @@ from manthan.vllm_hooks.groups import SPECS, StoredAs
 STORED: Mapping[str, str] = {
     name: "" if entry.stored is StoredAs.NOTHING else str(entry.stored) for name, entry in SPECS.items()
 }
-"""Way in which a cache is stored, by vLLM's spec class; empty for one that vLLM itself finds no prefix in."""
+"""Stored form of a cache, by vLLM's spec class; empty for a cache without prefixes in vLLM."""
 DENSE = ("FullAttention", "MLAAttention")
-"""Caches with full attention, of which vLLM makes one group."""
+"""Caches with full attention, joined by vLLM into a single group."""
 SECTIONS = ("built", "read", "new")
 OUTCOMES = {
     "coded": "compressed",
@@ -25,7 +25,7 @@ OUTCOMES = {
     "bytes": "as bytes, not compressed",
     "refused": "refused, or nothing to store",
 }
-"""Outcomes of a family, and how documents say them."""
+"""Outcomes of a family, and their words in documents."""
 
 
 class Family(NamedTuple):

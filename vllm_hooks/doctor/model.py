@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 LONG = 512
-"""Tokens of a block that turns may well be shorter than."""
+"""Tokens of a block longer than many turns."""
 MODEL, CACHE, RESUME = "model", "KV cache", "resume points"
 WAYS = {"coded": "compressed", "bytes": "as bytes", "refused": "refused", "": "not needed"}
 MARKS = {"coded": Grade.OK, "partly": Grade.WARNING, "bytes": Grade.WARNING, "refused": Grade.WRONG}

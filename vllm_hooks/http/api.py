@@ -44,7 +44,7 @@ from manthan.vllm_hooks.queries import METHOD, ORDER, UNKNOWN, Answer
 from manthan.vllm_hooks.transfer_config import settings_of
 
 ANSWERED_S = 30.0
-"""Seconds in which a core must answer. It does between two steps."""
+"""Seconds for a core's answer, given between two steps."""
 STATUSES = {
     401: "No API key, or a wrong one.",
     403: "There is no API key, and the request's `Host` is not one of this server's.",

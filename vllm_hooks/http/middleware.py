@@ -24,9 +24,9 @@ Send = Callable[[Message], Awaitable[None]]
 LONGEST_BODY = 64 * 1024
 """Bytes."""
 MOST_HELD = 8
-"""Messages of a stream that are held back at most: some routes announce an answer before they make it."""
+"""Most held messages of a stream: some routes announce an answer before they make the answer."""
 HOLD_S = 30.0
-"""Seconds after which a stream goes on although nobody has checked a request: it may have none for the engine."""
+"""Seconds after which a stream continues without a checked request: there may be none for the engine."""
 SAFE = ("GET", "HEAD", "OPTIONS")
 
 

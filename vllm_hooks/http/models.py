@@ -17,7 +17,7 @@ MOST_ROWS = 500
 FARTHEST = 1_000_000
 STATES = f"some of {', '.join(SessionState)}, with commas between them"
 RISING = (Sort.ID, Sort.STATE, Sort.EXPECTED)
-"""Keys that rise by default. All others begin with the largest."""
+"""Keys that rise by default. All further keys begin with the largest."""
 
 
 def _states(text: str) -> list[str]:

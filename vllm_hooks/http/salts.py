@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 MARK = "manthan-"
-"""Prefix of all salts made here. A client's own salt with this prefix is replaced."""
+"""Prefix of all salts made here. A client's salt with this prefix is replaced."""
 NBYTES = 24
 PURPOSE = "cache salts of tenants"
 FILES = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
-"""Files of an adapter's folder that decide what it computes."""
+"""Files of an adapter's folder behind the adapter's results."""
 
 
 class Salts:

@@ -16,13 +16,13 @@ FAILURE_CAUSES = (
     *("truncated", "trailing", "magic", "version", "checksum", "codec", "size", "key", "fingerprint"),
     "seal",
 )
-"""Causes for which blocks cannot be stored or restored."""
+"""Causes of failed stores and restores."""
 
 CALLS = (
     *("new_request", "match", "allocated", "step", "worker_output", "finished"),
     *("submit_loads", "submit_stores", "_transfer_results", "take_report"),
 )
-"""Calls of the scheduler half and of the worker half, in which exceptions are caught."""
+"""Calls of the scheduler half and of the worker half with caught exceptions."""
 
 
 class _Metric(NamedTuple):

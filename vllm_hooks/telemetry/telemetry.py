@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 QUIET_S = 60.0
-"""Seconds after a cause of failures was logged in which it is not logged again."""
+"""Seconds between two log lines about a cause of failures."""
 TOTALS = ("evictions", "restores", "prefetches", "failures", "restored_tokens", "computed_tokens")
 
 
@@ -52,11 +52,11 @@ class Telemetry:
         self.totals = dict.fromkeys(TOTALS, 0)
         """Numbers since the start."""
         self.changed: set[str] = set()
-        """Ids of sessions whose blocks came or went since the scheduler half looked."""
+        """Ids of sessions with new or lost blocks since the scheduler half's last look."""
         self.store_is_up = True
         """True if the cold store answers."""
         self.held: Callable[[], Sequence[float]] = tuple
-        """Returns the seconds for which each request has waited that is held back."""
+        """Returns the waits of all held back requests, in seconds."""
         self._judged: Judged | None = None
         """Last decision of the guard."""
         self._failures = Sparing(QUIET_S)

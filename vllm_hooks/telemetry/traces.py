@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NANO = 1_000_000_000
 REQUEST_ID = "gen_ai.request.id"
-"""Attribute of a request's id, as vLLM names it."""
+"""Attribute of a request's id, with vLLM's name."""
 
 
 class Traces:
@@ -29,7 +29,7 @@ class Traces:
         self._tiers, self._none = tiers, Context()
         self._headers: dict[str, Mapping[str, str] | None] = {}  # by id of a request that has not ended
         self._begun: dict[str, tuple[int, Sequence[str]]] = {}
-        """Restores by request id: nanoseconds since 1970, and the tiers that have the blocks."""
+        """Restores by request id: nanoseconds since 1970, and the tiers with the blocks."""
 
     def began(self, request_id: str, headers: Mapping[str, str] | None) -> None:
         """Note a new request with trace headers `headers`."""

@@ -23,15 +23,15 @@ logger = init_logger("vllm.manthan")
 STAGING_BYTES = 32 << 20
 """Size of each staging buffer on the GPU for stores and for prefetches."""
 COPIES_BYTES = 128 << 20
-"""Most bytes of a rank's blocks that the CPU has copied and not encoded yet."""
+"""Most bytes of a rank's blocks copied by the CPU and not encoded yet."""
 RESTORE_STAGING_BYTES = 128 << 20
-"""Size of a staging buffer for restores. It is large, because each chunk costs time of the model's thread."""
+"""Size of a staging buffer for restores: large, because each chunk costs time of the model's thread."""
 RESTORE_STAGINGS = 2
-"""Number of staging buffers for restores. One is decoded while the next is copied."""
+"""Number of staging buffers for restores. The next buffer is filled during decoding."""
 PRIMARY_BYTES = 256 << 20
-"""Least RAM of the primary tier in front of a secondary one, beside a GPU."""
+"""Least RAM, with a GPU, of the primary tier in front of a secondary tier."""
 CPU_ENCODE_THREADS = 4
-"""Number of threads that encode on the CPU for a GPU, as on a GB10. vLLM's CPU build uses one."""
+"""Number of threads that encode on the CPU for a GPU, as on a GB10. vLLM's CPU build uses a single thread."""
 STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
 """Size of all staging buffers."""
 

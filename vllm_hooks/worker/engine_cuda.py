@@ -39,11 +39,11 @@ from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
 logger = init_logger("vllm.manthan.worker")
 
 LOAD_CHUNK = 4096
-"""Blocks of a load that are begun at once, at most: the GPU works on them while more are prepared."""
+"""Most blocks of a load begun at once: the GPU handles them while more are prepared."""
 ERASE_BYTES = 1 << 20
-"""Bytes that one copy of zeros erases."""
+"""Bytes erased by a copy of zeros."""
 PAUSE_S = 1e-3
-"""What vLLM's engine core sleeps after a step in which the model computes nothing."""
+"""Sleep of vLLM's engine core after a step without compute."""
 
 
 class Lane:
@@ -176,20 +176,20 @@ class CudaEngine(Engine):
         self._zeros = torch.zeros(ERASE_BYTES, dtype=torch.uint8, device=self._device)
         self._eraser = torch.cuda.Stream(self._device)
         self._erased: torch.cuda.Event = self._eraser.record_event()
-        """Event behind the last erasure. Whoever writes to a tier comes after it."""
+        """Event behind the last erasure. Every write to a tier waits for the event."""
         self._waiting: deque[Storing] = deque()
-        """Stores for which there is no room yet."""
+        """Stores without room yet."""
         self._encodings: deque[Begun] = deque()
         self._written: deque[tuple[Encoding, Mapping[int, Stored], Mapping[int, int], Mapping[int, str]]] = deque()
-        """What the secondary tier was given, what of it takes how many bytes, and what failed, by place in the job."""
+        """Encodings written to the secondary tier, bytes of their blocks, and failures, by index in the job."""
         self._loadings: list[Loading] = []
         self._primary: Primary | None = None
-        """The tier on the host, where there is a secondary one."""
+        """Tier on the host, with a secondary tier."""
         if secondary is not None:
             assert tiers.host is not None
             self._primary = Primary(tiers.host, self._codecs.look_into, self._lock, self._erase)
         self._age = self._writing = 0
-        """Number of resets; number of encodings that are being copied to the secondary tier."""
+        """Number of resets; number of encodings being copied to the secondary tier."""
         self._demoted: torch.cuda.Event | None = None
         self._may_pause = False
         self.decode_s = self._warm_up(forms)

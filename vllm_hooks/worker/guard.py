@@ -24,19 +24,19 @@ from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
 logger = init_logger("vllm.manthan.worker")
 
 BATCH = 16
-"""Number of blocks that are measured together."""
+"""Number of blocks measured together."""
 COMPILE_S = 300.0
-"""Seconds that readiness waits for kernels to be compiled."""
+"""Most seconds that readiness waits for compiling kernels."""
 BATCHES = 4
-"""Number of measurements, of 64 blocks, that make the first verdict. Later verdicts are made of up to twice as many."""
+"""Number of measurements, of 64 blocks, for the first verdict. Later verdicts use up to twice as many."""
 A_STEP = 4
-"""Most blocks of a step that are measured before the first verdict, so that it is made of several sessions."""
+"""Most measured blocks of a step before the first verdict, so that several sessions contribute."""
 EVERY = 1000
-"""Number of encoded blocks of which one is measured after the first verdict."""
+"""Number of encoded blocks for each measured block after the first verdict."""
 LEAST_PROMPT = 128
-"""Least number of tokens of a step that is timed as a prompt."""
+"""Least number of tokens of a step timed as a prompt."""
 TIMED_STEPS = 32
-"""Number of steps that are timed."""
+"""Number of timed steps."""
 
 
 class RankGuard:

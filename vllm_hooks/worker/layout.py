@@ -25,7 +25,7 @@ Index = NDArray[np.int64]
 
 SCRATCH_BLOCK = 1  # block 0 is vLLM's null block; no request owns any block yet
 ONE = 16.0
-"""Number written for a one in fp8. No usual scale makes it zero."""
+"""Number written for a one in fp8. No usual scale turns the number to zero."""
 NOWHERE: Index = np.empty(0, np.int64)
 
 

@@ -24,7 +24,7 @@ from manthan.vllm_hooks.telemetry.log import human_bytes
 logger = init_logger("vllm.manthan.worker")
 
 PIECE = 256 << 20
-"""Bytes that are pinned at once, a multiple of what huge pages have."""
+"""Bytes pinned at once, a multiple of a huge page."""
 ADVICE = mmap.MADV_HUGEPAGE
 PAGE, HUGE = 4096, 2 << 20
 
@@ -40,7 +40,7 @@ class PinnedRam:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self._device = nbytes, device
         self._pinned = 0
-        """So many of them are."""
+        """Number of pinned extents."""
         self._stopped = False
         self._thread: threading.Thread | None = None
         try:

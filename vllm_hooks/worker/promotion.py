@@ -49,7 +49,7 @@ class Primary:
     ) -> None:
         self._slab, self._look_into, self._lock, self._erase = slab, look_into, lock, erase
         self.pins: Counter[Name] = Counter()
-        """Blocks that are being loaded."""
+        """Blocks in a load."""
 
     def evict(self, nbytes: int, count: int) -> bool:
         """Drop the least recently used blocks. Return True if `count` blocks of `nbytes` bytes have room.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan.worker")
 
 CHECKED = tuple(range(0, 64, 7)) + tuple(range(64, 4097, 252))
-"""Positions at which cosines and sines are compared."""
+"""Positions for the comparison of cosines and sines."""
 TOLERANCE = 2.0**-6
 """Most difference of a cosine. vLLM's are in the model's dtype: bf16 is off by 2**-9, float32 angles by some 1e-3
 at the last position."""

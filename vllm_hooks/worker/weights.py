@@ -75,7 +75,7 @@ class Loaded:
 
 
 _loaded: dict[int, Loaded] = {}
-"""Weights by the id of an engine's transfer configuration, which its models share."""
+"""Weights by the id of an engine's transfer configuration, common to the engine's models."""
 
 
 def watch_model(vllm_config: "VllmConfig", model_config: "ModelConfig", model: torch.nn.Module) -> None:
