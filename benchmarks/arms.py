@@ -91,11 +91,11 @@ def _watch(process: subprocess.Popen[bytes], report: Path, step: Callable[[str],
     deadline, read = time.monotonic() + timeout_s, 0
     while time.monotonic() < deadline:
         alive = process.poll() is None
-        lines = report.read_text().split("\n")[:-1]  # what follows the last newline is half written
+        lines = report.read_text().split("\n")[:-1]  # the text behind the last newline is half written
         for line in map(json.loads, lines[read:]):
             if "step" in line:
                 step(line["step"])
-            else:  # it leaves by itself now, and if not, by force
+            else:  # the process leaves now, and if not, by force
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(STOP_WAIT_S)
                 return
@@ -120,7 +120,7 @@ def run_arms(
                 results[arm.name] = run_arm(script, arm, log, step, timeout_s)
                 if arm.engine.manthan is not None:
                     results[arm.name]["codec_used"] = codec_used(log)
-                log.with_suffix(".json").write_text(json.dumps(results[arm.name]))  # a run that is cut short keeps it
+                log.with_suffix(".json").write_text(json.dumps(results[arm.name]))  # results survive a broken run
             except ArmError as error:
                 errors[arm.name] = str(error)
                 console.print(error.log_tail, markup=False, soft_wrap=True)

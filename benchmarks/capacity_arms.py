@@ -119,7 +119,7 @@ def _tiers(kind: str, nbytes: int) -> dict[str, Any]:
     return {"kind": kind, "max_bytes": nbytes}
 
 
-# -- what was asked for ---------------------------------------------------------------------------------
+# -- arguments ------------------------------------------------------------------------------------------
 
 
 def read_budgets(text: str) -> list[int]:

@@ -133,7 +133,7 @@ class Asker:
         right = []
         for index in indices:
             right.append(self._come(index))
-            until_settled(self.endpoint, STILL_S)  # nobody waits until a session before is saved
+            until_settled(self.endpoint, STILL_S)  # without waiting until the previous session is saved
         return right
 
     def _come(self, index: int) -> bool | None:

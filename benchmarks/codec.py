@@ -146,7 +146,7 @@ def main(
     begun = machine()
     with console.status("measuring") as status:
         for cores in sorted({1, len(cpus)}):
-            # one core comes first: threads inherit the affinity of who makes them
+            # one core comes first: threads inherit their maker's affinity
             os.sched_setaffinity(0, {min(cpus)} if cores == 1 else cpus)
             for tokens in (16, 128):
                 status.update(f"blocks of {tokens} tokens, {cores} cores")

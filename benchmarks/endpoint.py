@@ -78,7 +78,7 @@ class Endpoint:
         """Set the timeout for answers from now on."""
         self._http.timeout = httpx.Timeout(timeout_s)
 
-    # -- what it says of itself -----------------------------------------------------------------------
+    # -- facts of the server --------------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
         """Return the first model from /v1/models: id, root, max_model_len and more."""
@@ -101,7 +101,7 @@ class Endpoint:
         """
         with self._reachable():
             text = self._http.get("/metrics").text
-        if names:  # reading all of them takes long
+        if names:  # reading all series takes long
             text = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(names))
         return [
             (sample.name, sample.labels, sample.value)
@@ -124,7 +124,7 @@ class Endpoint:
         if not answer["success"]:
             raise self.error("The server would not reset its prefix cache: a request still holds blocks.")
 
-    # -- what it is asked -----------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------
 
     def chat(self, messages: Sequence[dict[str, Any]], leave_after: int = 0, **options: Any) -> Reply:
         """Return a chat completion, streamed, to time the first token. options: fields of the request.

@@ -24,7 +24,7 @@ class WrongPathError(RuntimeError):
     """A request was answered from a different source than the arm's, so the figure would be wrong."""
 
 
-# -- what is asked for ----------------------------------------------------------------------------------
+# -- options ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class EngineOptions:
         if self.offload_nbytes:
             args["kv_offloading_size"] = self.offload_nbytes / 2**30
         if find_spec("flashinfer") is None:
-            args["gdn_prefill_backend"] = "triton"  # vLLM's own choice on Hopper needs that package
+            args["gdn_prefill_backend"] = "triton"  # vLLM's choice on Hopper needs a package
         if self.manthan is not None:
             from manthan.vllm_hooks import kv_transfer_config
 
@@ -113,7 +113,7 @@ class Engine:
         external = self.metrics("external_prefix_cache_hits_total")
         began = time.perf_counter()
         ttft_s, cached = 0.0, 0
-        async for output in self.generate(tokens, 1, session, hints):  # one output: the first token is the last
+        async for output in self.generate(tokens, 1, session, hints):  # a single output: the first token is the last
             ttft_s, cached = time.perf_counter() - began, output.num_cached_tokens or 0
         await asyncio.sleep(POLL_S)  # the step's metrics come with its outputs
         external = self.metrics("external_prefix_cache_hits_total") - external

@@ -76,7 +76,7 @@ GPU = Sizes(chats=64, tokens=8192, pool_chats=10, memory=20 << 30)
 CPU = Sizes(chats=20, tokens=512, pool_chats=8, memory=0)
 
 
-# -- what is asked, and of whom -------------------------------------------------------------------------
+# -- chats and arms --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ class Talker:
                 try:
                     found = self._endpoint.samples(*WATCHED)
                 except ServerError:
-                    continue  # who asks it something finds out, too
+                    continue  # every request finds out, too
                 samples.append({"at_s": round(self._now(), 2)} | _by_name(found))
 
         watcher = threading.Thread(target=look, daemon=True)

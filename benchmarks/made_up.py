@@ -133,7 +133,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the model goes.")]) 
     reader.read(builder, pieces, False, lambda: typer.echo(f"a piece is read, {time.monotonic() - began:.0f} s"))
     builder.finish().save(
         folder.with_name(f"{folder.name}-profile.safetensors")
-    )  # in it, vLLM would take it for weights
+    )  # inside, vLLM would take the profile for weights
     typer.echo(f"its profile is written, {time.monotonic() - began:.0f} s")
 
 

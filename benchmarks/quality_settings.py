@@ -101,7 +101,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        codec = "exact, encoded" if self.codec == EXACT else self.codec  # not the arm of that name
+        codec = "exact, encoded" if self.codec == EXACT else self.codec  # unlike the arm with the name
         return f"{codec} {self.sink}" if self.sink else codec
 
     @property

@@ -103,7 +103,7 @@ async def _answer_twice(engine: Engine, chat: dict[str, Any], ours: bool, number
     session, what = f"chat-{number}", f"chat {number}"
     if ours:
         await engine.until_cold()
-    cold = engine.sessions("cold")  # also what became of earlier chats whose answers differed
+    cold = engine.sessions("cold")  # also sessions of earlier chats with different answers
     hot, first = await _answer(engine, chat, session, "hot")
     check(first, engine.options.block_size, cached=False, external=False, what=f"{what}, at first")
     if ours:
@@ -172,13 +172,13 @@ async def _score(
     await asyncio.sleep(POLL_S)  # the step's metrics come with its outputs
     external = engine.metrics("external_prefix_cache_hits_total") - external
     flat = found.prompt_logprobs
-    start = flat.start_indices[-scored]  # what was not computed has no scores
+    start = flat.start_indices[-scored]  # uncomputed tokens have no scores
     ids, logs = (
         np.array(part[start:], dtype).reshape(scored, -1)
         for part, dtype in ((flat.token_ids, np.int32), (flat.logprobs, np.float32))
     )
     rank = np.array([flat.ranks[at] for at in flat.start_indices[-scored:]], np.int32)
-    top_of = Top(logs[:, 0], rank, ids[:, 1:], logs[:, 1:])  # each row begins with the token that stands there
+    top_of = Top(logs[:, 0], rank, ids[:, 1:], logs[:, 1:])  # each row begins with the actual token
     np.savez(file, **top_of._asdict())
     return Answer(0.0, len(tokens), found.num_cached_tokens or 0, round(external))
 

@@ -102,7 +102,7 @@ def check_wheel(wheel: Path) -> None:
         )
 
 
-# -- what is in it --------------------------------------------------------------------------------------
+# -- contents --------------------------------------------------------------------------------------------
 
 
 def read_gguf(file: Path, step: Callable[[], None]) -> tuple[Tensors, dict[str, Any]]:
@@ -259,7 +259,7 @@ def _write(folder: Path, tensors: Tensors, config: dict[str, Any], file: Path, t
     GenerationConfig(**ends).save_pretrained(folder)
     weights = folder / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # like the other files
+    weights.chmod(0o644)  # like all files
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     (folder / "LICENSE").write_text(terms)
     (folder / "NOTICE").write_text(notice(folder.name))

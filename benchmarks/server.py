@@ -182,7 +182,7 @@ class VllmServer(Endpoint):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    # -- what it says ---------------------------------------------------------------------------------
+    # -- metrics and log --------------------------------------------------------------------------------
 
     def new_log_lines(self) -> list[str]:
         """Return the log's whole lines written since the last call."""
@@ -197,7 +197,7 @@ class VllmServer(Endpoint):
         return ServerError(what, self.log)
 
     def _what_happened(self) -> str:
-        time.sleep(0.5)  # a process that has just died is seen to be dead a moment later
+        time.sleep(0.5)  # the death of a process is visible a moment later
         return "did not answer a request" if self.is_alive() else f"died (exit status {self.exit_status})"
 
 

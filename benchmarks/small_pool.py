@@ -103,7 +103,7 @@ def measure(servers: dict[str, VllmServer], chats: int, at_once: int, rounds: in
     for number in range(rounds + 2):
         for name in sorted(sides, reverse=bool(number % 2)):
             times = [seconds * 1e3 for seconds in sides[name].round()]
-            if number > 1:  # chats begin, and what is compiled late has been
+            if number > 1:  # chats begin, and late compilations are over
                 found[name].append(times)
         time.sleep(pause_s)
     return {name: {"ttft_ms": times, "metrics": metrics(servers[name])} for name, times in found.items()}

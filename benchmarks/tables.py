@@ -39,7 +39,7 @@ class Table:
     def _entries(self, tokens: int) -> str:
         """Return lines, from the first on and over again, with room left for a question."""
         lines, count, begin = "", 0, len(self._ids(""))
-        for name, value in itertools.cycle(self._values.items()):  # a line is as many tokens alone as among others
+        for name, value in itertools.cycle(self._values.items()):  # a line has as many tokens alone as among lines
             if count >= tokens - QUESTION_TOKENS:
                 break
             line = f"{name} = {value}\n"

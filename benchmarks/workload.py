@@ -259,7 +259,7 @@ class _Blocks:
 
     def ids(self, parts: list[_Part]) -> list[int]:
         ids: list[int] = []
-        block: list[tuple[str, int, int]] = []  # what it is made of: part, from, to
+        block: list[tuple[str, int, int]] = []  # parts: name, from, to
         room = MOONCAKE_BLOCK_TOKENS
         for name, tokens in parts:
             done = 0

@@ -43,7 +43,7 @@ PRESETS: dict[str, Preset] = {**WHTS, **klt.PRESETS, K3V3.name: K3V3}
 
 def finer_codecs(name: str) -> list[str]:
     """Codecs to use instead of an unfaithful codec, coarsest first."""
-    without_profile = [WHT] if needs_profile(name) else []  # the text may be of a kind that the profile does not fit
+    without_profile = [WHT] if needs_profile(name) else []  # the profile may not fit the text
     return [] if name in (FALLBACK, EXACT) else [*without_profile, FALLBACK]
 
 

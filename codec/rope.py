@@ -85,7 +85,7 @@ class Rope:
         if kind not in STEADY or base is None or "mrope_section" in parameters:
             return None
         share = parameters.get("partial_rotary_factor") or 1.0
-        if kind == "proportional":  # pairs of the whole head, of which the last are not turned
+        if kind == "proportional":  # pairs of the whole head, without turns for the last
             pairs, turned = np.arange(head_dim // 2, dtype=np.float64), int(share * head_dim // 2)
             found = float(base) ** (-2 * pairs / head_dim) / parameters.get("factor", 1.0) * (pairs < turned)
             return cls(tuple(map(float, found)))

@@ -173,7 +173,7 @@ class Mixture(EvictionPolicy):
     def forget(self, session_id: str) -> None:
         if session_id in self._present:
             self._left(session_id)
-            if session_id != self._offered:  # a victim stays in shadows: it was this policy's choice alone
+            if session_id != self._offered:  # a victim stays in shadows: only this policy chose the victim
                 for shadow in self._shadows.values():
                     shadow.forget(session_id)
 

@@ -44,7 +44,7 @@ def _load(point: EntryPoint) -> type[EvictionPolicy]:
     what = f"policy '{point.name}'{package}, {point.value},"
     try:
         policy = point.load()
-    except Exception as error:  # whatever another's module does when it is imported
+    except Exception as error:  # a foreign module may raise anything on import
         said = " ".join(str(error).split())
         raise BadPolicyError(f"{what} cannot be loaded: {type(error).__name__}{f': {said}' if said else ''}") from error
     if not (isinstance(policy, type) and issubclass(policy, EvictionPolicy)):

@@ -187,7 +187,7 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", para
             own = extra.get(params_key)
             checked = check(self.vllm_config, own, request.session_id)
             if checked is not own and params is not None:
-                params.extra_args = {**extra, params_key: checked}  # these are the request's own, but `extra` is not
+                params.extra_args = {**extra, params_key: checked}  # the request's own params, but `extra` is shared
             return request
 
         return process
@@ -349,7 +349,7 @@ class Core:
                 and True if all media are at hand.
             by_content: True if hashes hold the content of media instead of the clients' names.
         """
-        if (core := self._core) is None:  # somebody else makes the requests, in tests
+        if (core := self._core) is None:  # in tests, requests are made without a core
             return
 
         def with_salt(preprocess: Any) -> Any:
@@ -358,7 +358,7 @@ class Core:
                 features = (request.mm_features if by_content else None) or []
                 may_be_sizes = extra.get("ec_transfer_params") or core.vllm_config.ec_transfer_config
                 if features and not may_be_sizes:
-                    if core.mm_receiver_cache is not None:  # it has the data of media that were sent before
+                    if core.mm_receiver_cache is not None:  # the cache has the data of earlier media
                         features = core.mm_receiver_cache.get_and_update_features(features)
                     request = msgspec.structs.replace(request, mm_features=[_with_content(each) for each in features])
                 known = not features or (not may_be_sizes and all(each.data is not None for each in features))
@@ -539,7 +539,7 @@ def _marking(cache_blocks: Callable[..., None]) -> Callable[..., None]:
         managers, name = self.single_type_managers, request.request_id
         if watched.marks:
             watched.copied(managers)
-        if request.num_computed_tokens == 0:  # it was admitted just now
+        if request.num_computed_tokens == 0:  # just admitted
             watched.found(request, managers)
         if not watched.marks:
             return cache_blocks(self, request, num_computed_tokens)
@@ -720,7 +720,7 @@ class VllmPool:
         overwrite_next(self._pool, self._copies(group, block_hashes)[::-1])
 
     def keep(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        if group != self._main:  # vLLM overwrites blocks of windows and states as it likes
+        if group != self._main:  # vLLM overwrites blocks of windows and states in any order
             return
         blocks = self._copies(group, block_hashes)
         self._saved.update(block.block_id for block in blocks)
@@ -881,7 +881,7 @@ def write_latents(
 ) -> None:
     """Write latents [tokens, numbers] and RoPE's part of keys [tokens, 1, numbers] as a layer's backend does (MLA)."""
     scale = getattr(module, "_k_scale", None)  # the CPU's takes none; a cache that is not quantized has no use for it
-    cache = cache.squeeze(1) if cache.ndim == 4 else cache  # without heads, as the layer itself has it
+    cache = cache.squeeze(1) if cache.ndim == 4 else cache  # without heads, like the layer
     module.impl.do_kv_cache_update(latents, keys, cache, slots, getattr(module, "kv_cache_dtype", "auto"), scale)
 
 
@@ -929,7 +929,7 @@ def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], Non
         return initialize_watched
 
     package = utils.__name__.rpartition(".")[0]
-    for module in list(sys.modules.values()):  # each loader has a name of its own for it
+    for module in list(sys.modules.values()):  # each loader imports the function under a separate name
         if getattr(module, "__name__", "").startswith(package) and getattr(module, "initialize_model", None) is theirs:
             wrap(name, module, watched)
 

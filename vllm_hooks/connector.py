@@ -63,7 +63,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a cache: what is not stored is recomputed
+        return False  # a cache: unstored blocks are recomputed
 
     # -- errors ---------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PLACES = {
     "host": (MEDIUM_CPU, Locality.LOCAL),
-    "device": (MEDIUM_CPU, Locality.LOCAL),  # "GPU" is what vLLM's own pool says of its blocks, and takes back
+    "device": (MEDIUM_CPU, Locality.LOCAL),  # "GPU" is the medium of vLLM's pool, used and withdrawn by vLLM
     "disk": (MEDIUM_STORAGE, Locality.LOCAL),
     "redis": (MEDIUM_STORAGE, Locality.REMOTE),
 }

@@ -111,5 +111,5 @@ def _folder(model: str, revision: str | None) -> Path | None:
 
     try:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception:  # some other source, which has no code that is run
+    except Exception:  # a different source, without code to run
         return None

@@ -495,7 +495,7 @@ def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
 
     dtype = getattr(spec, "cache_dtype_str", None) or ("auto" if cache is None else cache.cache_dtype)
     if dtype == "auto" and getattr(spec, "kv_quant_mode", None) is KVQuantMode.FP8_PER_TENSOR:
-        return E4M3  # the model says so
+        return E4M3  # set by the model
     return str(dtype)
 
 

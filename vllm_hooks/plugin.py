@@ -67,7 +67,7 @@ def read_flags(args: argparse.Namespace) -> None:
         if not is_on(args):
             return
         complete(args)
-    middleware = getattr(args, "middleware", None)  # other commands than `vllm serve` have no server
+    middleware = getattr(args, "middleware", None)  # commands other than `vllm serve` have no server
     if middleware is not None and MIDDLEWARE not in middleware:
         args.middleware = [*middleware, MIDDLEWARE]
 

@@ -230,7 +230,7 @@ class SchedulerHalf:
         self._core.ask(get_ready)  # vLLM has warmed up
         try:
             self._weights = self._core.ask(weights_state)
-        except Exception as error:  # whatever it is, the engine goes on
+        except Exception as error:  # the engine continues after any error
             logger.warning("Manthan: workers do not tell of their weights: %s: %s", type(error).__name__, error)
         self._sweeper.start()
         if self._redis is not None:
@@ -355,11 +355,11 @@ class SchedulerHalf:
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
         """Note the blocks allocated by vLLM, and load `tokens` tokens behind the found blocks."""
-        is_new = request.request_id in self._hot  # else its load has ended
+        is_new = request.request_id in self._hot  # else the load has ended
         hot = self._hot.pop(request.request_id, 0)
         brought = tokens_to_load(request) - tokens if is_new else 0  # by another connector
         usable = self.driver.usable(request.num_tokens)
-        if self._events is not None and self._redis is not None:  # others may have stored what it asks for
+        if self._events is not None and self._redis is not None:  # another engine may have stored the request's blocks
             self._events.remember(request, usable)
         taken = sum(map(len, blocks.blocks))
         self.driver.admitted(request.request_id, hot, usable, taken, brought // self._block_size)
@@ -565,7 +565,7 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Drop all KV, resident and saved."""
-        if self._core.is_pausing:  # `paused` knows what is to go
+        if self._core.is_pausing:  # `paused` decides what to drop
             return
         self.telemetry.changed.update(self.manager.table.by_id)
         self._place = self.driver.reset(time.monotonic())

@@ -98,7 +98,7 @@ def _compiled(architecture: str) -> str:
         fault = str(answers.recv()) if answers.poll(PROBE_S) else f"the compiler did not end in {PROBE_S:g} s"
         process.kill()
         process.join()
-    except (OSError, EOFError, AssertionError) as error:  # no process can be started, or it has died
+    except (OSError, EOFError, AssertionError) as error:  # no process can be started, or the process has died
         return f"{type(error).__name__}: {error}"
     return fault
 
@@ -108,7 +108,7 @@ def _compile(architecture: str, answer: "Connection") -> None:
 
     try:
         cubin('extern "C" __global__ void nothing() {}', architecture)
-    except Exception as error:  # also that of a library that cannot be loaded
+    except Exception as error:  # also the error of a library that cannot be loaded
         answer.send(" ".join(str(error).split()))
     else:
         answer.send("")

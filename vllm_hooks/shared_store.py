@@ -42,7 +42,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     if any(each.group.is_state for each in groups.at_points):
         beside.append(config.codec.state)
     if groups.again and beside:
-        beside.append(groups.again)  # resume points are at other depths
+        beside.append(groups.again)  # resume points are at different depths
     cache, keys = vllm_config.cache_config, keys_of(config.sealing)
     return Namespace.of(
         config.tiers.redis.prefix,

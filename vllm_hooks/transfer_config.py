@@ -86,7 +86,7 @@ def others(transfer: "KVTransferConfig") -> list[str]:
         return []
     names = [str(each.get("kv_connector")) for each in transfer.kv_connector_extra_config.get(ENTRIES, ())]
     if CONNECTOR in names:
-        names.remove(CONNECTOR)  # once: a second one is another connector
+        names.remove(CONNECTOR)  # once: a second entry is another connector
     return names
 
 
@@ -121,7 +121,7 @@ def complete(config: "VllmConfig | Namespace") -> None:
     assert transfer is not None
     extra[EXTRA_KEY] = resolve_config(env={}, flags=extra.get(EXTRA_KEY, {})).config.model_dump(mode="json")
     for entry in _entries(config):
-        entry["kv_load_failure_policy"] = transfer.kv_load_failure_policy  # that of all of them counts
+        entry["kv_load_failure_policy"] = transfer.kv_load_failure_policy  # only the policy of all together counts
 
 
 def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:

@@ -168,7 +168,7 @@ class KltPagedCodec(PagedCodec):
         self._tables = RowTables.of(profile, format.codec, self.device)
         self._plans: dict[int, KltPlan] = {}
         largest = max(self._tables.encoding.nbytes, self._tables.decoding.nbytes)
-        properties: Any = torch.cuda.get_device_properties(self.device)  # of more than its stubs know
+        properties: Any = torch.cuda.get_device_properties(self.device)  # more attributes than in the stubs
         self._shared = largest <= properties.shared_memory_per_block_optin
         shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
         self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, self._kinds)

@@ -8,7 +8,7 @@ import torch
 
 from manthan.codec.gpu.kernel_cache import KernelCache, cache_folder
 
-try:  # a dependency of PyTorch's CUDA wheels, absent beside its CPU wheels
+try:  # a dependency of PyTorch's CUDA wheels, absent with the CPU wheels
     from cuda.bindings import driver, nvrtc
 except ImportError:
     driver = nvrtc = None

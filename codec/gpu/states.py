@@ -90,7 +90,7 @@ class StateCoder:
         if not self._codec.is_int8:
             limit = LARGEST[Dtype.BFLOAT16]
             return [cast(x.clamp(-limit, limit), torch.bfloat16)]
-        levels = torch.full((), float(LEVELS), device=x.device)  # by a plain number, CUDA multiplies with its inverse
+        levels = torch.full((), float(LEVELS), device=x.device)  # by a plain number, CUDA multiplies with the inverse
         scales = largest / levels
         some = scales[:, :, None] > 0
         steps = torch.where(some, x / torch.where(some, scales[:, :, None], 1.0), 0.0)

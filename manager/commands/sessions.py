@@ -113,7 +113,7 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     except HTTPError as error:
         try:
             told = str(json.loads(error.read())["error"]["message"])
-        except (ValueError, LookupError, TypeError):  # somebody else's answer
+        except (ValueError, LookupError, TypeError):  # an answer of a different program
             told = f"The server at {url} has no /manthan: is Manthan on, with its API? ({error})"
         raise AskError(told) from None
     except (OSError, HTTPException) as error:

@@ -84,7 +84,7 @@ def simulate(
         "idle_after_s": config.idle.after_s,
         "first_measured": int(measure_from * len(read.requests)),
     }
-    gc.freeze()  # a replay makes many objects that live long and are in no cycles
+    gc.freeze()  # a replay makes many long-lived objects without cycles
     gc.set_threshold(50_000, 20, 20)
     progress = Console(stderr=True)
     if is_one:

@@ -68,7 +68,7 @@ def _sentence(
         source, hint = _source(sources, f"policy.{unknown[0]}"), nearest(unknown[0], fields)
         return f"{source}unknown {config.name} option '{unknown[0]}'{hint}"
     first = first_mistake(error)
-    if not first.key:  # a validator that compares several
+    if not first.key:  # a validator over several keys
         written = ", ".join(dict.fromkeys(s for key, s in sources.items() if key.startswith("policy.")))
         return f"{f'{written}: ' if written else ''}policy {config.name}: {first.said}"
     option = first.field

@@ -136,7 +136,7 @@ def _leaves(key: str, value: object, source: str) -> _Leaves:
     elif (group or key in OLD_GROUPS) and isinstance(value, Mapping):
         for inner, inner_value in value.items():
             yield from _leaves(f"{key}.{inner}", inner_value, source)
-    elif (group or key in OLD_GROUPS) and value is None:  # a group whose keys are all commented out
+    elif (group or key in OLD_GROUPS) and value is None:  # a group with all keys commented out
         return
     elif key in RENAMED:
         _warn_once(f"Manthan: {source}: {key} is {RENAMED[key]} now")
@@ -187,9 +187,9 @@ def _nested(given: Mapping[str, _Given]) -> dict[str, Any]:
 
 def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
     key, _, _, said = first_mistake(error)
-    if not key or key in GROUPS:  # a validator that compares several values, and names them
+    if not key or key in GROUPS:  # a validator over several keys, with their names
         return f"{', '.join(dict.fromkeys(given[name].source for name in given if name in said))}: {said}"
-    while key not in given:  # inside of a value that is a mapping
+    while key not in given:  # inside of a mapping as a value
         key = key.rpartition(".")[0]
     value, source, _ = given[key]
     return f"{source}: {must_be(key, FIELDS[key].description, value)}"

@@ -42,7 +42,7 @@ def written(value: object) -> str:
 def must_be(key: str, right: str | None, value: object, show: Callable[[object], str] = written) -> str:
     """Return the sentence about a wrong value. right: the expected kind, behind "must be"."""
     shown = show(value)
-    if key == "tiers.redis.url" and re.search("[@?]", str(value)):  # there may be a password in it
+    if key == "tiers.redis.url" and re.search("[@?]", str(value)):  # may contain a password
         shown = "a URL with '@' or '?' in it"
     return f"{key} must be {right}, not {shown}"
 

@@ -108,7 +108,7 @@ def said(renderer: Renderer, messages: Sequence[Message], answer: Message, thoug
     asked, shown = renderer.decode(prompt), renderer.decode(renderer.render([*messages, answer], asks=False))
     final = answer["content"].rpartition("</think>")[2].lstrip()
     if shown.startswith(asked) and thought in shown[len(asked) :]:
-        text = shown[len(asked) : shown.rfind(final) + len(final)]  # as the template itself writes it
+        text = shown[len(asked) : shown.rfind(final) + len(final)]  # as the template writes
     else:
         opened = "" if asked.rstrip().endswith("<think>") else "<think>\n"
         text = f"{opened}{thought}\n</think>\n\n{final}" if thought else final
@@ -129,7 +129,7 @@ def partings(renderer: Renderer) -> list[Parting]:
     tried = [("plain answers", plain, "", 0), ("another day", plain, "", A_DAY)]
     if THOUGHT in shown:
         tried.append(("thinking", apart, THOUGHT, 0))
-    if THOUGHT not in shown or "<think>" in shown:  # not where thinking is in a channel of its own
+    if THOUGHT not in shown or "<think>" in shown:  # not if thinking is in a separate channel
         tried.append(("thinking within the answer", within, THOUGHT, 0))
     found = []
     for of, answer, thought, minutes in tried:

@@ -157,8 +157,8 @@ class EngineReplay:
         self._driver = Driver(self.manager, self._pool, prefetch_lead_s=lead_s(setup.idle_after_s))
         self._waiting: deque[_Request] = deque()
         self._starved: list[tuple[Callable[[_Request], None], _Request]] = []
-        self._promised = 0  # blocks that those let in will yet take
-        self._taken = 0  # blocks since the last step, for what is computed
+        self._promised = 0  # blocks still to be taken by admitted requests
+        self._taken = 0  # blocks taken since the last step
         self._encoded_until = 0.0
         self._is_measuring = False
 
@@ -167,7 +167,7 @@ class EngineReplay:
             self._at(self.requests[0].at, self._arrive, 0)
         while self._events:
             due = self._driver.next_deadline
-            if self.now < due < self._events[0][0]:  # what was due before had its step, and waits for a load
+            if self.now < due < self._events[0][0]:  # earlier due work had a step, and waits for a load
                 self.now = due
             else:
                 self.now, _, happen, what = heapq.heappop(self._events)

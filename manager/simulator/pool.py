@@ -28,7 +28,7 @@ class SimulatedPool:
         self._users = [0] * blocks
         self._name: list[BlockName | None] = [None] * blocks
         self._cached: dict[BlockName, int] = {}
-        self._copies: dict[BlockName, list[int]] = {}  # further blocks of the same name, which nobody finds meanwhile
+        self._copies: dict[BlockName, list[int]] = {}  # further blocks of the same hash, hidden meanwhile
 
     def __len__(self) -> int:
         return len(self._empty) + len(self._kept) + len(self._rest)

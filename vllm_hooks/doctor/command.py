@@ -78,7 +78,7 @@ def _examined(model: str, file: str, url: str, template: str) -> Iterator[Findin
     if not model:
         yield Finding(TEMPLATE, Grade.SKIPPED, "give MODEL to see whether it rewrites history.")
         return
-    if find_spec("torch"):  # else the first finding has said what is missing
+    if find_spec("torch"):  # else the first finding names the missing package
         from manthan.vllm_hooks.doctor.model import check_model
 
         with _quiet():

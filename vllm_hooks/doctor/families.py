@@ -46,7 +46,7 @@ class Family(NamedTuple):
     def outcome(self) -> str:
         """Key in `OUTCOMES`, for KV. States do not count where there is any."""
         ways = {each: stored(each) for each in self.caches if stored(each)}
-        if any(each in ways for each in DENSE):  # what else has full attention is bytes in the same group's blocks
+        if any(each in ways for each in DENSE):  # all further attention is bytes in the same blocks
             ways = {each: way for each, way in ways.items() if each in DENSE or _kind(each) not in DENSE}
         if self.uncached or "refused" in ways.values():
             return "refused"

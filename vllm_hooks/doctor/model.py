@@ -78,7 +78,7 @@ def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCache
     for name in names:
         known = ModelRegistry.models.get(name)
         if known is not None:
-            known.load_model_cls()  # so that an import that fails says what is missing
+            known.load_model_cls()  # so that a failed import names the missing package
     more: Any = {} if current_platform.is_cuda_alike() else {"hf_overrides": _without_quantization}
     vllm_config = EngineArgs(model=model, load_format="dummy", enforce_eager=True, **more).create_engine_config()
     with set_current_vllm_config(vllm_config), _one_rank():
@@ -160,7 +160,7 @@ def _said(group: "KVCacheGroupSpec", how: StoredGroup | None) -> tuple[Grade, st
     """Return the grade of a group, and a description. how: None for an unstored group."""
     spec: Any = group.kv_cache_spec
     kind, layers = type(spec).__name__, len(group.layer_names)
-    nbytes = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else layers)  # some have those of all layers
+    nbytes = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else layers)  # some specs count all layers
     is_state = kind == "MambaSpec"
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     size = f"a state of {nbytes:,} bytes" if is_state else f"{nbytes // spec.block_size:,} bytes a token"
@@ -194,7 +194,7 @@ def _architectures(model: str) -> list[str]:
 
         try:
             found = try_to_load_from_cache(model, "config.json")
-        except ValueError:  # this cannot be a name
+        except ValueError:  # no possible name
             found = None
         if not isinstance(found, str):
             raise FileNotFoundError("it is neither a folder nor in Hugging Face's cache")

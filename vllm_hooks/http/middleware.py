@@ -38,7 +38,7 @@ class Middleware:
         self._has_begun = False
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
-        if not self._has_begun:  # the server's start: routes can be added, and its flags are known
+        if not self._has_begun:  # the server's start: routes can be added, and flags are known
             self._has_begun = True
             add_api(scope["app"])
         incoming = keep(scope["headers"]) if "headers" in scope else None  # of a WebSocket, too
@@ -140,7 +140,7 @@ class Gate:
         self._app, self._has_key, self._hosts, self._origins = app, has_key, hosts, origins
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        path = get_route_path(scope) if scope["type"] == "http" else ""  # as the router reads it
+        path = get_route_path(scope) if scope["type"] == "http" else ""  # the router's path
         if path == PREFIX or path.startswith(f"{PREFIX}/"):
             try:
                 self._check(scope["method"], path, Headers(scope=scope))
@@ -152,7 +152,7 @@ class Gate:
     def _check(self, method: str, path: str, headers: Headers) -> None:
         """Raise ApiError for a forbidden request."""
         if self._has_key is not None:
-            is_page = method in SAFE and path in PATHS  # a browser cannot send a key when it opens one
+            is_page = method in SAFE and path in PATHS  # a browser cannot send a key on opening a page
             if not is_page and not self._has_key(headers):
                 raise ApiError(401, "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.")
         else:

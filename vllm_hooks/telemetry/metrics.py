@@ -144,7 +144,7 @@ class ManthanPromMetrics(KVConnectorPromMetrics):
             self._metrics[name] = kinds[metric.kind](
                 name=f"vllm:manthan_{name}", documentation=metric.text, labelnames=labels, **extra
             )
-            if metric.kind is not Gauge:  # Prometheus sees no increase by an event that begins a series
+            if metric.kind is not Gauge:  # Prometheus sees no increase by the first event of a series
                 for engine in self.per_engine_labelvalues.values():
                     for value in metric.values if metric.label else ("",):
                         self._child(name, engine, value)

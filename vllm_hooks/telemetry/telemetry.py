@@ -164,7 +164,7 @@ class Telemetry:
         if self.traces is not None:
             self.traces.restored(event, shape)
 
-    # -- what is shown --------------------------------------------------------------------------------
+    # -- values for /metrics --------------------------------------------------------------------------
 
     @property
     def verdict(self) -> str:

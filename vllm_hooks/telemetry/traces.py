@@ -24,10 +24,10 @@ class Traces:
     """Spans of an engine. tiers: names of the tiers, the fastest first. vLLM has set up the exporter."""
 
     def __init__(self, tiers: Sequence[str]) -> None:
-        from opentelemetry.context import Context  # it is there: tracing is on
+        from opentelemetry.context import Context  # present, because tracing is on
 
         self._tiers, self._none = tiers, Context()
-        self._headers: dict[str, Mapping[str, str] | None] = {}  # by id of a request that has not ended
+        self._headers: dict[str, Mapping[str, str] | None] = {}  # by id of a running request
         self._begun: dict[str, tuple[int, Sequence[str]]] = {}
         """Restores by request id: nanoseconds since 1970, and the tiers with the blocks."""
 

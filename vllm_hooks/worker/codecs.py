@@ -70,7 +70,7 @@ class Codecs:
             return error.cause
         try:
             exact = exact_of(wire.peek_sections(buf, front))
-        except SizeError:  # it is damaged, and the rest of it says how
+        except SizeError:  # damaged, and the rest of the block says how
             exact = 0
         codecs = [self.get(group, name) for name in ("", *self.names)]
         codec = next((codec for codec in codecs if codec.format.fingerprint == front.fingerprint), codecs[0])

@@ -303,7 +303,7 @@ class CudaEngine(Engine):
         for encoding in encodings:
             try:
                 self._encode(encoding)
-            except Exception as error:  # whatever it is costs these blocks, not the model's thread
+            except Exception as error:  # any error costs these blocks, not the model's thread
                 self._fail(encoding, error)
 
     def _refuse_rest(self, storing: Storing, cause: str) -> None:
@@ -378,10 +378,10 @@ class CudaEngine(Engine):
             freed, tier.freed = tier.freed, []
             if not freed:
                 continue
-            for lane in self._lanes if self._primary is None else ():  # a block may still be read, or on its way here
+            for lane in self._lanes if self._primary is None else ():  # a block may still be read, or in transfer
                 self._eraser.wait_stream(lane.stream)
             with torch.cuda.stream(self._eraser):
-                self._eraser.query()  # has the GPU's context on this thread, which the driver's copies do not look for
+                self._eraser.query()  # sets the GPU's context on this thread, unlike the driver's copies
                 zeros = [(Extent(0, ERASE_BYTES),) * -(-size // ERASE_BYTES) for _, size in freed]
                 _copy(self._zeros, zeros, tier.codes, [(extent,) for extent in freed], [size for _, size in freed])
                 self._erased = self._eraser.record_event()
@@ -414,15 +414,15 @@ class CudaEngine(Engine):
             batch = codec.batch(exact, *told, marks=[job.mark] * len(job))
             codec.encode(batch, codes)
             copied = lane.stream.record_event()
-            if not in_place:  # how much of its room a block takes is not known yet
+            if not in_place:  # the block's size within the room is unknown yet
                 _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
-                codes[: len(ours) * nbytes].zero_()  # the next block here may be shorter, and is copied with its rest
+                codes[: len(ours) * nbytes].zero_()  # the next block here may be shorter, and is copied with a rest
             self._encodings.append(Begun(encoding, self._chunk(codec, batch, lane.stream), copied))
 
     def _end_encodings(self) -> None:
         """Report blocks free for the pool again, and keep the encoded blocks."""
         for begun in self._encodings:
-            with suppress(Exception):  # it is met again below
+            with suppress(Exception):  # met again below
                 if not begun.is_copied and begun.copied.query():
                     begun.is_copied = True
                     self._copied(begun.encoding.storing)
@@ -525,7 +525,7 @@ class CudaEngine(Engine):
         if self._primary is not None:
             reading, near = self._primary.begin(job)
         loading = Loading(job, reading)
-        self._loadings.append(loading)  # from here on it is answered once, by those who poll
+        self._loadings.append(loading)  # from here on the pollers answer once
         if reading.is_read:
             self._begin_more(loading)
         elif self._primary is not None:
@@ -639,7 +639,7 @@ class CudaEngine(Engine):
         loading.broken = True
         self._stop([loading])
         with suppress(Exception):  # a GPU that does not even wait computes nothing either
-            for lane in self._lanes:  # what was begun writes to the blocks before whoever has them next
+            for lane in self._lanes:  # begun work writes to the blocks before their next owners
                 torch.cuda.current_stream(self._device).wait_stream(lane.stream)
 
     def _answer_load(self, loading: Loading) -> None:

@@ -77,7 +77,7 @@ class PinnedRam:
         self._stopped = True
         self.wait()
         for at in range(self._pinned):
-            with suppress(RuntimeError):  # of a GPU that does not answer
+            with suppress(RuntimeError):  # of an unresponsive GPU
                 compat.unpin(self._piece_of(at))
         self._spans, self._pinned = [], 0
         self.codes = torch.empty(0, dtype=torch.uint8)
@@ -129,7 +129,7 @@ def _end(nbytes: int) -> int:
 def _pages(nbytes: int) -> torch.Tensor:
     """uint8 [nbytes], huge pages if the system has some. Raises OSError."""
     pages = mmap.mmap(-1, nbytes + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without huge pages
         pages.madvise(ADVICE)
     found = torch.frombuffer(pages, dtype=torch.uint8)
     begin = -found.data_ptr() % HUGE

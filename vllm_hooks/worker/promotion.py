@@ -93,7 +93,7 @@ class Primary:
             for at, key in enumerate(job.block_hashes):
                 found = None if near[at] else next(values)
                 if not self._is_there(reading, (job.group, key)):
-                    if near[at]:  # it had to make room meanwhile
+                    if near[at]:  # evicted meanwhile
                         found = next(secondary.read(job.group, [key], job.tenant))
                     if found is None or isinstance(found, str):
                         behind = [n for n in far if n > at]

@@ -37,7 +37,7 @@ def running_rope(
     modules = rotary_modules(head_dim)
     found = {_rope_of(vllm_config, module, kind) for module in modules}
     if kind:
-        found.discard(None)  # those of layers of other kinds
+        found.discard(None)  # of layers of further kinds
     rope = found.pop() if len(found) == 1 else None
     if rope is None and tell:
         why = "vLLM turns them in another way than the configuration says" if modules else "vLLM has made no RoPE"

@@ -59,7 +59,7 @@ class Loaded:
     def _digest_of(self, name: str, tensor: torch.Tensor) -> str:
         try:
             return " ".join(tensor_digest(part) for _, part in parts_of(name, tensor))
-        except Exception as error:  # whatever a loader makes up: the model may be able to read it
+        except Exception as error:  # a loader's invention: the model may be able to read the tensor
             logger.warning("Manthan: weights cannot be told from others: %s: %s: %s", name, type(error).__name__, error)
             return self._unknown
 
