@@ -49,7 +49,7 @@ def agents(
     ] = 0,
     bound: Annotated[float, typer.Option(min=0, help="Seconds of p90 at which the cliff begins.")] = 2.0,
     pool: Annotated[str, typer.Option(help="KV pool, such as 24GiB; default: 36MiB, on a GPU 24GiB.")] = "",
-    memory: Annotated[str, typer.Option(help="Beside the pool; default: as the pool.")] = "",
+    memory: Annotated[str, typer.Option(help="Outside the pool; default: as the pool.")] = "",
     idle_after: Annotated[float, typer.Option(min=0, help="Manthan's idle.after_s.")] = 2,
     manthan: Annotated[str, typer.Option(help="Further keys of Manthan's, as YAML.")] = "",
     model: ModelFolder = None,

@@ -128,7 +128,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
 
 def make_table(report: dict[str, Any], points: Sequence[Point]) -> Table:
     memory = report["memory"]
-    sizes = f"pool {memory['pool_nbytes'] / GIB:.3g} GiB, {memory['store_nbytes'] / GIB:.3g} GiB beside it"
+    sizes = f"pool {memory['pool_nbytes'] / GIB:.3g} GiB, {memory['store_nbytes'] / GIB:.3g} GiB outside"
     table = Table(title=f"{report['trace']}, {report['model']}, {sizes}: returns' first tokens, s", **COMPACT)
     for header in ("agents", "arm"):
         table.add_column(header, no_wrap=True)

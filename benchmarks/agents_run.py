@@ -129,7 +129,7 @@ def run_arms(
     sizes_said = [ByteSize(nbytes).human_readable() for nbytes in (pool, store)]
     console.print(
         f"  {trace.name}: {len(sessions)} sessions, {', '.join(map(str, counts))} agents for {seconds:g} s each; a "
-        f"pool of {sizes_said[0]}, {sizes_said[1]} beside it",
+        f"pool of {sizes_said[0]}, {sizes_said[1]} outside",
         soft_wrap=True,
     )
     return run_jobs("agents", jobs, about, arguments, options.out, console)

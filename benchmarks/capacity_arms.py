@@ -159,7 +159,7 @@ def refuse_unknown(flag: str, wanted: set[str], known: Sequence[str]) -> None:
 def shown(arm: CapacityArm) -> str:
     """An arm in a line, for the console."""
     memory = arm.memory
-    store = f", {ByteSize(memory.store_nbytes).human_readable()} beside it" if memory.store_nbytes else ""
+    store = f", {ByteSize(memory.store_nbytes).human_readable()} outside" if memory.store_nbytes else ""
     total, pool = (ByteSize(nbytes).human_readable() for nbytes in (memory.budget, memory.pool_nbytes))
     return f"{arm.name}, {total}: a pool of {pool}{store}"
 

@@ -115,7 +115,7 @@ def make_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
     table = Table(title=f"Sessions of {report['tokens']:,} tokens of {report['model']} that return", box=SIMPLE)
     table.add_column("memory", justify="right")
     table.add_column("")
-    table.add_column("pool + beside", justify="right")
+    table.add_column("pool + store", justify="right")
     for header in ("came", "kept", "× plain", "MiB\na session", "first token, kept\np50 / p95 / p99, ms"):
         table.add_column(header, justify="right")
     for header in ("recomputed\np50, ms", "right\nanswers"):
@@ -207,7 +207,7 @@ def _draw_budgets(axes: Any, found: Sequence[Found], colors: dict[str, str]) -> 
             )
     top, right = max(one.kept for one in found), max(one.budget for one in found) / unit
     axes.set(xlim=(0, 1.06 * right), ylim=(0, 1.12 * top + 1))
-    axes.set_xlabel(f"memory for KV: pool, and codes or offload beside it, {name}")
+    axes.set_xlabel(f"memory for KV: pool, and compressed blocks or offload, {name}")
     axes.set_ylabel("sessions that return with at least 95% not recomputed")
     axes.set_title("Sessions kept", loc="left")
     axes.legend(frameon=False, loc="upper left")

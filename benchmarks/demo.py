@@ -278,7 +278,7 @@ def verdict(with_manthan: list[Return], plain: list[Return], memory: Memory) -> 
         f"{right} of {len(with_manthan)} answers right, {restored / full:.1%} of full blocks restored ({restored} of "
         f"{full}, never less than {least:.0%} of a chat); median time to first token {ours * 1e3:.0f} ms against "
         f"{theirs * 1e3:.0f} ms without Manthan ({factor}); {memory.hot:.1f} MiB of KV waited as "
-        f"{memory.codes:.1f} MiB of codes, beside a pool of {memory.pool:.1f} MiB."
+        f"{memory.codes:.1f} MiB of compressed blocks, with a pool of {memory.pool:.1f} MiB."
     )
     return not failures, f"{'FAILED, ' + '; '.join(failures) if failures else 'Passed'}: {line}"
 

@@ -71,7 +71,7 @@ def load(
         int, typer.Option(min=0, help="Tokens that the KV pool holds; 0: those of 8 chats, on a GPU 10.")
     ] = 0,
     memory: Annotated[
-        str, typer.Option(help="Beside the pool, such as 20GiB; default: as the pool, on a GPU 20GiB.")
+        str, typer.Option(help="Outside the pool, such as 20GiB; default: as the pool, on a GPU 20GiB.")
     ] = "",
     idle_after: Annotated[float, typer.Option(min=0.1, help="Seconds after which Manthan compresses a session.")] = 1,
     manthan: Annotated[

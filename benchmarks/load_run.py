@@ -351,5 +351,5 @@ def run_arms(
     requests = sum(len(chat.turns) for chat in load.chats)
     sizes = [ByteSize(nbytes).human_readable() for nbytes in (memory.pool_nbytes, memory.store_nbytes)]
     what = f"{len(load.parts)} loads of about" if load.parts else f"{len(load.chats)} chats,"
-    console.print(f"  {what} {requests} requests; a pool of {sizes[0]}, {sizes[1]} beside it")
+    console.print(f"  {what} {requests} requests; a pool of {sizes[0]}, {sizes[1]} outside")
     return run_jobs("fairness" if options.fairness else "load", jobs, about, arguments, options.out, console)

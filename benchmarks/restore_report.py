@@ -28,8 +28,8 @@ RATIOS = (
 )
 GAINS = (("host", "vllm-offload"), ("device", "plain"))
 BUDGET_OF = {
-    "vllm-offload": "host memory, beside a small pool",
-    "host": "host memory, beside a small pool",
+    "vllm-offload": "host memory, and a small pool",
+    "host": "host memory, and a small pool",
     "plain": "GPU memory, all of it pool",
     "device": "GPU memory, a small pool and a device store",
 }

@@ -91,12 +91,12 @@ class K3v3Codec(Codec):
         """Raises SizeError; NonFiniteError for a scale never written by an encoder."""
         n, dim = math.prod(section.shape[:-1]), section.head_dim
         if codes.size != self.max_nbytes(section):
-            raise SizeError(f"{codes.size} bytes are not the codes of {section}: {self.max_nbytes(section)} are.")
+            raise SizeError(f"{codes.size} bytes do not encode {section}: {self.max_nbytes(section)} do.")
         scales = codes[: 2 * n].copy().view("<u2").astype(np.uint32) << np.uint32(16)
         infinite = (scales & EXPONENT) == EXPONENT
         if infinite.any():
             bad = int(infinite.argmax())
-            raise NonFiniteError(f"the scale of vector {bad} is not finite: the codes are damaged.", bad)
+            raise NonFiniteError(f"the scale of vector {bad} is not finite: the block is damaged.", bad)
         planes = codes[align16(2 * n) :][: n * BITS * dim // 8].reshape(-1, section.tokens, BITS, dim // 8)
         return as_numbers(_decoded(scales.view(np.float32), planes).reshape(section.shape), section.dtype)
 

@@ -214,11 +214,11 @@ class WhtCodec(Codec):
         """Raises SizeError, DamagedError; NonFiniteError for a scale or a step never written by an encoder."""
         limit, parts = self.max_nbytes(section), Parts.of(section)
         if not parts.end <= codes.size <= limit:
-            raise SizeError(f"{codes.size} bytes are not the codes of {section}: {parts.end} to {limit} are.")
+            raise SizeError(f"{codes.size} bytes do not encode {section}: {parts.end} to {limit} do.")
         doublings = check_front(codes, section.codec, MOST_DOUBLINGS)
         chosen = codes[parts.tables]
         if (chosen >= len(TABLES)).any():
-            raise DamagedError("a table of frequencies has a number that no encoder writes: the codes are damaged.")
+            raise DamagedError("a table of frequencies has an impossible number: the block is damaged.")
         whole = self._coder.read(codes[parts.end :], _rows(chosen, section, doublings))
         q = whole.reshape(parts.runs, section.head_dim, section.tokens)
         if parts.are_keys:
@@ -270,7 +270,7 @@ class WhtCodec(Codec):
         bad = mean_steps >= STEP_END
         if bad.any():
             run = int(bad.argmax())
-            raise NonFiniteError(f"the mean of run {run} is not finite, or too large: the codes are damaged.", run)
+            raise NonFiniteError(f"the mean of run {run} is not finite, or too large: the block is damaged.", run)
         _check_steps(rounded, ROW_STEP_END)
         steps = np.repeat(as_floats(rounded), section.heads)
         code = _unpack(codes[parts.means].reshape(parts.runs, MEAN_BITS, -1))
@@ -440,4 +440,4 @@ def _check_steps(bf16: npt.NDArray[np.unsignedinteger], end: int = FINITE_STEPS)
     bad = bf16 >= end
     if bad.any():
         at = int(bad.argmax())
-        raise NonFiniteError(f"step {at} is not finite, or too large: the codes are damaged.", at)
+        raise NonFiniteError(f"step {at} is not finite, or too large: the block is damaged.", at)

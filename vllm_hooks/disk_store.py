@@ -44,7 +44,7 @@ def check_disk(vllm_config: "VllmConfig") -> None:
     if hosts > 1:
         raise ConfigError(
             f"tiers.kind is {config.tiers.kind}, but --nnodes spreads one engine over {hosts} hosts, and its "
-            "scheduler looks for the codes of all ranks on the disk of its own: use host or redis."
+            "scheduler looks for the blocks of all ranks on its own disk: use host or redis."
         )
     check_folder(config.tiers.disk.path, PATIENCE_S)
 

@@ -31,8 +31,8 @@ def check_arguments(arguments: "EngineArgs") -> None:
     size = arguments.kv_offloading_size
     if size is not None and is_on(arguments):
         raise UnsupportedError(
-            f"Manthan cannot be used here: --kv-offloading-size is {size:g}, with which vLLM's own offloading takes "
-            "Manthan's place; remove it, or name OffloadingConnector in --kv-transfer-config."
+            f"Manthan cannot be used here: --kv-offloading-size is {size:g}, which replaces Manthan by vLLM's "
+            "offloading; remove it, or name OffloadingConnector in --kv-transfer-config."
         )
 
 
@@ -61,7 +61,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         ),
         (
             on_device and config.codec.backend == "numpy",
-            "tiers.kind is device, but codec.backend numpy keeps codes in RAM: use kind host, or codec.backend auto",
+            "tiers.kind is device, but codec.backend numpy keeps blocks in RAM: use kind host, or codec.backend auto",
         ),
         (
             model.use_mla and device == "cpu" and not cache.enable_prefix_caching,
@@ -89,11 +89,11 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         (
             transfer.kv_role != "kv_both",
             f"kv_role of {transfer.kv_connector} is {transfer.kv_role}, but Manthan loads KV on every side: use "
-            "kv_both, and name the role of a connector beside Manthan in that one's own entry",
+            "kv_both, and name the role of any further connector in its own entry",
         ),
         (
             bool(strange := sorted(NOT_BESIDE & {*others(transfer)})),
-            f"--kv-transfer-config names {', '.join(strange)} beside Manthan: leave that out",
+            f"--kv-transfer-config names {', '.join(strange)} together with Manthan: leave that out",
         ),
         (
             transfer.kv_load_failure_policy != "recompute",

@@ -167,7 +167,7 @@ class KltCodec(Codec):
         """Raises SizeError, DamagedError."""
         limit = self.max_nbytes(section)
         if not START <= codes.size <= limit:
-            raise SizeError(f"{codes.size} bytes are not the codes of {section}: {START} to {limit} are.")
+            raise SizeError(f"{codes.size} bytes do not encode {section}: {START} to {limit} do.")
         doublings = check_front(codes, section.codec, MOST_DOUBLINGS)
         bases = self._bases[section.kind]
         numbers = self._coder.read(codes[START:], bases.rows(section.tokens))

@@ -141,7 +141,7 @@ class Coder:
         numbers = np.empty(int(rows.components.sum()) * rows.tokens, np.int16)
         whole = int(coded.sizes.sum()) == coded.words.size and bool((coded.states >= LOWEST).all())
         if not whole or not self._kernels().decode(*coded, *rows, self._decoding, numbers):
-            raise DamagedError("entropy-coded numbers do not end where they should: the codes are damaged.")
+            raise DamagedError("entropy-coded numbers do not end where they should: the block is damaged.")
         return numbers
 
     def write(

@@ -63,7 +63,7 @@ def made(console: Console, model: str, text: Path | None, tokens: int, ranks: in
     reader = ModelReader(model)
     info = reader.info(metric, hashlib.sha256(words.encode()).hexdigest())
     if info.rope is None and not info.latent:
-        console.print(f"{model}: how its keys are turned by their place is not understood; they are taken as they are.")
+        console.print(f"{model}: the RoPE of the keys is unknown; keys are taken as they are.")
     pieces, builder = reader.pieces(words, tokens), ProfileBuilder(info)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

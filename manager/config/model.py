@@ -244,7 +244,7 @@ class TiersConfig(_Group):
             raise ValueError(f"tiers.kind is {self.kind}, which is no more: {KINDS[self.kind]}")
         if self.host_bytes and self.kind == "host":
             raise ValueError(
-                "tiers.host_bytes is RAM beside tiers.kind device, disk or redis, but kind is host: use max_bytes"
+                "tiers.host_bytes is RAM for tiers.kind device, disk or redis, but kind is host: use max_bytes"
             )
         if self.disk_bytes and not self.is_shared:
             raise ValueError(

@@ -151,7 +151,7 @@ def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
     else:
         cache.gpu_memory_utilization = math.floor((given - ours) / total * 1e6) / 1e6
     logger.info(
-        "Manthan: %s of each GPU's memory are set aside for codes, out of what the KV pool would get%s",
+        "Manthan: %s of each GPU's memory are set aside for compressed blocks, out of the KV pool's share%s",
         human_bytes(ours),
         "" if cache.kv_cache_memory_bytes else f": --gpu-memory-utilization is now {cache.gpu_memory_utilization:g}",
     )

@@ -63,7 +63,7 @@ class PinnedRam:
     def start(self) -> None:
         """Pin the rest in the background, unless begun."""
         if self._thread is None and not self.is_whole:
-            said = "Manthan: pinning %s of RAM for codes; what is pinned is used already"
+            said = "Manthan: pinning %s of RAM for compressed blocks; pinned parts are used already"
             logger.info(said, human_bytes(self.nbytes))
             self._thread = threading.Thread(target=self._pin_others, name="manthan-pin", daemon=True)
             self._thread.start()
@@ -107,7 +107,9 @@ class PinnedRam:
                 )
                 return
         if self.is_whole:
-            logger.info("Manthan: %s of RAM for codes are pinned, in %.1f s", size, time.monotonic() - began)
+            logger.info(
+                "Manthan: %s of RAM for compressed blocks are pinned, in %.1f s", size, time.monotonic() - began
+            )
 
     def _pin(self, number: int) -> None:
         """Raises RuntimeError."""
