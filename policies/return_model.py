@@ -41,7 +41,7 @@ USUAL = 3.0
 RECENT, LASTING = 0.3, 0.06
 """Weights of a new pause in the two moving averages of a session's pauses."""
 HALF_LIVES = 2
-"""Half-lives of a request's weight in a window."""
+"""Halvings of a request's weight over a window."""
 YOUNG_S = 30.0
 """Seconds in which a single return is assumed of the youngest sessions."""
 ROUNDS = 32

@@ -39,7 +39,7 @@ PIECE = 2048
 ASKED = 4
 """Share of a piece, the last quarter, that asks the prefix: gradients are of the last tokens' log-probabilities."""
 DRAWS = 2
-"""Tokens drawn at each place, for a gradient each."""
+"""Tokens drawn at each position, for a gradient each."""
 NAME = "manthan_calibration"
 OUTPUTS = ("o_proj", "out_proj", "dense")
 """Names of the output projection of attention, [hidden, query heads * head_dim]."""

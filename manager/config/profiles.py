@@ -117,7 +117,7 @@ def _command(model: str, ranks: int) -> str:
     return f"manthan calibrate {model}" + (f" --tensor-parallel-size {ranks}" if ranks > 1 else "")
 
 
-# -- places -----------------------------------------------------------------------------------------------
+# -- paths ------------------------------------------------------------------------------------------------
 
 
 def profiles_folder() -> Path:

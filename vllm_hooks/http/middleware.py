@@ -82,7 +82,7 @@ class HeldAnswer:
         self._lock = asyncio.Lock()
         self._held: list[Message] | None = None
         self.is_refused = False
-        """True if the request was refused in place of the stream."""
+        """True if the request was refused instead of the stream."""
 
     async def send(self, message: Message) -> None:
         """Send a message of the answer, or hold the message back."""
