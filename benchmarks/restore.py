@@ -190,7 +190,7 @@ class Setting:
             model=str(self.model),
             block_size=self.block_size,
             blocks=max(math.ceil(pool_sessions * tokens / self.block_size), math.ceil(longest / self.block_size) + 2)
-            + self.shape.blocks_beside(self.block_size, self.batched_tokens),
+            + self.shape.further_blocks(self.block_size, self.batched_tokens),
             max_model_len=longest,
             eager=self.eager,
             batched_tokens=self.batched_tokens,

@@ -203,5 +203,5 @@ class VllmServer(Endpoint):
 
 def _vllm_command() -> list[str]:
     """Return the `vllm` command next to this Python, or else this Python's module."""
-    beside = Path(sys.executable).with_name("vllm")
-    return [str(beside)] if beside.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    sibling = Path(sys.executable).with_name("vllm")
+    return [str(sibling)] if sibling.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]

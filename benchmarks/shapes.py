@@ -253,7 +253,7 @@ class Shape:
             is_latent=bool(config.get("kv_lora_rank")),
         )
 
-    def blocks_beside(self, block_size: int, batched_tokens: int) -> int:
+    def further_blocks(self, block_size: int, batched_tokens: int) -> int:
         """Return blocks of the pool in use by groups of windows and states, with `batched_tokens` in a step, and
         equally many in the next step, scheduled before the end of the first.
         """

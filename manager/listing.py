@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from manthan.manager.fronts import FrontTiers
-from manthan.manager.session.blocks import NO_ROWS, SAVED, Rows
+from manthan.manager.session.blocks import SAVED, Rows
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session, SessionState, qualified
 
@@ -159,8 +159,8 @@ class Listing:
         """Return the facts of a session, counted block by block. See `page`."""
         blocks, shape, rows = self._blocks, self._table.shape, session.rows
         saved = rows[blocks.is_saved(rows)]
-        beside = self._beside(session)
-        beside = beside[blocks.is_saved(beside)]
+        points = session.point_rows
+        points = points[blocks.is_saved(points)]
         resident = self._manager.pool.lookup(shape.main, blocks.hashes(rows))
         hot = sum(block_id >= 0 for block_id in resident)
         return SessionInfo(
@@ -172,9 +172,9 @@ class Listing:
             hot_blocks=hot,
             cold_blocks=len(saved),
             hot_bytes=hot * shape.pool_nbytes,
-            cold_bytes=self._nbytes(saved) + self._nbytes(beside),
+            cold_bytes=self._nbytes(saved) + self._nbytes(points),
             tiers={
-                name: held for tier, name in enumerate(self._tiers) if (held := self._held(tier, saved, beside)).bytes
+                name: held for tier, name in enumerate(self._tiers) if (held := self._held(tier, saved, points)).bytes
             },
             created=round(session.created + offset, 3),
             last_used=round(session.last_used + offset, 3),
@@ -187,15 +187,11 @@ class Listing:
             lossy_tokens=session.lossy_tokens,
         )
 
-    def _held(self, tier: int, saved: Rows, beside: Rows) -> Held:
+    def _held(self, tier: int, saved: Rows, points: Rows) -> Held:
         has = np.array([self._fronts.has(tier, moved) for moved in range(self._fronts.all_moved + 1)])
-        saved, beside = saved[has[self._blocks.moved[saved]]], beside[has[self._blocks.moved[beside]]]
-        nbytes = self._nbytes(saved) + self._nbytes(beside)
+        saved, points = saved[has[self._blocks.moved[saved]]], points[has[self._blocks.moved[points]]]
+        nbytes = self._nbytes(saved) + self._nbytes(points)
         return Held(len(saved) * self._table.shape.block_tokens, len(saved), nbytes)
-
-    def _beside(self, session: Session) -> Rows:
-        """Return the blocks of further groups needed by the session's resume points."""
-        return np.unique(np.concatenate([point.rows for point in session.points])) if session.points else NO_ROWS
 
     def _nbytes(self, rows: Rows) -> int:
         return int(self._blocks.nbytes[rows].sum(dtype=np.int64))
@@ -245,7 +241,8 @@ class Listing:
                 return lambda session: len(session.rows)
 
     def _cold_nbytes(self, session: Session) -> int:
-        return self._saved(session) * self._table.shape.cold_nbytes + self._nbytes(self._beside(session))
+        points = self._nbytes(session.point_rows) if session.points else 0
+        return self._saved(session) * self._table.shape.cold_nbytes + points
 
     def _saved(self, session: Session) -> int:
         """Return the number of saved first blocks. O(log n): nearly always, only first blocks are saved."""

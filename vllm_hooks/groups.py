@@ -463,13 +463,13 @@ def _group(
     shapes = {(each.num_kv_heads, each.head_size, each.dtype, _dtype_of(each, cache), _latent(each)) for each in coded}
     ours = tuple(name for name in names if specs[name] in coded)
     others = tuple(name for name in names if specs[name] not in coded)
-    beside = packed(others) if others else None
-    fits = beside is None or (len(set(beside.layer_nbytes)) == 1 and beside.layer_nbytes[0] % UNIT == 0)
+    raw = packed(others) if others else None
+    fits = raw is None or (len(set(raw.layer_nbytes)) == 1 and raw.layer_nbytes[0] % UNIT == 0)
     if len(shapes) != 1 or not fits:
         return packed(names)
     spec = specs[ours[0]]
     latent = latents.numbers if _latent(spec) else 0
-    return KvCacheGroup(index, spec, len(ours), ours, _dtype_of(spec, cache), latent=latent, beside=beside)
+    return KvCacheGroup(index, spec, len(ours), ours, _dtype_of(spec, cache), latent=latent, beside=raw)
 
 
 UNIT = 16

@@ -39,9 +39,9 @@ def block_shape(group: "KvCacheGroup") -> BlockShape:
     """Shape of a rank's block of a KV cache group."""
     if group.is_packed:
         return packed_shape(group.layer_nbytes, group.spec.block_size)
-    spec, beside = group.spec, block_shape(group.beside) if group.beside else None
+    spec, raw = group.spec, block_shape(group.beside) if group.beside else None
     dim, dtype = spec.head_size - group.latent, FP8.get(group.cache_dtype) or DTYPES[spec.dtype]
-    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, dim, dtype, group.latent, beside)
+    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, dim, dtype, group.latent, raw)
 
 
 def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:

@@ -62,8 +62,8 @@ def read_flags(args: argparse.Namespace) -> None:
     flags = {flag: value for flag, value in given.items() if value is not None}
     with one_sentence():
         if flags:
-            beside = getattr(args, "kv_transfer_config", None)
-            args.kv_transfer_config = kv_transfer_config(flags.pop(CONFIG_FLAG, None), beside=beside, **flags)
+            before = getattr(args, "kv_transfer_config", None)
+            args.kv_transfer_config = kv_transfer_config(flags.pop(CONFIG_FLAG, None), beside=before, **flags)
         if not is_on(args):
             return
         complete(args)

@@ -38,11 +38,11 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     """
     group = groups.main
     sharding = Sharding.of(vllm_config, groups)
-    beside: list[object] = [[*_identity(each.group, sharding), each.reach] for each in groups.at_points]
+    further: list[object] = [[*_identity(each.group, sharding), each.reach] for each in groups.at_points]
     if any(each.group.is_state for each in groups.at_points):
-        beside.append(config.codec.state)
-    if groups.again and beside:
-        beside.append(groups.again)  # resume points are at different depths
+        further.append(config.codec.state)
+    if groups.again and further:
+        further.append(groups.again)  # resume points are at different depths
     cache, keys = vllm_config.cache_config, keys_of(config.sealing)
     return Namespace.of(
         config.tiers.redis.prefix,
@@ -56,7 +56,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
             **({"pipeline_parallel": sharding.stages} if sharding.stages > 1 else {}),
             "block_hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED", "")],
             **({"sealed": derived(keys[-1], "mark of a key", nbytes=8).hex()} if keys else {}),
-            **({"beside": beside} if beside else {}),
+            **({"beside": further} if further else {}),
         },
     )
 

@@ -138,7 +138,7 @@ def test_codes_that_no_encoder_writes_are_refused():
         (changed(0, 2), DamagedError, "begin with 02000000: 01000000 does"),
         (changed(1, MOST_DOUBLINGS + 1), DamagedError, "begin with 01110000"),
         (changed(2, 1), DamagedError, "begin with 01000100"),
-        (changed(parts.tables.start, 200), DamagedError, "a table of frequencies has a number"),
+        (changed(parts.tables.start, 200), DamagedError, "a table of frequencies has an impossible number"),
         (changed(parts.row_steps.start, 0x80, 0x7F), NonFiniteError, "step 0 is not finite"),
         (changed(parts.row_steps.start, 0, 0x80), NonFiniteError, "step 0 is not finite"),
         (changed(parts.steps.start, 0x80, 0x7F), NonFiniteError, "the mean of run 0 is not finite"),

@@ -172,8 +172,8 @@ def _said(group: "KVCacheGroupSpec", how: StoredGroup | None) -> tuple[Grade, st
         return Grade.WARNING, f"{holds}not stored."
     if how.codec == EXACT:
         return Grade.OK if is_state else Grade.WARNING, f"{holds}kept as it is, {how.ratio:.1f} times smaller."
-    beside = f", {how.as_bytes} of the layers as bytes" if how.as_bytes else ""
-    return Grade.OK, f"{holds}codec {how.codec}{beside}, {how.ratio:.1f} times smaller."
+    raw = f", {how.as_bytes} of the layers as bytes" if how.as_bytes else ""
+    return Grade.OK, f"{holds}codec {how.codec}{raw}, {how.ratio:.1f} times smaller."
 
 
 def _by_class(name: str) -> Finding:

@@ -68,7 +68,7 @@ def announce(
         logger.warning("Manthan: a session's first tokens are far from any profile: set codec.sink_tokens to 4")
 
 
-def _beside(blocks: int) -> str:
+def _of_points(blocks: int) -> str:
     return f" and {blocks} of windows or states" if blocks else ""
 
 
@@ -85,7 +85,7 @@ def tell_eviction(eviction: "Evicted") -> None:
         eviction.idle_s,
         eviction.blocks,
         eviction.tokens,
-        _beside(eviction.beside),
+        _of_points(eviction.beside),
         human_bytes(eviction.pool_nbytes),
         human_bytes(eviction.cold_nbytes),
         eviction.pool_nbytes / max(1, eviction.cold_nbytes),
@@ -105,7 +105,7 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
         restored.good,
         restored.blocks,
         restored.good * shape.block_tokens,
-        _beside(restored.beside),
+        _of_points(restored.beside),
         restored.seconds * 1e3,
         f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
     )
