@@ -40,8 +40,8 @@ def agents(
     agents: Annotated[str, typer.Option(help="How many at a time; default: 4,8,16, on a GPU 8,16,32,48.")] = "",
     arms: Annotated[str, typer.Option(help="As of `load`; default: plain, host; on a GPU plain, offload, host.")] = "",
     codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
-    shrink: Annotated[float, typer.Option(min=0, help="So many times fewer tokens; 0: 64, on a GPU 4.")] = 0,
-    faster: Annotated[float, typer.Option(min=0, help="So many times shorter pauses; 0: 10, on a GPU 1.5.")] = 0,
+    shrink: Annotated[float, typer.Option(min=0, help="Divisor of the tokens; 0: 64, on a GPU 4.")] = 0,
+    faster: Annotated[float, typer.Option(min=0, help="Divisor of the pauses; 0: 10, on a GPU 1.5.")] = 0,
     half: Annotated[Half, typer.Option(help="Sessions of the trace that take part.")] = Half.all,
     seconds: Annotated[float, typer.Option(min=0, help="Of each measurement; 0: 30, on a GPU 150.")] = 0,
     ramp: Annotated[
@@ -58,7 +58,7 @@ def agents(
     block_size: BlockTokens = 0,
     flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`, in one string.")] = "",
     redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
-    seed: Annotated[int, typer.Option(help="Of who has which sessions.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the agents' sessions.")] = 0,
     weka: Annotated[
         Path | None, typer.Option(help="Write agents' first sessions for AIPerf into this folder, and ask no server.")
     ] = None,

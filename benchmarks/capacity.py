@@ -44,7 +44,7 @@ def capacity(
     redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
     seed: Annotated[int, typer.Option(help="Of the sessions.")] = 0,
     start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 300,
-    timeout: Annotated[float, typer.Option(help="No more sessions are tried after so many seconds, per arm.")] = 300,
+    timeout: Annotated[float, typer.Option(help="Seconds after which no more sessions are tried, per arm.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot, logs.")] = Path("build", "benchmarks"),
     plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot FILES of earlier runs again.")] = False,
     files: Annotated[list[Path] | None, typer.Argument(help="JSON of earlier runs; several are merged.")] = None,

@@ -246,7 +246,7 @@ def measure(tokenizer: Any, behaviour: Behaviour, lengths: Lengths, count: int, 
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Whose tokenizer: a folder, or a name.")],
+    model: Annotated[str, typer.Argument(help="Model of the tokenizer: a folder, or a name.")],
     count: Annotated[int, typer.Option("--turns", min=2)] = 8,
     block_size: Annotated[int, typer.Option(min=1, help="As vLLM's --block-size.")] = 16,
     as_json: Annotated[bool, typer.Option("--json")] = False,

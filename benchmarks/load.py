@@ -64,12 +64,10 @@ def load(
         float | None, typer.Option(min=0, help="Seconds within which all chats come; default: twice --think.")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Requests to replay instead, as `simulate` reads them.")] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="So many times faster than the trace.")] = 1,
-    shrink: Annotated[float, typer.Option(min=1, help="So many times fewer tokens than in the trace.")] = 1,
+    speed: Annotated[float, typer.Option(min=0.001, help="Divisor of the trace's times.")] = 1,
+    shrink: Annotated[float, typer.Option(min=1, help="Divisor of the trace's tokens.")] = 1,
     requests: Annotated[int, typer.Option(min=0, help="The trace's first ones; 0: all.")] = 0,
-    pool: Annotated[
-        int, typer.Option(min=0, help="Tokens that the KV pool holds; 0: those of 8 chats, on a GPU 10.")
-    ] = 0,
+    pool: Annotated[int, typer.Option(min=0, help="Tokens of the KV pool; 0: of 8 chats, on a GPU 10.")] = 0,
     memory: Annotated[
         str, typer.Option(help="Outside the pool, such as 20GiB; default: as the pool, on a GPU 20GiB.")
     ] = "",
@@ -91,7 +89,7 @@ def load(
     redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
     seed: Annotated[int, typer.Option(help="Of the chats.")] = 0,
     start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 300,
-    timeout: Annotated[float, typer.Option(help="No more requests are sent after so many seconds, per arm.")] = 900,
+    timeout: Annotated[float, typer.Option(help="Seconds after which no more requests are sent, per arm.")] = 900,
     cold: Annotated[
         bool,
         typer.Option("--cold", help="Start each server with empty caches of compiled kernels, and do not warm it up."),

@@ -196,9 +196,9 @@ def _spread(times: Sequence[float], scale: float) -> str:
 
 
 def slow_table(found: Sequence[Found]) -> Table:
-    table = Table(title="The slowest tenth of the returns: what they waited for, mean ms", **COMPACT)
+    table = Table(title="Waits of the slowest tenth of the returns, mean ms", **COMPACT)
     table.add_column("", no_wrap=True)
-    for header in ("returns", "first token", *PARTS.values(), "tokens of others\ncomputed meanwhile"):
+    for header in ("returns", "first token", *PARTS.values(), "further tokens\ncomputed meanwhile"):
         table.add_column(header, justify="right")
     table.add_column("found")
     for one in found:
@@ -285,6 +285,6 @@ def _draw_slow(axes: Any, found: Sequence[Found]) -> None:
     axes.set_yticks(range(len(shown)), [arm for arm, _ in shown])
     axes.invert_yaxis()
     axes.set(xlabel="mean, ms")
-    axes.set_title("The slowest tenth of the returns: what they waited for", loc="left")
+    axes.set_title("Waits of the slowest tenth of the returns", loc="left")
     axes.legend(frameon=False)
     axes.grid(alpha=0.3, axis="x")

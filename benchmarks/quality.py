@@ -220,7 +220,7 @@ def with_vllm(
 def main(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face Hub.")] = "",
-    text: Annotated[Path | None, typer.Option(help="What the model reads, UTF-8; tiny-llama brings its own.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Text for the model, UTF-8; tiny-llama has one.")] = None,
     codec: Annotated[
         str,
         typer.Option(help="Codecs, by comma; auto: the one that Manthan takes as it comes; all: all there are."),
@@ -237,10 +237,10 @@ def main(
     tasks: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}, by comma; all, or none.")] = ALL,
     lengths: Annotated[str, typer.Option(help="Of the tasks' contexts, in tokens, by comma.")] = "2000,4000,8000",
     samples: Annotated[int, typer.Option(min=1, help="Contexts of each task and length.")] = 1,
-    chats: Annotated[int, typer.Option(min=0, help="Chats whose greedy answers are compared; 0 for none.")] = 24,
+    chats: Annotated[int, typer.Option(min=0, help="Chats with compared greedy answers; 0 for none.")] = 24,
     document: Annotated[int, typer.Option(min=1, help="Tokens of the text that a chat is about.")] = 1700,
     block_size: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32 on a CPU, 16 on a GPU.")] = 0,
-    kl_top: Annotated[int, typer.Option(min=1, help="On vLLM: KL over so many likeliest tokens and the rest.")] = 1024,
+    kl_top: Annotated[int, typer.Option(min=1, help="On vLLM: KL over the likeliest tokens and the rest.")] = 1024,
     dtype: Annotated[Dtype, typer.Option(help="The model's with Transformers; its KV is bf16.")] = Dtype.bfloat16,
     seed: Annotated[int, typer.Option(help="Of tasks.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that an engine may take.")] = 1800,

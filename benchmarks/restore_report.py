@@ -166,7 +166,7 @@ def _draw_capacity(axes: Any, kept: dict[str, int], arguments: dict[str, Any]) -
     axes.invert_yaxis()
     size = f"{arguments['capacity_tokens']:,} tokens"
     axes.set_title(f"Sessions of {size} kept in the bytes of {arguments['capacity_sessions']} in bf16", loc="left")
-    axes.set_xlabel("sessions of which at least 95% was not recomputed")
+    axes.set_xlabel("sessions with at most 5% recomputed")
 
 
 def _color(name: str) -> str:

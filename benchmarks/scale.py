@@ -42,7 +42,7 @@ def scale(
     running: Annotated[int, typer.Option(min=1, help="Requests that run at a time.")] = 8,
     steps: Annotated[int, typer.Option(min=300, help="Of each measurement.")] = 3000,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each number; the least counts.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of who returns when.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the returns.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for JSON and plot.")] = Path("build", "benchmarks"),
     plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot a report again.")] = False,
 ) -> None:

@@ -281,14 +281,14 @@ class _Blocks:
 def workload(
     sessions: Annotated[int, typer.Option(min=1, help="How many sessions begin.")] = 1000,
     seed: Annotated[int, typer.Option(help="Another one, another workload.")] = 0,
-    hours: Annotated[float, typer.Option(min=0.01, help="They begin within so many hours.")] = 1.0,
+    hours: Annotated[float, typer.Option(min=0.01, help="Hours within which sessions begin.")] = 1.0,
     chat: Annotated[float, typer.Option(min=0, help="Share of chats.")] = 55,
     agent: Annotated[float, typer.Option(min=0, help="Share of agents.")] = 15,
     single: Annotated[float, typer.Option(min=0, help="Share of single requests.")] = 30,
     reader: Annotated[float, typer.Option(min=0, help="Share of readers of long documents.")] = 0,
-    told: Annotated[float, typer.Option(min=0, max=1, help="Of the agents, those that say when they return.")] = 0,
-    lies: Annotated[float, typer.Option(min=0, max=1, help="Of the others, those that say they return at once.")] = 0,
-    tools: Annotated[float, typer.Option(min=0, max=1, help="Of the agents, those that name their tools.")] = 0,
+    told: Annotated[float, typer.Option(min=0, max=1, help="Share of the agents that announce their return.")] = 0,
+    lies: Annotated[float, typer.Option(min=0, max=1, help="Share of the rest that announce an immediate return.")] = 0,
+    tools: Annotated[float, typer.Option(min=0, max=1, help="Share of the agents that name their tools.")] = 0,
 ) -> None:
     """Print a made-up request trace for `simulate`, one JSON object a line."""
     if not chat + agent + single + reader:

@@ -92,7 +92,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             name = call.__name__
             if name not in self._logged:
                 self._logged.add(name)
-                logger.exception("Manthan: an error in %s: what it was asked for costs a recompute.", name)
+                logger.exception("Manthan: an error in %s costs a recompute.", name)
             self._count(name)
             return otherwise
 

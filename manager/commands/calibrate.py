@@ -30,13 +30,13 @@ class Metric(StrEnum):
 
 def calibrate(
     model: Annotated[str, typer.Argument(help="A folder, or the name of a model on the Hugging Face Hub.")],
-    text: Annotated[Path | None, typer.Option(help="What the model reads; a text that comes with Manthan.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Text for the model; default: Manthan's text.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Of the text, at most.")] = 24_576,
     out: Annotated[Path | None, typer.Option(help="The profile; a file in the cache folder.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As the server has it.")] = 1,
     metric: Annotated[
         Metric,
-        typer.Option(help="What errors weigh: what they do to the model's predictions, or what keys alone tell."),
+        typer.Option(help="Weight of errors: their effect on the model's predictions, or the spread of keys alone."),
     ] = Metric.fisher,
 ) -> None:
     """Measure a model's keys and values, or latents, for codecs that take a profile (klt-5x, klt-8x, klt-12x)."""

@@ -22,7 +22,7 @@ KEY_ENV = "VLLM_API_KEY"
 TIMEOUT_S = 30.0
 
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="Of vLLM's server.")]
-Tenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Whose session it is.")]
+Tenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Tenant of the session.")]
 Id = Annotated[str, typer.Argument(metavar="SESSION", help="Its id, as `list` shows it.")]
 COLUMNS = ("id", "parent", "tenant", "state", "tokens", "hot_bytes", "tiers", "last_used", "requests", "pinned")
 LOCAL = "http://127.0.0.1:8000"

@@ -64,7 +64,7 @@ def simulate(
     hot: Annotated[str, typer.Option(help="The KV pool: tokens (64000, 4M) or a share (5%); 0 for one cache.")] = "5%",
     cold: Annotated[str, typer.Option(help="The cold store: tokens that its blocks stand for, or a share.")] = "10%",
     idle_after: Annotated[float | None, typer.Option(help="As idle.after_s.")] = None,
-    measure_from: Annotated[float, typer.Option(min=0, max=0.99, help="Count only what follows this share.")] = 0,
+    measure_from: Annotated[float, typer.Option(min=0, max=0.99, help="Count only requests after this share.")] = 0,
     block_tokens: Annotated[int, typer.Option(min=1, help="Of a block.")] = MOONCAKE_BLOCK_TOKENS,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures into this file.")] = None,
 ) -> None:

@@ -170,7 +170,7 @@ class RedisConfig(_Group):
     prefix: str = Field(
         default="manthan:",
         pattern=r"^[A-Za-z0-9_.:/-]{1,64}$",
-        description="what all keys begin with: up to 64 letters, digits and _ . : / -",
+        description="the prefix of all keys: up to 64 letters, digits and _ . : / -",
     )
     ttl_s: Number = Field(default=86400.0, ge=1, description="a plain number of seconds, 1 or more, such as 86400")
 

@@ -40,7 +40,7 @@ def examine(
     config: Annotated[str, typer.Option(metavar="FILE", help="The YAML file of --manthan-config.")] = "",
     url: Annotated[str, typer.Option(help=f"Ask this server, too; its API key is read from {KEY_ENV}.")] = "",
     chat_template: Annotated[str, typer.Option(metavar="FILE", help="As vLLM's --chat-template, for MODEL.")] = "",
-    of_families: Annotated[bool, typer.Option("--families", help="Print what is stored of each family.")] = False,
+    of_families: Annotated[bool, typer.Option("--families", help="Print the stored form of each family.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check all requirements of a server; exit status 1 for a fault.

@@ -125,7 +125,7 @@ def _resumed(distance: int, longest: int) -> Finding:
         return Finding(RESUME, Grade.WRONG, f"{said}, but has at most {longest:,}: nothing of it is ever found again.")
     if distance <= LONG:
         return Finding(RESUME, Grade.OK, f"{said}.")
-    shorter = "nothing of a shorter one is found again, and what a shorter turn adds is computed again in the next"
+    shorter = "a shorter one is never found again, and a shorter turn is computed again in the next"
     return Finding(RESUME, Grade.WARNING, f"{said}: {shorter}.")
 
 

@@ -181,7 +181,7 @@ def make_router(args: Namespace) -> APIRouter:
 
     add("evict", "Have a session go cold now, as if it were idle for long enough", 202, Nothing)
     add("prefetch", "Have a session come back when there is room", 202, Nothing)
-    add("expect", "Say when a session's client will be back, or what tool it waits for", 200, Expect, ...)
+    add("expect", "Announce the return of a session's client, or the awaited tool", 200, Expect, ...)
     add("pin", "Keep a session's compressed blocks whatever comes", 200, Pin)
     add("unpin", "Keep them no longer", 200, Nothing)
     add("release", "Forget a session", 200, Nothing)

@@ -36,7 +36,7 @@ class SessionQuery(BaseModel):
     tenant: str | None = Field(default=None, description="a tenant's name")
     tier: str | None = Field(default=None, description="a tier's name, such as host")
     pinned: bool | None = Field(default=None, description="true or false")
-    prefix: str = Field(default="", description="what session ids begin with")
+    prefix: str = Field(default="", description="a prefix of session ids")
     sort: Sort = Field(default=Sort.LAST_USED, description=f"one of {', '.join(Sort)}")
     order: Literal["asc", "desc"] | None = Field(default=None, description="asc or desc")
     limit: int = Field(default=100, ge=1, le=MOST_ROWS, description=f"a whole number from 1 to {MOST_ROWS}")

@@ -127,7 +127,7 @@ def tell_held(share: float, bound_s: float, held: Sequence[float], are_many: boo
 
 def tell_guard(configured: str, finest: str) -> None:
     """Log the codec in use until the guard's verdict on the configured codec."""
-    logger.info("Manthan: codec %s is used until it is measured what %s does to this model's KV", finest, configured)
+    logger.info("Manthan: codec %s is used until the loss of %s on this model's KV is measured", finest, configured)
 
 
 def tell_verdict(found: "Judged") -> None:

@@ -40,7 +40,7 @@ METRICS: dict[str, _Metric] = {
     "hot_bytes": _Metric(Gauge, "KV bytes of sessions and requests that are not saved, in full attention."),
     "resume_points": _Metric(
         Gauge,
-        "Resume points of which everything is saved, in models with sliding windows or states.",
+        "Completely saved resume points, in models with sliding windows or states.",
     ),
     "cold_bytes": _Metric(
         Gauge, "Bytes of compressed blocks in the tiers, of all KV cache groups, as its budget counts them."

@@ -157,7 +157,7 @@ class RankGuard:
             self._is_busy = False
             return
         except Exception as error:  # a codec's or ours: the finest codec is used meanwhile
-            logger.warning("Manthan: what codecs do to this model's KV cannot be measured: %s", error)
+            logger.warning("Manthan: the codecs' loss on this model's KV cannot be measured: %s", error)
         with self._lock:
             self._is_busy = False
             if age != self._age:
