@@ -86,7 +86,7 @@ class FrontTiers:
         return (~moved & (moved + 1)).bit_length() - 1
 
     def has(self, tier: int, moved: int) -> bool:
-        """True if a tier has a block whose front tiers `moved` are left."""
+        """True if a tier has a block gone from the front tiers `moved`."""
         return not moved >> tier & 1 if tier < len(self) else self.keeps_behind or moved == self.all_moved
 
     def has_all(self, tier: int) -> bool:

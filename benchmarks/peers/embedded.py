@@ -53,9 +53,9 @@ MAGNITUDES = 4
 STREAM_NUMBERS = 2048
 FRONT = struct.Struct("<B3xIQ")
 POINT, TURN = 20, 14
-"""Binary places of numbers that come back, and of cosines."""
+"""Binary digits of decoded numbers, and of cosines."""
 FINE = 16
-"""Parts of a finest step in which a place inside an interval is told."""
+"""Parts of a finest step, the unit of positions inside an interval."""
 SCALES = np.rint(2.0 ** (np.arange(LEAST_J, END_J) / 3) * 256).astype(np.int64)
 """Steps by j, in parts of 1 / 256."""
 ROOM = 32767
@@ -288,7 +288,7 @@ class Embedded:
         turned[second] = (keys[second] * cos + keys[first] * sin) >> TURN
         return made
 
-    # -- the last part: cells, places in the cell at zero, and raw bits --------------------------------
+    # -- the last part: cells, positions in the cell at zero, and raw bits --------------------------------
 
     def _cells(self, near: Whole, j: Sequence[Whole]) -> tuple[Whole, Whole, Whole]:
         """Binary logarithm of each number's cell in 2**-POINT, the cell that is expected, and its table."""
@@ -359,7 +359,7 @@ class Embedded:
 
 
 _FALLING = len(SHAPES) * len(WIDTHS)
-"""Table of places in the cell at zero; those of 1 to 7 raw bits follow."""
+"""Table of positions in the cell at zero; tables of 1 to 7 raw bits follow."""
 
 
 def _layout(tables: Sequence[Whole]) -> Rows:
