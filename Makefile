@@ -45,7 +45,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/python .ci/words.py
 	cd $(VENV) && $(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache \
-	    -p manthan.codec -p manthan.manager -p manthan.policies -p manthan.vllm_hooks
+	    -p manthan.codec -p manthan.manager -p manthan.policies -p manthan.vllm_hooks -p manthan.benchmarks.simulator
 
 demo: $(VENV)/.installed
 	$(BIN)/python benchmarks/demo.py

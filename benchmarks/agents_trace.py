@@ -14,7 +14,7 @@ import typer
 
 from manthan.benchmarks.engines import random_tokens
 from manthan.benchmarks.load_chats import TRACE_SEED, Chat, Said, Turn
-from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TracedRequest, TraceError, read_trace
+from manthan.benchmarks.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TracedRequest, TraceError, read_trace
 
 MADE_UP = "made-up"
 """Name of the made-up trace."""

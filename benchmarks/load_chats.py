@@ -15,8 +15,8 @@ import typer
 
 from manthan.benchmarks.engines import random_tokens
 from manthan.benchmarks.served import Served
+from manthan.benchmarks.simulator.traces import Trace, TracedRequest, TraceError, read_trace
 from manthan.benchmarks.tables import DIGITS, Table
-from manthan.manager.simulator.traces import Trace, TracedRequest, TraceError, read_trace
 
 FIXED, EXPONENTIAL = "fixed", "exponential"
 TRACE_SEED = 1_000_000_007

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from manthan.benchmarks.simulator.pool import SimulatedPool
 from manthan.manager.driver import Driver
 from manthan.manager.events import Events
 from manthan.manager.histories import Histories
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.manager import SessionManager, StorePlan
 from manthan.manager.session.table import SessionState
-from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.policies import get_policy
 

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS
+from manthan.benchmarks.simulator.traces import MOONCAKE_BLOCK_TOKENS
 
 CONTEXT_TOKENS = 120_000
 """Most tokens of a prompt. A session ends before a longer prompt."""

@@ -14,13 +14,13 @@ from manthan.manager.commands.calibrate import calibrate
 from manthan.manager.commands.config import check
 from manthan.manager.commands.console import make_console
 from manthan.manager.commands.sessions import app as sessions_app
-from manthan.manager.commands.simulate import simulate
 from manthan.policies import BadPolicyError, get_policy, policy_names
 
 LATE = {
     "bench": "manthan.benchmarks.cli:bench",
     "eval": "manthan.benchmarks.cli:evaluate",
     "doctor": "manthan.vllm_hooks.doctor.command:doctor",
+    "simulate": "manthan.benchmarks.simulator.command:app",
 }
 """Commands imported on demand, because they need more packages than Manthan."""
 
@@ -70,7 +70,6 @@ app.add_typer(config_app, name="config")
 config_app.command("check")(check)
 app.add_typer(sessions_app, name="sessions")
 app.command("calibrate")(calibrate)
-app.command("simulate")(simulate)
 
 
 @app.command("version")

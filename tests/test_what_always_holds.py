@@ -23,10 +23,10 @@ from machine import Sessions
 from shared_talks import FRONTS, SharedTalks
 from talks import Talks, long_text
 
+from manthan.benchmarks.simulator.pool import SimulatedPool
 from manthan.manager.driver import HIGH_WATERMARK, LOW_WATERMARK
 from manthan.manager.pool import Unsaved
 from manthan.manager.session.persist import WAIT_S, JournalLink, RedisLink
-from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.tiers.journal import Journal
 from manthan.manager.tiers.redis_client import Circuit
 from manthan.manager.tiers.redis_schema import Namespace

@@ -5,12 +5,12 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+from manthan.benchmarks.simulator.traces import read_trace
 from manthan.benchmarks.workload import (
     CONTEXT_TOKENS,
     LIE_S,
     make_workload,
 )
-from manthan.manager.simulator.traces import read_trace
 
 REPO = Path(__file__).parents[2]
 ONLY = {"chat": 0.0, "agent": 0.0, "single": 0.0}

@@ -12,10 +12,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
+from manthan.benchmarks.simulator.pool import SimulatedPool
 from manthan.manager.events import Events
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.manager import PointParts, SessionManager, StorePlan
-from manthan.manager.simulator.pool import SimulatedPool
 from manthan.policies import get_policy
 from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.groups import groups_of

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from manthan.benchmarks.simulator.pool import SimulatedPool
 from manthan.manager.driver import Driver, Work
 from manthan.manager.events import BlocksDropped, DropCause, Event, Events
 from manthan.manager.pool import BlockName
@@ -30,7 +31,6 @@ from manthan.manager.session.blocks import NO_GROUP, SAVED, GroupShape, MemorySh
 from manthan.manager.session.hints import parse_hints
 from manthan.manager.session.manager import Outcome, PointParts, SessionManager
 from manthan.manager.session.table import Session
-from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.policies import EvictionPolicy, get_policy
 

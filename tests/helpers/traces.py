@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from manthan.benchmarks.simulator.engine import EngineReplay, Setup
+from manthan.benchmarks.simulator.traces import TracedRequest, read_trace
 from manthan.manager.events import BlocksDropped, BlocksSaved, Event, Evicted
-from manthan.manager.simulator.engine import EngineReplay, Setup
-from manthan.manager.simulator.traces import TracedRequest, read_trace
 
 DATA = Path(__file__).parents[1] / "data"
 EXCERPT = DATA / "mooncake_conversation_1000.jsonl"

@@ -12,6 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
+from manthan.benchmarks.simulator.pool import SimulatedPool
 from manthan.manager.driver import Driver, Work
 from manthan.manager.events import BlocksDropped, BlocksSaved, DropCause, Event, Events
 from manthan.manager.pool import BlockName, Mark, Owner
@@ -19,7 +20,6 @@ from manthan.manager.session.blocks import SAVED, FrontTier, GroupShape, MemoryS
 from manthan.manager.session.hints import NO_HINTS, Hints, parse_hints
 from manthan.manager.session.manager import PointParts, Request, SessionManager, Shares
 from manthan.manager.session.table import Session, qualified
-from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.tiers.arena_tier import ArenaTier, RamTier
 from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import STORE_FULL, Buffer

@@ -7,11 +7,11 @@ from math import inf
 import pytest
 from talks import SHAPE
 
+from manthan.benchmarks.simulator.pool import SimulatedPool
 from manthan.manager.driver import Driver
 from manthan.manager.events import Events
 from manthan.manager.session.hints import Hints
 from manthan.manager.session.manager import SessionManager
-from manthan.manager.simulator.pool import SimulatedPool
 from manthan.policies import get_policy
 
 MANY = 1500

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import EXCERPT
 
-from manthan.manager.simulator.one_cache import one_cache
-from manthan.manager.simulator.traces import read_trace
+from manthan.benchmarks.simulator.one_cache import one_cache
+from manthan.benchmarks.simulator.traces import read_trace
 from manthan.policies import EvictionPolicy, SessionView
 from manthan.policies.lru import LRU
 from manthan.policies.mixture import DECAY, LOOK_EVERY, SAMPLE, Contest, Mixture, ShadowCache

@@ -10,8 +10,8 @@ from talks import names
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash
 
+from manthan.benchmarks.simulator.pool import SimulatedPool
 from manthan.manager.pool import Pool
-from manthan.manager.simulator.pool import SimulatedPool
 from manthan.vllm_hooks.compat import VllmPool
 
 BLOCKS = 12

@@ -12,9 +12,9 @@ from scripts import run_script
 from traces import watched
 from vllm_engine import BLOCK
 
-from manthan.manager.simulator import engine
-from manthan.manager.simulator.engine import CostModel, Setup
-from manthan.manager.simulator.traces import TracedRequest
+from manthan.benchmarks.simulator import engine
+from manthan.benchmarks.simulator.engine import CostModel, Setup
+from manthan.benchmarks.simulator.traces import TracedRequest
 from manthan.policies import get_policy
 
 POOL, COLD = 95, 200

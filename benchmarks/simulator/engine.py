@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from manthan.benchmarks.simulator.pool import SimulatedPool
+from manthan.benchmarks.simulator.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.driver import Driver
 from manthan.manager.events import BlocksDropped, BlocksSaved, Event, Events, Evicted
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.prefetch import lead_s
-from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.policies import EvictionPolicy, PolicyOptions
 

@@ -8,8 +8,8 @@ import pytest
 from traces import EXCERPT
 from typer.testing import CliRunner, Result
 
+from manthan.benchmarks.simulator.traces import read_trace
 from manthan.manager.cli import app
-from manthan.manager.simulator.traces import read_trace
 
 
 def run(*arguments: object) -> Result:

@@ -7,11 +7,11 @@ best = clairvoyant(trace.requests, blocks, trace.block_tokens)
 import heapq
 from collections.abc import Iterable, Sequence
 
+from manthan.benchmarks.simulator.traces import TracedRequest
 from manthan.manager.events import DropCause, Events
 from manthan.manager.pool import Mark
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.manager import SessionManager
-from manthan.manager.simulator.traces import TracedRequest
 from manthan.policies import EvictionPolicy, PolicyOptions
 
 

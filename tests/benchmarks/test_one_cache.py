@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import BLOCK, agent_requests, request
 
-from manthan.manager.simulator.one_cache import clairvoyant, one_cache
-from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest
+from manthan.benchmarks.simulator.one_cache import clairvoyant, one_cache
+from manthan.benchmarks.simulator.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest
 from manthan.policies import SessionView, get_policy
 from manthan.policies.lru import LRU
 

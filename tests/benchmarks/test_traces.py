@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from traces import EXCERPT
 
-from manthan.manager.simulator.traces import HASH_NBYTES, Trace, TracedRequest, TraceError, read_trace
+from manthan.benchmarks.simulator.traces import HASH_NBYTES, Trace, TracedRequest, TraceError, read_trace
 
 LINE = {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import BLOCK, EXCERPT, check_journal, request, watched
 
-from manthan.manager.simulator.engine import CostModel, Setup, Tally, replay
-from manthan.manager.simulator.traces import TracedRequest, read_trace
+from manthan.benchmarks.simulator.engine import CostModel, Setup, Tally, replay
+from manthan.benchmarks.simulator.traces import TracedRequest, read_trace
 from manthan.policies import get_policy, policy_names
 
 LRU = Setup(get_policy("lru"), pool_blocks=1, block_tokens=BLOCK, min_tokens=0)
