@@ -1,19 +1,19 @@
-"""Embedded code of a block: a base and refinements, and last what makes it exact. A block is cut from its end.
+"""Embedded coding of a block: a base and refinements, the last for exactness. A block is cut from the end.
 
-A group is some layers that are coded together: keys before RoPE, values and all heads side by side, a vector of C
-numbers for each token. A profile has each group's mean, its Karhunen-Loeve transform in the metric that errors have,
-and a regression that tells from a vector how much later queries look at it. Such a token has finer steps (the encoder
-writes j, and its steps are 2**(j / 3), in 256ths).
+A group is several layers coded together: keys before RoPE, values and all heads in a row, a vector of C numbers for
+each token. A profile has each group's mean, a Karhunen-Loeve transform in the errors' metric, and a regression from a
+vector to the attention of later queries. A token with much attention has finer steps (the encoder writes j, and the
+steps are 2**(j / 3), in 256ths).
 
-    finest whole numbers   q3 = rint(y / (step * 2**(j / 3)))
-    coarser ones           |q2| = (|q3| + 1) // 3;  |q1| = |q2| // 2;  |q0| = |q1| // 2;  signs stay
+    finest whole numbers   q3 = rint(y / (step * 2**(j / 3))) coarser ones           |q2| = (|q3| + 1) // 3;  |q1| =
+    |q2| // 2;  |q0| = |q1| // 2;  signs stay
 
 Intervals nest (Equitz and Cover, "Successive refinement of information", 1991), and dead zones grow where numbers are
-few. The base codes q0, each refinement says which part of its interval a number is in, with a static table for the
-component's deviation and the number's magnitude so far. Numbers come back at their interval's mean.
+few. The base encodes q0. Each refinement encodes the part of a number's interval, with a static table for the
+component's deviation and the magnitude so far. Numbers decode to their interval's mean.
 
-The last refinement codes the bf16 numbers. What the others give back is computed in whole numbers, which are the same
-on every machine. Each number's place is a cell of about half the error's deviation, coded as the distance from the
+The last refinement encodes the bf16 numbers. The decoded numbers of all earlier parts are computed in whole numbers,
+equal on every machine. Each number lies in a cell of about half the error's deviation, coded as the distance from the
 expected cell, and raw bits inside the cell.
 
 A part, little-endian: | number u8 | 3 zero bytes | bytes of the body u32 | xxh3_64 of key, number and body u64 | body |
@@ -63,16 +63,16 @@ ROOM = 32767
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Layers that are coded together. C: their numbers of a token, [layers, keys and values, heads, head_dim].
+    """Layers coded together. C: numbers of a token, [layers, keys and values, heads, head_dim].
 
     Args:
-        layers: how many.
+        layers: number of layers.
         mean: [C].
         forward, inverse: [C, C], rows x to components (x - mean) @ forward in finest steps, and back.
         tables: uint8 [C], table of each component for j = 0.
-        weigher: [C + C / 64 + 1], a token's j by its normalized numbers, the log energies of 64 at a time, and 1.
-        deviations: [C], of numbers as they are in the cache.
-        errors: int [C], what is lost with all but the last refinement, thirds of octaves of 2**-POINT, for j = 0.
+        weigher: [C + C / 64 + 1], a token's j by the normalized numbers, the log energies of 64 at a time, and 1.
+        deviations: [C], of numbers in the cache.
+        errors: int [C], loss with all but the last refinement, thirds of octaves of 2**-POINT, for j = 0.
     """
 
     layers: int
@@ -94,7 +94,7 @@ class Group:
         return np.rint((x - self.mean) @ self.forward * 256 / SCALES[j - LEAST_J][:, None]).T.astype(np.int64)
 
     def back(self, q: Whole, level: int, j: Whole) -> Whole:
-        """Rows [tokens, C] in parts of 2**-POINT. Sums are whole numbers below 2**53: any order gives them."""
+        """Rows [tokens, C] in parts of 2**-POINT. Sums are whole numbers below 2**53: the order does not matter."""
         magnitude, tables = np.abs(q), shifted(self.tables, j)
         inside = centres()[level, tables, np.minimum(magnitude, MAGNITUDES - 1)]
         places = np.sign(q) * (magnitude * (STEPS[level] * FINE) + inside) * SCALES[j - LEAST_J]
@@ -104,14 +104,14 @@ class Group:
 
 
 def features(x: Floats, deviations: Floats) -> Floats:
-    """Return what a token's weight is told by, [tokens, C + C / 64 + 1]."""
+    """Return the features of a token's weight, [tokens, C + C / 64 + 1]."""
     z = x / deviations
     energies = np.square(z.reshape(len(z), -1, 64)).mean(2)
     return np.concatenate([z, np.log(energies + 1e-3), np.ones((len(z), 1))], 1).astype(np.float32)
 
 
 def shifted(tables: npt.NDArray[np.uint8], j: Whole) -> Whole:
-    """Table of each number [C, tokens]: steps that are wider by j thirds of an octave make numbers narrower."""
+    """Table of each number [C, tokens]: steps wider by j thirds of an octave make numbers narrower."""
     shape, width = np.divmod(tables.astype(np.int64)[:, None], len(WIDTHS))
     return shape * len(WIDTHS) + np.clip(width - j, 0, len(WIDTHS) - 1)
 
@@ -126,7 +126,7 @@ def coarser(q: Whole) -> list[Whole]:
 
 @cache
 def masses() -> tuple[Doubles, Doubles]:
-    """Mass and mean of every finest interval, [tables, magnitudes]; of a mass below 1e-12, its middle."""
+    """Mass and mean of every finest interval, [tables, magnitudes]; the middle for a mass below 1e-12."""
     most = (LARGEST + 1) * STEPS[0]
     edges = np.maximum(np.arange(most + 1) - 0.5, 0)
     all_masses, all_means = [], []
@@ -152,7 +152,7 @@ def _summed(x: Doubles, parents: Whole, size: int) -> Doubles:
 
 @cache
 def centres() -> Whole:
-    """Where in an interval numbers come back, [levels, tables, magnitudes], in parts 1 / FINE of a finest step."""
+    """Decoded position in an interval, [levels, tables, magnitudes], in parts 1 / FINE of a finest step."""
     mass, mean = masses()
     made = np.zeros((len(STEPS), len(mass), MAGNITUDES), np.int64)
     for level, parents in enumerate(coarser(np.arange(mass.shape[1]))):
@@ -248,7 +248,7 @@ class Embedded:
         return [_sealed(number, body, key) for number, body in enumerate(bodies)]
 
     def decode(self, parts: Sequence[bytes], positions: Whole, key: bytes) -> npt.NDArray[np.uint16]:
-        """Decode the base and any refinements behind it. Raises DamagedError."""
+        """Decode the base and any following refinements. Raises DamagedError."""
         bodies = [_opened(number, part, key) for number, part in enumerate(parts)]
         tokens = len(positions)
         size = (len(self.groups) * tokens + 1) // 2
@@ -276,7 +276,7 @@ class Embedded:
         return list(zip(self.groups, j, strict=True))
 
     def _near(self, q: Sequence[Whole], level: int, j: Sequence[Whole], positions: Whole) -> Whole:
-        """What comes back, in parts of 2**-POINT, [layers, 2, heads, tokens, head_dim]."""
+        """Return the decoded numbers, in parts of 2**-POINT, [layers, 2, heads, tokens, head_dim]."""
         rows = [g.back(of, level, by) for (g, by), of in zip(self._with(j), q, strict=True)]
         shape = len(positions), -1, 2, self.heads, self.head_dim
         x = np.concatenate([of.reshape(shape) for of in rows], 1).transpose(1, 2, 3, 0, 4)
@@ -291,7 +291,7 @@ class Embedded:
     # -- the last part: cells, positions in the cell at zero, and raw bits --------------------------------
 
     def _cells(self, near: Whole, j: Sequence[Whole]) -> tuple[Whole, Whole, Whole]:
-        """Binary logarithm of each number's cell in 2**-POINT, the cell that is expected, and its table."""
+        """Binary logarithm of each number's cell in 2**-POINT, the expected cell, and the cell's table."""
         shape = -1, 2, self.heads, 1, self.head_dim
         errors = [g.errors.reshape(shape) + by[:, None] for g, by in self._with(j)]
         wide = np.concatenate(errors)
@@ -369,18 +369,18 @@ def _layout(tables: Sequence[Whole]) -> Rows:
 
 
 def _tables(group: Group, j: Whole, so_far: Whole | None = None) -> Whole:
-    """Table of each number; so_far: those of the level before, of a refinement."""
+    """Table of each number; so_far: numbers of the earlier level, of a refinement."""
     tables = shifted(group.tables, j)
     return tables if so_far is None else MAGNITUDES * tables + np.minimum(np.abs(so_far), MAGNITUDES - 1)
 
 
 def _told(q: Whole, so_far: Whole, split: int) -> Whole:
-    """What a refinement says, in the direction of the number's sign."""
+    """Return a refinement's numbers, in the direction of the number's sign."""
     return np.where(so_far < 0, split * so_far - q, q - split * so_far)
 
 
 def _raw(cell: Whole) -> Whole:
-    """Raw bits of a number in this cell."""
+    """Raw bits of a number in `cell`."""
     length = np.frexp(np.maximum(cell, 1).astype(np.float64))[1].astype(np.int64)
     return np.where(cell == 0, 7, np.maximum(8 - length, 0))
 
