@@ -324,7 +324,7 @@ class SessionTable:
         self._remembered: dict[bytes, Session] = {}
         """Sessions by tenant and tip, sessions without blocks included. The oldest are forgotten, several at a time."""
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
-        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, so that a tenant learns nothing more
+        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, as a secret
         self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
 
     # -- sessions -------------------------------------------------------------------------------------
