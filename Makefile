@@ -1,7 +1,7 @@
 # make test      wheel, ruff, mypy, pytest but for slow tests   make demo   eight sessions on a real server
 # make test-all  the same with all tests, and branches covered  make setup  the virtual environment only
 # make test-gpu  the tests that need a GPU, with PYTHON=python3 that has vLLM's CUDA build
-# make lint      ruff and mypy only                             make docs   what is generated in docs/
+# make lint      ruff, words and mypy                           make docs   what is generated in docs/
 # make handoffs  files that a block passes on its way, counted  make fuzz   random steps of the manager, STEPS=1000000
 # make site      the documents as a site, in build/site         make soak   two servers and all faults, for MINUTES=60
 # make kills     engines on one disk, killed at random moments, TIMES=200
@@ -43,6 +43,7 @@ test-gpu:
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/words.py
 	cd $(VENV) && $(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache \
 	    -p manthan.codec -p manthan.manager -p manthan.policies -p manthan.vllm_hooks -p manthan.benchmarks.simulator
 

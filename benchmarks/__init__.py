@@ -1,4 +1,4 @@
-"""What Manthan costs and what it gains, measured: scripts, and the parts they share.
+"""Measurements of Manthan's costs and gains: scripts, and their common parts.
 
-Each script runs by itself (`python benchmarks/restore.py`). They are installed as `manthan.benchmarks`.
+Each script runs by itself (`python benchmarks/restore.py`). Scripts install as `manthan.benchmarks`.
 """

@@ -1,12 +1,11 @@
-"""How many agents a server bears: sessions of a trace in closed loop, on plain vLLM, its offload and Manthan.
+"""Number of agents a server bears: sessions of a trace in closed loop, on plain vLLM, vLLM's offload and Manthan.
 
-Each arm is `vllm serve`, one after another, with the same KV pool and the same bytes beside it. So many agents at a
-time go through sessions of a trace, and each pauses after an answer as in the trace. From some number on, what is alive
-outgrows what an arm keeps, and first tokens take as long as whole prompts: the cliff.
+Each arm is `vllm serve`, in turn, with the same KV pool and the same bytes outside the pool. A number of agents go
+through sessions of a trace at a time, and each pauses after an answer as in the trace. From some number on, the live
+sessions outgrow the arm's memory, and first tokens take as long as whole prompts: the cliff.
 
-    manthan bench agents TRACE [--agents 16,32,48] [--arms plain,offload,host] [--codecs wht-5x] [--out FOLDER]
-    manthan bench agents made-up
-    manthan bench agents --plot-only FOLDER/agents.json OTHER/agents.json
+    manthan bench agents TRACE [--agents 16,32,48] [--arms plain,offload,host] [--codecs wht-5x] [--out FOLDER] manthan
+    bench agents made-up manthan bench agents --plot-only FOLDER/agents.json OTHER/agents.json
 
 See docs/agents.md.
 """
@@ -25,7 +24,7 @@ from manthan.codec import DEFAULT
 
 
 class Half(StrEnum):
-    """Sessions of the trace: every other one, or all."""
+    """Sessions of the trace: every second session, or all."""
 
     even = "even"
     odd = "odd"
@@ -41,8 +40,8 @@ def agents(
     agents: Annotated[str, typer.Option(help="How many at a time; default: 4,8,16, on a GPU 8,16,32,48.")] = "",
     arms: Annotated[str, typer.Option(help="As of `load`; default: plain, host; on a GPU plain, offload, host.")] = "",
     codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
-    shrink: Annotated[float, typer.Option(min=0, help="So many times fewer tokens; 0: 64, on a GPU 4.")] = 0,
-    faster: Annotated[float, typer.Option(min=0, help="So many times shorter pauses; 0: 10, on a GPU 1.5.")] = 0,
+    shrink: Annotated[float, typer.Option(min=0, help="Divisor of the tokens; 0: 64, on a GPU 4.")] = 0,
+    faster: Annotated[float, typer.Option(min=0, help="Divisor of the pauses; 0: 10, on a GPU 1.5.")] = 0,
     half: Annotated[Half, typer.Option(help="Sessions of the trace that take part.")] = Half.all,
     seconds: Annotated[float, typer.Option(min=0, help="Of each measurement; 0: 30, on a GPU 150.")] = 0,
     ramp: Annotated[
@@ -50,7 +49,7 @@ def agents(
     ] = 0,
     bound: Annotated[float, typer.Option(min=0, help="Seconds of p90 at which the cliff begins.")] = 2.0,
     pool: Annotated[str, typer.Option(help="KV pool, such as 24GiB; default: 36MiB, on a GPU 24GiB.")] = "",
-    memory: Annotated[str, typer.Option(help="Beside the pool; default: as the pool.")] = "",
+    memory: Annotated[str, typer.Option(help="Outside the pool; default: as the pool.")] = "",
     idle_after: Annotated[float, typer.Option(min=0, help="Manthan's idle.after_s.")] = 2,
     manthan: Annotated[str, typer.Option(help="Further keys of Manthan's, as YAML.")] = "",
     model: ModelFolder = None,
@@ -59,7 +58,7 @@ def agents(
     block_size: BlockTokens = 0,
     flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`, in one string.")] = "",
     redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
-    seed: Annotated[int, typer.Option(help="Of who has which sessions.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the agents' sessions.")] = 0,
     weka: Annotated[
         Path | None, typer.Option(help="Write agents' first sessions for AIPerf into this folder, and ask no server.")
     ] = None,

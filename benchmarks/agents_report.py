@@ -1,4 +1,4 @@
-"""What the agents' benchmark found: a table, each arm's cliff, and a picture."""
+"""Results of the agents' benchmark: a table, each arm's cliff, and a picture."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ from manthan.benchmarks.load_report import COMPACT, OTHERS
 
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 STEEP = 5
-"""So many times the median at the cliff is the most that is wanted at twice as many agents."""
+"""Most wanted at twice as many agents, in medians at the cliff."""
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Point:
-    """One arm with so many agents, after all have come.
+    """Arm with a number of agents, after all have come.
 
     Args:
-        returns: number of requests that went on with a session.
-        first_s: their seconds to the first token, by quantile.
-        spread: by quantile, least and most of the repeats' own, if there are several.
-        found: tokens that were not computed, of the returns' prompts.
-        possible: tokens that an earlier request of the session had, of the same.
-        unfair: mean seconds of the agent that waits longest, over those of the median agent.
+        returns: number of requests that continued a session.
+        first_s: the returns' seconds to the first token, by quantile.
+        spread: by quantile, least and most over the repeats, if several.
+        found: tokens of the returns' prompts without compute.
+        possible: tokens of the returns' prompts known from an earlier request of the session.
+        unfair: mean seconds of the slowest agent, over those of the median agent.
         alive_nbytes: bf16 bytes of each agent's last prompt.
-        errors: number of requests that were not answered, at any time.
+        errors: number of unanswered requests, at any time.
     """
 
     arm: str
@@ -47,7 +47,7 @@ class Point:
 
 
 def points_of(report: dict[str, Any]) -> list[Point]:
-    """Return what was measured, by arm and number of agents; repeats with other seeds are taken together."""
+    """Return the measurements, by arm and number of agents; repeats with different seeds are joined."""
     found: dict[tuple[str, int], list[list[dict[str, Any]]]] = {}
     for run in report["runs"]:
         for agents, point in run["points"].items():
@@ -92,7 +92,7 @@ def _point(report: dict[str, Any], arm: str, agents: int, repeats: Sequence[list
 
 
 def cliffs(points: Sequence[Point], bound_s: float) -> dict[str, int]:
-    """Return the most agents of each arm up to which p90 stays within the bound; 0 if it never does."""
+    """Return the most agents of each arm up to which p90 stays within the bound; 0 if never."""
     found: dict[str, int] = {}
     over = set[str]()
     for point in points:
@@ -105,7 +105,7 @@ def cliffs(points: Sequence[Point], bound_s: float) -> dict[str, int]:
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """Return one report of several: other arms, other numbers of agents, other seeds. See merge_reports."""
+    """Return a joint report of several: different arms, numbers of agents or seeds. See merge_reports."""
     alike = ("trace", "model", "memory", "scale", "half", "seconds", "ramp_s", "bound_s", "token_nbytes")
     return merge_reports(files, "agents", alike, lambda run: (run["arm"], run["seed"], *run["points"]))
 
@@ -128,7 +128,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
 
 def make_table(report: dict[str, Any], points: Sequence[Point]) -> Table:
     memory = report["memory"]
-    sizes = f"pool {memory['pool_nbytes'] / GIB:.3g} GiB, {memory['store_nbytes'] / GIB:.3g} GiB beside it"
+    sizes = f"pool {memory['pool_nbytes'] / GIB:.3g} GiB, {memory['store_nbytes'] / GIB:.3g} GiB outside"
     table = Table(title=f"{report['trace']}, {report['model']}, {sizes}: returns' first tokens, s", **COMPACT)
     for header in ("agents", "arm"):
         table.add_column(header, no_wrap=True)
@@ -158,7 +158,7 @@ def _with_spread(point: Point, name: str) -> str:
 
 
 def said(report: dict[str, Any], points: Sequence[Point]) -> list[str]:
-    """Say each arm's cliff in a line, and how steep it is where twice as many agents were measured."""
+    """Say each arm's cliff in a line, and the cliff's steepness if twice as many agents were measured."""
     lines = []
     for arm, cliff in cliffs(points, report["bound_s"]).items():
         most = max(point.agents for point in points if point.arm == arm)
@@ -173,7 +173,7 @@ def said(report: dict[str, Any], points: Sequence[Point]) -> list[str]:
 
 
 def draw(report: dict[str, Any], points: Sequence[Point]) -> Any:
-    """Draw first tokens, and what was found, against the number of agents."""
+    """Draw first tokens, and found tokens, against the number of agents."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""The agents' benchmark's run: one server after another, and on each the same agents, a few and then more.
+"""Run of the agents' benchmark: a server after the other, and on each the same agents, a few and then more.
 
 `options` has the command's arguments; see agents.py.
 """
@@ -32,7 +32,7 @@ from manthan.benchmarks.settle import until_settled
 
 
 class Sizes(NamedTuple):
-    """What is not said on the command line. pool: bytes."""
+    """Sizes missing on the command line. pool: bytes."""
 
     agents: str
     shrink: float
@@ -47,7 +47,7 @@ RAMP_SHARE = 1 / 3
 
 
 class Plan(NamedTuple):
-    """Agents by their number, how long they are watched, and seconds until all have come."""
+    """Agents by their number, seconds to watch, and seconds until all have come."""
 
     agents: dict[int, list[Chat]]
     seconds: float
@@ -129,14 +129,14 @@ def run_arms(
     sizes_said = [ByteSize(nbytes).human_readable() for nbytes in (pool, store)]
     console.print(
         f"  {trace.name}: {len(sessions)} sessions, {', '.join(map(str, counts))} agents for {seconds:g} s each; a "
-        f"pool of {sizes_said[0]}, {sizes_said[1]} beside it",
+        f"pool of {sizes_said[0]}, {sizes_said[1]} outside",
         soft_wrap=True,
     )
     return run_jobs("agents", jobs, about, arguments, options.out, console)
 
 
 def write_weka(folder: Path, agents: Sequence[Chat], model: str) -> None:
-    """Write each agent's first session as a file that AIPerf reads."""
+    """Write each agent's first session as a file for AIPerf."""
     folder.mkdir(parents=True, exist_ok=True)
     for chat in agents:
         (folder / f"{chat.name}.json").write_text(json.dumps(as_weka(chat, model)))
@@ -145,7 +145,7 @@ def write_weka(folder: Path, agents: Sequence[Chat], model: str) -> None:
 def run_arm(
     options: Namespace, served: Served, plan: Plan, longest: int, arm: CapacityArm, console: Console
 ) -> dict[str, Any]:
-    """Measure one server with each number of agents, the fewest first."""
+    """Measure a server with each number of agents, the fewest first."""
     points: dict[str, dict[str, Any]] = {}
     with serving(options, served, arm, longest, "agents", console) as (server, progress, about):
         for count, agents in plan.agents.items():

@@ -1,6 +1,6 @@
-"""Agents of a trace in closed loop: each goes through sessions, and pauses after each answer as the trace does.
+"""Agents of a trace in closed loop: each goes through sessions, and pauses after each answer like the trace.
 
-All is settled before a server starts, so that each arm is asked the same in the same order by each agent.
+All is settled before a server starts, so that each agent asks every arm the same in the same order.
 """
 
 import random
@@ -17,26 +17,26 @@ from manthan.benchmarks.load_chats import TRACE_SEED, Chat, Said, Turn
 from manthan.benchmarks.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TracedRequest, TraceError, read_trace
 
 MADE_UP = "made-up"
-"""Name of the trace that is no file."""
+"""Name of the made-up trace."""
 MADE_UP_SESSIONS = 120
 TURNS_MEAN = 40
 FIRST_TOKENS, FIRST_SIGMA = 24_000, 0.6
 ADDED_TOKENS, ADDED_SIGMA = 1000, 1.3
 ANSWER_TOKENS, ANSWER_SIGMA = 250, 1.0
 PAUSE_S, PAUSE_SIGMA = 10.0, 1.5
-"""Median and spread of lognormal numbers, such as those of coding agents."""
+"""Median and spread of lognormal numbers, similar to coding agents."""
 LEAST_TURNS = 2
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How a trace becomes requests.
+    """Scale of a trace's requests.
 
     Args:
-        shrink: prompts and answers have so many times fewer tokens.
-        faster: pauses are so many times shorter.
-        longest: most tokens of a prompt with its answer; a session ends before the first that has more.
-        vocabulary: token ids are below it.
+        shrink: divisor of the tokens of prompts and answers.
+        faster: divisor of the pauses.
+        longest: most tokens of a prompt with the answer; a session ends before the first longer request.
+        vocabulary: upper bound of token ids.
     """
 
     shrink: float
@@ -47,7 +47,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Prompt(Sequence[int]):
-    """Token ids of a prompt, made when they are asked for: those of its blocks by their numbers, and a rest."""
+    """Token ids of a prompt, made on demand: the blocks' by their numbers, and a rest."""
 
     blocks: tuple[int, ...]
     block_tokens: int
@@ -72,7 +72,7 @@ class Prompt(Sequence[int]):
 
 
 def read_agents(path: str) -> Trace:
-    """Read a trace, or make one up if `path` is MADE_UP. Raises BadParameter."""
+    """Read a trace, or make a trace up if `path` is MADE_UP. Raises BadParameter."""
     if path == MADE_UP:
         return made_up_trace(MADE_UP_SESSIONS)
     try:
@@ -82,7 +82,7 @@ def read_agents(path: str) -> Trace:
 
 
 def made_up_trace(sessions: int, seed: int = 0) -> Trace:
-    """Return sessions whose numbers are lognormal, and whose prompts only grow."""
+    """Return sessions with lognormal numbers and growing prompts."""
     rng, requests, names = random.Random(seed), list[TracedRequest](), 0
 
     def some(median: float, sigma: float) -> float:
@@ -106,7 +106,7 @@ def sessions_of(trace: Trace, scale: Scale, half: int | None = None) -> list[Cha
     """Return a trace's sessions of two turns and more, in the order of their beginnings.
 
     Args:
-        half: 0 or 1 for every other session, from the first or the second on; None for all.
+        half: 0 or 1 for every second session, from the first or the second on; None for all.
     """
     found: dict[str, list[TracedRequest]] = {}
     for request, name in zip(trace.requests, _names(trace.requests), strict=True):
@@ -117,7 +117,7 @@ def sessions_of(trace: Trace, scale: Scale, half: int | None = None) -> list[Cha
 
 
 def _names(requests: Sequence[TracedRequest]) -> Iterator[str]:
-    """Yield the session of each request: as the trace names it, or else the one whose prompt it goes on from."""
+    """Yield the session of each request: the trace's name, or else the session of the continued prompt."""
     ends: dict[bytes, str] = {}
     for number, request in enumerate(requests):
         prompt = request.hashes[: request.prompt_blocks]
@@ -146,11 +146,10 @@ def _turns(
 
 
 def agents_of(sessions: Sequence[Chat], agents: int, seconds: float, ramp_s: float, seed: int) -> list[Chat]:
-    """Return each agent's first session, and by `then` those that follow.
+    """Return each agent's first session, linked by `then` to the later ones.
 
-    An agent is in the middle of its first session when it comes, at a turn from which the session goes on until the
-    end of the measurement if it has one. Agents come evenly within `ramp_s`. Raises BadParameter for more agents than
-    sessions.
+    An agent comes in the middle of the first session, at a turn from which the session lasts until the end of the
+    measurement if possible. Agents come evenly within `ramp_s`. Raises BadParameter for more agents than sessions.
     """
     if agents > len(sessions):
         raise typer.BadParameter(f"--agents {agents} is too many: the trace has {len(sessions)} sessions of two turns")
@@ -171,7 +170,7 @@ def agents_of(sessions: Sequence[Chat], agents: int, seconds: float, ramp_s: flo
 
 
 def as_weka(chat: Chat, model: str) -> dict[str, Any]:
-    """Return a session as AIPerf's `weka_trace` has it: each request's time is the sum of the pauses until then."""
+    """Return a session in AIPerf's `weka_trace` format: each request's time is the sum of the earlier pauses."""
     requests = []
     for turn, at in zip(chat.turns, accumulate(turn.pause_s for turn in chat.turns), strict=True):
         prompt = turn.said.tokens
@@ -183,7 +182,7 @@ def as_weka(chat: Chat, model: str) -> dict[str, Any]:
 
 
 def _known(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Return turns that say how many of their tokens an earlier one had. The first one begins at once."""
+    """Return turns with the number of tokens known from earlier turns. The first turn begins at once."""
     seen, found = set[int](), list[Turn]()
     for turn in turns:
         prompt = turn.said.tokens

@@ -1,4 +1,4 @@
-"""Benchmarks' arms: each is one engine in a subprocess, its output in a log. Also what all reports have in common."""
+"""Arms of benchmarks: each is an engine in a subprocess, with output in a log. Also the common parts of all reports."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ STOP_WAIT_S = 15.0
 
 
 class ArmError(RuntimeError):
-    """An arm has no result. `log_tail`: the last words of its process."""
+    """An arm has no result. `log_tail`: the last words of the process."""
 
     def __init__(self, what: str, log: Path) -> None:
         super().__init__(f"{what} (log: {log})")
@@ -39,7 +39,7 @@ class ArmError(RuntimeError):
 
 @dataclass(frozen=True)
 class Arm:
-    """An engine and what is to be measured on it. parameters: of the measurement, as JSON."""
+    """Engine, and the measurement on the engine. parameters: of the measurement, as JSON."""
 
     name: str
     measurement: str
@@ -49,7 +49,7 @@ class Arm:
 
 
 def run_arm(script: Path, arm: Arm, log: Path, step: Callable[[str], None], timeout_s: float) -> dict[str, Any]:
-    """Run `script --job FILE` and return what it reports; raises ArmError."""
+    """Run `script --job FILE` and return the report; raises ArmError."""
     with tempfile.TemporaryDirectory() as folder:
         job, report = Path(folder, "job.json"), Path(folder, "report.jsonl")
         report.touch()
@@ -67,7 +67,7 @@ def run_arm(script: Path, arm: Arm, log: Path, step: Callable[[str], None], time
 
 @contextlib.contextmanager
 def _process(command: list[str], log: Path, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, so that the engine's processes end with it."""
+    """Process in a separate group, so that the engine's processes end together."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MANTHAN_")}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -91,11 +91,11 @@ def _watch(process: subprocess.Popen[bytes], report: Path, step: Callable[[str],
     deadline, read = time.monotonic() + timeout_s, 0
     while time.monotonic() < deadline:
         alive = process.poll() is None
-        lines = report.read_text().split("\n")[:-1]  # what follows the last newline is half written
+        lines = report.read_text().split("\n")[:-1]  # the text behind the last newline is half written
         for line in map(json.loads, lines[read:]):
             if "step" in line:
                 step(line["step"])
-            else:  # it leaves by itself now, and if not, by force
+            else:  # the process leaves now, and if not, by force
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(STOP_WAIT_S)
                 return
@@ -110,7 +110,7 @@ def _watch(process: subprocess.Popen[bytes], report: Path, step: Callable[[str],
 def run_arms(
     script: Path, arms: list[Arm], out: Path, console: Console, timeout_s: float
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Each arm in turn: results by name, and errors of those that failed."""
+    """Run each arm in turn. Return results by name, and errors of failed arms."""
     results, errors = {}, {}
     for number, arm in enumerate(arms, 1):
         began = time.monotonic()
@@ -120,7 +120,7 @@ def run_arms(
                 results[arm.name] = run_arm(script, arm, log, step, timeout_s)
                 if arm.engine.manthan is not None:
                     results[arm.name]["codec_used"] = codec_used(log)
-                log.with_suffix(".json").write_text(json.dumps(results[arm.name]))  # a run that is cut short keeps it
+                log.with_suffix(".json").write_text(json.dumps(results[arm.name]))  # results survive a broken run
             except ArmError as error:
                 errors[arm.name] = str(error)
                 console.print(error.log_tail, markup=False, soft_wrap=True)
@@ -133,7 +133,7 @@ def run_arms(
 
 @contextlib.contextmanager
 def _telling(console: Console, arm: str) -> Iterator[Callable[[str], None]]:
-    """Shows which arm and which step: live on a terminal, now and then a line elsewhere."""
+    """Shows arm and step: live on a terminal, otherwise in a line now and then."""
     last = -LINE_EVERY_S
     with console.status(arm) as status:
 
@@ -148,7 +148,7 @@ def _telling(console: Console, arm: str) -> Iterator[Callable[[str], None]]:
 
 
 def tell_codec(log: Path, console: Console) -> None:
-    """Print the guard's verdict and the codec that was used, where the engine of this log had Manthan."""
+    """Print the guard's verdict and the used codec, if the engine of this log had Manthan."""
     if said := codec_used(log):
         console.print(f"    {said}", soft_wrap=True, markup=False)
 
@@ -161,7 +161,7 @@ def make_console() -> Console:
 
 
 def leave_on_signals() -> None:
-    """Leave by an exception, so that the engines are stopped on the way out."""
+    """Leave by an exception, so that engines are stopped on the way out."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -183,7 +183,7 @@ def machine() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """Name and driver of each, as nvidia-smi has them; none without it."""
+    """Return name and driver of each GPU from nvidia-smi; none without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -214,7 +214,7 @@ def where(report: dict[str, Any]) -> str:
 def new_report(
     benchmark: str, arguments: dict[str, Any], arms: list[Arm], results: dict[str, Any], errors: dict[str, str]
 ) -> dict[str, Any]:
-    """Everything that was asked for and found, as JSON."""
+    """Return all arguments and results as JSON."""
     return {
         "benchmark": benchmark,
         "machine": machine(),
@@ -239,8 +239,7 @@ def run_jobs(
     out: Path,
     console: Console,
 ) -> dict[str, Any]:
-    """Each arm that asks servers, in turn. The report is written after each, so that what was found outlives a run that
-    is broken off."""
+    """Run each arm's requests in turn. The report is written after each arm, so that results outlive a broken run."""
     runs: list[dict[str, Any]] = []
     errors: dict[str, str] = {}
     report = new_report(benchmark, arguments, [], {}, errors) | about | {"runs": runs}
@@ -257,7 +256,7 @@ def run_jobs(
 
 
 def read_report(path: Path, benchmark: str) -> dict[str, Any]:
-    """What write_report wrote; raises BadParameter for what is no such report."""
+    """Return a report of write_report; raises BadParameter for a different file."""
     try:
         report = dict(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
@@ -270,9 +269,9 @@ def read_report(path: Path, benchmark: str) -> dict[str, Any]:
 def merge_reports(
     files: Sequence[Path], benchmark: str, alike: Sequence[str], key: Callable[[dict[str, Any]], Hashable]
 ) -> dict[str, Any]:
-    """One report of several, whose `runs` are told apart by `key`; what a later file measured again goes before.
+    """Return a joint report of several, with `runs` told apart by `key`. A later file's measurement wins.
 
-    alike: what must be the same in all of them, besides the machine. Raises BadParameter.
+    alike: names of values that must agree, besides the machine. Raises BadParameter.
     """
     reports = [read_report(file, benchmark) for file in files]
     first = reports[0]
@@ -290,7 +289,7 @@ def merge_reports(
 
 
 def save_plot(draw: Callable[[dict[str, Any]], Any], report: dict[str, Any], path: Path, console: Console) -> None:
-    """Draw with matplotlib into a PNG; without matplotlib, say so."""
+    """Draw with matplotlib into a PNG; without matplotlib, print a hint."""
     try:
         import matplotlib
     except ImportError:

@@ -1,13 +1,13 @@
-"""How many sessions can leave and come back in the same memory, by plain vLLM, by its offload, and by Manthan.
+"""Number of sessions that can leave and come back in the same memory, with plain vLLM, vLLM's offload, and Manthan.
 
-Sessions come to a server one after the other, more than it can keep; when all is quiet they return, newest first. A
-session is kept if at least 95% of its full blocks are not computed again. The budget is all the memory that keys and
-values may take: plain vLLM's whole KV pool; for the others a pool of a tenth, and codes or offload in the rest. Each
-arm is `vllm serve`, one after another; or one server that runs already.
+Sessions come to a server in turn, more than the server can keep. When all is quiet they return, newest first. A session
+is kept if at least 95% of the full blocks are not computed again. The budget is all the memory for keys and values:
+plain vLLM's whole KV pool; for all further arms a pool of a tenth, and compressed blocks or offload in the rest. Each
+arm is `vllm serve`, in turn; or a running server.
 
-    manthan bench capacity [--arms plain,host] [--budgets 64MiB,128MiB] [--codecs wht-5x,k3v3] [--out FOLDER]
-    manthan bench capacity --base-url http://HOST:PORT --tokens 4000
-    manthan bench capacity --plot-only FOLDER/capacity.json OTHER/capacity.json
+    manthan bench capacity [--arms plain,host] [--budgets 64MiB,128MiB] [--codecs wht-5x,k3v3] [--out FOLDER] manthan
+    bench capacity --base-url http://HOST:PORT --tokens 4000 manthan bench capacity --plot-only FOLDER/capacity.json
+    OTHER/capacity.json
 
 See docs/benchmarks.md.
 """
@@ -44,12 +44,12 @@ def capacity(
     redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
     seed: Annotated[int, typer.Option(help="Of the sessions.")] = 0,
     start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 300,
-    timeout: Annotated[float, typer.Option(help="No more sessions are tried after so many seconds, per arm.")] = 300,
+    timeout: Annotated[float, typer.Option(help="Seconds after which no more sessions are tried, per arm.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot, logs.")] = Path("build", "benchmarks"),
     plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot FILES of earlier runs again.")] = False,
     files: Annotated[list[Path] | None, typer.Argument(help="JSON of earlier runs; several are merged.")] = None,
 ) -> None:
-    """How many sessions return without being computed again, in the same memory."""
+    """Count the sessions that return without recompute, in the same memory."""
     options = Namespace(**locals() | {"flags": shlex.split(flags)})
     from manthan.benchmarks.capacity_run import run
 

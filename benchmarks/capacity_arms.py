@@ -1,4 +1,4 @@
-"""The arms of the capacity benchmark: who keeps sessions, in which memory, and the server that does it."""
+"""Arms of the capacity benchmark: ways to keep sessions, their memory, and their servers."""
 
 import json
 import math
@@ -22,12 +22,14 @@ ARMS = (PLAIN, OFFLOAD, *OURS)
 ON_GPU_ONLY = (OFFLOAD, "device")
 IN_REDIS = ("redis", "tiered")
 TIERED_FRONT = 5
-"""Arm tiered has one part in so many in RAM, the rest in Redis."""
+"""Arm tiered has a part in this number in RAM, the rest in Redis."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """A budget of bytes, and how an arm splits it. pool_blocks: of vLLM's KV pool. store_nbytes: codes or offload."""
+    """Budget of bytes, and an arm's split. pool_blocks: of vLLM's KV pool. store_nbytes: compressed blocks or
+    offload.
+    """
 
     budget: int
     pool_blocks: int
@@ -37,7 +39,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class CapacityArm:
-    """One way to keep sessions, in one budget. manthan: its configuration, if it is Manthan's.
+    """Way to keep sessions, in a budget. manthan: the configuration, for an arm with Manthan.
 
     eager: see Served.flags.
     """
@@ -56,7 +58,7 @@ class CapacityArm:
         return f"{self.kind} {self.codec}".strip()
 
     def server(self, served: Served, out: Path, benchmark: str = "capacity") -> VllmServer:
-        """Not started yet; its log and its configuration are written into this folder."""
+        """Return the server, not started yet. Log and configuration are written into folder `out`."""
         stem = f"{benchmark}-{self.name.replace(' ', '-')}-{ByteSize(self.memory.budget).human_readable()}"
         flags = [*served.flags(self.memory.pool_blocks, self.longest, eager=self.eager), *self.flags]
         if self.manthan is not None:
@@ -68,9 +70,10 @@ class CapacityArm:
 
 
 def split(budget: int, served: Served, tokens: int, *, small_pool: bool) -> Memory:
-    """All of the budget is pool, or a tenth of it, but a session and a bit at least; raises BadParameter.
+    """Return the split: the pool is all of the budget, or a tenth but a session and a bit at least; raises
+    BadParameter.
 
-    A pool's block that vLLM keeps for itself counts as well.
+    vLLM's reserved block of the pool counts as well.
     """
     blocks = budget // served.block_nbytes
     least = math.ceil(POOL_SESSIONS * tokens / served.block_size)
@@ -87,7 +90,7 @@ def split(budget: int, served: Served, tokens: int, *, small_pool: bool) -> Memo
 def make_arm(
     kind: str, codec: str, budget: int, served: Served, tokens: int, redis: dict[str, str], flags: Sequence[str]
 ) -> CapacityArm:
-    """redis: url and prefix, for the arms in Redis. flags: of `vllm serve`, beside those that the arm needs."""
+    """Return the arm. redis: url and prefix, for the arms in Redis. flags: further arguments of `vllm serve`."""
     memory = split(budget, served, tokens, small_pool=kind != PLAIN)
     return arm_in(memory, kind, codec, tokens + SPARE_POSITIONS, redis, flags)
 
@@ -95,7 +98,7 @@ def make_arm(
 def arm_in(
     memory: Memory, kind: str, codec: str, longest: int, redis: dict[str, str], flags: Sequence[str]
 ) -> CapacityArm:
-    """The arm that has this memory; longest: tokens of a prompt with its answer."""
+    """Return the arm with this memory. longest: tokens of a prompt with the answer."""
     more = tuple(flags)
     if kind == PLAIN:
         return CapacityArm(kind, "", memory, longest, flags=more)
@@ -116,7 +119,7 @@ def _tiers(kind: str, nbytes: int) -> dict[str, Any]:
     return {"kind": kind, "max_bytes": nbytes}
 
 
-# -- what was asked for ---------------------------------------------------------------------------------
+# -- arguments ------------------------------------------------------------------------------------------
 
 
 def read_budgets(text: str) -> list[int]:
@@ -156,13 +159,13 @@ def refuse_unknown(flag: str, wanted: set[str], known: Sequence[str]) -> None:
 def shown(arm: CapacityArm) -> str:
     """An arm in a line, for the console."""
     memory = arm.memory
-    store = f", {ByteSize(memory.store_nbytes).human_readable()} beside it" if memory.store_nbytes else ""
+    store = f", {ByteSize(memory.store_nbytes).human_readable()} outside" if memory.store_nbytes else ""
     total, pool = (ByteSize(nbytes).human_readable() for nbytes in (memory.budget, memory.pool_nbytes))
     return f"{arm.name}, {total}: a pool of {pool}{store}"
 
 
 def as_json(arm: CapacityArm) -> dict[str, Any]:
-    """What a report says of an arm."""
+    """Return a report's facts of an arm."""
     memory = arm.memory
     return {
         "arm": arm.name,

@@ -1,4 +1,4 @@
-"""What the capacity benchmark found, as a table and as a plot; several runs can be merged."""
+"""Results of the capacity benchmark, as a table and as a plot; several runs can be merged."""
 
 import math
 import statistics
@@ -24,11 +24,11 @@ GREYS = ("#6b7580", "#a3acb5")
 
 @dataclass(frozen=True)
 class Found:
-    """What one arm kept in one budget; budget is 0 for a server that was given. split: bytes of
-    the pool, and beside it. right of asked: answers on return.
+    """Sessions kept by an arm in a budget; budget is 0 for a given server. split: bytes of the pool, and outside the
+    pool. right of asked: answers on return.
 
-    kept_ms, recomputed_ms: times to first token of returns that were kept, and of those that were computed again.
-    nbytes: of a kept session, codes or bf16.
+    kept_ms, recomputed_ms: times to first token of kept returns, and of recomputed returns. nbytes: of a kept session,
+    compressed or bf16.
     """
 
     arm: str
@@ -45,7 +45,7 @@ class Found:
 
     @classmethod
     def of(cls, run: dict[str, Any]) -> "Found":
-        """Of all levels; came and kept are those of the one that kept the most."""
+        """Join all levels; came and kept are of the level with the most kept."""
         best = max(run["levels"], key=lambda level: level["kept"])
         returns = [found for level in run["levels"] for found in level["returns"]]
         answered = [found["is_right"] for found in returns if found["is_right"] is not None]
@@ -66,7 +66,7 @@ class Found:
 
 
 def _session_nbytes(run: dict[str, Any], level: dict[str, Any]) -> float:
-    """Manthan says how many bytes its codes take; the others keep whole blocks."""
+    """Return bytes of a kept session: from Manthan's metrics, or else of whole blocks."""
     if level["cold_bytes"]:
         return float(level["cold_bytes"] / max(1, level["kept"]))
     if not run["budget"]:
@@ -84,13 +84,13 @@ def found_in(report: dict[str, Any]) -> list[Found]:
 
 
 def gains(found: Sequence[Found]) -> dict[tuple[str, int], float]:
-    """How many times the sessions of plain vLLM an arm kept, by arm and budget."""
+    """Return kept sessions over plain vLLM's, by arm and budget."""
     plain = {one.budget: one.kept for one in found if one.arm == PLAIN}
     return {(one.arm, one.budget): one.kept / plain[one.budget] for one in found if plain.get(one.budget)}
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """One report of several; see merge_reports."""
+    """Return a joint report of several; see merge_reports."""
     return merge_reports(files, "capacity", ("model", "tokens"), lambda run: (run["arm"], run["budget"]))
 
 
@@ -98,7 +98,7 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any], plot: Path, console: Console) -> None:
-    """The table of what was measured, and the plot."""
+    """Print the table of the results, and draw the plot."""
     console.print(where(report), soft_wrap=True)
     found = found_in(report)
     if not found:
@@ -115,7 +115,7 @@ def make_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
     table = Table(title=f"Sessions of {report['tokens']:,} tokens of {report['model']} that return", box=SIMPLE)
     table.add_column("memory", justify="right")
     table.add_column("")
-    table.add_column("pool + beside", justify="right")
+    table.add_column("pool + store", justify="right")
     for header in ("came", "kept", "× plain", "MiB\na session", "first token, kept\np50 / p95 / p99, ms"):
         table.add_column(header, justify="right")
     for header in ("recomputed\np50, ms", "right\nanswers"):
@@ -172,7 +172,7 @@ def _size(nbytes: int) -> str:
 
 
 def draw(report: dict[str, Any], found: Sequence[Found]) -> Any:
-    """Sessions kept against memory, or against those that came where the memory is not known; times of returns."""
+    """Draw kept sessions against memory, or against all sessions if the memory is unknown; times of returns."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5), layout="constrained")
@@ -207,7 +207,7 @@ def _draw_budgets(axes: Any, found: Sequence[Found], colors: dict[str, str]) -> 
             )
     top, right = max(one.kept for one in found), max(one.budget for one in found) / unit
     axes.set(xlim=(0, 1.06 * right), ylim=(0, 1.12 * top + 1))
-    axes.set_xlabel(f"memory for KV: pool, and codes or offload beside it, {name}")
+    axes.set_xlabel(f"memory for KV: pool, and compressed blocks or offload, {name}")
     axes.set_ylabel("sessions that return with at least 95% not recomputed")
     axes.set_title("Sessions kept", loc="left")
     axes.legend(frameon=False, loc="upper left")
@@ -227,7 +227,7 @@ def _draw_levels(axes: Any, runs: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_latency(axes: Any, found: Sequence[Found], colors: dict[str, str]) -> None:
-    """p50, p95 and p99 of each arm's kept returns in all budgets, and of those that plain vLLM computed again."""
+    """Draw p50, p95 and p99 of each arm's kept returns in all budgets, and of plain vLLM's recomputed returns."""
     rows = {arm: [ms for one in found if one.arm == arm for ms in one.kept_ms] for arm in colors}
     again = [ms for one in found if one.arm == PLAIN or len(rows) == 1 for ms in one.recomputed_ms]
     rows |= {"recomputed": again}

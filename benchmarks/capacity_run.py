@@ -1,4 +1,4 @@
-"""The capacity benchmark's run: servers one after another, sessions that leave and come back, a report.
+"""Run of the capacity benchmark: servers in turn, sessions that leave and come back, a report.
 
 `options` has the command's arguments; see capacity.py.
 """
@@ -42,9 +42,9 @@ from manthan.benchmarks.settle import until_settled
 CPU_TOKENS, GPU_TOKENS = 2000, 8192
 CPU_BUDGETS, GPU_BUDGETS = "64MiB,128MiB,256MiB", "6GiB,12GiB,24GiB"
 FULL_SHARE = 0.8
-"""No more sessions are tried once no more than so many of those that came were kept."""
+"""Share of kept sessions at which no more sessions are tried."""
 STILL_S = MANTHAN["idle"] + 1.0
-"""A session of Manthan's that is not cold by then stays in the pool, because the tier is full."""
+"""Time after which a warm session of Manthan's stays in the pool, because the tier is full."""
 PAGE = 500
 
 
@@ -53,9 +53,9 @@ PAGE = 500
 
 @dataclass(frozen=True)
 class Return:
-    """A session that came back. kept: at least KEPT_SHARE of its full blocks were not computed again.
+    """Return of a session. kept: at least KEPT_SHARE of the full blocks were not computed again.
 
-    was_right, is_right: its first answer and this one; None if they mean nothing.
+    was_right, is_right: first answer and answer on return; None if answers mean nothing.
     """
 
     session: int
@@ -69,7 +69,7 @@ class Return:
 
 @dataclass(frozen=True)
 class Asker:
-    """Puts sessions into a server and has them return. make: the session of this index."""
+    """Puts sessions into a server and has them return. make: returns the session of an index."""
 
     endpoint: Endpoint
     make: Callable[[int], Session]
@@ -78,8 +78,9 @@ class Asker:
     bar: Bar
 
     def level(self, first: int, count: int) -> dict[str, Any]:
-        """So many sessions come one after the other, from this index on, each when all is quiet; they return, newest
-        first."""
+        """Let `count` sessions come in turn, from index `first` on, each when all is quiet. Then let them return,
+        newest first.
+        """
         self.bar.begin(f"{count} sessions come and return", 2 * count)
         indices = range(first, first + count)
         right = self._all_come(indices)
@@ -96,8 +97,11 @@ class Asker:
         }
 
     def twice(self, first: int, count: int) -> list[dict[str, Any]]:
-        """Return where KV is when sessions have come, and when each has returned once; both with those that are then
-        kept. They return newest first, and once more, those that were used last first."""
+        """Return the locations of KV after all sessions came, and after each returned once, both with the later kept
+        sessions.
+
+        Sessions return newest first, and then again in the order of their last use, latest first.
+        """
         self.bar.begin(f"{count} sessions come and return twice", 3 * count)
         indices = range(first, first + count)
         self._all_come(indices)
@@ -116,7 +120,7 @@ class Asker:
         return {"came": len(returns), "kept": len(kept), "session_blocks": blocks} | found
 
     def _held(self) -> list[dict[str, Any]]:
-        """Return the sessions as Manthan lists them."""
+        """Return the sessions in Manthan's list."""
         found: list[dict[str, Any]] = []
         while self.is_ours:
             page = self.endpoint.get("/manthan/sessions", sort="id", limit=PAGE, offset=len(found))["sessions"]
@@ -129,7 +133,7 @@ class Asker:
         right = []
         for index in indices:
             right.append(self._come(index))
-            until_settled(self.endpoint, STILL_S)  # nobody waits until a session before is saved
+            until_settled(self.endpoint, STILL_S)  # without waiting until the previous session is saved
         return right
 
     def _come(self, index: int) -> bool | None:
@@ -160,19 +164,19 @@ class Asker:
 
 
 def where_held(sessions: Sequence[dict[str, Any]], kept: set[str], full_blocks: int, block_size: int) -> dict[str, int]:
-    """Return numbers of blocks by where their KV is.
+    """Return numbers of blocks by the location of their KV.
 
-    The listing says how many blocks of a session are resident, and how many were decoded by its last request. A session
-    loses its tail first. Decoded blocks stand behind computed ones, so that they leave the pool before these.
+    The listing has a session's number of resident blocks, and the number decoded by the last request. A session loses
+    the tail first. Decoded blocks stand behind computed blocks, so decoded blocks leave the pool first.
 
     Args:
-        sessions: As the server lists them. Each has returned once at most.
-        kept: Names of those that were found when they returned next.
+        sessions: The server's list. Each has returned once at most.
+        kept: Names of sessions found at their next return.
         full_blocks: Full blocks of a session's prompt.
 
     Returns:
-        computed: Blocks of kept sessions that are resident and were computed. both: Those of them whose compressed
-        copy is in the tier, too. decoded: Resident blocks that were restored. saved: Compressed blocks in the tier.
+        computed: Resident, computed blocks of kept sessions. both: Computed blocks with a compressed copy in the tier.
+        decoded: Resident, restored blocks. saved: Compressed blocks in the tier.
     """
     found = Counter(computed=0, both=0, decoded=0, saved=0)
     for session in sessions:
@@ -234,7 +238,9 @@ def tokens_of(options: Namespace, served: Served) -> int:
 
 
 def choose_arms(options: Namespace, served: Served, stack: ExitStack) -> list[CapacityArm]:
-    """Budget by budget; raises BadParameter for what cannot be run here. The stack ends what is begun for them."""
+    """Return arms budget by budget; raises BadParameter for an arm impossible here. The stack ends the arms'
+    servers.
+    """
     tokens = tokens_of(options, served)
     if tokens + SPARE_POSITIONS > served.shape.positions:
         raise typer.BadParameter(
@@ -252,7 +258,7 @@ def choose_arms(options: Namespace, served: Served, stack: ExitStack) -> list[Ca
 
 
 def run_arm(options: Namespace, served: Served, arm: CapacityArm, console: Console) -> dict[str, Any]:
-    """One server: start it, measure, end it."""
+    """Start a server, measure, and end the server."""
     tokens, began = tokens_of(options, served), time.monotonic()
     bf16_sessions = arm.memory.budget // (tokens // served.block_size * served.block_nbytes)
     with arm.server(served, options.out) as server, Bar(console, shown(arm)) as progress:
@@ -281,7 +287,7 @@ def run_arm(options: Namespace, served: Served, arm: CapacityArm, console: Conso
 
 
 def run_given(options: Namespace, console: Console) -> dict[str, Any]:
-    """A server that somebody else started: its memory is what it is, and its cache is not reset."""
+    """Measure a server started by the user, with unknown memory and without a reset of the cache."""
     endpoint, tokens = Endpoint(options.base_url), options.tokens or CPU_TOKENS
     with Bar(console, endpoint.url) as progress:
         make = make_for(endpoint, options, tokens)
@@ -294,7 +300,7 @@ def run_given(options: Namespace, console: Console) -> dict[str, Any]:
 
 
 def make_for(endpoint: Endpoint, options: Namespace, tokens: int) -> Callable[[int], Session]:
-    """Sessions for that server: lookups if its model's folder is here or was named, else made-up token ids."""
+    """Return sessions for the server: lookups if the model's folder is here or named, else made-up token ids."""
     root = options.model or Path(str(endpoint.about().get("root", "")))
     longest = endpoint.about().get("max_model_len")
     if longest and tokens + SPARE_POSITIONS > longest:
@@ -305,7 +311,7 @@ def make_for(endpoint: Endpoint, options: Namespace, tokens: int) -> Callable[[i
 
 
 def block_size_of(endpoint: Endpoint) -> int:
-    """As the server's metrics have it."""
+    """Return the block size from the server's metrics."""
     for name, labels, _ in endpoint.samples():
         if name == "vllm:cache_config_info":
             return int(labels["block_size"])

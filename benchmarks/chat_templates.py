@@ -1,9 +1,9 @@
-"""How much of a conversation's KV the next prompt still repeats, by what a chat template does to earlier turns.
+"""Share of a conversation's KV repeated by the next prompt, by a chat template's treatment of earlier turns.
 
     python benchmarks/chat_templates.py MODEL
 
-The templates are written to behave like common ones; the tokenizer is MODEL's. No engine runs: what counts is which
-tokens the next prompt begins with, in full blocks.
+The templates behave like common ones; the tokenizer is MODEL's. No engine runs: only the first tokens of the next
+prompt count, in full blocks.
 """
 
 import json
@@ -19,7 +19,7 @@ from manthan.manager.commands.console import make_console
 from manthan.manager.doctor.template import Message, Renderer, common
 
 BETWEEN_MINUTES = 7
-"""How long a user thinks."""
+"""Thinking time of a user."""
 PROSE = (
     "The station keeps its records in a long table and each of them names a harbour a ship a day and what it carried "
     "so that whoever asks later which of them came first or had the heaviest load can be told without another look"
@@ -33,7 +33,7 @@ THINKS = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</thin
 
 
 def chatml(content: str = "{{ m.content }}", before: str = "", ask: str = ASK) -> str:
-    """Turn for turn; content: what stands for a message. before: ahead of all turns."""
+    """Template turn for turn. content: expression for a message. before: text ahead of all turns."""
     return before + "{% for m in messages %}" + TURN.replace("{{ CONTENT }}", content) + "{% endfor %}" + ask
 
 
@@ -67,7 +67,7 @@ CALLS = chatml(
 )
 
 
-# -- what the model said ------------------------------------------------------------------------------------
+# -- the model's text ---------------------------------------------------------------------------------------
 
 
 def plain(message: Message) -> str:
@@ -89,12 +89,12 @@ def in_channels(message: Message) -> str:
 
 
 def loosely(message: Message) -> str:
-    """With the white space that models leave."""
+    """Return the message with models' white space."""
     return f"{message['content'].replace('. ', '.  ')}\n\n"
 
 
 def called(message: Message) -> str:
-    """A tool call as the model wrote it: its own order, its own spaces."""
+    """Return a tool call as written by the model, in the model's order and with the model's spaces."""
     if not message.get("tool_calls"):
         return plain(message)
     call = message["tool_calls"][0]["function"]
@@ -103,14 +103,14 @@ def called(message: Message) -> str:
 
 
 def called_alike(message: Message) -> str:
-    """The same as the template writes it."""
+    """Return a tool call as written by the template."""
     if not message.get("tool_calls"):
         return plain(message)
     text = json.dumps(message["tool_calls"][0]["function"], ensure_ascii=False)
     return f"{message['content']}<tool_call>\n{text}\n</tool_call>"
 
 
-# -- what is tried ------------------------------------------------------------------------------------------
+# -- behaviours ----------------------------------------------------------------------------------------------
 
 
 def as_it_was(message: Message) -> Message:
@@ -118,7 +118,7 @@ def as_it_was(message: Message) -> Message:
 
 
 def without_thinking(message: Message) -> Message:
-    """What clients send that know of no `reasoning_content`."""
+    """Return the message of a client that does not know `reasoning_content`."""
     return {key: value for key, value in message.items() if key != "reasoning_content"}
 
 
@@ -133,8 +133,9 @@ def with_white_space(message: Message) -> Message:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """name: what the template, or the client, does. says: what the model said of a message. sends: what the client
-    sends back of it. tools: how many more there are in each turn. has_calls: whether answers are behind a tool call."""
+    """Treatment of a message. name: behaviour of the template, or the client. says: the model's text of a message.
+    sends: the client's message. tools: number of new tools in each turn. has_calls: True if answers follow a tool call.
+    """
 
     name: str
     template: str
@@ -163,8 +164,9 @@ BEHAVIOURS = (
 
 
 class Turn(NamedTuple):
-    """tokens: whose KV there is from the turn before, in full blocks. kept: how many of them this turn's prompt begins
-    with. prompt: its tokens."""
+    """tokens: with KV from the previous turn, in full blocks. kept: number of them at the begin of this turn's prompt.
+    prompt: number of tokens.
+    """
 
     tokens: int
     kept: int
@@ -198,7 +200,7 @@ class Lengths(NamedTuple):
 
 
 def conversation(lengths: Lengths, count: int, has_calls: bool) -> Iterator[list[Message]]:
-    """Turn by turn, a system prompt ahead of the first; with a call of a tool if so."""
+    """Yield messages turn by turn, a system prompt ahead of the first; with a tool call if `has_calls`."""
     first = [{"role": "system", "content": text(lengths.system, 0)}]
     for number in range(1, count + 1):
         messages: list[Message] = [{"role": "user", "content": text(lengths.question, number)}]
@@ -214,7 +216,7 @@ def conversation(lengths: Lengths, count: int, has_calls: bool) -> Iterator[list
 
 
 def text(words: int, seed: int) -> str:
-    """Sentences; another seed gives others."""
+    """Return sentences; a different seed gives different ones."""
     some = PROSE.split()
     chosen = [some[(seed * 7 + at * (seed % 5 + 1)) % len(some)] for at in range(words)]
     return " ".join(f"{word}." if at % 12 == 11 else word for at, word in enumerate(chosen)) + f" {seed}."
@@ -227,8 +229,9 @@ def tool(number: int) -> Message:
 
 
 class Result(NamedTuple):
-    """kept: the share of a turn's KV, in full blocks, that the next prompt begins with, on average. last: at the last
-    turn. computed: tokens of a prompt that are not found, on average."""
+    """kept: share of a turn's KV, in full blocks, at the begin of the next prompt, on average. last: at the last turn.
+    computed: prompt tokens not found, on average.
+    """
 
     name: str
     kept: float
@@ -243,12 +246,12 @@ def measure(tokenizer: Any, behaviour: Behaviour, lengths: Lengths, count: int, 
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Whose tokenizer: a folder, or a name.")],
+    model: Annotated[str, typer.Argument(help="Model of the tokenizer: a folder, or a name.")],
     count: Annotated[int, typer.Option("--turns", min=2)] = 8,
     block_size: Annotated[int, typer.Option(min=1, help="As vLLM's --block-size.")] = 16,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Print a table: how much of its KV a conversation finds again in the next turn."""
+    """Print a table: the share of a conversation's KV found again in the next turn."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

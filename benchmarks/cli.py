@@ -1,4 +1,4 @@
-"""The groups `manthan bench` and `manthan eval`. What needs vLLM or torch imports it when it runs, not here."""
+"""Groups `manthan bench` and `manthan eval`. Parts with vLLM or torch are imported at run time, not here."""
 
 import typer
 
@@ -14,10 +14,10 @@ from manthan.benchmarks.scale import scale
 bench = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Measure a vLLM server: what users wait, returns, sessions kept, and the codec.",
+    help="Measure a vLLM server: users' waits, returns, kept sessions, and the codec.",
 )
 evaluate = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Measure what compression costs a model's answers."
+    add_completion=False, no_args_is_help=True, help="Measure the cost of compression for a model's answers."
 )
 
 

@@ -1,11 +1,11 @@
-"""How fast the codec is here, in M vectors/s and GB/s of bf16.
+"""Speed of the codec on this machine, in M vectors/s and GB/s of bf16.
 
     python benchmarks/codec.py [--codec wht-5x] [--json FILE]
     python benchmarks/codec.py --backend cuda [--json FILE]     the CUDA kernels, in G vectors/s; see codec_gpu.py
 
-Whole blocks of Qwen3-8B's shape, 36 layers with 8 heads of 128, bf16 in and out, results in new memory as a caller gets
-them. One core: the process is pinned to one. All cores: a thread for each, of which each takes a block at a time. Each
-figure is the median of the repeats, with the slowest and the fastest beside.
+Whole blocks of Qwen3-8B's shape, 36 layers with 8 heads of 128, bf16 in and out, results in new memory, as for a
+caller. One core: the process is pinned to a core. All cores: a thread for each, a block at a time. Each figure is the
+median of the repeats, with the slowest and the fastest.
 """
 
 import json
@@ -31,12 +31,12 @@ from manthan.codec.registry import needs_profile
 
 LAYERS, HEADS, HEAD_DIM = 36, 8, 128
 BLOCKS = 8
-"""Of one measurement."""
+"""Blocks of a measurement."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One figure. tokens: of a block. median, slowest, fastest: M vectors/s. gb_s: GB/s of bf16 at the median."""
+    """Figure. tokens: of a block. median, slowest, fastest: M vectors/s. gb_s: GB/s of bf16 at the median."""
 
     operation: str
     cores: int
@@ -117,7 +117,7 @@ def table(results: list[Result], title: str) -> Table:
 
 
 def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None, once: bool) -> None:
-    """The CUDA kernels of one codec, of several with commas between, or of "all"."""
+    """Measure the CUDA kernels of one codec, of several with commas between, or of "all"."""
     import torch
 
     from manthan.benchmarks import codec_gpu

@@ -1,11 +1,11 @@
-"""The CUDA kernels over a paged cache, beside the GPU's own copy; what `codec.py --backend cuda` runs.
+"""CUDA kernels over a paged cache, compared with the GPU's copy; run by `codec.py --backend cuda`.
 
 Caches of Qwen3-8B's shape, 36 layers of 8 KV heads of 128, and of SmolLM2's, 30 layers of 3 heads of 64, in pages of 16
-tokens, bf16. So many blocks, in random order, are encoded to as many places and decoded back. Each sample is ten
-launches between two events.
+tokens, bf16. Blocks in random order are encoded to separate offsets and decoded back. Each sample is ten launches
+between two events.
 
-Numbers fit a profile which was made up, and is the codec's where it needs one. What calibrated ones take depends on how
-many numbers are multiplied by each: heads * head_dim. `product` is that alone, by cuBLAS: 0 bytes are counted for it.
+Numbers fit a made-up profile, the codec's profile if the codec needs one. The time of calibrated codecs depends on the
+size of the product: heads * head_dim. `product` is the product alone, by cuBLAS, counted with 0 bytes.
 """
 
 import statistics
@@ -36,8 +36,9 @@ LAUNCHES = 10
 
 @dataclass(frozen=True)
 class GpuResult:
-    """One figure. median, slowest, fastest: G vectors/s. nbytes: read and written by a launch. of_copy: those a second,
-    as a share of what a device-to-device copy does."""
+    """Figure. median, slowest, fastest: G vectors/s. nbytes: read and written by a launch. of_copy: bytes a second, as
+    a share of a device-to-device copy's.
+    """
 
     codec: str
     operation: str
@@ -52,7 +53,7 @@ class GpuResult:
 
 
 class Work(NamedTuple):
-    """What is measured. shape: layers, heads, head size."""
+    """Unit of measurement. shape: layers, heads, head size."""
 
     codec: str
     shape: tuple[int, int, int]
@@ -60,17 +61,17 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, codec: str) -> "list[Work]":
-        """Of one codec, 256 Ki to 4 Mi vectors of SHAPES."""
+        """Return the work for a codec, 256 Ki to 4 Mi vectors of SHAPES."""
         return [cls(codec, shape, vectors) for shape in SHAPES for vectors in (MI // 4, MI, 4 * MI)]
 
     @classmethod
     def all(cls) -> "list[Work]":
-        """Of every codec with kernels, a Mi of vectors."""
+        """Return the work for every codec with kernels, a Mi of vectors."""
         return [cls(codec, shape, MI) for codec in codec_names() for shape in SHAPES]
 
 
 class Meter:
-    """Times launches. once: runs each once instead, on a stream of its own, for a profiler that is started there."""
+    """Times launches. once: runs each launch once instead, on a separate stream, for a profiler."""
 
     def __init__(self, repeats: int, *, once: bool = False) -> None:
         self.repeats, self._once = repeats, once
@@ -95,7 +96,7 @@ class Meter:
 
 
 def seconds(call: Callable[[], object], repeats: int) -> list[float]:
-    """Of one launch, for each repeat."""
+    """Return seconds of a launch, for each repeat."""
     for _ in range(LAUNCHES):
         call()
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]

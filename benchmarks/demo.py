@@ -1,8 +1,8 @@
-"""Eight chats on a KV pool that holds two: they go cold as 3-bit codes, come back by decoding, and still know.
+"""Eight chats on a KV pool for two: they go cold, compressed, come back by decoding, and still know.
 
-Two servers run one after the other with the same tiny model and the same small pool. With Manthan, each chat falls
-idle, its blocks are freed, and its codes are decoded when it returns. Without it, vLLM has overwritten the chat
-meanwhile and computes the whole prompt again. Exit status 0 only if every chat was answered right and restored.
+Two servers run in turn with the same tiny model and the same small pool. With Manthan, each chat falls idle, the blocks
+are freed, and the compressed blocks are decoded on return. Without Manthan, vLLM has overwritten the chat meanwhile and
+computes the whole prompt again. Exit status 0 only if every chat was answered right and restored.
 
     python benchmarks/demo.py
 """
@@ -80,7 +80,7 @@ class Chat:
 
 
 def make_chats() -> list[Chat]:
-    """Return chats, each with a table and a stretch of code of its own, so that no two share a block."""
+    """Return chats, each with a different table and stretch of code, so that no two share a block."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     code = np.fromfile(MODEL / "held_tokens.u16", dtype=np.uint16)
     syllables = [c + v + d for c in "bcdfghjklmnprstvz" for v in "aeiou" for d in "bcdfghjklmnprstvz"]
@@ -95,12 +95,12 @@ def make_chats() -> list[Chat]:
     return chats
 
 
-# -- what the server says -----------------------------------------------------------------------------
+# -- the server's words -------------------------------------------------------------------------------
 
 
 @dataclass
 class Watch:
-    """Reads a server's log and prints what Manthan does as it happens. restored: blocks of each chat's last restore."""
+    """Reads a server's log and prints Manthan's actions. restored: blocks of each chat's last restore."""
 
     server: VllmServer
     cold: set[str] = field(default_factory=set)
@@ -126,7 +126,7 @@ class Watch:
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Says what is going on, with a clock on a terminal."""
+    """Print the current step, with a clock on a terminal."""
     console.print(f"[bold]{what}[/]")
     columns = SpinnerColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -139,7 +139,7 @@ def doing(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Return:
-    """Return of a chat. restored: number of blocks that were decoded for it, from Manthan's log."""
+    """Return of a chat. restored: number of decoded blocks, from Manthan's log."""
 
     reply: Reply
     right: bool
@@ -153,7 +153,7 @@ class Return:
 
 @dataclass(frozen=True)
 class Memory:
-    """When all chats are cold, MiB that their bf16 blocks took, that their codes take, and that the pool has."""
+    """With all chats cold, MiB of their bf16 blocks, of their compressed blocks, and of the pool."""
 
     hot: float
     codes: float
@@ -161,7 +161,7 @@ class Memory:
 
 
 def run_with_manthan(chats: list[Chat]) -> tuple[list[Return], Memory]:
-    """Leaves the chats with their first answer in them."""
+    """Run with Manthan. The chats then contain the first answers."""
     log = LOGS / "manthan.log"
     with VllmServer(os.path.relpath(MODEL), [*SERVER_FLAGS, *MANTHAN_FLAGS], log) as server:
         watch = Watch(server)
@@ -198,7 +198,7 @@ def come_back(server: VllmServer, watch: Watch, chat: Chat) -> Return:
 
 
 def measure(server: VllmServer, chats: list[Chat]) -> Memory:
-    """Manthan's own metrics, once they show all chats as cold."""
+    """Return Manthan's metrics, once they show all chats as cold."""
     server.wait_for(lambda: server.metrics().get("vllm:manthan_hot_bytes") == 0, 10, "report that all chats are cold")
     metrics = server.metrics()
     codes = metrics["vllm:manthan_cold_bytes"] / 2**20
@@ -257,7 +257,7 @@ def show(chats: list[Chat], with_manthan: list[Return], plain: list[Return]) -> 
 
 
 def verdict(with_manthan: list[Return], plain: list[Return], memory: Memory) -> tuple[bool, str]:
-    """Return True if the demo has succeeded, and a line with its figures."""
+    """Return True for success of the demo, and a line with figures."""
     right = sum(result.right for result in with_manthan)
     least = min(result.restored / result.full_blocks for result in with_manthan)
     restored = sum(result.restored for result in with_manthan)
@@ -278,7 +278,7 @@ def verdict(with_manthan: list[Return], plain: list[Return], memory: Memory) -> 
         f"{right} of {len(with_manthan)} answers right, {restored / full:.1%} of full blocks restored ({restored} of "
         f"{full}, never less than {least:.0%} of a chat); median time to first token {ours * 1e3:.0f} ms against "
         f"{theirs * 1e3:.0f} ms without Manthan ({factor}); {memory.hot:.1f} MiB of KV waited as "
-        f"{memory.codes:.1f} MiB of codes, beside a pool of {memory.pool:.1f} MiB."
+        f"{memory.codes:.1f} MiB of compressed blocks, with a pool of {memory.pool:.1f} MiB."
     )
     return not failures, f"{'FAILED, ' + '; '.join(failures) if failures else 'Passed'}: {line}"
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible vLLM server, asked over HTTP: chats, completions, metrics. It may run anywhere.
+"""An OpenAI-compatible vLLM server, asked over HTTP: chats, completions, metrics. The server may run anywhere.
 
 endpoint = Endpoint("http://127.0.0.1:8000")
 reply = endpoint.complete([1, 2, 3], max_tokens=4)
@@ -21,7 +21,7 @@ LAST_LINES = 25
 
 
 class ServerError(RuntimeError):
-    """The server died, did not come up, or did not do what was waited for. `log_tail` has its last words."""
+    """The server died, did not come up, or did not reach an awaited state. `log_tail` has the last words."""
 
     def __init__(self, what: str, log: Path | None = None) -> None:
         super().__init__(what)
@@ -32,12 +32,12 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Reply:
-    """What a request gave. cached_tokens: prompt tokens that were not computed, wherever their KV came from.
+    """Answer to a request. cached_tokens: prompt tokens without compute, whatever the source of their KV.
 
-    reports_cached: whether the server says so at all. generated_tokens: of a reply that was left, the pieces that came.
-    Times are from sending the request. token_ids: of the answer, if they were asked for (`return_token_ids`).
-    gaps_s: between one piece of the answer and the next. timing: the server's own milliseconds, from one that was
-    started with --enable-per-request-metrics.
+    reports_cached: True if the server reports cached tokens. generated_tokens: of an abandoned reply, the received
+    pieces. Times are from sending the request. token_ids: of the answer, if requested (`return_token_ids`). gaps_s:
+    between two pieces of the answer. timing: the server's milliseconds, from a server with
+    --enable-per-request-metrics.
     """
 
     text: str
@@ -57,7 +57,7 @@ class Reply:
 
 
 class Endpoint:
-    """A server's address. model: the name that it serves the model by; its first one unless given."""
+    """Address of a server. model: served name of the model; the server's first unless given."""
 
     def __init__(self, url: str, model: str = "", timeout_s: float = 120) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -75,17 +75,17 @@ class Endpoint:
         self._http.close()
 
     def wait_for_answers(self, timeout_s: float) -> None:
-        """So long from now on, instead of what was said before."""
+        """Set the timeout for answers from now on."""
         self._http.timeout = httpx.Timeout(timeout_s)
 
-    # -- what it says of itself -----------------------------------------------------------------------
+    # -- facts of the server --------------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
-        """Its first model, as /v1/models has it: id, root, max_model_len and more."""
+        """Return the first model from /v1/models: id, root, max_model_len and more."""
         return dict(self.get("/v1/models")["data"][0])
 
     def get(self, path: str, **parameters: Any) -> dict[str, Any]:
-        """Return the JSON object at this path."""
+        """Return the JSON object at `path`."""
         with self._reachable():
             return dict(self._http.get(path, params=parameters).raise_for_status().json())
 
@@ -96,10 +96,12 @@ class Endpoint:
             return False
 
     def samples(self, *names: str) -> list[tuple[str, dict[str, str], float]]:
-        """/metrics: name, labels and value of each series. names: how those begin that are wanted; all if none are."""
+        """Return name, labels and value of each series in /metrics. names: prefixes of the series; all without
+        prefixes.
+        """
         with self._reachable():
             text = self._http.get("/metrics").text
-        if names:  # reading all of them takes long
+        if names:  # reading all series takes long
             text = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(names))
         return [
             (sample.name, sample.labels, sample.value)
@@ -108,7 +110,7 @@ class Endpoint:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """/metrics: the value of each series, by its name as printed there, summed over its labels."""
+        """Return the value of each series in /metrics, by printed name, summed over labels."""
         totals: dict[str, float] = {}
         for name, _, value in self.samples():
             totals[name] = totals.get(name, 0.0) + value
@@ -122,12 +124,12 @@ class Endpoint:
         if not answer["success"]:
             raise self.error("The server would not reset its prefix cache: a request still holds blocks.")
 
-    # -- what it is asked -----------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------
 
     def chat(self, messages: Sequence[dict[str, Any]], leave_after: int = 0, **options: Any) -> Reply:
-        """One chat completion, streamed, so that the first token's arrival is seen. options: fields of the request.
+        """Return a chat completion, streamed, to time the first token. options: fields of the request.
 
-        leave_after: close the connection after so many pieces of text; 0 for never.
+        leave_after: number of pieces of text after which the connection is closed; 0 for never.
         """
 
         def text_of(choice: dict[str, Any]) -> str | None:
@@ -137,12 +139,12 @@ class Endpoint:
         return self._streamed("/v1/chat/completions", body, text_of, leave_after)
 
     def complete(self, prompt: Sequence[int] | str, leave_after: int = 0, **options: Any) -> Reply:
-        """One completion of token ids or of text, streamed; see chat."""
+        """Return a completion of token ids or of text, streamed; see chat."""
         body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), **options}
         return self._streamed("/v1/completions", body, lambda choice: choice["text"], leave_after)
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """One request that is not streamed; raises ServerError for an answer that is an error."""
+        """Send a request without streaming; raises ServerError for an error."""
         with self._reachable():
             response = self._http.post(path, json={"model": self.model, **body})
         if response.is_error:
@@ -183,7 +185,7 @@ class Endpoint:
     # -- errors ---------------------------------------------------------------------------------------
 
     def error(self, what: str) -> ServerError:
-        """The exception to raise about this server."""
+        """Return the exception to raise about the server."""
         return ServerError(what)
 
     @contextlib.contextmanager
@@ -202,7 +204,7 @@ class Endpoint:
 def _reply(
     text: str, token_ids: Sequence[int], last: dict[str, Any], arrived: Sequence[float], seconds: float, pieces: int
 ) -> Reply:
-    """last: usage and metrics as the last piece had them. arrived: when each piece came, from sending the request."""
+    """last: usage and metrics of the last piece. arrived: time of each piece, from sending the request."""
     usage = last.get("usage", {})
     details = usage.get("prompt_tokens_details")
     return Reply(

@@ -1,7 +1,7 @@
-"""A vLLM engine in a process of its own, for benchmarks: which one, how it is asked, and what it says of itself.
+"""vLLM engine in a separate process, for benchmarks: options, requests, and metrics.
 
-The process that measures runs `serve`; `arms.py` starts it, waits for it and reads what it found. vLLM is imported
-only here, and only when an engine is built.
+The measuring process runs `serve`; `arms.py` starts the process, waits for the end and reads the results. vLLM is
+imported only here, and only to build an engine.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ POLL_S = 0.02
 
 
 class WrongPathError(RuntimeError):
-    """A request was not answered from where the arm says, so that its figure would be another's."""
+    """A request was answered from a different source than the arm's, so the figure would be wrong."""
 
 
-# -- what is asked for ----------------------------------------------------------------------------------
+# -- options ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """One engine. blocks: of its KV pool. offload_nbytes: for vLLM's own CPU offload. manthan: Manthan's options.
+    """Options of an engine. blocks: of the KV pool. offload_nbytes: for vLLM's CPU offload. manthan: Manthan's options.
 
-    made_up_weights: the model's folder need not have any, and no answer means anything.
+    made_up_weights: True if the model's folder needs no weights, and answers mean nothing.
     """
 
     model: str
@@ -46,7 +46,7 @@ class EngineOptions:
     made_up_weights: bool = True
 
     def engine_args(self) -> dict[str, Any]:
-        """What AsyncEngineArgs takes."""
+        """Return the arguments of AsyncEngineArgs."""
         args: dict[str, Any] = {
             "model": self.model,
             "load_format": "dummy" if self.made_up_weights else "auto",
@@ -67,7 +67,7 @@ class EngineOptions:
         if self.offload_nbytes:
             args["kv_offloading_size"] = self.offload_nbytes / 2**30
         if find_spec("flashinfer") is None:
-            args["gdn_prefill_backend"] = "triton"  # vLLM's own choice on Hopper needs that package
+            args["gdn_prefill_backend"] = "triton"  # vLLM's choice on Hopper needs a package
         if self.manthan is not None:
             from manthan.vllm_hooks import kv_transfer_config
 
@@ -76,7 +76,7 @@ class EngineOptions:
 
 
 def random_tokens(seed: int, index: int, count: int, vocabulary: int) -> list[int]:
-    """Token ids that share no block with those of another index."""
+    """Return token ids without a block in common with any further index."""
     return np.random.default_rng([seed, index]).integers(0, vocabulary, count).tolist()
 
 
@@ -85,7 +85,9 @@ def random_tokens(seed: int, index: int, count: int, vocabulary: int) -> list[in
 
 @dataclass(frozen=True)
 class Answer:
-    """One request. cached_tokens: prompt tokens not computed; external_tokens: those of them from beyond the pool."""
+    """Answer to a request. cached_tokens: prompt tokens without compute; external_tokens: cached tokens from outside
+    the pool.
+    """
 
     ttft_s: float
     prompt_tokens: int
@@ -94,7 +96,7 @@ class Answer:
 
 
 class Engine:
-    """AsyncLLM as a server drives it, its core in a process of its own."""
+    """AsyncLLM as in a server, with the core in a separate process."""
 
     def __init__(self, options: EngineOptions) -> None:
         from vllm import AsyncEngineArgs
@@ -105,11 +107,13 @@ class Engine:
         self._requests = 0
 
     async def ask(self, tokens: list[int], session: str | None = None, **hints: Any) -> Answer:
-        """The time to the first token of this prompt. external_tokens is right if nothing else restores meanwhile."""
+        """Return the time to the first token of a prompt. external_tokens is right if nothing else restores
+        meanwhile.
+        """
         external = self.metrics("external_prefix_cache_hits_total")
         began = time.perf_counter()
         ttft_s, cached = 0.0, 0
-        async for output in self.generate(tokens, 1, session, hints):  # one output: the first token is the last
+        async for output in self.generate(tokens, 1, session, hints):  # a single output: the first token is the last
             ttft_s, cached = time.perf_counter() - began, output.num_cached_tokens or 0
         await asyncio.sleep(POLL_S)  # the step's metrics come with its outputs
         external = self.metrics("external_prefix_cache_hits_total") - external
@@ -118,7 +122,7 @@ class Engine:
     def generate(
         self, tokens: list[int], max_tokens: int, session: str | None = None, hints: Mapping[str, Any] | None = None
     ) -> Any:
-        """vLLM's stream of outputs; each holds only the tokens that are new. hints: for Manthan, of the session."""
+        """Return vLLM's stream of outputs; each holds only new tokens. hints: for Manthan, of the session."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -135,7 +139,7 @@ class Engine:
         return self._llm.generate(prompt, params, f"request-{self._requests}", session_id=session)
 
     def metrics(self, name: str, **labels: str) -> float:
-        """The value of `vllm:name`, summed over the series that have these labels; 0 if there is none."""
+        """Return the value of `vllm:name`, summed over the series with these labels; 0 without any."""
         found = self._samples(f"vllm:{name}")
         return sum(value for has, value in found if labels.items() <= has.items())
 
@@ -152,12 +156,12 @@ class Engine:
         return self.metrics("manthan_sessions", state=state)
 
     async def forget_resident(self) -> None:
-        """Empty vLLM's prefix cache, but not Manthan's store: what is cold is not resident any more."""
+        """Empty vLLM's prefix cache, but not Manthan's store, so that cold sessions are no longer resident."""
         if not await self._llm.reset_prefix_cache(reset_connector=False):
             raise WrongPathError("vLLM would not empty its prefix cache: a request still holds blocks")
 
     async def until_cold(self, sessions: int | None = None) -> None:
-        """Return when no session is active or idle, and `sessions` of them are cold."""
+        """Return when no session is active or idle, and `sessions` sessions are cold."""
 
         def done() -> bool:
             still = sum(map(self.sessions, ("active", "idle")))
@@ -194,7 +198,7 @@ def _registry() -> list[tuple[str, Mapping[str, str], float]]:
 
 
 class Report:
-    """What the measuring process tells the one that waits for it: a line of JSON each."""
+    """Messages from the measuring process to the waiting process, a line of JSON each."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
@@ -207,11 +211,11 @@ class Report:
 
 
 Measurement = Callable[..., Awaitable[dict[str, Any]]]
-"""`measure(engine, report, **parameters)`; what it returns becomes JSON."""
+"""`measure(engine, report, **parameters)`; the result becomes JSON."""
 
 
 def serve(job_file: Path, measurements: Mapping[str, Measurement]) -> None:
-    """Do the one job in this file: build the engine, measure, report. See arms.run_arm."""
+    """Do the job in `job_file`: build the engine, measure, report. See arms.run_arm."""
     job = json.loads(job_file.read_text())
     report = Report(Path(job["report"]))
     try:

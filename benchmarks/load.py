@@ -1,14 +1,13 @@
-"""What a user of each system waits: chats that outgrow the KV pool, on plain vLLM, its offload and Manthan.
+"""Waits of a user on each system: chats beyond the KV pool, on plain vLLM, vLLM's offload and Manthan.
 
-Each arm is `vllm serve`, one after another, with the same KV pool and the same bytes beside it; or one server that runs
-already. The same chats come to each: many at a time, each thinks for a while after an answer and goes on. Or a trace is
-replayed in its own time. Time to the first token is what the client saw.
+Each arm is `vllm serve`, in turn, with the same KV pool and the same bytes outside the pool; or a running server. The
+same chats come to each: many at a time, each thinks for a while after an answer and continues. Or a trace is replayed
+in real time. Time to the first token is the client's.
 
     manthan bench load [--arms plain,offload,host] [--codecs wht-5x,k3v3] [--chats 64] [--tokens 8192] [--out FOLDER]
-    manthan bench load --trace FILE --shrink 16 --speed 4
-    manthan bench load --fairness --chats 20 --think 6 --repeats 2
-    manthan bench load --base-url http://HOST:PORT --tokens 4000
-    manthan bench load --plot-only FOLDER/load.json OTHER/load.json
+    manthan bench load --trace FILE --shrink 16 --speed 4 manthan bench load --fairness --chats 20 --think 6 --repeats 2
+    manthan bench load --base-url http://HOST:PORT --tokens 4000 manthan bench load --plot-only FOLDER/load.json
+    OTHER/load.json
 
 See docs/benchmarks.md.
 """
@@ -38,7 +37,7 @@ BlockTokens = Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32,
 
 
 class Thinking(StrEnum):
-    """How long a user thinks: always as long, or exponentially distributed."""
+    """Distribution of a user's thinking time: constant, or exponential."""
 
     fixed = "fixed"
     exponential = "exponential"
@@ -65,14 +64,12 @@ def load(
         float | None, typer.Option(min=0, help="Seconds within which all chats come; default: twice --think.")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Requests to replay instead, as `simulate` reads them.")] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="So many times faster than the trace.")] = 1,
-    shrink: Annotated[float, typer.Option(min=1, help="So many times fewer tokens than in the trace.")] = 1,
+    speed: Annotated[float, typer.Option(min=0.001, help="Divisor of the trace's times.")] = 1,
+    shrink: Annotated[float, typer.Option(min=1, help="Divisor of the trace's tokens.")] = 1,
     requests: Annotated[int, typer.Option(min=0, help="The trace's first ones; 0: all.")] = 0,
-    pool: Annotated[
-        int, typer.Option(min=0, help="Tokens that the KV pool holds; 0: those of 8 chats, on a GPU 10.")
-    ] = 0,
+    pool: Annotated[int, typer.Option(min=0, help="Tokens of the KV pool; 0: of 8 chats, on a GPU 10.")] = 0,
     memory: Annotated[
-        str, typer.Option(help="Beside the pool, such as 20GiB; default: as the pool, on a GPU 20GiB.")
+        str, typer.Option(help="Outside the pool, such as 20GiB; default: as the pool, on a GPU 20GiB.")
     ] = "",
     idle_after: Annotated[float, typer.Option(min=0.1, help="Seconds after which Manthan compresses a session.")] = 1,
     manthan: Annotated[
@@ -92,7 +89,7 @@ def load(
     redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
     seed: Annotated[int, typer.Option(help="Of the chats.")] = 0,
     start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 300,
-    timeout: Annotated[float, typer.Option(help="No more requests are sent after so many seconds, per arm.")] = 900,
+    timeout: Annotated[float, typer.Option(help="Seconds after which no more requests are sent, per arm.")] = 900,
     cold: Annotated[
         bool,
         typer.Option("--cold", help="Start each server with empty caches of compiled kernels, and do not warm it up."),
@@ -101,7 +98,7 @@ def load(
     plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot FILES of earlier runs again.")] = False,
     files: Annotated[list[Path] | None, typer.Argument(help="JSON of earlier runs; several are merged.")] = None,
 ) -> None:
-    """What a user waits for the first token, while more chats come and return than the KV pool holds."""
+    """Measure a user's wait for the first token, while more chats come and return than the KV pool holds."""
     options = Namespace(**locals())
     from manthan.benchmarks import load_fairness
     from manthan.benchmarks.load_chats import Replay

@@ -1,4 +1,4 @@
-"""The arms of the load benchmark: all have the same KV pool, and the same bytes beside it."""
+"""Arms of the load benchmark: all have the same KV pool, and the same bytes outside the pool."""
 
 import dataclasses
 import json
@@ -28,15 +28,15 @@ ARMS = (PLAIN, ORDERED, WIDE, OFFLOAD, LMCACHE, ARRIVAL, *OURS[:2], DISK, *OURS[
 CPU_ARMS, GPU_ARMS = (PLAIN, WIDE, "host"), (PLAIN, OFFLOAD, "host")
 MANTHAN_ARMS = (*OURS, DISK, ARRIVAL)
 LOG_FORMAT = "%(levelname)s %(created).3f [%(filename)s:%(lineno)d] %(message)s"
-"""Of a server's log here: with the time to the millisecond, so that lines can be held against requests."""
+"""Format of a server's log: with the time to the millisecond, to compare lines with requests."""
 LMCACHE_CHUNK_TOKENS = 256
 """LMCache's own default."""
 LMCACHE_CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
-"""Module that vLLM's LMCacheMPConnector is taken from."""
+"""Module of vLLM's LMCacheMPConnector."""
 
 
 class LMCacheServer(NamedTuple):
-    """LMCache's own process: its two ports, and tokens of a chunk."""
+    """LMCache's process: the two ports, and tokens of a chunk."""
 
     port: int
     http_port: int
@@ -45,7 +45,9 @@ class LMCacheServer(NamedTuple):
 
 @dataclass(frozen=True)
 class Arms:
-    """What all arms have in common. more: keys of Manthan's. made_up: weights are, so no codec is judged."""
+    """Common settings of all arms. more: keys of Manthan's. made_up: True for made-up weights, so no codec is
+    judged.
+    """
 
     memory: Memory
     longest: int
@@ -75,7 +77,7 @@ class Arms:
         return "--enable-per-request-metrics", "--max-num-seqs", str(min(256, self.requests)), *self.flags
 
     def _manthan(self, kind: str, codec: str) -> dict[str, Any]:
-        """A profile is given or there is none: making one beside would take part in the measurement."""
+        """Return Manthan's options. Only a given profile is used, because making one would disturb the measurement."""
         profile = {"profile": str(self.profile)} if self.profile and needs_profile(codec) else {}
         options: dict[str, Any] = {
             "idle.after_s": self.idle_after_s,
@@ -91,7 +93,7 @@ class Arms:
     def _lmcache(self, arm: CapacityArm) -> CapacityArm:
         """Return the arm with LMCache's multi-process mode: vLLM's connector starts LMCache's server.
 
-        Its RAM is taken at the start, as Manthan's is. Usage is not reported to its makers.
+        LMCache's RAM is taken at the start, like Manthan's. Usage is not reported to LMCache's makers.
         """
         assert self.lmcache is not None
         server = {
@@ -129,21 +131,21 @@ class Arms:
 
 
 def _all_pool(memory: Memory) -> Memory:
-    """What the others have beside their pool is pool, too."""
+    """Move all bytes outside the pool into the pool."""
     block = memory.pool_nbytes // memory.pool_blocks
     blocks = memory.budget // block
     return Memory(memory.budget, blocks, blocks * block, 0)
 
 
 def read_arms(text: str, on_gpu: bool) -> list[str]:
-    """Arms by name, in the order of ARMS; raises BadParameter for a name that there is not."""
+    """Return arms by name, in the order of ARMS; raises BadParameter for an unknown name."""
     wanted = {part.strip() for part in text.split(",")} if text else {*(GPU_ARMS if on_gpu else CPU_ARMS)}
     refuse_unknown("--arms", wanted, ARMS)
     return [kind for kind in ARMS if kind in wanted]
 
 
 def cannot_run(kind: str, on_gpu: bool) -> str:
-    """Why this arm is left out here, in a sentence; empty if it is not."""
+    """Return the reason to leave the arm out, in a sentence; empty for a possible arm."""
     if kind in ON_GPU_ONLY and not on_gpu:
         return f"Arm {kind} is left out: it needs a GPU, and none was found here."
     if kind == LMCACHE:

@@ -1,8 +1,7 @@
-"""Who talks to the servers of the load benchmark: when each chat comes, what it says, how long it thinks.
+"""Users of the load benchmark: the arrival, the words and the thinking time of each chat.
 
-Made-up chats come within some seconds, and think after each answer. Those of a trace are its requests, each at its
-time.
-All of it is settled before a server starts, so that each arm is asked the same.
+Made-up chats come within some seconds, and think after each answer. A trace's chats are the trace's requests, each on
+time. All is settled before a server starts, so that each arm is asked the same.
 """
 
 import random
@@ -21,11 +20,11 @@ from manthan.benchmarks.tables import DIGITS, Table
 
 FIXED, EXPONENTIAL = "fixed", "exponential"
 TRACE_SEED = 1_000_000_007
-"""Tokens of a trace's blocks have their own numbers, beside those of chats."""
+"""Seed of the tokens in a trace's blocks, different from the chats'."""
 
 
 class Said(NamedTuple):
-    """What a user adds to the conversation: token ids, and how the right answer begins if there is one."""
+    """User's addition to the conversation: token ids, and the begin of the right answer if any."""
 
     tokens: Sequence[int]
     right: str | None = None
@@ -33,9 +32,9 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """pause_s: from the end of the answer before until it is said. known: those of its tokens that were said before.
+    """pause_s: from the end of the previous answer. known: number of tokens said before.
 
-    is_whole: what is said is the prompt, and nothing of before is.
+    is_whole: True if `said` is the whole prompt, without the earlier turns.
     """
 
     said: Said
@@ -47,9 +46,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Chat:
-    """One conversation. name: for the server; empty if it is to find out. first: the number of its first turn.
+    """Conversation. name: for the server; empty for the server to find out. first: number of the first turn.
 
-    then: the conversation that its user begins as soon as it is over.
+    then: conversation of the same user at the end of this one.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Made:
-    """Chats that are made up. said: tokens that a user adds in a later turn. arrive_s: they all come within so long."""
+    """Made-up chats. said: tokens added by a user in a later turn. arrive_s: seconds until all have come."""
 
     chats: int
     tokens: int
@@ -75,12 +74,12 @@ class Made:
 
     @property
     def longest(self) -> int:
-        """Tokens of the last prompt with its answer."""
+        """Tokens of the last prompt with the answer."""
         return self.tokens + self.turns * self.answer + (self.turns - 1) * self.said
 
 
 class Writer(Protocol):
-    """Says what there is to say, about so many tokens."""
+    """Returns words of about `tokens` tokens."""
 
     def __call__(self, chat: int, turn: int, tokens: int) -> Said: ...
 
@@ -107,7 +106,7 @@ def writer(served: Served | None, vocabulary: int, seed: int) -> Writer:
 
 
 def made_up(made: Made, say: Writer) -> list[Chat]:
-    """In the order of their arrival, which is even over the time that it takes."""
+    """Return chats in the order of their arrival, evenly over `made.arrive_s`."""
     rng = random.Random(made.seed)
     starts = sorted(rng.uniform(0, made.arrive_s) for _ in range(made.chats))
     return [
@@ -128,9 +127,9 @@ def _turn(made: Made, say: Writer, rng: random.Random, chat: int, turn: int) -> 
 
 @dataclass(frozen=True)
 class Replay:
-    """A trace, replayed. speed: so many times faster. shrink: prompts and answers so many times shorter.
+    """Replay of a trace. speed: divisor of times. shrink: divisor of the lengths of prompts and answers.
 
-    requests: so many of the first ones; 0 for all.
+    requests: number of first requests; 0 for all.
     """
 
     trace: Path
@@ -147,9 +146,9 @@ class Replay:
 
 
 def replayed(replay: Replay, trace: Trace, longest: int, vocabulary: int) -> list[Chat]:
-    """Each request by itself, at its time; those whose prompt and answer have more tokens than `longest` are left out.
+    """Return each request as a chat, on time. Requests with more tokens than `longest` are left out.
 
-    The tokens of a block follow from its hash, so that prompts share what the trace says that they share.
+    The tokens of a block follow from the hash, so that prompts share the same blocks as in the trace.
     """
     chosen = trace.requests[: replay.requests or None]
     block = max(1, round(trace.block_tokens / replay.shrink))
@@ -175,9 +174,9 @@ def replayed(replay: Replay, trace: Trace, longest: int, vocabulary: int) -> lis
 
 
 def _turns(requests: Sequence[TracedRequest]) -> Iterator[int]:
-    """The number of each request in its conversation: one more than that of the last whose prompt it begins with.
+    """Yield the number of each request in the conversation: one more than the last request whose prompt is continued.
 
-    A prompt of one full block is no conversation: it may be a system prompt that all have.
+    A prompt of one full block is no conversation: the block may be a common system prompt.
     """
     ends: dict[bytes, int] = {}
     for request in requests:

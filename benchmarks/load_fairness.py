@@ -23,18 +23,18 @@ FIRST, BETWEEN = "first token", "between tokens"
 QUANTILES = {"p50": 0.50, "p99": 0.99}
 MOST = 1.05
 BOUND_S = 2.0
-"""Seconds by which the ordering may delay a first token."""
+"""Most seconds that the ordering delays a first token."""
 TOGETHER_MS = 0.5
 
 
 def three_loads(made: Made, pool_blocks: int, block_size: int, positions: int) -> dict[str, Made]:
-    """Return loads of about as many requests within the same time: chats that fit the pool, chats that ask once and
-    never return, and the given ones, which do not fit.
+    """Return loads of about equally many requests within the same time: chats that fit the pool, chats that ask once
+    and never return, and the given chats, which do not fit.
 
-    Chats that fit are few, so that they have more turns.
+    Chats that fit are few, with more turns.
 
     Args:
-        positions: Most tokens that a prompt with its answer may have.
+        positions: Most tokens of a prompt with the answer.
 
     Raises:
         BadParameter: if all of the given chats fit the pool, or none returns.
@@ -58,7 +58,7 @@ def three_loads(made: Made, pool_blocks: int, block_size: int, positions: int) -
 
 @dataclass(frozen=True)
 class Row:
-    """Times of one arm in one load, and plain vLLM's, in ms by quantile.
+    """Times of an arm in a load, and plain vLLM's, in ms by quantile.
 
     ratios: of all repeats together. spread: least and most of the ratios of each repeat.
     """
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def above(self) -> list[str]:
-        """Return the ratios above MOST in words, and say of each if the ordering's bound allows it."""
+        """Return the ratios above MOST in words, and mark each ratio allowed by the ordering's bound."""
         found = []
         for name, ratio in self.ratios.items():
             if ratio > MOST:
@@ -88,7 +88,7 @@ class Row:
 
 
 def times(run: dict[str, Any], load: str, what: str) -> list[float]:
-    """Return the milliseconds of the answered requests of a run. Tokens that the client read at once count as one."""
+    """Return the milliseconds of a run's answered requests. Tokens read at once by the client count as one."""
     answered = [one for one in run["loads"][load]["requests"] if not one["error"]]
     if what == FIRST:
         return [one["ttft_s"] * 1e3 for one in answered]
@@ -96,7 +96,7 @@ def times(run: dict[str, Any], load: str, what: str) -> list[float]:
 
 
 def rows(report: dict[str, Any]) -> Iterator[Row]:
-    """Yield all comparisons. A repeat counts where plain vLLM has it, too."""
+    """Yield all comparisons. A repeat counts only with plain vLLM's repeat."""
     plain = {run["seed"]: run for run in report["runs"] if run["arm"] == PLAIN}
     arms = dict.fromkeys(run["arm"] for run in report["runs"] if run["arm"] != PLAIN)
     for load in (FITS, STRANGERS, OUTGROWS):
@@ -121,7 +121,7 @@ def _row(load: str, what: str, arm: str, pairs: Sequence[tuple[list[float], list
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """One report of several, whose repeats have other seeds; see merge_reports."""
+    """Return a joint report of several with different seeds; see merge_reports."""
     return merge_reports(files, "fairness", ("model", "loads", "memory"), lambda run: (run["arm"], run["seed"]))
 
 
@@ -129,7 +129,7 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any], plot: Path, console: Console) -> None:
-    """The table of what was measured, and the plot."""
+    """Print the table of the results, and draw the plot."""
     console.print(where(report), soft_wrap=True)
     found = list(rows(report))
     if not found:
@@ -151,7 +151,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
 
 
 def reused(report: dict[str, Any], load: str) -> str:
-    """Say how much of the returns' prompts each arm did not compute: a load that fits the pool must be resident."""
+    """Return each arm's share of the returns' prompts without compute: a load that fits the pool must be resident."""
     parts = []
     for arm in dict.fromkeys(run["arm"] for run in report["runs"]):
         requests = [one for run in report["runs"] if run["arm"] == arm for one in run["loads"][load]["requests"]]
@@ -181,7 +181,7 @@ def make_table(report: dict[str, Any], found: Sequence[Row]) -> Table:
 
 
 def draw(report: dict[str, Any]) -> Any:
-    """Each load in a column: the share of first tokens, and of times between tokens, that are no longer than so."""
+    """Draw each load in a column: the distribution of first tokens, and of times between tokens."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 9), layout="constrained")

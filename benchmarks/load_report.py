@@ -1,4 +1,4 @@
-"""What the load benchmark found, as tables and as a plot."""
+"""Results of the load benchmark, as tables and as a plot."""
 
 import statistics
 from collections import Counter
@@ -18,9 +18,9 @@ from manthan.benchmarks.capacity_report import COLORS, GREYS, quantile
 QUANTILES = (0.50, 0.90, 0.99)
 SLOW_FROM = 0.90
 MOST_TURNS = 4
-"""Later ones are shown together."""
+"""Turns shown singly. Later turns are shown together."""
 LONG_MS = 10_000
-"""A table with such waits is in seconds."""
+"""Longest wait in a table of milliseconds. Tables with longer waits are in seconds."""
 COMPACT: dict[str, Any] = {"box": SIMPLE, "pad_edge": False, "collapse_padding": True}
 PARTS = {
     "queue": "queue",
@@ -35,10 +35,10 @@ OTHERS = ("plain", "plain-ordered", "wide", "offload", "lmcache")
 
 @dataclass(frozen=True)
 class Slow:
-    """The slowest tenth of an arm's returns.
+    """Slowest tenth of an arm's returns.
 
-    parts: mean milliseconds of what their waits are made of. found: how many of them found what. ahead: mean tokens of
-    other prompts that were computed meanwhile.
+    parts: mean milliseconds of the parts of the waits. found: number of returns by kind of hit. ahead: mean tokens of
+    concurrent prompts computed meanwhile.
     """
 
     count: int
@@ -50,10 +50,10 @@ class Slow:
 
 @dataclass(frozen=True)
 class Found:
-    """What one arm's users waited: milliseconds by turn, MOST_TURNS and later together.
+    """Waits of an arm's users: milliseconds by turn, MOST_TURNS and later together.
 
     rate: generated tokens a second. not_computed: of the prompt tokens of returns. right: of checked answers. errors:
-    requests that were not answered.
+    unanswered requests.
     """
 
     arm: str
@@ -112,7 +112,7 @@ def _slow(waits: Sequence[dict[str, Any]]) -> Slow | None:
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """One report of several; see merge_reports."""
+    """Return a joint report of several; see merge_reports."""
     return merge_reports(files, "load", ("model", "made", "trace", "memory"), lambda run: run["arm"])
 
 
@@ -120,7 +120,7 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any], plot: Path, console: Console) -> None:
-    """The tables of what was measured, and the plot."""
+    """Print the tables of the results, and draw the plot."""
     console.print(where(report), soft_wrap=True)
     found = [Found.of(run) for run in report["runs"]]
     if report["left_out"]:
@@ -171,7 +171,7 @@ def waits_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
 
 
 def starts(found: Sequence[Found]) -> str:
-    """What starting took and the median of first prompts, against plain vLLM's of the same run."""
+    """Return time to start and the median of first prompts, against plain vLLM's of the same run."""
     plain = next((one for one in found if one.arm == "plain"), None)
     parts = []
     for one in found:
@@ -196,9 +196,9 @@ def _spread(times: Sequence[float], scale: float) -> str:
 
 
 def slow_table(found: Sequence[Found]) -> Table:
-    table = Table(title="The slowest tenth of the returns: what they waited for, mean ms", **COMPACT)
+    table = Table(title="Waits of the slowest tenth of the returns, mean ms", **COMPACT)
     table.add_column("", no_wrap=True)
-    for header in ("returns", "first token", *PARTS.values(), "tokens of others\ncomputed meanwhile"):
+    for header in ("returns", "first token", *PARTS.values(), "further tokens\ncomputed meanwhile"):
         table.add_column(header, justify="right")
     table.add_column("found")
     for one in found:
@@ -220,7 +220,9 @@ def slow_table(found: Sequence[Found]) -> Table:
 
 
 def draw(report: dict[str, Any], found: Sequence[Found]) -> Any:
-    """Left: what share of returns has its first token by when. Middle: by turn. Right: the slowest tenth's parts."""
+    """Draw the distribution of the returns' first tokens (left), by turn (middle), and the slowest tenth's parts
+    (right).
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -283,6 +285,6 @@ def _draw_slow(axes: Any, found: Sequence[Found]) -> None:
     axes.set_yticks(range(len(shown)), [arm for arm, _ in shown])
     axes.invert_yaxis()
     axes.set(xlabel="mean, ms")
-    axes.set_title("The slowest tenth of the returns: what they waited for", loc="left")
+    axes.set_title("Waits of the slowest tenth of the returns", loc="left")
     axes.legend(frameon=False)
     axes.grid(alpha=0.3, axis="x")

@@ -1,4 +1,4 @@
-"""The load benchmark's run: one server after another, the same chats for each, a report.
+"""Run of the load benchmark: servers in turn, the same chats for each, a report.
 
 `options` has the command's arguments; see load.py. A trace to replay is `replay`.
 """
@@ -54,17 +54,17 @@ from manthan.benchmarks.server import VllmServer, codec_used
 from manthan.benchmarks.settle import until_settled
 
 CACHES = ("VLLM_CACHE_ROOT", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR")
-"""Environment variables that name folders of compiled kernels."""
+"""Environment variables of folders with compiled kernels."""
 ANSWER_TIMEOUT_S = 1800.0
-"""A user who waits longer is not answered."""
+"""Longest wait of a user for an answer."""
 FORGET_S = 10.0
 SOON_S = 5.0
-"""Nothing is waited for that goes cold later."""
+"""Longest idle time worth waiting for."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is not said on the command line. memory: bytes beside the pool; 0 for as many as the pool has."""
+    """Sizes missing on the command line. memory: bytes outside the pool; 0 for the bytes of the pool."""
 
     chats: int
     tokens: int
@@ -76,14 +76,14 @@ GPU = Sizes(chats=64, tokens=8192, pool_chats=10, memory=20 << 30)
 CPU = Sizes(chats=20, tokens=512, pool_chats=8, memory=0)
 
 
-# -- what is asked, and of whom -------------------------------------------------------------------------
+# -- chats and arms --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Load:
-    """The chats, the tokens of the longest prompt with its answer, and what a report says of them.
+    """Chats, tokens of the longest prompt with the answer, and a report's facts of the chats.
 
-    parts: loads that come to each server one after the other, instead of these chats, by name.
+    parts: by name, loads for each server in turn, instead of these chats.
     """
 
     chats: list[Chat]
@@ -93,7 +93,7 @@ class Load:
 
 
 def made_of(options: Namespace, on_gpu: bool) -> Made:
-    """Return the chats' numbers and times, for a load that is no trace."""
+    """Return the chats' numbers and times, for a load without a trace."""
     sizes, arrive_s = GPU if on_gpu else CPU, 2 * options.think if options.arrive is None else options.arrive
     return Made(
         options.chats or sizes.chats, options.tokens or sizes.tokens, options.turns, options.said, options.answer,
@@ -102,7 +102,7 @@ def made_of(options: Namespace, on_gpu: bool) -> Made:
 
 
 def load_of(options: Namespace, served: Served | None, vocabulary: int, positions: int, on_gpu: bool) -> Load:
-    """positions: the most that the model has. Raises BadParameter for chats that it has no room for."""
+    """positions: the model's most. Raises BadParameter for chats too long for the model."""
     made, most = made_of(options, on_gpu), positions - SPARE_POSITIONS
     if options.replay is not None:
         trace = options.replay.read()
@@ -135,7 +135,7 @@ def chats_of(made: Made, served: Served) -> list[Chat]:
 
 
 def memory_of(options: Namespace, served: Served, load: Load) -> Memory:
-    """The pool that all arms have, and what they have beside it."""
+    """Return the pool of all arms, and their bytes outside the pool."""
     sizes = GPU if served.on_gpu else CPU
     tokens = options.pool or sizes.pool_chats * (load.about["tokens"] or load.longest)
     least = -(-load.longest // served.block_size) + 2
@@ -148,11 +148,11 @@ def memory_of(options: Namespace, served: Served, load: Load) -> Memory:
 def choose_arms(
     options: Namespace, served: Served, memory: Memory, longest: int, most: int, stack: ExitStack
 ) -> dict[str, CapacityArm | str]:
-    """Return each arm by name, or why it is left out. The stack ends what is begun for them.
+    """Return each arm by name, or the reason to leave the arm out. The stack ends the arms' servers.
 
     Args:
-        longest: tokens of the longest prompt with its answer.
-        most: number of requests that run at a time, at most.
+        longest: tokens of the longest prompt with the answer.
+        most: most requests that run at a time.
     """
     kinds, codecs = read_arms(options.arms, served.on_gpu), read_codecs(options.codecs)
     reasons = {kind: cannot_run(kind, served.on_gpu) for kind in kinds}
@@ -181,7 +181,7 @@ def choose_arms(
 def serving(
     options: Namespace, served: Served, arm: CapacityArm, longest: int, name: str, console: Console
 ) -> Iterator[tuple[VllmServer, Bar, dict[str, Any]]]:
-    """Start an arm's server and warm it up; yield it, a progress bar, and what a report says of both at the end."""
+    """Start an arm's server and warm up; yield the server, a progress bar, and facts for the report."""
     began = time.monotonic()
     with ExitStack() as stack:
         if options.cold:
@@ -204,7 +204,7 @@ def serving(
 def run_arm(
     options: Namespace, served: Served, load: Load, arm: CapacityArm, repeat: int, console: Console
 ) -> dict[str, Any]:
-    """One server: start it, warm it up, let the chats talk, end it."""
+    """Start a server, warm up, let the chats talk, and end the server."""
     began, seed = time.monotonic(), options.seed + repeat
     name = f"fairness-{seed}" if load.parts else "load"
     parts = {
@@ -230,7 +230,7 @@ def run_arm(
 
 
 def warm_up(server: Endpoint, options: Namespace, served: Served, longest: int, is_ours: bool) -> None:
-    """A chat of its own comes and returns, and all is forgotten: what a server does for the first time takes longer."""
+    """Let a separate chat come and return, and forget all, because a server's first requests take longer."""
     made = Made(1, max(16, longest // 2), 1, 1, 4, 0.0, FIXED, 0.0, options.seed + 1)
     chats = made_up(made, writer(None, served.shape.vocabulary, made.seed))
     still_s = 0.0 if not is_ours or options.idle_after > SOON_S else options.idle_after + 1
@@ -256,7 +256,7 @@ def forget(server: Endpoint) -> None:
 
 
 def as_report(talk: Talk, waits: Sequence[Any], is_ours: bool) -> dict[str, Any]:
-    """Each request with what it waited for."""
+    """Return each request with the parts of the wait."""
     explained = iter(waits)
     requests = [asdict(one) | ({} if one.error else {"wait": asdict(next(explained))}) for one in talk.asked]
     about = {
@@ -276,7 +276,7 @@ def said(talk: Talk) -> str:
 
 
 def run_given(options: Namespace, console: Console) -> tuple[Load, dict[str, Any]]:
-    """A server that somebody else started, as it is."""
+    """Measure a server started by the user."""
     with contextlib.closing(Endpoint(options.base_url, timeout_s=ANSWER_TIMEOUT_S)) as endpoint:
         positions = int(endpoint.about().get("max_model_len") or 1 << 20)
         served, vocabulary = None, SAFE_VOCABULARY
@@ -351,5 +351,5 @@ def run_arms(
     requests = sum(len(chat.turns) for chat in load.chats)
     sizes = [ByteSize(nbytes).human_readable() for nbytes in (memory.pool_nbytes, memory.store_nbytes)]
     what = f"{len(load.parts)} loads of about" if load.parts else f"{len(load.chats)} chats,"
-    console.print(f"  {what} {requests} requests; a pool of {sizes[0]}, {sizes[1]} beside it")
+    console.print(f"  {what} {requests} requests; a pool of {sizes[0]}, {sizes[1]} outside")
     return run_jobs("fairness" if options.fairness else "load", jobs, about, arguments, options.out, console)

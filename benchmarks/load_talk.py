@@ -1,4 +1,4 @@
-"""Chats talk to a server, all at once, each in its own time; what each request waited for is written down."""
+"""Chats talk to a server, all at once, each at a separate pace, with a record of each request's wait."""
 
 import threading
 import time
@@ -29,11 +29,11 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that was sent. Seconds from the start of the load, tokens, and the server's own milliseconds.
+    """Sent request. Seconds from the start of the load, tokens, and the server's milliseconds.
 
-    known_tokens: of the prompt, those that the server had computed before. queue_ms: until it was scheduled, and a load
-    from beyond the pool was done. first_ms: from then to the first token. gaps_ms: between one piece of the answer and
-    the next, as the client saw them. error: empty if it was answered.
+    known_tokens: prompt tokens computed before by the server. queue_ms: until the request was scheduled, and a load
+    from outside the pool was done. first_ms: from then to the first token. gaps_ms: between two pieces of the answer,
+    at the client. error: empty for an answered request.
     """
 
     chat: int
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Talk:
-    """What a load was. began: on the machine's clock, as in a server's log. planned: requests that were to be sent."""
+    """Record of a load. began: on the machine's clock, as in a server's log. planned: number of planned requests."""
 
     began: float
     wall_s: float
@@ -66,11 +66,11 @@ class Talk:
 
 
 class Talker:
-    """Has chats talk to one server.
+    """Has chats talk to a server.
 
     Args:
         step: Called after each request.
-        ordered: True if requests say their priority: returns before first prompts.
+        ordered: True if requests have a priority: returns before first prompts.
     """
 
     def __init__(self, endpoint: Endpoint, step: Callable[[], None], deadline_s: float, ordered: bool = False) -> None:
@@ -80,7 +80,7 @@ class Talker:
         self._over = threading.Event()
 
     def run(self, chats: Sequence[Chat]) -> Talk:
-        """All of them, until each has said all. Raises ServerError if the server is not there any more at the end."""
+        """Run all chats to their ends. Raises ServerError if the server is gone at the end."""
         before = self._counters()
         began, self._zero = time.time(), time.perf_counter()
         with self._sampled() as samples, ThreadPoolExecutor(max(1, len(chats))) as pool:
@@ -101,7 +101,7 @@ class Talker:
     # -- a chat -----------------------------------------------------------------------------------------
 
     def _user(self, index: int, chat: Chat | None) -> None:
-        """One chat after the other."""
+        """Run a user's chats in turn."""
         due = chat.starts_s if chat else 0.0
         while chat is not None and self._chat(index, chat, due):
             chat, due = chat.then, self._now()
@@ -160,7 +160,7 @@ class Talker:
         return reply
 
     def _check(self, reply: Reply) -> None:
-        """What is missing would be missing in all answers."""
+        """Raise ServerError for a missing field, because all answers would lack the field."""
         if not reply.reports_cached:
             raise self._endpoint.error(
                 f"The server at {self._endpoint.url} does not say how much of a prompt it had cached: start it with "
@@ -175,7 +175,7 @@ class Talker:
 
     @contextmanager
     def _sampled(self) -> Iterator[list[dict[str, float]]]:
-        """What the server says of itself every SAMPLE_S."""
+        """Yield the server's metrics, taken every SAMPLE_S."""
         samples: list[dict[str, float]] = []
 
         def look() -> None:
@@ -183,7 +183,7 @@ class Talker:
                 try:
                     found = self._endpoint.samples(*WATCHED)
                 except ServerError:
-                    continue  # who asks it something finds out, too
+                    continue  # every request finds out, too
                 samples.append({"at_s": round(self._now(), 2)} | _by_name(found))
 
         watcher = threading.Thread(target=look, daemon=True)
@@ -200,7 +200,7 @@ class Talker:
 
 
 def _by_name(samples: Sequence[tuple[str, dict[str, str], float]]) -> dict[str, float]:
-    """Values by name and the label that tells them apart, without vLLM's prefix."""
+    """Return values by name and distinctive label, without vLLM's prefix."""
     values: dict[str, float] = {}
     for name, labels, value in samples:
         label = next((labels[one] for one in ("state", "cause", "source") if one in labels), "")

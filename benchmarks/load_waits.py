@@ -1,4 +1,4 @@
-"""What a wait for the first token is made of: requests held against what Manthan wrote into the server's log."""
+"""Parts of a wait for the first token: requests compared with Manthan's lines in the server's log."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ RECOMPUTED = "recomputed"
 
 
 class Cold(NamedTuple):
-    """A session went cold, or came back, with so many tokens. at_s: from the start of the load."""
+    """A session went cold, or came back, with `tokens` tokens. at_s: from the start of the load."""
 
     at_s: float
     took_ms: float
@@ -31,12 +31,12 @@ class Cold(NamedTuple):
 
 @dataclass(frozen=True)
 class Wait:
-    """Milliseconds of a time to the first token, and what the request found.
+    """Milliseconds of a time to the first token, and the request's hits.
 
-    queue: until vLLM scheduled it, or until its restore began. restore: Manthan's fetching and decoding. after: from
-    then until vLLM scheduled it. compute: from there to the first token. rest: the API server, HTTP and the client.
-    ahead: tokens of other prompts that were computed meanwhile. evicted: sessions that went cold in that time. Parts
-    that nobody measured are None.
+    queue: until vLLM scheduled the request, or the restore began. restore: Manthan's fetching and decoding. after: from
+    the restore until vLLM scheduled the request. compute: from the scheduling to the first token. rest: the API server,
+    HTTP and the client. ahead: tokens of concurrent prompts computed meanwhile. evicted: sessions gone cold meanwhile.
+    Unmeasured parts are None.
     """
 
     found: str
@@ -53,14 +53,14 @@ class Wait:
 
 
 class Lines(NamedTuple):
-    """What the log said of each session, in order."""
+    """Log lines of each session, in order."""
 
     evictions: dict[str, list[Cold]]
     restores: dict[str, list[Cold]]
 
 
 def read_log(log: Path | None, began: float) -> Lines:
-    """began: on the machine's clock; what was before it does not count."""
+    """Read the log. began: on the machine's clock; earlier lines do not count."""
     found = Lines({}, {})
     for line in log.read_text(errors="replace").splitlines() if log else ():
         if match := WENT_COLD.search(line):
@@ -73,7 +73,7 @@ def read_log(log: Path | None, began: float) -> Lines:
 
 
 def explain(talk: Talk, lines: Lines, block_size: int, is_ours: bool) -> list[Wait]:
-    """Of each request that was answered, in the order of talk.asked."""
+    """Return the wait of each answered request, in the order of talk.asked."""
     answered = [one for one in talk.asked if not one.error]
     ends: dict[int, float] = {}
     waits = []
@@ -84,7 +84,7 @@ def explain(talk: Talk, lines: Lines, block_size: int, is_ours: bool) -> list[Wa
 
 
 def _wait(one: Asked, left_s: float, lines: Lines, block_size: int, is_ours: bool, ahead: int) -> Wait:
-    """left_s: when the answer before it had ended."""
+    """Return the wait of a request. left_s: end of the previous answer."""
     restores = list(_between(lines.restores.get(one.session, ()), one.sent_s, one.sent_s + one.seconds))
     restored, restore = sum(cold.tokens for cold in restores), sum(cold.took_ms for cold in restores)
     full = min(one.known_tokens, one.prompt_tokens - 1) // block_size * block_size
@@ -110,8 +110,9 @@ def _wait(one: Asked, left_s: float, lines: Lines, block_size: int, is_ours: boo
 
 
 def _after(one: Asked, restores: Sequence[Cold]) -> float:
-    """Milliseconds from the last restore's end until the request was scheduled, which was first_ms before its first
-    token."""
+    """Return milliseconds from the last restore's end until the request was scheduled, first_ms before the
+    first token.
+    """
     if not restores or one.first_ms is None or one.queue_ms is None:
         return 0.0
     scheduled_s = one.sent_s + one.ttft_s - one.first_ms / 1e3
@@ -139,7 +140,9 @@ def _between(found: Sequence[Cold], begin: float, end: float) -> Iterator[Cold]:
 
 
 def _ahead(one: Asked, others: Sequence[Asked]) -> int:
-    """Prompt tokens of others that were computed between its sending and first token, as far as a client can tell."""
+    """Return prompt tokens of concurrent requests computed between sending and first token, as far as a client can
+    tell.
+    """
     first = one.sent_s + one.ttft_s
     return sum(
         other.prompt_tokens - other.cached_tokens

@@ -1,4 +1,4 @@
-"""Redis servers of benchmarks: one that runs, or one on a free port that ends with the benchmark."""
+"""Redis servers of benchmarks: a running server, or a server on a free port, ended with the benchmark."""
 
 import contextlib
 import secrets
@@ -20,9 +20,10 @@ START_S = 20.0
 
 @contextlib.contextmanager
 def redis_at(url: str, flag: str = "--redis-url") -> Iterator[str]:
-    """Yield the URL of a server: the given one, or else of one that ends with this context. flag: names the given one.
+    """Yield the URL of a server: the given server, or else a server ended with this context. flag: option of the given
+    URL.
 
-    Raises BadParameter if it does not answer, or there is nothing to start.
+    Raises BadParameter for a silent server, or without a program to start.
     """
     if url:
         _check(url, flag)
@@ -46,7 +47,7 @@ def redis_at(url: str, flag: str = "--redis-url") -> Iterator[str]:
 
 @contextlib.contextmanager
 def redis_for_arms(url: str) -> Iterator[dict[str, str]]:
-    """Yield Manthan's keys of a server as in `redis_at`. All that arms have written there is deleted at the end."""
+    """Yield Manthan's keys of a server as in `redis_at`. All keys written by arms are deleted at the end."""
     with redis_at(url) as found:
         redis = {"url": found, "prefix": f"manthan-bench-{secrets.token_hex(4)}:"}
         try:

@@ -1,10 +1,10 @@
-"""A calibrated codec's profile that nobody measured, and numbers that fit it: for figures and tests of any shape.
+"""Made-up profile of a calibrated codec, and numbers that fit the profile: for figures and tests of any shape.
 
-As a script, a model of Qwen3-8B's shape with random weights, 16 GB, and, beside its folder, the profile that it is
-measured to have:
+As a script, a model of Qwen3-8B's shape with random weights, 16 GB, and, next to the folder, the model's measured
+profile:
 
-    python benchmarks/made_up.py FOLDER
-    python benchmarks/restore.py --model FOLDER --weights --codecs klt-8x --profile FOLDER-profile.safetensors
+    python benchmarks/made_up.py FOLDER python benchmarks/restore.py --model FOLDER --weights --codecs klt-8x --profile
+    FOLDER-profile.safetensors
 """
 
 import time
@@ -28,7 +28,7 @@ from manthan.codec.tables.frequencies import DEVIATIONS, SHAPES, costs, family
 from manthan.codec.tables.levels import STEPS, WIDTHS
 
 SPREAD = 8.0, 0.2
-"""Deviations of the first component and the last; those between fall off evenly on a logarithmic scale."""
+"""Deviations of the first component and the last; between them even on a logarithmic scale."""
 
 
 def rope_of(head_dim: int, base: float = 1e6) -> Rope:
@@ -38,7 +38,7 @@ def rope_of(head_dim: int, base: float = 1e6) -> Rope:
 def profile(
     layers: int, heads: int, head_dim: int, rope: Rope | None, presets: Mapping[str, float] = PRESETS, seed: int = 0
 ) -> Profile:
-    """Every layer has the same transform, its rows in an order of its own, and a mean as large as the deviation."""
+    """Return a profile with the same transform in every layer, rows shuffled, and a mean as large as the deviation."""
     rng, size = np.random.default_rng(seed), heads * head_dim
     square, _ = np.linalg.qr(rng.standard_normal((size, size)))
     deviations, shapes = np.geomspace(*SPREAD, size), rng.integers(0, len(SHAPES), size)
@@ -108,7 +108,7 @@ def _deviations(size: int) -> npt.NDArray[np.float64]:
 
 
 def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Keys, as a cache has them from place 0 on, and values: float32 [layers, heads, tokens, head_dim]."""
+    """Return keys, as in a cache from position 0 on, and values: float32 [layers, heads, tokens, head_dim]."""
     torch.manual_seed(seed)
     sides = []
     for keys in (True, False):
@@ -121,7 +121,7 @@ def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[T
 def _step(
     deviations: npt.NDArray[np.float64], shapes: npt.NDArray[np.int64], bits: float
 ) -> tuple[float, npt.NDArray[np.uint8]]:
-    """The step with which components take so many bits on average, and their tables."""
+    """Return the step at which components take `bits` bits on average, and their tables."""
     frequencies = family()
     each = (costs(frequencies) * frequencies / frequencies.sum(1, keepdims=True)).sum(1)
 
@@ -137,7 +137,7 @@ def _step(
 
 
 def _row(basis: Basis, tokens: int, device: torch.device) -> Tensor:
-    """[tokens, C] of one layer."""
+    """Return [tokens, C] of a layer."""
     preset = next(iter(basis.steps))
     chosen = np.array(SHAPES)[basis.tables[preset] // len(DEVIATIONS)]
     shapes = torch.tensor(chosen, dtype=torch.float32, device=device)
@@ -160,11 +160,11 @@ def _turned(keys: Tensor, rope: Rope) -> Tensor:
 # -- a whole model --------------------------------------------------------------------------------------
 
 PIECES, PIECE = 12, 2048
-"""What its profile is measured on: random tokens."""
+"""Random tokens for the profile's measurement."""
 
 
 def write_weights(folder: Path, device: str) -> None:
-    """Beside the configuration that is there, weights as Transformers begins with, in bf16."""
+    """Write Transformers' initial weights next to the configuration, in bf16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -174,7 +174,7 @@ def write_weights(folder: Path, device: str) -> None:
 
 
 def main(folder: Annotated[Path, typer.Argument(help="Where the model goes.")]) -> None:
-    """Make a model of Qwen3-8B's shape, and its profile."""
+    """Make a model of Qwen3-8B's shape, and the model's profile."""
     from manthan.manager.calibration.model import ModelReader
 
     began = time.monotonic()
@@ -186,7 +186,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the model goes.")]) 
     reader.read(builder, pieces, False, lambda: typer.echo(f"a piece is read, {time.monotonic() - began:.0f} s"))
     builder.finish().save(
         folder.with_name(f"{folder.name}-profile.safetensors")
-    )  # in it, vLLM would take it for weights
+    )  # inside, vLLM would take the profile for weights
     typer.echo(f"its profile is written, {time.monotonic() - began:.0f} s")
 
 

@@ -1,4 +1,4 @@
-"""A free port of this machine that stays free for the server that is to listen there."""
+"""Free port of this machine, held for a server to come."""
 
 import socket
 
@@ -6,10 +6,11 @@ __all__ = ["hold_port", "port_of"]
 
 
 def hold_port() -> socket.socket:
-    """A socket that is bound to a port of 127.0.0.1 and does not listen; nobody is given the port while it is open.
+    """Return a socket bound to a port of 127.0.0.1 that does not listen; no process is given the port while the socket
+    is open.
 
-    A server that sets SO_REUSEADDR before it binds, as vLLM, Redis and Prometheus do, can listen there all the same. A
-    port that was merely found free may be another connection's by the time a server has imported what it needs.
+    A server with SO_REUSEADDR before the bind, such as vLLM, Redis and Prometheus, can still listen on the port. A port
+    merely found free may be in use by the time a server has imported everything.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""How far a long run is: a bar on a terminal, now and then a line elsewhere."""
+"""Progress of a long run: a bar on a terminal, otherwise a line now and then."""
 
 import time
 from typing import Self
@@ -10,7 +10,7 @@ from manthan.benchmarks.arms import LINE_EVERY_S
 
 
 class Bar:
-    """One bar; `begin` starts it anew."""
+    """Progress bar; `begin` restarts the bar."""
 
     def __init__(self, console: Console, what: str) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

@@ -1,13 +1,12 @@
-"""What compression costs a model: the loss and the answers of what follows a prefix that went cold and came back.
+"""Cost of compression for a model: the loss and the answers after a prefix that went cold and came back.
 
-For each codec, and for each number of tokens that are left exact: perplexity of a continuation, divergence of the next
-token's distribution from the one after the exact prefix, tasks in contexts of several lengths, greedy answers, cosines,
-and bytes. On a real engine (vllm), where the prefix is evicted and restored, and with Transformers, where its KV cache
-is replaced.
+For each codec, and for each number of exact tokens: perplexity of a continuation, divergence of the next token's
+distribution from the distribution after the exact prefix, tasks in contexts of several lengths, greedy answers,
+cosines, and bytes. On a real engine (vllm), with the prefix evicted and restored, and with Transformers, with a
+replaced KV cache.
 
-    python benchmarks/quality.py MODEL [--text FILE] [--codec NAME,NAME] [--exact 0,4] [--engine vllm]
-        [--profile FILE]
-    python benchmarks/quality.py --plot-only FOLDER/quality.json
+    python benchmarks/quality.py MODEL [--text FILE] [--codec NAME,NAME] [--exact 0,4] [--engine vllm] [--profile FILE]
+        python benchmarks/quality.py --plot-only FOLDER/quality.json
 """
 
 import itertools
@@ -53,11 +52,11 @@ ANSWER = 48
 """Tokens of an answer, at most."""
 SINKS = CodecConfig().sink_tokens
 PIECE, PIECES = 2048, 8
-"""Tokens of a piece of the text by which others' codecs are calibrated, and pieces, at most."""
+"""Tokens of a piece of the text for calibrating the peers, and pieces, at most."""
 
 
 class On(StrEnum):
-    """Where it is measured."""
+    """Engine of the measurement."""
 
     vllm = "vllm"
     transformers = "transformers"
@@ -65,7 +64,7 @@ class On(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Numbers that a model computes with. In bf16 any change of the KV changes roundings, which tell nothing of it."""
+    """Numbers of a model's compute. In bf16 any change of the KV changes roundings, without a meaning for quality."""
 
     bfloat16 = "bfloat16"
     float32 = "float32"
@@ -76,7 +75,7 @@ NEEDS = {On.vllm: ("vllm", "transformers"), On.transformers: ("torch", "transfor
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be measured. top: -1 for all tokens."""
+    """Plan of a measurement. top: -1 for all tokens."""
 
     model: str
     shape: Shape
@@ -88,14 +87,14 @@ class Job:
     top: int
     dtype: str
     calibration: list[list[int]]
-    """Pieces of the text by which others' codecs are calibrated."""
+    """Pieces of the text for calibrating the peers."""
 
     def with_storage(self, arms: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Arms by name, with what their prefixes take."""
+        """Return arms by name, with the storage of their prefixes."""
         return {name: arm | {"storage": asdict(self._storage(arm.get("stored")))} for name, arm in arms.items()}
 
     def _storage(self, stored: Sequence[Any] | None) -> Storage:
-        """stored: of each piece, its bytes, and those of a long session; None for bf16. Tasks are left out."""
+        """stored: of each piece, bytes, and bytes of a long session; None for bf16. Tasks are left out."""
         if stored is None:
             return Storage.of_bf16(self.shape)
         short = [sizes for sizes, piece in zip(stored, self.pieces, strict=True) if not piece.task]
@@ -105,7 +104,7 @@ class Job:
 
 
 def engines(on: On | None) -> list[On]:
-    """Those that can run here; raises QualityError if one that was asked for cannot."""
+    """Return the available engines; raises QualityError if a requested engine is missing."""
     wanted = [On.vllm, On.transformers] if on is None or on is On.both else [on]
     able = [engine for engine in wanted if all(map(find_spec, NEEDS[engine]))]
     if not able or (on is not None and able != wanted):
@@ -115,7 +114,7 @@ def engines(on: On | None) -> list[On]:
 
 
 def plan(options: Namespace) -> Job:
-    """Return the work of a command with these arguments. Raises QualityError for work that is not possible."""
+    """Return the work of a command with arguments `options`. Raises QualityError for impossible work."""
     model, lengths, tasks = options.model, read_lengths(options.lengths), read_tasks(options.tasks)
     if not model:
         raise QualityError("MODEL is missing: a folder or the name of a model on the Hugging Face Hub.")
@@ -151,7 +150,7 @@ def plan(options: Namespace) -> Job:
 
 
 def read_lengths(lengths: str) -> tuple[int, ...]:
-    """Of contexts; raises QualityError."""
+    """Return lengths of contexts; raises QualityError."""
     parts = [part.strip() for part in lengths.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise QualityError(f"--lengths {lengths} is no list of lengths in tokens, such as 2000,8000.")
@@ -197,7 +196,7 @@ def with_transformers(job: Job, console: Console) -> dict[str, Any]:
 def with_vllm(
     job: Job, out: Path, console: Console, timeout_s: float
 ) -> tuple[dict[str, Any], list[Arm], dict[str, str]]:
-    """Results of arms that did not fail; none if the exact one did. Also the arms, and errors by name."""
+    """Return results of successful arms, none after a failure of the exact arm. Also the arms, and errors by name."""
     from manthan.benchmarks.quality_vllm import SCRIPT, Questions, arm, read_scores, told
 
     asked = Questions(job.pieces, job.chats, job.top, ANSWER)
@@ -221,7 +220,7 @@ def with_vllm(
 def main(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face Hub.")] = "",
-    text: Annotated[Path | None, typer.Option(help="What the model reads, UTF-8; tiny-llama brings its own.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Text for the model, UTF-8; tiny-llama has one.")] = None,
     codec: Annotated[
         str,
         typer.Option(help="Codecs, by comma; auto: the one that Manthan takes as it comes; all: all there are."),
@@ -238,10 +237,10 @@ def main(
     tasks: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}, by comma; all, or none.")] = ALL,
     lengths: Annotated[str, typer.Option(help="Of the tasks' contexts, in tokens, by comma.")] = "2000,4000,8000",
     samples: Annotated[int, typer.Option(min=1, help="Contexts of each task and length.")] = 1,
-    chats: Annotated[int, typer.Option(min=0, help="Chats whose greedy answers are compared; 0 for none.")] = 24,
+    chats: Annotated[int, typer.Option(min=0, help="Chats with compared greedy answers; 0 for none.")] = 24,
     document: Annotated[int, typer.Option(min=1, help="Tokens of the text that a chat is about.")] = 1700,
     block_size: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32 on a CPU, 16 on a GPU.")] = 0,
-    kl_top: Annotated[int, typer.Option(min=1, help="On vLLM: KL over so many likeliest tokens and the rest.")] = 1024,
+    kl_top: Annotated[int, typer.Option(min=1, help="On vLLM: KL over the likeliest tokens and the rest.")] = 1024,
     dtype: Annotated[Dtype, typer.Option(help="The model's with Transformers; its KV is bf16.")] = Dtype.bfloat16,
     seed: Annotated[int, typer.Option(help="Of tasks.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that an engine may take.")] = 1800,
@@ -251,7 +250,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot and logs.")] = OUT,
     plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
 ) -> None:
-    """Measure what compression costs MODEL: perplexity, divergence, recall, bytes."""
+    """Measure the cost of compression for MODEL: perplexity, divergence, recall, bytes."""
     options = Namespace(**locals())
     console = make_console()
     try:
@@ -287,7 +286,7 @@ def read_report(file: Path) -> dict[str, Any]:
 def run(
     job: Job, wanted: list[On], arguments: dict[str, Any], out: Path, timeout_s: float, console: Console
 ) -> dict[str, Any]:
-    """vLLM first: its engines want the GPU to themselves."""
+    """Run vLLM first, because vLLM's engines want the whole GPU."""
     found: dict[str, dict[str, Any]] = {}
     arms: list[Arm] = []
     errors: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""How many greedy answers are the same as when all was hot, and how far they agree."""
+"""Agreement of greedy answers with the answers when all was hot."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, Self
 
 
 class Agreement(NamedTuple):
-    """same: of so many answers, those that are the same to the last token. share: of a hot answer, what is the same up
-    to the first difference, on average."""
+    """same: number of answers equal to the last token. share: of a hot answer, the equal part up to the first
+    difference, on average.
+    """
 
     same: int
     answers: int
@@ -16,7 +17,7 @@ class Agreement(NamedTuple):
 
     @classmethod
     def of(cls, answers: Sequence[dict[str, Any]]) -> Self | None:
-        """Of each chat's answers as tokens, {"hot": [...], "later": [...]}; None without chats."""
+        """Compare each chat's answers as tokens, {"hot": [...], "later": [...]}; None without chats."""
         if not answers:
             return None
         pairs = [(chat["hot"], chat["later"]) for chat in answers]
@@ -25,5 +26,5 @@ class Agreement(NamedTuple):
 
 
 def alike(hot: Sequence[int], later: Sequence[int]) -> int:
-    """How many tokens are the same up to the first difference."""
+    """Return the number of equal tokens up to the first difference."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(hot, later, strict=False)))

@@ -1,4 +1,4 @@
-"""A prefix's KV through encoded blocks and back: what the cold store would keep of it, and give back."""
+"""KV of a prefix through encoded blocks and back: the cold store's content, and the restored numbers."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +11,11 @@ from manthan.benchmarks.quality_settings import LONG, Setting
 from manthan.codec import BlockFormat
 
 KV = tuple[NDArray[np.uint16], NDArray[np.uint16]]
-"""Keys and values, bf16 as its bits: [layers, heads, tokens, head_dim]."""
+"""Keys and values, bf16 as bits: [layers, heads, tokens, head_dim]."""
 
 
 class Returned(NamedTuple):
-    """A block as it comes back. nbytes: of the encoded block."""
+    """Decoded block. nbytes: of the encoded block."""
 
     keys: NDArray[np.uint16]
     values: NDArray[np.uint16]
@@ -23,9 +23,9 @@ class Returned(NamedTuple):
 
 
 class CodedPrefix:
-    """One codec's blocks of a prefix, each encoded once for each number of exact tokens that it is asked for with.
+    """Codec's blocks of a prefix, each encoded once for each requested number of exact tokens.
 
-    kv: of the prefix, whole blocks; the first one begins the chain.
+    kv: of the prefix, whole blocks from the session's first.
     """
 
     def __init__(self, form: BlockFormat, kv: KV, threads: ThreadPoolExecutor) -> None:
@@ -34,18 +34,18 @@ class CodedPrefix:
         self._blocks: dict[tuple[int, int], Returned] = {}
 
     def kv(self, setting: Setting) -> KV:
-        """What comes back of the prefix."""
+        """Return the restored prefix."""
         found = self._returned(self._counts(setting))
         return np.concatenate([block.keys for block in found], 2), np.concatenate([block.values for block in found], 2)
 
     def nbytes(self, setting: Setting) -> int:
-        """Of the encoded blocks."""
+        """Return bytes of the encoded blocks."""
         return sum(block.nbytes for block in self._returned(self._counts(setting)))
 
     def long_nbytes(self, setting: Setting) -> float:
-        """Of a session of LONG tokens, whose blocks take as much as those of the prefix that keep as much exact.
+        """Return bytes of a session of LONG tokens, with blocks as large as the prefix's of equally many exact tokens.
 
-        Where the prefix has none such, its last block is encoded so.
+        Without such a block, the prefix's last block is encoded with equally many exact tokens.
         """
         sizes: dict[int, list[int]] = {}
         counts = self._counts(setting)
@@ -59,7 +59,7 @@ class CodedPrefix:
         )
 
     def _counts(self, setting: Setting) -> list[int]:
-        """How many tokens of each block are exact."""
+        """Return the number of exact tokens of each block."""
         counts: list[int] = setting.exact_tokens(self._kv[0].shape[2] // self._block_size, self._block_size).tolist()
         return counts
 
@@ -67,7 +67,7 @@ class CodedPrefix:
         return list(self._threads.map(self._one, enumerate(counts)))
 
     def _one(self, which: tuple[int, int]) -> Returned:
-        """which: the block's number in the prefix, and how many of its tokens are exact."""
+        """which: the block's number in the prefix, and the number of exact tokens."""
         if which not in self._blocks:
             number, exact = which
             first = number * self._block_size

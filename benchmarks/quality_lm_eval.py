@@ -1,9 +1,9 @@
-"""Tasks of lm-eval, unchanged, on a server with Manthan: once when all is computed, and once when all has come back.
+"""Tasks of lm-eval, unchanged, on a server with Manthan: once with all computed, and once with all restored.
 
-lm-eval (the lm-evaluation-harness of EleutherAI) sends the requests. Each prompt is a session with a name, so that its
-second request finds what the first one left. Between both passes everything goes cold, and vLLM's prefix cache is
-emptied. Only tasks that generate text tell anything: where lm-eval asks for the log-probabilities of a prompt, vLLM
-computes all of it again.
+lm-eval (the lm-evaluation-harness of EleutherAI) sends the requests. Each prompt is a session with a name, so the
+second request finds the first request's blocks. Between both passes everything goes cold, and vLLM's prefix cache is
+emptied. Only tasks that generate text are of use: for log-probabilities of a prompt, vLLM computes the whole prompt
+again.
 """
 
 import hashlib
@@ -32,11 +32,11 @@ def evaluate(model: str, tasks: str, data: Path | None, codec: str, limit: int, 
 
     Args:
         tasks: names, by comma.
-        data: cache of Hugging Face with the tasks' data, and tasks' YAML files, if there are any. None: what is found.
+        data: cache of Hugging Face with the tasks' data, and tasks' YAML files, if any. None: the default cache.
         limit: documents of each task; 0 for all.
 
     Raises:
-        QualityError: lm-eval is not installed, does not know a task, or lacks its data.
+        QualityError: lm-eval is not installed, does not know a task, or lacks the data.
         ServerError: The server did not start or died.
     """
     if missing := [name for name in ("lm_eval", "tenacity") if find_spec(name) is None]:
@@ -52,7 +52,7 @@ def evaluate(model: str, tasks: str, data: Path | None, codec: str, limit: int, 
     from lm_eval.tasks import TaskManager
 
     class Sessions(LocalCompletionsAPI):  # type: ignore[misc]
-        """Requests of which each prompt has a session's name."""
+        """Requests with a session's name for each prompt."""
 
         def _create_payload(self, messages: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
             body: dict[str, Any] = super()._create_payload(messages, *args, **kwargs)
@@ -91,7 +91,7 @@ def evaluate(model: str, tasks: str, data: Path | None, codec: str, limit: int, 
 
 
 def show(report: dict[str, Any], out: Path, console: Console) -> None:
-    """Write the report, and print a table of it."""
+    """Write the report, and print a table."""
     path = write_report(report, out)
     table = Table(title=f"lm-eval on {report['model']}", caption=report["codec"], box=SIMPLE)
     for header in ("task", "metric", COMPUTED, RETURNED):

@@ -1,4 +1,4 @@
-"""What the model reads for quality.py: pieces of a text, tasks in contexts of any length, and chats about documents."""
+"""Texts for quality.py: pieces of a text, tasks in contexts of any length, and chats about documents."""
 
 import random
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from manthan.benchmarks.quality_settings import QualityError
 from manthan.benchmarks.quality_tasks import TASKS, Task
 
 HELD_OUT = "held_tokens.u16"
-"""Text that comes with a model's folder: token ids, little-endian uint16."""
+"""Text in a model's folder: token ids, little-endian uint16."""
 QUESTIONS = (
     "Summarize the text above in a few sentences.",
     "What is the text above about?",
@@ -23,11 +23,11 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """A prefix that goes cold, and what follows it. Tokens of rest are scored from the second on: the first one follows
-    from the prefix alone.
+    """Prefix that goes cold, and the rest. Tokens of rest are scored from the second on, because the first follows from
+    the prefix alone.
 
-    values: where in rest the answers' tokens are. task: name of the task; "" of a piece of a text. context: tokens of
-    prefix and rest that were asked for, of a task; else 0.
+    values: positions of the answers' tokens in rest. task: name of the task; "" of a piece of a text. context:
+    requested tokens of prefix and rest, of a task; else 0.
     """
 
     prefix: list[int]
@@ -43,17 +43,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chat:
-    """A question about a document, as the model is asked it. end: the token that ends an answer, None for none."""
+    """Question about a document, as asked. end: the token at the end of an answer, None for none."""
 
     prompt: list[int]
     end: int | None
 
     def prefix(self, block_size: int) -> int:
-        """Tokens that can come back from the cold store: full blocks, and never the last token."""
+        """Tokens restorable from the cold store: full blocks, and never the last token."""
         return (len(self.prompt) - 1) // block_size * block_size
 
     def answer(self, tokens: list[int]) -> list[int]:
-        """What was generated, up to its end."""
+        """Return the generated tokens, up to the end token."""
         return tokens[: tokens.index(self.end) + 1] if self.end in tokens else tokens
 
 
@@ -73,7 +73,7 @@ class Text:
         self._begin = whole[: whole.index(plain[0])]
 
     def pieces(self, prefix: int, continuation: int, most: int) -> list[Piece]:
-        """At most so many, spread over the text, none overlapping. Raises QualityError if there is none."""
+        """Return at most `most` pieces, spread over the text, without overlap. Raises QualityError for none."""
         length = prefix + continuation - len(self._begin)
         count = len(self._tokens) // length
         if not count:
@@ -88,13 +88,13 @@ class Text:
         return found
 
     def begin(self, length: int) -> list[int]:
-        """At most so many of the first tokens."""
+        """Return the first `length` tokens, or fewer."""
         return self._begin + self._tokens[: length - len(self._begin)].tolist()
 
     def task(self, name: str, context: int, block_size: int, seed: int) -> Piece | None:
-        """Facts of a task spread over a prefix of filler, and its questions: `context` tokens together at most.
+        """Facts of a task spread over a prefix of filler, and the questions: `context` tokens together at most.
 
-        None where answers' tokens cannot be told apart, or the context or the text is too short.
+        None if answers' tokens cannot be told apart, or the context or the text is too short.
         """
         if not self._tokenizer.is_fast:
             return None
@@ -114,7 +114,9 @@ class Text:
         return Piece(self._begin + spread + after.tolist(), rest, values, name, context)
 
     def chats(self, count: int, document: int) -> list[Chat]:
-        """At most so many, each about a passage of so many tokens, none overlapping, with a question by turns."""
+        """Return at most `count` chats, each about a passage of `document` tokens, without overlap, with questions by
+        turns.
+        """
         count = min(count, len(self._tokens) // document)
         starts = np.linspace(0, len(self._tokens) // document, count, endpoint=False).astype(int) * document
         return [
@@ -133,7 +135,7 @@ class Text:
         return Chat(self._ids(asked), end)
 
     def _asked(self, task: Task) -> tuple[list[int], list[int]]:
-        """Tokens of the questions with their answers, and which of them are answers'."""
+        """Return tokens of the questions with their answers, and the positions of the answers' tokens."""
         text, spans = task.asked()
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         values = [

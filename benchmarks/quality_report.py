@@ -1,4 +1,4 @@
-"""What quality.py found, as tables and as a plot."""
+"""Results of quality.py, as tables and as a plot."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ SHAPES = {"vllm": "●", "transformers": "◇"}
 
 
 class Mean(NamedTuple):
-    """Over pieces, with its standard error; None of a single piece."""
+    """Mean over pieces, with the standard error; None of a single piece."""
 
     mean: float
     error: float | None
@@ -38,8 +38,9 @@ class Mean(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One setting on one engine. added: nats per token more than after the exact prefix, paired piece by piece.
-    tasks: recall by the task and the length of its context. answers: beside those when all was hot."""
+    """Setting on an engine. added: nats per token more than after the exact prefix, paired piece by piece. tasks:
+    recall by the task and the length of the context. answers: compared with the hot answers.
+    """
 
     name: str
     nll: Mean
@@ -57,7 +58,7 @@ class Row:
 
 
 def rows(report: dict[str, Any], engine: str) -> list[Row]:
-    """Of each setting, in the order of the report; exact first."""
+    """Return a row of each setting, in the order of the report; exact first."""
     arms = report["arms"].get(engine, {})
     return [_row(name, arm, arms[EXACT]["pieces"]) for name, arm in arms.items()]
 
@@ -85,7 +86,7 @@ def _row(name: str, arm: dict[str, Any], exact: list[dict[str, Any]]) -> Row:
 
 
 class Difference(NamedTuple):
-    """What one engine says less what the other says, both of the same pieces."""
+    """Engine's figures less another engine's, both of the same pieces."""
 
     name: str
     added: Mean
@@ -93,7 +94,7 @@ class Difference(NamedTuple):
 
 
 def differences(report: dict[str, Any]) -> list[Difference]:
-    """vLLM's figures less Transformers', of each setting that both have."""
+    """Return vLLM's figures less Transformers', of each common setting."""
     vllm, plain = (report["arms"].get(engine, {}) for engine in ("vllm", "transformers"))
     found = []
     for name in (name for name in vllm if name in plain and name != EXACT):
@@ -126,7 +127,7 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any], plot: Path, console: Console) -> None:
-    """Tables of what was measured, and the plot."""
+    """Print tables of the results, and draw the plot."""
     console.print(where(report), soft_wrap=True)
     console.print(_measured_on(report), soft_wrap=True)
     if report["arms"]:
@@ -184,7 +185,7 @@ def _tasks(report: dict[str, Any], engine: str) -> Table:
 
 
 def _answers(report: dict[str, Any], engine: str) -> Table:
-    """Of chats; without columns but the first where none were asked for."""
+    """Return the table of chats; only the first column without chats."""
     table = Table(title=f"Greedy answers: {engine}", box=SIMPLE)
     if found := [row for row in rows(report, engine) if row.answers]:
         _columns(table, "same answers", "alike up to")
@@ -206,7 +207,7 @@ def _sizes(report: dict[str, Any]) -> Table:
 
 
 def _columns(table: Table, *headers: str, first: bool = True) -> None:
-    """first: a column for names before them."""
+    """first: True for a column of names at the left."""
     if first:
         table.add_column("", no_wrap=True)
     for header in headers:
@@ -265,7 +266,7 @@ def _colors(count: int) -> list[Any]:
 
 
 def _point(axes: Any, bits: float, value: Mean, label: str | None, look: dict[str, Any]) -> None:
-    """look: marker and colors; no markerfacecolor for a full one."""
+    """look: marker and colors; no markerfacecolor for a full marker."""
     if look["markerfacecolor"] is None:
         look = look | {"markerfacecolor": look["color"]}
     axes.errorbar(bits, value.mean, yerr=value.error, label=label, linestyle="", capsize=3, markersize=6, **look)

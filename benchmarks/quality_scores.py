@@ -1,4 +1,4 @@
-"""How far what a model says is from what it says after an exact prefix."""
+"""Distance of a model's predictions from the predictions after an exact prefix."""
 
 from typing import Any, NamedTuple, Self
 
@@ -9,17 +9,17 @@ from manthan.benchmarks.quality_pieces import Piece
 
 CHUNK = 64
 FLOOR = 1e-9
-"""Probability below which a float32 sum's rest means nothing."""
+"""Least meaningful probability in the rest of a float32 sum."""
 
 Floats = NDArray[np.floating[Any]]
 
 
 class Figures(NamedTuple):
-    """Of one piece, means over its scored tokens.
+    """Figures of a piece, means over scored tokens.
 
-    nll: negative log-likelihood, nats. kl: Kullback-Leibler divergence of the next token's distribution from the one
-    after the exact prefix, nats. top1: share of tokens at which both have the same likeliest one. recall: share of
-    the answers' tokens that are the likeliest; None of a piece of a text. task, context: as of the piece.
+    nll: negative log-likelihood, nats. kl: Kullback-Leibler divergence of the next token's distribution from the
+    distribution after the exact prefix, nats. top1: share of tokens with the same likeliest token in both. recall:
+    share of the answers' tokens that are the likeliest; None of a piece of a text. task, context: of the piece.
     """
 
     nll: float
@@ -38,16 +38,15 @@ class Figures(NamedTuple):
         right: NDArray[np.bool_],
         piece: Piece,
     ) -> Self:
-        """Of arrays [scored tokens] of a piece."""
+        """Return the means of arrays [scored tokens] of a piece."""
         recall = float(right[np.array(piece.values) - 1].mean()) if piece.values else None
         return cls(float(nll.mean()), float(kl.mean()), float(same.mean()), recall, piece.task, piece.context)
 
 
 class Top(NamedTuple):
-    """The likeliest tokens at each of n positions, as an engine tells them, likeliest first.
+    """Likeliest tokens at each of n positions, from an engine, likeliest first.
 
-    chosen: [n] log-probability of the token that stands there. rank: [n] its rank, 1 for the likeliest. ids, logs:
-    [n, k].
+    chosen: [n] log-probability of the actual token. rank: [n] the token's rank, 1 for the likeliest. ids, logs: [n, k].
     """
 
     chosen: Floats
@@ -67,10 +66,10 @@ class Top(NamedTuple):
 def kl_of_top(
     exact_ids: NDArray[Any], exact_logs: Floats, ids: NDArray[Any], logs: Floats, vocabulary: int
 ) -> NDArray[np.float64]:
-    """KL [n] of `exact` from the other over the tokens that both name, with one bucket for all others.
+    """KL [n] of `exact` from the second distribution over the common tokens, with a bucket for all remaining tokens.
 
-    Putting outcomes together never adds divergence (the data processing inequality), so this is a lower bound; with
-    k = vocabulary it is the divergence itself.
+    Joining outcomes never adds divergence (the data processing inequality), so the result is a lower bound; with k =
+    vocabulary the bound is exact.
     """
     n = np.arange(len(ids))[:, None]
     p, q = (np.full((len(ids), vocabulary), -np.inf) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What is measured for quality.py: the model's shape, codecs with what they keep exact, and the bytes that takes."""
+"""Settings of quality.py: the model's shape, codecs with their exact tokens, and bytes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,25 +17,25 @@ from manthan.manager.config.profiles import AUTO, CALIBRATED, PLAIN, ChosenCodec
 
 EXACT = "exact"
 RECOMPUTED = "recomputed"
-"""Exact KV too, of prefix and continuation computed in one go: what rounding alone does to the figures."""
+"""Exact KV of prefix and continuation computed together: the effect of rounding alone."""
 LAST_BIT = "last bit"
-"""KV of which half of the numbers have another last bit: the least that any change costs, with Transformers."""
+"""KV with half of all last bits flipped: the least effect of a change, with Transformers."""
 ALL = "all"
-"""Instead of names of codecs: all that can be measured here."""
+"""All measurable codecs, instead of names."""
 FULL_ATTENTION = "full_attention"
 LONG = 8192
-"""Tokens of the session to which bytes are extrapolated: in it the exact tokens are as rare as they are in use."""
+"""Tokens of the session for extrapolated bytes, with exact tokens as rare as in use."""
 
 
 class QualityError(ValueError):
-    """What cannot be measured, in one sentence."""
+    """Impossible measurement, in a sentence."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the sizes follow from. heads: KV heads. positions: the longest context, 0 where the model does not say.
+    """Facts behind the sizes. heads: KV heads. positions: the longest context, 0 if the model does not say.
 
-    rope: how keys are turned, None where nobody knows.
+    rope: RoPE of the keys, None if unknown.
     """
 
     layers: int
@@ -47,12 +47,12 @@ class Shape:
 
     @property
     def token_numbers(self) -> int:
-        """Numbers that the KV of one token is made of."""
+        """Numbers in the KV of a token."""
         return 2 * self.layers * self.heads * self.head_dim
 
     @classmethod
     def of(cls, model: str) -> Self:
-        """Raises QualityError for a model that cannot be read, or that Manthan does not serve."""
+        """Raises QualityError for an unreadable or unsupported model."""
         from transformers import AutoConfig
 
         try:
@@ -90,9 +90,9 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """A codec, and how many tokens at the beginning (sink) of a prefix stay exact.
+    """Codec, and the number of exact tokens at the begin (sink) of a prefix.
 
-    profile: the path of that of a codec which takes one.
+    profile: path of a calibrated codec's profile.
     """
 
     codec: str
@@ -101,12 +101,12 @@ class Setting:
 
     @property
     def name(self) -> str:
-        codec = "exact, encoded" if self.codec == EXACT else self.codec  # not the arm of that name
+        codec = "exact, encoded" if self.codec == EXACT else self.codec  # unlike the arm with the name
         return f"{codec} {self.sink}" if self.sink else codec
 
     @property
     def config(self) -> dict[str, Any]:
-        """The value of `codec` in Manthan's configuration: this codec, even if the guard would take another."""
+        """Value of `codec` in Manthan's configuration: this codec, even if the guard would choose differently."""
         profile = {"profile": self.profile} if self.profile else {}
         return {"name": self.codec, "guard": False, "sink_tokens": self.sink, **profile}
 
@@ -116,8 +116,10 @@ class Setting:
 
 
 def load_facts(model: str, shape: Shape, codecs: str, profile: Path | None) -> tuple[ModelFacts, str]:
-    """What codecs may know, and the path of the profile that is in it. One that is not named is looked for where
-    `manthan calibrate` puts it, if one of the codecs takes one. Raises QualityError."""
+    """Return facts for codecs, and the path of the facts' profile. Raises QualityError.
+
+    An unnamed profile is looked up in the folder of `manthan calibrate`, if a codec is calibrated.
+    """
     path = profile or profile_path(model)
     if profile is None and not (path.exists() and _may_take_profile(codecs)):
         return ModelFacts(shape.rope), ""
@@ -137,10 +139,10 @@ def _may_take_profile(codecs: str) -> bool:
 def parse_settings(
     codecs: str, exact: str, head_dim: int, facts: ModelFacts = NO_FACTS, profile: str = ""
 ) -> list[Setting]:
-    """Each codec with each number of exact first tokens, both lists by comma.
+    """Return each codec with each number of exact first tokens, both lists by comma.
 
-    AUTO: as Manthan chooses. ALL: all that are registered and can encode with these facts, and vectors of this size.
-    profile: the path of that of the facts.
+    AUTO: Manthan's choice. ALL: all registered codecs that can encode with these facts, and vectors of this size.
+    profile: path of the facts' profile.
     """
     try:
         names = _able(head_dim, facts) if codecs == ALL else _named(codecs, head_dim, facts)
@@ -157,7 +159,9 @@ PEERS = ("kvarn", "turboquant-3bit", "turboquant-4bit", "kvtc-2bit", "kvtc-4bit"
 
 
 def _register_peers() -> None:
-    """Make the references of others codecs of this process. Raises CodecError where they are not installed."""
+    """Register the peers' references as codecs of this process. Raises CodecError if the references are not
+    installed.
+    """
     try:
         from manthan.benchmarks.peers.formats import FP8, NVFP4
         from manthan.benchmarks.peers.kvarn import KVARN
@@ -200,8 +204,9 @@ def _tokens(part: str, exact: str) -> int:
 
 @dataclass(frozen=True)
 class Storage:
-    """What a prefix takes in the cold store, headers and exact tokens counted in. bits: per number of the KV. ratio:
-    bf16 bytes over it. ratio_long: the same of a session of LONG tokens; None where too little is known."""
+    """Bytes of a prefix in the cold store, headers and exact tokens included. bits: per number of the KV. ratio: bf16
+    bytes over stored bytes. ratio_long: the same of a session of LONG tokens; None if too little is known.
+    """
 
     bytes_per_token: float
     bits: float
@@ -221,7 +226,7 @@ class Storage:
 
 
 def long_nbytes(setting: Setting, nbytes: float, tokens: int, block_size: int, shape: Shape) -> float | None:
-    """Bytes of LONG tokens, where so many take nbytes and nothing is known of single blocks; None if all are exact."""
+    """Return bytes of LONG tokens, if `tokens` take nbytes and single blocks are unknown; None if all are exact."""
     raw = 2 * shape.token_numbers
     exact, long_exact = (int(setting.exact_tokens(n // block_size, block_size).sum()) for n in (tokens, LONG))
     if exact == tokens:

@@ -1,10 +1,9 @@
-"""Tasks for quality.py: facts that lie in a context, and questions that only they answer.
+"""Tasks for quality.py: facts in a context, and questions answered only by the facts.
 
-Names and numbers are made up, so that nothing but the context tells them. Models are not chatted with: the right
-answers stand in the text, and an answer's token counts if it is the likeliest. The first questions of a task show a
-model the form of its answers. The tasks follow those that the field asks of long contexts: needles and variable
-tracking (Hsieh et al., "RULER", 2024, arXiv 2404.06654), and chains of sums as in GSM8K (Cobbe et al., 2021, arXiv
-2110.14168).
+Names and numbers are made up, so that only the context has the answers. There is no chat with models: the right answers
+stand in the text, and an answer's token counts if the token is the likeliest. The first questions of a task show a
+model the form of the answers. The tasks follow the field's for long contexts: needles and variable tracking (Hsieh et
+al., "RULER", 2024, arXiv 2404.06654), and sums over several steps as in GSM8K (Cobbe et al., 2021, arXiv 2110.14168).
 """
 
 import random
@@ -15,14 +14,14 @@ from typing import NamedTuple
 CONSONANTS, VOWELS = "bcdfghjklmnprstvz", "aeiou"
 NAMES = [a + b + c for a in CONSONANTS for b in VOWELS for c in CONSONANTS]
 ANSWER = re.compile(r"\[(.*?)\]")
-"""An answer in a question as it is written here; the brackets are not part of the text."""
+"""Answer in a written question; the brackets are not part of the text."""
 
 
 class Task(NamedTuple):
-    """A task's texts.
+    """Texts of a task.
 
-    facts: in their order, each is spread as a whole. questions: with their answers in brackets. together: all facts
-    stand side by side at the beginning.
+    facts: in their order, each is spread as a whole. questions: with their answers in brackets. together: True if all
+    facts stand together at the begin.
     """
 
     facts: list[str]
@@ -30,7 +29,7 @@ class Task(NamedTuple):
     together: bool = False
 
     def asked(self) -> tuple[str, list[tuple[int, int]]]:
-        """Text of all questions, and where answers begin and end in it."""
+        """Return text of all questions, and spans of the answers in the text."""
         text, spans = "", []
         for part, answer in zip(*_alternating("\n" + "".join(self.questions)), strict=True):
             text += part
@@ -55,7 +54,7 @@ def _shuffled(rng: random.Random, names: Sequence[str]) -> list[str]:
 
 
 def needle(rng: random.Random) -> Task:
-    """One fact."""
+    """Return a task of one fact."""
     ((name, number),) = _numbers(rng, 1).items()
     return Task(
         [f"\nThe number of {name} is {number}. Remember it.\n"], [f"What is the number of {name}? It is [{number}].\n"]
@@ -82,7 +81,7 @@ def table(rng: random.Random, rows: int = 48) -> Task:
 
 
 def variables(rng: random.Random, chains: int = 8, length: int = 3) -> Task:
-    """Variables that are set to others, and what the last of each chain is."""
+    """Variables set to variables, with questions for the value of each last one."""
     numbers = _numbers(rng, chains)
     facts = [f"\n{name} = {number}\n" for name, number in numbers.items()]
     names = iter(rng.sample([name for name in NAMES if name not in numbers], chains * (length - 1)))
@@ -96,7 +95,7 @@ def variables(rng: random.Random, chains: int = 8, length: int = 3) -> Task:
 
 
 def sums(rng: random.Random, chains: int = 8) -> Task:
-    """Small sums of which one number is said, and the other one has to be found as another sum."""
+    """Small sums with one number given, and the second number to find as a sum."""
     facts, questions = [], []
     names = iter(rng.sample([name.title() for name in NAMES], 3 * chains))
     for first, second, third in zip(names, names, names, strict=True):
@@ -114,7 +113,7 @@ def sums(rng: random.Random, chains: int = 8) -> Task:
 
 
 def code(rng: random.Random, count: int = 12) -> Task:
-    """Functions, and the same ones again: arguments and bodies are completed."""
+    """Functions, and the same functions again: arguments and bodies are completed."""
     names = iter(rng.sample(NAMES, 3 * count))
     facts, questions = [], []
     for name, x, y in zip(names, names, names, strict=True):

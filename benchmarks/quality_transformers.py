@@ -1,6 +1,6 @@
-"""Quality without an engine: the KV cache of a prefix is replaced by what the codec gives back, and the model goes on.
+"""Quality without an engine: the KV cache of a prefix is replaced by the decoded KV, and the model continues.
 
-It goes through whole encoded blocks, as in the cold store. A prefix is computed once for all settings.
+The KV goes through whole encoded blocks, as in the cold store. A prefix is computed once for all settings.
 """
 
 import itertools
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """The model in a dtype, "bfloat16" or "float32", on the GPU where there is one. Its KV is rounded to bf16."""
+    """Model in a dtype, "bfloat16" or "float32", on the GPU if there is one. The KV is rounded to bf16."""
 
     def __init__(self, model: str, shape: Shape, block_size: int, facts: ModelFacts, dtype: str) -> None:
         self._name, self._shape, self._block_size, self._facts = model, shape, block_size, facts
@@ -43,7 +43,7 @@ class Reader:
 
     @torch.inference_mode()
     def calibrate(self, presets: Sequence["KvtcPreset"], text: Sequence[list[int]]) -> None:
-        """Give them the model's KV while it reads pieces of a text."""
+        """Give the presets the model's KV of pieces of a text."""
         found = [_bits(self._prefix(tokens)) for tokens in text]
         keys, values = (np.concatenate(parts, 2) for parts in zip(*found, strict=True))
         positions = np.concatenate([np.arange(len(tokens)) for tokens in text])
@@ -79,8 +79,8 @@ class Reader:
     ) -> dict[str, Any]:
         """{name of the setting: {"answers": [{"hot": tokens, "later": tokens} of each chat]}}; step: after each chat.
 
-        hot: what is answered when all of the prompt is computed, at most so many tokens, greedily. later: with the
-        prompt's full blocks as they come back, or, of the arm EXACT, as they were, up to the first difference.
+        hot: answer with all of the prompt computed, at most `tokens` tokens, greedily. later: with the prompt's full
+        blocks restored, or, of the arm EXACT, unchanged, up to the first difference.
         """
         found: dict[str, Any] = {name: {"answers": []} for name in (EXACT, *(setting.name for setting in settings))}
         for chat in chats:
@@ -112,7 +112,7 @@ class Reader:
         return cache
 
     def _go_on(self, piece: Piece, cache: DynamicCache) -> torch.Tensor:
-        """Log-probabilities [scored tokens, vocabulary] after a prefix with this cache, which is used up."""
+        """Return log-probabilities [scored tokens, vocabulary] after a prefix with this cache. Uses the cache up."""
         logits = self._model(self._tensor(piece.rest[:-1]), past_key_values=cache).logits[0]
         return logits.float().log_softmax(-1)
 
@@ -133,7 +133,7 @@ class Reader:
         )._asdict()
 
     def _coded(self, kv: KV, settings: Sequence[Setting]) -> Iterator[tuple[Setting, CodedPrefix]]:
-        """Each setting, and the blocks of its codec, which settings of the same codec share."""
+        """Yield each setting, and the codec's blocks, common to settings of the same codec."""
         shape = self._shape
         block = BlockShape(shape.layers, shape.heads, self._block_size, shape.head_dim)
         for codec, group in itertools.groupby(settings, lambda setting: setting.codec):
@@ -151,8 +151,7 @@ class Reader:
     def _generate(
         self, prompt: list[int], cache: DynamicCache, tokens: int, like: Sequence[int] | None = None
     ) -> list[int]:
-        """What follows greedily after the rest of a prompt, up to the first difference from `like`. It uses up the
-        cache."""
+        """Return the greedy continuation of a prompt, up to the first difference from `like`. Uses the cache up."""
         found: list[int] = []
         while len(found) < tokens and (like is None or found == like[: len(found)]):
             logits = self._model(self._tensor(found[-1:] or prompt), past_key_values=cache, logits_to_keep=1).logits
@@ -161,7 +160,7 @@ class Reader:
 
 
 def _bits(cache: DynamicCache) -> KV:
-    """Of its only row."""
+    """Return the bits of the cache's only row."""
 
     def stacked(which: str) -> NDArray[np.uint16]:
         numbers = torch.stack([getattr(layer, which)[0] for layer in cache.layers])
@@ -171,7 +170,7 @@ def _bits(cache: DynamicCache) -> KV:
 
 
 def _last_bits_changed(kv: KV) -> KV:
-    """Half of all numbers, at random, with another last bit: the least change that a cache can have."""
+    """Return the KV with half of all last bits flipped, at random: the least change to a cache."""
     rng = np.random.default_rng(0)
     keys, values = (x ^ rng.integers(0, 2, x.shape, np.uint16) for x in kv)
     return keys, values

@@ -1,7 +1,7 @@
-"""Quality on a real engine: a prefix is sent, goes cold, and comes back with its continuation, whose tokens are scored.
-Chats are answered, go cold, and are answered again.
+"""Quality on a real engine: a prefix is sent, goes cold, and comes back with a continuation, with scored tokens. Chats
+are answered, go cold, and are answered again.
 
-An arm is an engine. The process that measures runs this file; `arms.run_arm` starts it.
+An arm is an engine. The measuring process runs this file; `arms.run_arm` starts the process.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ STORE_SHARE = 2.0
 
 @dataclass(frozen=True)
 class ScoringOptions(EngineOptions):
-    """An engine that tells as many log-probabilities as it is asked for."""
+    """Engine that returns any requested number of log-probabilities."""
 
     def engine_args(self) -> dict[str, Any]:
         return super().engine_args() | {"max_logprobs": -1}
@@ -51,10 +51,10 @@ async def measure(
     exact: dict[str, int],
     folder: str,
 ) -> dict[str, Any]:
-    """Score each piece after its prefix: restored with Manthan (`ours`), hot without. Scores go into files.
+    """Score each piece after the prefix: restored with Manthan (`ours`), hot without. Scores go into files.
 
-    exact: by the length of a prefix, of how many blocks of it tokens must be kept exact. stored: bytes of each prefix
-    as the store counts them, with Manthan.
+    exact: by the length of a prefix, number of blocks with exact tokens. stored: bytes of each prefix in the store,
+    with Manthan.
     """
     cached, stored = [], []
     for number, piece in enumerate(pieces):
@@ -79,9 +79,10 @@ async def measure(
 
 
 async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int, exact: int) -> float:
-    """Send a prefix after `number` others, wait until it is cold with its exact tokens, and let vLLM forget it.
+    """Send a prefix after `number` earlier ones, wait until the prefix is cold with the exact tokens, and empty vLLM's
+    cache.
 
-    Returns its bytes in the store. Raises WrongPathError.
+    Returns the prefix's bytes in the store. Raises WrongPathError.
     """
     await engine.until_cold(number)
     before = [engine.metrics(name) for name in ("manthan_exact_blocks", "manthan_cold_bytes")]
@@ -98,11 +99,11 @@ async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int,
 
 
 async def _answer_twice(engine: Engine, chat: dict[str, Any], ours: bool, number: int) -> dict[str, list[int]]:
-    """The answer when all is computed, and the one after that: restored with Manthan, hot without."""
+    """Return the answer with all computed, and the next answer: restored with Manthan, hot without."""
     session, what = f"chat-{number}", f"chat {number}"
     if ours:
         await engine.until_cold()
-    cold = engine.sessions("cold")  # also what became of earlier chats whose answers differed
+    cold = engine.sessions("cold")  # also sessions of earlier chats with different answers
     hot, first = await _answer(engine, chat, session, "hot")
     check(first, engine.options.block_size, cached=False, external=False, what=f"{what}, at first")
     if ours:
@@ -115,8 +116,7 @@ async def _answer_twice(engine: Engine, chat: dict[str, Any], ours: bool, number
 
 
 async def _answer(engine: Engine, chat: dict[str, Any], session: str, when: str) -> tuple[list[int], Answer]:
-    """Tokens, generated greedily, and where those of the prompt came from. Chats share no blocks, what they begin with
-    included."""
+    """Return greedy tokens, and the origin of the prompt's tokens. Chats share no blocks, not even the first."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -138,7 +138,7 @@ async def _answer(engine: Engine, chat: dict[str, Any], session: str, when: str)
 
 
 def check_origin(answer: Answer, prefix: int, ours: bool, what: str) -> None:
-    """All of the prefix, and nothing else, came from where it should. Raises WrongPathError."""
+    """Raise WrongPathError unless exactly the prefix came from the expected source."""
     wanted = (prefix, prefix if ours else 0)
     if (answer.cached_tokens, answer.external_tokens) != wanted:
         raise WrongPathError(
@@ -150,7 +150,7 @@ def check_origin(answer: Answer, prefix: int, ours: bool, what: str) -> None:
 async def _score(
     engine: Engine, tokens: list[int], scored: int, top: int, session: str, file: Path, reuse: bool = True
 ) -> Answer:
-    """Write the Top of the last `scored` tokens into file. reuse: cached KV is read, which vLLM otherwise avoids."""
+    """Write the Top of the last `scored` tokens into file. reuse: True to read cached KV, otherwise avoided by vLLM."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -172,13 +172,13 @@ async def _score(
     await asyncio.sleep(POLL_S)  # the step's metrics come with its outputs
     external = engine.metrics("external_prefix_cache_hits_total") - external
     flat = found.prompt_logprobs
-    start = flat.start_indices[-scored]  # what was not computed has no scores
+    start = flat.start_indices[-scored]  # uncomputed tokens have no scores
     ids, logs = (
         np.array(part[start:], dtype).reshape(scored, -1)
         for part, dtype in ((flat.token_ids, np.int32), (flat.logprobs, np.float32))
     )
     rank = np.array([flat.ranks[at] for at in flat.start_indices[-scored:]], np.int32)
-    top_of = Top(logs[:, 0], rank, ids[:, 1:], logs[:, 1:])  # each row begins with the token that stands there
+    top_of = Top(logs[:, 0], rank, ids[:, 1:], logs[:, 1:])  # each row begins with the actual token
     np.savez(file, **top_of._asdict())
     return Answer(0.0, len(tokens), found.num_cached_tokens or 0, round(external))
 
@@ -193,7 +193,7 @@ async def _run(job: dict[str, Any], report: Report) -> None:
 
 
 def main(job_file: Path) -> None:
-    """Do the one job in this file; see arms.run_arm."""
+    """Do the job in `job_file`; see arms.run_arm."""
     job = json.loads(job_file.read_text())
     report = Report(Path(job["report"]))
     try:
@@ -208,7 +208,7 @@ def main(job_file: Path) -> None:
 
 
 def check_settings(settings: list[Setting]) -> None:
-    """Refuse what Manthan's configuration does not take. Raises QualityError."""
+    """Refuse settings invalid in Manthan's configuration. Raises QualityError."""
     from manthan.manager.config.resolve import ConfigError, resolve_config
 
     for setting in settings:
@@ -224,7 +224,7 @@ def check_settings(settings: list[Setting]) -> None:
 
 @dataclass(frozen=True)
 class Questions:
-    """What every arm is asked. top: tokens of which it tells probabilities. answer: tokens of an answer, at most."""
+    """Questions for every arm. top: number of tokens with probabilities. answer: tokens of an answer, at most."""
 
     pieces: list[Piece]
     chats: list[Chat]
@@ -233,18 +233,18 @@ class Questions:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, with what is generated."""
+        """Tokens of the longest request, generated tokens included."""
         pieces = [len(piece.tokens) + 1 for piece in self.pieces]
         return max(pieces + [len(chat.prompt) + self.answer for chat in self.chats])
 
     @property
     def tokens(self) -> int:
-        """Of all requests."""
+        """Tokens of all requests."""
         pieces = sum(len(piece.tokens) + 1 for piece in self.pieces)
         return pieces + sum(len(chat.prompt) + self.answer for chat in self.chats)
 
     def parameters(self, block_size: int) -> dict[str, Any]:
-        """As JSON."""
+        """Return the questions as JSON."""
         pieces = [{"prefix": piece.prefix, "rest": piece.rest, "task": piece.task} for piece in self.pieces]
         chats = [
             {"prompt": chat.prompt, "prefix": chat.prefix(block_size), "tokens": self.answer} for chat in self.chats
@@ -253,7 +253,7 @@ class Questions:
 
 
 def arm(setting: Setting | None, model: str, shape: Shape, block_size: int, asked: Questions, folder: Path) -> Arm:
-    """An engine for this setting, or a plain one for None. folder: of its own, scores go there."""
+    """Return an engine for this setting, or a plain engine for None. folder: separate folder for the scores."""
     name = setting.name if setting else EXACT
     manthan, exact = None, {}
     if setting:
@@ -281,7 +281,7 @@ def arm(setting: Setting | None, model: str, shape: Shape, block_size: int, aske
 
 
 def read_scores(folder: Path, names: list[str], pieces: list[Piece], vocabulary: int) -> dict[str, Any]:
-    """{name: {"pieces": figures of each}} of these arms; folder has one for each, with its scores."""
+    """Return {name: {"pieces": figures of each}} of the arms; folder has a subfolder with scores for each."""
 
     def top(name: str, file: str) -> Top:
         with np.load(folder / name / file) as found:
@@ -303,7 +303,9 @@ def read_scores(folder: Path, names: list[str], pieces: list[Piece], vocabulary:
 def told(
     result: dict[str, Any], setting: Setting | None, asked: Questions, block_size: int, shape: Shape
 ) -> dict[str, Any]:
-    """What an arm said besides scores. answers: up to their ends. stored: bytes of each prefix, and of a long one."""
+    """Return an arm's results besides scores. answers: up to their ends. stored: bytes of each prefix, and of a long
+    session.
+    """
     answers = [
         {name: chat.answer(tokens) for name, tokens in answer.items()}
         for chat, answer in zip(asked.chats, result["answers"], strict=True)

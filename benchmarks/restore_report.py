@@ -1,4 +1,4 @@
-"""What restore.py found, as tables and as a plot."""
+"""Results of restore.py, as tables and as a plot."""
 
 import statistics
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ LATENCY = ("hot", "recompute", "vllm-offload", *OURS)
 REDIS = ("redis", "tiered")
 DISK = ("disk", "disk-cached", "host-disk")
 NAMED = (*REDIS, *DISK)
-"""Arms that are run only when they are named: they need a redis-server, or write to a disk."""
+"""Arms run only by name: they need a redis-server, or write to a disk."""
 CAPACITY = ("vllm-offload", "host", "plain", "device")
 RATIOS = (
     ("host", "vllm-offload"),
@@ -28,15 +28,15 @@ RATIOS = (
 )
 GAINS = (("host", "vllm-offload"), ("device", "plain"))
 BUDGET_OF = {
-    "vllm-offload": "host memory, beside a small pool",
-    "host": "host memory, beside a small pool",
+    "vllm-offload": "host memory, and a small pool",
+    "host": "host memory, and a small pool",
     "plain": "GPU memory, all of it pool",
     "device": "GPU memory, a small pool and a device store",
 }
 
 
 def show(report: dict[str, Any], plot: Path, console: Console) -> None:
-    """Tables of what was measured, and the plot."""
+    """Print tables of the results, and draw the plot."""
     console.print(where(report), soft_wrap=True)
     if latency_rows(report):
         console.print(latency_table(report))
@@ -48,7 +48,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """Times of one kind of return, in ms. cached: the least prompt tokens that any return did not compute."""
+    """Times of a kind of return, in ms. cached: the least prompt tokens without compute over all returns."""
 
     name: str
     times: Sequence[float]
@@ -73,12 +73,12 @@ def latency_rows(report: dict[str, Any]) -> list[Row]:
 
 
 def _place(name: str) -> int:
-    """Of an arm among others; the name is followed by its codec, if that was chosen."""
+    """Return an arm's rank; the name is followed by the codec, if chosen."""
     return (*LATENCY, *NAMED).index(name.split()[0])
 
 
 def latency_ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """Those of RATIOS that were measured, each with every codec."""
+    """Return the measured ratios of RATIOS, each with every codec."""
     median = {row.name: row.median for row in rows if "," not in row.name}
     return {
         f"{a} / {b}": median[a] / median[b]
@@ -131,7 +131,7 @@ def capacity_table(report: dict[str, Any]) -> Table:
 
 
 def draw(report: dict[str, Any]) -> Any:
-    """Bars for what was measured."""
+    """Draw bars for the results."""
     from matplotlib.figure import Figure
 
     rows, kept = latency_rows(report), kept_sessions(report)
@@ -166,7 +166,7 @@ def _draw_capacity(axes: Any, kept: dict[str, int], arguments: dict[str, Any]) -
     axes.invert_yaxis()
     size = f"{arguments['capacity_tokens']:,} tokens"
     axes.set_title(f"Sessions of {size} kept in the bytes of {arguments['capacity_sessions']} in bf16", loc="left")
-    axes.set_xlabel("sessions of which at least 95% was not recomputed")
+    axes.set_xlabel("sessions with at most 5% recomputed")
 
 
 def _color(name: str) -> str:

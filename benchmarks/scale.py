@@ -1,10 +1,10 @@
-"""What the heart costs with a thousand sessions and with a million: a step, a request, a block, a garbage collection.
+"""Cost of the heart with a thousand sessions and with a million: a step, a request, a block, a garbage collection.
 
-The heart is the real one, the engine around it is simulated: no model, no KV, no GPU. Each number of sessions has a
-process of its own, in which all of them go cold and then some return, a few at a time.
+The heart is real, the engine around is simulated: no model, no KV, no GPU. Each number of sessions has a separate
+process, in which all sessions go cold and then some return, a few at a time.
 
-    manthan bench scale [--sessions 1000,10000,100000] [--policy lru] [--out FOLDER]
-    manthan bench scale --plot-only FOLDER/scale.json
+    manthan bench scale [--sessions 1000,10000,100000] [--policy lru] [--out FOLDER] manthan bench scale --plot-only
+    FOLDER/scale.json
 
 See docs/scale.md.
 """
@@ -24,10 +24,10 @@ from manthan.benchmarks.arms import make_console, new_report, read_report, write
 from manthan.benchmarks.scale_engine import Heart
 
 MOST_LONG = 100_000
-"""Sessions up to which each has --tokens. More of them have SHORT_TOKENS each, because of the memory."""
+"""Most sessions with --tokens each. Beyond, sessions have SHORT_TOKENS each, because of the memory."""
 SHORT_TOKENS = 512
 FIRST = 100
-"""Sessions that are there before memory and objects are counted."""
+"""Sessions made before memory and objects are counted."""
 PAGE_NBYTES = 4096
 
 
@@ -42,7 +42,7 @@ def scale(
     running: Annotated[int, typer.Option(min=1, help="Requests that run at a time.")] = 8,
     steps: Annotated[int, typer.Option(min=300, help="Of each measurement.")] = 3000,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each number; the least counts.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of who returns when.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the returns.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for JSON and plot.")] = Path("build", "benchmarks"),
     plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot a report again.")] = False,
 ) -> None:
@@ -79,7 +79,7 @@ def read_numbers(text: str) -> list[int]:
 def measure(
     sessions: int, tokens: int, policy: str, running: int, steps: int, repeats: int, seed: int
 ) -> dict[str, Any]:
-    """Return what so many sessions cost, each repeat by itself."""
+    """Return the cost of `sessions` sessions, each repeat separately."""
     began = time.monotonic()
     gc.collect()
     gc.freeze()  # as vLLM does when an engine has started
@@ -120,7 +120,7 @@ def measure(
 
 
 def _memory(heart: Heart) -> dict[str, int]:
-    """Return blocks, objects that the garbage collector tracks, and resident bytes of the process."""
+    """Return blocks, objects tracked by the garbage collector, and resident bytes of the process."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_NBYTES
     return {"blocks": len(heart.manager.blocks), "objects": len(gc.get_objects()), "nbytes": resident}

@@ -1,7 +1,7 @@
-"""The real heart of an engine on a simulated one, so that its own time is measured alone: no model, no KV, no bytes.
+"""Real heart of an engine on a simulated engine, to time the heart alone: no model, no KV, no bytes.
 
-The KV pool is the simulator's, and a tier takes all that is stored at once. Timed are the calls that vLLM's scheduler
-makes, those of a request and those of a step, in seconds of this thread: other processes of the machine do not count.
+The KV pool is the simulator's, and a tier takes all stores at once. Timed are the calls of vLLM's scheduler, for a
+request and for a step, in seconds of this thread, so that concurrent processes do not count.
 """
 
 import random
@@ -26,17 +26,17 @@ from manthan.policies import get_policy
 
 BLOCK_TOKENS = 16
 BLOCK_NBYTES = BLOCK_TOKENS * 144 << 10
-"""Bytes of a block of Qwen3-8B in the pool. A compressed one takes a fifth."""
+"""Bytes of a block of Qwen3-8B in the pool. A compressed block takes a fifth."""
 COLD_NBYTES = BLOCK_NBYTES // 5
 POOL_BLOCKS = 32_768
-"""Blocks of the pool: 524,288 tokens, about what the model leaves free on an H200."""
+"""Blocks of the pool: 524,288 tokens, about the rest of an H200 with the model."""
 HASH_NBYTES = 32
 ANSWER_BLOCKS = 16
 IDLE_AFTER_S = 2.0
 ENOUGH = 1 << 60
 """Bytes of a tier that never fills up."""
 WHOLE = 64
-"""Sessions of each number that are made as on a server. The pool holds about as many."""
+"""Sessions of each number made like on a server. The pool holds about as many."""
 STEP_S = 0.02
 FILL_S = 0.05
 """Seconds between two new sessions."""
@@ -44,7 +44,7 @@ FILL_S = 0.05
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request as vLLM has it. hashes: of prompt and answer. computed: blocks with KV. left: steps to its end."""
+    """Request as in vLLM. hashes: of prompt and answer. computed: blocks with KV. left: steps to the end."""
 
     request_id: str
     session: int
@@ -63,12 +63,12 @@ class Times(NamedTuple):
 
 
 class Heart:
-    """Sessions of one engine: made one after another, then asked again by a few requests at a time.
+    """Sessions of an engine: made in turn, then asked again by a few requests at a time.
 
     Args:
         tokens: of each session's conversation, at first.
         policy: name of the policy.
-        seed: of who returns when.
+        seed: of the order of returns.
     """
 
     def __init__(self, tokens: int, policy: str, seed: int) -> None:
@@ -83,11 +83,11 @@ class Heart:
         self.driver = Driver(self.manager, self.pool)
         self.now = 0.0
         self.sessions = 0
-        """Number of sessions that were made."""
+        """Number of sessions made."""
         self.longest_ns = 0
-        """Nanoseconds of the longest call that made a session: one that made the table larger."""
+        """Nanoseconds of the longest call that made a session: a call that enlarged the table."""
         self._lengths: dict[int, int] = {}
-        """Blocks of the sessions that returned, by their number."""
+        """Blocks of the returned sessions, by session number."""
         self._seed, self._ids, self._chance = seed, count(), random.Random(seed)
         self._sent: Sequence[Transfer] = ()
         self._running: list[Running] = []
@@ -97,7 +97,7 @@ class Heart:
     # -- sessions -------------------------------------------------------------------------------------
 
     def fill(self, sessions: int) -> None:
-        """Make cold sessions until there are so many, the last WHOLE of them by the way of a real one."""
+        """Make cold sessions until there are `sessions`, the last WHOLE of them through real requests."""
         while self.sessions < sessions:
             number, self.sessions = self.sessions, self.sessions + 1
             self.now += FILL_S
@@ -111,7 +111,7 @@ class Heart:
         self.settle()
 
     def _adopt(self, number: int) -> None:
-        """Make a session all of whose blocks are stored at once. The pool has none of them."""
+        """Make a session with all blocks stored at once. The pool has none of the blocks."""
         manager, request_id = self.manager, f"session-{number}"
         hashes, tokens = self.hashes(number, self.blocks), self.blocks * BLOCK_TOKENS
         start = partial(manager.request_started, tokens=tokens, tail=b"1")
@@ -148,7 +148,7 @@ class Heart:
         return spent
 
     def _begin(self, session: int, prompt: int, whole: int) -> Running:
-        """Bring a request of `prompt` full blocks, of `whole` with its answer, up to where its prompt has its KV."""
+        """Bring a request of `prompt` full blocks, of `whole` with the answer, up to a prompt with KV."""
         driver, pool, heart = self.driver, self.pool, self._heart
         hashes, request_id = self.hashes(session, whole), f"request-{next(self._ids)}"
         asked, tokens, usable = hashes[:prompt], prompt * BLOCK_TOKENS + 1, prompt
@@ -171,7 +171,7 @@ class Heart:
         return Running(request_id, session, hashes, prompt, blocks, prompt, 0)
 
     def _answer(self, request: Running, blocks: int) -> None:
-        """Compute an answer up to so many blocks."""
+        """Compute an answer up to `blocks` blocks."""
         new = self.pool.take(blocks - request.computed)
         self._heart(self.driver.computed, request.request_id, new)
         self.pool.cache_all(new, request.hashes[request.computed : blocks])
@@ -187,7 +187,7 @@ class Heart:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, taken: int) -> None:
-        """Run the calls of a step: results of the step before, then orders. A store takes one step."""
+        """Run the calls of a step: results of the previous step, then orders. A store takes a step."""
         driver, job_ids = self.driver, [job.job_id for job in self._sent]
         results = [TransferResult(job.job_id, np.full(len(job), COLD_NBYTES, np.int64)) for job in self._sent]
         began = thread_time_ns()
@@ -203,10 +203,11 @@ class Heart:
         self._sent = work.stores
 
     def serve(self, steps: int, running: int, is_full: bool = True) -> Times:
-        """Let random sessions return, so many at a time, and time each step and each request.
+        """Let random sessions return, `running` at a time, and time each step and each request.
 
-        A request's prompt is its session and a block more. Its answer has ANSWER_BLOCKS blocks, one for each
-        BLOCK_TOKENS steps. is_full: True if the tier has no room but what is dropped, as in a server that has run long.
+        A request's prompt is the session and a block more. The answer has ANSWER_BLOCKS blocks, one for each
+        BLOCK_TOKENS steps. is_full: True if the tier has only the room of dropped blocks, as in a server after a long
+        run.
         """
         self.manager.budget_nbytes = self.manager.blocks.taken_nbytes if is_full else ENOUGH
         times, slots = Times([], []), self._running

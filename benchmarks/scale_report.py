@@ -1,4 +1,4 @@
-"""What the benchmark of scale found: a table, the goals, and a picture."""
+"""Results of the benchmark of scale: a table, the goals, and a picture."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ class Goal(NamedTuple):
     tokens: int = 8192
 
     def is_met(self, run: dict[str, Any]) -> bool:
-        """True if this run's figure is within the bound."""
+        """True if the run's figure is within the bound."""
         found = self.figure(run)
         return found >= self.bound if self.is_least else found <= self.bound
 
@@ -103,7 +103,7 @@ def _spread(values: Iterator[float]) -> str:
 
 
 def said(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Say of each goal whether it is met, if its number of sessions was measured."""
+    """Return a line for each goal with a measured number of sessions: met or missed."""
     lines = []
     for goal in GOALS:
         for run in runs:

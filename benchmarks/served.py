@@ -1,4 +1,4 @@
-"""Which model the benchmarks over HTTP serve, what they tell `vllm serve` about it, and what they ask it."""
+"""Model served by the benchmarks over HTTP, the flags of `vllm serve`, and the prompts."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,15 +13,15 @@ from manthan.benchmarks.tables import DIGITS, MODEL, Table
 
 CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 32, 16
 SAFE_VOCABULARY = 1000
-"""Token ids below it are sent to a server whose model's folder is not known."""
+"""Upper bound of token ids for a server with an unknown model folder."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 @dataclass(frozen=True)
 class Session:
-    """What one session is asked first, and when it returns: token ids, and the right answers if there are any.
+    """Prompts of a session, the first and the return: token ids, and the right answers if any.
 
-    Both prompts begin with the same tokens; what differs is the question at the end.
+    Both prompts begin with the same tokens and differ in the question at the end.
     """
 
     first: list[int]
@@ -36,7 +36,7 @@ class Session:
         return DIGITS if self.answers else 1
 
     def full_tokens(self, block_size: int) -> int:
-        """Tokens of the blocks that the return can find: both prompts have them, and the last token is computed."""
+        """Return tokens of the blocks the return can find: both prompts have them, and the last token is computed."""
         pairs = zip(self.first, self.again, strict=False)
         shared = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(self.first), len(self.again)))
         return min(shared, len(self.again) - 1) // block_size * block_size
@@ -44,7 +44,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Served:
-    """A model's folder. made_up: it has no weights, so that no answer means anything."""
+    """Folder of a model. made_up: True without weights, so answers mean nothing."""
 
     folder: Path
     block_size: int
@@ -54,9 +54,9 @@ class Served:
 
     @classmethod
     def choose(cls, model: Path | None, block_size: int, made_up_in: Path, on_gpu: bool) -> Self:
-        """The given model; else one of Qwen3-8B's shape on a GPU, and the tests' tiny one on a CPU.
+        """Return the given model; else a model of Qwen3-8B's shape on a GPU, and the tests' tiny model on a CPU.
 
-        Raises BadParameter if there is none.
+        Raises BadParameter without a model.
         """
         if model is not None and not (model / "config.json").exists():
             raise typer.BadParameter(f"--model {model} has no config.json: name the folder of a model")
@@ -78,9 +78,10 @@ class Served:
         return self.block_size * self.shape.token_nbytes
 
     def flags(self, blocks: int, longest: int, *, eager: bool = True) -> list[str]:
-        """Of `vllm serve`: a pool of so many blocks, and prompts with answers of so many tokens at most.
+        """Return flags of `vllm serve`: a pool of `blocks` blocks, and prompts with answers of `longest` tokens at
+        most.
 
-        eager: no CUDA graphs either, so that the server starts sooner; its decoding is slower.
+        eager: True for no CUDA graphs, so that the server starts sooner; decoding is slower.
         """
         made_up = ["--load-format", "dummy", "--skip-tokenizer-init"] if self.made_up else []
         graphs = ["--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
@@ -92,7 +93,7 @@ class Served:
 
 
 def make_session(served: Served, tokens: int, seed: int, index: int) -> Session:
-    """Of about so many tokens; it shares no full block with those of another index."""
+    """Return a session of about `tokens` tokens, without a full block in common with any further index."""
     if served.made_up or not (served.folder / "tokenizer.json").exists():
         return random_session(seed, index, tokens, served.shape.vocabulary)
     return _lookup(str(served.folder), tokens, f"{seed}-{index}")

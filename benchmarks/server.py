@@ -1,4 +1,4 @@
-"""A real vLLM server in a process of its own: start it, watch its log, ask it, stop it.
+"""Real vLLM server in a separate process: start, watch the log, ask, stop.
 
 with VllmServer("tests/data/tiny-llama", ["--block-size", "32"], log=Path("server.log")) as server:
     server.wait_until_ready(120)
@@ -36,8 +36,9 @@ ENVIRONMENT = {
 STOP_WAIT_S = 10.0
 
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""For the tests' model. Its own template puts a newline before every message, so also between a question and the answer
-to it: the prompt of the next turn would differ from what was computed, and the last block could not be used."""
+"""Template for the tests' model. The model's template puts a newline before every message, also between a question
+and the answer. The prompt of the next turn would then differ from the computed tokens, and the last block would be
+lost."""
 
 
 BEGAN = re.compile(r"Manthan is on: .*?, codec ([^\s,]+)")
@@ -49,9 +50,9 @@ VERDICT = re.compile(
 
 
 def codec_used(log: Path) -> str:
-    """Return the guard's last verdict and the codec that was used after it, as an engine's log has them.
+    """Return the guard's last verdict and the codec used afterwards, from an engine's log.
 
-    It is empty for an engine without Manthan.
+    Empty for an engine without Manthan.
     """
     text = log.read_text(errors="replace") if log.exists() else ""
     if not (began := BEGAN.findall(text)):
@@ -66,7 +67,7 @@ def codec_used(log: Path) -> str:
 
 
 class Process(Protocol):
-    """What is needed of subprocess.Popen, of a process that leads a group: stop() reaches all that it starts."""
+    """Used part of subprocess.Popen, for the leader of a process group: stop() reaches all children."""
 
     @property
     def pid(self) -> int: ...
@@ -78,11 +79,11 @@ class Process(Protocol):
 
 
 Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]
-"""Starts `vllm` with arguments and an environment, its output in a file."""
+"""Starts `vllm` with arguments and an environment, with output in a file."""
 
 
 def launch_vllm(arguments: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
-    """The command, as a user starts it."""
+    """Run the command, like a user."""
     with log.open("wb") as output:
         return subprocess.Popen(
             [*_vllm_command(), *arguments],
@@ -95,10 +96,10 @@ def launch_vllm(arguments: Sequence[str], env: Mapping[str, str], log: Path) -> 
 
 
 class VllmServer(Endpoint):
-    """`vllm serve MODEL` on a free port of this machine, with its output in a file.
+    """`vllm serve MODEL` on a free port of this machine, with output in a file.
 
-    flags: further arguments of `vllm serve`. env: variables on top of this process's own. Variables named MANTHAN_…
-    are not passed on: what a server does here depends on its flags alone.
+    flags: further arguments of `vllm serve`. env: variables on top of this process's. Variables named MANTHAN_… are not
+    passed on, so that a server depends on the flags alone.
     """
 
     def __init__(
@@ -129,17 +130,17 @@ class VllmServer(Endpoint):
     # -- the process ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the process; it answers some seconds later."""
+        """Start the process. The server answers some seconds later."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("MANTHAN_")}
         arguments = ["serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *self._flags]
         self._process = self._launch(arguments, ENVIRONMENT | inherited | self._env, self.log)
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the server answers; raises ServerError if it dies or takes too long."""
+        """Return when the server answers; raises ServerError after the server's death or the timeout."""
         self.wait_for(self.is_healthy, timeout_s, "answer")
 
     def wait_for(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Ask `done` until it says yes; raises ServerError if the server dies or `timeout_s` passes."""
+        """Call `done` until True; raises ServerError if the server dies or `timeout_s` passes."""
         deadline = time.monotonic() + timeout_s
         while not done():
             if not self.is_alive():
@@ -160,13 +161,13 @@ class VllmServer(Endpoint):
         return self._process.pid if self._process else None
 
     def kill(self) -> None:
-        """End all of its processes with SIGKILL: nothing can be put in order."""
+        """End all processes of the server with SIGKILL, without an orderly end."""
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def stop(self) -> None:
-        """End the server and everything it started: politely first, and after STOP_WAIT_S by force."""
+        """End the server and all children: politely first, and after STOP_WAIT_S by force."""
         self.close()
         if self._process is None:
             return
@@ -181,10 +182,10 @@ class VllmServer(Endpoint):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    # -- what it says ---------------------------------------------------------------------------------
+    # -- metrics and log --------------------------------------------------------------------------------
 
     def new_log_lines(self) -> list[str]:
-        """The log's whole lines that were written since the last call."""
+        """Return the log's whole lines written since the last call."""
         with self.log.open("rb") as log:
             log.seek(self._read_to)
             text = log.read()
@@ -196,11 +197,11 @@ class VllmServer(Endpoint):
         return ServerError(what, self.log)
 
     def _what_happened(self) -> str:
-        time.sleep(0.5)  # a process that has just died is seen to be dead a moment later
+        time.sleep(0.5)  # the death of a process is visible a moment later
         return "did not answer a request" if self.is_alive() else f"died (exit status {self.exit_status})"
 
 
 def _vllm_command() -> list[str]:
-    """The `vllm` command beside this Python, or this Python's module where there is none."""
-    beside = Path(sys.executable).with_name("vllm")
-    return [str(beside)] if beside.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    """Return the `vllm` command next to this Python, or else this Python's module."""
+    sibling = Path(sys.executable).with_name("vllm")
+    return [str(sibling)] if sibling.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]

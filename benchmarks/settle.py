@@ -14,8 +14,8 @@ def until_settled(endpoint: Endpoint, still_s: float) -> None:
     """Return when no request runs, every session is cold, and nothing was encoded for POLL_S.
 
     Args:
-        still_s: Seconds without any change after which sessions that are not cold are not waited for. A full tier does
-            not take what the pool has, so that such sessions stay idle.
+        still_s: Seconds without any change after which the wait for warm sessions ends. A full tier does not take all
+            of the pool, so some sessions stay idle.
 
     Raises:
         ServerError: after SETTLE_S.

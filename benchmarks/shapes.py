@@ -1,7 +1,7 @@
-"""The shapes of public models, for engines whose weights are made up: what is timed depends on sizes alone.
+"""Shapes of public models, for engines with made-up weights: times depend on sizes alone.
 
-Each is the text part of the model's config.json, under the class of vLLM that serves it without the rest; without
-quantization, so that weights are bf16.
+Each is the text part of the model's config.json, under vLLM's class for the text part; without quantization, so that
+weights are bf16.
 """
 
 import json
@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Any, Self
 
 SPARE_BLOCKS = 8
-"""Of a group of states: a request has two at a time, and its last ones are to stay."""
+"""Blocks of a group of states: a request has two at a time, and the last states are to stay."""
 
 
 @dataclass(frozen=True)
 class PublicShape:
-    """config: as in config.json. source: where its numbers are from. block_size: tokens of a block, as vLLM wants it
-    beside states, or else its default for the model."""
+    """config: as in config.json. source: origin of the numbers. block_size: tokens of a block, vLLM's choice for models
+    with states, or else the model's default.
+    """
 
     config: dict[str, Any]
     source: str
     block_size: int = 16
 
     def cut(self, layers: int) -> dict[str, Any]:
-        """The configuration with so many first layers; with all of them for 0. Raises ValueError."""
+        """Return the configuration with the first `layers` layers; all for 0. Raises ValueError."""
         has = self.config["num_hidden_layers"]
         if not 0 <= layers <= has:
             raise ValueError(f"{layers} layers cannot be had: the model has {has}")
@@ -203,14 +204,15 @@ PUBLIC = {
         block_size=64,
     ),
 }
-"""By name. Their numbers are those of the models' config.json as published, written down from memory and held against
+"""Shapes by name. Numbers are of the models' published config.json, written from memory and compared with
 Transformers' classes."""
 DEFAULT = "qwen3-8b"
 
 
 def write_model(folder: Path, name: str = DEFAULT, layers: int = 0) -> Path:
-    """A folder that vLLM takes for a model, if it is told to make up the weights. layers: only the first so many; 0 for
-    all. Raises ValueError."""
+    """Write a folder that vLLM loads as a model with made-up weights. layers: number of first layers; 0 for all. Raises
+    ValueError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(PUBLIC[name].cut(layers), indent=2))
     return folder
@@ -218,11 +220,11 @@ def write_model(folder: Path, name: str = DEFAULT, layers: int = 0) -> Path:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the sizes follow from.
+    """Facts behind the sizes.
 
-    token_nbytes: bf16 bytes that a token takes in all layers, as far as vLLM keeps each of its blocks. groups: of
-    windows and of states, beside that with full attention. window: tokens that the former look back; 0 for states.
-    is_latent: whether there are latents (MLA), of whose codes fewer fit into a store than of keys' and values'.
+    token_nbytes: bf16 bytes of a token in all layers, as far as vLLM keeps every block. groups: number of groups of
+    windows and of states. window: tokens that windows look back; 0 for states. is_latent: True for latents (MLA), which
+    compress less than keys and values.
     """
 
     vocabulary: int
@@ -251,8 +253,9 @@ class Shape:
             is_latent=bool(config.get("kv_lora_rank")),
         )
 
-    def blocks_beside(self, block_size: int, batched_tokens: int) -> int:
-        """Of the pool that the other groups have in use while so many tokens are computed in a step, and as many in the
-        next, which is scheduled before the first has ended."""
+    def further_blocks(self, block_size: int, batched_tokens: int) -> int:
+        """Return blocks of the pool in use by groups of windows and states, with `batched_tokens` in a step, and
+        equally many in the next step, scheduled before the end of the first.
+        """
         each = math.ceil((self.window + 2 * batched_tokens) / block_size) + 2 if self.window else SPARE_BLOCKS
         return self.groups * each

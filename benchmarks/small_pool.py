@@ -1,8 +1,8 @@
-"""Nobody waits for an encoding: returns to a pool that is too small, where encoding takes long.
+"""No request waits for an encoding: returns to a pool that is too small, with slow encoding.
 
 Two servers, plain vLLM and Manthan's, are both up, and are asked by turns. Their pools hold 4 of 16 chats. All chats
 return round after round, some at a time; a block takes 50 ms to encode. Reported is the time to a return's first token,
-and Manthan's beside plain vLLM's.
+Manthan's against plain vLLM's.
 
     python benchmarks/small_pool.py [--out FOLDER]
 """
@@ -60,11 +60,11 @@ class Finder:
 
 sys.meta_path.insert(0, Finder)
 """
-"""Python runs this at its start: it is no part of what is measured."""
+"""Code run by Python at start, not part of the measurement."""
 
 
 class Side:
-    """A server, and its chats."""
+    """Server, and the server's chats."""
 
     def __init__(self, server: VllmServer, chats: int, at_once: int) -> None:
         self.server, self._at_once = server, at_once
@@ -103,7 +103,7 @@ def measure(servers: dict[str, VllmServer], chats: int, at_once: int, rounds: in
     for number in range(rounds + 2):
         for name in sorted(sides, reverse=bool(number % 2)):
             times = [seconds * 1e3 for seconds in sides[name].round()]
-            if number > 1:  # chats begin, and what is compiled late has been
+            if number > 1:  # chats begin, and late compilations are over
                 found[name].append(times)
         time.sleep(pause_s)
     return {name: {"ttft_ms": times, "metrics": metrics(servers[name])} for name, times in found.items()}
@@ -119,7 +119,7 @@ def metrics(server: VllmServer) -> dict[str, float]:
 
 
 def show(report: dict[str, Any]) -> Table:
-    """Percentiles of all returns, and of each round's; ratios of rounds that followed each other."""
+    """Return percentiles of all returns, and of each round's; ratios of consecutive rounds."""
     table = Table(caption=f"returns, time to first token in ms; load {report['machine']['load']}")
     for column in ("", "p50", "its quartiles by round", "p99", "returns"):
         table.add_column(column, justify="left" if not column else "right")

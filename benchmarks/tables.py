@@ -1,18 +1,18 @@
-"""Prompts with answers that can be checked: tables of names and numbers, and a question for one of them."""
+"""Prompts with checkable answers: tables of names and numbers, and a question for one of them."""
 
 import itertools
 import random
 from pathlib import Path
 
 MODEL = Path("tests", "data", "tiny-llama")
-"""Of this repository: scripts are run from its root."""
+"""Folder in this repository: scripts are run from the repository's root."""
 ENTRIES = 16
 DIGITS = 4
 QUESTION_TOKENS = 16
 
 
 class Table:
-    """Lines `name = 4821`, over and over until there are about so many tokens, and questions for one of them.
+    """Lines `name = 4821`, over and over up to about `tokens` tokens, and questions for single names.
 
     All questions have the same full blocks before them.
     """
@@ -27,19 +27,19 @@ class Table:
         self.lines = self._entries(tokens - len(self._ids("")))
 
     def question(self, number: int) -> tuple[list[int], str]:
-        """A prompt, and the right answer to it."""
+        """Return a prompt, and the right answer."""
         line, right = self.lookup(number)
         return self._ids(self.lines + line), right
 
     def later(self, number: int, tokens: int) -> tuple[list[int], str]:
-        """What a later turn adds to a conversation, about so many tokens: lines again and a question; the answer."""
+        """Return a later turn's addition of about `tokens` tokens: lines again and a question; and the answer."""
         line, right = self.lookup(number)
         return self._ids("\n" + self._entries(tokens) + line)[len(self._ids("")) :], right
 
     def _entries(self, tokens: int) -> str:
-        """Lines, from the first on and over again, that leave room for a question."""
+        """Return lines, from the first on and over again, with room left for a question."""
         lines, count, begin = "", 0, len(self._ids(""))
-        for name, value in itertools.cycle(self._values.items()):  # a line is as many tokens alone as among others
+        for name, value in itertools.cycle(self._values.items()):  # a line has as many tokens alone as among lines
             if count >= tokens - QUESTION_TOKENS:
                 break
             line = f"{name} = {value}\n"
@@ -48,7 +48,7 @@ class Table:
         return lines
 
     def lookup(self, number: int) -> tuple[str, str]:
-        """What comes after the lines of the table, and what it is to be answered with."""
+        """Return the text behind the lines of the table, and the right answer."""
         name = list(self._values)[number % ENTRIES]
         return f"assert {name} == ", self._values[name]
 

@@ -1,4 +1,4 @@
-"""Made-up requests of chats, agents and single questions, as a trace that `manthan simulate` reads.
+"""Made-up requests of chats, agents and single questions, as a trace for `manthan simulate`.
 
 python benchmarks/workload.py --sessions 3000 --seed 1 --hours 2 > workload.jsonl
 """
@@ -16,10 +16,10 @@ import typer
 from manthan.benchmarks.simulator.traces import MOONCAKE_BLOCK_TOKENS
 
 CONTEXT_TOKENS = 120_000
-"""A session whose next prompt would be longer ends."""
+"""Most tokens of a prompt. A session ends before a longer prompt."""
 FIRST_TOKEN_S = 0.3
 ANSWER_S_PER_TOKEN = 0.02
-"""An answer takes so long; only then one thinks, or a tool runs."""
+"""Time of an answer's token. Thinking, or a tool, begins after the answer."""
 SHARED_DOCUMENTS = 200
 
 
@@ -35,13 +35,13 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """Sessions of one kind. Lengths in tokens, times in seconds.
+    """Kind of sessions. Lengths in tokens, times in seconds.
 
-    turns: mean number of requests, geometrically distributed. pause: between an answer and the next request;
-    away_share of the pauses are `away` instead. system: of the shared system prompts, of which there are `systems`, the
-    n-th being chosen 1/n as often as the first. document_share of the sessions begin with a document, half of them with
-    one of 200 that others have too, chosen likewise. said: what a request adds. answer: what is generated. edit_share
-    of the requests replace the last one and its answer.
+    turns: mean number of requests, geometrically distributed. pause: between an answer and the next request; away_share
+    of the pauses are `away` instead. system: of the common system prompts; of `systems` prompts, the n-th is chosen 1/n
+    as often as the first. document_share of the sessions begin with a document, half of them with a common document of
+    200, chosen likewise. said: added by a request. answer: generated tokens. edit_share of the requests replace the
+    last request and answer.
     """
 
     turns: float
@@ -84,7 +84,7 @@ AGENT = Kind(
     answer=Spread(130, 0.8),
     edit_share=0.0,
 )
-"""Programs that call tools, which take a few seconds, and now and then wait for a person."""
+"""Programs that call tools for a few seconds, and now and then wait for a person."""
 SINGLE = Kind(
     turns=1,
     pause=Spread(1, 1.0),
@@ -98,7 +98,7 @@ SINGLE = Kind(
     answer=Spread(300, 1.0),
     edit_share=0.0,
 )
-"""One request that nobody goes on from: classification, extraction, summaries."""
+"""Lone requests: classification, extraction, summaries."""
 READER = Kind(
     turns=4,
     pause=Spread(20, 1.4),
@@ -112,11 +112,11 @@ READER = Kind(
     answer=Spread(120, 1.0),
     edit_share=0.0,
 )
-"""People who ask a few questions about a long document, which others may read too."""
+"""People who ask a few questions about a long document, sometimes read by more people."""
 TOLD_SIGMA = 0.3
-"""Of the lognormal error of what honest clients say of their pauses."""
+"""Spread of the lognormal error of honest clients' announcements."""
 LIE_S = 1.0
-"""What those say who lie: that they will be back at once."""
+"""Announcement of dishonest clients: an immediate return."""
 TOOLS = {
     "search": (5, Spread(2, 0.4)),
     "shell": (4, Spread(5, 0.6)),
@@ -124,7 +124,7 @@ TOOLS = {
     "tests": (2, Spread(60, 0.5)),
     "person": (1, Spread(300, 1.0)),
 }
-"""What agents wait for that name their tools: how often, and how long."""
+"""Tools of agents that name their tools: frequency, and time."""
 
 
 class WorkloadLine(NamedTuple):
@@ -142,7 +142,7 @@ MOONCAKE = WorkloadLine._fields[:-2]
 
 
 class _Part(NamedTuple):
-    """A piece of text that is said in one go; the same name is the same text."""
+    """Piece of text said in one go; equal names mean equal texts."""
 
     name: str
     tokens: int
@@ -160,12 +160,12 @@ def make_workload(
     lies: float = 0,
     tools: float = 0,
 ) -> list[WorkloadLine]:
-    """Requests of so many sessions, in the order of their arrival.
+    """Return requests of `sessions` sessions, in the order of their arrival.
 
-    Sessions begin at random times within `hours`; chat, agent, single, reader: their shares. told: the share of agents
-    that say when they will be back. lies: the share of other sessions that always say they will be back at once. tools:
-    the share of agents that say what tool they wait for, and pause for as long as that takes. The same arguments give
-    the same workload, and the sessions of a smaller one are among those of a larger one, though with other block ids.
+    Sessions begin at random times within `hours`; chat, agent, single, reader: their shares. told: share of agents that
+    announce their return. lies: share of further sessions that always announce an immediate return. tools: share of
+    agents that name the awaited tool, and pause for the tool's time. Equal arguments give equal workloads, and the
+    sessions of a smaller workload are among a larger workload's, though with different block ids.
     """
     kinds = (("chat", CHAT), ("agent", AGENT), ("single", SINGLE), ("reader", READER))
     requests: list[tuple[float, list[_Part], int, float | None, str]] = []
@@ -202,7 +202,7 @@ def _pause(before: tuple[float, list[_Part], int], after: tuple[float, list[_Par
 def _with_tools(
     asked: list[tuple[float, list[_Part], int]], rng: random.Random
 ) -> tuple[list[tuple[float, list[_Part], int]], list[str]]:
-    """The same requests with pauses for tools, and what each of them but the last waits for then."""
+    """Return the requests with pauses for tools, and the tool awaited after each request but the last."""
     (now, *_), weights = asked[0], [often for often, _ in TOOLS.values()]
     names = [*rng.choices([*TOOLS], weights, k=len(asked) - 1), ""]
     later = []
@@ -215,7 +215,7 @@ def _with_tools(
 def _session(
     kind: Kind, kind_name: str, name: str, begin: float, rng: random.Random
 ) -> Iterator[tuple[float, list[_Part], int]]:
-    """When each request of a session comes, what its prompt is made of, and how long the answer is."""
+    """Yield time, prompt parts and answer length of each request of a session."""
     parts = [_shared(f"{kind_name} system", kind.systems, kind.system, rng)]
     if rng.random() < kind.document_share:
         shared = rng.random() < 0.5
@@ -238,7 +238,7 @@ def _session(
 
 
 def _shared(what: str, count: int, tokens: Spread, rng: random.Random) -> _Part:
-    """One of `count` texts that many sessions have; its length is the same for all of them."""
+    """Return one of `count` texts common to many sessions; the length depends only on the text."""
     number = rng.choices(range(count), weights=[1 / (rank + 1) for rank in range(count)])[0]
     return _Part(f"{what} {number}", _tokens(tokens, random.Random(f"{what} {number}")))
 
@@ -252,14 +252,14 @@ def _geometric(mean: float, rng: random.Random) -> int:
 
 
 class _Blocks:
-    """Ids of blocks; the same id means the same text up to and including that block."""
+    """Ids of blocks; equal ids mean equal texts up to the block's end."""
 
     def __init__(self) -> None:
         self._ids: dict[tuple[int, tuple[tuple[str, int, int], ...]], int] = {}
 
     def ids(self, parts: list[_Part]) -> list[int]:
         ids: list[int] = []
-        block: list[tuple[str, int, int]] = []  # what it is made of: part, from, to
+        block: list[tuple[str, int, int]] = []  # parts: name, from, to
         room = MOONCAKE_BLOCK_TOKENS
         for name, tokens in parts:
             done = 0
@@ -281,14 +281,14 @@ class _Blocks:
 def workload(
     sessions: Annotated[int, typer.Option(min=1, help="How many sessions begin.")] = 1000,
     seed: Annotated[int, typer.Option(help="Another one, another workload.")] = 0,
-    hours: Annotated[float, typer.Option(min=0.01, help="They begin within so many hours.")] = 1.0,
+    hours: Annotated[float, typer.Option(min=0.01, help="Hours within which sessions begin.")] = 1.0,
     chat: Annotated[float, typer.Option(min=0, help="Share of chats.")] = 55,
     agent: Annotated[float, typer.Option(min=0, help="Share of agents.")] = 15,
     single: Annotated[float, typer.Option(min=0, help="Share of single requests.")] = 30,
     reader: Annotated[float, typer.Option(min=0, help="Share of readers of long documents.")] = 0,
-    told: Annotated[float, typer.Option(min=0, max=1, help="Of the agents, those that say when they return.")] = 0,
-    lies: Annotated[float, typer.Option(min=0, max=1, help="Of the others, those that say they return at once.")] = 0,
-    tools: Annotated[float, typer.Option(min=0, max=1, help="Of the agents, those that name their tools.")] = 0,
+    told: Annotated[float, typer.Option(min=0, max=1, help="Share of the agents that announce their return.")] = 0,
+    lies: Annotated[float, typer.Option(min=0, max=1, help="Share of the rest that announce an immediate return.")] = 0,
+    tools: Annotated[float, typer.Option(min=0, max=1, help="Share of the agents that name their tools.")] = 0,
 ) -> None:
     """Print a made-up request trace for `simulate`, one JSON object a line."""
     if not chat + agent + single + reader:

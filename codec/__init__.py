@@ -1,4 +1,4 @@
-"""Codecs of KV: numbers to codes and back, and the compressed block that carries them."""
+"""Codecs of KV: encode and decode numbers, inside compressed blocks."""
 
 from manthan.codec.base import Codec, Dtype, Kind, Section, SectionKind, check_head_dim
 from manthan.codec.block import BlockFormat, BlockShape

@@ -1,8 +1,8 @@
-"""Interface of a codec, and arithmetic that several codecs share.
+"""Interface of a codec, and arithmetic common to several codecs.
 
-`Codec` takes the numbers of a section of a block, all layers and heads at once, with their places in the session. A
-preset is an instance of a frozen dataclass whose fields are its options; its `codec` makes a `Codec`. Every backend
-writes the same bytes as the CPU's, and reads them.
+`Codec` takes the numbers of a section of a block, all layers and heads at once, with their positions in the session. A
+preset is an instance of a frozen dataclass with the options as fields; the method `codec` makes a `Codec`. Every
+backend writes the same bytes as the CPU's, and reads them.
 
     fold(x)   the sum of a sequence in a prescribed order: the upper half is added onto the lower half (the middle of an
               odd number of elements stays) until one is left; of a vector, first in each run of 8 elements, then over
@@ -44,19 +44,19 @@ class SectionKind(IntEnum):
     STATE = 4
     """A recurrent layer's state."""
     RAW = 5
-    """Bytes of the cache that are not looked into: a whole block, or of layers beside those that are coded."""
+    """Opaque bytes of the cache: a whole block, or the layers without a codec."""
     LATENT = 6
-    """Latents of MLA, in pieces that stand where heads do, coded as keys without RoPE."""
+    """Latents of MLA, in pieces instead of heads, coded like keys without RoPE."""
 
 
 class Dtype(IntEnum):
-    """Kind of the cache's numbers, to which codes are decoded."""
+    """Kind of the cache's numbers, the output of decoding."""
 
     BFLOAT16 = 1
     FLOAT16 = 2
     FLOAT32 = 3
     UINT8 = 4
-    """Bytes that stand for no number each."""
+    """Bytes that do not each stand for a number."""
     FLOAT8_E4M3 = 5
     """Without infinities, as torch.float8_e4m3fn."""
     FLOAT8_E5M2 = 6
@@ -127,42 +127,42 @@ class Section:
 
 
 class Codec(ABC):
-    """Numbers of a section of a block to bytes and back.
+    """Encodes the numbers of a section of a block to bytes, and decodes.
 
-    Several threads may call it at once; it works on no other cores than theirs. `x` has the section's `shape` and
-    dtype, and `positions` [tokens] are the places of its tokens in the session.
+    Thread-safe, and works only on the callers' cores. `x` has the section's `shape` and dtype, and `positions` [tokens]
+    are the tokens' positions in the session.
     """
 
     name: str
     varies: bool = False
-    """True if sections of one shape may be of different sizes."""
+    """True if sections of equal shape may differ in size."""
     levels: int = 1
-    """Number of qualities that a block has: that of its base, and one more with each refinement."""
+    """Number of qualities of a block: the base's, and one more with each refinement."""
 
     @abstractmethod
     def max_nbytes(self, section: Section) -> int:
-        """Most bytes of a section and its refinements; its size where the codec has a fixed rate."""
+        """Most bytes of a section and all refinements; the exact bytes for a codec with a fixed rate."""
 
     def expected_nbytes(self, section: Section) -> int:
         return self.max_nbytes(section)
 
     @abstractmethod
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
-        """Encode into the front of `out`, which has `max_nbytes`. Returns the number of bytes written.
+        """Encode into the front of `out`, of `max_nbytes` bytes. Returns the number of bytes written.
 
-        Raises: CodecError, such as NonFiniteError, for numbers that it cannot encode.
+        Raises: CodecError, such as NonFiniteError, for unencodable numbers.
         """
 
     @abstractmethod
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Decode to numbers. Raises SizeError for codes of an impossible length, CodecError."""
+        """Decode to numbers. Raises SizeError for an impossible length, CodecError."""
 
     def encode_parts(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> tuple[int, list[Codes]]:
-        """Encode as `encode` does. Returns also the bodies of the section's refinements."""
+        """Encode like `encode`. Returns also the bodies of the section's refinements."""
         return self.encode(x, section, positions, out), []
 
     def decode_parts(
         self, codes: Codes, refinements: Sequence[Codes], section: Section, positions: Positions
     ) -> Numbers:
-        """Decode as `decode` does, to the level of the last refinement that there is."""
+        """Decode like `decode`, to the level of the last refinement present."""
         return self.decode(codes, section, positions)

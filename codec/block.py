@@ -1,12 +1,12 @@
 """Blocks of the cache as compressed blocks and back: their sections, and the codec of each.
 
-A KV cache group may have layers that no codec knows beside those that are coded, such as the index keys of sparse
-attention. Their bytes are a section of a fixed size ahead of the others.
+A KV cache group may have layers without a codec, such as the index keys of sparse attention, among coded layers. Their
+bytes are a section of a fixed size ahead of all coded sections.
 
-Models with multi-head latent attention (MLA) cache no keys and values. They cache a latent of each token, from which
-both are made, and the part of the key that RoPE turns, the same for all heads. Here that part stands in the keys' place
-and the latent in the values'. RoPE's part is kept exact: it is a ninth of the numbers, and every head's logits have its
-errors. The latent is cut into pieces that stand where heads do, so that codecs meet vectors of a usual size.
+Models with multi-head latent attention (MLA) cache no keys and values. They cache a latent of each token, the source of
+both, and the key's part turned by RoPE, the same for all heads. Here RoPE's part stands for the keys and the latent for
+the values. RoPE's part is kept exact: a ninth of the numbers, with errors in every head's logits. The latent is cut
+into pieces instead of heads, so that codecs meet vectors of a usual size.
 """
 
 import math
@@ -36,12 +36,12 @@ from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block
 
 @dataclass(frozen=True)
 class BlockShape:
-    """Shape of one rank's block of one KV cache group.
+    """Shape of a rank's block of a KV cache group.
 
-    dtype: UINT8 stands for bytes that are not looked into. They are the block's keys, and it has no values.
-    latent: numbers of a token's latent in a layer (MLA), 0 where there are values. Then heads is 1, and head_dim is
-        that of the key's part that RoPE turns.
-    beside: of the bytes of the group's other layers; None if there are none.
+    dtype: UINT8 stands for opaque bytes. They are the block's keys, and there are no values.
+    latent: numbers of a token's latent in a layer (MLA), 0 for values. With a latent, heads is 1, and head_dim is
+    RoPE's.
+    beside: shape of the bytes of further layers in the group; None without any.
     """
 
     layers: int
@@ -54,7 +54,7 @@ class BlockShape:
 
     @cached_property
     def arrays(self) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
-        """Shape and dtype of each of a block's arrays: the keys, the values, and the bytes beside if there are any."""
+        """Shape and dtype of each of a block's arrays: the keys, the values, and the raw bytes if any."""
         own = [(self.numbers, self.dtype.numpy), (self.value_numbers, self.dtype.numpy)]
         return tuple(own) if self.beside is None else (*own, self.beside.arrays[0])
 
@@ -78,7 +78,7 @@ class BlockShape:
 
     @cached_property
     def coded_dim(self) -> int:
-        """Numbers of a vector that is coded. Raises HeadDimError."""
+        """Numbers of a coded vector. Raises HeadDimError."""
         return piece_dim(self.latent) if self.latent else self.head_dim
 
     @cached_property
@@ -114,9 +114,9 @@ def piece_dim(latent: int) -> int:
 
 @lru_cache(1024)
 def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> tuple[Section, ...]:
-    """Sections of a block: the first `exact` tokens as they are, the others in `codec`. Each number is in one section.
+    """Sections of a block: the first `exact` tokens unchanged, the rest in `codec`. Each number is in one section.
 
-    A block of bytes is one section, exact unless it has states in a codec of states. Bytes beside come first. Raises
+    A block of bytes is a single section, exact except for states in a codec of states. Raw bytes come first. Raises
     ShapeError.
 
     Args:
@@ -149,16 +149,16 @@ def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> 
 
 
 class BlockFormat:
-    """Format of the compressed blocks of one rank and KV cache group. Safe to use from several threads.
+    """Format of the compressed blocks of a rank and KV cache group. Safe to use from several threads.
 
-    Blocks of fp8 are kept exact as a whole where that is smaller, or where the codec refuses them.
+    Blocks of fp8 are kept exact as a whole if smaller, or if the codec refuses them.
 
     Args:
         codec: name of the codec.
         shape: of the blocks.
         fingerprint: 16 bytes; see `wire.BlockHeader`.
         group: KV cache group.
-        facts: of the model, for codecs that use them.
+        facts: of the model, for codecs with a use for them.
         first_head: number of the blocks' first head among the model's.
 
     Raises: UnknownCodecError, HeadDimError, ProfileError.
@@ -180,7 +180,7 @@ class BlockFormat:
             self._codecs[codec] = Fp8Codec(self._codecs[codec])
 
     def without_bytes(self) -> "BlockFormat":
-        """Return the format of the same blocks without the bytes beside."""
+        """Return the format of the same blocks without the raw bytes."""
         shape = replace(self.shape, beside=None)
         return BlockFormat(self.codec, shape, self.fingerprint, self.group, self.facts, self.first_head)
 
@@ -188,7 +188,7 @@ class BlockFormat:
         """Encode and decode a block of zeros, so that no later block waits for a compiler or a table.
 
         Args:
-            exacts: numbers of exact tokens, one for each kind of block.
+            exacts: numbers of exact tokens, for each kind of block.
         """
         numbers = [np.zeros(shape, dtype) for shape, dtype in self.shape.arrays]
         for exact in exacts:
@@ -200,7 +200,7 @@ class BlockFormat:
         return BlockHeader(key, self.fingerprint, self.shape.tokens, made, self.group, first_token, mark)
 
     def max_sizes(self, exact: int) -> tuple[int, ...]:
-        """Most bytes of each section; its size where the codec has a fixed rate."""
+        """Most bytes of each section; the exact bytes for a codec with a fixed rate."""
         made = sections(self.codec, self.shape, exact)
         return tuple(self._codecs[section.codec].max_nbytes(section) for section in made)
 
@@ -215,21 +215,21 @@ class BlockFormat:
         return min(coded, self._whole_nbytes) if self._may_be_whole(exact) else coded
 
     def codes_vary(self, exact: int) -> bool:
-        """True if blocks with this number of exact tokens may be of different sizes."""
+        """True if blocks with `exact` exact tokens may differ in size."""
         return any(self._codecs[section.codec].varies for section in sections(self.codec, self.shape, exact))
 
     def _may_be_whole(self, exact: int) -> bool:
-        """True if a block of which only the first tokens must be exact may be exact as a whole."""
+        """True if a block with some exact first tokens may be exact as a whole."""
         return self.shape.dtype.is_fp8 and exact < self.shape.tokens
 
     @property
     def _whole_nbytes(self) -> int:
-        """Size of a block that is exact as a whole."""
+        """Size of a wholly exact block."""
         whole = self.shape.tokens
         return block_nbytes(self.header(b"", 0, whole), self.max_sizes(whole))
 
     def exact_of(self, header: BlockHeader) -> int:
-        """Number of exact tokens of a block. Raises WireError for a block that is not of this format."""
+        """Number of exact tokens of a block. Raises WireError for a block of a different format."""
         return self._exact_of(header, self.shape, self.first_head)
 
     def _exact_of(self, header: BlockHeader, shape: BlockShape, first_head: int) -> int:
@@ -247,10 +247,10 @@ class BlockFormat:
         """Encode a block.
 
         Args:
-            numbers: the block's arrays, as `BlockShape.arrays` has them: keys and values [layers, heads, tokens,
+            numbers: the block's arrays, in the order of `BlockShape.arrays`: keys and values [layers, heads, tokens,
                 head_dim] in the cache's numbers, or RoPE's part and latents.
-            key: block key.
-            first_token: place of the block's first token in its session.
+            key: block hash.
+            first_token: position of the block's first token in the session.
             exact: number of first tokens to keep exact, at least.
             mark: see `wire.BlockHeader`.
 
@@ -270,7 +270,7 @@ class BlockFormat:
         return self._encode(numbers, key, first_token, exact, mark)
 
     def _encode(self, numbers: Sequence[Numbers], key: bytes, first_token: int, exact: int, mark: int) -> Codes:
-        """Encode with exactly this number of exact tokens."""
+        """Encode with exactly `exact` exact tokens."""
         header = self.header(key, first_token, exact, mark)
         limits = self.max_sizes(exact)
         block = np.empty(block_nbytes(header, limits), np.uint8)
@@ -291,14 +291,14 @@ class BlockFormat:
     def decode(self, buf: Buffer, *, key: bytes) -> tuple[Numbers, ...]:
         """Return the arrays of a block with any number of exact tokens; they may be views of `buf`.
 
-        Raises: WireError with the cause, or another CodecError for codes that cannot be decoded.
+        Raises: WireError with the cause, or another CodecError for undecodable bytes.
         """
         block = self._parse(buf, key)
         self.exact_of(block.header)
         return self._decode(block)
 
     def decode_shard(self, buf: Buffer, *, key: bytes) -> DecodedShard:
-        """Decode a block of any of the model's heads; of latents and bytes there is but one shard. See `decode`."""
+        """Decode a block of any of the model's heads; latents and bytes have a single shard. See `decode`."""
         block = self._parse(buf, key)
         heads, first_head = self.shape.heads, self.first_head
         if block.header.sections and not (self.shape.latent or self.shape.is_raw or self.shape.beside):
@@ -326,7 +326,7 @@ class BlockFormat:
         return tuple(_joined(parts) if parts else np.empty(*array) for parts, array in zip(found, arrays, strict=True))
 
     def joined(self, shards: Iterable[DecodedShard]) -> tuple[Numbers, ...]:
-        """Return the arrays of this format's heads. Raises SizeError unless each head is in one shard."""
+        """Return the arrays of this format's heads. Raises SizeError unless each head is in exactly one shard."""
         wanted, heads = sorted(shards, key=itemgetter(0)), self.shape.heads
         if [shard[:2] for shard in wanted] == [(self.first_head, heads)]:
             return wanted[0].numbers
@@ -349,9 +349,10 @@ class BlockFormat:
 
 
 def _places(section: Section, arrays: int) -> tuple[int, ...]:
-    """Places of a section's numbers among a block's `arrays` arrays. Bytes are the last, or keys if there is no other.
+    """Indices of a section's numbers among a block's `arrays` arrays. Bytes are the last, or the keys in a block of
+    bytes.
 
-    A block of bytes alone has no values, which are an array nevertheless.
+    A block of bytes alone has no values, but still an empty array.
     """
     if section.kind is SectionKind.RAW:
         return (2,) if arrays > 2 else (0,)
@@ -359,7 +360,7 @@ def _places(section: Section, arrays: int) -> tuple[int, ...]:
 
 
 def exact_of(found: Sequence[Section]) -> int:
-    """Number of exact tokens of a block with these sections."""
+    """Number of exact tokens in a block of these sections."""
     runs = [section for section in found if section.kind in (SectionKind.BOTH, SectionKind.LATENT)]
     return runs[0].tokens if runs and runs[0].codec == EXACT else 0
 

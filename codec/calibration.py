@@ -1,11 +1,11 @@
-"""Profile of a model from its keys and values, or its latents: second moments, and tokens held back to measure on.
+"""Profile of a model from the keys and values, or the latents: second moments, and tokens held back for measuring.
 
-A metric tells what errors cost: a matrix G for keys and one for values of a layer, by which an error e of a token costs
-e G e^T. With G = L L^T (Cholesky), all directions of x @ L cost the same. The eigenvectors U of the covariance there
-give the transform L U, whose components do not correlate. One step is then best for all layers, keys and values (Goyal,
+A metric gives the cost of errors: a matrix G for keys and a matrix for values of a layer. An error e of a token costs e
+G e^T. With G = L L^T (Cholesky), all directions of x @ L cost the same. The eigenvectors U of the covariance of x @ L
+give the transform L U, with uncorrelated components. A common step is then best for all layers, keys and values (Goyal,
 "Theoretical foundations of transform coding", 2001). Without metrics, keys stand for the unseen queries: a direction
-weighs as much as keys differ in it. Layers then cannot be compared, and steps are in proportion to their components'
-deviations.
+weighs by the keys' spread in the direction. Layers then cannot be compared, and steps are in proportion to their
+components' deviations.
 """
 
 import math
@@ -38,35 +38,35 @@ from manthan.codec.tables.frequencies import ESCAPE, LARGEST, SHAPES, costs, fam
 from manthan.codec.tables.levels import FINE, STEPS, WIDTHS
 
 SINKS = 4
-"""First tokens of a text, which are kept exact and do not count."""
+"""First tokens of a text, kept exact and not counted."""
 HELD_BACK = 5
 """Every fifth token of a call is held back."""
 SAMPLE = 2048
-"""Most tokens of a layer that are held back."""
+"""Most held back tokens of a layer."""
 BLOCK = 16
-"""Tokens of the block for which a preset's size is computed: the smallest that is usual."""
+"""Tokens of the block for a preset's size: the smallest usual block."""
 HEADER = 256
-"""Bytes of such a block's header and entries."""
+"""Bytes of the block's header and entries."""
 MARGIN = 1.045
-"""Factor by which a preset is smaller than its name says, because another text takes a little more."""
+"""Factor by which a preset is smaller than the name says, because different texts take a little more."""
 EVEN = 0.001
 """Least weight of a direction, in parts of the average."""
 EVEN_OF_KEYS = 0.3
-"""Least weight of a direction of keys that stand for queries."""
+"""Least weight of a direction of keys as stand-ins for queries."""
 SHARES = (1.0, 2.0)
 """Steps of keys and of values without a metric, in deviations of their layer's components."""
 HALVINGS = 7
-"""Halvings of the interval in which a step is searched."""
+"""Halvings of the interval in the search of a step."""
 TOGETHER = 4, 2048
 """Most layers of a group, and most numbers of a token."""
 RATIOS = 20.0, 12.0, 8.0, 5.0
-"""Least factors by which the levels of an embedded code are smaller than bf16."""
+"""Least ratio of bf16 bytes to encoded bytes, by level of an embedded code."""
 EXPONENT, RIDGE = 0.5, 30.0
-"""A token's steps are its weight to the power of -EXPONENT. RIDGE keeps what tells a weight small."""
+"""A token's steps are the token's weight to the power of -EXPONENT. RIDGE shrinks the regression's coefficients."""
 FINEST = 2.0 ** (np.arange(-90, 60) / 6)
-"""Finest steps that are tried, in which errors weigh 1."""
+"""Candidates for the finest step, in which errors weigh 1."""
 EXACT_TOKENS = 64
-"""Tokens of the block by which exact blocks are measured."""
+"""Tokens of the block for measuring exact blocks."""
 FEW = 8
 """A step is searched with each eighth of the tokens held back, and then corrected with all."""
 
@@ -75,7 +75,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class _Moments:
-    """Moments of rows [C] of one layer's keys, values or latents. are_keys: queries are compared with them."""
+    """Moments of rows [C] of a layer's keys, values or latents. are_keys: True for rows that meet queries."""
 
     def __init__(self, size: int, are_keys: bool) -> None:
         self.are_keys, self.tokens, self.every = are_keys, 0, 1
@@ -109,7 +109,7 @@ class _Moments:
         return made
 
     def metric(self, at: slice) -> Doubles:
-        """Metric of these numbers, 1 on average."""
+        """Metric of the numbers at `at`, 1 on average."""
         if self.weights is not None:
             return _evened(self.weights[at, at], EVEN)
         return _evened(self.covariance(at), EVEN_OF_KEYS) if self.are_keys else np.eye(at.stop - at.start)
@@ -128,7 +128,7 @@ def _evened(weights: Doubles, least: float) -> Doubles:
 
 
 class ProfileBuilder:
-    """Builds the profile of the model of `info`, whose tokens, ratios and bits are filled in.
+    """Builds the profile of the model of `info`, and fills in tokens, ratios and bits.
 
     ranks: number of tensor-parallel ranks. Latents are the same on all of them.
     """
@@ -143,16 +143,16 @@ class ProfileBuilder:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the layer with the fewest has seen, without those held back."""
+        """Tokens seen by the layer with the fewest, without held back tokens."""
         return min(moments[0].tokens for moments in self._layers)
 
     def add(self, layer: int, positions: Positions, *parts: Floats) -> None:
-        """Add keys and values of one layer, or latents. Tokens with a number that is not finite are left out.
+        """Add keys and values of a layer, or latents. Tokens with a non-finite number are left out.
 
         Args:
             layer: number of the layer.
-            positions: [tokens], of one text.
-            parts: keys and values, or latents, [heads, tokens, head_dim], keys behind RoPE as the cache has them.
+            positions: [tokens], of a single text.
+            parts: keys and values, or latents, [heads, tokens, head_dim], keys behind RoPE as in the cache.
         """
         first, *others = parts
         turned_back = first if self._info.rope is None else self._info.rope.turn_back(first, positions)
@@ -167,7 +167,7 @@ class ProfileBuilder:
     def weigh(self, layer: int, *metrics: Doubles) -> None:
         """Set the metrics of a layer, [C, C]: of keys before RoPE and of values, or of latents.
 
-        All layers are in one measure.
+        All layers are in the same measure.
         """
         for moments, weights in zip(self._layers[layer], metrics, strict=True):
             moments.weights = weights
@@ -184,7 +184,7 @@ class ProfileBuilder:
     def finish(self, *, presets: Mapping[str, float] = PRESETS) -> Profile:
         """Make the profile. Raises ProfileError for too few tokens.
 
-        presets: by name, the factor by which each is to be smaller than bf16.
+        presets: by name, the target ratio of bf16 bytes to encoded bytes.
         """
         size = self._info.heads * self._info.head_dim
         if self.tokens < size:
@@ -208,10 +208,10 @@ class ProfileBuilder:
 
 
 class _Source:
-    """Basis of some numbers, and the components y of the tokens that were held back.
+    """Basis of some numbers, and the components y of the held back tokens.
 
-    step: in proportion to the other sources'.
-    front: bits of a token that a row takes ahead of its words.
+    step: in proportion to all sources' steps.
+    front: bits of a token in a row ahead of the words.
     """
 
     def __init__(self, moments: _Moments, at: slice, share: float) -> None:
@@ -240,12 +240,12 @@ class _Source:
 
 @lru_cache
 def _costs() -> Doubles:
-    """Costs of all tables, made when they are needed because that takes a second or two."""
+    """Costs of all tables, made on demand because the computation takes a second or two."""
     return costs(family())
 
 
 def _smallest(bits: Callable[[float], float], wanted: float, start: float, stride: float) -> float:
-    """Return the smallest factor that takes at most the wanted bits, searched from `start` by factors of `stride`."""
+    """Return the smallest factor within the wanted bits, searched from `start` by factors of `stride`."""
     low = high = start
     while bits(high) > wanted:
         low, high = high, stride * high
@@ -258,7 +258,7 @@ def _smallest(bits: Callable[[float], float], wanted: float, start: float, strid
 
 
 def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
-    """Give each basis its step and tables, with all steps in proportion. Returns bits a number."""
+    """Give each basis a step and tables, with all steps in proportion. Returns bits a number."""
     numbers = sum(source.y.shape[1] for source in sources)
     wanted = 16 / (ratio * MARGIN)
 

@@ -1,4 +1,4 @@
-"""Refusals of the codecs. Each is a ValueError whose text is one sentence with the value and what would be right."""
+"""Refusals of the codecs. Each is a ValueError with a sentence of the value and the right kind of value."""
 
 
 class CodecError(ValueError):
@@ -6,7 +6,7 @@ class CodecError(ValueError):
 
 
 class UnknownCodecError(CodecError):
-    """No codec has this name."""
+    """No codec has the name."""
 
 
 class HeadDimError(CodecError):
@@ -14,11 +14,11 @@ class HeadDimError(CodecError):
 
 
 class ShapeError(CodecError):
-    """Numbers do not have the block's shape or dtype, or a section is of a kind that the codec does not code."""
+    """Numbers do not have the block's shape or dtype, or the codec does not take sections of this kind."""
 
 
 class NonFiniteError(CodecError):
-    """A vector to encode, or a scale to decode by, is NaN or infinite. index: of the first such vector."""
+    """Vector to encode, or scale to decode by, with a NaN or infinity. index: of the first such vector."""
 
     def __init__(self, message: str, index: int) -> None:
         super().__init__(message)
@@ -26,11 +26,11 @@ class NonFiniteError(CodecError):
 
 
 class DamagedError(CodecError):
-    """The codes are not those of any encoder."""
+    """No encoder writes these bytes."""
 
 
 class ProfileError(CodecError):
-    """A profile is missing, damaged, or not one of this model."""
+    """A profile is missing, damaged, or made for a different model."""
 
 
 class HeaderError(CodecError):
@@ -38,11 +38,11 @@ class HeaderError(CodecError):
 
 
 class WireError(CodecError):
-    """A compressed block cannot be used.
+    """Unusable compressed block.
 
-    cause: a word for metric labels: truncated or trailing (shorter or longer than its header says), magic (no
-    compressed block), version, checksum, codec (one that such a block cannot have), key (another block), fingerprint
-    (made for another model, dtype, codec or shard) or size (see SizeError).
+    cause: a word for metric labels: truncated or trailing (shorter or longer than the header says), magic (no
+    compressed block), version, checksum, codec (impossible for such a block), key (another block), fingerprint (another
+    model, dtype, codec or shard) or size (see SizeError).
     """
 
     def __init__(self, message: str, cause: str) -> None:
@@ -51,7 +51,7 @@ class WireError(CodecError):
 
 
 class SizeError(WireError):
-    """Shapes and lengths contradict each other, or are not those of the block asked for."""
+    """Shapes and lengths contradict each other, or the requested block's."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "size")

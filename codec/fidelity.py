@@ -1,22 +1,22 @@
-"""Fidelity of a codec to the KV of the model that is being served, measured without its queries.
+"""Fidelity of a codec to the KV of the served model, measured without queries.
 
-Attention needs the logits q k / sqrt(D) of a query q with each key k. A codec that returns k + e adds q e, which
-matters in comparison to the differences between keys. Queries are not in the cache, but they look for these
-differences: the keys of a head less their mean stand for them. For each layer therefore
+Attention needs the logits q k / sqrt(D) of a query q with each key k. A codec with result k + e adds q e, to be
+compared with the differences between keys. Queries are not in the cache. Because queries look for differences between
+keys, the keys of a head less their mean stand for the queries. For each layer therefore
 
     noise of the logits = var_j(q_i e_j) / var_j(q_i c_j), of all heads, with q_i = c_i for even i, and odd j
-    c = the keys less their mean, taken before RoPE where that is known, because all tokens have it
+    c = the keys less their mean, common to all tokens, before RoPE if RoPE is known
 
-and likewise for values, of which attention takes averages,
+and likewise for values, averaged by attention,
 
     noise of the values = |v^ - v|**2 / |v - their mean|**2
 
-On SmolLM2-135M, with biased keys and without, the attention of its own queries diverges by three to nine times the
-noise of the logits, in nats, over three decades (docs/codec.md). Cosines do not show it: they hardly change when a bias
-in the keys drowns their differences.
+On SmolLM2-135M, with biased keys and without, the attention of the real queries diverges by three to nine times the
+noise of the logits, in nats, over three decades (docs/codec.md). Cosines do not show the divergence: they hardly change
+when a bias in the keys drowns the differences.
 
 With multi-head latent attention (MLA) a key is the latent and RoPE's part, one head for all, once the projections of
-the heads are in the query. Values are made of the latent alone. Both are measured in this form, with c behind RoPE.
+the heads are in the query. Values depend on the latent alone. Both are measured in this form, with c behind RoPE.
 """
 
 import time
@@ -34,7 +34,7 @@ from manthan.codec.errors import CodecError
 from manthan.codec.rope import Rope
 
 LOGIT_NOISE, WORST_LOGIT_NOISE, VALUE_NOISE = 0.065, 0.2, 0.5
-"""Limits of the noise: of logits on the average of all layers, and in the worst one; of values in the worst one."""
+"""Limits of the noise: of logits, on the average of all layers and in the worst layer; of values in the worst layer."""
 QUERIES = 64
 """Most queries of a head."""
 TINY = 1e-30
@@ -59,26 +59,28 @@ class Fidelity:
     logit_noise: Floats
     value_noise: Floats
     decode_s: float = 0.0
-    """Decoding time of a token in seconds; 0 if it is unknown."""
+    """Decoding time of a token in seconds; 0 if unknown."""
 
     @property
     def excess(self) -> float:
-        """Largest noise as a share of its limit."""
+        """Largest noise as a share of the limit."""
         worst, value = float(self.logit_noise.max()), float(self.value_noise.max())
         return max(float(self.logit_noise.mean()) / LOGIT_NOISE, worst / WORST_LOGIT_NOISE, value / VALUE_NOISE)
 
     @property
     def is_faithful(self) -> bool:
-        """True if no noise exceeds its limit."""
+        """True if every noise is within the limit."""
         return self.excess <= 1
 
     def timed(self, decode_s: float) -> "Fidelity":
-        """Return this measurement with another decoding time, such as that of a GPU."""
+        """Return the measurement with decoding time `decode_s`, such as a GPU's."""
         return replace(self, decode_s=decode_s)
 
     @classmethod
     def median(cls, found: "Sequence[Fidelity]") -> "Fidelity":
-        """Median of several measurements of one codec, layer by layer, so that one odd session decides nothing."""
+        """Median of several measurements of a codec, layer by layer, because a single odd session must decide
+        nothing.
+        """
         names = ("logit_noise", "value_noise")
         middle = {name: np.median([getattr(one, name) for one in found], axis=0) for name in names}
         return replace(
@@ -90,7 +92,7 @@ class Fidelity:
 
     @property
     def worst_layer(self) -> int:
-        """Layer with the most noise of its logits, counted from 0."""
+        """Layer with the noisiest logits, counted from 0."""
         return int(self.logit_noise.argmax())
 
     @classmethod
@@ -107,10 +109,10 @@ class Fidelity:
 
         Args:
             codec: name of the codec.
-            keys, values: as the cache has them.
-            kept: keys and values as the codec returns them.
-            positions: [tokens], places in the session.
-            rope: RoPE of the keys, if it is known.
+            keys, values: in the cache's form.
+            kept: keys and values decoded by the codec.
+            positions: [tokens], in the session.
+            rope: RoPE of the keys, if known.
         """
         pairs = zip(keys, kept[0], strict=True)
         logits = np.array([_of_layer(of_layer, back, positions, rope) for of_layer, back in pairs], np.float32)
@@ -125,8 +127,8 @@ class Sample:
     """Block to measure.
 
     keys, values: [layers, heads, tokens, head_dim], in the cache's numbers.
-    first_token: place of the first token in the session.
-    exact: number of first tokens that are kept exact.
+    first_token: position of the first token in the session.
+    exact: number of exact first tokens.
     """
 
     keys: Numbers
@@ -138,10 +140,9 @@ class Sample:
 def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -> Fidelity:
     """Measure the noise of a format on some blocks.
 
-    Exact tokens are left out unless there are no others, tokens whose values repeat those of another one, and heads in
-    which tokens do not differ.
+    Left out are exact tokens if there are lossy ones, tokens with repeated values, and heads with equal tokens.
 
-    Raises: NothingToMeasureError if too few tokens are left, CodecError for KV that cannot be encoded.
+    Raises: NothingToMeasureError if too few tokens are left, CodecError for unencodable KV.
     """
     whole = all(sample.exact >= format.shape.tokens for sample in samples)
     pieces: list[tuple[Floats, ...]] = []
@@ -169,7 +170,7 @@ def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -
 
 
 def _distinct(values: Floats) -> NDArray[np.bool_]:
-    """True for tokens unlike all earlier ones. values: of a layer, [heads, tokens, head_dim]."""
+    """True for tokens that differ from all earlier tokens. values: of a layer, [heads, tokens, head_dim]."""
     rows = values.swapaxes(0, 1).reshape(values.shape[1], -1).astype(np.float64)
     lengths = np.square(rows).sum(axis=1)
     apart = lengths[:, None] + lengths - 2 * rows @ rows.T
@@ -178,14 +179,14 @@ def _distinct(values: Floats) -> NDArray[np.bool_]:
 
 
 def _differ(centred: Floats, whole: Floats) -> NDArray[np.bool_]:
-    """True for heads in which tokens differ. Both are [..., tokens, numbers]."""
+    """True for heads with different tokens. Both are [..., tokens, numbers]."""
     energy = np.square(whole, dtype=np.float64).sum(axis=(-1, -2))
     found: NDArray[np.bool_] = np.square(centred, dtype=np.float64).sum(axis=(-1, -2)) > LEAST_SHARE * energy
     return found
 
 
 def _attended(turned: Floats, latents: Floats) -> tuple[Floats, Floats]:
-    """Keys and values [layers, 1, tokens, numbers] as attention has them, of RoPE's part and latents in pieces."""
+    """Keys and values [layers, 1, tokens, numbers] of attention, from RoPE's part and latents in pieces."""
     layers, _, tokens, _ = latents.shape
     values = latents.swapaxes(1, 2).reshape(layers, 1, tokens, -1)
     return np.concatenate([values, turned], axis=3), values

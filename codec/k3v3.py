@@ -2,16 +2,16 @@
 
 S. P. Lloyd, "Least squares quantization in PCM", IEEE Trans. Inf. Theory 28 (1982); J. Max, "Quantizing for minimum
 distortion", IRE Trans. Inf. Theory 6 (1960). Small and of a fixed rate; at equal size `wht-5x` diverges less than a
-quarter as much on a real model, and biased keys break this codec.
+quarter as much on a real model, and biased keys break `k3v3`.
 
-Codes of n vectors of D = head_dim numbers, little-endian:
+Encoded section of n vectors of D = head_dim numbers, little-endian:
 
     | n scales, bf16 | pad to 16 | vector 0: 3 bit planes | vector 1: 3 bit planes | ... | pad to 16 |
 
 A plane is D/8 bytes; its bit i (bit i % 8 of byte i // 8) belongs to element i of the rotated vector. The first plane
-is the sign, 1 for minus; the others are the index k of the magnitude, highest bit first. Padding is zero.
+is the sign, 1 for minus; the next two are the index k of the magnitude, highest bit first. Padding is zero.
 
-Encoding a vector x, all in float32, no step fused with another; fold is that of `manthan.codec.base`:
+Encoding a vector x, all in float32, without fused steps; for fold see `manthan.codec.base`:
 
     m  = the largest exponent field (bits 23 to 30) in x
     x1 = x * 2**(127 - m)      the factor's exponent field within 8 .. 254: no square overflows or vanishes
@@ -20,7 +20,7 @@ Encoding a vector x, all in float32, no step fused with another; fold is that of
     k  = number of thresholds t with |y| > t * r;  q = levels[k];  the sign is y < 0
     s  = fold(y * y) / max(fold(|y| * q), 2**-126) * 2**(m - 127), rounded to bf16, ties to even, at most bf16's largest
 
-and decoding it:
+and decoding:
 
     x^ = hadamard(+-q) * w * s, within +-bf16's largest, no negative zero; a bf16 result is rounded, ties to even
 
@@ -46,9 +46,9 @@ BITS = 3
 EXPONENT, MAGNITUDE = np.uint32(0x7F800000), np.uint32(0x7FFFFFFF)
 SMALLEST = np.float32(2.0**-126)
 LEVELS: Floats = np.array([0.24509418, 0.7560053, 1.3439093, 2.1519456], np.float32)
-"""Magnitudes of the Lloyd-Max quantizer of N(0, 1) with 2**BITS levels: each is the mean of its cell."""
+"""Magnitudes of the Lloyd-Max quantizer of N(0, 1) with 2**BITS levels: each is the mean of a cell."""
 THRESHOLDS: Floats = np.array([0.50054973, 1.0499573, 1.7479275], np.float32)
-"""Thresholds between these levels, in their middles."""
+"""Thresholds halfway between these levels."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,15 @@ class K3v3Codec(Codec):
         return codes.size
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Raises SizeError; NonFiniteError for a scale that no encoder writes."""
+        """Raises SizeError; NonFiniteError for a scale never written by an encoder."""
         n, dim = math.prod(section.shape[:-1]), section.head_dim
         if codes.size != self.max_nbytes(section):
-            raise SizeError(f"{codes.size} bytes are not the codes of {section}: {self.max_nbytes(section)} are.")
+            raise SizeError(f"{codes.size} bytes do not encode {section}: {self.max_nbytes(section)} do.")
         scales = codes[: 2 * n].copy().view("<u2").astype(np.uint32) << np.uint32(16)
         infinite = (scales & EXPONENT) == EXPONENT
         if infinite.any():
             bad = int(infinite.argmax())
-            raise NonFiniteError(f"the scale of vector {bad} is not finite: the codes are damaged.", bad)
+            raise NonFiniteError(f"the scale of vector {bad} is not finite: the block is damaged.", bad)
         planes = codes[align16(2 * n) :][: n * BITS * dim // 8].reshape(-1, section.tokens, BITS, dim // 8)
         return as_numbers(_decoded(scales.view(np.float32), planes).reshape(section.shape), section.dtype)
 

@@ -11,7 +11,7 @@ from manthan.codec.rope import Rope
 class ModelFacts:
     """Facts of a model.
 
-    rope: RoPE of the keys; None if there is none, or it is unknown.
+    rope: RoPE of the keys; None without RoPE, or if unknown.
     profile: of the layers of the KV cache group and of the rank's heads.
     state: layout of a block with recurrent states.
     """

@@ -1,13 +1,13 @@
-"""Profile of a model's keys and values, or of its latents (MLA), for calibrated codecs: a safetensors file.
+"""Profile of a model's keys and values, or of the latents (MLA), for calibrated codecs: a safetensors file.
 
-It has, for the keys (before RoPE) and the values of each layer, all heads of a rank together: their mean; a transform
-to components that do not correlate, largest first (Karhunen and Loeve's), in whose space all errors weigh the same; and
-for each preset, the quantizer's step, and each component's table of frequencies. With tensor parallelism every rank
-has its own, because a transform over all heads cannot be cut. Latents are the same on all ranks. They are coded as
-keys without RoPE, so that their basis is that of the keys, and there is none of values.
+A profile has, for the keys (before RoPE) and the values of each layer, all heads of a rank together: the mean; a
+transform to uncorrelated components, largest first (Karhunen and Loeve's), in a space where all errors weigh the same;
+and for each preset, the quantizer's step, and each component's table of frequencies. With tensor parallelism every rank
+has a separate basis, because a transform over all heads cannot be cut. Latents are the same on all ranks. They are
+coded like keys without RoPE, so the keys' basis is the latents', and there is none of values.
 
-For embedded codes it has the same of groups of layers, keys and values together, with one step and one table for each
-component, and what tells from a token's numbers how much later queries look at it.
+For embedded codes, a profile has the same facts of groups of layers, keys and values together. Each component has a
+step and a table. A regression predicts from a token's numbers how much later queries look at the token.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ from manthan.codec.tables.levels import FALLING
 
 FORMAT = "manthan profile 1"
 PRESETS = {"klt-5x": 5.0, "klt-8x": 8.0, "klt-12x": 12.0}
-"""Calibrated codecs, and the least factor by which they are smaller than bf16 on their calibration text."""
+"""Calibrated codecs, and their least ratio to bf16 on the calibration text."""
 EMBEDDED = {"emb-20x": 0, "emb-12x": 1, "emb-8x": 2, "emb-5x": 3, "emb-exact": 4}
-"""Embedded codecs, and the level at which a block of each starts."""
+"""Embedded codecs, and the first level of each codec's blocks."""
 KINDS = ("keys", "values")
 POINT = 20
 """Binary places of a group's largest deviation as a whole number."""
@@ -47,10 +47,10 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Transform of one layer's keys or values: row vectors x to components (x - mean) @ forward, and back.
+    """Transform of a layer's keys or values: row vectors x to components (x - mean) @ forward, and back.
 
     mean, scale: float32 [C].
-    transform: float16 [C, C], its rows of length 1; forward is scale[:, None] * transform.
+    transform: float16 [C, C], with rows of length 1; forward is scale[:, None] * transform.
     steps, tables: by preset, the quantizer's step, and uint8 [C], the table of each component.
     """
 
@@ -74,7 +74,7 @@ class Basis:
 
 @dataclass(frozen=True, eq=False)
 class LayerProfile:
-    """Bases of one layer, for one rank. values: None for latents, whose basis is `keys`."""
+    """Bases of a layer, for a rank. values: None for latents, with `keys` as the latents' basis."""
 
     keys: Basis
     values: Basis | None = None
@@ -196,7 +196,7 @@ class Profile:
         return replace(made, digest=_digest(_metadata(made), _tensors(made)))
 
     def for_rank(self, rank: int, ranks: int) -> "Profile":
-        """Cut the profile for one rank. Raises ProfileError for another number of ranks; latents fit any."""
+        """Cut the profile for a rank. Raises ProfileError for a different number of ranks; latents fit any."""
         if self.info.latent:
             return self
         if len(self.ranks) != ranks:
@@ -208,7 +208,7 @@ class Profile:
 
     @property
     def layers(self) -> tuple[LayerProfile, ...]:
-        """Layers of the one rank of a cut. Raises ProfileError for a profile of several ranks."""
+        """Layers of a cut for a single rank. Raises ProfileError for a profile of several ranks."""
         if len(self.ranks) != 1:
             raise ProfileError(
                 f"the profile is for {len(self.ranks)} tensor-parallel ranks: cut it with for_rank first."
@@ -247,7 +247,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a file. Raises ProfileError if it cannot be read, is damaged, or is of another version."""
+        """Read a file. Raises ProfileError for an unreadable or damaged file, or a wrong version."""
         load = _safetensors().load
         try:
             content = path.read_bytes()
@@ -255,7 +255,7 @@ class Profile:
             tensors = load(content)
         except OSError as error:
             raise ProfileError(f"the profile {path} cannot be read: {error.strerror}.") from None
-        except Exception as error:  # the package raises a class of its own, without a common base
+        except Exception as error:  # the package raises a special class, without a common base
             said = " ".join(str(error).split())
             raise ProfileError(f"{path} is no profile, or a damaged one: {type(error).__name__}: {said}.") from None
         if metadata.get("format") != FORMAT:
@@ -284,13 +284,13 @@ class Profile:
 
 
 def layers_of(bases: Sequence[Basis], info: ProfileInfo) -> list[LayerProfile]:
-    """Layers of these bases, those of one layer side by side."""
+    """Layers of these bases, with a layer's bases adjacent."""
     count = len(info.kinds)
     return [LayerProfile(*bases[at : at + count]) for at in range(0, len(bases), count)]
 
 
 def rank_heads(heads: int, rank: int, ranks: int) -> range:
-    """KV heads of a rank: its share, or, with more ranks than heads, one that it shares."""
+    """KV heads of a rank: an equal share, or, with more ranks than heads, a single shared head."""
     first = rank * heads // ranks
     return range(first, max(first + 1, (rank + 1) * heads // ranks))
 
@@ -358,7 +358,7 @@ def _basis(info: ProfileInfo, name: str, tensors: Mapping[str, Any], tables: int
 
 
 def _checked(tensor: Any, shape: tuple[int | None, ...], dtype: Any) -> Any:
-    """Return the array if it is finite and has this dtype and shape (None: any). Raises ValueError."""
+    """Return a finite array of this dtype and shape (None: any). Raises ValueError."""
     fits = len(tensor.shape) == len(shape) and all(w in (None, n) for n, w in zip(tensor.shape, shape, strict=True))
     if tensor.dtype != dtype or not fits or not np.isfinite(tensor).all():
         raise ValueError(f"{tensor.dtype} of shape {tensor.shape} is not finite {np.dtype(dtype)} of {shape}")
@@ -399,7 +399,7 @@ def _digest(metadata: Mapping[str, Any], tensors: Any) -> str:
 
 
 def _header(content: bytes) -> dict[str, str]:
-    """Metadata of a safetensors file, which the package's own reader of bytes leaves out."""
+    """Metadata of a safetensors file, left out by the package's reader of bytes."""
     size = int.from_bytes(content[:8], "little")
     found: dict[str, str] = json.loads(content[8 : 8 + size])["__metadata__"]
     return found

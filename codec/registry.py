@@ -1,7 +1,7 @@
-"""Presets by name. Other packages add presets through entry points of the group `manthan.codecs`.
+"""Presets by name. Further packages add presets through entry points of the group `manthan.codecs`.
 
-An entry point has the preset's name. Its object has this `name`, and a method `codec(head_dim, facts)` that returns a
-`manthan.codec.base.Codec`.
+An entry point has the preset's name. The entry point's object has the same `name`, and a method `codec(head_dim,
+facts)` that returns a `manthan.codec.base.Codec`.
 """
 
 import difflib
@@ -24,59 +24,59 @@ from manthan.codec.wht import PRESETS as WHTS
 
 GROUP = "manthan.codecs"
 DEFAULT = WHT
-"""Codec for a model of which nothing is known."""
+"""Codec for an unknown model."""
 FALLBACK = FINER
-"""The codec that the guard tries last, before it keeps everything exact."""
+"""Guard's last codec before everything is kept exact."""
 
 
 class Preset(Protocol):
-    """A codec with its options."""
+    """Codec with options."""
 
     @property
     def name(self) -> str: ...
 
     def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:
-        """Return the codec for sections of such vectors, in the CPU's memory."""
+        """Return the codec for sections of vectors with `head_dim` numbers, in the CPU's memory."""
 
 
 PRESETS: dict[str, Preset] = {**WHTS, **klt.PRESETS, **embedded.PRESETS, K3V3.name: K3V3}
 
 
 def finer_codecs(name: str) -> list[str]:
-    """Codecs to use instead of an unfaithful one, coarsest first."""
-    without_profile = [WHT] if needs_profile(name) else []  # the text may be of a kind that the profile does not fit
+    """Codecs to use instead of an unfaithful codec, coarsest first."""
+    without_profile = [WHT] if needs_profile(name) else []  # the profile may not fit the text
     return [] if name in (FALLBACK, EXACT) else [*without_profile, FALLBACK]
 
 
 def codec_names() -> list[str]:
-    """Every name that `get_codec` knows but "exact", Manthan's first."""
+    """Names known to `get_codec`, except "exact", Manthan's first."""
     return [*PRESETS, *sorted(_others().keys() - set(PRESETS))]
 
 
 def takes_facts(name: str) -> bool:
-    """True if the codec of this name depends on the model, so that its codes are of no use to another."""
+    """True if the codec depends on the model, so that only the same model can use the blocks."""
     return isinstance(PRESETS.get(name), WhtPreset | KltPreset | EmbeddedPreset)
 
 
 def needs_profile(name: str) -> bool:
-    """True if the codec of this name is made from a profile of the model."""
+    """True if the codec is made from a profile of the model."""
     return isinstance(PRESETS.get(name), KltPreset | EmbeddedPreset)
 
 
 def is_embedded(name: str) -> bool:
-    """True if the codec of this name has keys and values together, and blocks that can be cut."""
+    """True if the codec encodes keys and values together, into blocks that can be cut."""
     return isinstance(PRESETS.get(name), EmbeddedPreset)
 
 
 def get_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:
-    """Return the codec of this name, or "exact", for sections in the CPU's memory.
+    """Return the codec `name`, or "exact", for sections in the CPU's memory.
 
     Args:
-        name: of a preset, or of a codec of states if `facts` has their layout.
+        name: of a preset, or of a codec of states if `facts` has the layout.
         head_dim: numbers of a vector, a multiple of 8 from 32 to 512.
         facts: of the model.
 
-    Raises: UnknownCodecError, HeadDimError; ProfileError where a profile is missing or does not fit.
+    Raises: UnknownCodecError, HeadDimError; ProfileError for a missing or unsuitable profile.
     """
     if name == EXACT:
         return ExactCodec()

@@ -1,7 +1,7 @@
-"""RoPE, by which a model turns its keys by their place (Su et al., 2021), done and undone.
+"""RoPE, a model's turn of keys by position (Su et al., 2021), done and undone.
 
-A head's first 2n numbers are n pairs. At place p, pair i is turned by p * frequencies[i] radians, and multiplied by
-`scale`, which YaRN has (Peng et al., 2023). Numbers behind the pairs stay.
+A head's first 2n numbers are n pairs. At position p, pair i is turned by p * frequencies[i] radians, and multiplied by
+YaRN's `scale` (Peng et al., 2023). Numbers behind the pairs stay.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from manthan.codec.base import Positions
 Floats = npt.NDArray[np.float32]
 
 STEADY = ("default", "linear", "llama3", "yarn", "proportional")
-"""Kinds of RoPE whose frequencies do not depend on a prompt's length, by their names in Transformers."""
+"""Kinds of RoPE with frequencies independent of a prompt's length, by their names in Transformers."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Rope:
 
     frequencies: radians a token, of each pair.
     scale: of turned pairs.
-    interleaved: True if a pair is two neighbours, False if number i of one half and number i of the other.
+    interleaved: True if a pair is two neighbours, False if a pair is number i of each half.
     """
 
     frequencies: tuple[float, ...]
@@ -63,15 +63,16 @@ class Rope:
 
     @classmethod
     def of_config(cls, config: Any, head_dim: int, layer_type: str = "") -> Self | None:
-        """RoPE of a Transformers configuration; None if it turns nothing, or by the kind of input or a prompt's length.
+        """RoPE of a Transformers configuration; None without turns, or if turns depend on the kind of input or a
+        prompt's length.
 
-        A configuration does not tell the pairs: they are halves, as in Llama.
+        A configuration does not describe the pairs: they are halves, as in Llama.
 
         Args:
             config: of the text part.
             head_dim: numbers of a head.
-            layer_type: kind of layer, such as sliding_attention, where RoPE differs between kinds. Without it such a
-                model has None.
+            layer_type: kind of layer, such as sliding_attention, if RoPE differs between kinds. Without `layer_type`
+                such a model has None.
         """
         parameters = getattr(config, "rope_parameters", None) or {}
         of_layers = isinstance(parameters, Mapping) and isinstance(parameters.get(layer_type), Mapping)
@@ -84,7 +85,7 @@ class Rope:
         if kind not in STEADY or base is None or "mrope_section" in parameters:
             return None
         share = parameters.get("partial_rotary_factor") or 1.0
-        if kind == "proportional":  # pairs of the whole head, of which the last are not turned
+        if kind == "proportional":  # pairs of the whole head, without turns for the last
             pairs, turned = np.arange(head_dim // 2, dtype=np.float64), int(share * head_dim // 2)
             found = float(base) ** (-2 * pairs / head_dim) / parameters.get("factor", 1.0) * (pairs < turned)
             return cls(tuple(map(float, found)))

@@ -1,17 +1,17 @@
 """Keys and values rotated, rounded to steps and entropy-coded, without a profile.
 
-Here are the layout of the codes, and the arithmetic that every backend reproduces bit for bit.
+Layout of an encoded section, and the arithmetic for all backends, bit for bit.
 
-The Walsh-Hadamard transform makes the numbers of any vector look Gaussian, so that nothing need be known of the model.
-An entropy coder behind a uniform quantizer is within a quarter of a bit of what is possible there (Gish and Pierce,
+The Walsh-Hadamard transform makes the numbers of any vector look Gaussian, so the codec needs no facts of the model. An
+entropy coder behind a uniform quantizer is then within a quarter of a bit of the optimum (Gish and Pierce,
 "Asymptotically efficient quantizing", 1968), and a bit or so better than a quantizer of fixed rate at the same bytes.
-Keys are coded as they are before RoPE, less their block's mean (Hooper et al., KVQuant, 2024, quantize keys there): a
-bias of any size costs no bits. One step for all keys of a layer is best, because errors in logits count alike whichever
-key they come from. Values are averaged, and have a step each.
+Keys are coded before RoPE, less the block's mean (Hooper et al., KVQuant, 2024, quantize keys before RoPE): a bias of
+any size costs no bits. A common step for all keys of a layer is best, because errors in logits count alike for all
+keys. Values are averaged, and have a step each.
 
-A run is what one head of one layer has in a section: T vectors of D numbers at places p. A row is a layer's runs, of
-keys or of values. All in float32, no step fused with another; fold is that of `manthan.codec.base`, hadamard and w are
-those of `manthan.codec.tables.rotation`. A step below 2**-126 counts as none: its whole numbers are 0.
+A run is a section's part of a head in a layer: T vectors of D numbers at positions p. A row is a layer's runs, of keys
+or of values. All in float32, without fused steps; for fold see `manthan.codec.base`, for hadamard and w
+`manthan.codec.tables.rotation`. A step below 2**-126 counts as none: the whole numbers are 0.
 
     keys:    x  as `halves` puts it: first numbers of the pairs that RoPE turns, then the second ones, then the others
              u1 = x1 * cos + x2 * sin; u2 = x2 * cos - x1 * sin; the others are x
@@ -29,32 +29,32 @@ those of `manthan.codec.tables.rotation`. A step below 2**-126 counts as none: i
              s = e / max(fold(y * q), 2**-126), rounded to bf16 and to a byte with its run's octave
 
 cos and sin come from `Rope.tables`, without the rope's factor. The whole numbers of a row, [heads, D, T], are coded by
-`manthan.codec.cpu.rans`. A run's table is that of `family()` which is as wide: with S the sum of q * q over its n
-numbers, TABLES[j] for the j with as many LIMITS l <= S / n.
+`manthan.codec.cpu.rans`. A run's table in `family()` has the run's width: with S the sum of q * q over the run's n
+numbers, TABLES[j] for j the number of LIMITS l <= S / n.
 
-A section that does not fit its bound doubles its steps until it does, d times: q / 2**d rounded to a whole number, ties
-to even, is coded with TABLES[max(j - 3 * d, 0)]. Nothing else changes. d is 0 but for numbers that no transform makes
-Gaussian.
+A section beyond the bound doubles all steps until the section fits, d times: q / 2**d rounded to a whole number, ties
+to even, is coded with TABLES[max(j - 3 * d, 0)]. Nothing else changes. d is 0 except for numbers that no transform
+makes Gaussian.
 
-    x^ = hadamard(q) * w * (2**d * s) for values, and hadamard(2**d * q + k) * w * s for keys, which are turned
+    x^ = hadamard(q) * w * (2**d * s) for values, and hadamard(2**d * q + k) * w * s for keys, then turned
 
 2**d * q and 2**d * q + k within 16 bits, 2**d * s and numbers within +-bf16's largest, no negative zero; rounded to
-bf16, ties to even. Sums of q are whole numbers below 2**24, and so the same in any order.
+bf16, ties to even. Sums of q are whole numbers below 2**24, so the order does not matter.
 
 A value's bf16 step becomes a byte: of exponent and mantissa, (bits + 4) >> 3 keeps four bits of mantissa, at most 4079;
-octave = max(of the run >> 4, 15) - 15; byte = max(that - 16 * octave, 0).
+octave = max(of the run >> 4, 15) - 15; byte = max(result - 16 * octave, 0).
 
-Codes, little-endian, of a section of keys or of values:
+Encoded section of keys or of values, little-endian:
 
     | version u8, 1 | d u8 | 2 zero bytes |
     | keys: step of each run's mean, bf16 | 5 planes of the means | step of each row, bf16 |
     | values: octave and T bytes of each run |
-    | j of each run's table, u8 | zeros up to a multiple of 4 | rows as `manthan.codec.cpu.rans` has them |
+    | j of each run's table, u8 | zeros up to a multiple of 4 | rows of `manthan.codec.cpu.rans` |
 
-A plane of a run is D/8 bytes; its bit i (bit i % 8 of byte i // 8) belongs to element i. The first plane is the sign, 1
-for minus; the others are the magnitude of c, highest bit first.
+A plane of a run is D/8 bytes; bit i (bit i % 8 of byte i // 8) belongs to element i. The first plane is the sign, 1 for
+minus; the rest are the magnitude of c, highest bit first.
 
-Numbers of 2**LIMIT and more are refused like those that are not finite: no sum overflows.
+Numbers of 2**LIMIT and more are refused like infinities: no sum overflows.
 """
 
 import itertools
@@ -89,17 +89,17 @@ from manthan.codec.tables.rotation import rotation
 MEAN_BITS, MEAN_TOP = 5, 15
 MEAN_INVERSE = np.float32(1 / MEAN_TOP)
 STEP_END = (127 + 100 + 2) << 7
-"""bf16 bits that no step of a mean reaches."""
+"""Upper bound of a mean's step, in bf16 bits."""
 SCALE_MAX, SCALE_END = 0xFEF, 0xFF0
 """The largest finite bf16 number, with four bits of mantissa, and infinity."""
 FINITE_STEPS = 0x7F80
-"""bf16 bits of infinity: a step is below it."""
+"""bf16 bits of infinity: every step is below."""
 FINEST = np.float32(2.0**-8)
-"""Least step of a row, in parts of its largest mean's step."""
+"""Least step of a row, in parts of the row's largest mean's step."""
 MOST_STEPS = 8191
 """Most steps of a mean."""
 ROW_STEP_END = (127 + 64) << 7
-"""bf16 bits that no encoder writes, nor any above: nothing overflows before numbers are turned."""
+"""Upper bound of a row's step, in bf16 bits, so that nothing overflows before numbers are turned."""
 LIMIT = 40
 LIMIT_BITS = (127 + LIMIT) << 23
 """Bits of 2**LIMIT as float32."""
@@ -108,12 +108,12 @@ NO_ROPE = Rope(())
 SHAPE = SHAPES.index(2.0)
 TABLES: npt.NDArray[np.uint8] = (SHAPE * len(DEVIATIONS) + np.arange(len(DEVIATIONS))).astype(np.uint8)
 LIMITS: npt.NDArray[np.float64] = DEVIATIONS[:-1] * DEVIATIONS[1:] + 1 / 12
-"""Mean squares, with what rounding adds to them, at which the next table is better."""
+"""Mean squares, rounding included, at which the next table is better."""
 
 
 @dataclass(frozen=True)
 class WhtPreset:
-    """Randomized Hadamard transform, one step for a layer's keys and one for each value, and an entropy coder.
+    """Randomized Hadamard transform, a step for a layer's keys and a step for each value, and an entropy coder.
 
     Args:
         name: in the configuration and in encoded blocks.
@@ -136,7 +136,7 @@ NAME, FINER = PRESETS
 
 @dataclass(frozen=True)
 class Parts:
-    """Slices of the codes for the parts ahead of the rows; empty for parts that the section does not have."""
+    """Slices of an encoded section's parts ahead of the rows; empty for absent parts."""
 
     are_keys: bool
     runs: int
@@ -149,7 +149,7 @@ class Parts:
     @classmethod
     @lru_cache
     def of(cls, section: Section) -> Self:
-        """Return the parts of a section. Raises ShapeError for one that is neither of keys nor of values."""
+        """Return the parts of a section. Raises ShapeError unless the section is of keys or of values."""
         keys, runs = section.vector_kind == "key", section.layers * section.heads
         sizes = (
             2 * runs * keys,
@@ -173,7 +173,7 @@ class WhtCodec(Codec):
     Args:
         preset: the steps.
         head_dim: numbers of a vector. Raises HeadDimError.
-        rope: RoPE of the model; None for keys that are coded as they are.
+        rope: RoPE of the model; None to code keys as they are.
     """
 
     varies = True
@@ -211,14 +211,14 @@ class WhtCodec(Codec):
         return parts.end + nbytes
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Raises SizeError, DamagedError; NonFiniteError for a scale or a step that no encoder writes."""
+        """Raises SizeError, DamagedError; NonFiniteError for a scale or a step never written by an encoder."""
         limit, parts = self.max_nbytes(section), Parts.of(section)
         if not parts.end <= codes.size <= limit:
-            raise SizeError(f"{codes.size} bytes are not the codes of {section}: {parts.end} to {limit} are.")
+            raise SizeError(f"{codes.size} bytes do not encode {section}: {parts.end} to {limit} do.")
         doublings = check_front(codes, section.codec, MOST_DOUBLINGS)
         chosen = codes[parts.tables]
         if (chosen >= len(TABLES)).any():
-            raise DamagedError("a table of frequencies has a number that no encoder writes: the codes are damaged.")
+            raise DamagedError("a table of frequencies has an impossible number: the block is damaged.")
         whole = self._coder.read(codes[parts.end :], _rows(chosen, section, doublings))
         q = whole.reshape(parts.runs, section.head_dim, section.tokens)
         if parts.are_keys:
@@ -270,7 +270,7 @@ class WhtCodec(Codec):
         bad = mean_steps >= STEP_END
         if bad.any():
             run = int(bad.argmax())
-            raise NonFiniteError(f"the mean of run {run} is not finite, or too large: the codes are damaged.", run)
+            raise NonFiniteError(f"the mean of run {run} is not finite, or too large: the block is damaged.", run)
         _check_steps(rounded, ROW_STEP_END)
         steps = np.repeat(as_floats(rounded), section.heads)
         code = _unpack(codes[parts.means].reshape(parts.runs, MEAN_BITS, -1))
@@ -326,7 +326,7 @@ class WhtCodec(Codec):
 
 
 def halves(rope: Rope | None, head_dim: int) -> npt.NDArray[np.int64] | None:
-    """Return the order that makes pairs halves, [head_dim]; None where they are halves already."""
+    """Return the order that turns pairs into halves, [head_dim]; None if pairs are halves already."""
     if rope is None or not rope.interleaved:
         return None
     numbers, (first, second) = np.arange(head_dim), rope.pairs
@@ -345,7 +345,7 @@ def to_bytes(scales: npt.NDArray[np.uint16]) -> Codes:
 
 
 def from_bytes(codes: Codes) -> npt.NDArray[np.uint16]:
-    """Undo `to_bytes`; scales that are not finite stay so."""
+    """Undo `to_bytes`; infinite scales stay infinite."""
     octaves, steps = codes[:, :1].astype(np.int32), codes[:, 1:].astype(np.int32)
     return np.where(steps > 0, np.minimum(16 * octaves + steps, SCALE_END) << 3, 0).astype(np.uint16)
 
@@ -393,7 +393,7 @@ def _divided(y: Floats, steps: Floats) -> Integers:
 
 
 def _whole(means: Floats, steps: Floats, most: int) -> Floats:
-    """Means [runs, head_dim] in whole steps of their run, within +-most; 0 where a step is none."""
+    """Means [runs, head_dim] in whole steps of their run, within +-most; 0 for a step of none."""
     normal = (steps >= FIRST_NORMAL)[:, None]
     with np.errstate(over="ignore"):
         whole: Floats = np.rint(means / np.where(normal, steps[:, None], np.float32(1)))
@@ -419,7 +419,7 @@ def _unpack(planes: Codes) -> Floats:
 
 
 def _over_tokens(y: Floats) -> Floats:
-    """Sum over tokens of [runs, head_dim, tokens], in the order that the format prescribes."""
+    """Sum over tokens of [runs, head_dim, tokens], in the format's order."""
     sums = np.zeros((*y.shape[:2], 8), np.float32)
     for first in range(0, y.shape[2], 8):
         eight = y[:, :, first : first + 8]
@@ -436,8 +436,8 @@ def _coarse(x: Floats) -> npt.NDArray[np.uint16]:
 
 
 def _check_steps(bf16: npt.NDArray[np.unsignedinteger], end: int = FINITE_STEPS) -> None:
-    """Raise NonFiniteError for a negative step, or one of bits `end` or more."""
+    """Raise NonFiniteError for a negative step, or a step of bits `end` or more."""
     bad = bf16 >= end
     if bad.any():
         at = int(bad.argmax())
-        raise NonFiniteError(f"step {at} is not finite, or too large: the codes are damaged.", at)
+        raise NonFiniteError(f"step {at} is not finite, or too large: the block is damaged.", at)

@@ -1,4 +1,4 @@
-"""Compressed block, version 1: one KV block as tiers keep it, and all that is needed to trust it.
+"""Compressed block, version 1: a KV block in a tier, with everything needed to trust the block.
 
     | header, 128 bytes | an entry of 64 bytes for each section | section | section | ... | refinement | ... |
 
@@ -9,8 +9,8 @@ Header, sections and what is between them are the base. Nothing in it tells of r
 at the end of any part, and is a block still.
 
 Header, little-endian: magic "MNTH"; version u16; length of header and entries u16; xxh3-64 of every other byte of the
-base, u64; fingerprint, 16 bytes; length of the base u64; place of the block's first token in its session u64; KV
-cache group u16; number of sections u16; tokens u32; length of the block key u8; mark u8; 6 zero bytes; block key, 64
+base, u64; fingerprint, 16 bytes; length of the base u64; position of the block's first token in the session u64; KV
+cache group u16; number of sections u16; tokens u32; length of the block hash u8; mark u8; 6 zero bytes; block hash, 64
 bytes.
 
 Entry: kind u8; dtype u8; first layer, layers, heads, head size, first head, u16 each; first token of the block,
@@ -48,7 +48,7 @@ KEY_AT, MARK_AT = 64, 57
 KEY_MAX, FINGERPRINT_LEN, CODEC_NAME_MAX = 64, 16, 24
 SECTIONS_MAX = 256
 PLACE_MAX = 2**62
-"""Last place in a session, beyond any real one."""
+"""Last position in a session, beyond all real positions."""
 
 Buffer = bytes | bytearray | memoryview | Codes
 
@@ -57,11 +57,11 @@ Buffer = bytes | bytearray | memoryview | Codes
 class BlockHeader:
     """Header and entries of a compressed block.
 
-    key: block key, at most 64 bytes.
-    fingerprint: 16 bytes that stand for the model, how it was loaded, and the codec with its profile.
+    key: block hash, at most 64 bytes.
+    fingerprint: 16 bytes for the model, the loading, and the codec with the profile.
     group: KV cache group.
-    first_token: place of the block's first token in the session.
-    mark: 0 for KV that was computed exactly, 1 for KV that was computed behind decoded KV.
+    first_token: position of the block's first token in the session.
+    mark: 0 for exactly computed KV, 1 for KV computed behind decoded KV.
     """
 
     key: bytes
@@ -115,7 +115,7 @@ def align16(nbytes: int) -> int:
 
 
 def block_nbytes(header: BlockHeader, sizes: Sequence[int]) -> int:
-    """Size of a block whose sections have these sizes."""
+    """Size of a block with sections of `sizes`."""
     return header.nbytes + sum(map(align16, sizes))
 
 
@@ -145,7 +145,7 @@ def heads(
     keys: Sequence[bytes],
     first_tokens: Sequence[int] | npt.NDArray[np.int64],
 ) -> Codes:
-    """`head` of blocks that differ only in their key and place, uint8 [len(keys), header.nbytes].
+    """`head` of blocks that differ only in key and position, uint8 [len(keys), header.nbytes].
 
     Raises HeaderError, also for keys of different lengths.
     """
@@ -159,7 +159,7 @@ def heads(
 
 
 def seal(block: Codes) -> Codes:
-    """Write the checksum into a block that is complete otherwise, uint8. Returns the block."""
+    """Write the checksum into an otherwise complete block, uint8. Returns the block."""
     block[CHECKSUM] = np.frombuffer(_checksum(block), np.uint8)
     return block
 
@@ -189,12 +189,12 @@ def part_ends(block: Buffer) -> list[int]:
 
 
 def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = None, group: int = 0) -> EncodedBlock:
-    """Read a compressed block without copying it. Raises WireError with the cause; what is behind the base is not one.
+    """Read a compressed block without copying. Raises WireError with the cause. Bytes behind the base are no error.
 
     Args:
         buf: the block.
-        key, fingerprint: values that the block must carry, if given.
-        group: KV cache group that it must carry.
+        key, fingerprint: values to expect in the block, if given.
+        group: KV cache group to expect.
     """
     data = np.frombuffer(buf, np.uint8)
     data.flags.writeable = False
@@ -227,7 +227,7 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
 
 
 def split(buf: Buffer) -> list[Codes]:
-    """Cut shards that stand one behind the other. Bytes that are no shard stay with the one before them."""
+    """Cut joined shards apart. Bytes outside of shards stay with the shard before."""
     data, shards = np.frombuffer(buf, np.uint8), list[Codes]()
     while data.size:
         end = int.from_bytes(data[LENGTH].tobytes(), "little")
@@ -239,7 +239,7 @@ def split(buf: Buffer) -> list[Codes]:
 
 
 def peek(data: Codes) -> Front:
-    """Return the header of a block that has its base and the right version, uint8, without a look at its checksum.
+    """Return the header of a block with a base and the right version, uint8, without a check of the checksum.
 
     Raises WireError.
     """
@@ -257,7 +257,7 @@ def peek(data: Codes) -> Front:
 
 
 def peek_sections(data: Codes, front: Front) -> tuple[Section, ...]:
-    """Sections that a block with this header claims to have. Raises SizeError."""
+    """Sections claimed by a block with this header. Raises SizeError."""
     if HEADER.size + ENTRY.size * front.sections > data.size:
         raise SizeError(f"a block of {data.size} bytes cannot have {front.sections} sections.")
     return tuple(_entry(data, HEADER.size + ENTRY.size * n)[0] for n in range(front.sections))
@@ -279,11 +279,11 @@ FIELD_ENDS = (
     ("key", HEADER.size),
     ("size", HEADER.size + ENTRY.size * SECTIONS_MAX),
 )
-"""Causes of refusal by the bytes of a header, each with the offset behind its bytes."""
+"""Causes of refusal by the bytes of a header, each with the offset after the bytes."""
 
 
 def _front(data: Codes) -> Front:
-    """Return the header of a block that is as it was sealed. Raises WireError."""
+    """Return the header of a block after a check of the checksum. Raises WireError."""
     front = peek(data)
     data = data[: front.nbytes]
     if front.checksum != int.from_bytes(_checksum(data), "little"):
@@ -302,7 +302,7 @@ def _front(data: Codes) -> Front:
 
 
 def _entry(data: Codes, at: int) -> tuple[Section, int]:
-    """Section of the entry at this offset, and its length in bytes."""
+    """Section of the entry at offset `at`, and the section's length in bytes."""
     kind, dtype, first_layer, layers, n_heads, head_dim, first_head, *others = ENTRY.unpack_from(data.data, at)
     first_token, tokens, size, name = others
     try:

@@ -22,11 +22,11 @@ LATE = {
     "doctor": "manthan.vllm_hooks.doctor.command:doctor",
     "simulate": "manthan.benchmarks.simulator.command:app",
 }
-"""Commands that are imported when they are asked for: they need more than Manthan does."""
+"""Commands imported on demand, because they need more packages than Manthan."""
 
 
 class Commands(TyperGroup):
-    """Group of all commands. A command that cannot be imported says what to install, and the others work."""
+    """Group of all commands. A command with a failed import names the package to install, and the rest work."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *LATE]
@@ -52,7 +52,7 @@ def _imported(name: str) -> Any:
 
 
 def _refusing(sentence: str) -> typer.Typer:
-    """Return a command that takes any arguments, and only says that."""
+    """Return a command that takes any arguments, and only prints `sentence`."""
     refusing = typer.Typer(add_completion=False)
     anything = {"ignore_unknown_options": True, "allow_extra_args": True}
 
@@ -80,7 +80,7 @@ def show_version() -> None:
 
 @app.command("policies")
 def policies() -> None:
-    """List the eviction policies there are, with their options and defaults."""
+    """List the eviction policies, with their options and defaults."""
     table = Table("policy", "who goes first", "options", box=None)
     for name in policy_names():
         try:

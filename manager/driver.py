@@ -1,10 +1,10 @@
-"""The serving loop of one engine, over vLLM's block pool or the simulator's.
+"""Serving loop of an engine, over vLLM's block pool or the simulator's.
 
     a request   started -> matched (how much can be loaded?) -> admitted -> loading -> ... -> finished
-    each step   step: sessions that are due, memory pressure, stores, drops, prefetches
+    each step   step: due sessions, memory pressure, stores, drops, prefetches
     results     gathered, then answered: ids of jobs, and results, once for each rank
 
-It does no I/O, waits for nobody, and reads no clock.
+The loop does no I/O, never waits, and reads no clock.
 """
 
 from collections import Counter
@@ -32,30 +32,30 @@ if TYPE_CHECKING:
     from manthan.manager.session.persist import JournalLink, RedisLink
 
 A_STEP = 512
-"""Most blocks of stores under way: about what a GPU encodes while a step is computed."""
+"""Most blocks of stores under way: about a GPU's encoding during a step."""
 LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
-"""Shares of the pool that should hold nothing unsaved. Below the low one, blocks are saved until the high one."""
+"""Shares of the pool without unsaved blocks. Below the low share, blocks are saved up to the high share."""
 BURSTS = 1.5, 2.5
-"""The same as multiples of the blocks that requests take in one step. The larger of the two numbers counts."""
+"""Watermarks as multiples of the blocks taken by requests in a step. The larger of the two numbers counts."""
 BURST_DECAY = 127 / 128
-"""By which the number of these blocks falls with each step that takes fewer."""
+"""Factor on the number of these blocks for each step with fewer."""
 RUNNING_S = 0.1
-"""Seconds until a running request, or the free queue, is looked at again of which nothing could be saved."""
+"""Seconds until the next look at a running request, or the free queue, without blocks to save."""
 LED = 256
-"""Saved blocks that are put into the policy's order after a request, or as many as were overwritten since."""
+"""Saved blocks put into the policy's order after a request, or all overwritten since if more."""
 WINDOW_SHARE = 16
-"""At most one in this number of the pool's blocks is referenced until it is gathered."""
+"""Most blocks referenced until gathered, as a divisor of the pool."""
 
 
 @dataclass(slots=True, eq=False)
 class Serving:
-    """A request and what the pool and the tiers have done for it.
+    """Request in progress, and the work of pool and tiers for the request.
 
-    lossy: cached tokens of its prompt that are not exact. exact: block ids that were loaded for it and are exact.
-    found: blocks of its prompt that were resident or loaded; None before it was admitted. computed: full blocks that
-    the pool has of it. saves_after: time from which these are looked at, to be saved. was_loaded: True if blocks were
-    loaded for it. is_unserved: True if a store did not answer: it does not ask again. taken: blocks that it had when it
-    was last admitted. known: tokens of its prompt that earlier requests had.
+    lossy: lossy cached tokens of the prompt. exact: block ids loaded exactly. found: blocks of the prompt resident or
+    loaded; None before the admission. computed: full blocks of the request in the pool. saves_after: time from which
+    computed blocks are considered for saving. was_loaded: True if blocks were loaded. is_unserved: True if a store did
+    not answer, so the request does not ask again. taken: number of blocks at the last admission. known: prompt tokens
+    of earlier requests.
     """
 
     request: Request
@@ -71,7 +71,7 @@ class Serving:
 
 
 class Load(NamedTuple):
-    """A load under way. It may outlive its request."""
+    """Load under way, possibly outliving the request."""
 
     session_id: str
     answers: Answers
@@ -79,9 +79,9 @@ class Load(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Store:
-    """A store under way.
+    """Store under way.
 
-    block_ids: referenced until all ranks have gathered them. gathered: number of ranks that have.
+    block_ids: referenced until all ranks have gathered the blocks. gathered: number of ranks that have.
     """
 
     plan: StorePlan
@@ -93,8 +93,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Orders of one step, in this order. revokes: True if the blocks of earlier stores that nobody has begun to gather
-    are to be given back."""
+    """Orders of a step, in this order. revokes: True if blocks of stores not yet gathered are to be given back."""
 
     drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
@@ -103,44 +102,44 @@ class Work:
 
 
 class Runway:
-    """Free blocks that the pool takes before one that is unsaved.
+    """Free blocks before the first unsaved block.
 
-    Counting walks the free queue. It is walked again only when too many may have been taken since.
+    Counting walks the free queue. The queue is walked again only when too many blocks may have been taken since.
     """
 
     def __init__(self, pool: Pool, ahead: int) -> None:
         self._pool, self.ahead, self._left = pool, ahead, 0
 
     def taken(self, at_most: int) -> None:
-        """Note that blocks may have been taken from the head of the queue."""
+        """Note blocks possibly taken from the head of the queue."""
         self._left -= at_most
 
     def forget(self) -> None:
-        """Note that saved blocks are saved no more."""
+        """Note saved blocks that became unsaved."""
         self._left = 0
 
     def length(self, wanted: int) -> int:
-        """Return the number of such blocks. It is exact below `wanted`."""
+        """Return the number of blocks, exact below `wanted`."""
         if self._left < wanted:
             self._left = self._pool.runway(max(wanted, self.ahead))
         return self._left
 
 
 class Driver:
-    """One engine's loop.
+    """Loop of an engine.
 
     Args:
         ranks: number of results of each transfer.
         low, high: watermarks, as shares of the pool.
-        bursts: the same, as multiples of the blocks that requests take in one step.
-        fronts: tiers in front of the last one, the fastest first.
+        bursts: low and high watermarks, as multiples of the blocks taken by requests in a step.
+        fronts: tiers in front of the last, the fastest first.
         prefetch_lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
-        redis: finds and tells other engines' blocks; None without Redis.
-        journal: writes down what the next engine is to know, for tiers that outlive the engine.
-        guard: chooses the codec; None for the configured one.
+        redis: finds other engines' blocks, and publishes this engine's; None without Redis.
+        journal: writes facts for the next engine, for tiers that outlive the engine.
+        guard: chooses the codec; None for the configured codec.
         again: number of found blocks at the end that the engine computes nevertheless.
         last_tokens: number of prompt tokens that vLLM computes on a full hit.
-        weigh: bytes of the budget that a block takes, from its bytes on each rank.
+        weigh: returns a block's bytes of the budget, from the bytes on each rank.
     """
 
     def __init__(
@@ -176,25 +175,25 @@ class Driver:
         self._serving: dict[str, Serving] = {}
         self._stores: dict[int, Store] = {}  # by job id
         self._loading: dict[str, Load] = {}  # by request id
-        self._load_of: dict[int, str] = {}  # by job id, the request that a load is for
+        self._load_of: dict[int, str] = {}  # by job id, the load's request
         self._granted: list[Transfer] = []
         self._loads: list[Transfer] = []
         self._drops: list[BlocksDropped | BlocksTrimmed] = []
         manager.events.subscribe(self._drops.append, BlocksDropped, BlocksTrimmed)
-        self._waiting: dict[str, int] = {}  # by request id, the blocks that it will take
+        self._waiting: dict[str, int] = {}  # by request id, number of blocks to take
         self._ordered = Work()
         """Orders of the last step, until the workers are told."""
         self._done: list[int] = []  # blocks to be given back, all at once
         self._taken = 0
-        """Blocks that the last step's requests took at most."""
+        """Most blocks taken by the last step's requests."""
         self._taking, self._burst = 0, 0.0
-        """Blocks that requests were given since the last step, and the most that they took in one step of late."""
+        """Blocks given to requests since the last step, and the most taken in a recent step."""
         self._overwritten = 0
-        """Blocks that requests took from the head of the free queue, at most, since it was put in order."""
+        """Most blocks taken from the head of the free queue since the last ordering."""
         self._looks_after = 0.0
-        """Time from which the free queue is looked at, to save its blocks."""
+        """Time of the next look for blocks to save in the free queue."""
         self._look_at = inf
-        """The same time, if requests have ended that gave blocks to the queue; else infinity."""
+        """Time of the next look, after ended requests gave blocks to the queue; else infinity."""
         self._was_answered = self._has_finished = False
         self._was_up: bool | None = None
         self.rests = False
@@ -215,7 +214,7 @@ class Driver:
         tenant: str = "",
         tail: bytes | None = None,
     ) -> Request:
-        """Take a new request. blocks: that it will need. The rest is as in `SessionManager.request_started`."""
+        """Take a new request. blocks: needed by the request. The rest is as in `SessionManager.request_started`."""
         request = self.manager.request_started(
             request_id, hashes, name, now, tokens=tokens, hints=hints, tenant=tenant, tail=tail
         )
@@ -229,16 +228,16 @@ class Driver:
         return request
 
     def usable(self, tokens: int) -> int:
-        """Return how many blocks of a prompt with this number of tokens may be found."""
+        """Return the number of a prompt's blocks to look up, for `tokens` tokens."""
         return (tokens - self._last_tokens) // self.manager.shape.block_tokens
 
     def matched(self, request_id: str, resident: int, usable: int, blocks: int, now: float) -> int | None:
-        """Return how many blocks behind its resident ones can be loaded for a request; None for "ask again".
+        """Return the number of loadable blocks behind a request's resident blocks; None for "ask again".
 
         Args:
-            resident: number of its blocks that the engine takes from the pool.
-            usable: number of its blocks that may be found.
-            blocks: number of blocks that the request needs in all.
+            resident: number of blocks from the pool.
+            usable: number of blocks to look up.
+            blocks: number of blocks of the request in all.
         """
         self.hear()
         self._waiting[request_id] = blocks
@@ -246,7 +245,7 @@ class Driver:
         if serving is None:
             return 0
         serving.taken = 0
-        if request_id in self._loading:  # an earlier load, before it was preempted, is not settled
+        if request_id in self._loading:  # an earlier load, before a preemption, is not settled
             return None
         if self._redis is not None and self._redis.awaits(request_id, now):
             return None
@@ -259,11 +258,12 @@ class Driver:
         return max(0, self.manager.match(serving.request, resident, usable) - self._again)
 
     def admitted(self, request_id: str, resident: int, usable: int, taken: int, brought: int = 0) -> None:
-        """Note that a request got its blocks. It is admitted again once its load has ended, and keeps the loaded ones.
+        """Note a request's allocation of blocks. After a load the request is admitted again, and keeps the loaded
+        blocks.
 
         Args:
-            taken: number of its blocks. Resident ones may have come from the head of the free queue as well.
-            brought: number of blocks behind the resident ones that another connector loads.
+            taken: number of blocks. Resident blocks may have come from the head of the free queue as well.
+            brought: number of blocks behind the resident blocks loaded by another connector.
         """
         serving = self._serving.get(request_id)
         new = taken - (0 if serving is None else serving.taken)
@@ -283,7 +283,7 @@ class Driver:
             self.prefetcher.admitted(rows, resident + self._again, usable)
 
     def hits(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """Note the blocks that the pool serves to a request, by KV cache group."""
+        """Note the blocks served by the pool to a request, by KV cache group."""
         serving = self._serving.get(request_id)
         if serving is None:
             return
@@ -292,11 +292,11 @@ class Driver:
         serving.lossy = lossy * self.manager.shape.block_tokens
 
     def handed(self, request_id: str, decoded: Sequence[Sequence[int]], derived: Sequence[Sequence[int]]) -> None:
-        """Mark blocks whose KV another engine hands over for a request, by KV cache group.
+        """Mark blocks with KV handed over by another engine, by KV cache group.
 
         Args:
-            decoded: blocks that the other engine has decoded, or has found as such.
-            derived: blocks that it has computed behind these.
+            decoded: blocks decoded by the other engine, or already decoded there.
+            derived: blocks computed there behind decoded blocks.
         """
         serving = self._serving.get(request_id)
         if serving is None:
@@ -311,7 +311,7 @@ class Driver:
         serving.lossy += lossy * self.manager.shape.block_tokens
 
     def computed(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Mark blocks that a request computes behind decoded ones. Loaded ones keep their marks."""
+        """Mark blocks computed by a request behind decoded blocks. Loaded blocks keep their marks."""
         serving = self._serving.get(request_id)
         if serving is not None and serving.lossy:
             marks = self._pool.marks
@@ -319,7 +319,7 @@ class Driver:
             marks.set(derived, Mark.DERIVED, serving.request.session.owner)
 
     def cached(self, request_id: str, blocks: int) -> None:
-        """Note how many full blocks of a running request are in the prefix cache after this step."""
+        """Note the number of a running request's full blocks in the prefix cache after this step."""
         if (serving := self._serving.get(request_id)) is not None:
             serving.computed = max(serving.computed, blocks)
 
@@ -343,9 +343,9 @@ class Driver:
         """Begin a load for a request.
 
         Args:
-            resident, end: its blocks between these are to be loaded, but for the last ones, which are computed again.
-            block_ids: where the blocks of the main group are to be written.
-            beside: of other groups, block hashes and block ids of each.
+            resident, end: range of the request's blocks to load, without the last blocks to recompute.
+            block_ids: targets of the main group's blocks.
+            beside: of further groups, block hashes and block ids of each.
         """
         serving = self._serving[request_id]
         request, manager = serving.request, self.manager
@@ -379,7 +379,7 @@ class Driver:
         serving.lossy += self._lossy_tokens(jobs)
 
     def _mark(self, job: Transfer, marks: Sequence[Mark], owner: Owner, exact: set[int]) -> None:
-        """Mark the blocks that a load writes. exact: gets those that are exact."""
+        """Mark the blocks written by a load. exact: receives the exact blocks."""
         for mark in set(marks):
             marked = [block_id for block_id, own in zip(job.block_ids.tolist(), marks, strict=True) if own is mark]
             self._pool.marks.set(marked, mark, owner)
@@ -387,7 +387,7 @@ class Driver:
                 exact.update(marked)
 
     def _lossy_tokens(self, jobs: Sequence[Transfer]) -> int:
-        """Return the tokens of lossy blocks among those of a load, of the group that has most of them."""
+        """Return the tokens of a load's lossy blocks, of the group with the most."""
         lossy = (len(self._pool.marks.lossy(job.block_ids.tolist())) for job in jobs)
         return max(lossy, default=0) * self.manager.shape.block_tokens
 
@@ -402,9 +402,9 @@ class Driver:
         return (0 if serving is None else serving.found or 0) * self.manager.shape.block_tokens
 
     def missed(self, request_id: str) -> tuple[int, int]:
-        """Return how many blocks of a request's prompt earlier ones had, and how many of these it did not find.
+        """Return the number of a prompt's blocks known from earlier requests, and the number of known blocks not found.
 
-        Both are 0 if it never got blocks, or wants exact KV only: it says nothing then.
+        Both are 0, and mean nothing, for a request without blocks, or for exact KV only.
         """
         serving = self._serving.get(request_id)
         if serving is None or serving.found is None:
@@ -421,7 +421,7 @@ class Driver:
         points: Sequence[PointParts] = (),
         ending: str = "",
     ) -> Outcome | None:
-        """Note that a request ended. The arguments are those of `SessionManager.request_finished`."""
+        """Note the end of a request. Arguments as in `SessionManager.request_finished`."""
         found, serving = self.found(request_id), self._serving.pop(request_id, None)
         self._waiting.pop(request_id, None)
         if self._redis is not None:
@@ -450,7 +450,7 @@ class Driver:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, taken: int, now: float) -> Work:
-        """Return the orders of this step. taken: the most blocks that its requests take out of the queue."""
+        """Return the orders of this step. taken: the most blocks taken out of the queue by requests."""
         manager = self.manager
         self._taken, self._was_answered = taken, False
         self._overwritten += taken
@@ -492,7 +492,7 @@ class Driver:
     def _smallest_first(self, loads: Sequence[Transfer]) -> Sequence[Transfer]:
         """Return loads by the bytes of their request, prefetches last.
 
-        Engines work on loads in order, those of an earlier step first. A large load is passed by those of its step.
+        Engines handle loads in order, an earlier step's first. A large load is passed by loads of the same step.
         """
         groups, nbytes = self.manager.shape.groups, Counter[str | None]()
         for job in loads:
@@ -500,10 +500,10 @@ class Driver:
         return sorted(loads, key=lambda job: (job.request_id is None, nbytes[job.request_id]))
 
     def _expect_burst(self, taken: int) -> None:
-        """Set the watermarks so that what requests may take in one step is saved before.
+        """Set the watermarks so that the most blocks of a step are saved beforehand.
 
-        Otherwise a prompt that takes a large part of the pool at once overwrites the head of a session whose tail was
-        saved, which is of no use then.
+        Otherwise a prompt with a large part of the pool overwrites the head of a session with a saved tail, useless
+        then.
         """
         blocks, self._taking = max(self._taking, taken), 0
         if not blocks:
@@ -514,11 +514,13 @@ class Driver:
         self.runway.ahead = self.manager.spare = self._high
 
     def sent(self) -> None:
-        """Note that the workers are told what the last step ordered."""
+        """Note that the workers have the last step's orders."""
         self._ordered = Work()
 
     def wanted(self, now: float) -> int:
-        """Return the number of blocks to save because memory is short; 0 if it is not, or nothing could be saved."""
+        """Return the number of blocks to save because memory is short; 0 if memory suffices or nothing could be
+        saved.
+        """
         storing = self.manager.blocks.storing
         short = self._low - storing
         if short <= 0 or now < self._looks_after or (left := self.runway.length(short)) >= short:
@@ -527,25 +529,25 @@ class Driver:
 
     @property
     def _first_waiting(self) -> int:
-        """Number of blocks that the request takes which has waited for the longest; 0 if none waits."""
+        """Number of blocks for the longest waiting request; 0 without a waiting request."""
         return next(iter(self._waiting.values()), 0)
 
     @property
     def _is_short(self) -> bool:
-        """True if fewer blocks are free than a running request may take, or the first that waits needs."""
+        """True if free blocks are fewer than a running request may take, or the first waiting request needs."""
         return len(self._pool) < max(self._taken, self._first_waiting)
 
     @property
     def _room(self) -> int:
-        """Number of free blocks that stores may reference: nobody can have them until they are gathered."""
+        """Number of free blocks for stores to reference. Requests cannot have them until the blocks are gathered."""
         free, first = len(self._pool) - 2 * self._taken, self._first_waiting
         if first <= free:
-            free -= first  # where the first in line does not fit anyhow, it waits for others' blocks
+            free -= first  # a first in line too large to fit waits for running requests' blocks
         window = self._window - self._holding
         return max(0, min(window, free, A_STEP - self.manager.blocks.storing))
 
     def _save_running(self, now: float) -> None:
-        """Save blocks of running requests, which takes no free block from anybody."""
+        """Save blocks of running requests, without taking a free block."""
         for request_id, serving in self._serving.items():
             room = A_STEP - self.manager.blocks.storing
             if room <= 0:
@@ -559,17 +561,17 @@ class Driver:
     def _begin(self, plans: Iterable[StorePlan]) -> None:
         for plan in plans:
             job = plan.transfer
-            self.runway.taken(len(job))  # saved blocks that are stored again
+            self.runway.taken(len(job))  # saved blocks to store again
             self._stores[job.job_id] = Store(plan, Answers([job], self._ranks), job.block_ids.tolist())
             self._granted.append(job)
 
     @property
     def _holding(self) -> int:
-        """Number of blocks that are referenced until they are gathered."""
+        """Number of blocks referenced until gathered."""
         return sum(len(store.block_ids) for store in self._stores.values())
 
     def hear(self) -> None:
-        """Take what was found in Redis."""
+        """Take results from Redis."""
         if self._redis is not None:
             self._redis.hear()
             if self._redis.is_up is not self._was_up:
@@ -579,7 +581,7 @@ class Driver:
     # -- results --------------------------------------------------------------------------------------
 
     def gathered(self, job_ids: Iterable[int]) -> None:
-        """Note that a rank has gathered the blocks of these stores: the pool has them back once all ranks have."""
+        """Note a rank's gathering of these stores. The pool gets the blocks back once all ranks have gathered."""
         for job_id in job_ids:
             if (store := self._stores.get(job_id)) is not None:
                 store.gathered += 1
@@ -588,7 +590,7 @@ class Driver:
         self._give_back()
 
     def answered(self, results: Iterable[TransferResult], now: float, verdicts: Sequence[Verdict] = ()) -> None:
-        """Take results of ranks, and what they have measured. A transfer is settled when every rank has answered."""
+        """Take results of ranks, and their measurements. A transfer is settled when every rank has answered."""
         for result in results:
             if (store := self._stores.get(result.job_id)) is not None:
                 if store.answers.add(result):
@@ -605,7 +607,7 @@ class Driver:
     def _settle_store(self, store: Store, now: float) -> None:
         plan, results = store.plan, store.answers.results
         self._let_go(store)
-        self._give_back()  # before the pool is told that they are saved, and puts them in order
+        self._give_back()  # before the pool is told of saved blocks, and orders them
         self._was_answered = True
         causes: dict[int, set[str]] = {}
         for result in results:
@@ -623,7 +625,7 @@ class Driver:
             self.manager.stored(plan, nbytes, now, store.answers.seconds / len(plan.transfer), inner)
 
     def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Set[int] = frozenset()) -> None:
-        """Tell the manager of the blocks of a store that were not saved. torn: of which some rank began to write."""
+        """Report the unsaved blocks of a store to the manager. torn: blocks partly written by some rank."""
         for is_void, is_torn in product((False, True), repeat=2):
             failed = [
                 at for at in causes if (RESET in causes[at] and store.is_void) is is_void and (at in torn) is is_torn
@@ -658,7 +660,7 @@ class Driver:
         self.manager.events(event)
 
     def _computed_instead(self, serving: Serving, jobs: Sequence[Transfer], good: int) -> None:
-        """Note that the model computes what a load did not bring: all but the first `good` blocks."""
+        """Note the blocks computed instead of loaded: all but the first `good` blocks."""
         before = self._lossy_tokens(jobs)
         for job in jobs:
             lost = job.block_ids.tolist()[good if job.group == self._main else 0 :]
@@ -677,7 +679,7 @@ class Driver:
             self._pool.free(done)
 
     def _refuse_granted(self, now: float) -> None:
-        """Take back the stores that no worker was told of."""
+        """Take back stores unknown to all workers."""
         granted, self._granted = self._granted, []
         for job in granted:
             store = self._stores.pop(job.job_id)
@@ -687,7 +689,7 @@ class Driver:
     # -- the rest -------------------------------------------------------------------------------------
 
     def steer(self, what: str, session: Session, now: float, seconds: float | None = None, tool: str = "") -> str:
-        """Do what an operator asks of a session; see `SessionManager.steer`. what: also prefetch."""
+        """Obey an operator's order for a session; see `SessionManager.steer`. what: also prefetch."""
         if what != "prefetch":
             return self.manager.steer(what, session, now, seconds, tool)
         if not self.prefetcher.is_on:
@@ -698,7 +700,7 @@ class Driver:
     def reset(self, now: float) -> str:
         """Drop all KV, resident and saved.
 
-        Return where compressed blocks are kept from now on, as tiers understand it.
+        Return the new location of compressed blocks, in the tiers' form.
         """
         for store in self._stores.values():
             store.is_void = True
@@ -714,13 +716,13 @@ class Driver:
         return name
 
     def halt(self, now: float) -> None:
-        """Begin no transfer until `rests` is unset, and give back the blocks of transfers that have not begun."""
+        """Begin no transfer until `rests` is unset, and give back the blocks of transfers not begun."""
         self.rests = True
         self._refuse_granted(now)
         self._give_back()
 
     def forget_resident(self, now: float) -> None:
-        """Note that the pool has lost all KV. What is saved is as good as ever."""
+        """Note that the pool has lost all KV. Saved blocks stay valid."""
         self.manager.forget_resident(now)
         self.prefetcher.reset()
         for serving in self._serving.values():
@@ -729,7 +731,7 @@ class Driver:
     # -- after an error -------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Give back the blocks of jobs that no worker is told of. The tables are not to be trusted any more."""
+        """Give back the blocks of jobs unknown to all workers. The tables are no longer to be trusted."""
         for job in chain(self._granted, self._ordered.stores):
             if (store := self._stores.pop(job.job_id, None)) is not None:
                 self._let_go(store)
@@ -738,7 +740,7 @@ class Driver:
         self._give_back()
 
     def drain(self, results: Iterable[TransferResult]) -> None:
-        """Give back the blocks of jobs that have ended since `abandon`."""
+        """Give back the blocks of jobs ended since `abandon`."""
         for result in results:
             if (store := self._stores.get(result.job_id)) is None:
                 self._done += self.prefetcher.drain(result)
@@ -748,7 +750,7 @@ class Driver:
 
     @property
     def has_work(self) -> bool:
-        """True if a step is of use although no request asks for one."""
+        """True if a step is of use without any request."""
         told = self._redis is not None and self._redis.has_answers
         changed = bool(self.manager.table.changed) or bool(self._drops)
         looks = self._was_answered or self.prefetcher.was_settled
@@ -770,7 +772,7 @@ class Driver:
 
     @property
     def frees_soon(self) -> bool:
-        """True if blocks come free by themselves that running requests may wait for."""
+        """True if running requests may wait for blocks to come free."""
         return self.prefetcher.load is not None
 
     @property
@@ -780,7 +782,7 @@ class Driver:
 
     @property
     def next_deadline(self) -> float:
-        """Time at which a step is due at the latest; infinity if none is."""
+        """Time of the next due step; infinity for none."""
         said, prefetcher = self.manager.said, self.prefetcher
         of_sessions = self.manager.due.first, said.ttls.first, said.pins.first, prefetcher.expected.first
         return min(*of_sessions, prefetcher.look_at, self._look_at)

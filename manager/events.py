@@ -1,7 +1,7 @@
-"""Events of one engine, in one stream: what happened to sessions, blocks and stores.
+"""Events of an engine, in one stream: changes of sessions, blocks and stores.
 
-Histories of sessions, KV events, metrics, the log and traces subscribe to it. Subscribers change nothing in the heart.
-Times are seconds. Bytes are those of all ranks together.
+Histories of sessions, KV events, metrics, the log and traces subscribe. Subscribers change nothing in the heart. Times
+are seconds. Bytes are of all ranks together.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,8 +16,8 @@ from manthan.manager.pool import Mark
 class DropCause(StrEnum):
     """Reason for dropping compressed blocks.
 
-    BUDGET: no room. REDUNDANT: no room, and the pool has their computed KV. FAILED: unreadable. ABANDONED: no session
-    uses them. RESET: all KV is void. EXPIRED: too old. RELEASED: the client said so.
+    BUDGET: no room. REDUNDANT: no room, and the pool has the computed KV. FAILED: unreadable. ABANDONED: used by no
+    session. RESET: all KV is void. EXPIRED: too old. RELEASED: by the client's order.
     """
 
     BUDGET = auto()
@@ -33,8 +33,8 @@ class DropCause(StrEnum):
 class Turn:
     """A request of a session ended.
 
-    tokens, blocks: of the session. seconds: since the request came. found: tokens of its prompt that were resident or
-    loaded. lossy: those of them that were decoded, or computed behind decoded ones.
+    tokens, blocks: of the session. seconds: since the request came. found: prompt tokens resident or loaded. lossy:
+    found tokens that were decoded, or computed behind decoded ones.
     """
 
     session_id: str
@@ -49,10 +49,10 @@ class Turn:
 class Evicted:
     """A session went cold.
 
-    blocks, tokens: of the session. beside: blocks of other KV cache groups at its resume points. pool_nbytes: what all
-    of these take in the pool. stored, stored_nbytes: blocks that were saved for it now. cold_nbytes: of all its
-    compressed blocks. exact: blocks that keep tokens exact. idle_s: since its last request. took_s: from the first
-    store's begin. is_pressed: True if memory was short, False if the session was idle for long enough.
+    blocks, tokens: of the session. beside: blocks of further KV cache groups at the session's resume points.
+    pool_nbytes: of all these blocks in the pool. stored, stored_nbytes: newly saved blocks. cold_nbytes: of all
+    compressed blocks. exact: blocks with exact tokens. idle_s: since the last request. took_s: from the first store's
+    begin. is_pressed: True if memory was short, False if the session was idle for long enough.
     """
 
     session_id: str
@@ -73,8 +73,8 @@ class Evicted:
 class Restored:
     """A load ended.
 
-    blocks: that were to be loaded. good: those before the first that failed. beside: of other KV cache groups. nbytes:
-    of the compressed blocks. causes: of failures. request_id: the request that waited; None for a prefetch.
+    blocks: number to load. good: number before the first failure. beside: of further KV cache groups. nbytes: of the
+    compressed blocks. causes: of failures. request_id: the waiting request; None for a prefetch.
     """
 
     session_id: str
@@ -107,7 +107,7 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """A session's client said for which session it works."""
+    """A client named a session's parent session."""
 
     session_id: str
     parent: str
@@ -115,16 +115,16 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class EncodingBegins:
-    """Blocks of these marks are about to be encoded."""
+    """Blocks with these marks are about to be encoded."""
 
     marks: Sequence[Mark]
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksSaved:
-    """Every rank has stored these blocks. first: position of the first one in its session; they are consecutive.
+    """Every rank has stored these blocks. first: position of the first block in the session; positions are consecutive.
 
-    seconds: that one block took on the slowest rank; None if another engine stored them.
+    seconds: for a block on the slowest rank; None if another engine stored the blocks.
     """
 
     group: int
@@ -135,7 +135,7 @@ class BlocksSaved:
 
 @dataclass(frozen=True, slots=True)
 class BlocksDropped:
-    """These blocks leave the tiers."""
+    """Blocks leave the tiers."""
 
     group: int
     block_hashes: Sequence[bytes]
@@ -153,21 +153,21 @@ class BlocksTrimmed:
 
 @dataclass(frozen=True, slots=True)
 class StoreFailed:
-    """A block could not be stored, for these causes."""
+    """A block could not be stored. causes: reasons."""
 
     causes: Collection[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Overwritten:
-    """The pool overwrote blocks that sessions need before they were saved."""
+    """The pool overwrote needed blocks of sessions before the blocks were saved."""
 
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchHit:
-    """A request found its session resident because it was prefetched."""
+    """A request found the session resident thanks to a prefetch."""
 
     session_id: str
 
@@ -182,7 +182,7 @@ class LookedUp:
 
 @dataclass(frozen=True, slots=True)
 class StoreIsUp:
-    """A shared store answers, or does so no more."""
+    """A shared store answers, or stopped answering."""
 
     is_up: bool
 
@@ -191,8 +191,8 @@ class StoreIsUp:
 class Verdict:
     """Measurement by a rank of the error that codecs add to KV of the model.
 
-    measured: of each lossy codec, the configured one first; none where it failed. compute_s: seconds in which the model
-    computes a token of a prompt; 0 if that is not known.
+    measured: of each lossy codec, the configured codec first; none after a failure. compute_s: model's seconds to
+    compute a token of a prompt; 0 if unknown.
     """
 
     rank: int
@@ -200,13 +200,13 @@ class Verdict:
     compute_s: float = 0.0
 
     def is_slow(self, choice: int) -> bool:
-        """True if to load a token in this codec takes longer than to compute it."""
+        """True if loading a token in this codec takes longer than computing the token."""
         return 0 < self.compute_s < self.measured[choice].decode_s
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Decision of the guard: the worst rank's verdict, the index among its codecs and the name of the codec in use.
+    """Decision of the guard: the worst rank's verdict, and the index and name of the codec in use.
 
     is_new: True if another codec was in use before, or none was judged.
     """
@@ -218,7 +218,7 @@ class Judged:
 
     @property
     def is_slow(self) -> bool:
-        """True if the configured codec is faithful, and not used because the model computes faster than it decodes."""
+        """True if the configured codec is faithful, and unused because decoding is slower than computing."""
         return self.choice > 0 and self.verdict.measured[0].is_faithful and self.verdict.is_slow(0)
 
 
@@ -249,13 +249,13 @@ Event: TypeAlias = (
 
 
 class Events:
-    """The stream. Subscribers are called in the order in which they came."""
+    """Stream of events. Subscribers are called in the order of their subscription."""
 
     def __init__(self) -> None:
         self._subscribers: list[tuple[Callable[[Any], None], tuple[type, ...]]] = []
 
     def subscribe(self, take: Callable[[Any], None], *kinds: type) -> None:
-        """Have `take` called with each event from now on, of these kinds or of all."""
+        """Have `take` called with each event from now on, of the given kinds or of all."""
         self._subscribers.append((take, kinds or (object,)))
 
     def __call__(self, event: Event) -> None:

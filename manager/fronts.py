@@ -1,6 +1,6 @@
 """Estimate of the compressed blocks in each front tier: GPU memory before RAM, RAM before a disk, a disk before Redis.
 
-The workers keep these tiers by LRU. The estimate is for those who ask where a session's blocks are.
+The workers keep these tiers by LRU. The estimate answers questions about a session's tiers.
 """
 
 from collections import OrderedDict
@@ -15,22 +15,22 @@ from manthan.manager.session.table import Session
 
 
 class FrontTiers:
-    """The tiers in front of the last one, the fastest first.
+    """Tiers in front of the last, the fastest first.
 
-    A tier has a number, the fastest 0. The last one's is the number of front tiers.
+    A tier has a number, the fastest 0. The last tier's number is the number of front tiers.
     """
 
     def __init__(self, manager: SessionManager, tiers: Sequence[FrontTier]) -> None:
         self._table, self._blocks = manager.table, manager.blocks
         self._used: list[OrderedDict[str, None]] = [OrderedDict() for _ in tiers]
-        """By tier, ids of sessions with blocks there, the one that went cold last last."""
+        """By tier, ids of sessions with blocks in the tier, the most recently cold session last."""
         self.budgets = tuple(each.nbytes for each in tiers)
         """In bytes."""
         self.all_moved = (1 << len(tiers)) - 1
-        """`moved` of a block that is in the last tier only."""
+        """`moved` of a block in the last tier only."""
         self._fills_on_read = any(each.fills_on_read for each in tiers)
         self.keeps_behind = self._fills_on_read or not tiers
-        """True if the last tier has all blocks, also those that are in others."""
+        """True if the last tier has all blocks, front tiers' blocks included."""
         if tiers:
             manager.table.gone.append(self._forget)
             manager.read = self.read
@@ -51,7 +51,7 @@ class FrontTiers:
     def settle(self) -> None:
         """Mark the tails of the least recently used sessions as moved, until the rest fits each tier's budget.
 
-        Sessions in use are passed over where reads fill the tier: their blocks were just read.
+        If reads fill the tier, sessions in use are passed over, because their blocks were just read.
         """
         blocks = self._blocks
         for tier, (order, budget) in enumerate(zip(self._used, self.budgets, strict=True)):
@@ -74,19 +74,19 @@ class FrontTiers:
                 del order[session_id]
 
     def read(self, rows: Rows) -> None:
-        """Note that blocks were read: the tiers in front of the one that had them have them now."""
+        """Note a read of blocks: the tiers in front of the tier of the read now have the blocks."""
         if self._fills_on_read:
             rows = rows[(self._blocks.moved[rows] & 1) > 0]
             moved = self._blocks.moved[rows]
             self._blocks.move(rows, moved & (moved + 1))
 
     def tier_of(self, row: int) -> int:
-        """Return the number of the fastest tier that has a saved block."""
+        """Return the number of the fastest tier with a saved block."""
         moved = int(self._blocks.moved[row])
         return (~moved & (moved + 1)).bit_length() - 1
 
     def has(self, tier: int, moved: int) -> bool:
-        """True if a tier has a block that has left these front tiers."""
+        """True if a tier has a block gone from the front tiers `moved`."""
         return not moved >> tier & 1 if tier < len(self) else self.keeps_behind or moved == self.all_moved
 
     def has_all(self, tier: int) -> bool:

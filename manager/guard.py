@@ -1,7 +1,7 @@
-"""Choose the codec by what ranks measure of KV of this very model.
+"""Choice of the codec by measurements on KV of the served model.
 
-Blocks are encoded with the finest lossy codec until every rank has measured enough of them. Measuring goes on after
-that, and the choice changes in both directions.
+Blocks are encoded with the finest lossy codec until every rank has measured enough blocks. Measuring continues, and the
+choice may change in both directions.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from manthan.manager.session.blocks import MemoryShape
 from manthan.manager.session.manager import SessionManager
 
 COARSER = 0.8
-"""Share of each limit that noise must stay below before a coarser codec takes a finer one's place again."""
+"""Share of each limit for the noise, below which a coarser codec replaces a finer codec again."""
 
 
 class Choice(NamedTuple):
-    """A codec that may be used: the sizes of its blocks, and the bytes of them that the tiers hold."""
+    """Possible codec: the sizes of the codec's blocks, and the bytes of them in the tiers."""
 
     shape: MemoryShape
     capacity_nbytes: int
@@ -27,8 +27,8 @@ class Guard:
     """Chooses among codecs.
 
     Args:
-        choices: the configured codec first, then finer ones, "exact" last, which keeps all tokens as they are.
-        ranks: number of ranks that measure.
+        choices: the configured codec first, then finer codecs; "exact", lossless, last.
+        ranks: number of measuring ranks.
     """
 
     def __init__(self, manager: SessionManager, choices: Sequence[Choice], ranks: int) -> None:
@@ -62,7 +62,7 @@ class Guard:
         self._verdicts.clear()
 
     def reset(self) -> None:
-        """Forget what was measured: it failed, or other weights compute from now on."""
+        """Forget all measurements, after a failure or with new weights."""
         self._verdicts.clear()
         self._judged = None
         self._use(self._finest)

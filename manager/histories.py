@@ -1,4 +1,4 @@
-"""Histories of sessions, for those who look at one: its last events, and a bound on the events of all."""
+"""Histories of sessions for users: the last events of each session, within a bound on all events."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from manthan.manager.session.table import Session
 
 EVENTS_A_SESSION = 64
 MOST_EVENTS = 65_536
-"""Events of all sessions together. Beyond it, the history goes to which nothing was added for the longest."""
+"""Events of all sessions together. Beyond the limit, the history without news for longest goes."""
 
 
 class EventKind(StrEnum):
@@ -30,10 +30,10 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HistoryEvent:
-    """Event of a session as people read it.
+    """Readable event of a session.
 
-    at: on the clock of `Histories`. text: a short sentence. tokens, blocks: of the session, or those that were evicted,
-    restored or dropped. bytes: of compressed blocks. seconds: that it took. saved_tokens: that were not computed.
+    at: on the clock of `Histories`. text: a short sentence. tokens, blocks: of the session, or evicted, restored or
+    dropped. bytes: of compressed blocks. seconds: duration. saved_tokens: not computed.
     """
 
     at: float
@@ -47,15 +47,17 @@ class HistoryEvent:
 
 
 class Histories:
-    """Histories of all sessions of one engine. Subscribes to its stream of events. clock: returns a time in seconds."""
+    """Histories of all sessions of an engine. Subscribes to the engine's stream of events. clock: returns a time in
+    seconds.
+    """
 
     def __init__(self, manager: SessionManager, clock: Callable[[], float]) -> None:
         self._table, self._block_tokens = manager.table, manager.shape.block_tokens
         self._clock = clock
         self._histories: OrderedDict[str, tuple[tuple[Any, ...], ...]] = OrderedDict()
-        """Fields of its events by session id, the one that was added to last last.
+        """Fields of the events by session id, the most recently extended last.
 
-        Tuples of plain values, because Python's garbage collector passes over them.
+        Tuples of plain values, because Python's garbage collector ignores them.
         """
         self._count = 0
         manager.table.gone.append(self._gone)
@@ -69,7 +71,7 @@ class Histories:
         return [HistoryEvent(at, EventKind(kind), *facts) for at, kind, *facts in kept]
 
     def __call__(self, event: Event) -> None:
-        """Add an event of the stream to the history of its session."""
+        """Add an event of the stream to the session's history."""
         at, tokens_of = self._clock(), self._block_tokens
         match event:
             case Turn(session_id, tokens, blocks, seconds, found):

@@ -1,4 +1,4 @@
-"""Sessions for those who look on: filtered, sorted, and a page at a time."""
+"""Lists of sessions for users: filtered, sorted, and a page at a time."""
 
 import heapq
 import math
@@ -14,20 +14,20 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from manthan.manager.fronts import FrontTiers
-from manthan.manager.session.blocks import NO_ROWS, SAVED, Rows
+from manthan.manager.session.blocks import SAVED, Rows
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session, SessionState, qualified
 
 MOST = 1000
-"""Sessions that are looked through for those of one tenant."""
+"""Sessions to search for a tenant's sessions."""
 STATES = list(SessionState)
 
 
 class Sort(StrEnum):
-    """Key of a list of sessions.
+    """Sort key of a list of sessions.
 
-    Bytes are estimates. A session's saved blocks are its first ones. The pool has all blocks of the sessions that were
-    used last, as far as it has room, and of other sessions those that are not saved.
+    Bytes are estimates. A session's saved blocks are the first blocks. The pool has all blocks of the most recently
+    used sessions, as far as there is room, and only the unsaved blocks of all further sessions.
     """
 
     LAST_USED = auto()
@@ -40,10 +40,10 @@ class Sort(StrEnum):
 
 
 class Query(NamedTuple):
-    """Filter and order of a list of sessions. A filter that is None passes all.
+    """Filter and order of a list of sessions. A filter of None passes all.
 
-    bound: tenant that asks; it sees its own sessions only, under the names that it gave them. tenant: of the sessions.
-    tier: name of a tier that has some of the session's blocks. prefix: of ids. offset: sessions before the page.
+    bound: asking tenant, who sees only the tenant's sessions, under the tenant's names. tenant: of the sessions. tier:
+    name of a tier with some of the session's blocks. prefix: of ids. offset: sessions before the page.
     """
 
     states: Collection[SessionState] | None = None
@@ -60,7 +60,7 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """Saved blocks of a session in one tier. bytes: with those of its resume points."""
+    """Saved blocks of a session in a tier. bytes: resume points included."""
 
     tokens: int
     blocks: int
@@ -69,14 +69,14 @@ class Held:
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """A session as it is shown. Times are seconds, bytes are those of all ranks together.
+    """Session as shown to users. Times are seconds, bytes are of all ranks together.
 
-    id: for a tenant, as it named the session. hot_blocks: blocks that are resident, and take hot_bytes. cold_blocks:
-    saved blocks. cold_bytes: of these and of its resume points in the tiers. tiers: that have some of these, by name,
-    the fastest first. expected_return: as its client said, or as long as its tool takes. tool: that its client waits
-    for. parent: session for which it works, as its client named it. lossy_tokens: cached tokens of its last request
-    that were decoded, or computed behind decoded ones. level: of its coarsest compressed block; None without any, or if
-    the codec has but one. engine: number of the data-parallel engine that has it.
+    id: for a tenant, the tenant's name of the session. hot_blocks: resident blocks, of hot_bytes. cold_blocks: saved
+    blocks. cold_bytes: saved blocks and blocks of resume points in the tiers. tiers: with some of these, by name, the
+    fastest first. expected_return: as announced by the client, or by the tool's usual time. tool: awaited by the
+    client. parent: session behind this one, by the client's name. lossy_tokens: cached tokens of the last request,
+    decoded or computed behind decoded ones. level: of the coarsest compressed block; None without blocks, or for a
+    codec with a single level. engine: number of the data-parallel engine.
     """
 
     id: str
@@ -103,7 +103,7 @@ class SessionInfo:
 
 
 Key: TypeAlias = tuple[float | str, str]
-"""A session's value of the sort key, and its id, so that pages do not overlap."""
+"""Session's value of the sort key, and id, so that pages do not overlap."""
 
 
 class Page(NamedTuple):
@@ -115,10 +115,10 @@ class Page(NamedTuple):
 
 
 class Listing:
-    """Sessions of one engine. A page costs O(n log page) of n sessions.
+    """Sessions of an engine. A page costs O(n log page) of n sessions.
 
     Args:
-        fronts: the tiers in front of the last one.
+        fronts: the tiers in front of the last.
         tiers: names of all tiers, the fastest first.
     """
 
@@ -127,7 +127,7 @@ class Listing:
         self._fronts, self._tiers = fronts, tiers
 
     def page(self, query: Query, offset: float = 0.0) -> Page:
-        """Return a page of the sessions that have KV or a request. offset: seconds to add to the manager's clock."""
+        """Return a page of the sessions with KV or a request. offset: seconds to add to the manager's clock."""
         chosen = [session for session in self._table.by_id.values() if self._is_wanted(session, query)]
         value = self._value(query.sort)
         keys = ((value(session), session.session_id) for session in chosen)
@@ -138,14 +138,14 @@ class Listing:
         return Page(len(chosen), page, [self.info(session, query.bound, offset) for session in sessions])
 
     def find(self, told_id: str, bound: str | None) -> Session | None:
-        """Return the session of that id: for a tenant one of its own, by the name that it gave it."""
+        """Return the session of an id. A tenant finds only the tenant's sessions, by the tenant's names."""
         session = self._table.by_id.get(told_id if bound is None else qualified(told_id, bound))
         return session if session is not None and bound in (None, session.tenant) else None
 
     def order(self, bound: str | None) -> Iterator[str]:
-        """Yield ids of sessions, the one whose saved blocks are dropped first first.
+        """Yield ids of sessions in the order of the policy: the first loses saved blocks first.
 
-        Those of one tenant are among the first MOST.
+        A tenant's sessions are listed from among the first MOST.
         """
         for session in islice(self._table.victims(), None if bound is None else MOST):
             if bound in (None, session.tenant):
@@ -161,8 +161,8 @@ class Listing:
         """Return the facts of a session, counted block by block. See `page`."""
         blocks, shape, rows = self._blocks, self._table.shape, session.rows
         saved = rows[blocks.is_saved(rows)]
-        beside = self._beside(session)
-        beside = beside[blocks.is_saved(beside)]
+        points = session.point_rows
+        points = points[blocks.is_saved(points)]
         resident = self._manager.pool.lookup(shape.main, blocks.hashes(rows))
         hot = sum(block_id >= 0 for block_id in resident)
         return SessionInfo(
@@ -174,9 +174,9 @@ class Listing:
             hot_blocks=hot,
             cold_blocks=len(saved),
             hot_bytes=hot * shape.pool_nbytes,
-            cold_bytes=self._nbytes(saved) + self._nbytes(beside),
+            cold_bytes=self._nbytes(saved) + self._nbytes(points),
             tiers={
-                name: held for tier, name in enumerate(self._tiers) if (held := self._held(tier, saved, beside)).bytes
+                name: held for tier, name in enumerate(self._tiers) if (held := self._held(tier, saved, points)).bytes
             },
             created=round(session.created + offset, 3),
             last_used=round(session.last_used + offset, 3),
@@ -190,15 +190,11 @@ class Listing:
             level=int(blocks.level[saved].min()) if len(saved) and shape.groups[shape.main].levels > 1 else None,
         )
 
-    def _held(self, tier: int, saved: Rows, beside: Rows) -> Held:
+    def _held(self, tier: int, saved: Rows, points: Rows) -> Held:
         has = np.array([self._fronts.has(tier, moved) for moved in range(self._fronts.all_moved + 1)])
-        saved, beside = saved[has[self._blocks.moved[saved]]], beside[has[self._blocks.moved[beside]]]
-        nbytes = self._nbytes(saved) + self._nbytes(beside)
+        saved, points = saved[has[self._blocks.moved[saved]]], points[has[self._blocks.moved[points]]]
+        nbytes = self._nbytes(saved) + self._nbytes(points)
         return Held(len(saved) * self._table.shape.block_tokens, len(saved), nbytes)
-
-    def _beside(self, session: Session) -> Rows:
-        """Return the blocks of other groups that its resume points need."""
-        return np.unique(np.concatenate([point.rows for point in session.points])) if session.points else NO_ROWS
 
     def _nbytes(self, rows: Rows) -> int:
         return int(self._blocks.nbytes[rows].sum(dtype=np.int64))
@@ -230,7 +226,7 @@ class Listing:
         return saved > 0 and fronts.has(tier, int(self._blocks.moved[session.rows[at]]))
 
     def _value(self, sort: Sort) -> Callable[[Session], float | str]:
-        """Return a function that gives a session's value of a sort key."""
+        """Return a function from a session to the value of a sort key."""
         match sort:
             case Sort.LAST_USED:
                 return attrgetter("last_used")
@@ -248,10 +244,11 @@ class Listing:
                 return lambda session: len(session.rows)
 
     def _cold_nbytes(self, session: Session) -> int:
-        return self._saved(session) * self._table.shape.cold_nbytes + self._nbytes(self._beside(session))
+        points = self._nbytes(session.point_rows) if session.points else 0
+        return self._saved(session) * self._table.shape.cold_nbytes + points
 
     def _saved(self, session: Session) -> int:
-        """Return the number of first blocks that are saved. O(log n): nearly always, no others are."""
+        """Return the number of saved first blocks. O(log n): nearly always, only first blocks are saved."""
         rows, status = session.rows, self._blocks.status
         if session.is_cold:
             return len(rows)

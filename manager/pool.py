@@ -1,7 +1,7 @@
-"""A KV pool as the driver sees it, vLLM's or the simulator's: block ids, the prefix cache, and the free queue.
+"""KV pool of the driver, vLLM's or the simulator's: block ids, the prefix cache, and the free queue.
 
-The free queue has, from the head on, blocks that hold nothing, saved ones, and unsaved ones. The pool takes blocks from
-its head.
+The free queue has, from the head on, empty blocks, saved blocks, and unsaved blocks. The pool takes blocks from the
+head.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,16 +11,16 @@ from typing import NamedTuple, Protocol, TypeAlias
 BlockName: TypeAlias = tuple[int, bytes]
 """KV cache group and block hash."""
 Owner: TypeAlias = tuple[str, str]
-"""Tenant and name of the session whose return brought decoded KV back. Branches of one session share it."""
+"""Tenant and name of the session whose return brought decoded KV back, common to the session's branches."""
 Asker: TypeAlias = Owner | tuple[str, str, str]
-"""Owner that asks for KV, with "high" behind it if it takes none that was decoded from coarse blocks."""
+"""Owner of a request for KV, followed by "high" if KV decoded from coarse blocks is refused."""
 
 
 class Mark(IntEnum):
     """Origin of a resident block's KV.
 
-    EXACT: the model computed it from exact blocks, or the exact codec gave it back bit for bit. DERIVED: the model
-    computed it behind a decoded block. DECODED: a lossy codec wrote it. Decoded KV is never encoded again.
+    EXACT: computed from exact blocks, or restored bit for bit by the exact codec. DERIVED: computed behind a decoded
+    block. DECODED: written by a lossy codec. Decoded KV is never encoded again.
     """
 
     EXACT = 0
@@ -29,7 +29,7 @@ class Mark(IntEnum):
 
 
 MARKS = tuple(Mark)
-"""By number. To look one up is ten times as fast as to call `Mark`."""
+"""Marks by number. A lookup is ten times as fast as a call of `Mark`."""
 
 
 class Marks:
@@ -52,7 +52,7 @@ class Marks:
         return self._marks[block_id]
 
     def lossy(self, block_ids: Iterable[int]) -> set[int]:
-        """Return those of these blocks that are not exact."""
+        """Return the lossy blocks of `block_ids`."""
         return self._owners.keys() & block_ids if self._owners else set()
 
     def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None) -> None:
@@ -70,25 +70,25 @@ class Marks:
         self._coarse.update(block_ids)
 
     def clear(self, block_ids: Iterable[int]) -> None:
-        """Forget the marks of blocks that were allocated anew."""
+        """Forget the marks of newly allocated blocks."""
         if self._owners:
             self.set(block_ids, Mark.EXACT, None)
 
     def copy(self, source: int, target: int) -> None:
-        """Give a copy of a block the mark and the owner of its source."""
+        """Give a copy of a block the source's mark and owner."""
         self.set((target,), self[source], self._owners.get(source))
         if source in self._coarse:
             self.coarsen((target,))
 
     def serves(self, block_id: int, asker: Asker | None) -> bool:
-        """True if this block may be served to a request. None stands for one that wants exact KV."""
+        """True if a request of `asker` may be served this block. None stands for a request for exact KV."""
         if block_id not in self._owners or asker is None:
             return block_id not in self._owners
         return self._owners[block_id] == asker[:2] and (len(asker) == 2 or block_id not in self._coarse)
 
 
 class Unsaved(NamedTuple):
-    """A free block whose KV exists nowhere else."""
+    """Free block with the only copy of the KV."""
 
     group: int
     block_hash: bytes
@@ -103,47 +103,47 @@ class Pool(Protocol):
 
     @property
     def size(self) -> int:
-        """Number of blocks that requests can have."""
+        """Number of blocks for requests."""
 
     def __len__(self) -> int:
         """Number of free blocks."""
 
     def lookup(self, group: int, block_hashes: Sequence[bytes]) -> list[int]:
-        """Return the block id of each of these blocks in the prefix cache, -1 for one that is not there."""
+        """Return the block id of each block in the prefix cache, -1 for an absent block."""
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Reference blocks once more. Nobody overwrites a referenced block."""
+        """Reference blocks once more. A referenced block is never overwritten."""
 
     def take(self, count: int) -> list[int]:
-        """Return blocks from the head of the free queue, each referenced once. Their KV is lost."""
+        """Return blocks from the head of the free queue, each referenced once. The KV is lost."""
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference of each. The first of those that come free is overwritten first."""
+        """Drop a reference of each block. Of the blocks now free, the first is overwritten first."""
 
     def cache(self, block_id: int, group: int, block_hash: bytes, position: int) -> None:
-        """Enter a block into the prefix cache. `position`: its index among the blocks of its session and group."""
+        """Enter a block into the prefix cache. `position`: index within the block's session and group."""
 
     def keep(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Note that blocks are saved: the pool overwrites them before unsaved ones, the first first."""
+        """Note saved blocks: the pool overwrites them before unsaved blocks, in this order."""
 
     def lead(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Overwrite these saved blocks before other saved ones, in this order."""
+        """Overwrite these saved blocks before all further saved blocks, in this order."""
 
     def forget(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Note that blocks are saved no more: the pool overwrites them last, the first at the very end."""
+        """Note blocks that are no longer saved: the pool overwrites them last, the first at the very end."""
 
     def release(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Take blocks out of the prefix cache, and overwrite those that nobody references next, the last first."""
+        """Take blocks out of the prefix cache. Blocks without a reference are overwritten next, the last first."""
 
     def runway(self, most: int) -> int:
-        """Return how many free blocks are taken before the first unsaved one, up to `most`."""
+        """Return the number of free blocks before the first unsaved block, at most `most`."""
 
     def unsaved(self, most: int) -> Iterator[Unsaved]:
         """Yield the unsaved blocks among the first `most` of the free queue, from the head on."""
 
     def redundant(self, spare: int) -> Iterator[Unsaved]:
-        """Yield saved blocks that the pool need not overwrite soon, the one that it would overwrite last first.
+        """Yield saved blocks the pool need not overwrite soon, the last to overwrite first.
 
         Args:
-            spare: number of free saved blocks that are left out, those that the pool overwrites first.
+            spare: number of free saved blocks to leave out: the blocks overwritten first.
         """

@@ -1,4 +1,4 @@
-"""Words about what may happen thousands of times."""
+"""Log lines for events that may happen thousands of times."""
 
 import threading
 import time
@@ -6,8 +6,9 @@ from collections import Counter
 
 
 class Sparing:
-    """Each thing is said when it happens first, and then once in so many seconds, with how often it has. For any
-    thread."""
+    """Each subject is logged at the first event, and then at most once in `quiet_s` seconds, with a count.
+    Thread-safe.
+    """
 
     def __init__(self, quiet_s: float) -> None:
         self._quiet_s, self._lock = quiet_s, threading.Lock()
@@ -15,7 +16,7 @@ class Sparing:
         self._quiet_until: dict[str, float] = {}
 
     def due(self, what: str) -> int:
-        """It happens once more: how often it has since it was last said, if it is to be said now; else 0."""
+        """Count an event. Return the number of events since the last log line if a line is due; else 0."""
         with self._lock:
             self._unsaid[what] += 1
             if time.monotonic() < self._quiet_until.get(what, 0.0):

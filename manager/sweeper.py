@@ -1,4 +1,4 @@
-"""The clock of the sweep: a background job that rings when a session is due."""
+"""Clock of the sweep: a background job that reports a due session."""
 
 import logging
 from collections.abc import Callable
@@ -7,16 +7,16 @@ from apscheduler.executors.debug import DebugExecutor
 from apscheduler.schedulers.background import BackgroundScheduler
 
 LATE_SHARE = 0.25
-"""A session goes cold at the latest so much of its idle time late."""
+"""Longest delay of a session's eviction, as a share of the idle time."""
 SHORTEST_S = 0.01
 
 logger = logging.getLogger("vllm.manthan.sweeper")
 
 
 class Sweeper:
-    """Calls `due` again and again and, when it says yes, `ring`. Both run on the job's thread.
+    """Calls `due` periodically and, after True, calls `ring`. Both run on the job's thread.
 
-    idle_after_s: after so long sessions are due; see LATE_SHARE.
+    idle_after_s: time until sessions are due; see LATE_SHARE.
     """
 
     def __init__(self, idle_after_s: float, due: Callable[[], bool], ring: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The two forms of work between scheduler and workers: a transfer, and what became of it on one rank."""
+"""Forms of work between scheduler and workers: a transfer, and the transfer's result on each rank."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,31 +11,31 @@ from manthan.manager.events import Restored
 from manthan.manager.pool import BlockName, Mark
 
 STORE_DOWN = "store_down"
-"""Cause of a failure that says nothing about the compressed blocks."""
+"""Cause of a failure without a meaning for the compressed blocks."""
 RESET = "reset"
-"""Cause of a transfer's end before it was complete: the prefix cache is reset."""
+"""Cause of a transfer's early end: the prefix cache is reset."""
 NEEDED = "needed"
-"""Cause of a transfer's end before it began: requests need its blocks. It is no failure."""
+"""Cause of a transfer's end before the begin: requests need the blocks. Not a failure."""
 JOB_BLOCKS = 64
-"""Most blocks of a store: they are gathered together, and the pool has them back together."""
+"""Most blocks of a store, gathered together and given back to the pool together."""
 
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """A job that moves blocks of one KV cache group from the pool to the primary tier, or back.
+    """Job that moves blocks of a KV cache group from the pool to the primary tier, or back.
 
-    The blocks of a store follow each other, and are alike in codec, mark and tenant. A request's load is one job for
-    each group, all with its request id and all in one step.
+    The blocks of a store are consecutive, and equal in codec, mark and tenant. A request's load is one job for each
+    group, all with the request's id and all in the same step.
 
     job_id: unique in the engine's life.
     block_hashes: of the blocks, in the order of the tokens.
-    block_ids: int32, where in the paged cache each block is read or written.
+    block_ids: int32, block of the paged cache to read or write.
     first_token: of a store, position in the session of the first block's first token.
-    exact_tokens: of a store, how many of the session's first tokens keep every bit.
-    codec: of a store, the name of the blocks' codec; empty for the configured one.
-    mark: of a store, the mark of the blocks, which stands in their headers.
-    tenant: whose blocks they are.
-    request_id: of a load, the request that waits for it; None if none waits.
+    exact_tokens: of a store, number of the session's exact first tokens.
+    codec: of a store, the name of the blocks' codec; empty for the configured codec.
+    mark: of a store, the mark of the blocks, written into their headers.
+    tenant: owner of the blocks.
+    request_id: of a load, the waiting request; None without one.
     """
 
     job_id: int
@@ -58,7 +58,7 @@ class Transfer:
         return [self.first_token + n * block_tokens for n in range(len(self))]
 
     def exacts(self, block_tokens: int) -> list[int]:
-        """Number of each block's first tokens that keep every bit."""
+        """Number of exact first tokens in each block."""
         left = self.exact_tokens - self.first_token
         return [min(max(left - n * block_tokens, 0), block_tokens) for n in range(len(self))]
 
@@ -69,13 +69,13 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class TransferResult:
-    """Result of a transfer on one rank.
+    """Result of a transfer on a rank.
 
-    nbytes: int64, what each compressed block takes in its tier (store) or has (load); 0 where the block failed.
-    inner: of a store, by index in the job, what a block with refinements would take with one part, two, and so on, but
-        for all, if its tier can trim.
-    failed: by index in the job, the cause, which is a metric's label. Of a load, no block behind the first is loaded.
-    seconds: that the job took.
+    nbytes: int64, bytes of each compressed block in the tier (store) or in total (load); 0 for a failed block.
+    inner: of a store, by index in the job, the bytes of a block's first part, of two parts, and so on, without the
+        total. Only blocks with refinements, in a tier able to trim.
+    failed: by index in the job, the cause, a metric's label. Of a load, no block behind the first failure is loaded.
+    seconds: duration of the job.
     """
 
     job_id: int
@@ -86,13 +86,13 @@ class TransferResult:
 
     @classmethod
     def refused(cls, job: Transfer, cause: str) -> "TransferResult":
-        """Result of a job that was not begun: every block of a store failed, and the first one of a load."""
+        """Result of a job never begun: all blocks of a store failed, or the first block of a load."""
         blocks = range(len(job)) if job.direction == "store" else range(1)
         return cls(job.job_id, np.zeros(len(job), np.int64), dict.fromkeys(blocks, cause))
 
 
 class Answers:
-    """Jobs that are settled together, and the results of them that the ranks have sent so far.
+    """Jobs settled together, with the ranks' results so far.
 
     ranks: number of results of each job.
     """
@@ -109,7 +109,7 @@ class Answers:
 
     @property
     def failed(self) -> dict[BlockName, str]:
-        """Cause by group and hash of each block that failed on some rank."""
+        """Cause by group and hash of each block with a failure on any rank."""
         jobs = {job.job_id: job for job in self.jobs}
         return {
             (jobs[result.job_id].group, jobs[result.job_id].block_hashes[at]): cause
@@ -122,9 +122,9 @@ class Answers:
         return max((result.seconds for result in self.results), default=0.0)
 
     def restored(self, session_id: str, main: int, needs_points: bool, request_id: str | None = None) -> Restored:
-        """Return the event of a load that has ended.
+        """Return the event of an ended load.
 
-        Good blocks are those before the first that failed. With windows or states, none is good if any failed.
+        Good blocks precede the first failure. With windows or states, a failure anywhere leaves no good block.
         """
         names = [(main, name) for job in self.jobs if job.group == main for name in job.block_hashes]
         failed = self.failed
@@ -138,7 +138,7 @@ class Answers:
 
 
 Weigh: TypeAlias = Callable[[Sequence[int]], int]
-"""Bytes of the budget that a block takes, from its bytes on each rank."""
+"""Bytes of a block in the budget, from the bytes on each rank."""
 
 
 def weighed(ranks: Iterable[Sequence[int]], weigh: Weigh) -> list[int]:
@@ -147,5 +147,5 @@ def weighed(ranks: Iterable[Sequence[int]], weigh: Weigh) -> list[int]:
 
 
 def on_each(ranks: int) -> Weigh:
-    """Charge every block `ranks * max(size over ranks)`, so that no rank runs out of space before the budget does."""
+    """Charge every block `ranks * max(size over ranks)`, because then no rank runs out of space before the budget."""
     return lambda sizes: ranks * max(sizes)

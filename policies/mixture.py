@@ -1,8 +1,8 @@
-"""The policy `returns` as users choose it: a prediction of returns, unless lru finds more.
+"""Policy `returns` as configured by users: a prediction of returns, unless lru finds more.
 
-Shadows tell how much both would find. A shadow is a simulated cache on a sample of the sessions
-(C. Waldspurger et al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017: a cache scaled
-down together with its requests, chosen by a hash, finds about the share that the whole one would).
+Shadows measure the finds of both. A shadow is a simulated cache on a sample of the sessions (C. Waldspurger et al.,
+"Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017: a cache scaled down together with its
+requests, chosen by a hash, finds about the share of the whole cache).
 """
 
 from collections import OrderedDict
@@ -17,42 +17,43 @@ from manthan.policies.return_model import ReturnModel
 from manthan.policies.returns import Returns, ReturnsOptions
 
 DECAY = 0.5 ** (1 / 512)
-"""Weight of a finding after one more request: a half after 512."""
+"""Weight of a finding after a further request: a half after 512."""
 SURE = 1.25
-"""Standard deviations by which another must have found more than the leader.
+"""Standard deviations by which a challenger must have found more than the leader.
 
-Above 1, so that one session alone does not change the leader."""
+Above 1, so that a single session does not change the leader.
+"""
 SAMPLE = 512
-"""Sessions in the fullest shadow, up to twice this number."""
+"""Sessions in the fullest shadow, up to the double."""
 LOOK_EVERY = 8
 """Sampled requests between two choices."""
 DRIFT = 0.02
-"""Part of its difference from the place's room by which the shadows' room changes at each look for victims."""
+"""Part of the difference from the real room by which the shadows' room changes at each request for victims."""
 
 
 class Contest:
-    """Choice of a leader among policies, by the bytes that each found at the same requests.
+    """Choice of a leader among policies, by the bytes found at the same requests.
 
     A leader stays until another policy has surely found more. Two policies differ at few requests, and by whole
-    sessions. So each difference counts as one draw. Their sum is compared with the root of the sum of their squares,
-    its standard deviation if it were chance.
+    sessions. So each difference counts as one draw. The sum of the differences is compared with the root of the sum of
+    their squares, the standard deviation under pure chance.
     """
 
     def __init__(self, names: Sequence[str], leader: str) -> None:
         self.names, self.leader = tuple(names), leader
         self.found = [0.0] * len(self.names)
-        """Bytes that each policy found, with decay."""
+        """Bytes found by each policy, with decay."""
         self._squares = dict.fromkeys(combinations(range(len(self.names)), 2), 0.0)
         """Squared differences of two policies' findings, with decay."""
 
     def add(self, found: Sequence[float]) -> None:
-        """Count the bytes that each policy found at one request, in the order of their names."""
+        """Count the bytes found by each policy at a request, in the order of `names`."""
         self.found = [DECAY * before + now for before, now in zip(self.found, found, strict=True)]
         for (one, other), squares in self._squares.items():
             self._squares[one, other] = DECAY**2 * squares + (found[one] - found[other]) ** 2
 
     def look(self) -> None:
-        """Make the best policy the leader if it has surely found more."""
+        """Make the best policy the leader if the lead is sure."""
         best, leader = max(range(len(self.names)), key=self.found.__getitem__), self.names.index(self.leader)
         if best != leader:
             squares = self._squares[min(best, leader), max(best, leader)]
@@ -61,10 +62,10 @@ class Contest:
 
 
 class ShadowCache:
-    """Sessions that a place under `policy` would hold, and bytes of each, without any KV.
+    """Sessions in a simulated cache under `policy`, and bytes of each, without any KV.
 
-    As in a real place, the first victim loses its tail, and no more than is needed. A session whose own turn it is
-    keeps the part that fits.
+    Like in a real cache, the first victim loses only the tail that must go. A session chosen as the victim of the
+    session's own request keeps the part that fits.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -73,14 +74,14 @@ class ShadowCache:
         self.nbytes = 0
 
     def request(self, session: SessionView, known: float, capacity: float) -> float:
-        """Keep the session of a request that ended, and make room for it.
+        """Keep the session of an ended request, and make room for the session.
 
         Args:
-            session: with its full length.
-            known: bytes of it that an unlimited cache would have found.
+            session: with the full length.
+            known: bytes of the session that an unlimited cache would have found.
             capacity: bytes.
 
-        Returns: the bytes that were found.
+        Returns: the bytes found.
         """
         found = min(self.kept.get(session.session_id, 0), known)
         self._keep(session.session_id, max(1, session.nbytes))
@@ -90,13 +91,13 @@ class ShadowCache:
         return found
 
     def forget(self, session_id: str) -> None:
-        """Drop a session that is over. Ignore unknown ids."""
+        """Drop a finished session. Ignore unknown ids."""
         if session_id in self.kept:
             self._keep(session_id, 0)
             self.policy.forget(session_id)
 
     def inherit(self, session_id: str, origin: str) -> None:
-        """Give a session that continues from the middle of `origin` the KV of that one, whose own end is worthless."""
+        """Give a session the KV of `origin`, after a continuation from the middle. The end of `origin` is worthless."""
         if nbytes := self.kept.get(origin, 0):
             self.forget(origin)
             self._keep(session_id, nbytes)
@@ -122,9 +123,9 @@ class ShadowCache:
 class Mixture(EvictionPolicy):
     """Follows the better of the prediction of returns (see `Returns`) and lru.
 
-    Shadows as large as the place tell how much each would find. lru is followed until the prediction has surely found
-    more, and so on (see `Contest`). In a place of many sessions, shadows see a sample of them, chosen by a
-    hash of the id, with their room scaled down alike. O(log n) an event.
+    Shadows as large as the real cache measure the finds of each. lru is followed until the prediction has surely found
+    more, and so on (see `Contest`). With many sessions, shadows see a sample, chosen by a hash of the id, with room
+    scaled down alike. O(log n) an event.
     """
 
     name: ClassVar[str] = "returns"
@@ -136,21 +137,21 @@ class Mixture(EvictionPolicy):
         self._returns = Returns(self.options, model)
         self.model = self._returns.model
         self._present: OrderedDict[str, int] = OrderedDict()
-        """Bytes of the sessions in this place, least recently used first. A session takes at least one."""
+        """Bytes of the sessions in the cache, least recently used first. A session takes at least one byte."""
         self._nbytes = 0
         policies: dict[str, EvictionPolicy] = {"returns": Returns(self.options, self.model), "lru": LRU()}
         self._shadows = {name: ShadowCache(policy) for name, policy in policies.items()}
         self._contest = Contest(tuple(policies), "lru")
         self._running: dict[str, SessionView] = {}
-        """Sampled sessions that reported their present request once."""
+        """Sampled sessions with a single report of their present request."""
         self._told: dict[str, tuple[int, float]] = {}
-        """Requests of sampled sessions when the shadows heard of them last, and when the sessions began."""
+        """Requests of sampled sessions at their last report to the shadows, and the sessions' begin."""
         self._origins: dict[float, str] = {}
-        """Superseded sessions by their begin, which the session that continues from them has too."""
+        """Superseded sessions by their begin, common with the continuing session."""
         self._mask = 0
-        """A session is sampled if these bits of its hash are 0."""
+        """Bits of a session's hash that are 0 for sampled sessions."""
         self._room = 0.0
-        """Bytes that the place holds."""
+        """Bytes in the real cache."""
         self._looks = 0
         self._last = self._offered = ""
 
@@ -172,7 +173,7 @@ class Mixture(EvictionPolicy):
     def forget(self, session_id: str) -> None:
         if session_id in self._present:
             self._left(session_id)
-            if session_id != self._offered:  # a victim stays in shadows: it was this policy's choice alone
+            if session_id != self._offered:  # a victim stays in shadows: only this policy chose the victim
                 for shadow in self._shadows.values():
                     shadow.forget(session_id)
 
@@ -210,9 +211,9 @@ class Mixture(EvictionPolicy):
         return not self._mask or not crc32(session_id.encode()) & self._mask
 
     def _tell_shadows(self, session: SessionView) -> None:
-        """Tell the shadows of a request once, when it ends, because its findings are not known before.
+        """Play a request in the shadows once, at the request's end, because the finds are unknown before.
 
-        A place that hears of a request only once learns of its end with the next one.
+        A caller of `used` once a request reveals the end of a request with the next request.
         """
         session_id = session.session_id
         before = self._running.pop(session_id, None)
@@ -225,7 +226,7 @@ class Mixture(EvictionPolicy):
             self._running[session_id] = session
 
     def _request(self, session: SessionView) -> None:
-        """Play a sampled session's request that ended in the shadows."""
+        """Play a sampled session's ended request in the shadows."""
         if session.session_id not in self._told and (origin := self._origins.pop(session.created, None)) is not None:
             for shadow in self._shadows.values():
                 shadow.inherit(session.session_id, origin)
@@ -240,7 +241,7 @@ class Mixture(EvictionPolicy):
             self._keep_small()
 
     def _keep_small(self) -> None:
-        """Halve the sample when shadows hold too many sessions, and forget the sessions that none of them holds."""
+        """Halve the sample when shadows hold too many sessions, and forget sessions absent from all shadows."""
         most = max(len(shadow.kept) for shadow in self._shadows.values())
         if most <= 2 * SAMPLE and len(self._told) <= 4 * len(self._shadows) * most + SAMPLE:
             return

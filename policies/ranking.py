@@ -1,4 +1,4 @@
-"""Keys ordered by numbers that change."""
+"""Keys ordered by changing numbers."""
 
 import heapq
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ Entry = tuple[float, float, str]
 
 
 class Ranking:
-    """Keys, least number first, of equals the one of least age. O(log n) an operation on average.
+    """Keys, least number first, of equals the least age. O(log n) an operation on average.
 
-    A heap keeps outdated entries until they come to its front. It is made anew when most entries are outdated.
+    A heap keeps outdated entries until they come to the front. The heap is rebuilt when most entries are outdated.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Ranking:
         return None if entry is None else entry[0]
 
     def set(self, key: str, rank: float, age: float | None = None) -> None:
-        """Give a key a number. Of equals the one of least `age` comes first; by default the one that was set first."""
+        """Give a key a number. Among equals the least `age` comes first; the default is the order of `set`."""
         self._entries[key] = entry = rank, next(self._count) if age is None else age, key
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + 64:
@@ -39,7 +39,7 @@ class Ranking:
             heapq.heapify(self._heap)
 
     def discard(self, key: str) -> None:
-        """Remove a key if it is there."""
+        """Remove a key if present."""
         self._entries.pop(key, None)
 
     def first(self) -> Entry | None:

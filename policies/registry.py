@@ -1,4 +1,4 @@
-"""Policies by name: Manthan's, and policies of other packages under the entry point `manthan.policies`."""
+"""Policies by name: Manthan's, and policies of further packages under the entry point `manthan.policies`."""
 
 import difflib
 import inspect
@@ -13,22 +13,22 @@ ENTRY_POINT_GROUP = "manthan.policies"
 
 
 class UnknownPolicyError(ValueError):
-    """No policy of that name is registered."""
+    """No policy with this name is registered."""
 
 
 class BadPolicyError(ValueError):
-    """The object that another package registered is no policy."""
+    """The object registered by a package is no policy."""
 
 
 def policy_names() -> list[str]:
-    """Names that `get_policy` takes, sorted."""
+    """Names known to `get_policy`, sorted."""
     return sorted({*BUILTIN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def get_policy(name: str) -> type[EvictionPolicy]:
-    """Return the policy class of this name.
+    """Return the policy class `name`.
 
-    Raises: UnknownPolicyError, which lists all names; BadPolicyError if another package's does not load or is none.
+    Raises: UnknownPolicyError, with a list of all names; BadPolicyError if another package's does not load or is none.
     """
     if name in BUILTIN:
         return BUILTIN[name]
@@ -44,7 +44,7 @@ def _load(point: EntryPoint) -> type[EvictionPolicy]:
     what = f"policy '{point.name}'{package}, {point.value},"
     try:
         policy = point.load()
-    except Exception as error:  # whatever another's module does when it is imported
+    except Exception as error:  # a foreign module may raise anything on import
         said = " ".join(str(error).split())
         raise BadPolicyError(f"{what} cannot be loaded: {type(error).__name__}{f': {said}' if said else ''}") from error
     if not (isinstance(policy, type) and issubclass(policy, EvictionPolicy)):

@@ -1,10 +1,10 @@
-"""Model of when sessions return: a piecewise exponential regression, learned online.
+"""Model of the time until a session returns: a piecewise exponential regression, learned online.
 
-The hazard of a session's return at age t, in seconds since its last use, is constant in each of the pieces between the
-AGES. In piece p it is exp(β_p · x) for a session with the features x. Each piece has coefficients of its own, because
-features fade: a tool's answer comes within seconds or tells nothing. Each is a Poisson regression of the returns in
-that piece, with the seconds waited in it as exposure (Friedman, "Piecewise Exponential Models for Survival Data with
-Covariates", Annals of Statistics 1982). Sessions that never return count as exposure, so that the model learns to
+The hazard of a session's return at age t, in seconds since the last use, is constant in each of the pieces between the
+AGES. In piece p the hazard is exp(β_p · x) for a session with the features x. Each piece has separate coefficients,
+because features fade: a tool's answer comes within seconds or tells nothing. Each piece is a Poisson regression of the
+returns, with the seconds waited in the piece as exposure (Friedman, "Piecewise Exponential Models for Survival Data
+with Covariates", Annals of Statistics 1982). Sessions without a return count as exposure, so that the model learns to
 recognize them.
 """
 
@@ -23,40 +23,40 @@ from manthan.policies.base import SessionView
 Floats: TypeAlias = NDArray[np.float64]
 
 AGES = (5, 8, 10, 12, 15, 18, 22, 27, 33, 40, 50, 60, 75, 90, 105, 120, 150, 180, 240, 300, 400, 520, 690, 1100, 2000)
-"""Seconds at which one piece of the hazard ends and the next begins."""
+"""Seconds at which a piece of the hazard ends and the next begins."""
 HORIZON = 4 * 3600.0
-"""Age in seconds after which the model no longer waits for a session."""
+"""Age in seconds at which the model stops waiting for a session."""
 PIECES = len(AGES) + 1
 _ENDS = np.array((*AGES, HORIZON))
 SAID = (10, 60)
-"""Seconds that part the returns that clients announce: soon, in a while, later."""
+"""Seconds that divide announced returns: soon, in a while, later."""
 KEPT = (0.5, 2)
-"""Parts of what the client had said that part its last pauses: earlier, as said, later."""
+"""Parts of the announced pause that divide last pauses: earlier, as announced, later."""
 ENDINGS = 8
-"""Columns of the features for `SessionView.ending`. A hash chooses one (Weinberger et al., ICML 2009)."""
+"""Columns of the features for `SessionView.ending`. A hash chooses a column (Weinberger et al., ICML 2009)."""
 SWITCH = 3.0
-"""Size of a feature that is there or not, so that the penalty holds it back as little as a number."""
+"""Size of a binary feature, so that the penalty holds the feature back as little as a number."""
 USUAL = 3.0
-"""Logarithm of the pause in seconds that is assumed of a session that has had none."""
+"""Logarithm of the pause in seconds assumed for a session without a pause."""
 RECENT, LASTING = 0.3, 0.06
 """Weights of a new pause in the two moving averages of a session's pauses."""
 HALF_LIVES = 2
-"""A request counts half as much after this part of the window."""
+"""Halvings of a request's weight over a window."""
 YOUNG_S = 30.0
-"""Seconds in which one return is assumed of the youngest sessions."""
+"""Seconds in which a single return is assumed of the youngest sessions."""
 ROUNDS = 32
 """Estimates of a piece while all requests in the window are replaced, at most."""
 LARGEST_STEP = 1.5
-"""Change of a coefficient in one step of Newton's method, at most."""
+"""Largest change of a coefficient in a step of Newton's method."""
 
 
 @dataclass(slots=True)
 class History:
-    """A session's requests until now.
+    """Session's requests until now.
 
-    number: of its last request among all. uses: the session's, at that request. last, recent, lasting: logarithm of its
-    last pause, and two moving averages. longest: a fading maximum. said: seconds that the client announced behind the
-    last request. kept: the last pause in parts of the announced one; -1 if none was announced.
+    number: of the last request among all. uses: the session's, at the last request. last, recent, lasting: logarithm of
+    the last pause, and two moving averages. longest: a fading maximum. said: seconds announced by the client behind the
+    last request. kept: the last pause in parts of the announced pause; -1 without an announcement.
     """
 
     number: int = -1
@@ -80,12 +80,12 @@ class History:
 
 
 def said_s(session: SessionView) -> float | None:
-    """Seconds for which the client said it would be away; None if it said nothing."""
+    """Seconds until the return announced by the client; None without an announcement."""
     return None if session.expected is None else max(0.0, session.expected - session.last_used)
 
 
 def features_of(session: SessionView, history: History) -> list[float]:
-    """Numbers that the hazard depends on, each about 0 on average and of the size of 1."""
+    """Numbers behind the hazard, each about 0 on average and of the size of 1."""
     answer, added = log1p(session.answer_tokens) / 2 - 2.5, log1p(session.added_tokens) / 2 - 3.5
     recent, tokens = history.recent - USUAL, log1p(session.tokens) / 2 - 5
     away, kept = said_s(session), history.kept
@@ -113,19 +113,18 @@ def features_of(session: SessionView, history: History) -> list[float]:
 
 
 def _one_of(choices: int, chosen: int) -> Sequence[float]:
-    """A column for each choice but the first: SWITCH for the one that is chosen, 0 for the others."""
+    """Column for each choice but the first: SWITCH for the chosen, 0 for the rest."""
     return [SWITCH * (choice == chosen) for choice in range(1, choices)]
 
 
 class ReturnModel:
-    """Chance of a return, learned from requests as they come.
+    """Chance of a return, learned from requests in order of arrival.
 
     Args:
         window: number of requests to learn from.
-        refit_every: requests between two estimates of a piece, or the window's requests by ROUNDS if that is more.
-            The pieces take turns, so that no request waits long, and an estimate costs a request the same in any
-            window.
-        prior: returns that would have to be seen to believe half of a coefficient of a rare feature.
+        refit_every: requests between two estimates of a piece, or the window's requests by ROUNDS if more. The pieces
+            take turns, so that no request waits long, and the cost of a request is the same for any window.
+        prior: number of returns needed to believe half of a coefficient of a rare feature.
     """
 
     def __init__(self, window: int, refit_every: int, prior: float) -> None:
@@ -135,19 +134,19 @@ class ReturnModel:
         self._began, self._returned, self._weight = np.zeros(window), np.full(window, np.nan), np.zeros(window)
         """Requests in a ring: features, begin, time of the return (NaN: none yet), and weight."""
         self.count = 0
-        """Number of requests so far."""
+        """Number of requests until now."""
         self._open: dict[str, History] = {}
         self._begins = np.array((0.0, *AGES))
         self._widths = _ENDS - self._begins
         self.coefficients = np.zeros((PIECES, width))
         self.coefficients[:, 0] = -np.log(_ENDS)
-        """By piece. Before the first estimate the hazard is that of any scale of time, which falls with age."""
+        """Coefficients by piece. Before the first estimate the hazard falls with age, free of any scale of time."""
         self._due, self._next = float(refit_every), 0
-        """Count at which a piece is estimated next, and number of that piece."""
+        """Count at the next estimate of a piece, and number of the piece."""
         self._last: tuple[SessionView, list[float]] = SessionView(""), []
 
     def observe(self, session: SessionView) -> list[float]:
-        """Learn from a request that began or ended. Return the index of its session for each piece of age."""
+        """Learn from the begin or the end of a request. Return the index of the session for each piece of age."""
         if session == self._last[0]:  # several orders of sessions hear of the same request
             return self._last[1]
         history = self._open.setdefault(session.session_id, History())
@@ -166,7 +165,7 @@ class ReturnModel:
         return self._last[1]
 
     def _begin(self, session: SessionView, history: History) -> None:
-        """Note that a session returned, and number its new request."""
+        """Note a session's return, and number the new request."""
         if session.gap is not None:
             if history.number >= max(0, self.count - self._size):
                 slot = history.number % self._size
@@ -179,7 +178,7 @@ class ReturnModel:
             self._open = {key: one for key, one in self._open.items() if one.number >= oldest}
 
     def _estimate(self, now: float) -> None:
-        """Take the step of Newton's method for the piece whose turn it is, and for all pieces the first time."""
+        """Take a step of Newton's method for the next piece in turn, and for all pieces the first time."""
         is_first, n = self._due == self._refit_every, min(self.count, self._size)
         returned, began = self._returned[:n], self._began[:n]
         ago = (self.count - 1 - np.arange(n)) % self._size
@@ -198,8 +197,8 @@ class ReturnModel:
     def _step(self, piece: int, x: Floats, events: Floats, waited: Floats) -> Floats:
         """Newton's step towards the greatest penalized likelihood of a piece.
 
-        The penalty pulls coefficients towards 0, but the rate towards that of the piece before, falling as 1/age. So
-        ages that few sessions in the window have reached are judged by younger ones.
+        The penalty pulls coefficients towards 0, but the rate towards the previous piece's rate, falling as 1/age. So
+        ages reached by few sessions in the window are judged by younger ones.
         """
         b, penalty, mean = self.coefficients[piece], np.full(x.shape[1], self._prior), np.zeros(x.shape[1])
         penalty[0] = 1.0
@@ -214,16 +213,16 @@ class ReturnModel:
         return step
 
     def hazard(self, x: Sequence[float]) -> Floats:
-        """Returns per second in each piece of age, for these features."""
+        """Returns per second in each piece of age, for features `x`."""
         hazard: Floats = np.exp(np.clip(self.coefficients @ np.array(x), -18, 1))
         return hazard
 
     def index(self, x: Sequence[float]) -> list[float]:
         """Gittins index of waiting from the begin of each piece of age.
 
-        Returns per second of room, if waiting stops at the best moment: max over τ of P(return within τ) /
-        E[seconds until the return or τ] (Gittins, "Bandit Processes and Dynamic Allocation Indices", JRSS B 1979). It
-        is the steepest slope from a point of the curve (expected seconds, chance of a return) to a later one.
+        Returns per second of room, with the best moment to give up: max over τ of P(return within τ) / E[seconds until
+        the return or τ] (Gittins, "Bandit Processes and Dynamic Allocation Indices", JRSS B 1979). The index is the
+        steepest slope from a point of the curve (expected seconds, chance of a return) to a later point.
         """
         hazard = self.hazard(x)
         stays = np.exp(-hazard * self._widths)

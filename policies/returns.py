@@ -1,4 +1,4 @@
-"""Sessions that are least likely to return soon go first."""
+"""Policy that evicts the sessions least likely to return soon."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -22,14 +22,14 @@ class ReturnsOptions(PolicyOptions):
 
 
 class Returns(EvictionPolicy):
-    """Predicts when a session returns, and keeps the sessions that pay most for their room.
+    """Predicts the return of each session, and keeps the sessions with the most returns for their room.
 
-    Most sessions never return, and the others return after times that have a shape. A model (see return_model) learns
-    both online from the features of a session. A session's worth is the Gittins index of waiting for it: returns per
-    second of room, at the best moment to give up.
+    Most sessions never return, and the rest return after times with a typical distribution. A model (see return_model)
+    learns both online from the features of a session. A session's worth is the Gittins index of waiting for the return:
+    returns per second of room, at the best moment to give up.
 
-    The index is constant in each piece of age. A session is ranked anew when it has passed into the next piece. O(1) a
-    use besides the ranking's O(log n), and O(log n) a victim and a piece that a session passes.
+    The index is constant in each piece of age. A session is ranked anew on the way into the next piece. O(1) a use
+    besides the ranking's O(log n), and O(log n) a victim and a passed piece.
     """
 
     name: ClassVar[str] = "returns"
@@ -42,9 +42,9 @@ class Returns(EvictionPolicy):
         self.model = model if model is not None else ReturnModel(o.window, o.refit_every, o.prior)
         self._now = 0.0
         self._index: dict[str, tuple[float, list[float]]] = {}
-        """Last use of each session, and its index by the piece of age."""
+        """Last use of each session, and the session's index by piece of age."""
         self._worth, self._passes = Ranking(), Ranking()
-        """Sessions by their index now, and by the time at which they pass into the next piece of age."""
+        """Sessions by their index now, and by the time of passing into the next piece of age."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
 
     @classmethod

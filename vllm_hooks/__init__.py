@@ -1,4 +1,4 @@
-"""The only place that knows vLLM: the plugin, its flags, and the KV connector in two halves.
+"""Only package that imports vLLM: the plugin, the flags, and the KV connector in two halves.
 
 From Python:
 

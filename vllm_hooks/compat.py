@@ -1,6 +1,6 @@
-"""All of vLLM that Manthan touches and that vLLM does not offer to connectors.
+"""Every part of vLLM that Manthan touches outside the connector API.
 
-Everything else in `vllm_hooks` keeps to the connector API. docs/compatibility.md compares the two releases.
+The rest of `vllm_hooks` keeps to the connector API. docs/compatibility.md compares the two releases.
 """
 
 import argparse
@@ -52,17 +52,17 @@ logger = init_logger("vllm.manthan")
 T = TypeVar("T")
 
 HALT_S = 2.0
-"""Seconds for which a reset waits for transfers to end, at most."""
+"""Most seconds that a reset waits for transfers to end."""
 PAUSE_S = 1e-3
-"""Seconds between two steps of that, which leave the interpreter to threads that transfer."""
+"""Seconds between two steps of a reset, which leave the interpreter to threads that transfer."""
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update")
-"""Methods of workers that change weights. Not all of them do so by the model's `load_weights`."""
+"""Methods of workers that change weights, not always by the model's `load_weights`."""
 HARMLESS = (
     *("execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch"),
     *("check_health", "profile", "add_lora", "remove_lora", "pin_lora", "list_loras"),
     *("get_kv_connector_handshake_metadata", "reset_mm_cache", "reset_encoder_cache", "synchronize_device"),
 )
-"""Methods of workers that never change weights: those of each step, and others that are called often."""
+"""Methods of workers that never change weights: each step's, and further frequent calls."""
 WRAPPED = {
     "vllm.engine.arg_utils.EngineArgs.add_cli_args": "Plugins have no way to add flags.",
     "vllm.engine.arg_utils.EngineArgs.from_cli_args": "The flags choose the connector and the server's middleware.",
@@ -93,17 +93,17 @@ WRAPPED = {
         "Blocks computed behind decoded ones are marked."
     ),
 }
-"""Functions of vLLM that Manthan replaces, and the reason for each. Tests compare their signatures."""
+"""Functions of vLLM replaced by Manthan, and the reason for each. Tests compare their signatures."""
 # Every process of vLLM loads plugins: what only some of them need is imported where it is used.
 
 
 def wrap(name: str, owner: Any, make: Callable[[Any], Any], kind: Callable[[Any], Any] = lambda made: made) -> None:
-    """Replace a function of vLLM by what `make` returns for it, once.
+    """Replace a function of vLLM by the result of `make` for the function, once.
 
     Args:
-        name: its key in `WRAPPED`.
-        owner: the class, module or object that has it.
-        kind: `staticmethod` or `classmethod` where it is one.
+        name: key in `WRAPPED`.
+        owner: class, module or object with the function.
+        kind: `staticmethod` or `classmethod`, if the function is either.
     """
     assert name in WRAPPED, name
     attribute = name.rpartition(".")[2]
@@ -119,7 +119,7 @@ def wrap(name: str, owner: Any, make: Callable[[Any], Any], kind: Callable[[Any]
 
 
 def register_connector(name: str, module: str) -> bool:
-    """Register a connector by its class's name and module; returns whether it was not yet."""
+    """Register a connector by the name of the class and of the module. Return True if the name was new."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if name in KVConnectorFactory._registry:
@@ -138,9 +138,9 @@ def extend_engine_args(
 
     Args:
         add_flags: adds to the parser.
-        read_flags: may change what was parsed before vLLM reads it.
-        precheck: gets each engine's arguments, and True if they came from a command line.
-        check: gets each engine's configuration before any process starts, and True if it came from a command line.
+        read_flags: may change the parsed arguments before vLLM reads them.
+        precheck: gets each engine's arguments, and True for a command line.
+        check: gets each engine's configuration before any process starts, and True for a command line.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -173,10 +173,10 @@ def extend_engine_args(
 
 
 def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", params_key: str) -> None:
-    """Have each request's `params_key`, and its session's id, checked on its way to the engine.
+    """Have each request's `params_key`, and the session's id, checked before the engine gets the request.
 
     Args:
-        check: its result takes the place of what the request had at `params_key`. What it raises refuses the request.
+        check: returns the new value of `params_key`. An exception refuses the request.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -188,7 +188,7 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", para
             own = extra.get(params_key)
             checked = check(self.vllm_config, own, request.session_id)
             if checked is not own and params is not None:
-                params.extra_args = {**extra, params_key: checked}  # these are the request's own, but `extra` is not
+                params.extra_args = {**extra, params_key: checked}  # the request's own params, but `extra` is shared
             return request
 
         return process
@@ -197,7 +197,7 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", para
 
 
 async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
-    """Return the answer of each engine core behind `app.state.engine_client` to a call that it offers; None if dead."""
+    """Return the answers of all engine cores behind `app.state.engine_client` to the call `name`; None if dead."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -207,9 +207,9 @@ async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
 
 
 def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
-    """Return vLLM's own check that a request has one of the server's API keys; None for a server without keys.
+    """Return vLLM's check of a request's API key; None for a server without keys.
 
-    vLLM checks paths that begin with /v1 and the like only.
+    vLLM checks only some paths, such as /v1.
     """
     from vllm import envs
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -224,7 +224,7 @@ def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
 
 
 def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
-    """Return media with a digest of what the model is given in place of the name."""
+    """Return media under a digest of the content instead of the client's name."""
     from vllm.multimodal.hasher import MultiModalHasher
 
     if feature.data is None:
@@ -238,7 +238,7 @@ def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
 
 @functools.cache
 def _manager_of(spec: "KVCacheSpec") -> "SingleTypeKVCacheManager":
-    """Return vLLM's manager of a group with this spec, on a pool of its own."""
+    """Return vLLM's manager of a group with this spec, on a new pool."""
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_spec
 
@@ -255,20 +255,20 @@ def _manager_of(spec: "KVCacheSpec") -> "SingleTypeKVCacheManager":
 
 
 def skipped_tokens(spec: "KVCacheSpec", tokens: int) -> int:
-    """Number of first tokens whose blocks vLLM neither looks for nor allocates for a prefix of `tokens`."""
+    """Number of first tokens whose blocks vLLM neither looks up nor allocates for a prefix of `tokens`."""
     return int(_manager_of(spec).get_num_skipped_tokens(tokens))
 
 
 def tokens_to_load(request: "Request") -> int:
-    """Number of tokens that all connectors load for a request that was just admitted; 0 if it was preempted before."""
+    """Number of tokens to load by all connectors for a newly admitted request; 0 after a preemption."""
     stats = request.prefill_stats
     return 0 if stats is None or request.num_preemptions else stats.num_external_cached_tokens
 
 
 def _under_construction(kind: type) -> Any:
-    """Return the object of this class whose method is the innermost on the stack; None if there is none.
+    """Return the object of class `kind` whose method is innermost on the stack; None without any.
 
-    vLLM builds connectors inside of its own constructors.
+    vLLM builds connectors inside constructors.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -280,9 +280,9 @@ def _under_construction(kind: type) -> Any:
 
 
 def replace_waiting(queue: "ReturnsFirstQueue") -> "Scheduler | None":
-    """Give the scheduler under construction this queue in place of its `waiting`, and return the scheduler.
+    """Make `queue` the `waiting` of the scheduler under construction, and return the scheduler.
 
-    Return None, and replace nothing, if it has a queue of its own kind. vLLM always drains `kv_holding_waiting` first.
+    Return None, and replace nothing, if `waiting` has an unknown class. vLLM always drains `kv_holding_waiting` first.
     """
     from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -295,13 +295,13 @@ def replace_waiting(queue: "ReturnsFirstQueue") -> "Scheduler | None":
 
 
 class Core:
-    """Engine core under construction, its sleeps, and the resets of its prefix cache.
+    """Engine core under construction, with sleeps and resets of the prefix cache.
 
-    vLLM resets only while no block is referenced, so Manthan lets go of its blocks first. vLLM tells connectors of a
-    sleep no more than of any other pause. Where there is no engine core, nothing is replaced.
+    vLLM resets only while no block is referenced, so Manthan releases all blocks first. vLLM announces a sleep to
+    connectors like any pause. Without an engine core, nothing is replaced.
 
     Args:
-        half: told before vLLM resets, and after, by way of its `ask`, so that nothing is raised.
+        half: told before and after a reset, through `half.ask`, so that nothing is raised.
     """
 
     def __init__(self, half: "SchedulerHalf") -> None:
@@ -315,21 +315,23 @@ class Core:
         """True while vLLM resets because the engine comes to rest."""
         self._core = core = _under_construction(EngineCore)
         self._inputs: queue.Queue[Any] | None = core.input_queue if isinstance(core, EngineCoreProc) else None
-        """Queue on which an engine with nothing to do waits; None for one that its caller steps."""
+        """Queue of an idle engine; None for an engine stepped by the caller."""
         if core is not None:
             self._call = core.model_executor.collective_rpc
             wrap("vllm.v1.engine.core.EngineCore.reset_prefix_cache", core, self._halted)
             wrap("vllm.v1.executor.abstract.Executor.collective_rpc", core.model_executor, self._calling)
 
     def wake(self) -> None:
-        """Make an idle engine run a step if its connector has work. Any thread may call this."""
+        """Make an idle engine run a step if the connector has work. Any thread may call `wake`."""
         from vllm.v1.engine import EngineCoreRequestType
 
         if self._inputs is not None:
             self._inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     def offer(self, name: str, method: Callable[..., Any]) -> None:
-        """Answer `ask_cores` by this method, between two steps on the scheduler's thread, by what msgpack knows."""
+        """Answer `ask_cores` with `method`, between two steps on the scheduler's thread. Results must be known to
+        msgpack.
+        """
         if self._core is not None:
             setattr(self._core, name, method)
 
@@ -341,14 +343,14 @@ class Core:
     ) -> None:
         """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media's content.
 
-        vLLM hashes a request on a thread of its own, before any connector hears of it.
+        vLLM hashes a request on a separate thread, before connectors see the request.
 
         Args:
-            salt: returns a request's cache salt, given the request's `params_key`, its envelope, its client's salt, its
-                adapter, and True if all media are at hand.
-            by_content: True if hashes hold the content of media in place of the names that clients gave them.
+            salt: returns a request's cache salt, given the request's `params_key`, envelope, client's salt and adapter,
+                and True if all media are at hand.
+            by_content: True if hashes hold the content of media instead of the clients' names.
         """
-        if (core := self._core) is None:  # somebody else makes the requests, in tests
+        if (core := self._core) is None:  # in tests, requests are made without a core
             return
 
         def with_salt(preprocess: Any) -> Any:
@@ -357,7 +359,7 @@ class Core:
                 features = (request.mm_features if by_content else None) or []
                 may_be_sizes = extra.get("ec_transfer_params") or core.vllm_config.ec_transfer_config
                 if features and not may_be_sizes:
-                    if core.mm_receiver_cache is not None:  # it has the data of media that were sent before
+                    if core.mm_receiver_cache is not None:  # the cache has the data of earlier media
                         features = core.mm_receiver_cache.get_and_update_features(features)
                     request = msgspec.structs.replace(request, mm_features=[_with_content(each) for each in features])
                 known = not features or (not may_be_sizes and all(each.data is not None for each in features))
@@ -370,7 +372,7 @@ class Core:
 
     @property
     def is_asleep(self) -> bool:
-        """True if memory is gone: the KV cache's, or all of it."""
+        """True if memory is freed: the KV cache's, or all."""
         return self._core is not None and bool(self._core.model_executor.is_sleeping)
 
     @property
@@ -382,15 +384,15 @@ class Core:
         return state is not EngineShutdownState.RUNNING
 
     def ask(self, about_weights: Callable[[Any], T]) -> list[T] | None:
-        """Return what `about_weights` returns of each worker; None where there is no engine core.
+        """Return the result of `about_weights` on each worker; None without an engine core.
 
-        Raises what the executor raises, as when a worker has died. That is no sign that the weights are others.
+        Raises the executor's exceptions, for example when a worker has died. An exception does not mean new weights.
         """
         return None if self._core is None else list(self._call(about_weights))
 
     @property
     def is_moving(self) -> bool:
-        """True while vLLM, or this connector, waits for a transfer."""
+        """True while vLLM or Manthan waits for a transfer."""
         from vllm.v1.request import RequestStatus
 
         scheduler = self._core.scheduler
@@ -441,10 +443,10 @@ class Core:
         return noticed
 
     def _come_to_rest(self, may_preempt: bool) -> bool:
-        """Take steps in which vLLM computes nothing, until every transfer has ended; False if that takes too long.
+        """Run steps without compute until every transfer has ended. Return False after `HALT_S`.
 
-        Workers answer with steps only. Where the caller steps the engine, nobody takes the outputs of these steps.
-        Running requests are preempted there first, so that vLLM computes again what they have under way.
+        Workers answer only within steps. If the caller steps the engine, the outputs of these steps are lost. Running
+        requests are preempted first, so that vLLM recomputes their work in flight.
         """
         from vllm.v1.core.sched.interface import PauseState
 
@@ -472,7 +474,7 @@ class Core:
             scheduler.set_pause_state(before)
 
     def _recompute_waiting(self) -> None:
-        """Free the blocks of waiting requests, whose KV was loaded: they begin anew."""
+        """Free the blocks of waiting requests with loaded KV. The requests begin anew."""
         from vllm.v1.request import RequestStatus
 
         scheduler = self._core.scheduler
@@ -488,7 +490,7 @@ class Core:
             scheduler.waiting.prepend_request(request)
 
     def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Tell the scheduler half of each call of workers: one may load weights, and a level-1 sleep keeps them."""
+        """Tell the scheduler half of each call of workers. A call may load weights; a level-1 sleep keeps them."""
 
         def with_notice(method: Any, *args: Any, **kwargs: Any) -> Any:
             level = (kwargs.get("kwargs") or {}).get("level")
@@ -507,7 +509,7 @@ class Core:
 
 
 def watch_lookups(pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
-    """Serve each request only those cached blocks that it may have, and mark what it computes behind decoded ones."""
+    """Serve each request only cached blocks within the request's rights. Mark blocks computed behind decoded blocks."""
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
@@ -519,7 +521,7 @@ def watch_lookups(pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> Non
 
 
 def _asking(is_enabled: Callable[..., bool]) -> Callable[..., bool]:
-    """Note whose request is looked up: vLLM calls this before each lookup."""
+    """Note the request of a lookup. vLLM calls `is_enabled` before each lookup."""
 
     def enabled_for(self: Any, request: Any) -> bool:
         watched: Watched | None = getattr(self.block_pool, "manthan", None)
@@ -538,7 +540,7 @@ def _marking(cache_blocks: Callable[..., None]) -> Callable[..., None]:
         managers, name = self.single_type_managers, request.request_id
         if watched.marks:
             watched.copied(managers)
-        if request.num_computed_tokens == 0:  # it was admitted just now
+        if request.num_computed_tokens == 0:  # just admitted
             watched.found(request, managers)
         if not watched.marks:
             return cache_blocks(self, request, num_computed_tokens)
@@ -551,12 +553,12 @@ def _marking(cache_blocks: Callable[..., None]) -> Callable[..., None]:
 
 
 class Watched:
-    """A block pool whose lookups and entries are watched."""
+    """Block pool with watched lookups and entries."""
 
     def __init__(self, pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
         self._pool, self.marks, self.half = pool, marks, half
         self.asker: Asker | None = None
-        """The one whose request vLLM looks up now."""
+        """Asker of vLLM's current lookup."""
 
     def serving(self, get_cached_block: Callable[..., Any]) -> Callable[..., Any]:
         def get_served(block_hash: BlockHash, kv_cache_group_ids: list[int]) -> Any:
@@ -575,20 +577,20 @@ class Watched:
         return get_served
 
     def found(self, request: Any, managers: Sequence[Any]) -> None:
-        """Tell of the blocks that vLLM has found for a request."""
+        """Report the blocks found by vLLM for a request."""
         tables = [manager.req_to_blocks.get(request.request_id, ()) for manager in managers] if self.marks else []
         block_ids = [[block.block_id for block in blocks] for blocks in tables]
         self.half.ask(self.half.found, request, block_ids, otherwise=None)
 
     def copied(self, managers: Sequence[Any]) -> None:
-        """Give each copy (copy-on-write) of a lossy block its mark."""
+        """Mark each copy (copy-on-write) of a lossy block."""
         for manager in managers:
             for source, copy in manager._pending_cow_copies:
                 if self.marks[source.block_id]:
                     self.marks.copy(source.block_id, copy.block_id)
 
     def cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
-        """Mark a request's blocks from `first` on. Evict lossy blocks whose hash an exact one has now."""
+        """Mark a request's blocks from `first` on. Evict lossy blocks whose hash an exact block now has."""
         new = [block for block in blocks[first:] if block.block_hash is not None and not block.is_null]
         if not new:
             return
@@ -606,13 +608,13 @@ class Watched:
 
 
 def cached_blocks(pool: "BlockPool", name: Any) -> "Iterable[KVCacheBlock]":
-    """Return the cached blocks of a hash, the one that vLLM would take first."""
+    """Return the cached blocks of a hash, in vLLM's order."""
     found = pool.cached_block_hash_to_block._cache.get(name)
     return found.values() if isinstance(found, dict) else () if found is None else (found,)
 
 
 def overwrite_next(pool: "BlockPool", blocks: "Sequence[KVCacheBlock]") -> None:
-    """Take blocks out of the prefix cache, and those that no request uses to the head of the free queue."""
+    """Take blocks out of the prefix cache, and move unused blocks to the head of the free queue."""
     free = [block for block in blocks if block.ref_cnt == 0]
     pool.evict_blocks({block.block_id for block in blocks})
     pool.touch(free)
@@ -620,7 +622,7 @@ def overwrite_next(pool: "BlockPool", blocks: "Sequence[KVCacheBlock]") -> None:
 
 
 class PoolMarks(Marks):
-    """Marks of a pool's blocks. watch: has the mark of these blocks cleared when the pool hands them out."""
+    """Marks of a pool's blocks. watch: clears the mark of these blocks when the pool hands them out."""
 
     def __init__(self, blocks: int, watch: Callable[[Iterable[int]], None]) -> None:
         super().__init__(blocks)
@@ -634,12 +636,12 @@ class PoolMarks(Marks):
 
 
 class VllmPool:
-    """vLLM's block pool, as `manthan.manager.pool.Pool` describes it.
+    """vLLM's block pool, as `manthan.manager.pool.Pool` describes.
 
     Args:
-        main: KV cache group whose blocks are kept in order.
+        main: KV cache group with ordered blocks.
         block_tokens: tokens of a block, by group.
-        event: returns the KV event of a block that is stored, by its name and the medium; None if events are off.
+        event: returns the KV event of a stored block, by name and medium; None if events are off.
     """
 
     def __init__(
@@ -655,13 +657,13 @@ class VllmPool:
         self.marks: Marks = PoolMarks(pool.num_gpu_blocks, self._watch)
         self._free, self._saved = pool.free_block_queue, set[int]()
         self._kept: dict[int, KVCacheBlock] = {}
-        """Saved blocks as they stand in the free queue, and some that have left it."""
+        """Saved blocks in the order of the free queue, and some already gone from the queue."""
         self._finds: dict[int, WeakSet[Request]] = {}
         """By block id, requests that count on a block."""
         self._bereft: set[Request] = set()
-        """Requests that counted on a block which the pool has handed out since somebody looked."""
+        """Requests that counted on a block handed out since the last look."""
         self._last_empty: KVCacheBlock | None = None
-        """The last of the blocks at the head of the free queue that hold nothing; None if it is not known."""
+        """Last of the empty blocks at the head of the free queue; None if unknown."""
         wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._saved_first)
 
     def _watch(self, block_ids: Iterable[int]) -> None:
@@ -669,7 +671,7 @@ class VllmPool:
         self._pool._reuse_watchers.update(dict.fromkeys(block_ids, self._reused))
 
     def _reused(self, block: "KVCacheBlock") -> None:
-        """Forget all of a block that is handed out."""
+        """Forget everything about a block on reuse."""
         block_id = block.block_id
         self._saved.discard(block_id)
         self._kept.pop(block_id, None)
@@ -690,12 +692,12 @@ class VllmPool:
         return [_first_id(blocks) for blocks in found]
 
     def count_on(self, block_id: int, request: "Request") -> None:
-        """Have `take_bereft` return this request once the pool has handed out this block."""
+        """Have `take_bereft` return `request` once the pool has handed out `block_id`."""
         self._finds.setdefault(block_id, WeakSet()).add(request)
         self._watch([block_id])
 
     def take_bereft(self) -> "set[Request]":
-        """Return the requests that counted on a block which was handed out since the last call."""
+        """Return requests whose counted-on block the pool has handed out since the last call."""
         bereft, self._bereft = self._bereft, set()
         return bereft
 
@@ -719,7 +721,7 @@ class VllmPool:
         overwrite_next(self._pool, self._copies(group, block_hashes)[::-1])
 
     def keep(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        if group != self._main:  # vLLM overwrites blocks of windows and states as it likes
+        if group != self._main:  # vLLM overwrites blocks of windows and states in any order
             return
         blocks = self._copies(group, block_hashes)
         self._saved.update(block.block_id for block in blocks)
@@ -768,12 +770,12 @@ class VllmPool:
         return (_named(block) for block in (*used, *later) if block.block_hash is not None)
 
     def _copies(self, group: int, block_hashes: "Sequence[bytes]") -> "list[KVCacheBlock]":
-        """Return all cached blocks of these names."""
+        """Return all cached blocks with these hashes."""
         names = [make_block_hash_with_group_id(BlockHash(name), group) for name in dict.fromkeys(block_hashes)]
         return [copy for name in names for copy in cached_blocks(self._pool, name)]
 
     def _saved_first(self, append: "Callable[[list[KVCacheBlock]], None]") -> Callable[..., None]:
-        """Have saved blocks that come free stand where they belong. vLLM appends all cached blocks to the queue."""
+        """Insert freed saved blocks at their position of the queue. vLLM would append all cached blocks."""
 
         def append_n(blocks: "list[KVCacheBlock]") -> None:
             saved = [block for block in blocks if block.block_id in self._saved]
@@ -783,7 +785,7 @@ class VllmPool:
         return append_n
 
     def _insert(self, blocks: "Sequence[KVCacheBlock]") -> None:
-        """Link saved blocks into the free queue, behind those that were there before."""
+        """Link saved blocks into the free queue, behind earlier saved blocks."""
         for block in blocks:
             self._kept.pop(block.block_id, None)
         if not blocks:
@@ -800,7 +802,7 @@ class VllmPool:
     def _last_kept(self) -> "KVCacheBlock":
         """Return the last saved block of the free queue.
 
-        If there is none, it is the last block at the head that holds nothing, or the queue's own head.
+        Without saved blocks, return the last empty block at the head, or else the queue's own head.
         """
         while self._kept:
             last = next(reversed(self._kept.values()))
@@ -820,7 +822,7 @@ class VllmPool:
 
 
 def _first_id(found: "KVCacheBlock | dict[int, KVCacheBlock] | None") -> int:
-    """Id of the block that vLLM would take for a hash; -1 without one."""
+    """Id of vLLM's first block for a hash; -1 without a block."""
     block = next(iter(found.values())) if isinstance(found, dict) else found
     return -1 if block is None else block.block_id
 
@@ -831,7 +833,7 @@ def _named(block: "KVCacheBlock") -> Unsaved:
 
 
 def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":
-    """Plan the KV cache of a model that was built, as an engine core with much memory does. Raises what vLLM raises."""
+    """Plan the KV cache of a built model, like an engine core with much memory. Raises vLLM's exceptions."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core import kv_cache_utils
@@ -855,7 +857,7 @@ def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":
 
 
 def rotary_modules(head_dim: int) -> list[Any]:
-    """Return the rotary embeddings with tables that vLLM has made for heads of this size in this process."""
+    """Return this process's rotary embeddings with tables for heads of size `head_dim`."""
     from vllm.model_executor.layers import rotary_embedding as made
 
     modules = [each for each in made._ROPE_DICT.values() if getattr(each, "cos_sin_cache", None) is not None]
@@ -863,7 +865,7 @@ def rotary_modules(head_dim: int) -> list[Any]:
 
 
 def changed_base(module: Any) -> float | None:
-    """Base of a rotary embedding's frequencies, if vLLM changed the model's for its longest prompt (dynamic NTK)."""
+    """Base of a rotary embedding's frequencies, if vLLM changed the base for the longest prompt (dynamic NTK)."""
     from vllm.model_executor.layers.rotary_embedding import dynamic_ntk_alpha_rope, dynamic_ntk_scaling_rope
 
     power = module.rotary_dim / (module.rotary_dim - 2) if module.rotary_dim > 2 else 1.0
@@ -880,21 +882,21 @@ def write_latents(
 ) -> None:
     """Write latents [tokens, numbers] and RoPE's part of keys [tokens, 1, numbers] as a layer's backend does (MLA)."""
     scale = getattr(module, "_k_scale", None)  # the CPU's takes none; a cache that is not quantized has no use for it
-    cache = cache.squeeze(1) if cache.ndim == 4 else cache  # without heads, as the layer itself has it
+    cache = cache.squeeze(1) if cache.ndim == 4 else cache  # without heads, like the layer
     module.impl.do_kv_cache_update(latents, keys, cache, slots, getattr(module, "kv_cache_dtype", "auto"), scale)
 
 
 def parts_of(name: str, tensor: "torch.Tensor") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield the tensors with memory of their own that make up a tensor; torchao's have several."""
+    """Yield the tensors in memory that make up a tensor; torchao's have several."""
     from vllm.model_executor.model_loader.weight_checksum import _tensors
 
     yield from ((each, part.detach()) for each, part in _tensors(name, tensor))
 
 
 def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield parameters and persistent buffers of a model by name, as tensors with memory of their own.
+    """Yield a model's parameters and persistent buffers by name, as tensors in memory.
 
-    Other buffers are made of these and of the configuration.
+    Transient buffers are derived from parameters and configuration.
     """
     persistent = model.state_dict(keep_vars=True).keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -903,9 +905,9 @@ def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]"
 
 
 def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], None]") -> None:
-    """Have `made` called with each model that vLLM makes in this process, before its weights are loaded.
+    """Have `made` called with each model of this process, before the weights are loaded.
 
-    A model inside of another one is loaded with that one, and is not told of.
+    An inner model is loaded with the outer model, and `made` is not called.
     """
     from vllm.model_executor.model_loader import utils
 
@@ -928,13 +930,13 @@ def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], Non
         return initialize_watched
 
     package = utils.__name__.rpartition(".")[0]
-    for module in list(sys.modules.values()):  # each loader has a name of its own for it
+    for module in list(sys.modules.values()):  # each loader imports the function under a separate name
         if getattr(module, "__name__", "").startswith(package) and getattr(module, "initialize_model", None) is theirs:
             wrap(name, module, watched)
 
 
 def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
-    """Yield the tensors of a worker's model, and of its draft; see `tensors_of`."""
+    """Yield the tensors of a worker's model and draft; see `tensors_of`."""
     runner = worker.model_runner
     draft = getattr(runner, "get_draft_model", lambda: None)()
     for model in (runner.get_model(), draft):
@@ -966,7 +968,7 @@ def unpin(memory: "torch.Tensor") -> None:
 
 
 def leave_captures_alone() -> None:
-    """Have this thread's calls of CUDA leave another thread's capture of a graph alone."""
+    """Let this thread call CUDA during another thread's capture of a graph."""
     from cuda.bindings import runtime
 
     runtime.cudaThreadExchangeStreamCaptureMode(runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)

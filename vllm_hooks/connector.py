@@ -1,4 +1,4 @@
-"""The KV connector that vLLM loads: it hands each call to the half that lives in this process."""
+"""KV connector loaded by vLLM: hands each call to the half in this process."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,7 +39,7 @@ U = TypeVar("U")
 
 
 class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
-    """Evicts idle sessions to codes and restores them. See KVConnectorBase_V1 for when vLLM calls what.
+    """Compresses and restores idle sessions. KVConnectorBase_V1 says when vLLM calls each method.
 
     SupportsHMA is declared so that vLLM keeps groups of layers apart.
     """
@@ -48,14 +48,14 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config)
         self._is_broken = False
-        """True once the scheduler half has raised: it is asked nothing any more."""
+        """True once the scheduler half has raised. From then on the half is not called."""
         self._promised: dict[str, Sequence[int]] = {}
-        """By request id, blocks of loads that vLLM waits for and that no worker was told of yet."""
+        """By request id, blocks of loads awaited by vLLM and unknown to all workers."""
         self._logged: set[str] = set()
         self._errors: list[str] = []
         """Calls of the worker half that raised since the last report."""
         self._told_blocks: set[int] = set()
-        """Of loads that vLLM is told of in this step."""
+        """Blocks of loads reported to vLLM in this step."""
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, self._ask)
         else:
@@ -63,14 +63,14 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a cache: what is not stored is recomputed
+        return False  # a cache: unstored blocks are recomputed
 
     # -- errors ---------------------------------------------------------------------------------------
 
     def _ask(self, call: Callable[..., T], *args: Any, otherwise: U) -> T | U:
-        """Return the scheduler half's answer; `otherwise` from its first exception on.
+        """Return the scheduler half's answer; `otherwise` from the first exception on.
 
-        No exception of Manthan's ends the engine. The books may be half changed then.
+        An exception of Manthan never ends the engine. After an exception the books may be half changed.
         """
         if self._is_broken:
             return otherwise
@@ -92,7 +92,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             name = call.__name__
             if name not in self._logged:
                 self._logged.add(name)
-                logger.exception("Manthan: an error in %s: what it was asked for costs a recompute.", name)
+                logger.exception("Manthan: an error in %s costs a recompute.", name)
             self._count(name)
             return otherwise
 
@@ -206,15 +206,15 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             engine.fail(metadata.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Restores are asynchronous: no layer waits for one."""
+        """Restores are asynchronous: no layer waits for a restore."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are read whole when their session is evicted, not layer by layer."""
+        """Do nothing: stores read whole blocks after the step, not layer by layer."""
 
     def wait_for_save(self) -> None:
-        """Begin stores, behind the step's forward passes, because a block may be stored in the step that computes it.
+        """Begin stores, behind the step's forward passes, because a step may store the blocks it computes.
 
-        The blocks are referenced until they are done, so that there is nothing to wait for.
+        The blocks are referenced until the stores end, so there is nothing to wait for.
         """
         metadata, engine = self._metadata, self.worker.engine
         if self._try(engine.submit_stores, metadata, otherwise=False) is False:

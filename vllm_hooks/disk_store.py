@@ -1,4 +1,4 @@
-"""A disk as this engine uses it: its folder, its journal, and each rank's blocks."""
+"""Disk of an engine: the folder, the journal, and each rank's blocks."""
 
 import multiprocessing
 import os
@@ -34,24 +34,26 @@ logger = init_logger("vllm.manthan")
 
 
 PATIENCE_S = 10.0
-"""Seconds that an engine whose server was killed may need to end, and to unlock its folder."""
+"""Seconds for an engine of a killed server to end, and to unlock the folder."""
 
 
 def check_disk(vllm_config: "VllmConfig") -> None:
-    """Raise ConfigError for a folder that cannot be used, or not by ranks that are on other hosts."""
+    """Raise ConfigError for an unusable folder, or for ranks on several hosts."""
     config, hosts = from_vllm_config(vllm_config), vllm_config.parallel_config.nnodes_within_dp
     if not config.tiers.is_on_disk:
         return
     if hosts > 1:
         raise ConfigError(
             f"tiers.kind is {config.tiers.kind}, but --nnodes spreads one engine over {hosts} hosts, and its "
-            "scheduler looks for the codes of all ranks on the disk of its own: use host or redis."
+            "scheduler looks for the blocks of all ranks on its own disk: use host or redis."
         )
     check_folder(config.tiers.disk.path, PATIENCE_S)
 
 
 def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int) -> ArenaTier:
-    """Return a rank's part, of `nbytes`. name: of the namespace. Raises ConfigError if another server has it."""
+    """Return a rank's part, of `nbytes`. name: of the namespace. Raises ConfigError if another server holds the
+    disk.
+    """
     shard = Shard(parallel.rank, parallel.world_size)
     return open_rank(_root(config, parallel), name, shard, nbytes // parallel.world_size)
 
@@ -59,7 +61,9 @@ def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbyt
 def open_left(
     config: ManthanConfig, parallel: "ParallelConfig", name: str, sharding: Sharding
 ) -> tuple[list[dict[Shard, ArenaTier]], list[ArenaTier]]:
-    """Return the blocks of servers with other numbers of ranks: those that this rank reads, and that it only drops."""
+    """Return blocks left by servers with different numbers of ranks: shards this rank reads, and shards only to
+    drop.
+    """
     root, rank, ranks = _root(config, parallel), parallel.rank, parallel.world_size
     sources, copies = list[dict[Shard, ArenaTier]](), list[ArenaTier]()
     for count in counts_in(root / name):
@@ -103,7 +107,7 @@ class DiskBooks:
         return JournalLink(Journal(self._folder, sealer), manager, fronts, notes)
 
     def adopt(self, link: JournalLink) -> None:
-        """Enter the sessions that an earlier server left. The driver must listen by then: it drops all other blocks."""
+        """Enter the sessions left by an earlier server. The driver must listen by then, and drops all unused blocks."""
         began = time.monotonic()
         left = [self._left(count) for count in self._counts if count != self._ranks]
         others = {name: sum(sizes.get(name, 0) for sizes in left) for sizes in left for name in sizes}
@@ -129,7 +133,7 @@ class DiskBooks:
             )
 
     def _left(self, count: int) -> dict[BlockName, int]:
-        """Return the room of each block of a server with `count` ranks; 0 for one of which a shard is missing."""
+        """Return the room of each block of a server with `count` ranks; 0 for a block with a missing shard."""
         other = self._sharding.with_ranks(count // self._sharding.stages)
         ranks = [found_in(self._folder, Shard(rank, count)) for rank in range(count)]
         names = dict.fromkeys(name for rank in ranks for name in rank)
@@ -143,7 +147,7 @@ class DiskBooks:
 
 
 def _end_with_parent() -> None:
-    """End this process when the server that started it has ended, because nobody else can have its folder."""
+    """End this process after the parent server, because otherwise no new server could lock the folder."""
 
     def watch(parent: ParentProcess) -> None:
         parent.join()

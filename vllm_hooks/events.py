@@ -1,6 +1,6 @@
-"""KV events of the cold store, by vLLM's own publisher: a block is stored, a block is removed.
+"""KV events of the cold store, by vLLM's publisher: a block is stored, a block is removed.
 
-The manager knows which blocks are saved, and only requests know their tokens. These are kept here, packed.
+The manager knows the saved blocks, and only requests know the tokens. Tokens are kept here, packed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 PLACES = {
     "host": (MEDIUM_CPU, Locality.LOCAL),
-    "device": (MEDIUM_CPU, Locality.LOCAL),  # "GPU" is what vLLM's own pool says of its blocks, and takes back
+    "device": (MEDIUM_CPU, Locality.LOCAL),  # "GPU" is the medium of vLLM's pool, used and withdrawn by vLLM
     "disk": (MEDIUM_STORAGE, Locality.LOCAL),
     "redis": (MEDIUM_STORAGE, Locality.REMOTE),
 }
-"""Medium and locality by the tier that has all blocks."""
+"""Medium and locality by the tier with all blocks."""
 OWNER = "manthan"
-"""Ownership in events. Other connectors' blocks may have the same medium."""
+"""Ownership in events. Blocks of further connectors may have the same medium."""
 
 
 class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Facts of a block for its event.
+    """Facts of a block for an event.
 
     Args:
-        parent: block hash before it.
-        tokens: its tokens.
-        extra_keys: other content of its hash, as events tell it.
-        source: LoRA adapter's number and name, and the session id of the request that it came with.
+        parent: hash of the previous block.
+        tokens: tokens of the block.
+        extra_keys: further content of the hash, as in vLLM's events.
+        source: LoRA adapter's number and name, and the session id of the request.
     """
 
     parent: bytes | None
@@ -57,7 +57,7 @@ class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class Kind(NamedTuple):
-    """KV cache group: tokens of a block, and what vLLM's events call it."""
+    """KV cache group: tokens of a block, and the names in vLLM's events."""
 
     tokens: int
     name: str
@@ -69,17 +69,17 @@ _unpack = msgspec.msgpack.Decoder(Note).decode
 
 
 class KvEvents:
-    """KV events of one engine's saved blocks. Subscribes to its stream of events.
+    """KV events of an engine's saved blocks. Subscribes to the engine's stream of events.
 
     Args:
-        place: name of the tier that has all saved blocks.
+        place: name of the tier with all saved blocks.
     """
 
     def __init__(self, manager: SessionManager, groups: "Groups", kv_cache_config: "KVCacheConfig", place: str) -> None:
         self.notes: dict[BlockName, bytes] = {}
-        """Packed notes by group and hash. A journal puts those of an earlier engine's blocks here.
+        """Packed notes by group and hash. A journal adds the notes of an earlier engine's blocks.
 
-        Blocks of all groups with the same tokens have the same hash, and one note, under the main group.
+        Blocks of all groups with the same tokens have the same hash, and a common note, under the main group.
         """
         self._blocks, self._groups = manager.blocks, groups
         self._main, self._session_group = groups.main.index, manager.shape.session_group
@@ -90,11 +90,11 @@ class KvEvents:
             for spec in (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
         ]
         self._changed: dict[BlockName, int | None] = {}
-        """Position of each block that was saved since the last `take`; None if it was dropped."""
+        """Position of each block saved since the last `take`; None for a dropped block."""
         self._told: dict[BlockName, None] = {}
-        """Blocks that subscribers know to be stored."""
+        """Blocks reported to subscribers as stored."""
         self.repeats = False
-        """True to have `take` tell again of all stored blocks, because vLLM says that all blocks are cleared."""
+        """True to have `take` report all stored blocks again, because vLLM reports all blocks as cleared."""
         manager.events.subscribe(self)
 
     @property
@@ -113,7 +113,7 @@ class KvEvents:
     # -- requests -------------------------------------------------------------------------------------
 
     def remember(self, request: "Request", blocks: int, parts: "Iterable[Part]" = ()) -> None:
-        """Note the tokens of the request's first blocks and of `parts`, as far as sessions have these blocks."""
+        """Note the tokens of the request's first blocks and of `parts`, as far as sessions have the blocks."""
         size = self._kinds[self._main].tokens
         self._remember(request, self._main, [(at * size, (at + 1) * size) for at in range(blocks)])
         for part in parts:
@@ -143,15 +143,15 @@ class KvEvents:
         return _pack(Note(parent, tokens, list(told[0] or ()) if told else None, source))
 
     def _hash_at(self, request: "Request", end: int) -> "BlockHash":
-        """Return the hash of the block that ends at this token."""
+        """Return the hash of the block ending at token `end`."""
         return request.block_hashes[end // self._groups.hash_tokens - 1]
 
     def _find_rows(self, group: int, hashes: Sequence[bytes]) -> "Rows":
-        """Return the rows of blocks that notes are kept of, -1 for one that has none."""
+        """Return the rows of blocks with notes, -1 for a block without a row."""
         return self._blocks.find(self._session_group if group == self._main else group, hashes)
 
     def _prune(self) -> None:
-        """Forget notes of blocks that the table does not know any more."""
+        """Forget notes of blocks no longer in the table."""
         for group, hashes in _by_group(self.notes).items():
             for name, row in zip(hashes, self._find_rows(group, hashes).tolist(), strict=True):
                 if row < 0:
@@ -160,7 +160,7 @@ class KvEvents:
     # -- events ---------------------------------------------------------------------------------------
 
     def take(self) -> list[KVCacheEvent]:
-        """Return what has changed since the last call."""
+        """Return the changes since the last call."""
         changed, self._changed = self._changed, {}
         stored, removed = dict[BlockName, int](), list[BlockName]()
         for name, position in changed.items():
@@ -185,7 +185,7 @@ class KvEvents:
         return events
 
     def event(self, name: BlockName, medium: str) -> BlockStored | None:
-        """Return the event that a block is stored in some medium; None if nobody knows its tokens."""
+        """Return the event of a block stored in a medium; None if the tokens are unknown."""
         note = self._find(name)
         return None if note is None else self._begun(name, note, medium)
 
@@ -200,7 +200,7 @@ class KvEvents:
             return None
 
     def _stored(self, names: Iterable[BlockName]) -> list[BlockStored]:
-        """Return one event for each run of blocks that came with the same request's session and adapter."""
+        """Return an event for each run of blocks from the same session and adapter."""
         events: list[BlockStored] = []
         ends: dict[tuple[object, ...], BlockStored] = {}  # runs, by group, last hash and source
         for name in names:

@@ -1,4 +1,4 @@
-"""Fingerprints of model, weights and codec, which must agree for a compressed block to be read."""
+"""Fingerprints of model, weights and codec. They must agree before a compressed block is read."""
 
 import hashlib
 import json
@@ -24,11 +24,11 @@ def fingerprint(
     facts: ModelFacts = NO_FACTS,
     sharding: Sharding = ONE_RANK,
 ) -> bytes:
-    """Return 16 bytes over everything that decides the meaning of this rank's blocks, but for which heads they have.
+    """Return 16 bytes over everything that decides the meaning of this rank's blocks, except the blocks' heads.
 
     Args:
-        namespace: name of a store that outlives the engine; it covers the model, as `compute_hash` does otherwise.
-        facts: properties of the model that the codec knows.
+        namespace: name of a store that outlives the engine. The name covers the model, otherwise `compute_hash` does.
+        facts: properties of the model for the codec.
         sharding: shares of the ranks in a block.
     """
     model, rank = vllm_config.model_config, vllm_config.parallel_config.rank
@@ -64,7 +64,7 @@ def fingerprint(
 
 
 def model_identity(vllm_config: "VllmConfig", weights: str) -> dict[str, object]:
-    """Return all that decides the KV of a model and its draft: configuration, with overrides, code and weights.
+    """Return all facts that decide the KV of a model and draft: configuration, with overrides, code and weights.
 
     The model's path and --max-model-len are left out. weights: digest of all weights, a draft's included.
     """
@@ -85,7 +85,7 @@ def _identity(model: "ModelConfig") -> dict[str, object]:
 
 
 def _settings(config: object) -> object:
-    """Return a model's configuration without its path and the version that wrote it."""
+    """Return a model's configuration without path and the writer's version."""
     if not isinstance(config, dict):
         return config
     named = {key: value for key, value in config.items() if not str(key).startswith("_")}
@@ -93,7 +93,7 @@ def _settings(config: object) -> object:
 
 
 def _code(model: "ModelConfig") -> str:
-    """Digest of the Python files in the model's folder, which --trust-remote-code runs; empty without files."""
+    """Digest of the Python files in the model's folder, run by --trust-remote-code; empty without files."""
     folder = _folder(model.model, model.revision)
     if folder is None or not folder.is_dir():
         return ""
@@ -104,12 +104,12 @@ def _code(model: "ModelConfig") -> str:
 
 
 def _folder(model: str, revision: str | None) -> Path | None:
-    """Folder of the model's files: its own path, or the hub's cache."""
+    """Folder of the model's files: the model's path, or the hub's cache."""
     if Path(model).exists():
         return Path(model)
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception:  # some other source, which has no code that is run
+    except Exception:  # a different source, without code to run
         return None

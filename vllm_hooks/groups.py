@@ -1,6 +1,6 @@
-"""KV cache groups of a model: what of each is stored, and what resume points need of each.
+"""KV cache groups of a model: stored form of each, and blocks of each at a resume point.
 
-`SPECS` has an entry for each class of vLLM's KV cache specs. A group that no codec knows is stored as bytes.
+`SPECS` has an entry for each class of vLLM's KV cache specs. A group unknown to all codecs is stored as bytes.
 """
 
 import math
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 NO_LATENTS = Latents()
 EVERY = 1 << 40
-"""Number of tokens that a layer with full attention looks back: more than any context has."""
+"""Number of tokens that a layer with full attention looks back: more than any context."""
 
 
 class StoredAs(StrEnum):
-    """Way in which blocks of a KV cache group are stored."""
+    """Stored form of a KV cache group's blocks."""
 
     CODED = "coded"
-    """By the configured codec, where the layers have one of the layouts that a codec knows; else as bytes."""
+    """By the configured codec if a codec knows the layers' layout; else as bytes."""
     BYTES = "bytes"
     NOTHING = "nothing"
-    """Not at all, because vLLM does not look for such blocks in its prefix cache either."""
+    """Not at all, because vLLM does not look for such blocks in the prefix cache."""
     REFUSED = "refused"
-    """Not at all, although requests cannot go on without them."""
+    """Not at all, although requests need the blocks."""
 
 
 class SpecEntry(NamedTuple):
-    """Way in which groups of one class of specs are stored.
+    """Stored form of groups with one class of specs.
 
     Args:
-        reach: returns the number of tokens that a layer looks back, its own included.
+        reach: returns the number of tokens a layer looks back, the current token included.
         is_coded: returns True if a codec knows the layout, given spec, dtype's name and the model's latents.
     """
 
@@ -95,11 +95,12 @@ SPECS: Mapping[str, SpecEntry] = {
     "HiSparseResidentSpec": SpecEntry(StoredAs.NOTHING),
     "CrossAttentionSpec": SpecEntry(StoredAs.REFUSED),
 }
-"""By name of vLLM's class, because releases have different ones. A class without an entry has that of its base."""
+"""Entries by name of vLLM's class, because releases have different classes. A class without an entry uses the
+base's."""
 
 
 def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
-    """Entry of the spec's class or of its nearest base that has one, stored as bytes then; None without one."""
+    """Entry of the spec's class, or else of the nearest base with an entry, then stored as bytes; None without any."""
     names = [each.__name__ for each in type(spec).__mro__]
     found = next((SPECS[name] for name in names if name in SPECS), None)
     if found is None or names[0] in SPECS or found.stored is not StoredAs.CODED:
@@ -108,7 +109,7 @@ def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
 
 
 class Context(NamedTuple):
-    """Context parallelism of decoding: `ranks` ranks hold a block's tokens in turn, `run` consecutive ones each."""
+    """Context parallelism of decoding: `ranks` ranks hold a block's tokens in turn, `run` consecutive tokens each."""
 
     ranks: int = 1
     run: int = 1
@@ -123,7 +124,7 @@ class Context(NamedTuple):
         return -(-tokens // (self.run * self.ranks)) * self.run
 
     def of_a_rank(self, transfer: Transfer) -> Transfer:
-        """Return a transfer with its tokens counted as a rank counts its own."""
+        """Return a transfer with tokens counted as on a single rank."""
         first, exact = transfer.first_token // self.ranks, self.first_tokens(transfer.exact_tokens)
         return replace(transfer, first_token=first, exact_tokens=exact)
 
@@ -133,16 +134,16 @@ ALONE = Context()
 
 @dataclass(frozen=True)
 class KvCacheGroup:
-    """KV cache group that Manthan stores.
+    """Stored KV cache group.
 
     Args:
         index: number among vLLM's groups.
-        spec: vLLM's spec of the layers, or of one of them if blocks are bytes.
+        spec: vLLM's spec of the layers, or of a single layer if blocks are bytes.
         layers: number of layers. names: their names.
-        cache_dtype: dtype of its numbers, as --kv-cache-dtype names it; for a state, dtypes and shapes of its tensors.
-        layer_nbytes: bytes of a block in each layer, if blocks are bytes that are not looked into.
-        latent: number of `head_size` numbers that are a latent (MLA); 0 for keys and values.
-        beside: the group's other layers, whose blocks are bytes in the same compressed blocks; None without any.
+        cache_dtype: dtype of the numbers, as in --kv-cache-dtype; for a state, dtypes and shapes of the tensors.
+        layer_nbytes: bytes of a block in each layer, if blocks are opaque bytes.
+        latent: number of `head_size` numbers in the latent (MLA); 0 for keys and values.
+        beside: group of the remaining layers, stored as bytes in the same compressed blocks; None without any.
     """
 
     index: int
@@ -162,19 +163,19 @@ class KvCacheGroup:
 
     @property
     def is_packed(self) -> bool:
-        """True if blocks are bytes that are not looked into."""
+        """True if blocks are opaque bytes."""
         return bool(self.layer_nbytes)
 
     @property
     def is_state(self) -> bool:
-        """True if a block is the state of its layers behind its last token."""
+        """True if a block is the layers' state after the block's last token."""
         from vllm.v1.kv_cache_interface import MambaSpec
 
         return isinstance(self.spec, MambaSpec)
 
     @property
     def dtype_name(self) -> str:
-        """Name of the kind of its numbers. Kinds of the same size have different names."""
+        """Name of the numbers' kind. Kinds of equal size have different names."""
         if self.is_packed:
             return self.cache_dtype
         return FP8[self.cache_dtype].name if self.cache_dtype in FP8 else str(self.spec.dtype)
@@ -193,9 +194,9 @@ class KvCacheGroup:
 
 
 class Part(NamedTuple):
-    """Block of another group that a resume point needs.
+    """Block of another group at a resume point.
 
-    at: number of the block among its group's. first_token, end: positions of its first token, and behind its last.
+    at: number of the block within the group. first_token, end: positions of the first token, and after the last.
     """
 
     group: int
@@ -205,17 +206,17 @@ class Part(NamedTuple):
 
 
 class PointGroup(NamedTuple):
-    """Group of which a resume point needs blocks by itself: all but the main one, and that too if it has a window.
+    """Group with blocks needed at a resume point: every group but the main group, and a main group with a window.
 
     Args:
-        reach: number of tokens that its layers look back, their own included; 1 for states.
+        reach: number of tokens the layers look back, the current token included; 1 for states.
     """
 
     group: KvCacheGroup
     reach: int
 
     def needed(self, tokens: int) -> Iterator[Part]:
-        """Blocks that a resume point behind `tokens` needs, which vLLM allocates for a load. `tokens` fill blocks."""
+        """Blocks needed by a resume point at `tokens`, as vLLM allocates for a load. `tokens` fill blocks."""
         size = self.group.tokens
         start = skipped_tokens(self.group.spec, tokens) // size
         return (Part(self.group.index, at, at * size, (at + 1) * size) for at in range(start, tokens // size))
@@ -225,12 +226,12 @@ class Groups(NamedTuple):
     """KV cache groups of a model.
 
     Args:
-        main: group whose blocks make up sessions. If no group has full attention, it is among `at_points` as well.
-        at_points: groups of which resume points need blocks.
-        again: number of found blocks at a prefix's end that are computed nevertheless; see `blocks_computed_again`.
-        unstored: tokens of a block of each group that is not stored.
-        replicas: number of consecutive ranks of tensor parallelism that have the same blocks, as with latents (MLA).
-        unit: number of tokens between two of vLLM's hashes; None for the largest that all blocks' ends are at.
+        main: group whose blocks make up sessions; also among `at_points` if no group has full attention.
+        at_points: groups with blocks needed at resume points.
+        again: number of found blocks at a prefix's end to compute nevertheless; see `blocks_computed_again`.
+        unstored: tokens of a block of each unstored group.
+        replicas: number of consecutive ranks of tensor parallelism with the same blocks, as with latents (MLA).
+        unit: number of tokens between two of vLLM's hashes; None for the greatest common divisor of all block sizes.
     """
 
     main: KvCacheGroup
@@ -242,67 +243,67 @@ class Groups(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True if a resume point needs all blocks of the main group, and not a window's last ones."""
+        """True if a resume point needs all blocks of the main group, and not only a window."""
         return len(self.others) == len(self.at_points)
 
     @property
     def is_even(self) -> bool:
-        """True if each group has the main group's hashes: that is stored, and all blocks have as many tokens."""
+        """True if all groups have the main group's hashes: all are stored, and all blocks have equally many tokens."""
         return self.is_whole and len(set(self._sizes)) == 1
 
     @property
     def others(self) -> list[PointGroup]:
-        """Stored groups that are not the main one."""
+        """Stored groups except the main group."""
         return [each for each in self.at_points if each.group.index != self.main.index]
 
     @property
     def stored(self) -> list[KvCacheGroup]:
-        """All stored groups, the main one first."""
+        """All stored groups, the main group first."""
         return [self.main, *(each.group for each in self.others)]
 
     @property
     def hash_tokens(self) -> int:
-        """Number of tokens between two of vLLM's hashes, which are at the ends of every group's blocks."""
+        """Number of tokens between two of vLLM's hashes. Every block ends at a hash."""
         return self.unit or math.gcd(*self._sizes)
 
     @property
     def resume_tokens(self) -> int:
-        """Number of tokens between two resume points, which are where blocks of all groups end."""
+        """Number of tokens between two resume points. Blocks of all groups end at a resume point."""
         return math.lcm(*self._sizes, *self.unstored)
 
     @property
     def is_expected(self) -> bool:
         """True if vLLM finds a prefetched session: all groups have the same hashes, and no window lacks a block.
 
-        Where a draft has blocks computed again, vLLM believes in a window only with another block behind it.
+        With a draft that recomputes blocks, vLLM accepts a window only with another block behind the window.
         """
         return self.is_even and not (self.again and any(1 < each.reach < EVERY for each in self.at_points))
 
     @property
     def last_tokens(self) -> int:
-        """Number of prompt tokens that are computed on a full hit: 1, or 0 if several groups have a block computed."""
+        """Number of prompt tokens computed on a full hit: 1, or 0 if a block is recomputed and groups are several."""
         return 0 if self.again and self.others else 1
 
     def deepest(self, depth: int) -> int:
-        """Number of a session's first `depth` blocks up to the last resume point; 0 without one.
+        """Number of blocks, of a session's first `depth`, up to the last resume point; 0 without a resume point.
 
-        Blocks of all groups end at a resume point, and the blocks that are computed again come behind it.
+        Blocks of all groups end at a resume point. Blocks to recompute follow the resume point.
         """
         end = depth - self.again
         end -= end % (self.resume_tokens // self.main.tokens)
         return end + self.again if end > 0 else 0
 
     def parts(self, depth: int) -> Iterator[Part]:
-        """Blocks of other groups that are needed if `depth` blocks of the main one are found, group by group."""
+        """Blocks of further groups needed behind `depth` found blocks of the main group, group by group."""
         end = max(0, depth - self.again)
         tokens = end * self.main.tokens
         return (part for each in self.at_points for part in each.needed(tokens)) if end else iter(())
 
     def held(self, tokens: int, in_flight: int) -> int:
-        """Most blocks of all groups that a request with `tokens` uses, of which `in_flight` are being computed.
+        """Most blocks, of all groups, that a request with `tokens` uses, with `in_flight` tokens in computation.
 
-        A state has its last block and the next, and one for each token that is proposed. A group that is not stored is
-        a buffer of one block.
+        A state has the last block, the next block, and a block for each proposed token. An unstored group is a buffer
+        of one block.
         """
         main = -(-tokens // self.main.tokens) if self.is_whole else 0
         others = 0
@@ -313,7 +314,7 @@ class Groups(NamedTuple):
         return main + others + len(self.unstored) + self._proposed
 
     def taken(self, tokens: int, requests: int) -> int:
-        """Most blocks of all groups that a step takes in which `tokens` of `requests` are computed."""
+        """Most blocks, of all groups, that a step takes to compute `tokens` of `requests`."""
         sizes = self._sizes if self.is_whole else self._sizes[1:]
         return sum(-(-tokens // size) + requests for size in sizes) + requests * self._proposed
 
@@ -336,16 +337,16 @@ def groups_of(
 ) -> Groups:
     """Return the KV cache groups of a model.
 
-    The main one is a group with full attention: one that is coded if there is any, and the one with the largest blocks.
+    The main group has full attention: a coded group if any, and among these the group with the largest blocks.
 
     Args:
         cache: vLLM's configuration of the cache; None for numbers of the model's kind.
         latents: of the model.
-        context: context parallelism of groups whose tokens are spread over ranks.
-        as_bytes: numbers of groups that are stored as bytes whatever their specs.
+        context: context parallelism of groups with tokens spread over ranks.
+        as_bytes: numbers of groups to store as bytes whatever the specs.
 
     Raises:
-        UnsupportedError: for a group without which requests cannot go on, and which cannot be stored.
+        UnsupportedError: for a group that requests need and that Manthan cannot store.
     """
     pages, found, unstored = page_nbytes(kv_cache_config), list[PointGroup](), list[int]()
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -394,20 +395,20 @@ def config_for(vllm_config: "VllmConfig", groups: Groups) -> ManthanConfig:
 
 
 def is_mixed(kv_cache_config: "KVCacheConfig") -> bool:
-    """True if a group has layers of several specs. vLLM's scheduler gets one of them, and must ask the workers."""
+    """True if a group has layers of several specs. vLLM's scheduler sees a single spec, and must ask the workers."""
     pages = page_nbytes(kv_cache_config)
     groups = kv_cache_config.kv_cache_groups
     return any(len({pages[name][1] for name in group.layer_names if name in pages}) > 1 for group in groups)
 
 
 def on_all_ranks(told: Sequence[Groups]) -> Groups:
-    """Return groups with the layers of the rank that has the most, because stages of a pipeline may differ.
+    """Return groups with the layers of the largest rank, because stages of a pipeline may differ.
 
     Args:
         told: groups of each rank; see `worker.half.groups_of_worker`.
 
     Raises:
-        UnsupportedError: if some stage has no layer of a group.
+        UnsupportedError: if a stage has no layer of a group.
     """
     by_rank = [{group.index: group for group in groups.stored} for groups in told]
 
@@ -426,7 +427,7 @@ def on_all_ranks(told: Sequence[Groups]) -> Groups:
 
 
 def _one_of(spec: Any) -> Any:
-    """Spec of one layer of a group of several shapes. vLLM's scheduler gets that one, too."""
+    """Spec of the first layer in a group of several shapes, like vLLM's scheduler sees."""
     several = getattr(spec, "kv_cache_specs", None)
     return spec if several is None else next(iter(several.values()))
 
@@ -440,7 +441,7 @@ def _group(
     *,
     can_code: bool,
 ) -> KvCacheGroup:
-    """Return a group, with blocks of bytes for layers whose layout no codec knows.
+    """Return a group, with blocks of bytes for layers with an unknown layout.
 
     pages: see `page_nbytes`.
     """
@@ -462,21 +463,21 @@ def _group(
     shapes = {(each.num_kv_heads, each.head_size, each.dtype, _dtype_of(each, cache), _latent(each)) for each in coded}
     ours = tuple(name for name in names if specs[name] in coded)
     others = tuple(name for name in names if specs[name] not in coded)
-    beside = packed(others) if others else None
-    fits = beside is None or (len(set(beside.layer_nbytes)) == 1 and beside.layer_nbytes[0] % UNIT == 0)
+    raw = packed(others) if others else None
+    fits = raw is None or (len(set(raw.layer_nbytes)) == 1 and raw.layer_nbytes[0] % UNIT == 0)
     if len(shapes) != 1 or not fits:
         return packed(names)
     spec = specs[ours[0]]
     latent = latents.numbers if _latent(spec) else 0
-    return KvCacheGroup(index, spec, len(ours), ours, _dtype_of(spec, cache), latent=latent, beside=beside)
+    return KvCacheGroup(index, spec, len(ours), ours, _dtype_of(spec, cache), latent=latent, beside=raw)
 
 
 UNIT = 16
-"""Bytes of which sections of compressed blocks are multiples, and which kernels copy at once."""
+"""Unit of the sizes of compressed blocks' sections, in bytes, copied at once by kernels."""
 
 
 def _is_coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> bool:
-    """True if layers of this spec are coded."""
+    """True if a codec encodes layers with this spec."""
     entry = entry_of(spec)
     if entry is None or entry.stored is not StoredAs.CODED or (cache is not None and is_packed(cache)):
         return False
@@ -489,19 +490,19 @@ def _latent(spec: Any) -> bool:
 
 
 def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
-    """Return the dtype of a group's numbers, as --kv-cache-dtype names it, or as the spec does."""
+    """Return the dtype of a group's numbers, named like --kv-cache-dtype or by the spec."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     dtype = getattr(spec, "cache_dtype_str", None) or ("auto" if cache is None else cache.cache_dtype)
     if dtype == "auto" and getattr(spec, "kv_quant_mode", None) is KVQuantMode.FP8_PER_TENSOR:
-        return E4M3  # the model says so
+        return E4M3  # set by the model
     return str(dtype)
 
 
 def page_nbytes(kv_cache_config: "KVCacheConfig") -> dict[str, tuple[int, int]]:
-    """Number of bytes of a block in each layer, and a number that layers of one spec have in common.
+    """Number of bytes of a block in each layer, and a number common to layers of one spec.
 
-    Blocks or layers lie side by side, so that the smaller distance is that of pages.
+    Blocks or layers are adjacent in memory, so the smaller distance is the size of a page.
     """
     tensors = enumerate(kv_cache_config.kv_cache_tensors)
     return {name: (min(each.layer_stride, each.block_stride), n) for n, each in tensors for name in each.layers}

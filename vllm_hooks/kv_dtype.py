@@ -1,4 +1,4 @@
-"""Kinds of numbers in vLLM's KV cache, as --kv-cache-dtype names them."""
+"""Kinds of numbers in vLLM's KV cache, as named in --kv-cache-dtype."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ PLAIN = ("auto", "bfloat16", "float16", "float32")
 """Dtypes of the model's kind."""
 E4M3 = "fp8_e4m3"
 FP8 = {"fp8": Dtype.FLOAT8_E4M3, E4M3: Dtype.FLOAT8_E4M3, "fp8_e5m2": Dtype.FLOAT8_E5M2}
-"""Dtypes of a byte a number. A codec need not know the layer's scale, because it never changes."""
+"""Dtypes of a byte a number. A codec need not know the layer's scale, because the scale never changes."""
 
 
 def is_plain(cache: "CacheConfig") -> bool:
@@ -20,5 +20,5 @@ def is_plain(cache: "CacheConfig") -> bool:
 
 
 def is_packed(cache: "CacheConfig") -> bool:
-    """True if only vLLM's kernels can read a block, or if its layers are of several kinds."""
+    """True if only vLLM's kernels can read a block, or if the layers are of several kinds."""
     return not is_plain(cache) and (cache.cache_dtype not in FP8 or bool(cache.kv_cache_dtype_skip_layers))

@@ -1,4 +1,4 @@
-"""What a block of this model weighs: in vLLM's pool, and as codes."""
+"""Bytes of a block of this model: in vLLM's pool, and compressed."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 HIGH_RATIO = 9
 """Compression up to which blocks without refinements are for requests of high quality."""
 MOST = 0xFFFF
-"""Largest dimension that a compressed block's header has room for."""
+"""Largest dimension in a compressed block's header."""
 
 
 class Shards(NamedTuple):
     """Parts of a block on all ranks.
 
-    room: returns the most bytes of the budget that a compressed block takes. can_trim: True if tiers cut blocks.
+    room: returns the most bytes of the budget for a compressed block. can_trim: True if tiers cut blocks.
     """
 
     ranks: int
@@ -42,12 +42,12 @@ class Shards(NamedTuple):
 
 
 def block_shape(group: "KvCacheGroup") -> BlockShape:
-    """Shape of one rank's block of a KV cache group."""
+    """Shape of a rank's block of a KV cache group."""
     if group.is_packed:
         return packed_shape(group.layer_nbytes, group.spec.block_size)
-    spec, beside = group.spec, block_shape(group.beside) if group.beside else None
+    spec, raw = group.spec, block_shape(group.beside) if group.beside else None
     dim, dtype = spec.head_size - group.latent, FP8.get(group.cache_dtype) or DTYPES[spec.dtype]
-    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, dim, dtype, group.latent, beside)
+    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, dim, dtype, group.latent, raw)
 
 
 def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:
@@ -65,16 +65,16 @@ def block_format(
     facts: ModelFacts = NO_FACTS,
     first_head: int = 0,
 ) -> BlockFormat:
-    """Return the format of one rank's compressed blocks of a KV cache group."""
+    """Return the format of a rank's compressed blocks of a KV cache group."""
     return BlockFormat(codec, block_shape(group), fingerprint, group.index, facts, first_head)
 
 
 def memory_shapes(
     codec: CodecConfig, groups: "Groups", shards: Shards, profile: Profile | None = None
 ) -> list[MemoryShape]:
-    """Return the sizes of blocks in the configured codec, then in those that the guard may choose instead.
+    """Return the sizes of blocks in the configured codec, then in the guard's alternatives.
 
-    These are the finer ones and, last, the one in which every token is exact. Raises ConfigError.
+    The alternatives are the finer codecs and, last, exact tokens. Raises ConfigError.
     """
     group, finer = groups.main, finer_codecs(codec.name)
     mains = [group_shape(codec, group, shards, profile)]
@@ -90,7 +90,7 @@ def memory_shapes(
 def group_shape(
     codec: CodecConfig, group: "KvCacheGroup", shards: Shards, profile: Profile | None = None
 ) -> GroupShape:
-    """Return the sizes of one group's blocks in this codec. Raises ConfigError."""
+    """Return the sizes of a group's blocks in this codec. Raises ConfigError."""
     count, room = shards.ranks, shards.room
     facts = [with_states(codec.name, group, rank_facts(profile, group, rank, count)) for rank in range(count)]
     made = [block_format(codec.name, group, facts=of_rank) for of_rank in facts]
@@ -111,17 +111,17 @@ def _renamed(codec: CodecConfig, name: str) -> CodecConfig:
 
 
 def _all_exact(shape: GroupShape, group: "KvCacheGroup", shards: Shards) -> GroupShape:
-    """Return the sizes of blocks in which every token is exact."""
+    """Return the sizes of blocks with exact tokens only."""
     whole = shards.ranks * shards.room(block_format(EXACT, group).max_nbytes(group.spec.block_size))
     return replace(shape, typical=0, bounds=dict.fromkeys({*shape.bounds, shape.tokens}, whole))
 
 
 def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGroup", shards: Shards) -> GroupShape:
-    """Return the sizes of blocks of another group than that of sessions.
+    """Return the sizes of blocks of a group that is not the main group.
 
     Args:
-        name: of the main group's codec; None if every token is exact.
-        chosen: the codec that transfers name; empty for the configured one.
+        name: main group's codec; None if every token is exact.
+        chosen: codec name in transfers; empty for the configured codec.
     """
     if group.is_packed:
         shape = group_shape(_renamed(codec, codec_of_other(EXACT, group, codec.state)), group, shards)
@@ -133,9 +133,9 @@ def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGro
 
 
 def codec_of_other(name: str, group: "KvCacheGroup", state: str) -> str:
-    """Name of the codec of a group that is not the main one, beside codec `name` of that.
+    """Name of the codec of a group that is not the main group, given the main group's codec `name`.
 
-    A profile is of the main group. States have codecs of their own. state: `codec.state` of the configuration.
+    A profile describes the main group only. States have separate codecs. state: `codec.state` of the configuration.
     """
     if group.is_packed:
         return STATE_CODECS.get(state, EXACT) if group.is_state else EXACT
@@ -148,7 +148,7 @@ def with_states(codec: str, group: "KvCacheGroup", facts: ModelFacts) -> ModelFa
 
 
 def _state_layout(group: "KvCacheGroup") -> StateLayout:
-    """Return the layout of states: a matrix for each head, behind a convolution's if there is one. Others are exact."""
+    """Return the layout of states: a matrix for each head, behind a convolution's if any. All else is exact."""
     spec: Any = group.spec
     parts = []
     for at, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
@@ -171,9 +171,9 @@ def rank_facts(profile: Profile | None, group: "KvCacheGroup", rank: int, ranks:
 
 
 def exact_counts(codec: CodecConfig, group: "KvCacheGroup") -> dict[int, int]:
-    """Numbers of a block's first tokens that may have to be kept exact, and the most of them that a rank has.
+    """Possible numbers of exact first tokens in a block, each with the most of them on a rank.
 
-    They are none, the rest of the sink, or all of them, in a head that sessions share.
+    The numbers are none, the rest of the sink, or all, in a head shared by sessions.
     """
     counts = 0, codec.sink_tokens % group.tokens, group.tokens
     return {exact: group.context.first_tokens(exact) for exact in counts}

@@ -1,4 +1,4 @@
-"""Messages between the two halves of the connector, one each way in a step."""
+"""Messages between the two halves of the connector: one each way in a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,28 +16,28 @@ from manthan.manager.transfer import Transfer, TransferResult
 class ManthanMetadata(KVConnectorMetadata):
     """Message from scheduler to worker.
 
-    Loads may begin at once, after place and drops. Stores begin when the step's KV is computed.
+    Loads may begin at once, after `place` and `drops`. Stores begin when the step's KV is computed.
     """
 
     place: str | None = None
-    """Name of the emptied store that is used from now on, because the KV of old is void; None for no change."""
+    """Name of the emptied store to use from now on, because all earlier KV is void; None for no change."""
     drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()
     tokens: int = 0
-    """Number of tokens that the model computes in this step."""
+    """Number of tokens computed by the model in this step."""
     model_rests: bool = False
-    """True if nothing is computed in this step."""
+    """True if the model computes nothing in this step."""
     step: int = 0
     """Number of the step, counted from the engine's start."""
     failed: dict[str, Sequence[int]] = field(default_factory=dict)
-    """Blocks of loads that were promised to vLLM and will not be, by the id of the request that waits."""
+    """Blocks of loads promised to vLLM and given up, by the id of the waiting request."""
     cancels: bool = False
-    """True if jobs that have not begun are to be answered as failed, since the prefix cache is reset."""
+    """True to answer jobs not begun as failed, because the prefix cache is reset."""
     may_calibrate: bool = False
-    """True if no request of this step has a tenant, so that its KV may shape the model's profile."""
+    """True if no request of the step has a tenant, so that the KV may shape the model's profile."""
     revokes: bool = False
-    """True if stores whose blocks are not read yet are to be given up, since requests need the blocks."""
+    """True to give up stores with unread blocks, because requests need the blocks."""
 
 
 class Candidate(NamedTuple):
@@ -49,12 +49,12 @@ class Candidate(NamedTuple):
 
 @dataclass
 class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
-    """Message from worker to scheduler: transfers that ended since the last step, on all ranks."""
+    """Message from worker to scheduler: transfers ended since the last step, on all ranks."""
 
     results: list[TransferResult] = field(default_factory=list)
     """Results, one for each job and rank."""
     gathered: list[int] = field(default_factory=list)
-    """Ids of stores whose blocks need not stay in the pool any more; once for each rank, not after its result."""
+    """Ids of stores whose blocks may leave the pool; once for each rank, never after the result."""
     verdicts: list[Verdict] = field(default_factory=list)
     candidate: Candidate | None = None
     errors: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Returns first: the scheduler's waiting queue, how far it may go, and the number of tokens of a step."""
+"""Returns first: the scheduler's waiting queue, the bound on reordering, and the number of tokens of a step."""
 
 import heapq
 from collections.abc import Iterable, Iterator
@@ -10,21 +10,21 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 BOUND_S = 2.0
-"""Seconds by which a request with much to compute stands behind its arrival, at most."""
+"""Most seconds by which a request with much to compute stands behind the arrival."""
 RETURNS = 32
-"""Number of the last returns that say if KV is lost before it is asked for again."""
+"""Number of last returns that tell if KV is lost before the next use."""
 MANY_LOST, FEW_LOST = 0.2, 0.1
 """Shares of returns' blocks. Above the first, requests with much to compute are held back, until below the second."""
 STEP_S = 0.05
-"""Seconds that a step may take while several requests are there."""
+"""Most seconds of a step with several requests."""
 LEAST_TOKENS = 1024
-"""Tokens that a step may always compute. Steps with fewer say little about how long a token takes."""
+"""Tokens always allowed in a step. Steps with fewer tell little about a token's time."""
 DECAY = 0.8
-"""Weight of the steps before, against the last one."""
+"""Weight of the earlier steps, against the last step."""
 
 
 class _Entry(NamedTuple):
-    """Place of a request. `tie` differs for any two, so that requests are never compared."""
+    """Rank of a request. `tie` is unique, so that requests are never compared."""
 
     priority: int
     not_preempted: bool
@@ -36,50 +36,51 @@ class _Entry(NamedTuple):
 class ReturnsFirstQueue(RequestQueue):
     """Within one priority, preempted requests first, then by arrival time plus up to `BOUND_S` for tokens to compute.
 
-    The time that is added is the request's share of a step: `BOUND_S` for a prompt that fills one or more. A request
-    that came `BOUND_S` later never passes, so that nobody starves. `hold_back` sets another bound.
+    The added time is the request's share of a step: `BOUND_S` for a prompt of a full step or more. A request `BOUND_S`
+    younger never passes, so that no request starves. `hold_back` sets another bound.
 
     A heap with lazy deletion: adding, updating and popping are O(log n), removing is O(1).
 
     Args:
-        step_tokens: Most tokens that the engine computes in a step.
+        step_tokens: Most tokens of a step.
         by_priority: True if `Request.priority` counts, the lowest first.
     """
 
     def __init__(self, step_tokens: int, by_priority: bool) -> None:
         self._step_tokens, self._by_priority = step_tokens, by_priority
         self._heap: list[_Entry] = []
-        """Entries, and some that are not in `_entries` any more."""
+        """Entries, and some outdated entries missing in `_entries`."""
         self._entries: dict[str, _Entry] = {}
         self._to_compute: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._front, self._back = count(-1, -1), count()
         self._bound_s = BOUND_S
 
     def hold_back(self, seconds: float) -> None:
-        """Let a request with much to compute stand behind its arrival by this number of seconds, at most."""
+        """Set the bound: a request with much to compute stands at most `seconds` behind the arrival time."""
         if seconds != self._bound_s:
             self._bound_s = seconds
             for entry in list(self._entries.values()):
                 self._push(entry.request, entry.tie)
 
     def held(self, now: float) -> list[float]:
-        """Return how many seconds the requests wait that stand farther behind their arrival than `BOUND_S`."""
+        """Return the waits, in seconds, of requests more than `BOUND_S` behind their arrival."""
         if self._bound_s <= BOUND_S:
             return []
         requests = ((entry.due, entry.request.arrival_time) for entry in self._entries.values())
         return [now - arrival for due, arrival in requests if due - arrival > BOUND_S]
 
     def update(self, request: Request, to_compute: int) -> None:
-        """Take note of how many tokens a request has to compute; until then it is all that it has.
+        """Set a request's number of tokens to compute; until then all tokens count.
 
-        Do not call this between `peek_request` and `pop_request`: vLLM takes both for the same request.
+        Do not call `update` between `peek_request` and `pop_request`, because vLLM expects both to name the same
+        request.
         """
         self._to_compute[request] = to_compute
         if (entry := self._entries.get(request.request_id)) is not None:
             self._push(request, entry.tie)
 
     def get(self, request_id: str) -> Request | None:
-        """Return a request that is in the queue."""
+        """Return a queued request."""
         entry = self._entries.get(request_id)
         return None if entry is None else entry.request
 
@@ -102,7 +103,7 @@ class ReturnsFirstQueue(RequestQueue):
         self._push(request, next(self._back))
 
     def prepend_request(self, request: Request) -> None:
-        """Add a request, before all that would stand at the same place."""
+        """Add a request, before all requests of equal rank."""
         self._push(request, next(self._front))
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
@@ -127,7 +128,7 @@ class ReturnsFirstQueue(RequestQueue):
         del self._entries[request.request_id]
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Remove those of the requests that are in the queue."""
+        """Remove the requests, as far as queued."""
         for request in requests:
             self._entries.pop(request.request_id, None)
 
@@ -142,9 +143,9 @@ class ReturnsFirstQueue(RequestQueue):
 
 
 class Losses:
-    """Share of the last returns' blocks that were lost before they were asked for again.
+    """Share of the last returns' blocks lost before the return.
 
-    It is large when more is alive than the pool and the tiers hold. Each session computed anew costs another its KV.
+    The share is large when the live sessions exceed pool and tiers. Each recomputed session costs another session's KV.
     """
 
     def __init__(self) -> None:
@@ -153,15 +154,15 @@ class Losses:
 
     @property
     def share(self) -> float:
-        """Lost blocks by known ones."""
+        """Lost blocks by known blocks."""
         return self._lost / max(1.0, self._known)
 
     def add(self, known: int, lost: int) -> bool:
-        """Take note of a return, and return True if `are_many` has changed.
+        """Take note of a return. Return True if `are_many` has changed.
 
         Args:
-            known: Number of its blocks that earlier requests had.
-            lost: Number of these that it did not find.
+            known: Number of the return's blocks known from earlier requests.
+            lost: Number of known blocks not found.
         """
         if not known:
             return False
@@ -174,10 +175,10 @@ class Losses:
 
 
 class StepLimit:
-    """Most tokens of a step, by how long steps took.
+    """Most tokens of a step, by the time of earlier steps.
 
-    A return waits for the steps that have begun, so that shorter steps serve it sooner. On an H200 a step with 8,192
-    tokens of an 8B model takes 290 ms. A request that is alone is not divided.
+    A return waits for the running steps, so shorter steps serve returns sooner. On an H200 a step with 8,192 tokens of
+    an 8B model takes 290 ms. A lone request is not divided.
 
     Args:
         tokens: Most tokens of a step, as vLLM is configured.
@@ -188,7 +189,7 @@ class StepLimit:
         self._most, self._least = tokens, min(tokens, max(LEAST_TOKENS, 2 * block_tokens))
         self._seconds = self._tokens = 0.0
         self._last = 0, 0
-        """Tokens of the last two steps. While one runs, vLLM may have scheduled another already."""
+        """Tokens of the last two steps. During a step, vLLM may have scheduled the next."""
         self._began = 0.0
 
     @property
@@ -197,12 +198,12 @@ class StepLimit:
         return self._seconds / self._tokens if self._tokens else None
 
     def begin(self, tokens: int, now: float, requests: int) -> int:
-        """Take note of a step that begins, and return the most tokens of the next one.
+        """Take note of a new step. Return the most tokens of the next step.
 
         Args:
             tokens: Tokens of this step.
             now: Time in seconds.
-            requests: Number of requests that are running or waiting.
+            requests: Number of running or waiting requests.
         """
         if min(self._last) >= self._least:
             self._seconds = DECAY * self._seconds + now - self._began
@@ -213,7 +214,7 @@ class StepLimit:
         return min(self._most, max(self._least, int(STEP_S * self._tokens / self._seconds)))
 
     def rest(self) -> int:
-        """Take note that the engine has nothing to do, so that this time does not count as a step's.
+        """Take note of an idle engine, so that the idle time does not count as a step's.
 
         Returns: the most tokens of the next step.
         """

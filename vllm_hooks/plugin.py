@@ -1,6 +1,6 @@
-"""General plugin of vLLM: registers the connector and adds the flags. Without the flags it changes nothing.
+"""General plugin of vLLM: registers the connector and adds the flags. Without the flags nothing changes.
 
-Models and settings that Manthan cannot serve are refused when vLLM makes the engine's configuration.
+Unsupported models and settings are refused when vLLM makes the engine's configuration.
 """
 
 import argparse
@@ -39,14 +39,14 @@ MIDDLEWARE = "manthan.vllm_hooks.http.middleware.Middleware"
 
 
 def register() -> None:
-    """Register Manthan. vLLM calls this entry point in each of its processes."""
+    """Register Manthan. vLLM calls this entry point in every process."""
     if register_connector(CONNECTOR, CONNECTOR_MODULE):
         extend_engine_args(add_flags, read_flags, precheck, check)
         watch_models(watch)
 
 
 def watch(vllm_config: "VllmConfig", model_config: "ModelConfig", model: "Module") -> None:
-    """Note the weights that are loaded into a model of an engine with Manthan."""
+    """Note the weights loaded into a model of an engine with Manthan."""
     if is_on(vllm_config):
         from manthan.vllm_hooks.worker.weights import watch_model  # no other process needs torch
 
@@ -56,30 +56,30 @@ def watch(vllm_config: "VllmConfig", model_config: "ModelConfig", model: "Module
 def read_flags(args: argparse.Namespace) -> None:
     """Turn parsed `--manthan-*` flags into the connector and the server's middleware.
 
-    The program ends in one sentence if the flags cannot be used.
+    Bad flags end the program with one sentence.
     """
     given = {flag: getattr(args, flag[2:].replace("-", "_"), None) for flag in (CONFIG_FLAG, *FLAG_KEYS)}
     flags = {flag: value for flag, value in given.items() if value is not None}
     with one_sentence():
         if flags:
-            beside = getattr(args, "kv_transfer_config", None)
-            args.kv_transfer_config = kv_transfer_config(flags.pop(CONFIG_FLAG, None), beside=beside, **flags)
+            before = getattr(args, "kv_transfer_config", None)
+            args.kv_transfer_config = kv_transfer_config(flags.pop(CONFIG_FLAG, None), beside=before, **flags)
         if not is_on(args):
             return
         complete(args)
-    middleware = getattr(args, "middleware", None)  # other commands than `vllm serve` have no server
+    middleware = getattr(args, "middleware", None)  # commands other than `vllm serve` have no server
     if middleware is not None and MIDDLEWARE not in middleware:
         args.middleware = [*middleware, MIDDLEWARE]
 
 
 def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
-    """Refuse arguments with which vLLM would replace Manthan."""
+    """Refuse arguments that replace Manthan in vLLM's configuration."""
     with one_sentence() if from_command_line else nullcontext():
         check_arguments(arguments)
 
 
 def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
-    """Refuse models and settings that Manthan cannot serve, divide memory, and watch requests. No process runs yet."""
+    """Refuse unsupported models and settings, divide memory, and watch requests. No process runs yet."""
     if not is_on(vllm_config):
         return
     with one_sentence() if from_command_line else nullcontext():
@@ -107,7 +107,7 @@ def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """End the program as argparse does: one sentence, and no traceback."""
+    """End the program like argparse: a single sentence, and no traceback."""
     try:
         yield
     except ConfigError as error:

@@ -1,6 +1,6 @@
 """Questions of the HTTP API to an engine core, answered on the scheduler's thread between two steps.
 
-Answers leave as JSON, because vLLM's output thread ends if it cannot encode one. Times are Unix seconds.
+Answers leave as JSON, because an unencodable answer would end vLLM's output thread. Times are Unix seconds.
 """
 
 import time
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 METHOD = "manthan_query"
-"""Name under which the engine core offers it."""
+"""Name of the call offered by the engine core."""
 ORDER = 50
-"""Number of sessions of the policy's order that are named."""
+"""Number of named sessions of the policy's order."""
 UNKNOWN, NOT_NOW, ASLEEP = 404, 409, 503
 
 Answer = dict[str, Any]
@@ -28,7 +28,7 @@ Answer = dict[str, Any]
 
 
 class Queries:
-    """Answers about one engine core."""
+    """Answers about an engine core."""
 
     def __init__(self, half: "SchedulerHalf") -> None:
         self._half, self._manager, self._store = half, half.manager, half.config.tiers
@@ -38,15 +38,15 @@ class Queries:
         return Listing(self._manager, self._half.driver.fronts, self._store.tier_names)
 
     def reply(self, what: str, asked: dict[str, Any]) -> bytes:
-        """Return the answer in JSON. Objects that JSON does not know, such as options of a policy, become text."""
+        """Return the answer in JSON. Objects unknown to JSON, such as options of a policy, become text."""
         return to_json(self.answer(what, asked), inf_nan_mode="constants", fallback=str)
 
     def answer(self, what: str, asked: dict[str, Any]) -> Any:
         """Return the answer to a question, or obey an order.
 
         Args:
-            what: sessions, session, state, or what is to be done with a session.
-            asked: arguments. `bound` is the tenant that asks, None for somebody who may see all.
+            what: sessions, session, state, or an action on a session.
+            asked: arguments. `bound` is the asking tenant, None for a caller with access to all.
         """
         offset, bound = time.time() - time.monotonic(), asked["bound"]
         if what == "sessions":
@@ -101,7 +101,7 @@ class Queries:
         )
 
     def _tiers(self, saved: int, budget: int) -> list[TierState]:
-        """Return each tier's part of these bytes of saved blocks, and of the budget."""
+        """Return each tier's part of `saved` and `budget` bytes."""
         fronts, moved = self._half.driver.fronts, self._manager.blocks.moved_nbytes
         used = [saved - moved[tier] for tier in range(len(fronts))]
         used.append(saved if fronts.keeps_behind else saved - used[0])

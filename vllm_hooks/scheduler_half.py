@@ -73,13 +73,13 @@ SOURCES = {
     "disk": CacheHitSource.DISK,
     "redis": CacheHitSource.EXTERNAL_UNSPECIFIED,
 }
-"""vLLM's name for the origin of loaded KV, by tier. It has none for a store that is reached over a network."""
+"""vLLM's name for the origin of loaded KV, by tier. There is none for a store on a network."""
 
 
 def _ending(request: "Request") -> str:
-    """Return the stop token that ended an answer, or else the last token before the end of sequence.
+    """Return the stop token of an answer, or else the last token before the end of sequence.
 
-    Return nothing if the answer was cut off. A call of a tool ends with another token than a text does.
+    Return nothing if the answer was cut off. A tool call ends with a different token than a text.
     """
     if str(request.get_finished_reason()) != "stop":
         return ""
@@ -87,10 +87,10 @@ def _ending(request: "Request") -> str:
 
 
 class SchedulerHalf:
-    """Scheduler half, which decides and counts on the scheduler's thread. It never waits, encodes or stores.
+    """Scheduler half: decides and counts on the scheduler's thread, and never waits, encodes or stores.
 
     Args:
-        ask: calls a method of this class on behalf of vLLM, and raises nothing.
+        ask: calls a method of this class for vLLM, and raises nothing.
     """
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", ask: Callable[..., Any]) -> None:
@@ -160,29 +160,29 @@ class SchedulerHalf:
         self.driver: Driver
         self._requests: dict[str, Request] = {}
         self._waiting: ReturnsFirstQueue | None = None
-        """The scheduler's waiting requests; None if they stand in vLLM's own queue."""
+        """Scheduler's waiting requests; None for vLLM's queue."""
         self._losses = Losses()
         self._scheduler: Scheduler | None = None
         self._limit: StepLimit | None = None
-        """The most tokens of a step; None if that is left to vLLM."""
+        """Most tokens of a step; None for vLLM's choice."""
         self._hot: dict[str, int] = {}
-        """Number of blocks that vLLM has found itself, by id of a request that was matched and not allocated."""
+        """Number of blocks found by vLLM, by id of a matched, unallocated request."""
         self._place: str | None = None
         self._step = 0
         self._deadline = inf
         self._drained_at: float | None = None
-        """Time at which the engine ends, saved or not; None before it was told to."""
+        """Time of the engine's end, saved or not; None before the order to end."""
         self._rung = False
         self._weights: list[tuple[int, str]] | None = None
-        """State of the weights that computed what is cold; None if it cannot be told."""
+        """State of the weights behind the cold sessions; None if unknown."""
         self._is_unsure = False
-        """True from a reset, a sleep or a load to the next request: the weights may be others by then."""
+        """True from a reset, a sleep or a load to the next request, because the weights may be new by then."""
         self._drops = False
         """True from a pause that clears caches to the next request, unless the engine sleeps meanwhile."""
         self._found = set[str]()
-        """Requests of which `found` told since vLLM looked their blocks up."""
+        """Requests reported by `found` since vLLM's lookup."""
         self._was_called = False
-        """True if workers did something for a caller since the last request. It may have loaded weights."""
+        """True if workers were called for a caller since the last request. The call may have loaded weights."""
         self._cancels = False
         self._calibrates = bool(settings(vllm_config).get(CALIBRATES))
         self._candidate: Candidate | None = None
@@ -195,7 +195,7 @@ class SchedulerHalf:
             self._journal = self._books.link(self.manager, self._fronts, notes)
 
     def _loaded_digest(self) -> str:
-        """Return the digest of the weights that workers have loaded. Raises UnsupportedError if ranks read others."""
+        """Return the digest of the workers' loaded weights. Raises UnsupportedError if ranks read different weights."""
         found = self._core.ask(loaded_digest) or [""]
         if len(set(found)) > 1:
             raise UnsupportedError(
@@ -205,7 +205,7 @@ class SchedulerHalf:
         return str(found[0])
 
     def bind(self, pool: "BlockPool") -> None:
-        """Take note of vLLM's block pool, which exists from now on."""
+        """Bind vLLM's block pool, available from now on."""
         if self.config.ordering == "returns":
             scheduling = self._vllm_config.scheduler_config
             waiting = ReturnsFirstQueue(scheduling.max_num_batched_tokens, scheduling.policy == "priority")
@@ -239,7 +239,7 @@ class SchedulerHalf:
         self._core.ask(get_ready)  # vLLM has warmed up
         try:
             self._weights = self._core.ask(weights_state)
-        except Exception as error:  # whatever it is, the engine goes on
+        except Exception as error:  # the engine continues after any error
             logger.warning("Manthan: workers do not tell of their weights: %s: %s", type(error).__name__, error)
         self._sweeper.start()
         if self._redis is not None:
@@ -252,17 +252,17 @@ class SchedulerHalf:
         return self.driver.asker(request.request_id)
 
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
-        """Note the blocks of each KV cache group that vLLM has found for the request."""
+        """Note the blocks found by vLLM for the request, by KV cache group."""
         self.driver.hits(request.request_id, block_ids)
         self._found.add(request.request_id)
 
     def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
-        """Mark the request's blocks, loaded or computed, that vLLM enters into its prefix cache. Return True."""
+        """Mark blocks of the request, loaded or computed, on their entry into vLLM's prefix cache. Return True."""
         self.driver.computed(request.request_id, block_ids)
         return True
 
     def _guard(self) -> Guard | None:
-        """Return the guard, which chooses the codec by measurement; None if it is off."""
+        """Return the guard, a chooser of codecs by measurement; None if off."""
         if not (codec := self.config.codec).guard:
             return None
         choices = [Choice(shape, self._capacity(shape)) for shape in self._shapes]
@@ -270,7 +270,7 @@ class SchedulerHalf:
         return Guard(self.manager, choices, self._ranks)
 
     def _capacity(self, shape: MemoryShape) -> int:
-        """Number of bytes of such blocks that the cold store holds, on all ranks together."""
+        """Number of bytes in the cold store for blocks of `shape`, on all ranks together."""
         store = self.config.tiers
         sizes = {nbytes // self._ranks for nbytes in shape.sizes}
         in_arenas = is_on_gpu(self._vllm_config) and not store.is_lasting
@@ -297,9 +297,9 @@ class SchedulerHalf:
             self._waiting.update(request, self._to_compute(request))
 
     def _to_compute(self, request: "Request") -> int:
-        """Return the number of a request's tokens that are neither resident nor saved. O(log n).
+        """Return the number of a request's tokens neither resident nor saved. O(log n).
 
-        Sessions lose their last blocks first. Where that does not hold, the number is an estimate.
+        The number is an estimate if a session lost blocks before the last one.
         """
         hashes, blocks, group = self._keys(request), self.manager.blocks, self._shape.session_group
 
@@ -317,7 +317,7 @@ class SchedulerHalf:
         return request.num_tokens - found * self._block_size
 
     def _reorder(self) -> None:
-        """Count anew the tokens to compute of waiting requests whose session's blocks came or went."""
+        """Recount the tokens to compute of waiting requests whose session gained or lost blocks."""
         changed, self.telemetry.changed = self.telemetry.changed, set()
         names = [request.request_id for request in self.pool.take_bereft()]
         if (waiting := self._waiting) is None:
@@ -329,7 +329,7 @@ class SchedulerHalf:
                 waiting.update(request, self._to_compute(request))
 
     def _hold_back(self, known: int, lost: int) -> None:
-        """Hold requests with much to compute back while returns lose their KV. See `Losses.add`."""
+        """Hold back requests with much to compute while returns lose their KV. See `Losses.add`."""
         if (waiting := self._waiting) is None or not self.config.admission_s:
             return
         if self._losses.add(known, lost):
@@ -339,15 +339,15 @@ class SchedulerHalf:
             tell_held(self._losses.share, bound, held or waiting.held(time.time()), self._losses.are_many)
 
     def _tail(self, prompt: Sequence[int]) -> bytes:
-        """Return the prompt's tokens behind its full blocks."""
+        """Return the prompt's tokens behind the last full block."""
         return np.array(prompt[len(prompt) // self._block_size * self._block_size :], np.int64).tobytes()
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
-        """Number of tokens that can be loaded after the first `computed`, and True if there are any.
+        """Number of loadable tokens after the first `computed`, and True if the number is not zero.
 
-        None asks vLLM to come back in a moment. Loads are asynchronous, because vLLM would compute on a synchronous one
-        before its blocks are checked. After a failed check it drops that step's token only, while asynchronous
-        scheduling has begun the next step on the same bad blocks.
+        None asks vLLM to call again soon. Loads are asynchronous, because vLLM would compute on a synchronous load
+        before Manthan has checked the blocks. After a failed check vLLM drops only the current step's token, while
+        asynchronous scheduling has begun the next step on the same bad blocks.
         """
         self._begin_again()
         hot = computed // self._block_size
@@ -359,16 +359,16 @@ class SchedulerHalf:
         return blocks * self._block_size, blocks > 0
 
     def _blocks(self, request: "Request") -> int:
-        """Most blocks that its tokens take, of all groups."""
+        """Most blocks of all groups for the request's tokens."""
         return self.groups.held(request.num_tokens, self._vllm_config.max_in_flight_tokens)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
-        """Note the blocks that vLLM has allocated, and load `tokens` tokens behind those that it has found."""
-        is_new = request.request_id in self._hot  # else its load has ended
+        """Note the blocks allocated by vLLM, and load `tokens` tokens behind the found blocks."""
+        is_new = request.request_id in self._hot  # else the load has ended
         hot = self._hot.pop(request.request_id, 0)
         brought = tokens_to_load(request) - tokens if is_new else 0  # by another connector
         usable = self.driver.usable(request.num_tokens)
-        if self._events is not None and self._redis is not None:  # others may have stored what it asks for
+        if self._events is not None and self._redis is not None:  # another engine may have stored the request's blocks
             self._events.remember(request, usable)
         taken = sum(map(len, blocks.blocks))
         self.driver.admitted(request.request_id, hot, usable, taken, brought // self._block_size)
@@ -391,7 +391,7 @@ class SchedulerHalf:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
 
     def _handed(self, request_id: str, blocks: "KVCacheBlocks", decoded: float) -> None:
-        """Mark blocks that another connector loads. The prompt's first `decoded` tokens may be decoded KV."""
+        """Mark blocks loaded by another connector. The prompt's first `decoded` tokens may be decoded KV."""
         sizes = {group.index: group.tokens for group in self.groups.stored}
         first, behind = ([list[int]() for _ in blocks.blocks] for _ in range(2))
         for group, of_group in enumerate(blocks.blocks):
@@ -402,12 +402,12 @@ class SchedulerHalf:
         self.driver.handed(request_id, first, behind)
 
     def loaded_into(self, request_id: str, block_ids: Sequence[int], tokens: int) -> Sequence[int]:
-        """Return the blocks of the main group that a load of `tokens` writes for a request."""
+        """Return the blocks of the main group written by a request's load of `tokens`."""
         hot = self._hot.get(request_id, 0)
         return block_ids[hot : hot + tokens // self._block_size]
 
     def sources(self, request: "Request", tokens: int) -> dict[CacheHitSource, int]:
-        """Number of the `tokens` tokens that are about to be loaded for the request, by their origin."""
+        """Number of the request's `tokens` tokens to load, by origin."""
         return {SOURCES[tier]: count for tier, count in self._tiers(request.request_id, tokens).items()}
 
     def _tiers(self, request_id: str, tokens: int) -> dict[str, int]:
@@ -434,7 +434,7 @@ class SchedulerHalf:
         return {tier: count for tier, count in counts.items() if count}
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
-        """Note a request that ended with KV for `blocks` blocks. Return its client's answer to hints."""
+        """Note the end of a request with KV for `blocks` blocks. Return the answer to the client's hints."""
         self._hot.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
         self._hold_back(*self.driver.missed(request.request_id))
@@ -461,10 +461,10 @@ class SchedulerHalf:
         return answer_to(hints_of(request), outcome)
 
     def _entered(self, keys: "Sequence[BlockHash]") -> int:
-        """Number of these blocks that vLLM has entered into its prefix cache.
+        """Number of blocks, of `keys`, in vLLM's prefix cache.
 
-        It enters blocks when it schedules the next step. The last ones may be missing, if proposed tokens filled them
-        in the last step, or if a draft may read them again.
+        vLLM enters blocks when the next step is scheduled. The last blocks may be missing, if proposed tokens filled
+        them in the last step, or if a draft may read them again.
         """
         entered, config = len(keys), self._vllm_config
         late = config.num_speculative_tokens + config.num_prefill_lookahead_tokens
@@ -474,12 +474,12 @@ class SchedulerHalf:
         return entered
 
     def _keys(self, request: "Request") -> "Sequence[BlockHash]":
-        """Return the hashes of a request's blocks of the main group: those at the ends of its blocks."""
+        """Return the hashes of a request's blocks of the main group, at the blocks' ends."""
         step = self._hashes_a_block
         return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
 
     def _parts(self, depth: int) -> Iterator[tuple[int, int]]:
-        """Yield group and position of each block of other groups that is needed behind the first `depth` blocks."""
+        """Yield group and position of each block of further groups needed behind the first `depth` blocks."""
         return ((part.group, part.at) for part in self.groups.parts(depth))
 
     def _key_of(self, part: Part, request: "Request") -> bytes:
@@ -488,7 +488,7 @@ class SchedulerHalf:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, scheduled_tokens: int, scheduled_requests: int) -> ManthanMetadata:
-        """Return the workers' orders for a step in which the model computes `scheduled_tokens`."""
+        """Return the workers' orders for a step with `scheduled_tokens` tokens of compute."""
         self._rung = False
         if self.is_out_of_use and not scheduled_tokens:
             return ManthanMetadata(model_rests=True)
@@ -536,7 +536,7 @@ class SchedulerHalf:
         self._set_deadline()
 
     def _gathered(self, report: ManthanWorkerMetadata) -> None:
-        """Take note of gathered stores, once only, whatever is raised after that."""
+        """Take note of gathered stores exactly once, even if a later call raises."""
         gathered, report.gathered = report.gathered, []
         self.driver.gathered(gathered)
 
@@ -556,7 +556,7 @@ class SchedulerHalf:
         return candidate._replace(shape=replace(candidate.shape, groups=groups))
 
     def has_work(self) -> bool:
-        """True if the engine should run a step although no request asks for one."""
+        """True if the engine should run a step without requests."""
         if self._core.is_halting:
             return self._core.is_moving
         if self._core.is_ending:
@@ -570,7 +570,7 @@ class SchedulerHalf:
         return self.driver.has_work or (self._events is not None and self._events.has_news)
 
     def _drains(self) -> bool:
-        """True while sessions are being saved before the engine ends. Only lasting tiers keep them."""
+        """True while sessions are being saved at the engine's end. Only lasting tiers keep them."""
         tiers, now = self.config.tiers, time.monotonic()
         if not (tiers.is_lasting and tiers.drain_s) or self.is_out_of_use or self._is_unsure:
             return False
@@ -590,21 +590,21 @@ class SchedulerHalf:
         return False
 
     def take_events(self) -> "Sequence[KVCacheEvent]":
-        """Return events of blocks that can be restored, or cannot any more, since the last call."""
+        """Return events of blocks that became restorable or unrestorable since the last call."""
         return () if self._events is None else self._events.take()
 
     # -- resets and sleep -----------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Drop all KV, resident and saved."""
-        if self._core.is_pausing:  # `paused` knows what is to go
+        if self._core.is_pausing:  # `paused` decides what to drop
             return
         self.telemetry.changed.update(self.manager.table.by_id)
         self._place = self.driver.reset(time.monotonic())
         logger.info("Manthan: the cold store is emptied.")
 
     def halt(self) -> None:
-        """Begin no transfer, and end those that are under way as soon as that is safe."""
+        """Begin no transfer, and end running transfers as soon as safety allows."""
         self._cancels = True
         self.driver.halt(time.monotonic())
 
@@ -642,13 +642,13 @@ class SchedulerHalf:
         self._salts.adapters.content(adapter)
 
     def paused(self, drops: bool) -> None:
-        """The engine has come to rest. drops: True if what is cold is to go, unless the engine sleeps."""
+        """Note the engine's rest. drops: True if cold sessions are to go, unless the engine sleeps."""
         self._drops = drops
 
     def _begin_again(self) -> None:
-        """Drop what is cold if the weights have changed since it was computed, because a request is about to be served.
+        """Drop cold sessions if the weights have changed since their compute, because a request is about to be served.
 
-        Weights may change before a reset or after it.
+        Weights may change before or after a reset.
         """
         self.driver.rests = False
         self._heed_calls()
@@ -663,17 +663,17 @@ class SchedulerHalf:
             self.reset()
 
     def called(self, has_loaded: bool) -> None:
-        """Take note of a caller's call of the workers. has_loaded: True if it was to load weights."""
+        """Take note of a caller's call of the workers. has_loaded: True for a load of weights."""
         self._was_called = True
         if has_loaded:
             self._weights, self._is_unsure = None, True
 
     def doubt(self) -> None:
-        """Take note of a failed reset, because it may have been asked for since the weights are others."""
+        """Take note of a failed reset, because new weights may have been the reason for the reset."""
         self._is_unsure = True
 
     def _heed_calls(self) -> None:
-        """Ask the workers if a caller had them load weights."""
+        """Ask the workers if a call has loaded weights."""
         if self._was_called and not self._is_unsure:
             before = None if self._weights is None else [count for count, _ in self._weights]
             self._is_unsure = self._core.ask(loads) != before
@@ -682,12 +682,12 @@ class SchedulerHalf:
     # -- after an error -------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Keep nothing that vLLM's requests need, because vLLM serves as without Manthan from now on."""
+        """Keep nothing that vLLM's requests need. From now on vLLM serves without Manthan."""
         self._sweeper.stop()
         self.driver.abandon()
 
     def drain(self, report: ManthanWorkerMetadata) -> None:
-        """Give back blocks of transfers that have ended since `give_up`."""
+        """Give back the blocks of transfers ended since `give_up`."""
         self._gathered(report)
         self.driver.drain(report.results)
 
@@ -700,7 +700,7 @@ class SchedulerHalf:
     # -- the rest -------------------------------------------------------------------------------------
 
     def steered(self) -> None:
-        """Have a step look what there is to do, because somebody steered a session."""
+        """Have a step look for work, because a caller steered a session."""
         self._set_deadline()
         self._rung = True
 

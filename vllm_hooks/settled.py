@@ -1,4 +1,4 @@
-"""The codec that an engine runs with: settled once, before its processes start, and the same in all of them."""
+"""Codec of an engine: settled once, before processes start, and equal in all of them."""
 
 import logging
 from functools import cache
@@ -26,15 +26,15 @@ logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST, FAULT = "manthan_codec_asked", "manthan_profile_digest", "manthan_kernel_fault"
 CALIBRATES = "manthan_profile_to_make"
-"""Keys in the settings that vLLM carries to its processes."""
+"""Keys in the settings carried by vLLM to all processes."""
 PROBE_S = 60.0
-"""Seconds that compiling a kernel for a try may take."""
+"""Most seconds to compile a kernel for a try."""
 AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
-"""The codec of blocks that are kept as they are."""
+"""Codec of exact blocks."""
 
 
 def settle_codec(vllm_config: "VllmConfig") -> None:
-    """Put the codec and the profile that are meant in place of those asked for, once or again. Raises ConfigError."""
+    """Replace the configured codec and profile by the resolved codec and profile, once or again. Raises ConfigError."""
     extra, model, parallel = settings(vllm_config), vllm_config.model_config, vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
     if FAULT not in extra:
@@ -94,9 +94,9 @@ def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
 
 @cache
 def kernel_fault() -> str:
-    """Return why kernels cannot be compiled for this machine's first GPU; empty if they can.
+    """Return the reason why kernels cannot be compiled for this machine's first GPU; empty if they can.
 
-    The compiler runs in a process of its own: vLLM forks its engine, and a fork cannot use CUDA once the compiler ran.
+    The compiler runs in a separate process: vLLM forks the engine, and after the compiler ran a fork cannot use CUDA.
     """
     from vllm.platforms import current_platform
 
@@ -111,7 +111,7 @@ def kernel_fault() -> str:
 
 
 def _compiled(architecture: str) -> str:
-    """Compile a kernel that does nothing, in a process of its own; return why it failed."""
+    """Compile an empty kernel in a separate process. Return the cause of a failure."""
     forks = get_context("fork")
     answers, answer = forks.Pipe(duplex=False)
     try:
@@ -121,7 +121,7 @@ def _compiled(architecture: str) -> str:
         fault = str(answers.recv()) if answers.poll(PROBE_S) else f"the compiler did not end in {PROBE_S:g} s"
         process.kill()
         process.join()
-    except (OSError, EOFError, AssertionError) as error:  # no process can be started, or it has died
+    except (OSError, EOFError, AssertionError) as error:  # no process can be started, or the process has died
         return f"{type(error).__name__}: {error}"
     return fault
 
@@ -131,14 +131,14 @@ def _compile(architecture: str, answer: "Connection") -> None:
 
     try:
         cubin('extern "C" __global__ void nothing() {}', architecture)
-    except Exception as error:  # also that of a library that cannot be loaded
+    except Exception as error:  # also the error of a library that cannot be loaded
         answer.send(" ".join(str(error).split()))
     else:
         answer.send("")
 
 
 def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
-    """Return the codec that is meant where no profile fits the blocks. Raises ConfigError if one was asked for."""
+    """Return the codec to use when no profile fits the blocks. Raises ConfigError if a profile was required."""
     if needs_profile(asked.name) or asked.profile:
         what = f"codec.profile is {asked.profile}" if asked.profile else f"codec.name is {asked.name}"
         raise ConfigError(f"{what}{why} {AUTO} or {PLAIN}")
@@ -146,7 +146,7 @@ def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
 
 
 def settled_profile(vllm_config: "VllmConfig") -> Profile | None:
-    """Return the codec's profile; None without one. Raises ConfigError if it changed since the engine began."""
+    """Return the codec's profile; None without a profile. Raises ConfigError if the file changed since the start."""
     extra = settings(vllm_config)
     if not (digest := extra.get(DIGEST)):
         return None

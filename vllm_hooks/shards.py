@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 MOST_PARTS = 16
-"""Most parts of a block that engines look for which store it in another number of parts."""
+"""Most parts of a block in a lookup of blocks with a different number of parts."""
 
 
 class Sharding(NamedTuple):
@@ -24,9 +24,9 @@ class Sharding(NamedTuple):
     Args:
         stages: number of stages of the pipeline.
         ranks: number of ranks of a stage.
-        parts: number of those that have different blocks. Consecutive ranks have the same.
-        heads: number of KV heads of the model; 1 if all ranks of a stage have the same, and 0 if only engines with as
-            many ranks can read the blocks.
+        parts: number of ranks with different blocks. Consecutive ranks have the same.
+        heads: number of KV heads of the model; 1 if all ranks of a stage have the same, and 0 if only engines with
+            equal ranks can read the blocks.
     """
 
     stages: int = 1
@@ -53,11 +53,11 @@ class Sharding(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Number of ranks that have the same."""
+        """Number of ranks with the same blocks."""
         return self.ranks // self.parts
 
     def shard(self, rank: int) -> Shard:
-        """Return what a rank has, where ranks with the same store it once."""
+        """Return a rank's shard. Ranks with the same blocks store them once."""
         stage, within = divmod(rank, self.ranks)
         return Shard(stage * self.parts + within // self.copies, self.stages * self.parts)
 
@@ -74,14 +74,14 @@ class Sharding(NamedTuple):
         return self._replace(ranks=ranks, parts=min(ranks, self.heads))
 
     def sources(self, rank: int, other: "Sharding") -> list[int]:
-        """Return ranks of an engine of other shares that together have all heads of this engine's rank."""
+        """Return the ranks of another engine that together have all heads of this engine's `rank`."""
         heads, width = self.heads // self.parts, self.heads // other.parts
         first, stage = self.first_head(rank), rank // self.ranks
         needed = range(first // width, (first + heads - 1) // width + 1)
         return [stage * other.ranks + part * other.copies for part in needed]
 
     def others(self) -> list["Sharding"]:
-        """Return the shares of engines without copies whose blocks can be read, but for this engine's own."""
+        """Return the shares of engines without copies whose blocks are readable, except this engine's shares."""
         some = range(1, min(self.heads, MOST_PARTS) + 1)
         return [self.with_ranks(count) for count in some if self.heads % count == 0 and count != self.parts]
 
@@ -90,7 +90,7 @@ ONE_RANK = Sharding()
 
 
 def _kv_heads(vllm_config: "VllmConfig") -> int:
-    """Number of KV heads of each layer, a draft's included; 0 if the models' configurations say others, too."""
+    """Number of KV heads of each layer, a draft's included; 0 if the models' configurations disagree."""
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     models: list[Any] = [model, *([speculative.draft_model_config] if speculative and has_draft(vllm_config) else ())]
     total = int(model.get_total_num_kv_heads())
@@ -99,7 +99,7 @@ def _kv_heads(vllm_config: "VllmConfig") -> int:
 
 
 def _said(config: object) -> Iterator[object]:
-    """Yield numbers of KV heads that a model's configuration has, at any depth."""
+    """Yield the numbers of KV heads in a model's configuration, at any depth."""
     for key, value in config.items() if isinstance(config, dict) else ():
         is_number = "head" in str(key) and ("kv" in str(key) or "key_value" in str(key))
         yield from [value] if is_number and value is not None else _said(value)
@@ -108,9 +108,9 @@ def _said(config: object) -> Iterator[object]:
 
 
 def reads_others(vllm_config: "VllmConfig", sharding: Sharding) -> bool:
-    """True if this engine reads blocks of engines with other numbers of ranks.
+    """True if this engine reads blocks of engines with different numbers of ranks.
 
-    Kernels on a GPU decode whole blocks of a rank only, and a profile is of one number of ranks.
+    GPU kernels decode only a rank's whole blocks, and a profile fits one number of ranks.
     """
     codec = from_vllm_config(vllm_config).codec
     return sharding.heads > 0 and not is_on_gpu(vllm_config) and not needs_profile(codec.name)

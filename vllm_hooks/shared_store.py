@@ -1,4 +1,4 @@
-"""Redis as this engine uses it: its namespace, its sessions, and each rank's blocks."""
+"""Redis of an engine: the namespace, the sessions, and each rank's blocks."""
 
 import os
 import secrets
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 LOAD_THREADS = 2
-"""Threads of a worker that read the store: one for requests, one for prefetches."""
+"""Threads of a worker that read the store: for requests, and for prefetches."""
 
 
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups", weights: str) -> Namespace:
-    """Return a namespace that all engines share which can read each other's blocks. Each block names its own codec.
+    """Return a namespace common to all engines with mutually readable blocks. Each block names its codec.
 
-    weights: digest of all that was loaded.
+    weights: digest of all loaded weights.
     """
     group = groups.main
     sharding = Sharding.of(vllm_config, groups)
-    beside: list[object] = [[*_identity(each.group, sharding), each.reach] for each in groups.at_points]
+    further: list[object] = [[*_identity(each.group, sharding), each.reach] for each in groups.at_points]
     if any(each.group.is_state for each in groups.at_points):
-        beside.append(config.codec.state)
-    if groups.again and beside:
-        beside.append(groups.again)  # resume points are at other depths
+        further.append(config.codec.state)
+    if groups.again and further:
+        further.append(groups.again)  # resume points are at different depths
     cache, keys = vllm_config.cache_config, keys_of(config.sealing)
     return Namespace.of(
         config.tiers.redis.prefix,
@@ -56,19 +56,19 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
             **({"pipeline_parallel": sharding.stages} if sharding.stages > 1 else {}),
             "block_hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED", "")],
             **({"sealed": derived(keys[-1], "mark of a key", nbytes=8).hex()} if keys else {}),
-            **({"beside": beside} if beside else {}),
+            **({"beside": further} if further else {}),
         },
     )
 
 
 def _identity(group: "KvCacheGroup", sharding: Sharding) -> list[object]:
-    """Return all that tells a group from others, whatever the number of its layers on a rank."""
+    """Return the facts that tell groups apart, whatever the number of layers on a rank."""
     shape = group.shape if group.is_packed else [sharding.heads or group.shape[1], *group.shape[2:]]
     return [group.index, group.dtype_name, group.tokens, shape]
 
 
 def engine_name() -> str:
-    """Return host, process and a number that tells this start from others."""
+    """Return host, process and a random number of this start."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
@@ -80,7 +80,7 @@ def make_sessions(
     ring: Callable[[], None],
     sharding: Sharding,
 ) -> RedisSessions:
-    """Return the books of sessions in Redis. ring: called on their thread when there is an answer."""
+    """Return the books of sessions in Redis. ring: called on the books' thread when an answer is there."""
     others = sharding.others() if reads_others(vllm_config, sharding) else []
     facts = {"model": vllm_config.model_config.model, "codec": config.codec.name, "engine": owner}
     keys = keys_of(config.sealing)
@@ -97,7 +97,7 @@ def make_sessions(
 
 
 def check_redis(vllm_config: "VllmConfig") -> None:
-    """Log in a sentence if the server does not answer, or would refuse writes when it is full.
+    """Log in a sentence if the server does not answer, or would refuse writes when full.
 
     Raises:
         ConfigError: The server refuses us, or is too old.
@@ -114,7 +114,7 @@ def check_redis(vllm_config: "VllmConfig") -> None:
 
 
 def make_redis(config: ManthanConfig, namespace: Namespace, sharding: Sharding, rank: int) -> RedisTier:
-    """Return a rank's blocks in Redis. The first of ranks with the same blocks writes them."""
+    """Return a rank's blocks in Redis. The first of ranks with equal blocks writes them."""
     client = connect(config.tiers.redis, threads=CPU_ENCODE_THREADS + LOAD_THREADS + AHEAD_THREADS)
     shard, is_first = sharding.shard(rank), sharding.is_first(rank)
     return RedisTier(client, Circuit(), namespace, shard, config.tiers.redis.ttl_s, is_first)

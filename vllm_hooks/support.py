@@ -1,4 +1,4 @@
-"""Models and settings that Manthan can serve. All others stop the server at start with one sentence."""
+"""Supported models and settings. All others stop the server at start with one sentence."""
 
 import re
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 VLLM = ">=0.32,<0.34"
-"""Releases of vLLM whose insides Manthan knows; see docs/compatibility.md."""
+"""Releases of vLLM with insides known to Manthan; see docs/compatibility.md."""
 RELEASES = ("0.32", "0.33")
 DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
-"""Methods of --speculative-config whose draft's KV is stored with the model's."""
+"""Methods of --speculative-config with a draft whose KV is stored with the model's."""
 NOT_BESIDE = {CONNECTOR, "DecodeBenchConnector", "HiSparseConnector", SEVERAL}
-"""Connectors that are refused beside Manthan. They make KV up, keep it outside of vLLM's blocks, or are several."""
+"""Connectors refused together with Manthan. They make KV up, keep KV outside of vLLM's blocks, or are several."""
 
 
 class UnsupportedError(ConfigError):
-    """Model or setting of vLLM that Manthan does not support."""
+    """Unsupported model or setting of vLLM."""
 
 
 def check_arguments(arguments: "EngineArgs") -> None:
-    """Refuse arguments with which vLLM would replace Manthan in its configuration. Raises UnsupportedError."""
+    """Refuse arguments that replace Manthan in vLLM's configuration. Raises UnsupportedError."""
     size = arguments.kv_offloading_size
     if size is not None and is_on(arguments):
         raise UnsupportedError(
-            f"Manthan cannot be used here: --kv-offloading-size is {size:g}, with which vLLM's own offloading takes "
-            "Manthan's place; remove it, or name OffloadingConnector in --kv-transfer-config."
+            f"Manthan cannot be used here: --kv-offloading-size is {size:g}, which replaces Manthan by vLLM's "
+            "offloading; remove it, or name OffloadingConnector in --kv-transfer-config."
         )
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
-    """Refuse a configuration of vLLM that Manthan cannot serve. Raises UnsupportedError."""
+    """Refuse an unsupported configuration of vLLM. Raises UnsupportedError."""
     import vllm
     from vllm import envs
     from vllm.platforms import current_platform
@@ -61,7 +61,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         ),
         (
             on_device and config.codec.backend == "numpy",
-            "tiers.kind is device, but codec.backend numpy keeps codes in RAM: use kind host, or codec.backend auto",
+            "tiers.kind is device, but codec.backend numpy keeps blocks in RAM: use kind host, or codec.backend auto",
         ),
         (
             model.use_mla and device == "cpu" and not cache.enable_prefix_caching,
@@ -89,11 +89,11 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         (
             transfer.kv_role != "kv_both",
             f"kv_role of {transfer.kv_connector} is {transfer.kv_role}, but Manthan loads KV on every side: use "
-            "kv_both, and name the role of a connector beside Manthan in that one's own entry",
+            "kv_both, and name the role of any further connector in its own entry",
         ),
         (
             bool(strange := sorted(NOT_BESIDE & {*others(transfer)})),
-            f"--kv-transfer-config names {', '.join(strange)} beside Manthan: leave that out",
+            f"--kv-transfer-config names {', '.join(strange)} together with Manthan: leave that out",
         ),
         (
             transfer.kv_load_failure_policy != "recompute",
@@ -117,7 +117,7 @@ def check_version(version: str) -> None:
 
 
 def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig) -> str:
-    """Sentence that refuses this --prefix-caching-hash-algo for the store or the tenants; empty if it will do."""
+    """Sentence refusing this --prefix-caching-hash-algo for the store or the tenants; empty for a good algorithm."""
     is_apart = tenants.isolate and bool(tenants.header or tenants.shares)
     if not (store.is_lasting or is_apart) or "xxhash" not in algorithm:
         return ""
@@ -129,7 +129,7 @@ def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig) -> 
 
 
 class Latents(NamedTuple):
-    """Numbers of a token's latent in a layer (MLA), and of the key's part that RoPE turns; 0 for keys and values."""
+    """Numbers of a token's latent in a layer (MLA), and of the key's part turned by RoPE; 0 for keys and values."""
 
     numbers: int = 0
     turned: int = 0
@@ -142,12 +142,12 @@ class Latents(NamedTuple):
 
 
 def has_draft(vllm_config: "VllmConfig") -> bool:
-    """True if a draft that proposes tokens has layers in the KV cache."""
+    """True if a proposing draft has layers in the KV cache."""
     speculative = vllm_config.speculative_config
     return speculative is not None and bool(speculative.uses_draft_kv_cache())
 
 
 def blocks_computed_again(vllm_config: "VllmConfig") -> int:
-    """Number of blocks at the end of a hit that vLLM computes nevertheless: 1 for a draft that reads the next token."""
+    """Number of blocks at a hit's end that vLLM recomputes: 1 for a draft that reads the next token."""
     speculative = vllm_config.speculative_config
     return int(speculative is not None and speculative.use_eagle_block_drop())

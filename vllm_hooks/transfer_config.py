@@ -1,4 +1,4 @@
-"""Configuration of Manthan as vLLM carries it to its processes: a KVTransferConfig and back."""
+"""Manthan's configuration inside vLLM's: to a KVTransferConfig and back."""
 
 import dataclasses
 import math
@@ -17,13 +17,13 @@ CONNECTOR = "ManthanConnector"
 CONNECTOR_MODULE = "manthan.vllm_hooks.connector"
 EXTRA_KEY = "manthan"
 ABORTS_KEY = "manthan_aborts_at_shutdown"
-"""True if nobody asked vLLM to let requests end after SIGTERM."""
+"""True if vLLM was not asked to let requests end after SIGTERM."""
 END_S = 5
-"""Seconds that vLLM's engine takes to end, besides those to save sessions."""
+"""Seconds of vLLM's engine to end, besides the seconds to save sessions."""
 SOURCES_KEY = "manthan_sources"
 """Key of the source of each value."""
 SEVERAL = "MultiConnector"
-"""Connector of vLLM that has several others, under the key ENTRIES."""
+"""Connector of vLLM with several connectors, under the key ENTRIES."""
 ENTRIES = "connectors"
 
 
@@ -34,12 +34,12 @@ def kv_transfer_config(
 
     Args:
         config_file: a YAML file.
-        beside: another connector to be used as well.
+        beside: another connector to use as well.
         options: keys of the configuration, or flags, before the file and the environment. Nested keys are mappings:
             `tiers={"max_bytes": "8GiB"}`.
 
     Raises:
-        ConfigError: for a configuration that cannot be used, or a policy, codec or cold store that is not registered.
+        ConfigError: for an unusable configuration, or an unregistered policy, codec or cold store.
     """
     from vllm.config import KVTransferConfig
 
@@ -55,9 +55,9 @@ def kv_transfer_config(
 
 
 def together(other: "KVTransferConfig | None", own: "KVTransferConfig") -> "KVTransferConfig":
-    """Add Manthan to the connectors that `other` configures: in its place among them, or else as the last one.
+    """Add Manthan to the connectors of `other`: over Manthan's entry there, or else as the last.
 
-    A request's KV comes from the first connector that has any, and another engine has computed more than Manthan kept.
+    A request's KV comes from the first connector with a hit, and another engine has computed more than Manthan kept.
     """
     if other is None or other.kv_connector == CONNECTOR:
         return own
@@ -75,18 +75,18 @@ def together(other: "KVTransferConfig | None", own: "KVTransferConfig") -> "KVTr
 
 
 def _entry(transfer: "KVTransferConfig") -> dict[str, Any]:
-    """Return a connector as one entry of several, without the engine's name, which is common."""
+    """Return a connector as an entry of several, without the engine's name, common to all."""
     fields = {field.name: getattr(transfer, field.name) for field in dataclasses.fields(transfer)}
     return {name: value for name, value in fields.items() if name != "engine_id" and value is not None}
 
 
 def others(transfer: "KVTransferConfig") -> list[str]:
-    """Names of the connectors beside Manthan."""
+    """Names of all connectors except Manthan."""
     if transfer.kv_connector != SEVERAL:
         return []
     names = [str(each.get("kv_connector")) for each in transfer.kv_connector_extra_config.get(ENTRIES, ())]
     if CONNECTOR in names:
-        names.remove(CONNECTOR)  # once: a second one is another connector
+        names.remove(CONNECTOR)  # once: a second entry is another connector
     return names
 
 
@@ -100,13 +100,13 @@ def _entries(config: "VllmConfig | EngineArgs | Namespace") -> list[dict[str, An
 
 
 def is_on(config: "VllmConfig | EngineArgs | Namespace") -> bool:
-    """True if the engine of this configuration runs with Manthan."""
+    """True if the configuration turns Manthan on."""
     transfer = config.kv_transfer_config
     return bool(_entries(config)) or (transfer is not None and transfer.kv_connector == CONNECTOR)
 
 
 def settings(config: "VllmConfig | Namespace") -> dict[str, Any]:
-    """Return the settings that vLLM carries to its processes, to be read and written. Manthan is on."""
+    """Return Manthan's settings inside vLLM's configuration, to be read and written. Manthan is on."""
     for entry in _entries(config):
         found: dict[str, Any] = entry.setdefault("kv_connector_extra_config", {})
         return found
@@ -116,12 +116,12 @@ def settings(config: "VllmConfig | Namespace") -> dict[str, Any]:
 
 
 def complete(config: "VllmConfig | Namespace") -> None:
-    """Complete an entry for Manthan that was written by hand. Raises ConfigError."""
+    """Complete a hand-written entry for Manthan. Raises ConfigError."""
     transfer, extra = config.kv_transfer_config, settings(config)
     assert transfer is not None
     extra[EXTRA_KEY] = resolve_config(env={}, flags=extra.get(EXTRA_KEY, {})).config.model_dump(mode="json")
     for entry in _entries(config):
-        entry["kv_load_failure_policy"] = transfer.kv_load_failure_policy  # that of all of them counts
+        entry["kv_load_failure_policy"] = transfer.kv_load_failure_policy  # only the policy of all together counts
 
 
 def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
@@ -130,7 +130,7 @@ def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
 
 
 def settings_of(config: "VllmConfig | Namespace") -> dict[str, dict[str, Any]]:
-    """Return each key's `value` and its source, `from`: flag, file, environment, argument or default."""
+    """Return each key's `value` and source, `from`: flag, file, environment, argument or default."""
     extra = settings(config)
     sources, own = extra.get(SOURCES_KEY, {}), from_vllm_config(config)
     found = {}
@@ -144,7 +144,7 @@ def settings_of(config: "VllmConfig | Namespace") -> dict[str, dict[str, Any]]:
 
 
 def leave_time_to_drain(vllm_config: "VllmConfig") -> None:
-    """Have vLLM's server wait for its engines after SIGTERM, so that they can save sessions to a lasting tier."""
+    """Have vLLM's server wait for engines after SIGTERM, so that sessions are saved to a lasting tier."""
     tiers = from_vllm_config(vllm_config).tiers
     if tiers.is_lasting and tiers.drain_s and not vllm_config.shutdown_timeout:
         settings(vllm_config)[ABORTS_KEY] = True
@@ -152,13 +152,13 @@ def leave_time_to_drain(vllm_config: "VllmConfig") -> None:
 
 
 def abort_at_shutdown(vllm_config: "VllmConfig") -> None:
-    """Have this engine abort its requests at once after SIGTERM, as vLLM does where no timeout was asked for."""
+    """Have this engine abort requests at once after SIGTERM, like vLLM without a timeout."""
     if settings(vllm_config).get(ABORTS_KEY):
         vllm_config.shutdown_timeout = 0
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:
-    """True if blocks are encoded on the GPU, whose tiers are ranges of addresses."""
+    """True if blocks are encoded on the GPU, with ranges of addresses as tiers."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cuda() and from_vllm_config(vllm_config).codec.backend != "numpy"

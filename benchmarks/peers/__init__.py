@@ -1,7 +1,8 @@
-"""Other codecs as plain references, written from their papers, to compare with: `manthan eval quality --codec kvarn`.
+"""Published codecs as plain references, written from their papers, for comparison: `manthan eval quality --codec
+kvarn`.
 
-They are in the repository, not in the wheel. Each has `encode` and `decode` of a head's keys or values of one block,
-float32 [tokens, head_dim], and its codes are bytes, so that bits a number are theirs.
+The references are in the repository, not in the wheel. Each has `encode` and `decode` of a head's keys or values of a
+block, float32 [tokens, head_dim], and encodes to bytes, so that bits a number are the reference's.
 """
 
 from collections.abc import Callable
@@ -37,11 +38,11 @@ def halves(x: Floats) -> Codes:
 
 @dataclass(frozen=True)
 class Peer:
-    """A preset for `manthan.codec.registry`.
+    """Preset for `manthan.codec.registry`.
 
     Args:
         name: of the codec.
-        encode: [tokens, head_dim] and "key" or "value" to bytes, of one length for one shape.
+        encode: [tokens, head_dim] and "key" or "value" to bytes, of equal length for equal shapes.
         decode: bytes, "key" or "value", and the shape, to numbers.
     """
 
@@ -58,7 +59,7 @@ class Peer:
 
 
 class PeerCodec(Codec):
-    """A peer's codes of all heads, one behind the other."""
+    """Codec of all heads by a peer, in order."""
 
     def __init__(self, peer: Peer) -> None:
         self.name, self._peer = peer.name, peer

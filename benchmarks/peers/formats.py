@@ -1,7 +1,7 @@
-"""Number formats that caches are kept in without a code of their own: fp8, and NVFP4.
+"""Number formats for caches without entropy coding: fp8, and NVFP4.
 
-fp8 is E4M3 with a scale of 1, as vLLM's `--kv-cache-dtype fp8` has it as it comes. NVFP4 (NVIDIA, 2025) has 16 numbers
-of 4 bits (E2M1) with a scale of their own in E4M3, and one scale in float32 for a tile.
+fp8 is E4M3 with a scale of 1, the default of vLLM's `--kv-cache-dtype fp8`. NVFP4 (NVIDIA, 2025) has 16 numbers of 4
+bits (E2M1) with a scale in E4M3, and a scale in float32 for a tile.
 
     NVFP4: | the tile's scale | scales, E4M3 | numbers |
 """
@@ -14,7 +14,7 @@ from manthan.codec.cpu.numbers import as_floats, as_numbers
 
 E4M3 = Dtype.FLOAT8_E4M3
 LARGEST = 448.0
-"""Of E4M3."""
+"""Largest number of E4M3."""
 LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 GROUP = 16
 
@@ -30,7 +30,7 @@ def decode_fp8(codes: Codes, kind: Kind, shape: tuple[int, int]) -> Floats:
 
 
 def encode_nvfp4(x: Floats, kind: Kind) -> Codes:
-    """Return the bytes of a tile whose size is a multiple of GROUP."""
+    """Return the bytes of a tile with a multiple of GROUP numbers."""
     groups = x.reshape(-1, GROUP)
     whole = np.float32(np.abs(x).max() / (LARGEST * LEVELS[-1])) or np.float32(1)
     scales = as_numbers(np.abs(groups).max(1) / (LEVELS[-1] * whole), E4M3)

@@ -1,13 +1,13 @@
 """KVarN: variance-normalized tiles, 4 bits for keys and 2 for values (L. Muller et al., "KVarN: variance-normalized
 KV-cache quantization", 2026, arXiv 2606.03458).
 
-A tile is a head's block, [tokens, head_dim], 128 tokens in the paper. It is rotated by a Hadamard transform. Magnitudes
-of channels and of tokens are evened out in turns, as Sinkhorn does sums. Keys have a range for each channel, values one
-for each token, which whole numbers of 4 or 2 bits divide evenly.
+A tile is a head's block, [tokens, head_dim], 128 tokens in the paper, rotated by a Hadamard transform. Magnitudes of
+channels and of tokens are evened out in turns, like sums by Sinkhorn. Keys have a range for each channel, values a
+range for each token, divided evenly by whole numbers of 4 or 2 bits.
 
     | scales of the columns, fp16 | starts, fp16 | steps, fp16 | whole numbers |
 
-A column is a token of keys or a channel of values: whatever has no range of its own.
+A column is a token of keys or a channel of values, without a separate range.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from manthan.codec.tables.rotation import rotation
 BITS = {"key": 4, "value": 2}
 ROUNDS = 4
 COVERED = {4: 15 / 16, 2: 21 / 32}
-"""Share of a range that whole numbers cover, where the error is less with it."""
+"""Share of a range covered by whole numbers, for the least error."""
 TINY = 1e-6
 
 
@@ -34,7 +34,9 @@ def rotated(x: Floats, back: bool = False) -> Floats:
 
 
 def normalized(y: Floats) -> tuple[Floats, Floats]:
-    """Magnitudes of tokens and of channels, [tokens, 1] and [1, head_dim], without which all are alike."""
+    """Return magnitudes of tokens and of channels, [tokens, 1] and [1, head_dim]; dividing by both evens the
+    tile out.
+    """
     tokens, channels = np.ones((len(y), 1), np.float32), np.ones((1, y.shape[1]), np.float32)
     for _ in range(ROUNDS):
         channels *= _rms(y / tokens / channels, 0)
@@ -74,7 +76,7 @@ def encode(x: Floats, kind: Kind) -> Codes:
 
 
 def decode(codes: Codes, kind: Kind, shape: tuple[int, int]) -> Floats:
-    """Undo `encode` of a tile of this shape."""
+    """Undo `encode` of a tile with shape `shape`."""
     lines, columns = shape if kind == "value" else shape[::-1]
     ends = np.cumsum([2 * columns, 2 * lines, 2 * lines])
     scale, start, step = (part.copy().view("<f2").astype(np.float32) for part in np.split(codes[: ends[-1]], ends[:-1]))
@@ -87,7 +89,7 @@ KVARN = Peer("kvarn", encode, decode)
 
 
 def hadamard_(x: npt.NDArray[np.float32], scratch: npt.NDArray[np.float32], blocks: npt.NDArray[np.int64]) -> None:
-    """Transform [head_dim, n] float32 in place, block by block, not normalized; scratch has the same shape.
+    """Transform [head_dim, n] float32 in-place, block by block, not normalized; scratch has the same shape.
 
     The order of the additions is part of the format: strides 1, 2, 4, ... up to half the block.
     """

@@ -1,10 +1,10 @@
 """KVTC (K. Staniszewski and A. Lancucki, "KV Cache Transform Coding for Compact Storage in LLM Inference", 2025, arXiv
 2511.01815): a calibrated transform, bits where they count, and DEFLATE.
 
-Calibration takes rows of numbers, a token's keys before RoPE or its values, of all heads and as many layers as are
-coded together. Their mean and principal directions are kept. Bits are dealt out over groups of neighbouring components
-by dynamic programming, so that the squared error of the calibration rows is least within a budget; a group may have
-none. Each group of each token then has a start and a step in fp16. The whole numbers are deflated.
+Calibration takes rows of numbers, a token's keys before RoPE or values, of all heads and of the layers coded together.
+Their mean and principal directions are kept. Bits are dealt out over groups of neighbouring components by dynamic
+programming, for the least squared error of the calibration rows within a budget; a group may have none. Each group of
+each token then has a start and a step in fp16. The whole numbers are deflated.
 """
 
 import zlib
@@ -22,12 +22,12 @@ from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Rope
 
 GROUP = 16
-"""Components that share a start, a step and a number of bits."""
+"""Components with a common start, step and number of bits."""
 CHOICES = (0, 2, 4, 8)
 FRONT = 32
 """Bits of a start and a step."""
 LAYERS = 6
-"""Layers that are coded together, at most."""
+"""Layers coded together, at most."""
 LENGTH = 4
 """Bytes of the length before each part of a section."""
 
@@ -46,7 +46,7 @@ class Kvtc:
 
     @classmethod
     def calibrated(cls, rows: Floats, bits: float) -> "Kvtc":
-        """rows: [n, C], C a multiple of GROUP. bits: a number may take on average before it is deflated."""
+        """rows: [n, C], C a multiple of GROUP. bits: average bits of a number before deflating."""
         mean = rows.mean(0)
         _, vectors = np.linalg.eigh(np.cov((rows - mean).astype(np.float64).T))
         directions = vectors[:, ::-1].astype(np.float32)
@@ -82,7 +82,7 @@ def _groups(y: Floats) -> list[Floats]:
 
 
 def _quantized(y: Floats, bits: int) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
-    """Start and step of each row, and its whole numbers."""
+    """Return start and step of each row, and the row's whole numbers."""
     start = np.float16(y.min(1)).astype(np.float32)
     step = np.float16((y.max(1) - start) / (2**bits - 1)).astype(np.float32)
     q = np.rint((y - start[:, None]) / np.where(step == 0, 1, step)[:, None])
@@ -90,7 +90,7 @@ def _quantized(y: Floats, bits: int) -> tuple[Floats, Floats, npt.NDArray[np.int
 
 
 def _dealt(y: Floats, budget: int) -> tuple[int, ...]:
-    """Bits of each group with the least squared error within so many bits of a row, by dynamic programming."""
+    """Return bits of each group with the least squared error within `budget` bits of a row, by dynamic programming."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for group in _groups(y):
         found: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -110,7 +110,7 @@ def _dealt(y: Floats, budget: int) -> tuple[int, ...]:
 
 
 class KvtcPreset:
-    """A preset for `manthan.codec.registry`, of so many bits a number before they are deflated."""
+    """Preset for `manthan.codec.registry`, of `bits` bits a number before deflating."""
 
     def __init__(self, bits: int) -> None:
         self.name, self._bits = f"kvtc-{bits}bit", bits
@@ -128,7 +128,7 @@ class KvtcPreset:
 
 
 class KvtcCodec(Codec):
-    """Each LAYERS layers of keys or values are a part, with its length before it."""
+    """LAYERS layers of keys or values are a part, preceded by the length."""
 
     varies = True
 

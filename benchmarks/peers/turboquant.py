@@ -2,10 +2,10 @@
 arXiv 2504.19874), with QJL's residual (A. Zandieh et al., "QJL: 1-bit quantized Johnson-Lindenstrauss transform for KV
 cache quantization", 2024).
 
-A vector of D numbers is its length and a direction. The direction is rotated at random, which makes its numbers nearly
-normal of deviation 1 / sqrt(D), and each is quantized by the Lloyd-Max quantizer of that distribution.
-Keys, of which inner products are wanted without bias, have a bit less there; of what is left, r, they keep its length
-and the signs of S r, with S a random normal matrix: S' sign(S r) * |r| * sqrt(pi / 2) / D is r on average.
+A vector of D numbers is a length and a direction. A random rotation makes the direction's numbers nearly normal with
+deviation 1 / sqrt(D), and each is quantized by the Lloyd-Max quantizer of the normal distribution. Keys need inner
+products without bias, so they have a bit less for the direction. Of the residual r, keys keep the length and the signs
+of S r, with S a random normal matrix: S' sign(S r) * |r| * sqrt(pi / 2) / D is r on average.
 
     | lengths, fp16 | keys: lengths of the residuals, fp16 | whole numbers | keys: signs |
 """
@@ -52,7 +52,7 @@ def _nearest(y: Floats, bits: int) -> np.ndarray:
 
 
 def encode(x: Floats, kind: Kind, bits: int) -> Codes:
-    """Return the bytes of vectors [n, D]. bits: of a number, of keys one of them for the residual."""
+    """Return the bytes of vectors [n, D]. bits: of a number; for keys, one of the bits is the residual's."""
     dim, bits = x.shape[1], bits - (kind == "key")
     lengths = np.float16(np.linalg.norm(x, axis=1)).astype(np.float32)
     unit = x / np.where(lengths == 0, 1, lengths)[:, None]
@@ -65,7 +65,7 @@ def encode(x: Floats, kind: Kind, bits: int) -> Codes:
 
 
 def decode(codes: Codes, kind: Kind, shape: tuple[int, int], bits: int) -> Floats:
-    """Undo `encode` of vectors of this shape."""
+    """Undo `encode` of vectors with shape `shape`."""
     (n, dim), bits = shape, bits - (kind == "key")
     ends = np.cumsum([2 * n, 2 * n * (kind == "key"), -(-n * dim * bits // 8)])
     lengths, of_left, coded, signs_at = np.split(codes, ends)

@@ -1,4 +1,4 @@
-"""`manthan simulate`: what policies and capacities would find of a request trace."""
+"""`manthan simulate`: hits of a request trace under different policies and capacities."""
 
 import gc
 import json
@@ -28,10 +28,10 @@ _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
 Row: TypeAlias = dict[str, Any]
-"""Figures of a replay, as they are in JSON. Shares are of the asked blocks, partial ones included; times in seconds.
+"""Figures of a replay, in JSON's form. Shares are of the asked blocks, partial blocks included; times in seconds.
 
-evictions: sessions gone cold. best_share: of a cache of the same size that knows the future. gap_closed: share of the
-gap between `lru` and that which the policy closes; None where `lru` was not asked for, or leaves no gap.
+evictions: sessions gone cold. best_share: of a cache of the same size with knowledge of the future. gap_closed: share
+of the gap between `lru` and the best share closed by the policy; None without `lru`, or without a gap.
 """
 
 _POOL_COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -68,7 +68,7 @@ def simulate(
     hot: Annotated[str, typer.Option(help="The KV pool: tokens (64000, 4M) or a share (5%); 0 for one cache.")] = "5%",
     cold: Annotated[str, typer.Option(help="The cold store: tokens that its blocks stand for, or a share.")] = "10%",
     idle_after: Annotated[float | None, typer.Option(help="As idle.after_s.")] = None,
-    measure_from: Annotated[float, typer.Option(min=0, max=0.99, help="Count only what follows this share.")] = 0,
+    measure_from: Annotated[float, typer.Option(min=0, max=0.99, help="Count only requests after this share.")] = 0,
     block_tokens: Annotated[int, typer.Option(min=1, help="Of a block.")] = MOONCAKE_BLOCK_TOKENS,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures into this file.")] = None,
 ) -> None:
@@ -88,7 +88,7 @@ def simulate(
         "idle_after_s": config.idle.after_s,
         "first_measured": int(measure_from * len(read.requests)),
     }
-    gc.freeze()  # a replay makes many objects that live long and are in no cycles
+    gc.freeze()  # a replay makes many long-lived objects without cycles
     gc.set_threshold(50_000, 20, 20)
     progress = Console(stderr=True)
     if is_one:
@@ -116,7 +116,7 @@ def simulate(
 def one_cache_rows(
     policies: Sequence[tuple[str, type[EvictionPolicy], PolicyOptions]], blocks: int, trace: Trace, first: int = 0
 ) -> list[Row]:
-    """Return a row for each policy in one cache of this number of blocks. Requests count from number `first` on."""
+    """Return a row for each policy in a single cache of `blocks` blocks. Requests count from number `first` on."""
     requests, block_tokens = trace.requests, trace.block_tokens
     asked = sum(request.asked_blocks(block_tokens) for request in requests[first:])
     best = sum(clairvoyant(requests, blocks, block_tokens)[first:]) / asked

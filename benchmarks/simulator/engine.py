@@ -1,8 +1,8 @@
-"""A replay on a KV pool and a cold store: what vLLM and the scheduler half do, event by event.
+"""Replay on a KV pool and a cold store: the work of vLLM and the scheduler half, event by event.
 
     tally = replay(trace.requests, Setup(get_policy("lru"), pool_blocks=4000, cold_blocks=20000))
 
-docs/simulate.md says what is taken from reality and what is simplified.
+docs/simulate.md lists the real and the simplified parts.
 """
 
 import heapq
@@ -45,7 +45,7 @@ class CostModel:
     Args:
         first_token_s: fixed part of every request.
         prefill_s_per_token, prefill_s_per_token2: a token at position p takes the first and 2p of the second.
-        restore_s_per_token, store_s_per_token: decoding and encoding, which are assumed to be equally fast.
+        restore_s_per_token, store_s_per_token: decoding and encoding, assumed to be equally fast.
         decode_s_per_token: between two tokens of an answer.
     """
 
@@ -65,10 +65,10 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Setup:
-    """Pool, tier and policy that a trace is replayed on.
+    """Pool, tier and policy of a replay.
 
-    pool_blocks: of the KV pool. cold_blocks: that the cold store has room for. first_measured: number of the first
-    request that counts; those before fill the caches.
+    pool_blocks: of the KV pool. cold_blocks: room in the cold store. first_measured: number of the first counted
+    request; earlier requests fill the caches.
     """
 
     policy: type[EvictionPolicy]
@@ -82,7 +82,7 @@ class Setup:
     first_measured: int = 0
 
     def manager(self) -> SessionManager:
-        """Return a new manager. Heads that sessions share are kept exact, as on a server."""
+        """Return a new manager. Heads shared by sessions are kept exact, as on a server."""
         pool_nbytes = round(self.cost.kv_bytes_per_token * self.block_tokens)
         bounds = {0: round(self.cost.cold_bytes_per_token * self.block_tokens), self.block_tokens: pool_nbytes}
         shape = MemoryShape({0: GroupShape(self.block_tokens, pool_nbytes, bounds)})
@@ -99,7 +99,7 @@ class Setup:
 
 
 class Served(NamedTuple):
-    """Blocks of one prompt by their origin. `asked` counts partial ones, too. Seconds to the first token."""
+    """Blocks of a prompt by origin. `asked` counts partial blocks, too. Seconds to the first token."""
 
     asked: int
     resident: int
@@ -109,7 +109,7 @@ class Served(NamedTuple):
 
 @dataclass
 class Tally:
-    """Result of a replay. Counts begin with the first request that is measured.
+    """Result of a replay. Counts begin with the first measured request.
 
     served: by request. stored, restored, dropped: blocks.
     """
@@ -123,10 +123,10 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request that has come, and its blocks of the pool.
+    """Request in progress, and the request's blocks of the pool.
 
-    resident, restored: number of its blocks that were found. entered: number of them in the prefix cache. began: time
-    of its first token.
+    resident, restored: number of found blocks. entered: number of blocks in the prefix cache. began: time of the first
+    token.
     """
 
     number: int
@@ -140,10 +140,9 @@ class _Request:
 
 
 class EngineReplay:
-    """Requests arrive, wait, are restored, computed and answered; between any two of these events there is a step.
+    """Requests arrive, wait, are restored, computed and answered, with a step between any two events.
 
-    A request is let in when its prompt and its answer fit, and takes its blocks as they are needed. The driver is that
-    of a real engine.
+    A request is admitted when the prompt and the answer fit, and takes blocks as needed. The driver is a real engine's.
     """
 
     def __init__(self, requests: Sequence[TracedRequest], setup: Setup) -> None:
@@ -158,8 +157,8 @@ class EngineReplay:
         self._driver = Driver(self.manager, self._pool, prefetch_lead_s=lead_s(setup.idle_after_s))
         self._waiting: deque[_Request] = deque()
         self._starved: list[tuple[Callable[[_Request], None], _Request]] = []
-        self._promised = 0  # blocks that those let in will yet take
-        self._taken = 0  # blocks since the last step, for what is computed
+        self._promised = 0  # blocks still to be taken by admitted requests
+        self._taken = 0  # blocks taken since the last step
         self._encoded_until = 0.0
         self._is_measuring = False
 
@@ -168,7 +167,7 @@ class EngineReplay:
             self._at(self.requests[0].at, self._arrive, 0)
         while self._events:
             due = self._driver.next_deadline
-            if self.now < due < self._events[0][0]:  # what was due before had its step, and waits for a load
+            if self.now < due < self._events[0][0]:  # earlier due work had a step, and waits for a load
                 self.now = due
             else:
                 self.now, _, happen, what = heapq.heappop(self._events)
@@ -212,7 +211,7 @@ class EngineReplay:
         self._waiting.append(request)
 
     def _admit(self) -> None:
-        """Let in whoever fits, in order; whose KV is just being prefetched is passed by, as in vLLM."""
+        """Admit the requests that fit, in order. A request with a running prefetch is passed by, as in vLLM."""
         passed = []
         while self._waiting:
             request, block_tokens = self._waiting[0], self.setup.block_tokens
@@ -230,7 +229,7 @@ class EngineReplay:
         self._waiting.extendleft(reversed(passed))
 
     def _fits(self, request: _Request, hits: Sequence[int], needed: int) -> bool:
-        """True if there is room for its prompt now, and for its answer when that is computed."""
+        """True if there is room for the prompt now, and for the answer later."""
         free, revived = len(self._pool), sum(not self._pool.users(block) for block in hits)
         in_the_end = request.traced.total_blocks(self.setup.block_tokens) + self._promised
         return needed + revived <= free and in_the_end - len(hits) + revived <= free
@@ -259,7 +258,7 @@ class EngineReplay:
         self._compute(request)
 
     def _compute(self, request: _Request) -> None:
-        """Compute the rest of the prompt. Others find its blocks at once, as in vLLM."""
+        """Compute the rest of the prompt. Later requests find the blocks at once, as in vLLM."""
         traced, cached = request.traced, request.resident + request.restored
         if not self._grow(request, traced.asked_blocks(self.setup.block_tokens)):
             self._starved.append((self._compute, request))
@@ -278,7 +277,7 @@ class EngineReplay:
         self._go_on(request)
 
     def _go_on(self, request: _Request) -> None:
-        """Compute the answer until the next block is needed, or to its end."""
+        """Compute the answer until the next block is needed, or to the end."""
         traced, block_tokens = request.traced, self.setup.block_tokens
         more = len(request.blocks) < traced.total_blocks(block_tokens)
         tokens = len(request.blocks) * block_tokens - traced.input_tokens if more else traced.output_tokens - 1
@@ -313,7 +312,7 @@ class EngineReplay:
         return True
 
     def _enter(self, request: _Request, length: int) -> None:
-        """Enter the first `length` blocks, which are full, into the prefix cache, as far as their hashes are known."""
+        """Enter the first `length` blocks, all full, into the prefix cache, as far as hashes are known."""
         hashes = request.traced.hashes[request.entered : length]
         blocks = request.blocks[request.entered : length]
         self._driver.computed(request.name, blocks)
@@ -326,7 +325,7 @@ class EngineReplay:
             go_on(request)
 
     def _look_again(self, _: None) -> None:
-        """Do nothing but take the step that follows."""
+        """Do nothing, so that a step follows."""
 
     # -- a step ---------------------------------------------------------------------------------------
 
@@ -359,7 +358,7 @@ class EngineReplay:
 
 
 def replay(requests: Sequence[TracedRequest], setup: Setup) -> Tally:
-    """Replay requests, which are in the order of their arrival. Each fits into the pool."""
+    """Replay requests, in the order of their arrival. Each fits into the pool."""
     world = EngineReplay(requests, setup)
     world.run()
     return world.tally

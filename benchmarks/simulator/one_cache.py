@@ -1,4 +1,4 @@
-"""Replay a trace through a cache without a KV pool, and find the most that any cache could find.
+"""Replay a trace through a cache without a KV pool, and find the best possible hits.
 
 found = one_cache(trace.requests, policy, options, blocks, trace.block_tokens)
 best = clairvoyant(trace.requests, blocks, trace.block_tokens)
@@ -16,14 +16,14 @@ from manthan.policies import EvictionPolicy, PolicyOptions
 
 
 class _Marks:
-    """Marks of a pool in which every block is exact."""
+    """Marks of a pool with exact blocks only."""
 
     def __getitem__(self, block_id: int) -> Mark:
         return Mark.EXACT
 
 
 class _WholePool:
-    """A pool that has the blocks of the request that just ended, and is overwritten by the next one."""
+    """Pool with the blocks of the last request, overwritten by the next request."""
 
     marks = _Marks()
 
@@ -31,7 +31,7 @@ class _WholePool:
         return [0] * len(block_hashes)
 
     def _ignore(self, *_: object) -> None:
-        """Do nothing: no block outlives its request."""
+        """Do nothing: no block outlives the request."""
 
     hold = keep = lead = forget = release = _ignore
 
@@ -43,10 +43,10 @@ def one_cache(
     capacity: int,
     block_tokens: int,
 ) -> list[int]:
-    """Return the blocks that each request finds in one cache of `capacity` blocks.
+    """Return the blocks found by each request in a single cache of `capacity` blocks.
 
-    A request takes no time. Its session is stored at once, as far as others are worth less. The manager and the policy
-    are the ones that serve.
+    A request takes no time. The session is stored at once, as far as stored sessions are worth less. The manager and
+    the policy are the real ones.
     """
     shape = MemoryShape({0: GroupShape(block_tokens, 1, {0: 1}, is_lossless=True)})
     manager = SessionManager(policy, shape, capacity, 0.0, Events(), options=options)
@@ -69,15 +69,15 @@ def one_cache(
 
 
 def clairvoyant(requests: Sequence[TracedRequest], capacity: int, block_tokens: int) -> list[int]:
-    """Return the blocks that each request finds at best, in a cache of `capacity` blocks that knows the future.
+    """Return the blocks found by each request in a cache of `capacity` blocks with knowledge of the future.
 
-    The block that is asked for last goes first, of equals the deeper (L. A. Belady, "A Study of Replacement Algorithms
-    for a Virtual-Storage Computer", IBM Systems Journal 1966). A block need not be taken in. What is kept is whole
-    prefixes, because who asks for a block asks for all before it. O(n log n) for n blocks of all requests.
+    The block with the latest next use goes first, of equals the deeper (L. A. Belady, "A Study of Replacement
+    Algorithms for a Virtual-Storage Computer", IBM Systems Journal 1966). A block need not be taken in. The cache holds
+    whole prefixes, because a request for a block asks for all blocks before. O(n log n) for n blocks of all requests.
     """
     following = _next_uses(requests)
     kept: dict[bytes, int] = {}
-    """Number of the next request for each block that is kept."""
+    """Number of the next request for each kept block."""
     order: list[tuple[int, int, bytes]] = []
     """Next request and depth, both negative. An entry is outdated where `kept` says something else."""
     found = []

@@ -1,4 +1,4 @@
-"""vLLM's block pool without the KV: which block holds what, who uses it, and which is overwritten next."""
+"""vLLM's block pool without the KV: the content, the users and the order of blocks."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,27 +8,27 @@ from manthan.manager.pool import BlockName, Marks, Unsaved
 
 
 class SimulatedPool:
-    """A `Pool`: blocks by id, in the order in which vLLM's BlockPool would take them.
+    """`Pool` of block ids, in the order of vLLM's BlockPool.
 
-    A free block keeps its KV until it is taken, from the head of the queue: blocks that hold nothing, then saved ones,
-    then unsaved ones, each in the order in which they came free.
+    A free block keeps the KV until taken from the head of the queue. The queue has empty blocks, then saved blocks,
+    then unsaved blocks, each in the order of release.
     """
 
     def __init__(self, blocks: int) -> None:
         self.size = blocks
         self.marks = Marks(blocks)
         self._empty = list(range(blocks))[::-1]
-        """Free blocks that hold nothing. The last is taken first."""
+        """Free empty blocks. The last is taken first."""
         self._kept: OrderedDict[int, None] = OrderedDict()
-        """Free blocks that are saved."""
+        """Free saved blocks."""
         self._rest: OrderedDict[int, None] = OrderedDict()
-        """The other free blocks that hold something."""
+        """Free unsaved blocks."""
         self._saved: set[int] = set()
         """Saved blocks, free or not."""
         self._users = [0] * blocks
         self._name: list[BlockName | None] = [None] * blocks
         self._cached: dict[BlockName, int] = {}
-        self._copies: dict[BlockName, list[int]] = {}  # further blocks of the same name, which nobody finds meanwhile
+        self._copies: dict[BlockName, list[int]] = {}  # further blocks of the same hash, hidden meanwhile
 
     def __len__(self) -> int:
         return len(self._empty) + len(self._kept) + len(self._rest)
@@ -43,7 +43,7 @@ class SimulatedPool:
     def hit(
         self, block_hashes: Iterable[bytes], serves: Callable[[int], bool] = lambda block: True, group: int = 0
     ) -> list[int]:
-        """Return the blocks up to the first that is not here, or that may not be served to who asks."""
+        """Return the blocks up to the first absent block, or the first block refused by `serves`."""
         blocks = []
         for block_hash in block_hashes:
             block = self._cached.get((group, block_hash))
@@ -78,7 +78,7 @@ class SimulatedPool:
         self.cache_all((block_id,), (block_hash,), group)
 
     def cache_all(self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group: int = 0) -> None:
-        """Enter several blocks, which held nothing, into the prefix cache. An exact one evicts its lossy ones."""
+        """Enter several empty blocks into the prefix cache. An exact block evicts lossy blocks with the same hash."""
         for block, block_hash in zip(block_ids, block_hashes, strict=True):
             name = group, block_hash
             self._name[block] = name
@@ -116,7 +116,7 @@ class SimulatedPool:
         self._evict(self._blocks_of(group, block_hashes))
 
     def _evict(self, blocks: Iterable[int]) -> None:
-        """Take blocks out of the prefix cache, and those that nobody references to the head of the free queue."""
+        """Take blocks out of the prefix cache, and move blocks without references to the head of the free queue."""
         for block in blocks:
             if not self._users[block]:
                 self._unqueue(block)
@@ -160,7 +160,7 @@ class SimulatedPool:
         return Unsaved(*name, block)
 
     def _blocks_of(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
-        """Return all blocks of these names."""
+        """Return all blocks with these hashes."""
         names = [(group, block_hash) for block_hash in dict.fromkeys(block_hashes)]
         found = map(self._cached.get, names)
         if not self._copies:

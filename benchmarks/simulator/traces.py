@@ -1,4 +1,4 @@
-"""Request traces: who asked when for which blocks. docs/simulate.md has the format."""
+"""Request traces: session, time and blocks of each request. docs/simulate.md has the format."""
 
 import json
 import lzma
@@ -19,16 +19,16 @@ _TIME = "a number of {}, 0 or more"
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read, in one sentence with file, line and field."""
+    """Unreadable trace, in a sentence with file, line and field."""
 
 
 class TracedRequest(NamedTuple):
-    """One request of a trace.
+    """Request of a trace.
 
-    at: seconds. session: as the client called it; None if it did not. hashes: block hashes of all full blocks, first
-    the prompt's, then the answer's as far as the trace tells. prompt_blocks: number of the prompt's among them.
-    expect_return_s, tool: the hints of these names, if the client gave them. stop: how the answer ended. agent: the
-    session that the trace names, whose requests follow each other; empty if it names none.
+    at: seconds. session: the client's name; None without a name. hashes: block hashes of all full blocks, first the
+    prompt's, then the answer's as far as the trace has them. prompt_blocks: number of the prompt's hashes.
+    expect_return_s, tool: the client's hints, if any. stop: ending of the answer. agent: session named by the trace,
+    with consecutive requests; empty without a name.
     """
 
     at: float
@@ -48,20 +48,20 @@ class TracedRequest(NamedTuple):
         return NO_HINTS if said is None and not self.tool else Hints(expect_return_s=said, tool=self.tool)
 
     def asked_blocks(self, block_tokens: int) -> int:
-        """Return the blocks of the prompt, a partial one included."""
+        """Return the number of blocks of the prompt, a partial block included."""
         return -(-self.input_tokens // block_tokens)
 
     def usable_blocks(self, block_tokens: int) -> int:
-        """Return the blocks of the prompt that may be found: the last token is always computed."""
+        """Return the number of blocks of the prompt to find: the last token is always computed."""
         return min(self.prompt_blocks, (self.input_tokens - 1) // block_tokens)
 
     def total_blocks(self, block_tokens: int) -> int:
-        """Return the blocks that it has in the end. The KV of its last token is never computed."""
+        """Return the final number of blocks. The KV of the last token is never computed."""
         return -(-(self.input_tokens + max(0, self.output_tokens - 1)) // block_tokens)
 
 
 class Trace(NamedTuple):
-    """Requests in the order of their arrival. distinct_blocks: all that the trace names, partial ones too."""
+    """Requests in the order of arrival. distinct_blocks: number of all blocks in the trace, partial ones included."""
 
     name: str
     block_tokens: int
@@ -70,11 +70,11 @@ class Trace(NamedTuple):
 
 
 _Return = Annotated[float | None, Field(gt=0, le=LONGEST_S, allow_inf_nan=False, description=SECONDS)]
-"""As a hint has it, which a replay makes of it."""
+"""Seconds of a hint, as made by a replay."""
 
 
 class MooncakeLine(BaseModel):
-    """A line of the traces that the Mooncake project published with its paper (FAST'25).
+    """Line of the traces published by the Mooncake project with the FAST'25 paper.
 
     A field's description completes the sentence "FIELD must be …".
     """
@@ -92,7 +92,7 @@ class MooncakeLine(BaseModel):
 
 
 def read_trace(path: str | Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Trace:
-    """Read a trace of JSON lines in the format of Mooncake's, or such lines in a file .xz. Raises TraceError."""
+    """Read a trace of JSON lines in Mooncake's format, also compressed as .xz. Raises TraceError."""
     path, prefixes, requests = Path(path), _Prefixes(Path(path).name), []
     name = path.name
     try:

@@ -1,4 +1,4 @@
-"""Codec that keeps a section's numbers as the cache has them, bit for bit."""
+"""Codec that keeps a section's numbers bit for bit."""
 
 import math
 
@@ -22,7 +22,7 @@ class ExactCodec(Codec):
         return nbytes
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Return a view of the codes."""
+        """Return a view of the bytes."""
         nbytes = self.max_nbytes(section)
         if codes.size != nbytes:
             raise SizeError(f"{codes.size} bytes are not {section.shape} in {section.dtype.name}: {nbytes} are.")

@@ -3,21 +3,20 @@
 Transform coding of the KV cache (Karhunen and Loeve's transform with a calibrated mean: Staniszewski and Lancucki,
 "KV Cache Transform Coding", 2025). The numbers of a token, all heads of a layer side by side, are a vector x:
 
-    keys: x is turned back to place 0; values and latents: x is as it is
-    q = rint((x - mean) @ (forward / step));   x^ = q @ (step * inverse) + mean
+    keys: x is turned back to position 0; values and latents: x is unchanged q = rint((x - mean) @ (forward / step)); x^
+    = q @ (step * inverse) + mean
 
-in float32. Products of matrices round as the machine's BLAS does: where it differs, an encoder may round another way to
-q what lies half-way between two steps, and a decoder's numbers differ by 2**-20 or so of their size, before they are
-rounded to bf16. The integers are the same everywhere.
+in float32. Products of matrices round like the machine's BLAS. With different BLAS, an encoder may round q differently
+half-way between two steps, and a decoder's numbers differ by 2**-20 or so of their size, before the rounding to bf16.
+The integers are the same everywhere.
 
-Codes, little-endian. A row is a layer's keys, values or latents, [C, tokens]:
+Encoded section, little-endian. A row is a layer's keys, values or latents, [C, tokens]:
 
-    | version u8, 1 | d u8 | 2 zero bytes | rows as `manthan.codec.cpu.rans` has them |
+    | version u8, 1 | d u8 | 2 zero bytes | rows of `manthan.codec.cpu.rans` |
 
-A section takes 1.35 times the bytes that the tables let expect, at most. Numbers that are further from the profile's
-double their steps until they fit, d times: q / 2**d rounded to a whole number, ties to even, is coded with the same
-tables, and x^ = (2**d * q) @ (step * inverse) + mean. All finite numbers fit; products are float64 for those of which q
-takes more than 16 bits.
+A section takes at most 1.35 times the bytes expected by the tables. Numbers further from the profile's double the steps
+until the section fits, d times: q / 2**d rounded to a whole number, ties to even, is coded with the same tables, and x^
+= (2**d * q) @ (step * inverse) + mean. All finite numbers fit; products are float64 if q takes more than 16 bits.
 """
 
 from collections.abc import Sequence
@@ -59,7 +58,7 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class KltPreset:
-    """Calibrated transform to components that do not correlate, one step for all of a layer's, and an entropy coder."""
+    """Calibrated transform to uncorrelated components, a step for all of a layer's, and an entropy coder."""
 
     name: str
     """In the configuration, in profiles and in encoded blocks."""
@@ -101,7 +100,7 @@ class _Bases(NamedTuple):
             return np.rint((x - self.mean[:, None]) @ self.forward.astype(x.dtype)).transpose(0, 2, 1)
 
     def back(self, q: Floats, doublings: int) -> Any:
-        """Undo `rounded`. Returns float64 where steps are doubled, so that nothing overflows."""
+        """Undo `rounded`. Returns float64 for doubled steps, to prevent overflow."""
         made: Any = q.transpose(0, 2, 1) @ self.inverse
         if doublings:
             made = np.ldexp(made.astype(np.float64), doublings)
@@ -110,13 +109,13 @@ class _Bases(NamedTuple):
 
 
 class KltCodec(Codec):
-    """Codec on the CPU. Raises HeadDimError; ProfileError for a profile that does not fit.
+    """Codec on the CPU. Raises HeadDimError; ProfileError for an unsuitable profile.
 
     Args:
         name: of the preset.
         head_dim: numbers of a vector.
         profile: of the section's layers and the rank's heads.
-        rope: RoPE of the model; it must be the profile's.
+        rope: RoPE of the model, equal to the profile's.
     """
 
     varies = True
@@ -148,7 +147,7 @@ class KltCodec(Codec):
 
     @cached_property
     def _expected(self) -> dict[SectionKind, int]:
-        """Expected size of a token's keys, and of its values, in UNITs of a bit."""
+        """Expected size of a token's keys, and of a token's values, in UNITs of a bit."""
         table = expected(self._profile.frequencies)
         return {
             kind: sum(int(table[basis.tables[self.name]].sum()) for basis in bases)
@@ -167,14 +166,14 @@ class KltCodec(Codec):
         """Raises SizeError, DamagedError."""
         limit = self.max_nbytes(section)
         if not START <= codes.size <= limit:
-            raise SizeError(f"{codes.size} bytes are not the codes of {section}: {START} to {limit} are.")
+            raise SizeError(f"{codes.size} bytes do not encode {section}: {START} to {limit} do.")
         doublings = check_front(codes, section.codec, MOST_DOUBLINGS)
         bases = self._bases[section.kind]
         numbers = self._coder.read(codes[START:], bases.rows(section.tokens))
         return as_numbers(self._vectors(numbers, doublings, section, positions, bases), section.dtype)
 
     def _numbers(self, x: Floats, section: Section, positions: Positions, bases: _Bases) -> Integers | Doubles:
-        """Return whole steps of all rows; float64 where they take more than 16 bits. Raises NonFiniteError."""
+        """Return whole steps of all rows; float64 beyond 16 bits. Raises NonFiniteError."""
         check_finite(x)
         rounded = bases.rounded(self._turned_back(x, section, positions))
         if (np.abs(rounded) <= FURTHEST).all():  # a NaN is not
@@ -184,7 +183,7 @@ class KltCodec(Codec):
         return far.ravel()
 
     def _turned_back(self, x: Any, section: Section, positions: Positions) -> Any:
-        """Return the section's rows, [rows, tokens, C], keys as they are at place 0."""
+        """Return the section's rows, [rows, tokens, C], keys turned back to position 0."""
         if section.kind is SectionKind.KEYS and self._rope is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 x = self._rope.turn_back(x, positions)

@@ -1,9 +1,9 @@
 """Kernels compiled by numba: the entropy coders of `manthan.codec.cpu.rans` and `manthan.codec.cpu.embedded`, and the
 transform of `manthan.codec.wht`.
 
-The transform works on LANES vectors at a time, transposed into a tile [head_dim, LANES] that stays in the first-level
-cache, so that every step is a SIMD loop over lanes. Tiles are flat, because the compiler then sees the constant row
-length. There is no fastmath, because the compiler must neither reorder nor fuse the float operations of the format.
+The transform works on LANES vectors at a time, transposed into a tile [head_dim, LANES] within the first-level cache,
+so that every step is a SIMD loop over LANES. Tiles are flat, because the compiler then sees the constant row length.
+There is no fastmath, because the compiler must neither reorder nor fuse the float operations of the format.
 """
 
 import math
@@ -30,13 +30,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def jit(*signatures: Any) -> Callable[[F], F]:
-    """Compile without the GIL and with IEEE division, cached on disk where that is possible."""
+    """Compile without the GIL and with IEEE division, cached on disk if possible."""
 
     def compile_(function: F) -> F:
         options = {"nogil": True, "error_model": "numpy"}
         try:
             compiled: F = numba.njit(*signatures, cache=True, **options)(function)
-        except RuntimeError:  # neither this folder nor the user's cache can be written to
+        except RuntimeError:  # this folder and the user's cache are read-only
             compiled = numba.njit(*signatures, **options)(function)
         return compiled
 
@@ -44,7 +44,7 @@ def jit(*signatures: Any) -> Callable[[F], F]:
 
 
 def _in(dtype: Any, dimensions: int) -> Any:
-    """Type of an input array: read-only, because writable arrays fit that too."""
+    """Type of an input array: read-only, because writable arrays fit too."""
     return types.Array(dtype, dimensions, "C", readonly=True)
 
 
@@ -113,7 +113,7 @@ def decode(
     decoding: Array,
     numbers: Array,
 ) -> bool:
-    """Fill numbers. Returns True if every row and state ended as an encoder leaves it."""
+    """Fill numbers. Returns True if every row and state ended in an encoder's final state."""
     at, number, component = 0, 0, 0
     state = np.empty(streams, np.uint32)
     for row in range(len(components)):
@@ -171,7 +171,7 @@ def _hadamard(tile: Floats, blocks: Sizes) -> None:
 
 @jit()
 def _fold(rows: Floats) -> None:
-    """Fold each run of 8 rows, then the runs. The sums are left in row 0, and the other rows are overwritten."""
+    """Fold each run of 8 rows, then the runs. The sums end in row 0, and all further rows are overwritten."""
     groups = len(rows) // LANES // 8
     for g in range(groups):
         eight = rows[g * 8 * LANES : (g + 1) * 8 * LANES]
@@ -191,7 +191,7 @@ def _fold(rows: Floats) -> None:
 
 @jit()
 def _turn(x: Floats, cos: Floats, sin: Floats, out: Floats) -> None:
-    """Turn one vector by RoPE's angles."""
+    """Turn a vector by RoPE's angles."""
     n = len(cos)
     for i in range(n):
         a, b, c, s = x[i], x[n + i], cos[i], sin[i]
@@ -203,7 +203,9 @@ def _turn(x: Floats, cos: Floats, sin: Floats, out: Floats) -> None:
 
 @jit([MATRICES(_in(word, 3), boolean, *TURNS) for word in (uint16, uint32)])
 def turned_back(words: Array, bf16: bool, cos: Floats, sin: Floats) -> Floats:
-    """Turn keys [runs, tokens, head_dim], bits of bf16 (uint16) or float32 (uint32), by angles with these sines."""
+    """Turn keys [runs, tokens, head_dim], bits of bf16 (uint16) or float32 (uint32), by angles with cosines and
+    sines.
+    """
     runs, tokens, dim = words.shape
     out = np.empty((runs, tokens, dim), np.float32)
     shift = np.uint32(16 if bf16 else 0)

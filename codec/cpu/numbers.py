@@ -25,7 +25,7 @@ class Fp8:
     """Kind of fp8.
 
     mantissa: bits of the fraction.
-    least: exponent of the smallest normal number, as float32 has it.
+    least: exponent of the smallest normal number, biased as in float32.
     largest: largest finite number.
     """
 
@@ -42,7 +42,7 @@ def as_floats(x: Numbers, dtype: Dtype = Dtype.BFLOAT16) -> Floats:
 
     Args:
         x: numbers of any shape; uint16 holds bf16's bits.
-        dtype: of the numbers, without which fp8's bits cannot be told.
+        dtype: of the numbers, needed for fp8's bits.
     """
     if dtype.is_fp8:
         made: Floats = table(dtype)[x]
@@ -54,7 +54,7 @@ def as_floats(x: Numbers, dtype: Dtype = Dtype.BFLOAT16) -> Floats:
 
 
 def as_numbers(x: Floats, dtype: Dtype) -> Numbers:
-    """Round to the nearest numbers of a dtype, ties to even, within its range. Overwrites x."""
+    """Round to the nearest numbers of a dtype, ties to even, within the dtype's range. Overwrites x."""
     if dtype.is_fp8:
         return _as_fp8(x, FORMS[dtype])
     np.clip(x, -LARGEST[dtype], LARGEST[dtype], out=x)
@@ -70,7 +70,7 @@ def bf16_bits(x: Floats) -> npt.NDArray[np.uint16]:
 
 
 def fold(rows: Floats) -> Floats:
-    """Sum over rows: the upper half onto the lower, until one is left. Overwrites rows."""
+    """Sum over rows: add the upper half onto the lower, until a single row is left. Overwrites rows."""
     while len(rows) > 1:
         half = (len(rows) + 1) // 2
         rows[: len(rows) - half] += rows[half:]
@@ -80,7 +80,7 @@ def fold(rows: Floats) -> Floats:
 
 
 def check_finite(x: Floats) -> None:
-    """Raise NonFiniteError for the first vector of [..., head_dim] with a number that is not finite."""
+    """Raise NonFiniteError for the first vector of [..., head_dim] with a non-finite number."""
     finite = np.isfinite(x).all(axis=-1).ravel()
     if not finite.all():
         bad = int(finite.argmin())
@@ -115,7 +115,9 @@ def _as_fp8(x: Floats, form: Fp8) -> Numbers:
 
 
 class Fp8Codec(Codec):
-    """Codec of float32 for sections of fp8. Scales of the cache's numbers do not matter: the codes are of its bytes."""
+    """Codec of float32 for sections of fp8. Scales of the cache's numbers do not matter: the bytes themselves are
+    encoded.
+    """
 
     def __init__(self, codec: Codec) -> None:
         self.name, self.varies, self.levels, self._codec = codec.name, codec.varies, codec.levels, codec

@@ -9,7 +9,7 @@ from manthan.codec.registry import needs_profile
 
 
 def main(dtype: str, codecs: Sequence[str]) -> None:
-    """Compile the kernels of all codecs but those that need a profile.
+    """Compile the kernels of all codecs without a profile.
 
     Args:
         dtype: name of the KV cache's dtype in `Dtype`.

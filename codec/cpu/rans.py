@@ -2,27 +2,25 @@
 
 Integers come in rows: a row is a layer's, [components, tokens], and every component has a table of frequencies. Number
 i of a row belongs to stream i % streams; all streams of a row share one run of words (Giesen, "Interleaved entropy
-coders", 2014), so that many threads can decode it in step: each knows from the others' states which word is its own.
+coders", 2014), so that many threads can decode a row in step: each finds the thread's next word from the states of all
+streams.
 
-    x = state of the stream, 2**16 to 2**32 - 1; f, c = frequency and sum of those before it, of 2**12
-    encode, from the last number to the first:
-        x >= f * 2**20:  the low 16 bits of x become a word, x = x // 2**16
-        x = x // f * 2**12 + c + x % f
-    decode, from the first to the last:
-        s = the symbol with c <= x % 2**12 < c + f;  x = f * (x // 2**12) + x % 2**12 - c
-        x < 2**16:  x = x * 2**16 + the next word
+    x = state of the stream, 2**16 to 2**32 - 1; f, c = frequency and sum of earlier frequencies, of 2**12 encode, from
+    the last number to the first: x >= f * 2**20: the low 16 bits of x become a word, x = x // 2**16 x = x // f * 2**12
+    + c + x % f decode, from the first to the last: s = the symbol with c <= x % 2**12 < c + f; x = f * (x // 2**12) + x
+    % 2**12 - c x < 2**16: x = x * 2**16 + the next word
 
-A state begins at 2**16, where the decoder must find it again. Integers of -127 to 127 are symbols. An integer without a
-frequency is the symbol ESCAPE, and behind it, as a word of its own, the integer: -32,768 to 32,767. Words stand in the
-order in which they are decoded. As bytes, little-endian:
+A state begins at 2**16, and decoding must end there. Integers of -127 to 127 are symbols. An integer without a
+frequency is the symbol ESCAPE, followed by the integer, -32,768 to 32,767, as a separate word. Words stand in the order
+of decoding. As bytes, little-endian:
 
     | words of each row | states of each row's streams, u32 | words of all rows, u16 |
 
-The number of words of a row is u16, or u32 where a row is so long that it might not fit.
+The number of words of a row is u16, or u32 for rows with possibly more words.
 
-A section that does not fit its bound doubles its steps until it does, and so does one with a number of more than 16
-bits. Its whole numbers are divided by 2 to the number of doublings and rounded, ties to even. They end as zeros, which
-take less than any table lets expect.
+A section beyond the bound, or with a number of more than 16 bits, doubles the steps until the section fits. The whole
+numbers are divided by 2 to the number of doublings and rounded, ties to even. In the limit all are zeros, below every
+table's expectation.
 """
 
 from collections.abc import Callable
@@ -37,24 +35,24 @@ from manthan.codec.errors import DamagedError, SizeError
 from manthan.codec.tables.frequencies import SCALE
 
 VERSION, START = 1, 4
-"""Version of a section's codes, and bytes of their front: version u8, number of doublings u8, 2 zero bytes."""
+"""Version of an encoded section, and bytes of the front: version u8, number of doublings u8, 2 zero bytes."""
 LOWEST = 1 << 16
 STREAM_NUMBERS = 1024
 STREAMS_MAX = 32
 WORDS_A_NUMBER = 28 / 16
-"""Most words of a number: 12 bits for the escape, and 16 behind it."""
+"""Most words of a number: 12 bits for the escape, and 16 for the number."""
 SLACK = 27, 20
-"""Most bytes of a section over its expected ones: 1.35, as whole numbers."""
+"""Most bytes of a section over the expected bytes: 1.35, as whole numbers."""
 MOST_DOUBLINGS = 16
 """Doublings after which all 16-bit numbers are 0."""
 FURTHEST = 32767
-"""Largest number that is written, of either sign."""
+"""Largest written number, of either sign."""
 
 Integers = npt.NDArray[np.int16]
 
 
 class Rows(NamedTuple):
-    """Layout of rows, known before their numbers are.
+    """Layout of rows, known before the numbers.
 
     components: int64 [rows].
     tables: uint8 [sum of components], the frequencies of each.
@@ -89,7 +87,7 @@ def streams_of(numbers: int) -> int:
 
 
 def bound(expected_nbytes: int) -> int:
-    """Most bytes of a section with these expected ones."""
+    """Most bytes of a section with `expected_nbytes` expected bytes."""
     times, of = SLACK
     return -(-expected_nbytes * times // of)
 
@@ -104,7 +102,7 @@ def _counts(numbers: int) -> np.dtype[np.unsignedinteger]:
 
 
 def check_front(codes: Codes, codec: str, most_doublings: int) -> int:
-    """Number of doublings at the front of a section's codes. Raises DamagedError."""
+    """Number of doublings at the front of an encoded section. Raises DamagedError."""
     front: list[int] = codes[:START].tolist()
     if front != [VERSION, front[1], 0, 0] or front[1] > most_doublings:
         raise DamagedError(f"codes of {codec} begin with {bytes(front).hex()}: 01000000 does.")
@@ -129,7 +127,7 @@ class Coder:
         return numba_kernels
 
     def encode(self, numbers: Integers, rows: Rows, most: int) -> Coded | None:
-        """Encode the rows' numbers, one row behind the other. Returns None if they take more than `most` words."""
+        """Encode the rows' numbers, row by row. Returns None beyond `most` words."""
         states = np.empty((len(rows.components), rows.streams), np.uint32)
         sizes = np.empty(len(rows.components), np.int64)
         words = np.empty(most, np.uint16)
@@ -137,11 +135,11 @@ class Coder:
         return None if first < 0 else Coded(states, sizes, words[first:])
 
     def decode(self, coded: Coded, rows: Rows) -> Integers:
-        """Decode the rows' numbers. Raises DamagedError for words that no encoder writes."""
+        """Decode the rows' numbers. Raises DamagedError for words never written by an encoder."""
         numbers = np.empty(int(rows.components.sum()) * rows.tokens, np.int16)
         whole = int(coded.sizes.sum()) == coded.words.size and bool((coded.states >= LOWEST).all())
         if not whole or not self._kernels().decode(*coded, *rows, self.decoding, numbers):
-            raise DamagedError("entropy-coded numbers do not end where they should: the codes are damaged.")
+            raise DamagedError("entropy-coded numbers do not end where they should: the block is damaged.")
         return numbers
 
     def write(
@@ -150,11 +148,11 @@ class Coder:
         """Write whole numbers into the front of `out`, with the fewest doublings of their steps that fit.
 
         Args:
-            numbers: of all rows, one row behind the other; float64 where some take more than 16 bits.
+            numbers: of all rows, row by row; float64 if some take more than 16 bits.
             rows_of: returns the rows for a number of doublings.
-            out: uint8, the room that the rows may take.
+            out: uint8, the room for the rows.
 
-        Returns: the number of doublings, and of bytes that were written.
+        Returns: the number of doublings, and of written bytes.
         """
         short = numbers.dtype == np.int16
         least = 0 if short else max(0, int(np.frexp(np.abs(numbers).max())[1]) - 15)

@@ -23,7 +23,7 @@ from manthan.codec.cpu.numbers import Floats, as_floats, as_numbers
 from manthan.codec.errors import NonFiniteError, ShapeError, SizeError
 
 STATE_CODECS = {"bf16": "state-bf16", "int8": "state-int8"}
-"""Codecs of states, by their names in the configuration."""
+"""Codecs of states, by configured name."""
 LEVELS = 127
 
 
@@ -31,9 +31,9 @@ LEVELS = 127
 class StatePart:
     """Part of a layer's state.
 
-    nbytes: of one layer.
-    row: numbers of a row of its matrices, the last dimension; 0 for a part that is kept exact.
-    dtype: of its numbers.
+    nbytes: of a single layer.
+    row: numbers of a row of the matrices, the last dimension; 0 for an exact part.
+    dtype: of the numbers.
     """
 
     nbytes: int
@@ -43,7 +43,7 @@ class StatePart:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Layout of a block's bytes: `layer_nbytes` for each layer, which begin with its parts and end with padding."""
+    """Layout of a block's bytes: `layer_nbytes` for each layer, with the parts first and padding at the end."""
 
     layers: int
     layer_nbytes: int
@@ -51,7 +51,7 @@ class StateLayout:
 
 
 class StateCodec(Codec):
-    """Codec of states. Each method raises ShapeError for a section that is not of the layout.
+    """Codec of states. Each method raises ShapeError for a section of a different layout.
 
     Args:
         name: one of STATE_CODECS.

@@ -1,4 +1,4 @@
-"""Parts that CUDA kernels of all codecs share: their constants, their arguments, and sections that stay as they are."""
+"""Parts shared by the CUDA kernels of all codecs: constants, arguments, and exact sections."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ from manthan.codec.gpu.paged import Batch, Form, PagedLayout
 from manthan.codec.tables.rotation import block_sizes, rotation
 
 DTYPES = (Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32, Dtype.FLOAT8_E4M3, Dtype.FLOAT8_E5M2)
-"""As DTYPE numbers them."""
+"""Dtypes by the kernels' number DTYPE."""
 ALIGNMENT = 16
-"""Bytes that kernels read at once where all vectors begin at multiples."""
+"""Bytes read at once by kernels if all vectors begin at multiples."""
 
 
 class Job(ctypes.Structure):
@@ -47,8 +47,9 @@ class Job(ctypes.Structure):
         tokens: int,
         payload: Sequence[int],
     ) -> Self:
-        """For sections that hold so many tokens of a block. caches: `addresses`. payload: where keys and values begin
-        in an encoded block."""
+        """Return the job for sections of `tokens` tokens of a block. caches: `addresses`. payload: offsets of keys and
+        of values in an encoded block.
+        """
         return cls(
             caches=caches.data_ptr(),
             nbytes=form.nbytes,
@@ -66,7 +67,7 @@ class Job(ctypes.Structure):
         )
 
     def of(self, batch: Batch, codes: torch.Tensor) -> Self:
-        """The same for these blocks."""
+        """Return a copy of the job for the batch's blocks."""
         job = type(self).from_buffer_copy(self)
         job.block_ids, job.offsets = batch.block_ids.data_ptr(), batch.offsets.data_ptr()
         job.headers, job.status = batch.headers.data_ptr(), batch.status.data_ptr()
@@ -75,13 +76,13 @@ class Job(ctypes.Structure):
 
 
 def addresses(layout: PagedLayout) -> torch.Tensor:
-    """Addresses of the caches, then of those beside, int64 [layers], on their device."""
+    """Addresses of the caches, then of the layers of bytes, int64 [layers], on their device."""
     beside = layout.beside.caches if layout.beside else ()
     return torch.tensor([layer.data_ptr() for layer in (*layout.caches, *beside)], device=layout.caches[0].device)
 
 
 def exact_jobs(layout: PagedLayout, caches: torch.Tensor, form: Form, exact: int) -> list[Job]:
-    """Return the sections that stay as they are, if the first `exact` tokens do. caches: `addresses`."""
+    """Return the jobs for exact sections, if the first `exact` tokens are exact. caches: `addresses`."""
     kept = layout.kept(exact)
     of_each = [caches] * len(kept)
     if layout.beside:
@@ -106,7 +107,7 @@ def is_aligned(layout: PagedLayout) -> bool:
 
 
 def sources(names: Sequence[str]) -> str:
-    """Return these files, one behind the other."""
+    """Return the files' text, joined."""
     folder = resources.files("manthan.codec.gpu").joinpath("kernels")
     return "\n".join((folder / name).read_text() for name in names)
 
@@ -114,13 +115,13 @@ def sources(names: Sequence[str]) -> str:
 def constants(
     head_dim: int, dtype: Dtype, aligned: bool, macros: Mapping[str, object] = {}, words: Mapping[str, list[int]] = {}
 ) -> str:
-    """Return what the sources expect ahead of them.
+    """Return the source text of constants and macros, to precede the kernels' sources.
 
     Args:
         head_dim: numbers of a vector.
         dtype: of the cache.
         aligned: True if all vectors begin at multiples of ALIGNMENT bytes.
-        macros, words: those that a codec adds.
+        macros, words: additions of a codec.
     """
     made = rotation(head_dim)
     shared = {"THREADS": THREADS, "HEAD_DIM": head_dim, "DTYPE": DTYPES.index(dtype), "ALIGNED": int(aligned)}

@@ -17,7 +17,7 @@ SOURCES = ("common.cu", "k3v3.cu", "exact.cu", "seal.cu")
 
 
 class K3v3Plan(NamedTuple):
-    """Arguments of the kernels for blocks of one form. coded: None where all tokens are exact. seal: launched last."""
+    """Arguments of the kernels for blocks of a form. coded: None if all tokens are exact. seal: launched last."""
 
     exact: list[Job]
     coded: Job | None
@@ -25,7 +25,7 @@ class K3v3Plan(NamedTuple):
 
 
 class K3v3PagedCodec(PagedCodec):
-    """`PagedCodec` of keys and values, or of latents, on one CUDA device. Raises CompileError."""
+    """`PagedCodec` of keys and values, or of latents, on a CUDA device. Raises CompileError."""
 
     layout: PagedLayout
 
@@ -58,7 +58,7 @@ class K3v3PagedCodec(PagedCodec):
         self._launch(name, job, batch, codes, job.kinds * job.layers * job.heads * job.tokens)
 
     def _launch(self, name: str, job: Job, batch: Batch, codes: torch.Tensor, warps: int) -> None:
-        """warps: that a block of the batch can put to work."""
+        """Launch a kernel. warps: the most useful warps for a block of the batch."""
         of_batch = job.of(batch, codes)
         self._kernels.launch(name, of_batch, of_batch.n * warps)
 
@@ -81,7 +81,7 @@ class K3v3PagedCodec(PagedCodec):
 
 @lru_cache
 def _module(head_dim: int, dtype: Dtype, device: torch.device, aligned: bool) -> Module:
-    """The kernels for vectors of this size and dtype. Raises CompileError."""
+    """Return the kernels for vectors of this size and dtype. Raises CompileError."""
     levels, cuts = LEVELS, THRESHOLDS
     words = {"LEVELS": as_bits(levels), "CUTS": as_bits(cuts)}
     return Module(f"{constants(head_dim, dtype, aligned, words=words)}\n{sources(SOURCES)}", device)

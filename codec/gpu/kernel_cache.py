@@ -1,7 +1,7 @@
-"""Compiled kernels on disk, so that a machine compiles them once and not each engine again.
+"""Compiled kernels on disk, so that a machine compiles them once and not again for each engine.
 
-They lie where vLLM has its own: in `manthan/kernels` of VLLM_CACHE_ROOT, or else of `vllm` in XDG_CACHE_HOME. A file is
-named after all that its content depends on, so none is ever changed, and any can be removed.
+The kernels are next to vLLM's: in `manthan/kernels` of VLLM_CACHE_ROOT, or else of `vllm` in XDG_CACHE_HOME. A file's
+name covers all inputs of the content. So a file never changes, and any file can be removed.
 """
 
 import hashlib
@@ -18,21 +18,21 @@ DIGEST_BYTES = 32
 
 
 def cache_folder() -> Path:
-    """By this process's environment."""
+    """Return the folder by this process's environment."""
     xdg = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(xdg, "vllm")
     return Path(root).expanduser() / "manthan" / "kernels"
 
 
 class KernelCache:
-    """Any number of processes and threads may use one folder. It need not be there, nor let itself be written to."""
+    """Cache in a folder for any number of processes and threads. The folder may be missing or read-only."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._unwritten: dict[Path, bytes] = {}
 
     def compiled(self, named: tuple[str, ...], make: Callable[[], bytes]) -> bytes:
-        """What `make` returned when it was first called for these names, by whichever process."""
+        """Return the result of the first `make` for `named`, in any process."""
         path = self._folder / f"{DIGEST(repr(named).encode()).hexdigest()}.cubin"
         kept = self._unwritten.get(path) or self._read(path)
         if kept is not None:
@@ -47,7 +47,7 @@ class KernelCache:
         return made
 
     def _read(self, path: Path) -> bytes | None:
-        """None for a file that is missing or damaged."""
+        """Return the file's content; None for a missing or damaged file."""
         try:
             content = path.read_bytes()
         except OSError:
@@ -56,7 +56,7 @@ class KernelCache:
         return kept if DIGEST(kept).digest() == digest else None
 
     def _write(self, path: Path, made: bytes) -> None:
-        """Whole or not at all: others may read the file, or write the same."""
+        """Write the file whole or not at all, because several processes may read or write the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(prefix=f".{path.stem[:16]}-", dir=path.parent)
         try:

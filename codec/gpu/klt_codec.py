@@ -1,13 +1,13 @@
 """Calibrated sections by CUDA kernels, and cuBLAS between them: `manthan.codec.cpu.klt` on a GPU.
 
-Blocks are worked on in groups, and of those some rows (a layer's keys, or its values) at a time, so that what lies
-between two kernels is bounded. Encoding a group: rows are gathered and multiplied by their transform; when all of them
-are, they are entropy-coded, each into room of its own; then it is known where in the blocks their words go.
+Blocks are handled in groups, and within a group some rows (a layer's keys, or values) at a time, which bounds the
+memory between two kernels. Encoding a group: rows are gathered and multiplied by the transform. After all rows, each
+row is entropy-coded into separate room. Then the positions of the words in the blocks are known.
 
-The entropy coder's words are those of the CPU for the same integers, and both read what the other wrote. The integers
-are of sums that are rounded in other places, and to fp16 before they are rounded to whole numbers: one in some hundreds
-or thousands is the next one. Numbers that are decoded differ from the CPU's by about 2**-12 of how far they are from
-the mean.
+The entropy coder writes the CPU's words for equal integers, and either backend reads the other's blocks. The integers
+may differ: sums are rounded in different steps, and to fp16 before the rounding to whole numbers. One integer in some
+hundreds or thousands differs by 1. Decoded numbers differ from the CPU's by about 2**-12 of their distance from the
+mean.
 """
 
 import ctypes
@@ -31,13 +31,13 @@ from manthan.codec.profile import Profile
 from manthan.codec.rope import Rope
 
 SCRATCH_BYTES = 256 * 2**20
-"""Of a group of blocks, beside products."""
+"""Temporaries of a group of blocks, without the products'."""
 ENCODING, DECODING = 3, 2
-"""Bytes of it for each number."""
+"""Bytes of temporaries for each number."""
 PRODUCTS_AT_ONCE = 2**24
-"""Numbers of rows that are multiplied at once: when encoding 2 bytes for each, when decoding 4."""
+"""Numbers of rows multiplied at once: 2 bytes each for encoding, 4 for decoding."""
 WORD_NUMBERS = 2
-"""A row has room for a word for so many of its numbers: one that takes more doubles its section's steps."""
+"""Numbers of a row for each word of room. A row with more words doubles the section's steps."""
 ROW_THREADS = 1024
 KINDS: tuple[Kind, ...] = ("key", "value")
 ALL = slice(None)
@@ -78,7 +78,7 @@ class Sections(ctypes.Structure):
 
     @classmethod
     def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
-        """For the sections of the tokens that are not exact. caches: `addresses`."""
+        """Return the job for the sections of lossy tokens. caches: `addresses`."""
         layers, tokens, kinds = len(layout.caches), layout.tokens - exact, KINDS[: len(layout.ats)]
         return cls(
             caches=caches.data_ptr(),
@@ -100,7 +100,7 @@ class Sections(ctypes.Structure):
         )
 
     def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
-        """The same for these blocks of a batch."""
+        """Return a copy of the job for blocks `some` of a batch."""
         job = type(self).from_buffer_copy(self)
         job.block_ids, job.offsets = batch.block_ids[some].data_ptr(), batch.offsets[some].data_ptr()
         job.headers, job.turns = batch.headers[some].data_ptr(), batch.turns[some].data_ptr()
@@ -110,10 +110,10 @@ class Sections(ctypes.Structure):
 
 
 class KltPlan(NamedTuple):
-    """Arguments of the kernels for blocks of one form.
+    """Arguments of the kernels for blocks of a form.
 
-    exact: sections that stay as they are. sections: None where all do.
-    seal: with no header where one is written before.
+    exact: exact sections. sections: None if all tokens are exact.
+    seal: without a header if the header is written earlier.
     """
 
     exact: list[Job]
@@ -122,11 +122,11 @@ class KltPlan(NamedTuple):
 
 
 class Group:
-    """Blocks that are worked on together, and the memory between the kernels.
+    """Blocks handled together, and the memory between the kernels.
 
-    job: what the kernels are told, with all rows. numbers: rounded or to be, float16 [rows, C, tokens of all blocks and
-    up to 7 more]. vectors: some rows before the transform, float16, or after the way back, float32: [rows, the same
-    tokens, C].
+    job: arguments of the kernels, with all rows. numbers: before or after rounding, float16 [rows, C, tokens of all
+    blocks and up to 7 more]. vectors: some rows before the transform, float16, or after the inverse, float32: [rows,
+    same tokens, C].
     """
 
     def __init__(self, job: Sections, components: int, vectors: torch.dtype, device: torch.device) -> None:
@@ -142,7 +142,7 @@ class Group:
         job.doublings, job.far = (zeros.data_ptr() for zeros in self._zeros)
 
     def pieces(self) -> Iterator[tuple[slice, Sections]]:
-        """All rows, as many as are multiplied at once, with a job for them."""
+        """Yield all rows in pieces of one multiplication, with a job for each piece."""
         for first in range(0, self.job.rows, self.at_once):
             job = Sections.from_buffer_copy(self.job)
             job.first_row, job.rows = first, min(self.at_once, job.rows - first)
@@ -150,9 +150,9 @@ class Group:
 
 
 class KltPagedCodec(PagedCodec):
-    """`PagedCodec` for calibrated codecs, on one CUDA device of compute capability 8.0 or newer.
+    """`PagedCodec` for calibrated codecs, on a CUDA device of compute capability 8.0 or newer.
 
-    It is of keys and values, or of latents. Raises CompileError, ProfileError.
+    The blocks are of keys and values, or of latents. Raises CompileError, ProfileError.
     """
 
     layout: PagedLayout
@@ -169,16 +169,16 @@ class KltPagedCodec(PagedCodec):
         self._tables = RowTables.of(profile, format.codec, self.device)
         self._plans: dict[int, KltPlan] = {}
         largest = max(self._tables.encoding.nbytes, self._tables.decoding.nbytes)
-        properties: Any = torch.cuda.get_device_properties(self.device)  # of more than its stubs know
+        properties: Any = torch.cuda.get_device_properties(self.device)  # more attributes than in the stubs
         self._shared = largest <= properties.shared_memory_per_block_optin
         shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
         self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, self._kinds)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """A status becomes a vector's index too where it is 32,768 or more steps from the profile's mean.
+        """Set a status to a vector's index also if the vector is 32,768 or more steps from the profile's mean.
 
-        Because numbers are fp16 between kernels, such sections are encoded on the CPU only. Of a layer with a number
-        that is not finite, it may be the first vector's index: all heads are transformed together.
+        Because numbers are fp16 between kernels, such sections are encoded on the CPU only. For a layer with an
+        infinite number, the status may be the first vector's index: all heads are transformed together.
         """
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
@@ -198,7 +198,7 @@ class KltPagedCodec(PagedCodec):
             self._launch("verify_sections", plan.sections.of(batch, codes), ALONE)
 
     def decode(self, batch: Batch, codes: Tensor) -> None:
-        """A status becomes 0 or more for codes that no encoder writes, too."""
+        """Set a status to 0 or more also for bytes never written by an encoder."""
         plan = self._plan(batch.exact)
         if plan.sections is not None:
             with torch.inference_mode():
@@ -235,18 +235,18 @@ class KltPagedCodec(PagedCodec):
             self._launch("scatter", part, part.rows * part.heads)
 
     def _jobs(self, plan: Sections, batch: Batch, codes: Tensor, each: int) -> Iterator[Sections]:
-        """The batch in even groups that take SCRATCH_BYTES, or of a block. each: bytes for a number."""
+        """Yield the batch in even groups of at most SCRATCH_BYTES, or of a single block. each: bytes for a number."""
         n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (plan.rows * self._components * plan.tokens * each))
         groups = -(-n // most)
         for group in range(groups):
             yield plan.of(batch, codes, slice(group * n // groups, (group + 1) * n // groups))
 
     def _launch(self, name: str, job: Sections, warps: int) -> None:
-        """warps: that a block of the batch can put to work."""
+        """Launch a kernel. warps: the most useful warps for a block of the batch."""
         self._kernels.launch(name, job, job.n * warps)
 
     def _launch_rows(self, name: str, job: Sections, tables: Tensor, of_components: Tensor) -> None:
-        """A warp for each row, or for several that fit into it."""
+        """Launch a kernel with a warp for each row, or for several rows of fewer streams."""
         job.tables, job.tables_nbytes, job.table_of = tables.data_ptr(), tables.nbytes, of_components.data_ptr()
         warps = job.rows * -(-job.n * job.streams // 32) * (ROW_THREADS // 32)
         shared = tables.nbytes if self._shared else 0
@@ -286,7 +286,7 @@ def _module(
     interleaved: bool,
     kinds: int,
 ) -> Module:
-    """Return the kernels for vectors of this size and dtype.
+    """Return the kernels for vectors of `head_dim` numbers of `dtype`.
 
     Args:
         aligned: see `cuda_codec.constants`.

@@ -1,8 +1,8 @@
-"""What a GPU needs of a profile: transforms for its tensor cores, and the tables that its entropy coder looks up.
+"""GPU form of a profile: transforms for the tensor cores, and tables for the entropy coder.
 
-The transforms of a profile are fp16, with rows of length 1: they are used as they are, and what they are applied to is
-rounded to fp16. Their inverses are rounded to fp16, each column by a factor of its own. Integers up to 2,048 are exact
-in fp16, larger ones to 11 bits. All sums are float32.
+The transforms of a profile are fp16, with rows of length 1. They are used unchanged, and their inputs are rounded to
+fp16. The inverses are rounded to fp16, each column by a separate factor. Integers up to 2,048 are exact in fp16, larger
+integers to 11 bits. All sums are float32.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from manthan.codec.profile import Basis, Profile
 from manthan.codec.tables.frequencies import ESCAPE, SCALE
 
 BUCKET = 16
-"""Slots that share an entry of a table for decoding."""
+"""Slots with a common entry in a table for decoding."""
 ENCODING_NBYTES = 1024
-"""Of a table for encoding."""
+"""Bytes of a table for encoding."""
 ESCAPED = 1 << 31
 
 Entries = npt.NDArray[np.uint32]
@@ -41,14 +41,14 @@ class Transforms(NamedTuple):
 
     @classmethod
     def of(cls, profile: Profile, preset: str, device: torch.device) -> Self:
-        """Raises ProfileError for a transform that cannot be undone."""
+        """Raises ProfileError for a singular transform."""
         made = [_transform(basis, preset, device) for basis in _bases(profile)]
         return cls(*(torch.stack(parts) for parts in zip(*made, strict=True)))
 
 
 class RowTables(NamedTuple):
-    """What rows.cu looks up, uint8: for encoding, and for decoding. of_components: where the table of each component is
-    in them, in 16 bytes, int32 [2, rows, C]. pool: where in the latter are the ranks that all tables share, in bytes.
+    """Tables of rows.cu, uint8: for encoding, and for decoding. of_components: offset of each component's table in
+    both, in 16 bytes, int32 [2, rows, C]. pool: offset of the common ranks in the table for decoding, in bytes.
     """
 
     encoding: Tensor
@@ -58,7 +58,7 @@ class RowTables(NamedTuple):
 
     @classmethod
     def of(cls, profile: Profile, preset: str, device: torch.device) -> Self:
-        """The tables that the preset uses."""
+        """Return the tables of the preset."""
         chosen = np.stack([basis.tables[preset] for basis in _bases(profile)])
         used, which = np.unique(chosen, return_inverse=True)
         frequencies = profile.frequencies[used].astype(np.uint32)
@@ -86,7 +86,7 @@ def _transform(basis: Basis, preset: str, device: torch.device) -> tuple[Tensor,
 
 
 def encoding_tables(frequencies: Entries) -> Entries:
-    """[tables, 256]: frequency; sum of those before it << 12; ESCAPED, where it is the escape's for want of its own."""
+    """Return [tables, 256]: frequency; sum of earlier frequencies << 12; ESCAPED for a symbol coded by the escape."""
     before = np.cumsum(frequencies, axis=1, dtype=np.uint32) - frequencies
     entries: Entries = before << np.uint32(12) | frequencies
     entries[:, ESCAPE] |= np.uint32(ESCAPED)
@@ -95,17 +95,17 @@ def encoding_tables(frequencies: Entries) -> Entries:
 
 
 def reciprocals() -> Entries:
-    """By frequency, 2**32 divided by it, rounded down."""
+    """Return 2**32 divided by each frequency, rounded down."""
     f = np.arange(SCALE, dtype=np.uint64)
     made: Entries = np.minimum((1 << 32) // np.maximum(f, 1), (1 << 32) - 1).astype(np.uint32)
     return made
 
 
 def decoding_tables(frequencies: Entries) -> tuple[Ranks, npt.NDArray[np.int64], int]:
-    """All tables, then the ranks that they share; where each table begins, and the ranks do.
+    """Return all tables, then the common ranks; offset of each table, and of the ranks.
 
-    A symbol's rank is how many before it have a frequency. A table: of each BUCKET of slots, uint16, where the ranks of
-    their symbols are, in BUCKETs; by rank, uint32, frequency, sum << 12, symbol << 24; up to a multiple of 16 bytes.
+    A symbol's rank is the number of earlier symbols with a frequency. A table: for each BUCKET of slots, uint16, the
+    bucket of the symbols' ranks; by rank, uint32, frequency, sum << 12, symbol << 24; up to a multiple of 16 bytes.
     """
     pool: dict[bytes, int] = {}
     made, starts = [], [0]

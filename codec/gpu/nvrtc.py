@@ -1,4 +1,4 @@
-"""CUDA C++ compiled when it is needed, by the compiler library that comes with PyTorch's CUDA wheels."""
+"""CUDA C++ compiled on demand, by the compiler library of PyTorch's CUDA wheels."""
 
 import ctypes
 from functools import lru_cache
@@ -8,24 +8,24 @@ import torch
 
 from manthan.codec.gpu.kernel_cache import KernelCache, cache_folder
 
-try:  # a dependency of PyTorch's CUDA wheels, absent beside its CPU wheels
+try:  # a dependency of PyTorch's CUDA wheels, absent with the CPU wheels
     from cuda.bindings import driver, nvrtc
 except ImportError:
     driver = nvrtc = None
 
 THREADS = 512
 ALONE = THREADS // 32
-"""Warps to ask for where one is all that there is to do, but should have a processor of its own."""
+"""Warps to request for a lone warp on a separate processor."""
 
 
 class CompileError(RuntimeError):
-    """The kernels cannot be compiled for this GPU: no compiler library, or one that does not know the GPU."""
+    """The kernels cannot be compiled for this GPU: no compiler library, or a library without support for the GPU."""
 
 
 class Module:
-    """Compiled kernels on one device. Functions take one struct by value.
+    """Compiled kernels on a device. Functions take a struct by value.
 
-    source: CUDA C++ that includes no headers. device: the CUDA device it is for. Raises CompileError.
+    source: CUDA C++ without headers. device: the CUDA device. Raises CompileError.
     """
 
     def __init__(self, source: str, device: torch.device) -> None:
@@ -43,9 +43,9 @@ class Module:
     def launch(
         self, name: str, argument: ctypes.Structure, warps: int, *, threads: int = THREADS, shared: int = 0
     ) -> None:
-        """Start a kernel on the current stream, with so many warps or as many as fit on the device.
+        """Start a kernel on the current stream, with `warps` warps, or fewer if the device holds fewer.
 
-        threads: of a block. shared: bytes of shared memory of a block, beside what the kernel declares.
+        threads: of a block. shared: bytes of shared memory of a block, in addition to the kernel's declarations.
         """
         if not warps:
             return
@@ -73,7 +73,7 @@ _cache = lru_cache(KernelCache)
 
 
 def cubin(source: str, architecture: str) -> bytes:
-    """The kernels of this source for GPUs of one architecture ("sm_90"), out of the cache if they are there.
+    """Return the kernels of `source` for GPUs of an architecture ("sm_90"), from the cache if present.
 
     Raises CompileError.
     """
@@ -99,7 +99,7 @@ def _compile(source: str, options: tuple[str, ...]) -> bytes:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """The result of a call, whose error code comes first; a tuple where there are several."""
+    """Return the result of a call, after the error code; a tuple of several results."""
     error, *results = answer
     if int(error) != 0:
         raise CompileError(f"CUDA answers {error.name}")

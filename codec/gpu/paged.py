@@ -1,7 +1,7 @@
 """Whole blocks between a paged KV cache and encoded blocks in the same device's memory.
 
-This is what a GPU backend offers: it reads and writes the paged cache of all layers in place, and leaves encoded blocks
-as `manthan.codec.wire` describes them, header and checksum included.
+Interface of a GPU backend: reads and writes the paged cache of all layers in place, and writes encoded blocks in the
+format of `manthan.codec.wire`, header and checksum included.
 """
 
 from abc import ABC, abstractmethod
@@ -22,12 +22,12 @@ from manthan.codec.rope import Rope
 from manthan.codec.wire import MARK_AT, BlockHeader, block_nbytes, field_cause, heads, starts
 
 GOOD = 2**31 - 1
-"""The status of a block with which nothing is wrong."""
+"""Status of a good block."""
 ALIGNMENT = 16
-"""Of sections and blocks, in bytes."""
+"""Alignment of sections and blocks, in bytes."""
 BAD_CHECKSUM = -1
 BAD_HEADER = -2
-"""Minus the offset of the first byte of the header that is not the expected one."""
+"""Minus the offset of the first unexpected byte of the header."""
 
 DTYPES = {torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16, torch.float32: Dtype.FLOAT32}
 
@@ -39,30 +39,30 @@ UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class Layout(Protocol):
-    """Where the blocks of a paged cache lie, layer by layer, on one device."""
+    """Layout of a paged cache's blocks, layer by layer, on a device."""
 
     @property
     def caches(self) -> tuple[torch.Tensor, ...]: ...
 
     @property
     def tokens(self) -> int:
-        """Of a block."""
+        """Number of tokens of a block."""
 
     @property
     def shape(self) -> BlockShape:
-        """Of its blocks."""
+        """Shape of the blocks."""
 
 
 @dataclass(frozen=True)
 class PagedLayout:
-    """Where the vectors of a paged cache lie.
+    """Layout of the vectors of a paged cache.
 
-    caches: a tensor for each layer, of one dtype (bfloat16, float16, float32, or uint8 that holds fp8's bits) on one
-    device. The first number of a vector of head h, token t in block i is at element
-    `at + i * block_stride + h * head_stride + t * token_stride` from the tensor's first, with `at` key_at or value_at;
-    its other numbers follow it. value_at: None where there are no values. fp8: of which kind numbers of 8 bits are.
-    latents: where they lie (MLA), their pieces as heads of keys without values; the keys here are RoPE's part then.
-    beside: of the bytes of other layers that are stored with them.
+    caches: a tensor for each layer, of a common dtype (bfloat16, float16, float32, or uint8 with fp8's bits) on a
+    common device. The first number of a vector of head h, token t in block i is at element `at + i * block_stride + h *
+    head_stride + t * token_stride` from the tensor's first, with `at` key_at or value_at; the vector is contiguous.
+    value_at: None without values. fp8: kind of 8-bit numbers. latents: layout of the latents (MLA), in pieces as heads
+    of keys without values; the keys here are then RoPE's part. beside: layout of further layers of bytes in the same
+    blocks.
     """
 
     caches: tuple[torch.Tensor, ...]
@@ -80,33 +80,33 @@ class PagedLayout:
 
     @property
     def dtype(self) -> Dtype:
-        """Of its numbers."""
+        """Dtype of the numbers."""
         return self.fp8 or DTYPES[self.caches[0].dtype]
 
     @property
     def number(self) -> torch.dtype:
-        """The same as torch has it."""
+        """Dtype of the numbers in torch."""
         return FP8[self.fp8] if self.fp8 else self.caches[0].dtype
 
     @property
     def shape(self) -> BlockShape:
-        """Of its blocks."""
+        """Shape of the blocks."""
         latent = self.latents.heads * self.latents.head_dim if self.latents else 0
         beside = self.beside.shape if self.beside else None
         return BlockShape(len(self.caches), self.heads, self.tokens, self.head_dim, self.dtype, latent, beside)
 
     @property
     def ats(self) -> tuple[int, ...]:
-        """Where its keys begin, and its values, if there are any."""
+        """Offsets of the keys, and of the values if any."""
         return (self.key_at,) if self.value_at is None else (self.key_at, self.value_at)
 
     @property
     def coded(self) -> "PagedLayout":
-        """What of it is for codecs."""
+        """Part of the layout for codecs."""
         return self.latents or self
 
     def kept(self, exact: int) -> "list[tuple[PagedLayout, int]]":
-        """The sections of numbers that stay as they are, if so many first tokens do: whose, and of how many tokens."""
+        """Return the exact sections, if the first `exact` tokens are exact: layout and number of tokens of each."""
         beside = [(self.beside.as_vectors(self), 1)] if self.beside else []
         rope = [(self, self.tokens)] if self.latents else []
         return [*beside, *rope, *([(self.coded, exact)] if exact else [])]
@@ -114,10 +114,10 @@ class PagedLayout:
 
 @dataclass(frozen=True)
 class RawLayout:
-    """Where blocks of bytes lie that nobody looks into.
+    """Layout of blocks of opaque bytes.
 
-    caches: of each layer, uint8 [blocks, bytes of a block], a block in one piece and all on one device; layers may have
-    different numbers of bytes. shape: of the blocks.
+    caches: of each layer, uint8 [blocks, bytes of a block], a block contiguous and all on a common device; layers may
+    have different numbers of bytes. shape: of the blocks.
     """
 
     caches: tuple[torch.Tensor, ...]
@@ -129,14 +129,14 @@ class RawLayout:
 
     @property
     def unit(self) -> torch.dtype:
-        """The largest integers that layers consist of, and begin at multiples of."""
+        """Largest integers that divide the layers' sizes and offsets."""
         numbers = [
             number for cache in self.caches for number in (cache.shape[1], cache.stride(0), cache.storage_offset())
         ]
         return next(unit for unit in UNITS if not any(number % unit.itemsize for number in numbers))
 
     def as_vectors(self, layout: PagedLayout) -> PagedLayout:
-        """Return the layers as those of keys of one token, in the numbers of a layout that is coded beside them.
+        """Return the layers as keys of a single token, in the numbers of `layout`, the coded layers of the same block.
 
         Layers must be of the same size.
         """
@@ -146,11 +146,10 @@ class RawLayout:
 
 
 class Form(NamedTuple):
-    """What blocks that keep as many first tokens exact have in common.
+    """Common facts of blocks with equally many exact first tokens.
 
-    header: with no key. sizes: of their sections, in bytes; where the codec has no fixed rate, the most that they take.
-    starts: where sections of these sizes begin. nbytes: of a block of such sections. varies: whether blocks may be
-    smaller, since sections in the codec may.
+    header: without a block hash. sizes: of the sections, in bytes; the most for a codec without a fixed rate. starts:
+    offsets of sections with these sizes. nbytes: of a block of such sections. varies: True if blocks may be smaller.
     """
 
     header: BlockHeader
@@ -160,11 +159,11 @@ class Form(NamedTuple):
     varies: bool
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a block may have so many bytes."""
+        """Return True if a block may have `nbytes` bytes."""
         return not self.unfit(np.array([nbytes]))
 
     def unfit(self, nbytes: npt.NDArray[np.int64]) -> list[int]:
-        """Those of so many sizes in bytes that no block has."""
+        """Return the impossible sizes among `nbytes`."""
         if not self.varies:
             return [int(size) for size in nbytes[nbytes != self.nbytes]]
         coded = sum(section.codec != EXACT for section in self.header.sections)
@@ -174,14 +173,13 @@ class Form(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Blocks of one form, on the caches' device.
+    """Blocks of a form, on the caches' device.
 
-    exact: how many first tokens are. block_ids: int64 [n], blocks of the paged cache. offsets: int64 [n], where the
-    encoded blocks begin in a buffer, multiples of 16. nbytes: int64 [n], their sizes: `encode` writes them where they
-    vary, `verify` expects them. headers: uint8 [n, bytes of header and entries], with the form's sizes. turns: cosines
-    and sines of all their tokens, float32 [n, 2, tokens, pairs]; no pairs where the codec asks for no place. status:
-    int32 [n], written. Of codecs with refinements: ends, int64 [n, 4], of each part, 0 for those that are not there;
-    levels, int32 [n], of which each is.
+    exact: number of exact first tokens. block_ids: int64 [n], blocks of the paged cache. offsets: int64 [n], of the
+    encoded blocks in a buffer, multiples of 16. nbytes: int64 [n], sizes: written by `encode` if they vary, expected by
+    `verify`. headers: uint8 [n, bytes of header and entries], with the form's sizes. turns: cosines and sines of all
+    tokens, float32 [n, 2, tokens, pairs]; no pairs for a codec without positions. status: int32 [n], written. Codecs
+    with refinements: ends, int64 [n, 4], of each part, 0 for missing parts; levels, int32 [n], of each block.
     """
 
     exact: int
@@ -196,10 +194,10 @@ class Batch(NamedTuple):
 
 
 class PagedCodec(ABC):
-    """Encodes and decodes blocks of one paged cache, on the current stream, without waiting for the device.
+    """Encodes and decodes blocks of a paged cache, on the current stream, without waiting for the device.
 
-    codes: uint8 [nbytes], contiguous, on the caches' device, aligned to 16 bytes. rope: whose cosines and sines the
-    codec asks for. Raises ShapeError.
+    codes: encoded blocks, uint8 [nbytes], contiguous, on the caches' device, aligned to 16 bytes. rope: source of the
+    codec's cosines and sines. Raises ShapeError.
     """
 
     def __init__(self, layout: Layout, format: BlockFormat, rope: Rope | None = None) -> None:
@@ -212,7 +210,7 @@ class PagedCodec(ABC):
         self._place_turns = Turns(rope, layout.tokens, pinned=self.device.type == "cuda")
 
     def form(self, exact: int) -> Form:
-        """Of blocks whose first `exact` tokens are kept as they are. Raises ShapeError."""
+        """Return the form of blocks with `exact` exact first tokens. Raises ShapeError."""
         if exact not in self._forms:
             header, sizes = self.format.header(b"", 0, exact), self.format.max_sizes(exact)
             varies = self.format.codes_vary(exact)
@@ -229,10 +227,10 @@ class PagedCodec(ABC):
         nbytes: Numbers | None = None,
         marks: Numbers = (),
     ) -> Batch:
-        """Blocks with these keys. nbytes: sizes of encoded blocks, where the form's vary. marks: of their headers. All
-        integers, [n].
+        """Return the batch of blocks with hashes `keys`. nbytes: sizes of encoded blocks, if the form's vary. marks:
+        for the headers. All integers, [n].
 
-        Raises HeaderError for keys of different lengths, ShapeError for a size that no block of the form has.
+        Raises HeaderError for hashes of different lengths, ShapeError for an impossible size.
         """
         n, form = len(keys), self.form(exact)
         numbers = np.full((3, n), form.nbytes, np.int64)
@@ -258,20 +256,21 @@ class PagedCodec(ABC):
     def encode(self, batch: Batch, codes: torch.Tensor) -> None:
         """Encode the paged blocks into `codes`.
 
-        A status becomes GOOD, or the index of a vector that is not finite, among the keys or values that are not kept
-        exact; the encoded block is of no use then.
+        A status becomes GOOD, or the index of a non-finite vector among the lossy keys or values. The encoded block is
+        then of no use.
         """
 
     @abstractmethod
     def verify(self, batch: Batch, codes: torch.Tensor) -> None:
-        """Check encoded blocks against their headers and checksums: a status becomes GOOD, or what `status_cause`
-        explains."""
+        """Check encoded blocks against their headers and checksums. A status becomes GOOD, or a number for
+        `status_cause`.
+        """
 
     @abstractmethod
     def decode(self, batch: Batch, codes: torch.Tensor) -> None:
-        """Decode into the paged blocks what `verify` found good; others are left as they were.
+        """Decode the blocks found good by `verify` into the paged blocks. All further paged blocks stay unchanged.
 
-        A status becomes the index of a vector that cannot be decoded, which a right checksum does not let happen.
+        A status becomes the index of an undecodable vector, impossible after a right checksum.
         """
 
 

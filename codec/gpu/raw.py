@@ -1,5 +1,5 @@
-"""Blocks of bytes between a paged cache and encoded blocks on a GPU: states of recurrent layers, as they are or in
-fewer bits, and caches of vLLM's own codes, which nobody looks into.
+"""Blocks of opaque bytes between a paged cache and encoded blocks on a GPU: states of recurrent layers, exact or in
+fewer bits, and caches in a format of vLLM's own.
 
 The bytes are moved by torch's operations; kernels make the checksums. Nothing here makes the host wait for the device.
 """
@@ -21,16 +21,15 @@ from manthan.codec.gpu.paged import ALIGNMENT, GOOD, Batch, PagedCodec, RawLayou
 from manthan.codec.gpu.states import StateCoder
 
 BYTES_AT_ONCE = 2**27
-"""Of encoded blocks: temporaries are about three times as large."""
+"""Encoded bytes at once. Temporaries are about three times as large."""
 SOURCES = ("common.cu", "seal.cu")
 
 
 class RawPagedCodec(PagedCodec):
-    """`PagedCodec` for them: a block is one section, its bytes as they are, layer by layer, or what `StateCoder` makes
-    of them.
+    """`PagedCodec` for opaque bytes: a block is a single section, the exact bytes, layer by layer, or the output of
+    `StateCoder`.
 
-    All of its forms are one: no first token is more exact than others. kernels: `seals` if not given. Raises
-    ShapeError, CompileError.
+    All forms are equal: no first token is exact. kernels: `seals` if not given. Raises ShapeError, CompileError.
     """
 
     layout: RawLayout
@@ -50,7 +49,7 @@ class RawPagedCodec(PagedCodec):
         self._job = Job(nbytes=form.nbytes, head_nbytes=form.header.nbytes)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """Any bytes can be, and each status becomes GOOD, but for states that are coded and not finite."""
+        """Encode any bytes with status GOOD, except coded states with infinities."""
         batch.status.fill_(GOOD)
         with torch.inference_mode():
             for some in self._batches(batch):
@@ -73,7 +72,7 @@ class RawPagedCodec(PagedCodec):
                     cache.index_copy_(0, block_ids, torch.where(good, new, old))
 
     def _unsealed(self, batch: Batch, some: slice) -> Tensor:
-        """Encoded blocks [n, nbytes]; the status of states that cannot be is written."""
+        """Return encoded blocks [n, nbytes]. Write the status of unencodable states."""
         block_ids, headers = batch.block_ids[some], batch.headers[some]
         rows = torch.zeros((len(block_ids), self._nbytes), dtype=torch.uint8, device=self.device)
         rows[:, : headers.shape[1]] = headers
@@ -92,7 +91,9 @@ class RawPagedCodec(PagedCodec):
             place.copy_(cache.index_select(0, block_ids))
 
     def _by_layer(self, rows: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each layer's cache, and its part of rows [n, bytes] that have the first's from `start` on, in units."""
+        """Yield each layer's cache, and the layer's part of rows [n, bytes], the first layer's from `start` on, in
+        units.
+        """
         units, at = rows.view(self._unit), start // self._unit.itemsize
         for cache in self._caches:
             end = at + cache.shape[1]
@@ -104,7 +105,7 @@ class RawPagedCodec(PagedCodec):
         return _units(codes).index_select(0, self._places(offsets)).view(torch.uint8).view(len(offsets), self._nbytes)
 
     def _places(self, offsets: Tensor) -> Tensor:
-        """Of the blocks that begin at these bytes, in runs of ALIGNMENT bytes."""
+        """Indices of the blocks at byte offsets `offsets`, in runs of ALIGNMENT bytes."""
         runs = torch.arange(self._nbytes // ALIGNMENT, device=offsets.device)
         return (offsets[:, None] // ALIGNMENT + runs).view(-1)
 
@@ -120,11 +121,11 @@ class RawPagedCodec(PagedCodec):
 
 
 def _units(codes: Tensor) -> Tensor:
-    """A buffer as runs of ALIGNMENT bytes, int64 [n, 2], without what is left over at its end."""
+    """Buffer as runs of ALIGNMENT bytes, int64 [n, 2], without a rest at the end."""
     return codes[: len(codes) // ALIGNMENT * ALIGNMENT].view(torch.int64).view(-1, ALIGNMENT // 8)
 
 
 @lru_cache
 def seals(device: torch.device) -> Module:
-    """The kernels that seal blocks and check them, whatever is in them. Raises CompileError."""
+    """Return the kernels to seal and check blocks of any content. Raises CompileError."""
     return Module(f"{constants(128, Dtype.BFLOAT16, True)}\n{sources(SOURCES)}", device)

@@ -14,12 +14,12 @@ from manthan.codec.cpu.state import LEVELS, StateCodec, StatePart
 from manthan.codec.gpu.paged import DTYPES, GOOD
 
 BYTES_AT_ONCE = 2**26
-"""Of float32: temporaries are about four times as large."""
+"""float32 bytes at once. Temporaries are about four times as large."""
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
 class _Place(NamedTuple):
-    """A part of a state. at: where it is among a layer's bytes. start, nbytes: where in the codes, of all layers."""
+    """Part of a state. at: offset in a layer's bytes. start, nbytes: offset in the encoded state, of all layers."""
 
     part: StatePart
     at: int
@@ -28,12 +28,12 @@ class _Place(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Of a layer."""
+        """Numbers of a layer."""
         return self.part.nbytes // self.part.dtype.numpy.itemsize
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return finite float32 numbers within the range of `dtype` in it, rounded, ties to even."""
+    """Return finite float32 numbers, within the range of `dtype`, as `dtype`, rounded, ties to even."""
     if dtype == torch.bfloat16:  # by its bits, because some devices' casts flush denormal numbers
         bits = x.view(torch.int32)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -41,7 +41,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class StateCoder:
-    """States of all layers of blocks, uint8 [n, layers * bytes of a layer], to codes uint8 [n, nbytes] and back."""
+    """Coder of the states of all layers: uint8 [n, layers * bytes of a layer] to uint8 [n, nbytes] and back."""
 
     def __init__(self, codec: StateCodec) -> None:
         self._codec, self._layers, self._layer_nbytes = codec, codec.layout.layers, codec.layout.layer_nbytes
@@ -49,7 +49,7 @@ class StateCoder:
         self.nbytes = sum(place.nbytes for place in self._places)
 
     def encode(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, and status int32 [n]: GOOD, or the first row of a part that is not finite."""
+        """Return encoded states, and status int32 [n]: GOOD, or the first non-finite row of a part."""
         n, device = len(states), states.device
         pages = states.view(n, self._layers, self._layer_nbytes)
         codes = torch.empty((n, self.nbytes), dtype=torch.uint8, device=device)
@@ -84,18 +84,20 @@ class StateCoder:
         return pages.view(n, -1)
 
     def _coded(self, x: Tensor, largest: Tensor) -> list[Tensor]:
-        """What is written of float32 [n, rows, numbers of a row]. largest: the magnitudes of rows, [n, rows]."""
+        """Return the written parts of float32 [n, rows, numbers of a row]. largest: the magnitudes of rows, [n,
+        rows].
+        """
         if not self._codec.is_int8:
             limit = LARGEST[Dtype.BFLOAT16]
             return [cast(x.clamp(-limit, limit), torch.bfloat16)]
-        levels = torch.full((), float(LEVELS), device=x.device)  # by a plain number, CUDA multiplies with its inverse
+        levels = torch.full((), float(LEVELS), device=x.device)  # by a plain number, CUDA multiplies with the inverse
         scales = largest / levels
         some = scales[:, :, None] > 0
         steps = torch.where(some, x / torch.where(some, scales[:, :, None], 1.0), 0.0)
         return [scales, steps.round().clamp(-LEVELS, LEVELS).to(torch.int8)]
 
     def _decoded(self, parts: list[Tensor], part: StatePart) -> Tensor:
-        """float32 [n, numbers] of what was written."""
+        """Return float32 [n, numbers] from the written parts."""
         if not self._codec.is_int8:
             return parts[0].view(torch.bfloat16).to(torch.float32)
         scales, steps = parts[0].view(torch.float32), parts[1].view(torch.int8)
@@ -103,7 +105,7 @@ class StateCoder:
         return x.view(len(x), -1)
 
     def _spans(self, place: _Place, first: int, last: int) -> list[slice]:
-        """Where layers `first` to `last` (not included) of a part that is coded are in the codes."""
+        """Return the slices of layers `first` to `last` (exclusive) of a coded part, in the encoded state."""
 
         def span(start: int, each: int) -> slice:
             return slice(start + first * each, start + last * each)
@@ -114,12 +116,12 @@ class StateCoder:
         return [span(place.start, scales), span(place.start + self._layers * scales, place.numbers)]
 
     def _some(self, place: _Place, n: int) -> Iterator[tuple[int, int]]:
-        """All layers, as many as are worked on at once: the first, and the one behind the last."""
+        """Yield ranges of layers to handle at once: the first, and the end."""
         step = max(1, BYTES_AT_ONCE // (4 * n * place.numbers))
         return ((first, min(first + step, self._layers)) for first in range(0, self._layers, step))
 
     def _parts(self, pages: Tensor) -> Iterator[tuple[_Place, Tensor]]:
-        """Each part, and its bytes as a view of [n, layers, bytes of a layer]."""
+        """Yield each part, and the part's bytes as a view of [n, layers, bytes of a layer]."""
         return ((place, pages[:, :, place.at : place.at + place.part.nbytes]) for place in self._places)
 
     def _placed(self, codec: StateCodec) -> Iterator[_Place]:
@@ -131,6 +133,6 @@ class StateCoder:
 
 
 def _first_bad(largest: Tensor, first: int) -> Tensor:
-    """int32 [n]: `first` plus the first of [n, rows] that is not finite; GOOD if there is none."""
+    """Return int32 [n]: `first` plus the first non-finite row of [n, rows]; GOOD without any."""
     rows = torch.arange(first, first + largest.shape[1], dtype=torch.int32, device=largest.device)
     return torch.where(torch.isfinite(largest), GOOD, rows).amin(1)

@@ -1,4 +1,4 @@
-"""Cosines and sines for a GPU's codec: numpy's, so that codes are the same on every device; kept in RAM."""
+"""Cosines and sines for a GPU's codec, by numpy, so that blocks are equal on every device; kept in RAM."""
 
 import threading
 from collections.abc import Sequence
@@ -10,12 +10,13 @@ import torch
 from manthan.codec.rope import Rope
 
 KEPT_BYTES = 2**26
-"""Those of a chain's first blocks; of the rest they are reckoned each time."""
+"""Bytes of rows kept for the first positions. All later rows are computed on demand."""
 
 
 class Turns:
-    """Of blocks of so many tokens. rope: None for no pairs. pinned: they can be copied to a GPU while others work. Safe
-    to use from several threads."""
+    """Cosines and sines of blocks of `tokens` tokens. rope: None for no pairs. pinned: True to copy to a GPU in the
+    background. Safe to use from several threads.
+    """
 
     def __init__(self, rope: Rope | None, tokens: int, *, pinned: bool) -> None:
         self._rope, self._tokens, self._pinned = rope or Rope(()), tokens, pinned
@@ -25,7 +26,7 @@ class Turns:
         self._growing = threading.Lock()
 
     def of(self, first_tokens: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
-        """float32 [blocks, 2, tokens, pairs] of blocks that begin at these places; not to be written to."""
+        """Return float32 [blocks, 2, tokens, pairs] of blocks at positions `first_tokens`; not to be written to."""
         places = np.array(first_tokens, np.int64)
         rows, beside = np.divmod(places, self._tokens)
         if not len(rows) or beside.any() or rows.max() >= self._most:
@@ -36,7 +37,7 @@ class Turns:
         return self._in_place(kept[torch.from_numpy(rows)])
 
     def _upto(self, blocks: int) -> torch.Tensor:
-        """Of at least so many blocks from the chain's beginning."""
+        """Return the rows of at least the first `blocks` blocks of a session."""
         with self._growing:
             there = len(self._kept)
             if there < blocks:

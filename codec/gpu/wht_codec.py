@@ -1,8 +1,8 @@
-"""`manthan.codec.wht` by CUDA kernels: the same bytes as the CPU's, and the same numbers.
+"""`manthan.codec.wht` by CUDA kernels, with the same bytes and numbers as the CPU.
 
-What lies between two kernels is bounded by working on blocks in groups: whole numbers, and when encoding the words of
-each row, whose places in the block are known when all are coded. Sections that do not fit double their steps in the
-same stream: nothing waits for the device.
+Handling blocks in groups bounds the memory between two kernels. The memory holds whole numbers and, when encoding, each
+row's words, whose positions in the block are known when all rows are coded. Sections beyond their bound double the
+steps in the same stream: nothing waits for the device.
 """
 
 import ctypes
@@ -35,17 +35,17 @@ from manthan.codec.wht import (
 from manthan.codec.wire import align16
 
 SCRATCH_BYTES = 320 * 2**20
-"""Of a group of blocks, about."""
+"""Temporaries of a group of blocks, about."""
 ENCODING, DECODING = 4, 2
-"""Bytes of it for each number."""
+"""Bytes of temporaries for each number."""
 OCTET = 8
-"""Numbers of a stream that are next to each other."""
+"""Neighbouring numbers of a stream."""
 WARPS = 8
-"""Of a block of threads, at most."""
+"""Warps of a block of threads, at most."""
 STAGE_BYTES = 48 * 2**10
-"""Shared memory of a block of threads that restores, if it may be so little."""
+"""Shared memory of a restoring block of threads, if enough."""
 SPARE_BLOCKS = 128
-"""Blocks of threads that round rows which do not fit into shared memory."""
+"""Blocks of threads that round rows too large for shared memory."""
 ENCODE_THREADS, DECODE_THREADS = 512, 1024
 SOURCES = (
     "common.cu",
@@ -83,7 +83,7 @@ class Wht(ctypes.Structure):
 
     @classmethod
     def plan(cls, layout: PagedLayout, format: BlockFormat, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
-        """For the tokens that are not exact. layout: of what is coded. caches: `addresses`."""
+        """Return the job for lossy tokens. layout: of the coded layers. caches: `addresses`."""
         made = cls(all=Sections.plan(layout, caches, form, exact, rope))
         all = made.all
         parts = [Parts.of(section) for section in sections(format.codec, format.shape, exact)[-len(layout.ats) :]]
@@ -104,13 +104,13 @@ class Wht(ctypes.Structure):
         return made
 
     def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
-        """The same for these blocks of a batch."""
+        """Return a copy of the job for blocks `some` of a batch."""
         job = type(self).from_buffer_copy(self)
         job.all = self.all.of(batch, codes, some)
         return job
 
     def part(self, some: range, turns_nbytes: int) -> Self:
-        """The same for these blocks of its own, with their books. turns_nbytes: of a block."""
+        """Return a copy of the job for blocks `some` of the job, with their books. turns_nbytes: of a block."""
         job = type(self).from_buffer_copy(self)
         steps = {"block_ids": 8, "offsets": 8, "headers": self.all.head_nbytes, "status": 4, "nbytes": 8}
         steps |= {"turns": turns_nbytes, "sizes": 4 * self.all.rows, "places": 4 * self.all.rows}
@@ -121,7 +121,7 @@ class Wht(ctypes.Structure):
 
 
 class Threads(NamedTuple):
-    """How a kernel is started. blocks: of threads, at most; 0 for as many as there is room for."""
+    """Launch of a kernel. blocks: of threads, at most; 0 for all that fit."""
 
     warps: int
     shared: int
@@ -129,8 +129,9 @@ class Threads(NamedTuple):
 
 
 class WhtPlan(NamedTuple):
-    """How blocks of one form are worked on. exact: sections that stay as they are. rows: None where all do. seal: with
-    no header where one is written before."""
+    """Arguments of the kernels for blocks of a form. exact: exact sections. rows: None if all tokens are exact. seal:
+    without a header if the header is written earlier.
+    """
 
     exact: list[Job]
     rows: Wht | None
@@ -138,7 +139,7 @@ class WhtPlan(NamedTuple):
 
 
 class WhtPagedCodec(PagedCodec):
-    """`PagedCodec` for `manthan.codec.wht`, on one CUDA device of compute capability 8.0 or newer.
+    """`PagedCodec` for `manthan.codec.wht`, on a CUDA device of compute capability 8.0 or newer.
 
     Raises CompileError.
     """
@@ -158,7 +159,7 @@ class WhtPagedCodec(PagedCodec):
         self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, kinds)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """Numbers of 2**LIMIT and more are as those that are not finite."""
+        """Encode the batch. Numbers of 2**LIMIT and more count as infinite."""
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
         for kept in plan.exact:
@@ -177,7 +178,7 @@ class WhtPagedCodec(PagedCodec):
             self._kernels.launch("verify_sections", job, job.n * ALONE)
 
     def decode(self, batch: Batch, codes: Tensor) -> None:
-        """A status becomes 0 or more for codes that no encoder writes, too."""
+        """Decode the batch. A status becomes 0 or more also for bytes never written by an encoder."""
         plan = self._plan(batch.exact)
         if plan.rows is not None:
             self._decode(plan.rows.of(batch, codes), batch.turns[:1].nbytes)
@@ -204,7 +205,7 @@ class WhtPagedCodec(PagedCodec):
             self._kernels.launch(name, all, all.n * warps)
 
     def _decode(self, job: Wht, turns_nbytes: int) -> None:
-        """Only what whole numbers lie between is done group by group: launches are the model's thread's time."""
+        """Handle only the whole numbers' kernels group by group, because launches take the model's thread's time."""
         all, threads, groups = job.all, self._restoring(job), _groups(job, job.all.n, DECODING)
         rounded = self._scratch(2 * max(map(len, groups), default=0) * all.rows * job.row_room)
         books = self._scratch(4 * all.n * (2 * all.rows + 4))
@@ -218,11 +219,11 @@ class WhtPagedCodec(PagedCodec):
             self._launch("restore_rows", part, len(some) * all.rows * all.heads, 32 * threads.warps, threads.shared)
 
     def _scratch(self, nbytes: int) -> Tensor:
-        """For this stream; who has launched what uses it may let go of it."""
+        """Return memory on the current stream; the reference may be dropped after the launch."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _rounding(self, job: Wht) -> Threads:
-        """A warp for each head; a row between their two passes in shared memory, where it fits."""
+        """Return a warp for each head; a row between the two passes in shared memory, if there is room."""
         all, dim = job.all, self._coded.head_dim
         warps, vectors = min(WARPS, all.heads), all.heads * all.tokens
         shared = 4 * (2 * _even(vectors) + _even(all.heads) + warps * dim)
@@ -232,8 +233,9 @@ class WhtPagedCodec(PagedCodec):
         return Threads(WARPS, shared + 4 * (WARPS - warps) * dim, SPARE_BLOCKS)
 
     def _restoring(self, job: Wht) -> Threads:
-        """A warp for each run, and the run in shared memory, where it fits. Each warp has room for a mean and for the
-        vectors that it holds."""
+        """Return a warp for each run, with the run in shared memory if there is room. Each warp has room for a mean and
+        for the warp's vectors.
+        """
         dim = self._coded.head_dim
         beside = 4 * dim * (1 + _abreast(dim))
         each = beside + 2 * job.all.tokens * (dim + 8)
@@ -250,7 +252,7 @@ class WhtPagedCodec(PagedCodec):
             self._kernels.launch(name, job, warps)
 
     def _launch_words(self, name: str, job: Wht, tables: Tensor, threads: int, *, shared: bool) -> None:
-        """A warp for each row, or for several that fit into it, on as many processors as there are."""
+        """Launch a kernel with a warp for each row, or for several rows of fewer streams, on all processors."""
         all = job.all
         job.encoding = job.decoding = tables.data_ptr()
         warps = all.rows * -(-all.n * all.streams // 32) * (threads // 32)
@@ -279,18 +281,18 @@ class WhtPagedCodec(PagedCodec):
 
 
 def properties_of(device: torch.device) -> Any:
-    """Which are more than PyTorch's stubs know."""
+    """Return the device's properties, including ones unknown to PyTorch's stubs."""
     return torch.cuda.get_device_properties(device)
 
 
 def _groups(plan: Wht, n: int, each: int) -> list[range]:
-    """So many blocks in even groups that take SCRATCH_BYTES, or of a block. each: bytes for a number."""
+    """Return `n` blocks in even groups of at most SCRATCH_BYTES, or of a single block. each: bytes for a number."""
     count = -(-n // max(1, SCRATCH_BYTES // (plan.all.rows * plan.row_room * each)))
     return [range(group * n // count, (group + 1) * n // count) for group in range(count)]
 
 
 def _keep_books(all: Sections, books: Tensor) -> None:
-    """Set the addresses of sizes and places of rows, and of doublings and starts of sections."""
+    """Set the addresses of rows' sizes and positions, and of sections' doublings and starts."""
     rows = 4 * all.n * all.rows
     parts = books.split((rows, rows, 8 * all.n, 8 * all.n))
     all.sizes, all.places, all.doublings, all.starts = (part.data_ptr() for part in parts)
@@ -318,8 +320,9 @@ def _module(
     interleaved: bool,
     kinds: int,
 ) -> Module:
-    """The kernels for vectors of this size and dtype. aligned: see `cuda_codec.constants`. shared: whether tables for
-    decoding fit into a block's shared memory. pairs, interleaved: of RoPE. kinds: 1 where there are no values."""
+    """Return the kernels for vectors of this size and dtype. aligned: see `cuda_codec.constants`. shared: True if
+    tables for decoding fit into a block's shared memory. pairs, interleaved: of RoPE. kinds: 1 without values.
+    """
     macros = {
         "KINDS": kinds,
         "SHARED_TABLES": int(shared),
@@ -335,13 +338,13 @@ def _module(
 
 
 def _frequencies() -> tuple[Entries, Entries]:
-    """[tables, 256]: of each symbol, and the sum of those before it."""
+    """Return [tables, 256]: frequency of each symbol, and the sum of earlier frequencies."""
     often = family()[TABLES].astype(np.uint32)
     return often, np.cumsum(often, axis=1, dtype=np.uint32) - often
 
 
 def _encoding() -> Entries:
-    """[tables, 256, 2], as whole.cu has it."""
+    """Return the table for encoding, [tables, 256, 2], see whole.cu."""
     often, before = _frequencies()
     entries = before << np.uint32(12) | often
     entries[:, ESCAPE] |= np.uint32(1 << 31)
@@ -353,7 +356,7 @@ def _encoding() -> Entries:
 
 
 def _decoding() -> npt.NDArray[np.uint8]:
-    """As whole.cu has it."""
+    """Return the table for decoding, see whole.cu."""
     often, before = _frequencies()
     symbols = np.tile(np.arange(256, dtype=np.uint8), len(often))
     slots = np.repeat(symbols, often.ravel()).reshape(len(often), SCALE)

@@ -1,5 +1,4 @@
-"""The constants of xxh3-64 without a seed for inputs over 240 bytes, for the device code that computes block
-checksums.
+"""The constants of xxh3-64 without a seed for inputs over 240 bytes, for the device code of block checksums.
 
 The input is read as 64-bit words, little-endian, 8 a stripe. Word i of stripe s of a kibibyte goes with
 SECRET[s + i]; after 16 stripes the sums are scrambled with SECRET[16 + i]. LAST goes with the input's last 64
@@ -28,7 +27,7 @@ def _words(count: int, start: int) -> tuple[int, ...]:
 
 
 START = (PRIME_32_3, PRIME_64_1, PRIME_64_2, PRIME_64_3, PRIME_64_4, PRIME_32_2, PRIME_64_5, PRIME_32_1)
-"""What the 8 sums begin with."""
+"""Initial values of the 8 sums."""
 SECRET = _words(24, 0)
 LAST = _words(8, 121)
 MERGE = _words(8, 11)

@@ -1,8 +1,8 @@
-"""Frequencies of rounded numbers whose distribution is known but for its width, for the entropy coder.
+"""Frequencies of rounded numbers with a known distribution of unknown width, for the entropy coder.
 
 A component of a transform is somewhere between Gaussian and Laplacian, with heavier tails now and then: the generalized
-Gaussian's density is exp(-|x|**shape), scaled to a standard deviation. A table is one of a few shapes and of many
-deviations, measured in steps of the quantizer.
+Gaussian's density is exp(-|x|**shape), scaled to a standard deviation. Tables are of a few shapes and many deviations,
+measured in steps of the quantizer.
 """
 
 from functools import lru_cache
@@ -12,22 +12,24 @@ import numpy.typing as npt
 
 SHAPES = (2.0, 1.4, 1.0, 0.7)
 OCTAVE = 3
-"""Tables from one deviation to twice as much."""
+"""Tables from a deviation to the double."""
 DEVIATIONS = 2.0 ** (np.arange(-10, 18) / OCTAVE)
 """In steps: 0.1 to 51."""
 SCALE = 1 << 12
 LARGEST = 127
 ESCAPE = 255
-"""Symbol of all other numbers."""
+"""Symbol of all remaining numbers."""
 RAREST = 0.5 / SCALE
-"""Least probability of a number that is not escaped."""
+"""Least probability of a number without escape."""
 UNIT = 256
-"""Parts of a bit in which sizes are computed."""
+"""Parts of a bit, the unit of sizes."""
 
 
 @lru_cache
 def family() -> npt.NDArray[np.uint16]:
-    """Frequencies [tables, 256], of 4,096: of the numbers -127 to 127, and last of all others, at least 1."""
+    """Frequencies [tables, 256], of 4,096: of the numbers -127 to 127, and last of all remaining numbers, at
+    least 1.
+    """
     made = np.array(
         [as_frequencies(_masses(each, deviation)) for each in map(_density, SHAPES) for deviation in DEVIATIONS],
         np.uint16,
@@ -46,14 +48,14 @@ def costs(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
 
 
 def expected(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
-    """Mean size of a number that is distributed as its table says, [tables], in UNITs of a bit."""
+    """Mean size of a number distributed by the table, [tables], in UNITs of a bit."""
     bits = (costs(frequencies) * (frequencies / SCALE)).sum(1)
     found: npt.NDArray[np.int64] = np.rint(bits * UNIT).astype(np.int64)
     return found
 
 
 def as_frequencies(likely: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Return frequencies of probabilities [n], and that of the escape, [n + 1]. Their sum is SCALE."""
+    """Return frequencies of probabilities [n], and the escape's, [n + 1]. The sum is SCALE."""
     counts = np.where(likely < RAREST, 0, np.maximum(1, np.rint(likely * SCALE))).astype(np.int64)
     escape = max(1, round((1 - likely[counts > 0].sum()) * SCALE))
     excess = int(counts.sum()) + escape - SCALE  # rounding, taken from the likeliest

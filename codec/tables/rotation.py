@@ -32,14 +32,14 @@ def sign(i: int) -> int:
 
 
 def block_sizes(head_dim: int) -> tuple[int, ...]:
-    """Powers of two that add up to head_dim, largest first."""
+    """Powers of two with sum head_dim, largest first."""
     return tuple(1 << k for k in reversed(range(head_dim.bit_length())) if head_dim >> k & 1)
 
 
 def weights(head_dim: int) -> npt.NDArray[np.float32]:
-    """Sign of each element over the square root of its block's size, [head_dim] float32.
+    """Sign of each element over the square root of the element's block size, [head_dim] float32.
 
-    Multiply by these before the transform of each block, and after it to rotate back.
+    Multiply by the weights before the transform of each block, and after the transform to rotate back.
     """
     scale = np.concatenate([np.full(size, size**-0.5) for size in block_sizes(head_dim)])
     signs = np.array([sign(i) for i in range(head_dim)])

@@ -1,1 +1,1 @@
-"""Calibration of a model: the text that it reads, and the measurement of its keys and values."""
+"""Calibration of a model: the text to read, and the measurement of keys and values."""

@@ -1,16 +1,16 @@
-"""Measurement of a model while it reads a text, for its profile: what its cache holds, and its metrics.
+"""Measurement of a model while reading a text, for a profile: statistics of the cache, and metrics.
 
 The cache holds keys and values, or latents (MLA) and RoPE's part of keys. Needs torch and Transformers.
 
-A metric tells what errors do to the next tokens' probabilities. For small errors that is Fisher's information: the
-mean of g g^T over tokens, where g is the gradient of the log-probability of the model's own prediction in the keys and
-values of a prefix (Amari, 1998). It tells layers, keys and values apart well, and single directions with noise. It is
-therefore mixed, half and half and of the same size in each layer, with facts that need no gradient:
+A metric weighs errors by their effect on the next tokens' probabilities. For small errors the effect is Fisher's
+information: the mean of g g^T over tokens, where g is the gradient of the log-probability of the model's prediction in
+the keys and values of a prefix (Amari, 1998). Fisher's information separates layers, keys and values well, but single
+directions are noisy. So half of the metric, scaled to the same size in each layer, comes from facts without a gradient:
 
 - for keys, the queries: RoPE turns pairs of numbers by the distance of query and key, so that over all distances both
-  numbers of a pair weigh the queries' mean energy in it;
-- for values, the output projection: W^T W of the part of its matrix W that takes a head;
-- for latents, the projection that makes keys and values of them: W^T W.
+  numbers of a pair weigh the queries' mean energy in the pair;
+- for values, the output projection: W^T W of a head's part of the matrix W;
+- for latents, the projection of latents to keys and values: W^T W.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,20 +37,20 @@ from manthan.codec.rope import Rope
 PIECE = 2048
 """Tokens of a piece of text."""
 ASKED = 4
-"""The last quarter of a piece asks its prefix: gradients are of its tokens' log-probabilities."""
+"""Share of a piece, the last quarter, that asks the prefix: gradients are of the last tokens' log-probabilities."""
 DRAWS = 2
-"""Tokens drawn at each place, for a gradient each."""
+"""Tokens drawn at each position, for a gradient each."""
 NAME = "manthan_calibration"
 OUTPUTS = ("o_proj", "out_proj", "dense")
 """Names of the output projection of attention, [hidden, query heads * head_dim]."""
 FROM_LATENTS = "kv_b_proj"
-"""Name of the projection that makes keys and values of latents, [numbers of all heads, latent]."""
+"""Name of the projection from latents to keys and values, [numbers of all heads, latent]."""
 
 Doubles = npt.NDArray[np.float64]
 
 
 class ModelReader:
-    """Model in bf16, or on a CPU in float32. Raises ProfileError if it cannot be calibrated."""
+    """Model in bf16, or on a CPU in float32. Raises ProfileError for a model without calibration support."""
 
     def __init__(self, model: str, device: str | None = None) -> None:
         self._name = model
@@ -99,7 +99,7 @@ class ModelReader:
         return whole
 
     def read(self, builder: ProfileBuilder, pieces: Sequence[list[int]], weigh: bool, step: Callable[[], None]) -> None:
-        """Add the cache of all pieces, and its metrics if `weigh`. Call `step` after each piece."""
+        """Add the cache of all pieces, and the metrics if `weigh`. Call `step` after each piece."""
         info = self.info("", "")
         weights = [_Weights(info) for _ in range(info.layers)]
         with _seen(self._model, info) as seen:
@@ -116,9 +116,9 @@ class ModelReader:
 
     @torch.no_grad()
     def _read(self, builder: ProfileBuilder, ids: list[int], info: ProfileInfo) -> list[Any]:
-        """Add the cache of a piece. Returns its layers.
+        """Add the cache of a piece. Return the cache's layers.
 
-        Transformers keeps latents where keys are, and RoPE's part where values are.
+        Transformers stores latents as keys, and RoPE's part as values.
         """
         cache: Any = DynamicCache(config=self._config)
         self._model(torch.tensor([ids], device=self._device), past_key_values=cache, logits_to_keep=1)
@@ -136,10 +136,11 @@ class ModelReader:
     def _feel(
         self, weights: Sequence["_Weights"], ids: list[int], layers: Sequence[Any], seed: int
     ) -> list[list[list[npt.NDArray[np.float32]]]]:
-        """Add the gradients of the last tokens' probabilities in the keys and values, or latents, of the others.
+        """Add the gradients of the last tokens' probabilities in the keys and values, or latents, of all earlier
+        tokens.
 
-        Returns these of each layer, draw and kind, [tokens, C]. The first tokens are left out: they weigh more than all
-        others together, and are exact.
+        Returns the gradients of each layer, draw and kind, [tokens, C]. The first tokens are left out, because they
+        outweigh all the rest, and are kept exact.
         """
         cut, cache, leaves = len(ids) - len(ids) // ASKED, DynamicCache(config=self._config), []
         kinds = weights[0].kinds
@@ -162,7 +163,7 @@ class ModelReader:
 
 
 class _Weights:
-    """Fisher's information in a layer's keys, before RoPE, and values, or in its latents, [C, C] each."""
+    """Fisher's information in a layer's keys, before RoPE, and values, or in the latents, [C, C] each."""
 
     def __init__(self, info: ProfileInfo) -> None:
         size = info.heads * info.head_dim
@@ -171,7 +172,7 @@ class _Weights:
         self._totals = [np.zeros((size, size)) for _ in range(self.kinds)]
 
     def add(self, parts: Sequence[npt.NDArray[np.float32]], positions: Positions) -> list[npt.NDArray[np.float32]]:
-        """Add gradients, [heads, tokens, head_dim], in the cache's numbers at these places. Returns them as rows."""
+        """Add gradients, [heads, tokens, head_dim], in the cache's numbers at `positions`. Returns them as rows."""
         first, *others = parts
         turned_back = first if self._rope is None else self._rope.turn_back(first, positions)
         made = [x.transpose(1, 0, 2).reshape(x.shape[1], -1) for x in (turned_back, *others)]
@@ -180,7 +181,7 @@ class _Weights:
         return made
 
     def with_directions(self, *known: Doubles) -> list[Doubles]:
-        """Mix half of it with half of these, scaled to the same size."""
+        """Mix each half and half with `known`, scaled to the same size."""
         return [
             (fisher + each * (np.trace(fisher) / np.trace(each))) / 2
             for fisher, each in zip(self._totals, known, strict=True)
@@ -188,7 +189,7 @@ class _Weights:
 
 
 class _Attention:
-    """Attention of a layer. energy: of its queries, [query heads, head_dim]."""
+    """Attention of a layer. energy: of the queries, [query heads, head_dim]."""
 
     def __init__(self, module: Any, info: ProfileInfo) -> None:
         self._module, self._info = module, info
@@ -199,7 +200,7 @@ class _Attention:
         self.energy = self.energy + queries[0].detach().float().square().sum(1)
 
     def metrics(self) -> list[Doubles]:
-        """Metrics that need no gradient, in the order of `ProfileInfo.kinds`."""
+        """Metrics without a gradient, in the order of `ProfileInfo.kinds`."""
         return [self.latents()] if self._info.latent else [self.keys(), self.values()]
 
     def latents(self) -> Doubles:
@@ -265,7 +266,7 @@ def _energies(draws: Sequence[Sequence[npt.NDArray[np.float32]]], metrics: Seque
 
 
 def _heads(x: npt.NDArray[np.float32], info: ProfileInfo) -> npt.NDArray[np.float32]:
-    """Return latents [1, tokens, numbers] in pieces [heads, tokens, head_dim]; keys and values as they are."""
+    """Return latents [1, tokens, numbers] in pieces [heads, tokens, head_dim]; keys and values unchanged."""
     return x[0].reshape(len(x[0]), info.heads, info.head_dim).swapaxes(0, 1) if info.latent else x
 
 

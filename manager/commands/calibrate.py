@@ -1,4 +1,4 @@
-"""`manthan calibrate`: a profile of a model, for the codecs that take one."""
+"""`manthan calibrate`: a profile of a model, for calibrated codecs."""
 
 import hashlib
 import time
@@ -30,16 +30,16 @@ class Metric(StrEnum):
 
 def calibrate(
     model: Annotated[str, typer.Argument(help="A folder, or the name of a model on the Hugging Face Hub.")],
-    text: Annotated[Path | None, typer.Option(help="What the model reads; a text that comes with Manthan.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Text for the model; default: Manthan's text.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Of the text, at most.")] = 24_576,
     out: Annotated[Path | None, typer.Option(help="The profile; a file in the cache folder.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As the server has it.")] = 1,
     metric: Annotated[
         Metric,
-        typer.Option(help="What errors weigh: what they do to the model's predictions, or what keys alone tell."),
+        typer.Option(help="Weight of errors: their effect on the model's predictions, or the spread of keys alone."),
     ] = Metric.fisher,
 ) -> None:
-    """Measure a model's keys and values, or its latents, for codecs that take a profile (klt-… and emb-…)."""
+    """Measure a model's keys and values, or latents, for codecs that take a profile (klt-… and emb-…)."""
     console, began = make_console(), time.monotonic()
     try:
         profile = made(console, model, text, tokens, tensor_parallel_size, metric)
@@ -63,7 +63,7 @@ def made(console: Console, model: str, text: Path | None, tokens: int, ranks: in
     reader = ModelReader(model)
     info = reader.info(metric, hashlib.sha256(words.encode()).hexdigest())
     if info.rope is None and not info.latent:
-        console.print(f"{model}: how its keys are turned by their place is not understood; they are taken as they are.")
+        console.print(f"{model}: the RoPE of the keys is unknown; keys are taken as they are.")
     pieces, builder = reader.pieces(words, tokens), ProfileBuilder(info, ranks)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

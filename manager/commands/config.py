@@ -1,4 +1,4 @@
-"""`manthan config check`: what a configuration amounts to."""
+"""`manthan config check`: the resolved configuration."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from manthan.manager.config.resolve import DEFAULT, ConfigError, ManthanConfig, 
 
 
 def check(file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file, see configs/.")]) -> None:
-    """Print what FILE and the environment amount to, or what is wrong with them."""
+    """Print the configuration from FILE and the environment, or the first mistake."""
     try:
         resolved = resolve_config(file)
         check_registered(resolved)

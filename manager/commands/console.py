@@ -4,7 +4,7 @@ from rich.console import Console
 
 
 def make_console() -> Console:
-    """Return standard output. Where it is no terminal, a row stays one line, so that grep finds it."""
+    """Return standard output. Without a terminal a row stays on one line, for grep."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 1_000_000

@@ -1,4 +1,4 @@
-"""`manthan sessions`: list, show, pin and release the sessions of a running server, over its HTTP API."""
+"""`manthan sessions`: list, show, pin and release the sessions of a running server, over the HTTP API."""
 
 import json
 import os
@@ -22,7 +22,7 @@ KEY_ENV = "VLLM_API_KEY"
 TIMEOUT_S = 30.0
 
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="Of vLLM's server.")]
-Tenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Whose session it is.")]
+Tenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Tenant of the session.")]
 Id = Annotated[str, typer.Argument(metavar="SESSION", help="Its id, as `list` shows it.")]
 COLUMNS = (
     *("id", "parent", "tenant", "state", "tokens", "hot_bytes"),
@@ -32,7 +32,7 @@ LOCAL = "http://127.0.0.1:8000"
 
 
 class AskError(Exception):
-    """Error of a request to a server, in one sentence."""
+    """Error of a request to a server, in a single sentence."""
 
 
 app = typer.Typer(no_args_is_help=True, help=f"Sessions of a running server; its API key is read from {KEY_ENV}.")
@@ -46,7 +46,7 @@ def list_(
     sort: Annotated[Sort, typer.Option(help="By what.")] = Sort.LAST_USED,
     limit: Annotated[int, typer.Option(min=1, max=500, help="At most this many.")] = 100,
 ) -> None:
-    """List the sessions that a server has."""
+    """List the sessions of a server."""
     query = {"state": state, "tenant": tenant, "sort": str(sort), "limit": limit}
     answer = _ask(url, f"/sessions?{urlencode({name: value for name, value in query.items() if value})}")
     table = Table(*COLUMNS, box=None)
@@ -59,7 +59,7 @@ def list_(
 
 @app.command()
 def show(session: Id, url: Url = LOCAL, tenant: Tenant = "") -> None:
-    """Show one session and what happened to it."""
+    """Show a session and the session's history."""
     answer, table = _ask(url, _path(session, tenant)), Table(box=None, show_header=False)
     life = answer.pop("life")
     for name, value in answer.items():
@@ -90,7 +90,7 @@ def release(session: Id, url: Url = LOCAL, tenant: Tenant = "") -> None:
 
 
 def _ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Return the server's answer, or end the program with one sentence."""
+    """Return the server's answer, or end the program with a single sentence."""
     try:
         return ask(url, path, body)
     except AskError as error:
@@ -99,7 +99,7 @@ def _ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Return the answer of Manthan's API at the server of this URL. Raises AskError.
+    """Return the answer of Manthan's API at server `url`. Raises AskError.
 
     Args:
         path: behind /manthan.
@@ -116,7 +116,7 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     except HTTPError as error:
         try:
             told = str(json.loads(error.read())["error"]["message"])
-        except (ValueError, LookupError, TypeError):  # somebody else's answer
+        except (ValueError, LookupError, TypeError):  # an answer of a different program
             told = f"The server at {url} has no /manthan: is Manthan on, with its API? ({error})"
         raise AskError(told) from None
     except (OSError, HTTPException) as error:
@@ -126,7 +126,7 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def _path(session: str, tenant: str) -> str:
-    """Return the path of a session. A client that sees all tenants' sessions names the tenant as well."""
+    """Return the path of a session. A client with access to all tenants' sessions names the tenant as well."""
     return f"/sessions/{quote(f'{tenant}/{session}' if tenant else session, safe='')}"
 
 

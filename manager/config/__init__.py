@@ -1,1 +1,1 @@
-"""Configuration: its keys, its sources, and the check against registries."""
+"""Configuration: the keys, the sources, and the check against registries."""

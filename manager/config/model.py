@@ -1,4 +1,4 @@
-"""The configuration's models: keys, types, defaults and bounds, and the one sentence for each mistake.
+"""Models of the configuration: keys, types, defaults and bounds, and a sentence for each mistake.
 
 A field's description completes the sentence "KEY must be …".
 """
@@ -16,7 +16,7 @@ from manthan.manager.config.removed import KINDS
 
 
 class ConfigError(ValueError):
-    """Error of a configuration, in one sentence for the person who wrote it."""
+    """Error of a configuration, in a sentence for the author."""
 
 
 def _no_bool(value: object) -> object:
@@ -37,7 +37,7 @@ REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 def _redis_url(url: str) -> str:
-    """Refuse what can be told without a connection, and a password, which would be seen in logs."""
+    """Refuse a URL with faults visible without a connection, and a password, because logs would show the password."""
     try:
         parts = urlsplit(url)
         is_whole = bool(parts.path if parts.scheme == "unix" else parts.hostname)
@@ -55,12 +55,12 @@ RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 
 
 def _from_json(value: object) -> object:
-    """Read a mapping, which is JSON in the environment."""
+    """Read a mapping, encoded as JSON in the environment."""
     return json.loads(value) if isinstance(value, str) else value
 
 
 def _names(value: object) -> object:
-    """Split a list of names, which has commas in the environment."""
+    """Split a list of names, separated by commas in the environment."""
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
@@ -79,11 +79,11 @@ def _no_secret(header: str) -> str:
 HeaderName = Annotated[str, AfterValidator(_no_secret), Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]*$")]
 
 REDIS_PASSWORD = "MANTHAN_REDIS_PASSWORD"
-"""The environment variable that holds the Redis password."""
+"""Environment variable with the Redis password."""
 
 
 class Flag(NamedTuple):
-    """Option of `vllm serve` that sets a key. metavar: kind of value, for --help."""
+    """Option of `vllm serve` for a key. metavar: kind of value, for --help."""
 
     name: str
     metavar: str
@@ -95,7 +95,7 @@ class _Model(BaseModel):
 
 class _Group(_Model):
     shorthand: ClassVar[str | None] = None
-    """The key that a bare value stands for: `policy: lru` is `policy: {name: lru}`."""
+    """Key of a bare value: `policy: lru` is `policy: {name: lru}`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -104,7 +104,7 @@ class _Group(_Model):
 
 
 class PolicyConfig(_Group):
-    """Name of an eviction policy, and the options that it takes."""
+    """Name of an eviction policy, and the policy's options."""
 
     model_config = ConfigDict(extra="allow")
     shorthand = "name"
@@ -119,7 +119,7 @@ class PolicyConfig(_Group):
 
 
 class IdleConfig(_Group):
-    """Conditions on which an idle session is saved."""
+    """Conditions for saving an idle session."""
 
     shorthand = "after_s"
 
@@ -130,7 +130,7 @@ class IdleConfig(_Group):
 
 
 class CodecConfig(_Group):
-    """The codec, the processor that runs it, and the number of a session's tokens that stay exact."""
+    """Codec, the codec's processor, and the number of a session's exact tokens."""
 
     shorthand = "name"
 
@@ -159,7 +159,7 @@ class DiskConfig(_Group):
 
 
 class RedisConfig(_Group):
-    """The Redis (or Valkey) server of `tiers.kind` redis. The password is never part of it."""
+    """Redis (or Valkey) server of `tiers.kind` redis. The password is never included."""
 
     shorthand = "url"
 
@@ -171,18 +171,18 @@ class RedisConfig(_Group):
     prefix: str = Field(
         default="manthan:",
         pattern=r"^[A-Za-z0-9_.:/-]{1,64}$",
-        description="what all keys begin with: up to 64 letters, digits and _ . : / -",
+        description="the prefix of all keys: up to 64 letters, digits and _ . : / -",
     )
     ttl_s: Number = Field(default=86400.0, ge=1, description="a plain number of seconds, 1 or more, such as 86400")
 
 
 class TiersConfig(_Group):
-    """Tiers of the cold store: the places of compressed blocks, and the bytes that they may take.
+    """Tiers of the cold store, with the bytes of each.
 
-    kind host is RAM, pinned beside a GPU; device is GPU memory; disk is a folder of a local file system; redis is a
-    Redis server. The kind's tier has all blocks, in max_bytes. Beside it there may be others: host_bytes of RAM behind
-    device, where blocks go when it is full; host_bytes of RAM in front of disk and redis, and disk_bytes of disk in
-    front of redis, with copies of what was stored or read last.
+    kind host is RAM, pinned with a GPU; device is GPU memory; disk is a folder of a local file system; redis is a Redis
+    server. The kind's tier has all blocks, in max_bytes. Optional further tiers: host_bytes of RAM behind device, for
+    blocks that no longer fit; host_bytes of RAM in front of disk and redis, and disk_bytes of disk in front of redis,
+    with copies of recently stored or read blocks.
     """
 
     shorthand = "kind"
@@ -205,7 +205,7 @@ class TiersConfig(_Group):
 
     @property
     def places(self) -> Sequence[str]:
-        """Tiers that are read, the fastest first. The last one has all blocks."""
+        """Tiers to read, the fastest first. The last has all blocks."""
         front = {"host": self.front_bytes, "disk": self.front_disk_bytes}
         return (*(tier for tier, nbytes in front.items() if nbytes), self.kind)
 
@@ -216,7 +216,7 @@ class TiersConfig(_Group):
 
     @property
     def is_shared(self) -> bool:
-        """True if other engines may read the blocks."""
+        """True if several engines may read the blocks."""
         return self.kind == "redis"
 
     @property
@@ -231,7 +231,7 @@ class TiersConfig(_Group):
 
     @property
     def front_bytes(self) -> int:
-        """RAM in front of other tiers."""
+        """RAM in front of slower tiers."""
         return self.host_bytes if self.is_lasting else 0
 
     @property
@@ -245,7 +245,7 @@ class TiersConfig(_Group):
             raise ValueError(f"tiers.kind is {self.kind}, which is no more: {KINDS[self.kind]}")
         if self.host_bytes and self.kind == "host":
             raise ValueError(
-                "tiers.host_bytes is RAM beside tiers.kind device, disk or redis, but kind is host: use max_bytes"
+                "tiers.host_bytes is RAM for tiers.kind device, disk or redis, but kind is host: use max_bytes"
             )
         if self.disk_bytes and not self.is_shared:
             raise ValueError(
@@ -271,7 +271,7 @@ class ApiConfig(_Group):
 
 
 class TenantsConfig(_Group):
-    """Shares of the cold store that tenants may take, how requests name their tenant, and what tenants share."""
+    """Shares of the cold store for tenants, the naming of a request's tenant, and the content that tenants share."""
 
     shares: Shares = Field(
         default={},
@@ -284,7 +284,7 @@ class TenantsConfig(_Group):
 
 
 class SealingConfig(_Group):
-    """The keys that codes and books are sealed with on a disk and in Redis."""
+    """Keys that seal compressed blocks and books on a disk and in Redis."""
 
     shorthand = "key_file"
 
@@ -294,7 +294,7 @@ class SealingConfig(_Group):
 
 
 class ManthanConfig(_Model):
-    """The whole configuration; `model_dump(mode="json")` gives what `model_validate` takes."""
+    """Whole configuration; `model_dump(mode="json")` returns valid input of `model_validate`."""
 
     policy: PolicyConfig = PolicyConfig()
     idle: IdleConfig = IdleConfig()
@@ -329,7 +329,7 @@ class ManthanConfig(_Model):
 
 
 def _walk(model: type[_Model], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the fields of a model and its groups by dotted name. A group comes before its own fields."""
+    """Yield the fields of a model and of all groups by dotted name. A group comes before the group's fields."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         if (group := _group(field)) is not None:
@@ -344,11 +344,11 @@ def _group(field: FieldInfo) -> type[_Group] | None:
 GROUPS: dict[str, type[_Group]] = {
     key: group for key, field in _walk(ManthanConfig) if (group := _group(field)) is not None
 }
-"""The nested models by their key."""
+"""Nested models by their key."""
 
 FIELDS = {key: field for key, field in _walk(ManthanConfig) if key not in GROUPS}
-"""Fields that hold a value, by their dotted name: `idle.after_s`, `tiers.max_bytes`."""
+"""Fields with a value, by dotted name: `idle.after_s`, `tiers.max_bytes`."""
 
 
 FLAGS = {key: flag for key, field in FIELDS.items() for flag in field.metadata if isinstance(flag, Flag)}
-"""Options of `vllm serve`, by the key that they set."""
+"""Options of `vllm serve`, by key."""

@@ -1,4 +1,4 @@
-"""Choice of a model's codec and profile from its configuration, and the place of profiles, by the model's content."""
+"""Choice of a model's codec and profile from the configuration, and the paths of profiles, by the model's content."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 @dataclass(frozen=True)
 class ChosenCodec:
-    """A codec's name, and the model's profile and its path if the codec takes one."""
+    """Codec's name, and the model's profile and the profile's path if the codec needs a profile."""
 
     name: str
     path: Path | None = None
@@ -36,15 +36,16 @@ class ChosenCodec:
 def choose_codec(
     config: CodecConfig, model: str, ranks: int = 1, has_latents: bool = False, revision: str | None = None
 ) -> ChosenCodec:
-    """Return the codec of a model. A profile that is not named is looked for where `manthan calibrate` puts it.
+    """Return the codec of a model. A profile without a configured path is looked up in the folder of `manthan
+    calibrate`.
 
     Args:
         ranks: Number of tensor-parallel ranks.
-        has_latents: True if the model caches latents (MLA). All ranks have the same, and AUTO is PLAIN unless a profile
-            is named, because no calibrated codec was tried on a trained model of this kind.
+        has_latents: True if the model caches latents (MLA). All ranks have the same latents. AUTO is PLAIN without a
+            named profile, because no calibrated codec was tried on a trained model with latents.
 
     Raises:
-        ConfigError: The profile is missing, cannot be read, is for another number of ranks, or lacks the preset.
+        ConfigError: The profile is missing, cannot be read, is for a different number of ranks, or lacks the preset.
     """
     is_auto = config.name == AUTO
     name = CALIBRATED if is_auto else config.name
@@ -75,7 +76,9 @@ def choose_codec(
 
 
 def load_profile(path: Path, codec: str, model: str, ranks: int) -> Profile:
-    """Return the profile of a file. Raises ConfigError if the codec or this number of ranks cannot use it."""
+    """Return the profile of a file. Raises ConfigError if the profile does not suit the codec or the number of
+    ranks.
+    """
     try:
         profile = Profile.load(path)
         profile.for_rank(0, ranks)
@@ -114,24 +117,24 @@ def _command(model: str, ranks: int) -> str:
     return f"manthan calibrate {model}" + (f" --tensor-parallel-size {ranks}" if ranks > 1 else "")
 
 
-# -- places -----------------------------------------------------------------------------------------------
+# -- paths ------------------------------------------------------------------------------------------------
 
 
 def profiles_folder() -> Path:
-    """Return $XDG_CACHE_HOME/manthan/profiles, or the one in ~/.cache."""
+    """Return $XDG_CACHE_HOME/manthan/profiles, or ~/.cache/manthan/profiles."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "manthan" / "profiles"
 
 
 def profile_path(model: str, ranks: int = 1, revision: str | None = None) -> Path:
-    """Path of the profile of a model, a folder or a name on the Hugging Face Hub, for its tensor-parallel ranks."""
+    """Path of the profile of a model, a folder or a name on the Hugging Face Hub, for `ranks` tensor-parallel ranks."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", Path(model).name if Path(model).exists() else model).strip("-").lower()
     split = f"-tp{ranks}" if ranks > 1 else ""
     return profiles_folder() / f"{slug}-{_identity(model, revision)[:16]}{split}.safetensors"
 
 
 def has_weights(model: str, revision: str | None = None) -> bool:
-    """True if the model's weights are on this machine, so that a profile can be told to be theirs."""
+    """True if the model's weights are on this machine, so a profile can be matched with the weights."""
     folder = model_folder(model, revision)
     return folder is not None and bool(_weights(folder))
 
@@ -153,7 +156,7 @@ def _weights(folder: Path) -> list[Path]:
 
 @lru_cache
 def _content(path: Path, changed: int) -> str:
-    """Digest of a file that was last changed at this time."""
+    """Digest of a file last changed at time `changed`."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while part := file.read(2**24):

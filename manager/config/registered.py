@@ -15,7 +15,7 @@ from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, get_
 
 
 class ChosenPolicy(NamedTuple):
-    """A policy, and the options to make it with."""
+    """Policy, and the options for the constructor."""
 
     policy: type[EvictionPolicy]
     options: PolicyOptions
@@ -24,7 +24,7 @@ class ChosenPolicy(NamedTuple):
 def check_registered(resolved: Resolved) -> None:
     """Raise ConfigError for an unknown policy, policy's option, codec or cold store.
 
-    Raise it also for an option's value that the policy does not take, and for a policy that cannot be loaded.
+    Raise ConfigError also for an invalid value of an option, and for a policy that cannot be loaded.
     """
     config, sources = resolved
     policy = config.policy
@@ -40,7 +40,7 @@ def _check_name(key: str, what: str, name: str, valid: Collection[str], sources:
 
 
 def choose_policy(config: PolicyConfig, sources: Mapping[str, str] | None = None) -> ChosenPolicy:
-    """Return a configuration's policy with its options. Raises UnknownPolicyError, ConfigError.
+    """Return a configuration's policy and options. Raises UnknownPolicyError, ConfigError.
 
     Args:
         sources: Sources of values, from `resolve_config`, for the sentence of the ConfigError.
@@ -68,7 +68,7 @@ def _sentence(
         source, hint = _source(sources, f"policy.{unknown[0]}"), nearest(unknown[0], fields)
         return f"{source}unknown {config.name} option '{unknown[0]}'{hint}"
     first = first_mistake(error)
-    if not first.key:  # a validator that compares several
+    if not first.key:  # a validator over several keys
         written = ", ".join(dict.fromkeys(s for key, s in sources.items() if key.startswith("policy.")))
         return f"{f'{written}: ' if written else ''}policy {config.name}: {first.said}"
     option = first.field

@@ -1,4 +1,4 @@
-"""Keys that are no more, or that have another name. Start-up says one sentence for each that is still set."""
+"""Removed and renamed keys. Start-up logs a sentence for each such key in the configuration."""
 
 REMOVED = {
     "api.page": "the live page is there where the API is, see api.enabled",
@@ -52,10 +52,10 @@ RENAMED = {
     "quotas.header": "tenants.header",
     "quotas.isolate": "tenants.isolate",
 }
-"""Old names of keys, and their names. Values that are set under an old name count."""
+"""Old names of keys, and their names. Values under an old name count."""
 
 KINDS = {
     "tiered": "name the last tier, disk or redis, and the bytes of those in front of it, tiers.host_bytes and "
     "tiers.disk_bytes",
 }
-"""Values of tiers.kind that are no more, and what takes their place. Start-up ends with that sentence."""
+"""Removed values of tiers.kind, and their successors. Start-up ends with the sentence."""

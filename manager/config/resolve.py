@@ -2,7 +2,7 @@
 
     config, sources = resolve_config("configs/default.yaml", flags={"--manthan-idle-after": 60})
 
-Every mistake is a ConfigError of one sentence: the source, the key, the value and what would be right.
+Every mistake is a ConfigError of a single sentence: the source, the key, the value and the right kind of value.
 """
 
 import logging
@@ -28,21 +28,21 @@ logger = logging.getLogger("vllm.manthan")
 FLAG_KEYS = {flag.name: key for key, flag in FLAGS.items()}
 ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
-"""Variables that a Service named `manthan` or `manthan-redis` puts into every pod of its namespace."""
+"""Variables put into every pod of a namespace by a Service named `manthan` or `manthan-redis`."""
 DEFAULT, ARGUMENT = "default", "argument"
 LONG_UNSAVED_S = 30
 OLD_GROUPS = {old.rpartition(".")[0] for old in RENAMED} - {""}
 
 
 class Resolved(NamedTuple):
-    """A configuration. sources: by dotted key, the flag, variable, file or `default` that gave the value."""
+    """Configuration. sources: by dotted key, the value's source: flag, variable, file or `default`."""
 
     config: ManthanConfig
     sources: dict[str, str]
 
 
 class _Given(NamedTuple):
-    """A value. old: the key's old name, if a source has it under that."""
+    """Value from a source. old: the key's old name, if the source uses the old name."""
 
     value: object
     source: str
@@ -63,7 +63,7 @@ def resolve_config(
     Args:
         path: YAML file.
         env: Variables; os.environ unless given. `MANTHAN_TIERS__MAX_BYTES` is `tiers.max_bytes`.
-        flags: Options of `vllm serve`, or dotted keys. None is the value of one that is not given.
+        flags: Options of `vllm serve`, or dotted keys. None means not given.
     """
     env, given = os.environ if env is None else env, dict[str, _Given]()
     file = [] if path is None else [(str(key), value, str(path)) for key, value in _read_yaml(path).items()]
@@ -87,8 +87,8 @@ def resolve_config(
         _warn_once(f"Manthan: the environment variable {variable} is unknown and ignored{hint}")
     if config.idle.after_s > LONG_UNSAVED_S:
         _warn_once(
-            f"Manthan: idle.after_s is {config.idle.after_s:g}: for so long after its last request a session is not "
-            "saved, and what vLLM overwrites of it is computed again"
+            f"Manthan: idle.after_s is {config.idle.after_s:g}: until then a session is not saved, and "
+            "overwritten blocks are computed again"
         )
     keys = [*FIELDS, *(f"policy.{option}" for option in config.policy.options)]
     return Resolved(config, {key: given[key].source if key in given else DEFAULT for key in keys})
@@ -129,14 +129,14 @@ def _warn_once(sentence: str) -> None:
 
 
 def _leaves(key: str, value: object, source: str) -> _Leaves:
-    """Yield the values of FIELDS that `key: value` sets. Replace shorthands and old names."""
+    """Yield the values of FIELDS set by `key: value`. Replace shorthands and old names."""
     group = GROUPS.get(key)
     if key in REMOVED:
         _warn_once(f"Manthan: {source}: {key} has no effect any more: {REMOVED[key]}")
     elif (group or key in OLD_GROUPS) and isinstance(value, Mapping):
         for inner, inner_value in value.items():
             yield from _leaves(f"{key}.{inner}", inner_value, source)
-    elif (group or key in OLD_GROUPS) and value is None:  # a group whose keys are all commented out
+    elif (group or key in OLD_GROUPS) and value is None:  # a group with all keys commented out
         return
     elif key in RENAMED:
         _warn_once(f"Manthan: {source}: {key} is {RENAMED[key]} now")
@@ -158,7 +158,7 @@ def _is_known(key: str) -> bool:
 
 
 def _override(given: dict[str, _Given], layer: _Leaves) -> None:
-    """Lay `layer` over `given`. A policy that replaces another one does not inherit its options."""
+    """Lay `layer` over `given`. A policy that replaces another policy does not inherit options."""
     above: dict[str, _Given] = {}
     for key, one in layer:
         for other in (above.get(key), given.get(key)):
@@ -187,9 +187,9 @@ def _nested(given: Mapping[str, _Given]) -> dict[str, Any]:
 
 def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
     key, _, _, said = first_mistake(error)
-    if not key or key in GROUPS:  # a validator that compares several values, and names them
+    if not key or key in GROUPS:  # a validator over several keys, with their names
         return f"{', '.join(dict.fromkeys(given[name].source for name in given if name in said))}: {said}"
-    while key not in given:  # inside of a value that is a mapping
+    while key not in given:  # inside of a mapping as a value
         key = key.rpartition(".")[0]
     value, source, _ = given[key]
     return f"{source}: {must_be(key, FIELDS[key].description, value)}"

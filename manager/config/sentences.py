@@ -1,4 +1,4 @@
-"""Sentences about mistakes: one each, which says what would be right."""
+"""Sentences about mistakes, each with the right kind of value."""
 
 import difflib
 import re
@@ -9,11 +9,11 @@ from pydantic import ValidationError
 
 
 class Mistake(NamedTuple):
-    """First error that pydantic found.
+    """First error found by pydantic.
 
     Args:
         key: Dotted key; empty if a validator compares several.
-        value: Value that was given for the key.
+        value: Value given for the key.
         kind: pydantic's name of the error, such as missing.
         said: Sentence of the validator.
     """
@@ -29,7 +29,7 @@ class Mistake(NamedTuple):
 
 
 def first_mistake(error: ValidationError) -> Mistake:
-    """Return the first error only, because people mend one thing after the other."""
+    """Return the first error only, because people mend errors in turn."""
     first = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
     return Mistake(key, first["input"], first["type"], first["msg"].removeprefix("Value error, "))
@@ -40,9 +40,9 @@ def written(value: object) -> str:
 
 
 def must_be(key: str, right: str | None, value: object, show: Callable[[object], str] = written) -> str:
-    """Return the sentence about a value that is wrong. right: what is expected, behind "must be"."""
+    """Return the sentence about a wrong value. right: the expected kind, behind "must be"."""
     shown = show(value)
-    if key == "tiers.redis.url" and re.search("[@?]", str(value)):  # there may be a password in it
+    if key == "tiers.redis.url" and re.search("[@?]", str(value)):  # may contain a password
         shown = "a URL with '@' or '?' in it"
     return f"{key} must be {right}, not {shown}"
 

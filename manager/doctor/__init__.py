@@ -1,1 +1,1 @@
-"""Checks of `manthan doctor` that do not need vLLM. Each returns findings of one sentence."""
+"""Checks of `manthan doctor` without vLLM. Each returns findings of a single sentence."""

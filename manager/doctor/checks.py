@@ -1,4 +1,4 @@
-"""Checks of the machine and of Redis, for `manthan doctor`. Each returns findings of one sentence."""
+"""Checks of the machine and of Redis, for `manthan doctor`. Each returns findings of a single sentence."""
 
 import os
 import resource
@@ -19,13 +19,13 @@ from manthan.manager.tiers.redis_client import check, connect, pipelined
 MOUNTS = Path("/proc/self/mounts")
 IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
 REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "afs", "fuse.")
-"""Prefixes of the names of file systems whose files may be on other machines."""
+"""Prefixes of the names of file systems with files on remote machines."""
 REDIS_COMMANDS = "DEL, HSET f 1, HGET f, PEXPIREAT 1, SET 1 PX 1000, GET, STRLEN, EXISTS, UNLINK"
-"""Commands that engines send to Redis, once each, without the key."""
+"""Commands sent to Redis by engines, once each, without the key."""
 
 
 class Grade(StrEnum):
-    """Outcome of a check. SKIPPED: nothing to check. WARNING: it works, but not well. WRONG: it does not work."""
+    """Outcome of a check. SKIPPED: nothing to check. WARNING: works, but badly. WRONG: does not work."""
 
     OK = auto()
     SKIPPED = auto()
@@ -34,7 +34,7 @@ class Grade(StrEnum):
 
 
 class Finding(NamedTuple):
-    """Result of a check. said: one sentence; where something is wrong, it says what would be right."""
+    """Result of a check. said: a single sentence; for a fault, with the remedy."""
 
     check: str
     mark: Grade
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def check_memlock(store: TiersConfig, has_gpu: bool) -> Finding:
-    """Compare the RAM that is pinned for a GPU with the memlock limit."""
+    """Compare the RAM to pin for a GPU with the memlock limit."""
     name = "memlock"
     wanted = store.max_bytes if store.kind == "host" else store.front_bytes or store.host_bytes
     if not has_gpu or not wanted:
@@ -87,7 +87,7 @@ def check_disk(config: ManthanConfig) -> Finding:
 
 
 def file_system(path: Path) -> str:
-    """Return the name of the folder's file system, such as ext4; empty if the kernel does not tell."""
+    """Return the name of the folder's file system, such as ext4; empty if unknown to the kernel."""
     real, best, kind = path.resolve(), -1, ""
     for line in MOUNTS.read_text(errors="replace").splitlines():
         _, at, name, *_ = line.split(" ")
@@ -98,7 +98,7 @@ def file_system(path: Path) -> str:
 
 
 def check_redis(config: ManthanConfig) -> Iterator[Finding]:
-    """Check that Redis answers, takes what engines send, and evicts when it is full."""
+    """Check that Redis answers, accepts the engines' commands, and evicts when full."""
     name, redis = "Redis", config.tiers.redis
     if "redis" not in config.tiers.places:
         yield Finding(name, Grade.SKIPPED, f"tiers.kind is {config.tiers.kind}, which does not use Redis.")

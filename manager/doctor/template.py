@@ -1,7 +1,7 @@
-"""Check of a chat template: the next turn's prompt must repeat the tokens of the turn before it.
+"""Check of a chat template: the next turn's prompt must repeat the previous turn's tokens.
 
 A session's KV is of the tokens of a prompt and of the model's answer. The next prompt is rendered anew from messages.
-Its tokens are found in the KV up to the first that differs. All tokens behind that are computed.
+The KV matches up to the first different token. All later tokens are computed.
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,21 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 A_DAY = 27 * 60
 """Minutes of a day and some hours."""
 BEGINNING = datetime(2026, 1, 5, 9, 30)
-"""Time at which a conversation begins, for templates that show it."""
+"""Begin of a conversation, for templates with a date."""
 AROUND = 8
-"""Number of tokens that are shown around the first difference."""
+"""Number of tokens shown around the first difference."""
 
 
 @dataclass(frozen=True)
 class Renderer:
-    """Chat template and tokenizer of a model. tools: definitions of functions that the template gets."""
+    """Chat template and tokenizer of a model. tools: definitions of functions for the template."""
 
     tokenizer: Any
     template: str
     tools: tuple[Message, ...] = ()
 
     def render(self, messages: Sequence[Message], *, asks: bool, minutes: int = 0) -> list[int]:
-        """Return the tokens of a conversation. Raises ConfigError for a template that cannot be rendered.
+        """Return the tokens of a conversation. Raises ConfigError for an unusable template.
 
         Args:
             asks: True to add the generation prompt.
@@ -73,7 +73,7 @@ class Parting(NamedTuple):
 
     Args:
         of: Name of the try.
-        kept: Number of the turn's `tokens` that the next prompt begins with.
+        kept: Number of the turn's `tokens` at the begin of the next prompt.
         before: Text before the difference.
         was: Text of the turn from there on.
         comes: Text of the next prompt from there on.
@@ -88,27 +88,27 @@ class Parting(NamedTuple):
 
     @property
     def rewrites(self) -> bool:
-        """True if the prompt repeats less than all. The last token may be joined with the text behind it."""
+        """True if the prompt repeats less than all. The last token may merge with the text behind."""
         return self.kept < self.tokens - 1
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of tokens that both begin with."""
+    """Number of common first tokens."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
 
 def said(renderer: Renderer, messages: Sequence[Message], answer: Message, thought: str = "") -> list[int]:
-    """Return the tokens whose KV exists when the model has given this answer.
+    """Return the tokens with KV after this answer of the model.
 
     Args:
-        thought: The answer's thinking. It is between the usual tags if the template does not show it.
+        thought: The answer's thinking, between the usual tags if the template does not show thinking.
     """
     prompt = renderer.render(messages, asks=True)
     asked, shown = renderer.decode(prompt), renderer.decode(renderer.render([*messages, answer], asks=False))
     final = answer["content"].rpartition("</think>")[2].lstrip()
     if shown.startswith(asked) and thought in shown[len(asked) :]:
-        text = shown[len(asked) : shown.rfind(final) + len(final)]  # as the template itself writes it
+        text = shown[len(asked) : shown.rfind(final) + len(final)]  # as the template writes
     else:
         opened = "" if asked.rstrip().endswith("<think>") else "<think>\n"
         text = f"{opened}{thought}\n</think>\n\n{final}" if thought else final
@@ -116,10 +116,10 @@ def said(renderer: Renderer, messages: Sequence[Message], answer: Message, thoug
 
 
 def partings(renderer: Renderer) -> list[Parting]:
-    """Return where a turn and the next prompt differ, for each kind of answer.
+    """Return the first differences between a turn and the next prompt, for each kind of answer.
 
     There are plain answers, also with the next turn on another day, and answers with thinking. The client sends
-    thinking back in a field of its own, if the template knows that, or between tags within the answer.
+    thinking back in a separate field, if the template knows the field, or between tags within the answer.
     """
     asked, then = [{"role": "user", "content": QUESTION}], {"role": "user", "content": NEXT}
     plain = {"role": "assistant", "content": ANSWER}
@@ -129,7 +129,7 @@ def partings(renderer: Renderer) -> list[Parting]:
     tried = [("plain answers", plain, "", 0), ("another day", plain, "", A_DAY)]
     if THOUGHT in shown:
         tried.append(("thinking", apart, THOUGHT, 0))
-    if THOUGHT not in shown or "<think>" in shown:  # not where thinking is in a channel of its own
+    if THOUGHT not in shown or "<think>" in shown:  # not if thinking is in a separate channel
         tried.append(("thinking within the answer", within, THOUGHT, 0))
     found = []
     for of, answer, thought, minutes in tried:
@@ -142,7 +142,7 @@ def partings(renderer: Renderer) -> list[Parting]:
 
 
 def check_template(renderer: Renderer) -> Finding:
-    """Render two turns, and find where they differ."""
+    """Render two turns, and find the first difference."""
     found = partings(renderer)
     worst = min(found, key=lambda one: one.kept / one.tokens if one.rewrites else 1.0)
     if not worst.rewrites:
@@ -159,7 +159,7 @@ def check_template(renderer: Renderer) -> Finding:
 
 
 def load_renderer(model: str, template: str = "") -> Renderer:
-    """Load a model's tokenizer, with the chat template of a Jinja file or else its own. Raises ConfigError."""
+    """Load a model's tokenizer, with the chat template of a Jinja file or else the model's. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     try:

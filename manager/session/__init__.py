@@ -1,1 +1,1 @@
-"""Sessions and their blocks: what is stored, loaded and dropped, and when."""
+"""Sessions and their blocks: stores, loads and drops, and their times."""

@@ -1,7 +1,7 @@
-"""Blocks that sessions, requests and resume points use, as rows of a table, and what they take of the tiers' budget.
+"""Table of the blocks of sessions, requests and resume points, and of the blocks' bytes in the tiers' budget.
 
-A block is a row number. Its facts are columns of arrays: about 120 bytes a block, and no Python object of its own. All
-bytes are those of all ranks together. Only this module changes the columns.
+A block is a row number. The facts are columns of arrays: about 120 bytes a block, without a Python object. All bytes
+are of all ranks together. Only this module changes the columns.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,9 +20,9 @@ Mask: TypeAlias = NDArray[np.bool_]
 
 NO_ROWS: Rows = np.zeros(0, np.int32)
 NO_GROUP = -1
-"""Group of the blocks of sessions that have no compressed blocks of their own."""
+"""Group of the blocks of sessions without compressed blocks."""
 NOBODY = "\0"
-"""Tenant of blocks that another engine has stored. They count towards no share, and no tenant can have this name."""
+"""Tenant of blocks stored by another engine. They count towards no share, and no tenant can have this name."""
 
 SAVED, STORING = 1, 2
 MOST_INNER = 4
@@ -66,13 +66,13 @@ LEVELS = Level(0.032, 20), Level(0.0075, 12), Level(0.00096, 8), Level(0.00012, 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """Sizes of a block of one KV cache group, all ranks together.
+    """Sizes of a block of a KV cache group, all ranks together.
 
-    tokens: of a block. pool_nbytes: what it takes in the pool. bounds: the most bytes that a compressed block takes, by
-    the number of its first tokens that are kept exact; 0 is always there. typical: bytes to expect without exact
-    tokens; 0 for the bound. codec: name of the codec; empty for the configured one. is_lossless: True if it gives back
-    every bit. levels: of a new block, 1 if it has no refinements that can be cut. level: of a block of which no
-    refinements are told; one without has the level that is about as fine.
+    tokens: of a block. pool_nbytes: bytes in the pool. bounds: the most bytes of a compressed block, by the number of
+    exact first tokens; 0 is always there. typical: bytes to expect without exact tokens; 0 for the bound. codec: name
+    of the codec; empty for the configured codec. is_lossless: True if the codec keeps every bit. levels: of a new
+    block, 1 without refinements to cut. level: of a block with unknown refinements; a block without refinements has the
+    level of about equal fineness.
     """
 
     tokens: int
@@ -86,20 +86,20 @@ class GroupShape:
 
     @property
     def cold_nbytes(self) -> int:
-        """Bytes that a compressed block without exact tokens takes about."""
+        """Approximate bytes of a compressed block without exact tokens."""
         return self.typical or self.bounds[0]
 
     def is_exact(self, exact_tokens: int) -> bool:
-        """True if a compressed block with this number of exact tokens gives back every bit."""
+        """True if a compressed block with `exact_tokens` exact tokens keeps every bit."""
         return self.is_lossless or exact_tokens >= self.tokens
 
 
 @dataclass(frozen=True)
 class MemoryShape:
-    """Sizes of the blocks of all KV cache groups that are stored.
+    """Sizes of the blocks of all stored KV cache groups.
 
     main: the group whose block hashes make up sessions. stores_main: False if no layer looks back over a whole session,
-    so that blocks are stored for resume points only.
+    so blocks are stored for resume points only.
     """
 
     groups: Mapping[int, GroupShape]
@@ -108,7 +108,7 @@ class MemoryShape:
 
     @cached_property
     def session_group(self) -> int:
-        """Group of the rows that make up sessions."""
+        """Group of the rows in sessions."""
         return self.main if self.stores_main else NO_GROUP
 
     @cached_property
@@ -123,12 +123,12 @@ class MemoryShape:
 
     @cached_property
     def cold_nbytes(self) -> int:
-        """Bytes that a session's compressed block takes about."""
+        """Approximate bytes of a session's compressed block."""
         return self.groups[self.main].cold_nbytes if self.stores_main else 0
 
     @cached_property
     def pool_nbytes(self) -> int:
-        """Bytes that a session's block takes in the pool."""
+        """Bytes of a session's block in the pool."""
         return self.groups[self.main].pool_nbytes if self.stores_main else 0
 
     @cached_property
@@ -139,15 +139,15 @@ class MemoryShape:
 
     @cached_property
     def sizes(self) -> set[int]:
-        """Bytes that compressed blocks may take, of all groups."""
+        """Possible bytes of compressed blocks, of all groups."""
         bounds = {nbytes for group in self.groups.values() for nbytes in group.bounds.values()}
         return {self.groups[self.main].cold_nbytes, *bounds}
 
 
 class FrontTier(NamedTuple):
-    """A tier in front of a slower one.
+    """Tier in front of a slower tier.
 
-    nbytes: its budget. fills_on_read: True if blocks that are read from a slower tier come back to it.
+    nbytes: budget. fills_on_read: True if blocks read from a slower tier come back to the front tier.
     """
 
     nbytes: int
@@ -155,22 +155,22 @@ class FrontTier(NamedTuple):
 
 
 class BlockTable:
-    """All blocks that are used, held, pinned, saved or being stored.
+    """All blocks used, held, pinned, saved or being stored.
 
-    A row is freed when none of this holds. Columns are read by everybody:
+    A row without any of these is freed. Columns, readable by all:
 
-    group, depth: KV cache group, and position among the blocks of its session and group.
-    users: sessions whose blocks it is among, or resume points.
-    holds: requests whose prompt has it.
-    pins: loads that read it now. A pinned block is never dropped.
-    status: SAVED if every rank has it in a tier, STORING while a store of it is under way.
-    nbytes, exact, mark: of its compressed block: size, number of exact tokens, and mark of the KV it was made from.
-    level: number of refinements of its compressed block; see `GroupShape.level` for one without.
-    inner: what it would take with one part, two, and so on, but for all; 0 behind the last.
-    reserved: bytes that the store under way may take.
-    tenant: number of the tenant whose share it counts towards, see `tenant_number`.
-    origin: number of a session that has it; 0 if that is not known.
-    moved: bit n is set if it has left front tier n, as is estimated. The fastest tier is 0.
+    group, depth: KV cache group, and position among the blocks of the session and group.
+    users: number of sessions, or resume points, with the block.
+    holds: number of requests with the block in the prompt.
+    pins: number of loads reading the block now. A pinned block is never dropped.
+    status: SAVED if every rank has the block in a tier, STORING during a store.
+    nbytes, exact, mark: of the compressed block: size, number of exact tokens, and mark of the encoded KV.
+    level: number of refinements of the compressed block; see `GroupShape.level` for a block without refinements.
+    inner: bytes of the first part, of two parts, and so on, without the total; 0 behind the last.
+    reserved: most bytes of the store under way.
+    tenant: number of the tenant whose share counts the block, see `tenant_number`.
+    origin: number of a session with the block; 0 if unknown.
+    moved: bit n is set if the block has left front tier n, by estimate. The fastest tier is 0.
     """
 
     group: NDArray[np.int8]
@@ -204,7 +204,7 @@ class BlockTable:
         self.saved_nbytes = 0
         """Bytes of compressed blocks in the tiers."""
         self.reserved_nbytes = 0
-        """Bytes that stores under way may take."""
+        """Most bytes of stores under way."""
         self.saved_blocks: dict[int, int] = {}
         """Number of saved blocks by group."""
         self.storing = 0
@@ -214,14 +214,14 @@ class BlockTable:
         self._refined = np.zeros(MOST_INNER + 1, np.int64)
         """Number of saved blocks by their refinements that can be cut."""
         self.moved_nbytes = [0] * 8
-        """Bytes of saved blocks that have left each front tier."""
+        """Bytes of saved blocks gone from each front tier."""
 
     def __len__(self) -> int:
         return len(self._free) - self._free_count
 
     @property
     def memory(self) -> int:
-        """Bytes that the table takes."""
+        """Bytes of the table."""
         columns = sum(getattr(self, name).nbytes for name in _COLUMNS)
         return int(columns + self._hashes.nbytes + self._index.nbytes + self._free.nbytes)
 
@@ -234,7 +234,7 @@ class BlockTable:
     # -- names ----------------------------------------------------------------------------------------
 
     def find(self, group: int, block_hashes: Sequence[bytes]) -> Rows:
-        """Return the row of each of these blocks of a group, -1 for one that has none."""
+        """Return the row of each block of a group, -1 for a block without a row."""
         if not block_hashes or not self._hash_nbytes:
             return np.full(len(block_hashes), -1, np.int32)
         return self._probe(group, self._words(block_hashes))
@@ -244,10 +244,10 @@ class BlockTable:
         return int(self.find(group, [block_hash])[0])
 
     def enter(self, group: int, block_hashes: Sequence[bytes], depths: ArrayLike) -> Rows:
-        """Return the rows of these different blocks of a group, with a new row for each that has none.
+        """Return the rows of these different blocks of a group, with a new row for each unknown block.
 
         Args:
-            depths: of each block, or of the first one if the others follow it.
+            depths: of each block, or of the first if blocks are consecutive.
 
         Raises:
             ValueError: Block hashes have different lengths.
@@ -332,7 +332,7 @@ class BlockTable:
             before = self._index[slots]
             free = before < 0
             self._index[slots[free]] = rows[free]
-            placed = free & (self._index[slots] == rows)  # of two rows for one slot, one has it
+            placed = free & (self._index[slots] == rows)  # of two rows for one slot, one wins
             self._index_used += int((placed & (before == _EMPTY)).sum())
             self._slot[rows[placed]] = slots[placed]
             rows, slots = rows[~placed], (slots[~placed] + 1) & last
@@ -360,51 +360,51 @@ class BlockTable:
         free[self._free_count : self._free_count + new - old] = np.arange(new - 1, old - 1, -1)
         self._free, self._free_count = free, self._free_count + new - old
 
-    # -- who needs a block ----------------------------------------------------------------------------
+    # -- users of a block ----------------------------------------------------------------------------
 
     def use(self, rows: Rows, by: int) -> None:
-        """Add `by` to the users of different rows; free those that nobody needs any more."""
+        """Add `by` to the users of different rows; free unneeded rows."""
         self.users[rows] += by
         if by < 0:
             self.free_unneeded(rows)
 
     def hold(self, rows: Rows, by: int) -> None:
-        """Add `by` to the holds of different rows; free those that nobody needs any more."""
+        """Add `by` to the holds of different rows; free unneeded rows."""
         self.holds[rows] += by
         if by < 0:
             self.free_unneeded(rows)
 
     def pin(self, rows: Rows, by: int) -> None:
-        """Add `by` to the pins of different rows; free those that nobody needs any more."""
+        """Add `by` to the pins of different rows; free unneeded rows."""
         self.pins[rows] += by
         if by < 0:
             self.free_unneeded(rows)
 
     def belong(self, rows: Rows, session: int) -> None:
-        """Note a session that has these rows, for those of which none is known."""
+        """Note the session of rows without a known session."""
         unknown = rows[self.origin[rows] == 0]
         self.origin[unknown] = session
 
     def leave(self, rows: Rows, session: int) -> None:
-        """Forget that a session has these rows."""
+        """Forget the session of these rows."""
         own = rows[self.origin[rows] == session]
         self.origin[own] = 0
 
     def free_unneeded(self, rows: Rows) -> None:
-        """Free those of the rows that nobody needs."""
+        """Free the unneeded rows of `rows`."""
         needed = (self.users[rows] > 0) | (self.holds[rows] > 0) | (self.pins[rows] > 0) | (self.status[rows] > 0)
         gone = rows[~needed]
         if not len(gone):
             return
         self._index[self._slot[gone]] = _GONE
-        self.group[gone] = -128  # no group's: a probe passes over it
+        self.group[gone] = -128  # without a group: a probe passes over the row
         self._free[self._free_count : self._free_count + len(gone)] = gone
         self._free_count += len(gone)
 
     # -- compressed blocks ----------------------------------------------------------------------------
 
     def is_saved(self, rows: Rows) -> Mask:
-        """Return a mask of the rows that are saved."""
+        """Return a mask of the saved rows."""
         saved: Mask = (self.status[rows] & SAVED) > 0
         return saved
 
@@ -413,7 +413,7 @@ class BlockTable:
         return first_false(self.is_saved(rows))
 
     def are_saved(self, names: Sequence[BlockName]) -> Mask:
-        """Return a mask of the blocks, of several groups, that are saved."""
+        """Return a mask of the saved blocks, of several groups."""
         saved, groups = np.zeros(len(names), np.bool_), np.array([group for group, _ in names], np.int64)
         for group in np.unique(groups).tolist():
             of_group = np.nonzero(groups == group)[0]
@@ -422,12 +422,12 @@ class BlockTable:
         return saved
 
     def is_droppable(self, rows: Rows) -> Mask:
-        """Return a mask of the rows whose compressed block may be dropped: saved, and not pinned."""
+        """Return a mask of the rows with a droppable compressed block: saved, and not pinned."""
         droppable: Mask = self.is_saved(rows) & (self.pins[rows] == 0)
         return droppable
 
     def reserve(self, rows: Rows, bounds: ArrayLike, tenant: str) -> None:
-        """Begin to store rows, each of which takes at most these bytes. A saved one is to be replaced."""
+        """Begin to store rows of at most `bounds` bytes each. A saved block is to be replaced."""
         new = rows[(self.status[rows] & SAVED) == 0]
         self.tenant[new] = self.tenant_number(tenant)
         self.status[rows] |= STORING
@@ -437,12 +437,12 @@ class BlockTable:
         self.reserved_nbytes += int(self.reserved[rows].sum(dtype=np.int64))
 
     def unreserve(self, rows: Rows) -> None:
-        """End a store that failed: what was saved before stays."""
+        """End a failed store. An earlier saved block stays."""
         self._end_store(rows)
         self.free_unneeded(rows)
 
     def refined(self, level: int) -> int:
-        """Return how many saved blocks can be cut to below a level."""
+        """Return the number of saved blocks that can be cut to below a level."""
         return int(self._refined[level:].sum())
 
     def save(
@@ -455,13 +455,13 @@ class BlockTable:
         level: ArrayLike = 0,
         inner: ArrayLike = 0,
     ) -> None:
-        """Note that every rank has rows in a tier.
+        """Note rows saved by every rank.
 
         Args:
             nbytes: of each compressed block.
             exact: number of exact tokens of each.
-            mark: of the KV that each was made from.
-            tenant: who pays; None for who began the store.
+            mark: of the encoded KV of each.
+            tenant: paying tenant; None for the tenant of the store's begin.
             level, inner: of each.
         """
         if tenant is not None:
@@ -490,7 +490,7 @@ class BlockTable:
         self.free_unneeded(rows)
 
     def move(self, rows: Rows, moved: ArrayLike) -> None:
-        """Set which front tiers saved rows have left."""
+        """Set the front tiers left by saved rows."""
         for tier, sign in ((tier, sign) for tier in range(8) for sign in (-1, +1)):
             bits = self.moved[rows] if sign < 0 else np.broadcast_to(np.asarray(moved, np.uint8), rows.shape)
             nbytes = self.nbytes[rows][(bits >> tier & 1) > 0]
@@ -523,7 +523,7 @@ class BlockTable:
     # -- tenants --------------------------------------------------------------------------------------
 
     def tenant_number(self, tenant: str) -> int:
-        """Return the number that stands for a tenant. It may change while the tenant has no bytes."""
+        """Return a tenant's number. The number may change while the tenant has no bytes."""
         number = self._tenants.get(tenant)
         if number is None:  # clients may make up any number of tenants
             self._tenants = {name: taken for name, taken in self._tenants.items() if self._tenant_nbytes[taken]}
@@ -534,13 +534,13 @@ class BlockTable:
         return number
 
     def taken_by(self, tenant: str) -> int:
-        """Return the bytes that a tenant's blocks take or reserve."""
+        """Return the bytes taken or reserved by a tenant's blocks."""
         number = self._tenants.get(tenant)
         return 0 if number is None else int(self._tenant_nbytes[number])
 
     @property
     def taken_nbytes(self) -> int:
-        """Bytes that compressed blocks take or reserve."""
+        """Bytes taken or reserved by compressed blocks."""
         return self.saved_nbytes + self.reserved_nbytes
 
     def _charge(self, rows: Rows, nbytes: NDArray[np.uint32], sign: int) -> None:
@@ -556,13 +556,13 @@ def first_false(mask: Mask) -> int:
 
 
 def common_prefix(rows: Rows, others: Rows) -> int:
-    """Return the length of the leading run that two arrays of rows share."""
+    """Return the length of the common leading run of two arrays of rows."""
     both = min(len(rows), len(others))
     return first_false(rows[:both] == others[:both])
 
 
 def runs(rows: Rows, keys: Collection[NDArray[np.generic]], depths: NDArray[np.int32], most: int) -> list[slice]:
-    """Return slices of rows whose depths are consecutive and whose keys are equal, of `most` rows at most."""
+    """Return slices of rows with consecutive depths and equal keys, of `most` rows at most."""
     breaks = np.zeros(len(rows) + 1, np.bool_)
     breaks[0] = breaks[-1] = True
     breaks[1:-1] = np.diff(depths) != 1

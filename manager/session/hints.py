@@ -1,4 +1,4 @@
-"""Hints: what a client says of its session with a request, and the one sentence for each mistake in them.
+"""Hints: a client's instructions for a session, in a request, and a sentence for each mistake in them.
 
 A field's description completes the sentence "HINT must be …".
 """
@@ -28,7 +28,7 @@ from manthan.manager.events import DropCause
 from manthan.manager.session.table import Deadlines, Session, SessionTable
 
 WHERE = "kv_transfer_params.manthan"
-"""Where a request carries its hints."""
+"""Key of hints in a request."""
 LONGEST_NAME = 256
 """Characters of a session's id or a tenant's name."""
 MOST_PREFETCHES = 64
@@ -36,17 +36,17 @@ HIGHEST_PRIORITY = 10
 
 
 class HintError(ValueError):
-    """Hints that cannot be used, in one sentence for the client who gave them."""
+    """Unusable hints, in a sentence for the client."""
 
 
 def _printable(name: str) -> str:
-    if not name.isprintable():  # it is shown in logs and metrics
+    if not name.isprintable():  # logs and metrics show the name
         raise ValueError("not printable")
     return name
 
 
 def check_session_id(session_id: str | None) -> None:
-    """Raise HintError for a session's id that is too long or not printable: it is shown in logs and on a page."""
+    """Raise HintError for a session's id too long or unprintable, because logs and a page show the id."""
     if session_id and (len(session_id) > LONGEST_NAME or not session_id.isprintable()):
         shown = reprlib.repr(session_id)
         raise HintError(f"session_id must have at most {LONGEST_NAME} printable characters, not {shown}")
@@ -57,7 +57,7 @@ def _listed(value: object) -> object:
 
 
 LONGEST_S = 30 * 86_400
-"""Seconds that a client may speak of: 30 days."""
+"""Longest time in a hint, in seconds: 30 days."""
 Seconds = Annotated[float, Strict(), Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
 SessionId = Annotated[
     str, Strict(), StringConstraints(min_length=1, max_length=LONGEST_NAME), AfterValidator(_printable)
@@ -89,17 +89,16 @@ class TokenRange(BaseModel):
 
 
 class Hints(BaseModel):
-    """Hints of a request for its session. None, false or empty says nothing, and what was said before holds.
+    """Hints of a request for the session. None, false or empty says nothing, and earlier hints hold.
 
-    pin: keep its compressed blocks whatever comes, or no longer. keep: those of these tokens, each for a time. ttl_s:
-    forget it so long after its last use.
-    priority: sessions of lower priority go before any of higher priority, under every policy; 0 where nobody said.
-    release: drop it when this request ends. expect_return_s: the client will be back in about so many seconds. tool:
-    when the tool of that name is done, of which is known how long it takes when sessions have waited for it.
-    prefetch: ids of sessions that are about to be used. parent_session_id: the session for which it works. tenant: who
-    pays for the session. quality: "exact" if this request takes only KV that was computed exactly, "high" if it takes
-    decoded KV from blocks of level `HIGH` or finer, "any" if all decoded KV will do. store: false if nothing of this
-    request and of later ones of the session may reach a tier, true if it may again.
+    pin: True keeps the compressed blocks whatever comes; False ends a pin. keep: ranges of tokens, each kept for a
+    time. ttl_s: seconds after the last use until the session is forgotten. priority: sessions of lower priority go
+    before any of higher priority, under every policy; 0 by default. release: drop the session at this request's end.
+    expect_return_s: seconds until the client is back, about. tool: tool the client waits for, with seconds learned from
+    earlier waits of sessions for the tool. prefetch: ids of sessions about to be used. parent_session_id: session that
+    this session works for. tenant: payer of the session. quality: "exact" if this request takes only exactly computed
+    KV, "high" for KV decoded from blocks of level `HIGH` or finer too, "any" for all decoded KV. store: False if no KV
+    of this request and of later requests of the session may reach a tier, True if allowed again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -156,7 +155,7 @@ class Hints(BaseModel):
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The names of the hints that say something."""
+        """Names of the given hints."""
         return tuple(name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default)
 
 
@@ -164,10 +163,9 @@ NO_HINTS = Hints()
 
 
 def parse_hints(value: object) -> Hints:
-    """The hints that a request carries under `WHERE`; a hint that is null is one that was not given.
+    """Return the hints under `WHERE` of a request; a hint of null counts as absent.
 
-    Raises HintError for unknown hints, with the nearest valid name, for values that do not fit, and for hints that
-    contradict each other.
+    Raises HintError for unknown hints, with the nearest valid name, for invalid values, and for contradictory hints.
     """
     if value is None:
         return NO_HINTS
@@ -192,21 +190,21 @@ def _sentence(error: ValidationError, value: Mapping[str, object]) -> str:
 
 
 LAST_PAUSES = 32
-"""Number of a tool's last pauses that count."""
+"""Number of counted last pauses of a tool."""
 ENOUGH_PAUSES = 3
 """Number of pauses before a tool's duration is told."""
 SURE_PAUSES = 8
-"""Number of pauses before sessions that wait for a tool are prefetched."""
+"""Least number of pauses for prefetches of sessions that wait for a tool."""
 SURE_RATIO = 2.0
-"""The upper quartile of its pauses is at most this multiple of the lower one, or they are not."""
+"""Largest ratio of the pauses' quartiles for such prefetches."""
 MOST_TOOLS = 4096
-"""Tools of all tenants that are remembered. Those that nobody has waited for the longest are forgotten."""
+"""Most remembered tools of all tenants. Tools without a wait for longest are forgotten."""
 
 
 class ToolTimes:
-    """Pauses of sessions whose client said which tool they waited for, from a request's end to the next one's begin.
+    """Pauses of sessions with a known awaited tool, from a request's end to the next begin.
 
-    No tenant learns of another's.
+    No tenant learns of another tenant's pauses.
     """
 
     def __init__(self) -> None:
@@ -216,7 +214,7 @@ class ToolTimes:
         return len(self._pauses)
 
     def took(self, tenant: str, tool: str, seconds: float) -> None:
-        """Note that a session of the tenant came back from a tool."""
+        """Note the return of a tenant's session from a tool."""
         pauses = self._pauses.setdefault((tenant, tool), deque(maxlen=LAST_PAUSES))
         self._pauses.move_to_end((tenant, tool))
         pauses.append(seconds)
@@ -229,7 +227,7 @@ class ToolTimes:
         return median(pauses) if len(pauses) >= ENOUGH_PAUSES else None
 
     def is_sure(self, tenant: str, tool: str) -> bool:
-        """True if a tool's pauses are alike enough to prefetch sessions that wait for it."""
+        """True if a tool's pauses are alike enough to prefetch the waiting sessions."""
         pauses = self._pauses.get((tenant, tool), ())
         if len(pauses) < SURE_PAUSES:
             return False
@@ -241,9 +239,9 @@ class SaidBySession:
     """Obeys hints, or refuses to: pins, times to live, expected returns.
 
     Args:
-        pin: pins a session and returns why not, if so. unpin: takes that back. keep: does so with its first tokens.
+        pin: pins a session and returns the reason for a refusal. unpin: ends the pin. keep: pins only first tokens.
         forget: keeps nothing of a session.
-        ttl_s: seconds after its last use at which a session is forgotten of which no hint says it; None for never.
+        ttl_s: default seconds after the last use until a session is forgotten; None for never.
     """
 
     def __init__(
@@ -258,13 +256,13 @@ class SaidBySession:
         self._table, self._pin, self._unpin, self._keep = table, pin, unpin, keep
         self._forget, self._ttl_s = forget, ttl_s
         self.ttls, self.pins = Deadlines(), Deadlines()
-        """Times at which sessions are forgotten, and pins or the first of their ranges end."""
+        """Times at which sessions are forgotten, and at which pins or the first kept ranges end."""
         self._tools = ToolTimes()
         self.expected: Callable[[Session, float], None] = lambda session, now: None
-        """Called when a session's expected return changes. A prefetcher sets it."""
+        """Called when a session's expected return changes. Set by a prefetcher."""
 
     def take(self, session: Session, hints: Hints, now: float) -> str:
-        """Do what a request's hints say. Return what is refused, in a sentence."""
+        """Obey a request's hints. Return the refusal, in a sentence."""
         refused = ""
         if hints.pin or (session.is_pinned and hints.pin is None):
             refused = self.pin(session, session.pinned_until if hints.pin is None else None)
@@ -283,7 +281,7 @@ class SaidBySession:
         return refused or refused_range
 
     def await_return(self, session: Session, seconds: float | None, tool: str, since: float) -> None:
-        """Note when a client will be back: in about these seconds, or when the tool is done, if that is known."""
+        """Note the time of a client's return: `seconds` after `since`, or the tool's end, if known."""
         session.tool, session.is_sure = tool, seconds is not None or self._tools.is_sure(session.tenant, tool)
         if seconds is None:
             seconds = self._tools.expected(session.tenant, tool)
@@ -291,13 +289,15 @@ class SaidBySession:
         self.expected(session, since)
 
     def returned(self, session: Session, now: float) -> None:
-        """Note that a request of a session begins while it has no other."""
+        """Note a request's begin on a session without requests."""
         if session.tool:
             self._tools.took(session.tenant, session.tool, max(0.0, now - session.last_used))
             session.tool = ""
 
     def pin(self, session: Session, until: float | None) -> str:
-        """Pin a session until then, None for good, or keep it pinned as it grows. Return why not, if so."""
+        """Pin a session until `until`, None for good, or renew the pin as the session grows. Return the reason of a
+        refusal.
+        """
         refused = self._pin(session)
         session.pinned_until = None if refused else until
         self._renew(session)
@@ -310,7 +310,7 @@ class SaidBySession:
         self._renew(session)
 
     def _renew(self, session: Session, now: float = -inf) -> str:
-        """Keep the ranges whose time is not over. Return why not, if so. KV is of no use without all before it."""
+        """Keep the unexpired ranges. Return the reason of a refusal. KV is useless without all earlier KV."""
         session.keeps = tuple(each for each in session.keeps if each[0] > now)
         refused = self._keep(session, max((end for _, end in session.keeps), default=0))
         if refused:
@@ -321,7 +321,7 @@ class SaidBySession:
         return refused
 
     def adopted(self, session: Session, was_pinned: bool, now: float) -> None:
-        """Take over what was said of a session of an earlier engine."""
+        """Take over the hints of a session of an earlier engine."""
         if was_pinned:
             self._pin(session)
         self.expected(session, now)
@@ -329,7 +329,7 @@ class SaidBySession:
             self.ttls.set(session.session_id, session.last_used + session.ttl_s)
 
     def expire(self, now: float) -> None:
-        """Forget sessions whose time to live is over, and end pins."""
+        """Forget sessions past their time to live, and end pins."""
         for session_id in list(self.pins.pop_due(now)):
             if (session := self._table.by_id.get(session_id)) is not None:
                 if session.pinned_until is not None and session.pinned_until <= now:
@@ -337,10 +337,10 @@ class SaidBySession:
                 self._renew(session, now)
         for session_id in list(self.ttls.pop_due(now)):
             session = self._table.by_id.get(session_id)
-            if session is not None and not session.requests:  # the end of a request sets it anew
+            if session is not None and not session.requests:  # a request's end sets the time anew
                 self._forget(session, DropCause.EXPIRED)
 
     def forget(self, session_id: str) -> None:
-        """Forget what was said of a session that is gone."""
+        """Forget the hints of a finished session."""
         self.ttls.set(session_id, None)
         self.pins.set(session_id, None)

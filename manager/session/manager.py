@@ -1,7 +1,7 @@
-"""The session memory manager: decides which blocks are stored, loaded and dropped.
+"""Session memory manager: decides which blocks are stored, loaded and dropped.
 
-It does no I/O, starts no thread, reads no clock and knows neither torch nor vLLM. A driver calls it from one thread and
-carries out the transfers that it returns.
+The manager does no I/O, starts no thread, reads no clock and knows neither torch nor vLLM. A driver calls the manager
+from a single thread and carries out the returned transfers.
 """
 
 from bisect import bisect_left
@@ -55,33 +55,33 @@ from manthan.manager.transfer import JOB_BLOCKS, Transfer
 from manthan.policies import EvictionPolicy, PolicyOptions
 
 DOUBLINGS = 5
-"""A session that the tiers have no room for waits twice as long each time, up to this number of times."""
+"""Most doublings of the wait of a session without room in the tiers."""
 SPARE_SHARE = 1 / 8
-"""Share of the budget that spare resume points of all sessions may take."""
+"""Share of the budget for spare resume points of all sessions."""
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
-"""What an operator may ask of a session only while no request of it runs."""
+"""Orders of an operator that wait for the session's request."""
 
 
 class Shares(NamedTuple):
     """Shares of the tiers' budget for all pinned sessions together and for each tenant.
 
-    "*" stands for each tenant without a share of its own. 1 is the whole budget. A tenant's pinned sessions may take
-    the same part of the tenant's share.
+    "*" stands for each tenant without a separate share. 1 is the whole budget. A tenant's pinned sessions may take the
+    same part of the tenant's share.
     """
 
     pinned: float = 0.25
     tenants: Mapping[str, float] = {}
     heads: float = 0.25
-    """Of heads that sessions share, which are kept exact."""
+    """Share for exact heads common to sessions."""
 
     def of_tenant(self, tenant: str) -> float:
-        """Return the share of one tenant. Sessions without a tenant have no quota."""
+        """Return the share of a tenant. Sessions without a tenant have no quota."""
         others = 1.0 if tenant in ("", NOBODY) else self.tenants.get("*", 1.0)
         return self.tenants.get(tenant, others)
 
 
 class PointParts(NamedTuple):
-    """A resume point as a driver names it: its depth, and group, block hash and position of each block it needs."""
+    """Resume point as named by a driver: the depth, and group, block hash and position of each needed block."""
 
     depth: int
     parts: Sequence[tuple[int, bytes, int]]
@@ -89,10 +89,10 @@ class PointParts(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request and its match: the rows of its prompt's full blocks, looked up once.
+    """Request and match: the rows of the prompt's full blocks, looked up once.
 
-    tokens: of the prompt. own: number of first blocks that its session, or another of the same name, has brought.
-    Behind these it takes exact blocks only. quality: of the KV that it takes.
+    tokens: of the prompt. own: number of first blocks brought by the session, or a session of the same name. Behind
+    these blocks the request takes exact blocks only. quality: of the KV taken.
     """
 
     request_id: str
@@ -107,22 +107,22 @@ class Request:
 
     @property
     def asker(self) -> Asker | None:
-        """Return who asks; None if it wants exact KV only."""
+        """Owner of the session, with "high" behind it for a request of high quality; None for exact KV only."""
         if self.quality == "exact":
             return None
         return (*self.session.owner, "high") if self.quality == "high" else self.session.owner
 
     def has_brought(self, blocks: int) -> None:
-        """Note that another engine has served its session, by name, the first `blocks` of its prompt."""
+        """Note that another engine has served the named session the prompt's first `blocks` blocks."""
         if self.session.name is not None and self.quality != "exact":
             self.own = max(self.own, blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorePlan:
-    """A store to begin. The pool's blocks are referenced already.
+    """Store to begin. The pool's blocks are referenced already.
 
-    exact: number of exact tokens of each block. replaces: True for blocks that are saved already.
+    exact: number of exact tokens of each block. replaces: True for saved blocks.
     """
 
     transfer: Transfer
@@ -132,8 +132,9 @@ class StorePlan:
 
 
 class Outcome(NamedTuple):
-    """Answer to a request's hints: its session's id as its tenant is told it, whether that is pinned, and what was
-    refused, in a sentence or empty. lossy_tokens: cached tokens of its prompt that were not exact."""
+    """Answer to a request's hints: the session's id in the tenant's form, True if pinned, and the refusal, in a
+    sentence or empty. lossy_tokens: lossy cached tokens of the prompt.
+    """
 
     session_id: str
     is_pinned: bool
@@ -142,8 +143,9 @@ class Outcome(NamedTuple):
 
 
 class StoresBegun(NamedTuple):
-    """Stores that were begun, of the first `taken` of some rows. is_gone: True if the pool does not have the next one,
-    or has it decoded only. lost: number of rows that the pool does not have."""
+    """Begun stores, of the first `taken` of some rows. is_gone: True if the pool has no exact or derived copy of the
+    next row. lost: number of rows absent from the pool.
+    """
 
     plans: list[StorePlan]
     taken: int
@@ -152,9 +154,9 @@ class StoresBegun(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """Sessions by state, and what is in the tiers. pool_nbytes: what the saved blocks take in the pool.
+    """Sessions by state, and contents of the tiers. pool_nbytes: bytes of the saved blocks in the pool.
 
-    unsaved_blocks: blocks that sessions and requests use and that are not saved.
+    unsaved_blocks: unsaved blocks of sessions and requests.
     """
 
     sessions: dict[SessionState, int]
@@ -168,28 +170,28 @@ class Usage(NamedTuple):
 
 
 class SessionManager:
-    """Decides for one engine.
+    """Decides for an engine.
 
     Args:
-        policy: orders the sessions that have compressed blocks.
+        policy: orders the sessions with compressed blocks.
         capacity_nbytes: hard budget of the tiers, all ranks together.
-        idle_after_s: seconds after its last request at which a session is saved.
+        idle_after_s: seconds after the last request at which a session is saved.
         events: the engine's stream of events.
         min_tokens: shorter sessions are not tracked.
-        label: stands in the ids of sessions without a name.
-        options: of the policy; None for its defaults.
-        sink_tokens: number of each session's first tokens that are kept exact.
-        quality: of requests that do not say it.
-        is_shared: True if other engines use the same tier.
-        ttl_s: seconds after its last use at which a session is forgotten; None for never.
-        is_exclusive: True if a full tier need not hold what the pool holds.
+        label: part of the ids of sessions without a name.
+        options: of the policy; None for the defaults.
+        sink_tokens: number of each session's exact first tokens.
+        quality: of requests without a hint.
+        is_shared: True if several engines use the same tier.
+        ttl_s: seconds after the last use at which a session is forgotten; None for never.
+        is_exclusive: True if a full tier need not hold the pool's blocks.
         levels: of blocks with refinements.
     """
 
     pool: Pool
     """Set by `bind`."""
     enough = 16
-    """Returns in a row whose prompts left the last answer out, after which answers are not saved."""
+    """Consecutive returns without the last answer, after which answers are not saved."""
 
     def __init__(
         self,
@@ -227,40 +229,40 @@ class SessionManager:
         self.due = Deadlines()
         """When idle sessions are to be saved."""
         self.saving: dict[Session, None] = {}
-        """Idle sessions that are being saved."""
+        """Idle sessions being saved."""
         self._loading: dict[str, Rows] = {}
-        """By id of a load, the rows that it has pinned."""
+        """By id of a load, the pinned rows."""
         self._torn: set[int] = set()
-        """Rows that are read now and are to be dropped, because a rank could not store them again."""
+        """Rows in a load, to be dropped afterwards because a rank could not store them again."""
         self._pins: dict[Session, int] = {}
-        """Bytes that sessions count which are pinned, or of which a head is kept."""
+        """Bytes counted for sessions with a pin or a kept head."""
         self._heads: set[int] = set()
-        """Rows of heads that sessions share, which are stored exact."""
+        """Rows of shared, exactly stored heads."""
         self.read: Callable[[Rows], None] = lambda rows: None
-        """Called with rows that were read. The estimate of front tiers sets it."""
+        """Called with read rows. Set by the estimate of front tiers."""
         self._heirs: dict[Session, None] = {}
-        """Sessions that enter the policy's order again: they have alone what they kept for a relative."""
+        """Sessions that enter the policy's order again: their relatives no longer share their blocks."""
         self._heads_only: dict[Session, None] = {}
-        """Sessions that have left the policy's order, because others have all of the head that they keep."""
+        """Sessions outside of the policy's order, because their remaining head is shared entirely."""
         self.spare = 0
-        """Number of saved blocks at the head of the pool's free queue that are kept saved."""
+        """Number of saved blocks to maintain at the head of the pool's free queue."""
         self._led: list[tuple[int, int]] = []
         """Number and resident depth of each session whose blocks the pool was last told to overwrite first."""
         self._left_out = 0
-        """Number of the last returns in a row whose prompts left the last answer out."""
+        """Number of consecutive last returns without the last answer."""
         self.table.gone.append(self._forgotten)
 
     def bind(self, pool: Pool, spare: int, unkept: Callable[[], None]) -> None:
         """Use this pool.
 
         Args:
-            spare: number of saved blocks at the head of its free queue that are kept saved.
-            unkept: called when fewer blocks than before are overwritten before the first unsaved one.
+            spare: number of saved blocks to maintain at the head of the free queue.
+            unkept: called when the number of blocks before the first unsaved block shrinks.
         """
         self.pool, self.spare, self._unkept = pool, spare, unkept
 
     def recode(self, shape: MemoryShape, capacity_nbytes: int, all_exact: bool = False) -> None:
-        """Encode in another codec from now on. Blocks that are saved stay. all_exact: keep every token exact."""
+        """Encode in another codec from now on. Saved blocks stay. all_exact: keep every token exact."""
         self.shape = self.table.shape = shape
         self.budget_nbytes = capacity_nbytes
         self._sink = 1 << 62 if all_exact else self._wanted_sink
@@ -283,9 +285,9 @@ class SessionManager:
 
         Args:
             hashes: of the prompt's full blocks.
-            name: of the session, as the client calls it; None if it has none.
-            tokens: of the prompt; those of its blocks if it is None.
-            tail: the prompt's tokens behind its full blocks, as bytes; None if they are not known.
+            name: the client's name of the session; None without a name.
+            tokens: of the prompt; None for the blocks' tokens.
+            tail: the prompt's tokens behind the full blocks, as bytes; None if unknown.
         """
         rows = self.blocks.enter(self.shape.session_group, hashes, 0)
         self.blocks.hold(rows, +1)
@@ -300,7 +302,7 @@ class SessionManager:
         if left:
             session.left_tokens = left * self.shape.block_tokens
         self._begin_use(session, request_id, now, prompt, known)
-        if length < len(session.rows):  # nobody asks for the old answer any more
+        if length < len(session.rows):  # the old answer is no longer needed
             self.cut(session, length, DropCause.ABANDONED)
         request = Request(request_id, session, hashes, rows, prompt, now, hints)
         request.quality = hints.quality or self.quality
@@ -317,9 +319,9 @@ class SessionManager:
         return request
 
     def _leaves_answer_out(self, session: Session, hashes: Sequence[bytes], rows: Rows) -> bool:
-        """True if a longer prompt has nothing of its session's last answer. Learn whether all do so.
+        """True if a longer prompt lacks the session's last answer. Learn if all prompts do.
 
-        Chat templates leave out what the model thought. One prompt with an answer ends the belief that all do.
+        Chat templates leave out the model's thinking. A single prompt with an answer ends the belief.
         """
         before = session.prompt_tokens // self.shape.block_tokens
         if session.requests or not session.answer or before >= len(hashes):
@@ -332,7 +334,7 @@ class SessionManager:
         return is_left_out
 
     def _leave_answer(self, session: Session, length: int) -> None:
-        """Cut a session behind its last prompt. The pool overwrites the answer before what is yet to be saved."""
+        """Cut a session behind the last prompt. The pool overwrites the answer before unsaved blocks."""
         rows = session.rows[length:]
         hashes = self.blocks.hashes(rows[(self.blocks.users[rows] == 1) & (self.blocks.holds[rows] == 0)])
         self.cut(session, length, DropCause.ABANDONED)
@@ -351,15 +353,15 @@ class SessionManager:
         lossy: int = 0,
         ending: str = "",
     ) -> tuple[Outcome | None, list[StorePlan]]:
-        """Note that a request ended. Return what came of its hints, and stores of its resume points.
+        """Note the end of a request. Return the outcome of the hints, and stores of the resume points.
 
         Args:
-            hashes: of all blocks whose KV was computed, prompt and answer.
+            hashes: of all computed blocks, prompt and answer.
             tokens: of prompt and answer.
-            points: resume points that the pool has now.
-            found: tokens of its prompt that were resident or loaded.
-            lossy: those of them that were not exact.
-            ending: how the answer ended, such as its stop token; see `SessionView.ending`.
+            points: resume points in the pool now.
+            found: prompt tokens resident or loaded.
+            lossy: found tokens that were lossy.
+            ending: ending of the answer, such as a stop token; see `SessionView.ending`.
         """
         request = self.requests.pop(request_id, None)
         if request is None:
@@ -396,12 +398,12 @@ class SessionManager:
         return Outcome(session.told_id, session.is_pinned, refused, lossy), plans
 
     def enter_tenant(self, tenant: str) -> None:
-        """Keep an order of its own for the sessions of a tenant with a quota."""
+        """Keep a separate order for the sessions of a tenant with a quota."""
         if tenant not in self.table.order_of and self.shares.of_tenant(tenant) < 1:
             self.table.order_of[tenant] = Order(self._make_policy)
 
     def _home(self, session: Session, rows: Rows, now: float) -> Session:
-        """Return the session that these rows extend, now that others may have grown or that the answer is known."""
+        """Return the session extended by these rows, after growth of sessions or with the known answer."""
         found = self.table.find(rows, session.name, session.tenant)
         if found is None:
             if not len(session.rows):
@@ -449,7 +451,7 @@ class SessionManager:
             self.due.set(session.session_id, now + self.idle_after_s)
 
     def _place(self, session: Session, points: Sequence[PointParts]) -> list[StorePlan]:
-        """Enter resume points of a session, and begin to store what they need."""
+        """Enter resume points of a session, and begin to store their blocks."""
         wanted = [point for point in points if point.depth >= self.min_blocks]
         if not wanted or session.stays_out:
             return []
@@ -468,7 +470,7 @@ class SessionManager:
         return plans
 
     def enter_parts(self, parts: Sequence[tuple[int, bytes, int]]) -> Rows:
-        """Return the row of each of these blocks of other groups, by group, block hash and position."""
+        """Return the row of each block of further groups, by group, block hash and position."""
         rows, groups = np.zeros(len(parts), np.int32), np.array([part[0] for part in parts], np.int8)
         for group in np.unique(groups).tolist():
             of_group = np.nonzero(groups == group)[0]
@@ -477,7 +479,9 @@ class SessionManager:
         return rows
 
     def _store_parts(self, rows: Rows, session: Session) -> tuple[list[StorePlan], bool]:
-        """Begin to store blocks of other groups. Return the stores, and whether all that is needed is stored."""
+        """Begin to store blocks of further groups. Return the stores, and True if all needed blocks are being
+        stored.
+        """
         plans: list[StorePlan] = []
         for group in np.unique(self.blocks.group[rows]).tolist():
             needed = rows[(self.blocks.group[rows] == group) & (self.blocks.status[rows] == 0)]
@@ -490,10 +494,10 @@ class SessionManager:
     # -- loads ----------------------------------------------------------------------------------------
 
     def match(self, request: Request, resident: int, usable: int) -> int:
-        """Return how many of the request's blocks behind its resident ones can be loaded.
+        """Return the number of loadable blocks behind the request's resident blocks.
 
-        They are saved, without a gap, and as fine as it wants. Behind the blocks that its own session has brought, they
-        are exact. Where resume points are needed, they end at one.
+        The blocks are saved, without a gap, and as fine as the request's quality demands. Behind the blocks brought by
+        the session, they are exact. If resume points are needed, the blocks end at a resume point.
         """
         blocks, rows, is_high = self.blocks, request.rows[resident:usable], request.quality == "high"
         length = blocks.saved_prefix(rows)
@@ -518,14 +522,14 @@ class SessionManager:
         return is_coarse
 
     def _is_exact(self, rows: Rows) -> Mask:
-        """Return a mask of the saved rows that give back, bit for bit, what was computed from exact blocks."""
+        """Return a mask of the saved rows that decode, bit for bit, to KV computed from exact blocks."""
         is_exact: Mask = self._is_whole(rows) & (self.blocks.mark[rows] == Mark.EXACT)
         return is_exact
 
     def _is_whole(self, rows: Rows) -> Mask:
-        """Return a mask of the saved rows that give back every bit of what was encoded.
+        """Return a mask of the saved rows that keep every encoded bit.
 
-        A block that is being stored again is not among them: some rank may have a lossy one by now.
+        A block being stored again is excluded, because some rank may have a lossy copy by now.
         """
         is_whole = np.zeros(len(rows), np.bool_)
         for number, group in self.shape.groups.items():
@@ -536,7 +540,7 @@ class SessionManager:
         return is_whole & is_settled
 
     def load_started(self, load_id: str, rows: Rows) -> Rows:
-        """Pin the rows of a load, and of the resume point behind the last one. Return the latter's."""
+        """Pin the rows of a load, and of the resume point behind the last row. Return the resume point's rows."""
         point = self.points.at(int(rows[-1])) if self.points.is_needed and len(rows) else None
         beside = NO_ROWS if point is None else point.rows
         pinned = rows if self.shape.stores_main else NO_ROWS
@@ -545,11 +549,11 @@ class SessionManager:
         return beside
 
     def load_finished(self, load_id: str, failed: Iterable[BlockName] = ()) -> None:
-        """Unpin the rows of a load. failed: blocks that could not be read; they are dropped."""
+        """Unpin the rows of a load. failed: unreadable blocks, to be dropped."""
         rows = self._loading.pop(load_id, NO_ROWS)
         blocks = self.blocks
         bad = [row for group, block_hash in failed if (row := blocks.row(group, block_hash)) >= 0]
-        blocks.hold(rows, +1)  # they are freed at the end only
+        blocks.hold(rows, +1)  # freed at the end only
         blocks.pin(rows, -1)
         torn = self._torn.intersection(rows[blocks.pins[rows] == 0].tolist())
         self._torn -= torn
@@ -561,7 +565,7 @@ class SessionManager:
         blocks.hold(rows, -1)
 
     def _lose(self, rows: Rows) -> None:
-        """Drop compressed blocks that are of no use, and what nobody can go on with without them. The rows are held."""
+        """Drop useless compressed blocks, and all blocks useless without them. The rows are held."""
         used = rows[self.blocks.users[rows] > 0]
         self._drop(rows[self.blocks.is_droppable(rows)], DropCause.FAILED)
         for row in used.tolist():
@@ -570,9 +574,9 @@ class SessionManager:
             self._end_sessions_before(row)
 
     def loaded_marks(self, rows: Rows) -> list[Mark]:
-        """Return the marks that resident blocks get when these rows are loaded into them.
+        """Return the marks of resident blocks after a load of these rows.
 
-        Another engine may have replaced a shared block by one of another codec.
+        Another engine may have replaced a shared block by a block of a different codec.
         """
         if self._is_shared:
             return [Mark.DECODED] * len(rows)
@@ -582,11 +586,11 @@ class SessionManager:
     # -- stores ---------------------------------------------------------------------------------------
 
     def plan_stores(self, now: float, room: int, wanted: int) -> list[StorePlan]:
-        """Return the stores to begin now. Their blocks are referenced until the driver gives them back.
+        """Return the stores to begin now. The blocks are referenced until the driver gives them back.
 
         Args:
-            room: number of free blocks that may be referenced.
-            wanted: number of blocks to save because memory is short; 0 if it is not.
+            room: number of free blocks to reference at most.
+            wanted: number of blocks to save because memory is short; 0 if memory suffices.
         """
         if self.due.first <= now:
             self._save_idle(now)
@@ -600,7 +604,7 @@ class SessionManager:
         return plans
 
     def _save_idle(self, now: float) -> None:
-        """Begin to save the sessions that have been idle for long enough."""
+        """Begin to save sessions idle for long enough."""
         for session_id in list(self.due.pop_due(now)):
             session = self.table.by_id.get(session_id)
             if session is not None and not session.requests:
@@ -608,7 +612,7 @@ class SessionManager:
                 self._save_soon(session, now, is_pressed=False)
 
     def _forget_overwritten(self, session: Session, now: float) -> None:
-        """Cut a session that stays out of the tiers before the first block that is lost, and look at it again later."""
+        """Cut a session kept out of the tiers before the first lost block, and check again later."""
         if session.stays_out:
             rows, blocks = session.rows, self.blocks
             is_resident = np.array(self.pool.lookup(self.shape.main, blocks.hashes(rows))) >= 0
@@ -618,7 +622,7 @@ class SessionManager:
                 self._put_off(session, now)
 
     def save_all(self, now: float) -> int:
-        """Begin to save all idle sessions that are not cold. Return how many are being saved."""
+        """Begin to save all idle sessions that are not cold. Return the number of sessions being saved."""
         for session in list(self.table.by_id.values()):
             if not session.requests and not session.is_cold:
                 self._save_soon(session, now, is_pressed=False)
@@ -641,7 +645,9 @@ class SessionManager:
             self.table.touch(session)
 
     def _save(self, session: Session, room: int, now: float) -> list[StorePlan]:
-        """Begin to store a session's blocks, the first ones first; a tail is worth nothing without its head."""
+        """Begin to store a session's blocks, the first blocks first, because a tail is worth nothing without
+        the head.
+        """
         blocks, rows = self.blocks, session.rows
         if self.points.is_needed and self._is_too_large(session):
             self.cut(session, 0, DropCause.BUDGET)
@@ -652,12 +658,12 @@ class SessionManager:
             makes_room = session.is_pinned or (session.is_pressed and not self._is_exclusive)
             begun = self._begin(needed, session, is_pressed=makes_room)
             plans = begun.plans
-            if begun.is_gone:  # what follows a lost block is of no use
+            if begun.is_gone:  # blocks behind a lost block are useless
                 if begun.lost:
                     self.events(Overwritten(begun.lost))
                 self.cut(session, int(blocks.depth[needed[begun.taken]]), DropCause.ABANDONED)
             elif begun.taken < len(needed):
-                if not session.refusals:  # its saved blocks are overwritten by age, as the others of a full tier
+                if not session.refusals:  # saved blocks are overwritten by age, like all of a full tier
                     self.pool.forget(self.shape.main, blocks.hashes(rows[blocks.is_saved(rows)]))
                     self._unkept()
                 self._put_off(session, now)
@@ -668,7 +674,7 @@ class SessionManager:
         return plans
 
     def _is_too_large(self, session: Session) -> bool:
-        """True if an idle session and its resume points would not fit into tiers that hold nothing else."""
+        """True if an idle session with resume points exceeds empty tiers."""
         blocks, rows = self.blocks, np.concatenate([session.rows, session.point_rows])
         taken = int(blocks.nbytes[rows].sum(dtype=np.int64) + blocks.reserved[rows].sum(dtype=np.int64))
         bound = self.shape.groups[self.shape.main].bounds[0]
@@ -676,16 +682,16 @@ class SessionManager:
         return taken + more > self.budget_nbytes
 
     def _put_off(self, session: Session, now: float, is_full: bool = True) -> None:
-        """Save a session later: the tiers have no room for it, or a store failed."""
+        """Save a session later, because the tiers have no room, or a store failed."""
         self._stop_saving(session)
         session.refusals = min(session.refusals + is_full, DOUBLINGS)
         if not session.requests:
             self.due.set(session.session_id, now + self.idle_after_s * 2**session.refusals)
 
     def _save_next_overwritten(self, room: int, wanted: int, now: float) -> list[StorePlan]:
-        """Begin to store the unsaved blocks that the pool overwrites first, and save their idle sessions soon.
+        """Begin to store the unsaved blocks next to be overwritten, and save their idle sessions soon.
 
-        A session for which no room can be made is worth less than all that the tiers have. It is given up.
+        A session without room in the tiers is worth less than all blocks there, and is given up.
         """
         if not self.shape.stores_main:
             return []
@@ -722,7 +728,7 @@ class SessionManager:
         return plans
 
     def _origins(self, rows: Rows) -> NDArray[np.int32]:
-        """Return the number of a session that has each of these rows, 0 for none."""
+        """Return the number of a session of each row, 0 for none."""
         for row in rows[self.blocks.origin[rows] == 0].tolist():
             if not self.blocks.origin[row]:
                 for session in islice(self.table.holders(row, int(self.blocks.depth[row])), 1):
@@ -732,7 +738,7 @@ class SessionManager:
     def save_running(self, request_id: str, computed: int, most: int, now: float) -> list[StorePlan]:
         """Begin to store up to `most` of the first `computed` blocks of a running request's prompt.
 
-        Memory is short, and its blocks would be overwritten as soon as it ends.
+        Memory is short, and the blocks would be overwritten right after the request's end.
         """
         request = self.requests.get(request_id)
         if request is None or not self.shape.stores_main or self.points.is_needed:
@@ -744,11 +750,11 @@ class SessionManager:
         return self._begin(needed, request.session, is_pressed=not self._is_exclusive).plans if len(needed) else []
 
     def _begin(self, rows: Rows, session: Session, *, is_pressed: bool, exact: int | None = None) -> StoresBegun:
-        """Begin to store rows of one group, in the order of their depths, as far as the pool has them and they fit.
+        """Begin to store rows of a group, in the order of their depths, as far as resident and within the budget.
 
         Args:
-            is_pressed: True if others make room for them.
-            exact: number of exact tokens of each; None for what is configured.
+            is_pressed: True if sessions worth less make room.
+            exact: number of exact tokens of each; None for the configured number.
         """
         if not len(rows):
             return StoresBegun([], 0)
@@ -822,18 +828,18 @@ class SessionManager:
         seconds: float,
         inner: Mapping[int, Sequence[int]] = {},
     ) -> None:
-        """Note that every rank has stored these blocks of a plan, by index, and what they take of the budget.
+        """Note a plan's blocks stored by every rank, by index, and their bytes of the budget.
 
-        inner: what those take with fewer parts that have refinements; see `TransferResult`.
+        inner: bytes of blocks with refinements, by number of parts; see `TransferResult`.
         """
         blocks, transfer = self.blocks, plan.transfer
         good = np.array(sorted(nbytes), np.int64)
         dropped = plan.replaces[good] & ~blocks.is_saved(plan.rows[good])
-        if dropped.any():  # the order to drop the older block may have removed this one
+        if dropped.any():  # the drop of the older block may have removed the new block
             self.store_failed(plan, good[dropped].tolist(), now, is_void=False, is_full=False)
             good = good[~dropped]
         rows = plan.rows[good]
-        for row in rows[blocks.is_saved(rows)][:1].tolist():  # who shares the others of a head shares the first
+        for row in rows[blocks.is_saved(rows)][:1].tolist():  # all sessions of a head share the first block
             for session in self.table.holders(row, int(blocks.depth[row])):
                 self.table.touch(session)
         sizes, parts = [nbytes[at] for at in good.tolist()], [inner.get(at, ()) for at in good.tolist()]
@@ -858,7 +864,7 @@ class SessionManager:
         return level, inner
 
     def announce(self, rows: Rows, seconds: float | None = None) -> None:
-        """Tell subscribers and the pool that rows are saved. seconds: time of a block's store on the slowest rank."""
+        """Report saved rows to subscribers and the pool. seconds: time of a block's store on the slowest rank."""
         blocks = self.blocks
         groups = blocks.group[rows]
         for part in runs(rows, (groups,), blocks.depth[rows], len(rows)):
@@ -869,17 +875,17 @@ class SessionManager:
     def store_failed(
         self, plan: StorePlan, failed: Sequence[int], now: float, *, is_void: bool, is_full: bool, is_torn: bool = False
     ) -> None:
-        """Note that a rank could not store these blocks of a plan, by index.
+        """Note a plan's blocks that a rank could not store, by index.
 
         Args:
             is_void: True if the KV is void since a reset.
             is_full: True if there was no room.
-            is_torn: True if ranks may not have the same any more of a block that was saved before.
+            is_torn: True if ranks may now have different copies of a saved block.
         """
         blocks, rows = self.blocks, plan.rows[list(failed)]
         is_first = (blocks.status[rows] & STORING) == blocks.status[rows]  # without an older compressed block
         gone = rows[is_first | is_void]
-        if len(gone):  # some rank may have stored its part
+        if len(gone):  # some rank may have stored a part
             cause = DropCause.RESET if is_void else DropCause.FAILED
             self.events(BlocksDropped(plan.transfer.group, blocks.hashes(gone), cause))
         users = {session: None for session in self.saving if np.isin(session.rows, rows).any()}
@@ -901,7 +907,7 @@ class SessionManager:
             session.refused_until = now + self.idle_after_s * 2**session.refusals
 
     def _saved_mark(self, mark: Mark) -> Mark:
-        """Return the mark of a compressed block. Another engine may replace a shared one by a lossy one."""
+        """Return the mark of a compressed block. Another engine may replace a shared block by a lossy block."""
         return Mark.DERIVED if self._is_shared else mark
 
     def _note_stored(self, rows: Rows, now: float) -> None:
@@ -919,7 +925,7 @@ class SessionManager:
                     self._check_cold(session, now)
 
     def _check_cold(self, session: Session, now: float) -> None:
-        """Note that a session that was being saved is cold, if all its blocks are saved."""
+        """Note a saved session as cold, if all blocks are saved."""
         blocks, rows = self.blocks, session.rows
         if not len(rows) or not blocks.is_saved(rows).all():
             return
@@ -956,7 +962,7 @@ class SessionManager:
         session.stored = session.stored_nbytes = 0
 
     def lead_overwritten(self, most: int) -> None:
-        """Have the pool overwrite saved blocks in the policy's order: tails first, heads that sessions share last.
+        """Have the pool overwrite saved blocks in the policy's order: tails first, shared heads last.
 
         Args:
             most: number of blocks to put in order.
@@ -967,7 +973,7 @@ class SessionManager:
         for session in self.table.resident_victims():
             if count >= most:
                 break
-            if not session.is_cold:  # a full tier has no room for it: many may wait
+            if not session.is_cold:  # a full tier has no room: many may wait
                 continue
             depth = self._resident_depth(session.rows)
             if not depth:
@@ -986,20 +992,20 @@ class SessionManager:
             self.pool.lead(self.shape.main, self.blocks.hashes(ordered))
 
     def _resident_depth(self, rows: Rows) -> int:
-        """Return the number of leading blocks that the pool has. O(log n): sessions lose their last blocks first."""
+        """Return the number of resident leading blocks. O(log n): sessions lose their last blocks first."""
 
         def is_gone(at: int) -> bool:
             return self.pool.lookup(self.shape.main, self.blocks.hashes(rows[at : at + 1])) == [-1]
 
         return bisect_left(range(len(rows)), True, key=is_gone)
 
-    # -- heads that sessions share --------------------------------------------------------------------
+    # -- heads common to sessions ---------------------------------------------------------------------
 
     def _replace_heads(self, session: Session) -> list[StorePlan]:
-        """Store the shared head of a session again, exact, if the pool has an exact copy of it.
+        """Store the shared head of a session again, exact, if the pool has an exact copy.
 
-        The most shared blocks are kept exact, within their share of the budget. A block makes way for one that more
-        sessions share: it is stored again, lossy.
+        The most shared blocks are kept exact, within their share of the budget. A block makes way for a more widely
+        shared block: the first is stored again, lossy.
         """
         blocks, rows, shape = self.blocks, session.rows, self.shape.groups[self.shape.main]
         if not self.shape.stores_main or shape.tokens not in shape.bounds or not self.shares.heads:
@@ -1022,7 +1028,7 @@ class SessionManager:
         return plans
 
     def _demote(self, users: int, needed: int, session: Session) -> list[StorePlan]:
-        """Store blocks that fewer sessions share again, lossy, until their exact copies free these bytes."""
+        """Store less widely shared blocks again, lossy, until their exact copies free `needed` bytes."""
         blocks, plans = self.blocks, list[StorePlan]()
         for row in sorted(self._heads, key=lambda row: (blocks.users[row], -blocks.depth[row])):
             rows = np.array([row], np.int32)
@@ -1038,11 +1044,11 @@ class SessionManager:
         return plans
 
     def _payer(self, session: Session) -> int:
-        """Return the number of a session's tenant, whose share a block that is stored again must fit into."""
+        """Return the number of a session's tenant. A block stored again must fit into the tenant's share."""
         return self.blocks.tenant_number(session.tenant)
 
     def _heads_left(self, tenant: str) -> float:
-        """Return the bytes left of the heads' share. A tenant with a quota has a part of its own."""
+        """Return the bytes left of the heads' share. A tenant with a quota has a separate part."""
         blocks, tokens = self.blocks, self.shape.block_tokens
         self._heads = {
             row
@@ -1058,36 +1064,36 @@ class SessionManager:
         return left
 
     def _pool_marks(self, rows: Rows) -> NDArray[np.uint8]:
-        """Return the marks of the pool's copies of rows of one group; DECODED where there is none."""
+        """Return the marks of the pool's copies of rows of a group; DECODED for an absent copy."""
         ids = self.pool.lookup(self.pool_group(int(self.blocks.group[rows[0]])), self.blocks.hashes(rows))
         return np.array([self.pool.marks[at] if at >= 0 else Mark.DECODED for at in ids], np.uint8)
 
     def pool_group(self, group: int) -> int:
-        """Return the group in which the pool has the blocks of a row's group."""
+        """Return the pool's group for a row's group."""
         return self.shape.main if group == NO_GROUP else group
 
     # -- the budget -----------------------------------------------------------------------------------
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes of the budget that nothing takes or reserves."""
+        """Bytes of the budget neither taken nor reserved."""
         return self.budget_nbytes - self.blocks.taken_nbytes
 
     def left_to(self, tenant: str) -> int:
-        """Return the bytes that a tenant's share leaves it; those of the whole budget without a quota."""
+        """Return the bytes left of a tenant's share; of the whole budget without a quota."""
         share = self.shares.of_tenant(tenant)
         used = self.blocks.taken_by(tenant) if share < 1 else 0
         return int(share * self.budget_nbytes) - used
 
     def _make_room(self, bounds: NDArray[np.int64], session: Session, is_pressed: bool) -> int:
-        """Drop compressed blocks until these sizes fit, or all that is worth less than the session is gone.
+        """Drop compressed blocks until the sizes fit, or until only blocks of worthier sessions remain.
 
-        Return how many of the sizes, from the first on, fit together. A tenant that has used up its share makes room
-        among its own.
+        Return the number of first sizes that fit together. A tenant without a rest of the share makes room among the
+        tenant's blocks.
         """
         total = np.cumsum(bounds)
         wanted, tenant = int(total[-1]), session.tenant
-        self.table.enter_order_again(session)  # so that its turn comes
+        self.table.enter_order_again(session)  # so that the session's turn comes
         may_drop = is_pressed or not self._is_exclusive
         if self.shares.of_tenant(tenant) < 1:
             if may_drop:
@@ -1150,11 +1156,11 @@ class SessionManager:
     def _drop_until(
         self, short: Callable[[], int], session: Session, tenant: str | None = None, *, is_pressed: bool = False
     ) -> None:
-        """Drop in the policy's order, of one tenant or of all, until nothing is short or it is the session's turn."""
+        """Drop in the policy's order, of a tenant or of all, until nothing is short or the session's turn has come."""
         if short() <= 0:
             return
         while True:
-            while self._heirs:  # nobody may enter the order in the loop below
+            while self._heirs:  # no session may enter the order in the loop below
                 heir, _ = self._heirs.popitem()
                 self._heads_only.pop(heir, None)
                 self.table.enter_order_again(heir)
@@ -1167,11 +1173,12 @@ class SessionManager:
                 return
 
     def _drop_tail(self, victim: Session, short: int, is_pressed: bool) -> None:
-        """Drop compressed blocks from a session's tail until these bytes are free, or it has no more to give.
+        """Drop compressed blocks from a session's tail until `short` bytes are free, or the session has no more to
+        give.
 
-        It keeps blocks in the pool that the model computed: they can be stored again. Decoded ones go. If memory is
-        short, all go: blocks that are worth less than others would be stored again and again as they are overwritten.
-        The head that it shares with a relative goes with the last tail of both.
+        Blocks computed by the model stay in the pool, because they can be stored again. Decoded blocks go. If memory is
+        short, all go, because blocks of little worth would be stored again and again on being overwritten. The head
+        common with a relative goes with the last tail of both.
         """
         before = self.free_nbytes
         self.points.leave_spare(victim, DropCause.BUDGET)
@@ -1189,7 +1196,7 @@ class SessionManager:
                 if not own.any() and floor == kept:
                     self.table.leave_order(victim)
                     self._heads_only[victim] = None
-                    if was_cold:  # no relative says when others leave it alone with what is behind
+                    if was_cold:  # relatives do not report when they leave the rest to this session alone
                         self.cut(victim, floor, DropCause.BUDGET)
                 return
         freed = np.cumsum(np.where(own, blocks.nbytes[rows], 0)[floor:][::-1].astype(np.int64))
@@ -1197,7 +1204,7 @@ class SessionManager:
         gone, end = rows[length:][own[length:]], len(rows)
         if not was_cold and (not len(freed) or freed[-1] < short):
             self.points.cut(victim, 0, DropCause.BUDGET)
-            if not own.any() and victim.session_id in self.due:  # others have all of it that is saved
+            if not own.any() and victim.session_id in self.due:  # all saved blocks are shared
                 self.table.leave_order(victim)
                 self._heirs |= dict.fromkeys(one for one in self.table.relatives(victim) if one.is_cold)
                 return
@@ -1222,9 +1229,9 @@ class SessionManager:
             self.cut(victim, end, DropCause.BUDGET)
 
     def _family_head(self, session: Session) -> int:
-        """Return the number of first blocks that a session shares with a living relative.
+        """Return the number of first blocks common with a living relative.
 
-        That is one with a request, or one that has blocks to give in its turn, or keeps blocks for its client.
+        A living relative has a request, or blocks to give in turn, or blocks kept for the client.
         """
         shared = 0
         for one in self.table.relatives(session):
@@ -1234,20 +1241,20 @@ class SessionManager:
         return shared
 
     def _give_up(self, session: Session, length: int) -> None:
-        """Cut a session. The pool overwrites next what nobody else needs of the rest."""
+        """Cut a session. The pool next overwrites the unused blocks of the rest."""
         cut = session.rows[length:]
         hashes = self.blocks.hashes(cut[(self.blocks.users[cut] == 1) & (self.blocks.holds[cut] == 0)])
         self.cut(session, length, DropCause.BUDGET)
         self.pool.release(self.shape.main, hashes)
 
     def _save_later(self, session: Session) -> None:
-        """Note that a session lost compressed blocks whose KV the pool has still."""
+        """Note a session's loss of compressed blocks with KV still in the pool."""
         self.table.set_cold(session, False)
         if not session.requests:
             self.due.set(session.session_id, session.last_used + self.idle_after_s)
 
     def _drop_redundant(self, short: int) -> None:
-        """Drop compressed blocks whose computed KV the pool has, those that it would overwrite last first."""
+        """Drop compressed blocks with computed KV in the pool, the last to be overwritten first."""
         blocks, main, marks = self.blocks, self.shape.main, self.pool.marks
         found = (each for each in self.pool.redundant(self.spare) if each.group == main)
         names = (each.block_hash for each in found if marks[each.block_id] is not Mark.DECODED)
@@ -1268,9 +1275,9 @@ class SessionManager:
     # -- dropping -------------------------------------------------------------------------------------
 
     def cut(self, session: Session, length: int, cause: DropCause) -> None:
-        """Shorten a session to its first `length` blocks, or to a resume point if it is cold or being saved.
+        """Shorten a session to the first `length` blocks, or to a resume point if cold or being saved.
 
-        Compressed blocks that nobody else uses are dropped. Decoded KV goes with them.
+        Compressed blocks without another user are dropped, and decoded KV goes with them.
         """
         blocks = self.blocks
         if session.is_cold or session in self.saving:
@@ -1284,7 +1291,7 @@ class SessionManager:
         last = cut[blocks.users[cut] == 1]
         self._release_decoded(last)
         dropped = last[blocks.is_droppable(last)]
-        self.table.truncate(session, length)  # a saved row stays until it is dropped
+        self.table.truncate(session, length)  # a saved row stays until dropped
         self._drop(dropped, cause)
         single = cut[blocks.users[cut] == 1]
         heirs += [one for one in self._heads_only if len(single) and np.isin(single, one.rows).any()]
@@ -1296,14 +1303,14 @@ class SessionManager:
             self.said.forget(session.session_id)
 
     def _end_at_point(self, session: Session, is_leaving: bool = False) -> int:
-        """Cut a cold session, or one about to be saved, behind its deepest resume point. Return its length."""
+        """Cut a cold or soon saved session behind the deepest resume point. Return the length."""
         length = self.points.deepest(session, len(session.rows))
         if length < len(session.rows) and (session.is_cold or is_leaving):
             self.cut(session, length, DropCause.ABANDONED)
         return len(session.rows)
 
     def _end_sessions_before(self, row: int) -> None:
-        """Cut all sessions before a block that a load could not read, unless it is computed, or is about to be."""
+        """Cut all sessions before an unreadable block, unless the block is computed, or about to be."""
         rows = np.array([row], np.int32)
         if self.blocks.group[row] != self.shape.session_group:
             return
@@ -1317,7 +1324,7 @@ class SessionManager:
                 self.cut(session, depth, DropCause.ABANDONED)
 
     def _release_decoded(self, rows: Rows) -> None:
-        """Have the pool overwrite decoded KV of blocks that no session uses any more."""
+        """Have the pool overwrite decoded KV of blocks without a session."""
         if len(rows) and self.pool.marks:
             group = self.pool_group(int(self.blocks.group[rows[0]]))
             hashes = self.blocks.hashes(rows)
@@ -1333,7 +1340,7 @@ class SessionManager:
             self.events(Lost(session.session_id, len(rows), nbytes, cause))
 
     def _drop(self, rows: Rows, cause: DropCause) -> None:
-        """Drop the compressed blocks of saved rows, which no load reads."""
+        """Drop the compressed blocks of saved rows without a load."""
         for number in np.unique(self.blocks.group[rows]).tolist():
             of_group = rows[self.blocks.group[rows] == number]
             if number != NO_GROUP:
@@ -1344,12 +1351,12 @@ class SessionManager:
             self.blocks.drop(of_group)
 
     def _drop_unneeded(self, rows: Rows) -> None:
-        """Drop the compressed blocks of those rows that no session uses and that no running request has."""
+        """Drop the compressed blocks of rows without a session or a running request."""
         unneeded = rows[(self.blocks.users[rows] == 0) & (self.blocks.holds[rows] == 0)]
         self._drop(unneeded[self.blocks.is_droppable(unneeded)], DropCause.ABANDONED)
 
     def forget_session(self, session: Session, cause: DropCause) -> None:
-        """Keep nothing of a session: no compressed blocks, no KV but for other requests', and not its name."""
+        """Keep nothing of a session: no compressed blocks, no KV without another user, and no name."""
         hashes = self.blocks.hashes(session.rows)
         own = (self.blocks.users[session.rows] == 1) & (self.blocks.holds[session.rows] == 0)
         self.table.forget_tip(session)
@@ -1366,7 +1373,7 @@ class SessionManager:
         self.said.forget(session.session_id)
 
     def disown(self, names: Iterable[BlockName]) -> None:
-        """Drop blocks that the tiers have and no session needs."""
+        """Drop unneeded blocks of the tiers."""
         by_group: dict[int, list[bytes]] = {}
         for group, block_hash in names:
             by_group.setdefault(group, []).append(block_hash)
@@ -1374,7 +1381,7 @@ class SessionManager:
             self.events(BlocksDropped(group, hashes, DropCause.ABANDONED))
 
     def reset(self) -> None:
-        """Forget all KV, resident and saved: the weights changed, or somebody asked for it.
+        """Forget all KV, resident and saved, because the weights changed, or by request.
 
         The driver answers stores under way with `is_void`.
         """
@@ -1391,7 +1398,7 @@ class SessionManager:
             self.table.changed = {}
 
     def forget_resident(self, now: float) -> None:
-        """Keep what is saved, after the pool has lost all KV."""
+        """Keep saved blocks, after the pool has lost all KV."""
         for session in list(self.table.by_id.values()):
             if session.session_id not in self.table.by_id:
                 continue
@@ -1406,7 +1413,7 @@ class SessionManager:
     # -- pins -----------------------------------------------------------------------------------------
 
     def _pin(self, session: Session) -> str:
-        """Pin a session, or keep it pinned as it grows. Return in a sentence why not, if so."""
+        """Pin a session, or renew the pin as the session grows. Return the reason of a refusal, in a sentence."""
         self.points.leave_spare(session, DropCause.ABANDONED)
         needed = self._pin_nbytes(session.rows, session.point_rows)
         if refused := self._pin_refusal("pin", session, needed):
@@ -1421,9 +1428,9 @@ class SessionManager:
         return ""
 
     def _keep(self, session: Session, tokens: int) -> str:
-        """Keep a session's first tokens, as a pin keeps all. Return in a sentence why not, if so.
+        """Keep a session's first tokens, like a pin keeps all. Return the reason of a refusal, in a sentence.
 
-        Where resume points are needed, the whole session is kept: the last of them is at its end.
+        If resume points are needed, the whole session is kept, because the last resume point is at the end.
         """
         rows, before, refused = session.rows, session.kept, ""
         most = len(rows) if tokens and self.points.is_needed else -(-tokens // self.shape.block_tokens)
@@ -1443,9 +1450,9 @@ class SessionManager:
         return refused
 
     def _pin_nbytes(self, rows: Rows, beside: Rows) -> int:
-        """Return the bytes that blocks, and those of other groups, count in a pinned session.
+        """Return the bytes counted for a pinned session: blocks, and blocks of further groups.
 
-        A head that sessions share is kept exact within the heads' share, so it counts what it would take otherwise.
+        A shared head is kept exact within the heads' share, so the head counts with the size in the configured codec.
         """
         of_points = int(self.blocks.nbytes[beside].sum() + self.blocks.reserved[beside].sum())
         if not self.shape.stores_main:
@@ -1460,7 +1467,7 @@ class SessionManager:
         return of_points + int(counted.sum())
 
     def _pin_refusal(self, hint: str, session: Session, needed: int) -> str:
-        """Return why a session is not pinned or kept, in words that tell its tenant nothing of what others have."""
+        """Return the reason for a refused pin, in words that reveal nothing of further tenants."""
         others = sum(nbytes for other, nbytes in self._pins.items() if other is not session)
         tenant = session.tenant
         own = sum(nbytes for other, nbytes in self._pins.items() if other is not session and other.tenant == tenant)
@@ -1485,14 +1492,14 @@ class SessionManager:
             self.table.touch(session)
             self.events(Pinned(session.session_id, False))
 
-    # -- what others ask ------------------------------------------------------------------------------
+    # -- orders and questions -------------------------------------------------------------------------
 
     def steer(self, what: str, session: Session, now: float, seconds: float | None = None, tool: str = "") -> str:
-        """Do what an operator asks of a session. Return in a sentence why not, if so.
+        """Obey an operator's order for a session. Return the reason of a refusal, in a sentence.
 
         Args:
             what: evict, expect, pin, unpin or release.
-            seconds: from `now` to the end of a pin, None for good; or to the client's return, None if it waits for the
+            seconds: from `now` to the end of a pin, None for good; or to the client's return, None to wait for the
                 tool.
         """
         if session.requests and what in AFTERWARDS:
@@ -1514,11 +1521,11 @@ class SessionManager:
         return ""
 
     def unsaved(self, rows: Rows) -> int:
-        """Return how many of these blocks sessions use that are neither saved nor being stored."""
+        """Return the number of blocks, with a session, neither saved nor being stored."""
         return int(((self.blocks.users[rows] > 0) & (self.blocks.status[rows] == 0)).sum())
 
     def usage(self) -> Usage:
-        """Return what is in the tiers now."""
+        """Return the contents of the tiers now."""
         blocks, groups = self.blocks, self.shape.groups
         saved = {group: count for group, count in blocks.saved_blocks.items() if group != NO_GROUP}
         return Usage(

@@ -1,6 +1,6 @@
-"""Sessions and blocks that outlive an engine, in a journal on disk, or that engines share, in Redis.
+"""Sessions and blocks that outlive an engine, in a journal on disk, or common to engines, in Redis.
 
-Neither link ever waits. The journal's and Redis' own threads do the I/O.
+Neither link ever waits. Threads of the journal and of Redis do the I/O.
 """
 
 import time
@@ -23,26 +23,26 @@ from manthan.manager.tiers.redis_sessions import LookupResult, RedisSessions, Se
 from manthan.manager.transfer import on_each
 
 WAIT_S = 0.005
-"""Seconds that a request which could begin waits for its lookup."""
+"""Most seconds that a ready request waits for a lookup."""
 HISTORY = (
     *("name", "tenant", "uses", "gap", "tokens", "added_tokens", "answer_tokens", "left_tokens"),
     *("prompt_depth", "prompt_end", "ttl_s", "priority", "stays_out"),
 )
-"""Attributes of a session that stand in the journal as they are."""
+"""Attributes of a session copied unchanged into the journal."""
 TIMES = ("created", "last_used", "expected")
-"""Attributes that stand there in Unix seconds."""
+"""Attributes in the journal as Unix seconds."""
 FACTS = (*HISTORY, *TIMES, "is_pinned")
 
 
 class _Link:
-    """Enters blocks that the last tier has, and that this engine did not store.
+    """Enters blocks of the last tier stored by a different engine.
 
-    fronts: tiers in front of the last one. They have none of these blocks.
+    fronts: tiers in front of the last. They have none of these blocks.
     """
 
     def __init__(self, manager: SessionManager, fronts: Sequence[FrontTier]) -> None:
         self._manager, self._all_moved = manager, (1 << len(fronts)) - 1
-        manager.table.take_changes()  # the table keeps them from now on
+        manager.table.take_changes()  # the table keeps changes from now on
 
     def _enter_saved(
         self,
@@ -53,7 +53,7 @@ class _Link:
         tenant: str,
         inner: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Save rows, as `BlockTable.save` does, of blocks that sessions use and that this engine has not stored."""
+        """Save rows, like `BlockTable.save`, of sessions' blocks not stored by this engine."""
         blocks = self._manager.blocks
         is_new = (blocks.status[rows] == 0) & (blocks.users[rows] > 0)
         new = rows[is_new]
@@ -68,9 +68,9 @@ class _Link:
 
 
 class Adopted(NamedTuple):
-    """Sessions that are cold now, of those in the journal (written), and what is saved, of all ranks.
+    """Number of sessions now cold, of the journal's (written), and saved blocks and bytes, of all ranks.
 
-    dropped: blocks that no session needs, or that some rank does not have.
+    dropped: blocks without a session, or missing on a rank.
     """
 
     sessions: int
@@ -81,7 +81,7 @@ class Adopted(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """A session of an earlier engine, as far as its blocks are there. Times are seconds on this engine's clock."""
+    """Session of an earlier engine, as far as the blocks exist. Times are seconds on this engine's clock."""
 
     session_id: str
     facts: Mapping[str, Any]
@@ -89,24 +89,24 @@ class _Left(NamedTuple):
     points: Sequence[JournalPoint]
 
     def kept(self, length: int) -> list[JournalPoint]:
-        """Return the resume points that a session of this length needs: at its end, and at its last prompt's."""
+        """Return the resume points needed by a session of `length` blocks: at the end, and at the last prompt's end."""
         depths = {length, min(length, self.facts["prompt_depth"])}
         return [point for point in self.points if point.depth in depths]
 
     def spare(self, length: int) -> list[JournalPoint]:
-        """Return the other resume points of a session of this length, the deepest first."""
+        """Return the spare resume points of a session of `length` blocks, the deepest first."""
         needed = self.kept(length)
         return [point for point in reversed(self.points) if point.depth < length and point not in needed]
 
 
 class JournalLink(_Link):
-    """Writes down sessions for the next engine, and adopts those of an earlier one.
+    """Writes down sessions for the next engine, and adopts an earlier engine's.
 
     In the journal, times are Unix seconds.
 
     Args:
-        fronts: tiers in front of the last one.
-        notes: by block, bytes that are kept with it for others; None if there are none.
+        fronts: tiers in front of the last.
+        notes: by block, bytes to write with the block for other readers; None without notes.
         clock: returns Unix seconds.
     """
 
@@ -121,20 +121,20 @@ class JournalLink(_Link):
         super().__init__(manager, fronts)
         self._journal, self._notes, self._clock = journal, notes, clock
         self._told: dict[str, int | None] = {}
-        """By session id, the digest of the blocks that the journal has; None if it has others than the session."""
+        """By session id, the digest of the journal's blocks; None if the journal and the session differ."""
         self._inner: Mapping[BlockName, Sequence[int]] = {}
         """See `adopt`."""
         self._is_void = False
         self.close = journal.close
 
     def tell(self, now: float) -> None:
-        """Write down what has changed since the last call."""
+        """Write down the changes since the last call."""
         changes = self._manager.table.take_changes()
         if not self._is_void:
             self._journal.tell(list(self._records(changes, now)))
 
     def reset(self) -> None:
-        """Forget all sessions, and write down none from now on: the next engine may have other weights."""
+        """Forget all sessions, and write no more, because the next engine may have different weights."""
         self._is_void = True
         self._journal.clear()
 
@@ -142,7 +142,7 @@ class JournalLink(_Link):
         offset = self._clock() - now
         for session_id, session in changes:
             if session is not None and session.saving_since is not None:
-                continue  # it changes again when that has ended
+                continue  # the request's end changes the session again
             rows, points = (NO_ROWS, []) if session is None else self._saved(session)
             if session is None or not len(rows):
                 if session_id in self._told:
@@ -154,7 +154,7 @@ class JournalLink(_Link):
             yield JournalSession(session_id, _facts(session, offset), saved)
 
     def _saved(self, session: Session) -> tuple[Rows, list[ResumePoint]]:
-        """Return a session's first rows, as far as the next engine can go on from them, and the resume points there."""
+        """Return a session's first rows, as far as the next engine can continue from, with the resume points."""
         blocks, points = self._manager.blocks, self._manager.points
         rows = session.rows[: blocks.saved_prefix(session.rows)]
         standing = [point for point in session.points if point.depth <= len(rows) and points.stands(point)]
@@ -163,7 +163,7 @@ class JournalLink(_Link):
         return rows, standing
 
     def _digest(self, rows: Rows, points: Sequence[ResumePoint]) -> int:
-        """Return what tells a session's saved blocks from those that it has at another time."""
+        """Return a digest of a session's saved blocks, different after any change."""
         blocks = self._manager.blocks
         ends = blocks.hashes(np.array([*rows[-1:].tolist(), *(point.row for point in points)], np.int32))
         return hash((*ends, blocks.exact[rows].tobytes(), blocks.mark[rows].tobytes()))
@@ -187,16 +187,15 @@ class JournalLink(_Link):
         others: Mapping[BlockName, int] | None = None,
         inner: Mapping[BlockName, Sequence[int]] | None = None,
     ) -> Adopted:
-        """Enter sessions of which every rank has the blocks, as cold ones, and drop all other blocks.
+        """Enter sessions with blocks on every rank as cold sessions, and drop all remaining blocks.
 
-        Sessions that were used last go before others, and heads before tails, as far as the budget and its shares have
-        room. The driver must have subscribed to the events by now.
+        Recently used sessions go first, and heads before tails, as far as the budget and the shares have room. The
+        driver must have subscribed to the events by now.
 
         Args:
-            ranks: of each rank, by block, the bytes that it takes of that rank's part of the budget.
-            others: by block of an engine with another number of ranks, the bytes that it takes in all; 0 for one of
-                which a shard is missing.
-            inner: by block with refinements, the bytes that it takes in all with one part, two, and so on, but for all.
+            ranks: of each rank, by block, the bytes of the rank's part of the budget.
+            others: by block of an engine with a different number of ranks, the total bytes; 0 for a missing shard.
+            inner: by block with refinements, the bytes of one part, of two, and so on, without the total.
         """
         self._inner = inner or {}
         manager, offset, weigh, others = self._manager, self._clock() - now, on_each(len(ranks)), others or {}
@@ -208,7 +207,7 @@ class JournalLink(_Link):
         left = [one for each in written if (one := self._left(each, sizes, offset)) is not None]
         left.sort(key=lambda one: float(one.facts["last_used"]), reverse=True)
         entered = [(one, session) for one in left if (session := self._adopt(one, sizes)) is not None]
-        for one, session in reversed(entered):  # the policy sees the one that was used last last
+        for one, session in reversed(entered):  # the policy sees the most recently used session last
             table.set_cold(session, True)
             table.remember(session)
             table.enter_order(session)
@@ -223,14 +222,14 @@ class JournalLink(_Link):
         return Adopted(len(entered), len(written), usage.saved_blocks, usage.saved_nbytes, len(strays))
 
     def _unchanged(self, written: JournalSession) -> int | None:
-        """Return the digest of a session's saved blocks; None if they are others than the journal has."""
+        """Return the digest of a session's saved blocks; None if the journal has different blocks."""
         session = self._manager.table.by_id.get(written.session_id)
         if session is None or self._saved_blocks(*self._saved(session)) != written.saved:
             return None
         return self._digest(*self._saved(session))
 
     def _left(self, written: JournalSession, sizes: Mapping[BlockName, int], offset: float) -> _Left | None:
-        """Return what is there of a session; None if that is of no use, or its facts are damaged."""
+        """Return the rest of a session; None if useless, or if the facts are damaged."""
         shape, saved, there = self._manager.shape, written.saved or GONE, sizes.keys()
         blocks = list(takewhile(lambda block: not shape.stores_main or block.name in there, saved.blocks))
         points = [point for point in saved.points if there >= {part.name for part in point.parts}]
@@ -245,7 +244,7 @@ class JournalLink(_Link):
         return _Left(written.session_id, facts, blocks, points)
 
     def _adopt(self, left: _Left, sizes: Mapping[BlockName, int]) -> Session | None:
-        """Enter a session, as far as there is room for it."""
+        """Enter a session, as far as there is room."""
         manager, facts, tenant = self._manager, left.facts, left.facts["tenant"]
         length = self._fitting(left, sizes)
         if not length or left.session_id in manager.table.by_id:
@@ -271,7 +270,7 @@ class JournalLink(_Link):
     def _place(
         self, session: Session, saved: JournalPoint, sizes: Mapping[BlockName, int], ends_prompt: bool = False
     ) -> None:
-        """Enter a resume point that is saved."""
+        """Enter a saved resume point."""
         manager = self._manager
         rows = manager.enter_parts([(part.group, part.block_hash, part.position) for part in saved.parts])
         manager.points.place(session, saved.depth, rows).ends_prompt |= ends_prompt
@@ -287,7 +286,7 @@ class JournalLink(_Link):
         self._enter_saved(rows, nbytes, [block.exact for block in blocks], marks, tenant, inner)
 
     def _fitting(self, left: _Left, sizes: Mapping[BlockName, int]) -> int:
-        """Return the length of a session's head that there is room for, up to a resume point where those are needed."""
+        """Return the length of a session's head that fits, up to a resume point if needed."""
         room = min(self._manager.free_nbytes, self._manager.left_to(left.facts["tenant"]))
         taken = np.cumsum(self._missing(left.blocks, sizes))
         if not self._manager.points.is_needed:
@@ -299,7 +298,7 @@ class JournalLink(_Link):
         return 0
 
     def _missing(self, blocks: Sequence[JournalBlock], sizes: Mapping[BlockName, int]) -> NDArray[np.int64]:
-        """Return the bytes that each of these blocks takes besides what other sessions have."""
+        """Return the bytes of each block not yet saved for earlier sessions."""
         names = [block.name for block in blocks]
         return np.where(self._manager.blocks.are_saved(names), 0, [sizes.get(name, 0) for name in names])
 
@@ -316,9 +315,9 @@ def _facts(session: Session, offset: float) -> dict[str, object]:
 
 @dataclass(slots=True)
 class _PromptLookup:
-    """A lookup of those of a request's `hashes` that are behind the first `first`.
+    """Lookup of a request's `hashes` behind the first `first`.
 
-    deadline: time at which the request goes on without an answer; None until it could begin.
+    deadline: time at which the request continues without an answer; None until the request could begin.
     """
 
     request: Request
@@ -328,12 +327,12 @@ class _PromptLookup:
 
 
 class RedisLink(_Link):
-    """Looks up blocks that other engines have stored, and tells them of this engine's sessions.
+    """Looks up blocks stored by other engines, and publishes this engine's sessions.
 
     Args:
         fronts: tiers in front of Redis.
-        needed: returns group and position of each block of other groups that a request needs behind a number of blocks;
-            None for a model without such groups.
+        needed: returns group and position of each block of further groups needed behind a number of blocks; None for a
+            model without such groups.
     """
 
     def __init__(
@@ -359,9 +358,9 @@ class RedisLink(_Link):
         return self._sessions.is_up
 
     def look_up(self, request: Request, usable: int) -> None:
-        """Ask for a new request's blocks that this engine does not have.
+        """Ask for a new request's blocks absent from this engine.
 
-        usable: number of the prompt's first blocks that can be loaded.
+        usable: number of the prompt's loadable first blocks.
         """
         manager, hashes, session_id = self._manager, request.hashes[:usable], request.session.session_id
         main, marks = manager.shape.main, manager.pool.marks
@@ -379,12 +378,12 @@ class RedisLink(_Link):
             self._lookups[request.request_id] = _PromptLookup(request, hashes, first)
 
     def _parts(self, hashes: Sequence[bytes], depth: int) -> list[tuple[int, bytes, int]]:
-        """Return group, hash and position of each block of other groups that is needed behind `depth` blocks."""
+        """Return group, hash and position of each block of further groups needed behind `depth` blocks."""
         needed = () if self._needed is None else self._needed(depth)
         return [(group, hashes[at], at) for group, at in needed]
 
     def awaits(self, request_id: str, now: float) -> bool:
-        """True if a request that could begin now should wait for its lookup, which takes WAIT_S at most."""
+        """True if a ready request should wait for the lookup, for WAIT_S at most."""
         lookup = self._lookups.get(request_id)
         if lookup is None:
             return False
@@ -397,11 +396,11 @@ class RedisLink(_Link):
         return False
 
     def forget(self, request_id: str) -> None:
-        """Note that a request has ended."""
+        """Note the end of a request."""
         self._lookups.pop(request_id, None)
 
     def hear(self) -> None:
-        """Enter what was found since the last call."""
+        """Enter the blocks found since the last call."""
         for request_id, result in self._sessions.take().items() if self.has_answers else ():
             if (lookup := self._lookups.pop(request_id, None)) is None:
                 continue
@@ -412,7 +411,7 @@ class RedisLink(_Link):
             self._manager.events(LookedUp(lookup.request.session.session_id, "found" if is_of_use else "nothing"))
 
     def _found(self, lookup: _PromptLookup, result: LookupResult) -> None:
-        """Enter blocks that another engine has stored. Because nothing tells their mark, they count as derived."""
+        """Enter blocks stored by another engine. Because their mark is unknown, they count as derived."""
         manager, session = self._manager, lookup.request.session
         rows = lookup.request.rows[: lookup.first + len(result.sizes)]
         known = common_prefix(session.rows, rows)
@@ -427,7 +426,7 @@ class RedisLink(_Link):
             manager.points.stored(others.tolist())
 
     def tell(self, drops: Iterable[BlocksDropped], now: float) -> None:
-        """Tell of the sessions that have changed since the last call, and of blocks that were dropped."""
+        """Publish the changed sessions since the last call, and dropped blocks."""
         offset, changes = time.time() - now, self._manager.table.take_changes()
         self._sessions.tell([self._record(session_id, session, offset) for session_id, session in changes], drops)
 
@@ -453,6 +452,6 @@ class RedisLink(_Link):
         return SessionRecord(session_id, fields, session.last_used + offset, list(zip(*columns, strict=True)))
 
     def reset(self) -> str:
-        """Return the name of the namespace that blocks are stored in from now on."""
+        """Return the name of the new namespace for blocks."""
         self._lookups.clear()
         return self._sessions.reset()

@@ -1,4 +1,4 @@
-"""Sessions that are expected are loaded before their request: room, blocks, loads, and the pool's prefix cache."""
+"""Prefetches of expected sessions before their request: room, blocks, loads, and the pool's prefix cache."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -17,23 +17,23 @@ from manthan.manager.session.table import Deadlines, Session, qualified
 from manthan.manager.transfer import RESET, STORE_DOWN, Answers, Transfer, TransferResult
 
 LEAD_S = 2.0
-"""Seconds by which a prefetch precedes the expected return, at most half of the idle time. A session that is restored
-earlier would be evicted again before its request."""
+"""Seconds by which a prefetch precedes the expected return, at most half of the idle time. An earlier restore would
+be evicted again before the request."""
 LOOKED_AT = 64
-"""Number of expected sessions that are looked at at a time."""
+"""Number of expected sessions checked at a time."""
 RETRY_S = 0.1
 """Seconds until room is looked for again where there was none."""
 PATIENCE = 2.0
-"""A session that a client named, or that is late, is worth a prefetch for this multiple of the idle time."""
+"""Multiple of the idle time during which a session named by a client, or late, is worth a prefetch."""
 
 
 def lead_s(idle_after_s: float) -> float:
-    """Return the seconds by which a prefetch precedes the expected return."""
+    """Return the lead of a prefetch before the expected return, in seconds."""
     return min(LEAD_S, idle_after_s / 2)
 
 
 class _Awaited(NamedTuple):
-    """A session to be prefetched, unless it is used before. uses: those that it had when that was said."""
+    """Session to prefetch, unless used before. uses: number of uses at the announcement."""
 
     late: float
     uses: int
@@ -41,10 +41,10 @@ class _Awaited(NamedTuple):
 
 @dataclass
 class _Load:
-    """A prefetch under way.
+    """Prefetch under way.
 
-    rows: of the session, and of its resume point. block_ids: of these, all referenced, also those that were resident.
-    is_loaded: True for each that is being loaded. marks: of these, as they were saved when the load began.
+    rows: of the session and the resume point. block_ids: of the rows, all referenced, resident blocks too. is_loaded:
+    True for each block being loaded. marks: of the rows, as saved at the load's begin.
     """
 
     session_id: str
@@ -57,12 +57,12 @@ class _Load:
     is_void: bool = False
 
     def brings(self, row: int) -> bool:
-        """True if a session with this block will be resident in a moment: a request should not load it as well."""
+        """True if a session with this block will soon be resident, so a request should not load the block too."""
         return not self.is_void and bool((self.rows == row).any())
 
 
 class _Ready(NamedTuple):
-    """A session that was prefetched and that no request has used since."""
+    """Prefetched session without a request since."""
 
     session_id: str
     number: int
@@ -70,12 +70,12 @@ class _Ready(NamedTuple):
 
 
 class Prefetcher:
-    """Loads one session at a time, so that a request never waits for another session's.
+    """Loads a session at a time, so that a request never waits for a foreign session.
 
     Args:
-        runway: returns how many free blocks are taken before the first unsaved one, up to a number.
-        taken: is told how many of them the pool may have handed out.
-        spare: free blocks that are left to requests.
+        runway: returns the number of free blocks before the first unsaved block, up to a number.
+        taken: is told the number of blocks the pool may have handed out.
+        spare: free blocks left to requests.
         lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
     """
 
@@ -94,11 +94,11 @@ class Prefetcher:
         self._lead_s = lead_s
         self._main = manager.shape.main
         self.expected = Deadlines()
-        """Times at which expected sessions become those to load."""
+        """Times at which expected sessions become sessions to load."""
         self.to_load: OrderedDict[str, _Awaited] = OrderedDict()  # by session id
         self.load: _Load | None = None
         """The prefetch under way."""
-        self.ready: dict[int, _Ready] = {}  # by the first row that was loaded
+        self.ready: dict[int, _Ready] = {}  # by the first loaded row
         self._look_after = 0.0
         self.look_at = inf
         """Time of the next look for room; infinity if there is none."""
@@ -107,7 +107,7 @@ class Prefetcher:
         manager.said.expected = self._look_out
         manager.table.gone.append(self._forget)
 
-    # -- who is expected ------------------------------------------------------------------------------
+    # -- expected sessions ----------------------------------------------------------------------------
 
     @property
     def is_on(self) -> bool:
@@ -120,7 +120,7 @@ class Prefetcher:
             self.expected.set(session.session_id, None if expected is None else max(now, expected - self._lead_s))
 
     def expect(self, told_ids: Iterable[str], tenant: str, now: float) -> None:
-        """Note that a client is about to use sessions of its own. Those of others, and active ones, are ignored."""
+        """Note a client's announced use of sessions. Foreign and active sessions are ignored."""
         if not self.is_on:
             return
         late = now + PATIENCE * self._manager.idle_after_s
@@ -134,9 +134,9 @@ class Prefetcher:
         self.to_load.pop(session.session_id, None)
 
     def _awaited(self, now: float) -> list[Session]:
-        """Return cold sessions to be prefetched, among the first LOOKED_AT.
+        """Return cold sessions to prefetch, among the first LOOKED_AT.
 
-        One that is idle still may go cold before it is expected. It lets others go ahead where there are more.
+        An idle session may go cold before the expected return, and lets further sessions go ahead.
         """
         table = self._manager.table
         for session_id in self.expected.pop_due(now):
@@ -157,14 +157,14 @@ class Prefetcher:
         return awaited
 
     def _is_whole(self, session: Session) -> bool:
-        """True if everything that the session goes on with is saved."""
+        """True if every block needed to continue the session is saved."""
         points = self._manager.points
         return not points.is_needed or bool(session.points and points.stands(session.points[-1]))
 
     # -- requests -------------------------------------------------------------------------------------
 
     def admitted(self, rows: Rows, resident: int, usable: int) -> None:
-        """Note that a request got its blocks. resident: how many were there, of those that could have been."""
+        """Note a request's allocation of blocks. resident: number of resident blocks, at most `usable`."""
         first = next((row for row in rows[:resident][::-1].tolist() if row in self.ready), None)
         if first is None:
             return
@@ -175,10 +175,10 @@ class Prefetcher:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, now: float, waiting: int) -> Sequence[Transfer]:
-        """Return the loads to begin, if a session is due and there is room that nobody would miss.
+        """Return the loads to begin, if a session is due and blocks can be spared.
 
         Args:
-            waiting: number of blocks that waiting requests need.
+            waiting: number of blocks for waiting requests.
         """
         if self.load is not None or not self.is_on:
             return []
@@ -203,7 +203,7 @@ class Prefetcher:
         return jobs
 
     def _fitting(self, now: float, most: int) -> list[Session]:
-        """Return the sessions to be prefetched, without those that there can never be room for."""
+        """Return the sessions to prefetch, without sessions larger than any possible room."""
         sessions = self._awaited(now)
         for session in sessions:
             if self._size(session) > most:
@@ -215,16 +215,16 @@ class Prefetcher:
         return len(session.rows) + (len(session.points[-1].rows) if session.points else 0)
 
     def _room(self, wanted: int, waiting: int) -> int:
-        """Return how many blocks at the head of the free queue nobody would miss, up to a number.
+        """Return the number of spare blocks at the head of the free queue, up to `wanted`.
 
-        Not counted are those that are left to requests, those that waiting requests need, and unsaved ones.
+        Excluded are blocks left to requests, blocks for waiting requests, and unsaved blocks.
         """
         left = self._spare + waiting
         wanted = min(wanted, len(self._pool) - left)
         return max(0, self._runway(left + wanted) - left) if wanted > 0 else 0
 
     def _begin(self, session: Session) -> _Load:
-        """Reference what of the session is resident, and take blocks for the rest."""
+        """Reference the session's resident blocks, and take blocks for the rest."""
         manager, blocks = self._manager, self._manager.blocks
         beside = manager.load_started(_load_id(session.session_id), session.rows)
         rows = np.concatenate([session.rows, beside])
@@ -262,7 +262,7 @@ class Prefetcher:
             self._settle(self.load, now)
 
     def _settle(self, ended: _Load, now: float) -> None:
-        """Enter what every rank has loaded into the prefix cache, and give all blocks back."""
+        """Enter the blocks loaded by every rank into the prefix cache, and give all blocks back."""
         manager, failed = self._manager, ended.answers.failed
         names = [(manager.pool_group(group), name) for group, name in map(manager.blocks.name, ended.rows.tolist())]
         if not ended.is_void:
@@ -282,10 +282,10 @@ class Prefetcher:
         manager.events(ended.answers.restored(ended.session_id, self._main, manager.points.is_needed))
 
     def _enter(self, ended: _Load, names: Sequence[BlockName], failed: Iterable[BlockName]) -> None:
-        """Enter loaded blocks into the prefix cache, up to the first one that failed or that nobody uses any more.
+        """Enter loaded blocks into the prefix cache, up to the first failed or unused block.
 
-        vLLM does the same with a block that it has computed. If another request has computed one meanwhile, that one
-        is referenced instead.
+        vLLM treats a computed block alike. If a request has computed a block meanwhile, the computed block is
+        referenced instead.
         """
         manager, blocks = self._manager, self._manager.blocks
         bad, session = set(failed), manager.table.by_number.get(ended.number)
@@ -311,25 +311,25 @@ class Prefetcher:
             self._pool.cache(ended.block_ids[at], group, block_hash, int(blocks.depth[row]))
 
     def _still_there(self) -> dict[int, _Ready]:
-        """Return what was prefetched, but for sessions that are gone or were used since."""
+        """Return the prefetched sessions, without finished or used sessions."""
         table = self._manager.table
         return {row: ready for row, ready in self.ready.items() if ready.number in table.by_number}
 
     # -- the end --------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Note that all KV is void. What is being loaded is not entered into the prefix cache."""
+        """Note that all KV is void. Blocks of the load under way do not enter the prefix cache."""
         self.ready.clear()
         if self.load is not None:
             self.load.is_void = True
 
     def abandon(self) -> list[int]:
-        """Forget the load under way, and return its blocks."""
+        """Forget the load under way, and return the load's blocks."""
         ended, self.load = self.load, None
         return [] if ended is None else ended.block_ids
 
     def drain(self, result: TransferResult) -> list[int]:
-        """Forget the load under way once all ranks have answered, and return its blocks."""
+        """Forget the load under way once all ranks have answered, and return the load's blocks."""
         answers = None if self.load is None else self.load.answers
         if answers is None or all(job.job_id != result.job_id for job in answers.jobs):
             return []

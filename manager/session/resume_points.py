@@ -1,13 +1,14 @@
-"""Resume points: lengths at which every KV cache group of a model has what it needs to go on.
+"""Resume points: lengths at which every KV cache group of a model has the blocks needed to continue.
 
-Models with one group of full attention need none. Other groups, windows and recurrent states, have what they need at a
-few lengths of a session only. A resume point is stored as soon as its request ends, because the pool overwrites such
-blocks first. A session keeps the deepest one; the one at the end of its last prompt, to which a client returns that
-wants another answer; and the deepest that can be loaded already, while not all of its blocks are saved.
+Models with a single group of full attention need none. Windows and recurrent states have the needed blocks only at a
+few lengths of a session. A resume point is stored at the request's end, because the pool overwrites such blocks first.
+A session keeps the deepest resume point, and the resume point at the end of the last prompt, for a client that asks for
+another answer. Until all blocks are saved, the session also keeps the deepest loadable resume point.
 
-Ends of earlier prompts are spare points. A client whose template drops earlier thinking returns to one of them. They
-have a share of the budget. Beyond it the session with the most of them gives one up: of its older points, one remains
-in each stretch of blocks, and stretches double in length with the distance from the session's end.
+Ends of earlier prompts are spare points. A client whose template drops earlier thinking returns to a spare point. Spare
+points have a share of the budget. Beyond the share the session with the most spare points gives one up. Of a session's
+older points, one remains in each stretch of blocks, and stretches double in length with the distance from the session's
+end.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,17 +20,17 @@ from manthan.manager.session.blocks import BlockTable, Rows
 from manthan.manager.session.table import ResumePoint, Session
 
 MOST_SPARE = 16
-"""Most spare points of a session, because each request looks at all of them."""
+"""Most spare points of a session, because each request checks all of them."""
 
 
 class ResumePoints:
-    """All resume points, and the sessions that need them.
+    """All resume points, and their sessions.
 
     Args:
-        is_needed: True if the model has groups that need any.
-        drop: drops saved blocks that nobody uses any more.
-        touch: is told of sessions whose resume points are others than before.
-        spare_nbytes: returns the bytes that spare points of all sessions may take.
+        is_needed: True if the model has groups in need of resume points.
+        drop: drops unused saved blocks.
+        touch: is told of sessions with changed resume points.
+        spare_nbytes: returns the most bytes for spare points of all sessions.
     """
 
     def __init__(
@@ -45,19 +46,19 @@ class ResumePoints:
         self._spare: dict[Session, list[ResumePoint]] = {}
         """Spare points by session, the deepest last."""
         self._taken: dict[Session, int] = {}
-        """Bytes of a session's spare points that no other point needs."""
+        """Bytes of a session's spare points unneeded by all further points."""
         self._at: dict[int, ResumePoint] = {}
         self._standing: set[int] = set()
-        """Rows of the points that stand."""
+        """Rows of the standing points."""
         self._of: dict[int, dict[int, ResumePoint]] = {}
-        """By row of a block of another group, the points that it belongs to, by their rows."""
+        """By row of a further group's block, the points with the block, by their rows."""
 
     def __len__(self) -> int:
         return len(self._at)
 
     @property
     def standing(self) -> int:
-        """Number of points of which everything is saved."""
+        """Number of completely saved points."""
         return len(self._standing)
 
     def at(self, row: int) -> ResumePoint | None:
@@ -69,7 +70,7 @@ class ResumePoints:
         return bool(self._blocks.is_saved(point.rows).all())
 
     def place(self, session: Session, depth: int, rows: Rows) -> ResumePoint:
-        """Enter a point behind the first `depth` blocks of a session, made of these blocks of other groups."""
+        """Enter a point behind the first `depth` blocks of a session, with blocks `rows` of further groups."""
         row = int(session.rows[depth - 1])
         point = self._at.get(row)
         if point is None:
@@ -92,13 +93,13 @@ class ResumePoints:
         return max((point.depth for point in session.points if point.depth <= length), default=0)
 
     def cut(self, session: Session, length: int, cause: DropCause) -> None:
-        """Have a session leave the points behind its first `length` blocks."""
+        """Have a session leave the points behind the first `length` blocks."""
         for point in [point for point in session.points if point.depth > length]:
             self.leave(session, point, cause)
         self._bound()
 
     def leave(self, session: Session, point: ResumePoint, cause: DropCause) -> None:
-        """Have a session leave a point. What nobody needs then is dropped."""
+        """Have a session leave a point. Blocks unneeded afterwards are dropped."""
         self._touch(session)
         session.points = tuple(each for each in session.points if each is not point)
         spare = [each for each in self._spare.get(session, ()) if each is not point]
@@ -119,10 +120,10 @@ class ResumePoints:
         if len(saved):
             self._drop(saved, cause)
         blocks.use(point.rows, -1)
-        self._set_spare(session, spare)  # which may be the only ones now that need a block
+        self._set_spare(session, spare)  # the session's points may be the last users of a block
 
     def stored(self, rows: Iterable[int]) -> None:
-        """Note that blocks of other groups are saved now."""
+        """Note newly saved blocks of further groups."""
         points = {point.row: point for row in rows for point in self._of.get(row, {}).values()}
         self._standing.update(row for row, point in points.items() if self.stands(point))
         for point in points.values():
@@ -131,7 +132,7 @@ class ResumePoints:
                 self.tidy(session)
 
     def tidy(self, session: Session) -> None:
-        """Have a session leave the points that a deeper one makes worthless, but for spare ones."""
+        """Have a session leave points made worthless by a deeper point, except spare points."""
         standing = [point for point in session.points if self.stands(point)]
         if len(standing) < 2:
             return
@@ -148,18 +149,22 @@ class ResumePoints:
         self._bound()
 
     def leave_spare(self, session: Session, cause: DropCause) -> None:
-        """Have a session leave all its spare points."""
+        """Have a session leave all spare points."""
         for point in self._spare.get(session, []):
             self.leave(session, point, cause)
         self._bound()
 
     def _bound(self) -> None:
-        """Have sessions leave spare points until the rest is within its share. Each that goes may cost others more."""
+        """Have sessions leave spare points until the rest is within the share. Leaving a point may cost sharers
+        more.
+        """
         while sum(self._taken.values()) > self._spare_nbytes():
             self._leave_spare(max(self._taken, key=self._taken.__getitem__))
 
     def _set_spare(self, session: Session, points: list[ResumePoint]) -> None:
-        """Note which points are spare, but for the deepest that stands: where others went, it is what is left."""
+        """Note the spare points, without the deepest standing point, because a session may depend on that point
+        alone.
+        """
         self._spare.pop(session, None)
         self._taken.pop(session, None)
         deepest = next((point for point in reversed(session.points) if self.stands(point)), None)
@@ -174,7 +179,7 @@ class ResumePoints:
         self._set_spare(session, self._spare.get(session, []))
 
     def _leave_spare(self, session: Session) -> None:
-        """Have a session leave the spare point that it misses least."""
+        """Have a session leave the least missed spare point."""
         points, end, stretches = self._spare[session], session.points[-1].depth, set[tuple[int, int]]()
         for point in points:
             length = 1 << (max(1, end - point.depth).bit_length() - 1)
@@ -187,7 +192,7 @@ class ResumePoints:
         self.leave(session, point, DropCause.ABANDONED)
 
     def lose(self, row: int, cause: DropCause) -> list[Session]:
-        """Remove the points that need a block which is not to be had. Return the sessions that had them."""
+        """Remove the points with a lost block. Return their sessions."""
         found: dict[Session, None] = {}
         for point in list(self._of.get(row, {}).values()):
             for session in list(point.sessions):

@@ -27,9 +27,9 @@ from manthan.policies import EvictionPolicy, SessionView
 from manthan.policies.ranking import Ranking
 
 REMEMBERED = 1024
-"""Sessions without KV that are remembered at least. As many as there are with KV, if these are more."""
+"""Least number of remembered sessions without KV. More if more sessions have KV."""
 MOST_RELATIVES = 64
-"""Sessions of a family. Those that come later are no relatives of it, because each drop looks at all of them."""
+"""Most sessions of a family, because each drop checks all of them. Later sessions are not relatives."""
 
 _NO_REQUESTS: frozenset[str] = frozenset()
 
@@ -43,10 +43,10 @@ class SessionState(StrEnum):
 
 
 class ResumePoint(Struct, eq=False, gc=False):
-    """Blocks of other KV cache groups that are needed to go on behind a block: a window's last ones, or a state.
+    """Blocks of further KV cache groups needed to continue behind a block: a window's last blocks, or a state.
 
-    row: of that block. depth: number of blocks before that point. rows: of the blocks of other groups. ends_prompt:
-    True if a prompt ended there.
+    row: of the block. depth: number of blocks before the point. rows: of the further groups' blocks. ends_prompt: True
+    if a prompt ended at the point.
     """
 
     row: int
@@ -59,10 +59,10 @@ class ResumePoint(Struct, eq=False, gc=False):
 class Session(Struct, eq=False, gc=False):
     """Conversation or agent.
 
-    Python's garbage collector passes over it, because a full collection would take seconds with many sessions. So
-    whatever leads from a session back to it must be taken apart when the session is forgotten.
+    Python's garbage collector ignores sessions, because a full collection would take seconds with many sessions. So
+    every reference cycle through a session must be broken when the session is forgotten.
 
-    name: as the client called it; None if it did not. number: of all sessions of this engine. rows: of its blocks.
+    name: the client's; None without a name. number: of all sessions of this engine. rows: of the session's blocks.
     Times are seconds on the engine's monotonic clock.
     """
 
@@ -73,9 +73,9 @@ class Session(Struct, eq=False, gc=False):
     created: float
     last_used: float
     owner: Owner = ("", "")
-    """Tenant and name, or number of a session without one. Branches of one named session have the same.
+    """Tenant and name, or number of a session without a name, common to the branches of a named session.
 
-    A session without a name that asks another's whole prompt again has that one's.
+    A nameless session that repeats an older session's whole prompt has the older session's owner.
     """
     rows: Rows = field(default_factory=lambda: NO_ROWS)
     requests: frozenset[str] = _NO_REQUESTS
@@ -83,92 +83,92 @@ class Session(Struct, eq=False, gc=False):
     points: tuple[ResumePoint, ...] = ()
     """Resume points, the deepest last."""
     prompt_depth: int = 0
-    """Depth of the resume point at the end of its last prompt, which is kept besides the deepest."""
+    """Depth of the resume point at the end of the last prompt, kept besides the deepest."""
     refusals: int = 0
-    """Number of times in a row that the tiers had no room for it."""
+    """Number of consecutive refusals for lack of room in the tiers."""
     refused_until: float = 0.0
-    """Time until which it is not saved, because a store of it has failed."""
+    """Time until which the session is not saved, after a failed store."""
     saving_since: float | None = None
-    """Time at which its blocks began to be saved; None if they are not being saved."""
+    """Begin of the saving; None if the session is not being saved."""
     is_pressed: bool = False
-    """True if they are being saved because memory is short."""
+    """True if the session is being saved because memory is short."""
     stored: int = 0
-    """Blocks that were saved for it since its last request began, or since it went cold."""
+    """Blocks saved since the last request's begin, or since the session went cold."""
     stored_nbytes: int = 0
 
-    # What policies are told; see SessionView.
+    # Facts for policies; see SessionView.
     uses: int = 0
     gap: float | None = None
     tokens: int = 0
-    """Tokens of the conversation when its last request ended, or of the prompt while one runs."""
+    """Tokens of the conversation at the last request's end, or of a running request's prompt."""
     prompt_tokens: int = 0
     added_tokens: int = 0
     answer_tokens: int = 0
     left_tokens: int = 0
     ending: str = ""
-    """How its last answer ended; empty while a request runs, or if that is unknown."""
+    """Ending of the last answer; empty during a request, or if unknown."""
     lossy_tokens: int = 0
-    """Cached tokens of its last request that were decoded, or computed behind decoded ones."""
+    """Cached tokens of the last request, decoded or computed behind decoded ones."""
     tip: bytes = b""
-    """Last block hash when it was used last. By it the session is known again when its blocks are gone."""
+    """Last block hash at the last use. A session without blocks is recognized by the hash."""
 
-    # What the client said; see Hints.
+    # Hints of the client; see Hints.
     is_pinned: bool = False
     pinned_until: float | None = None
     keeps: tuple[tuple[float, int], ...] = ()
-    """Until when its first tokens are kept, and how many."""
+    """End of time and number of first tokens of each kept range."""
     kept: int = 0
-    """Number of first blocks that are kept for that; 0 while it is pinned."""
+    """Number of first blocks kept for the ranges; 0 for a pinned session."""
     ttl_s: float | None = None
     priority: int = 0
     expected: float | None = None
     is_sure: bool = True
-    """True if the expected return is sure enough to prefetch it."""
+    """True if the expected return is sure enough for a prefetch."""
     tool: str = ""
-    """The tool that its client waits for."""
+    """Tool awaited by the client."""
     stays_out: bool = False
-    """True if nothing of it may reach a tier."""
+    """True if no KV of the session may reach a tier."""
     parent: str | None = None
-    """Name of the session for which it works; that one may be unknown."""
+    """Name of the session that this session works for, possibly unknown."""
     family: str | None = None
-    """Name of its first ancestor, where there are several relatives; see `SessionTable.join`."""
+    """Name of the first ancestor, in a family of several; see `SessionTable.join`."""
     answer: bytes = b""
-    """Hash of the first full block with its last answer; empty if there is none."""
+    """Hash of the first full block with the last answer; empty for none."""
     prompt_end: str = ""
-    """Number of full blocks of its last prompt, and the tokens behind them; empty if these are not known."""
+    """Number of full blocks of the last prompt, and the tokens behind them; empty if unknown."""
 
     def __post_init__(self) -> None:
         self.owner = self.tenant, f"#{self.number}" if self.name is None else f"={self.name}"
 
     @property
     def state(self) -> SessionState:
-        """State as users see it."""
+        """State for users."""
         if self.requests:
             return SessionState.ACTIVE
         return SessionState.COLD if self.is_cold else SessionState.IDLE
 
     @property
     def told_id(self) -> str:
-        """Id as its tenant is told it."""
+        """Id for the tenant."""
         return self.session_id.removeprefix(_prefix(self.tenant, self.session_id))
 
     @property
     def point_rows(self) -> Rows:
-        """Rows of the blocks of other KV cache groups at its resume points."""
+        """Rows of the blocks of further KV cache groups at the resume points."""
         return np.unique(np.concatenate([NO_ROWS, *(point.rows for point in self.points)]))
 
     def has(self, row: int, depth: int) -> bool:
-        """True if the block with this row and depth is one of its own."""
+        """True if the session has the block with this row and depth."""
         return depth < len(self.rows) and self.rows[depth] == row
 
 
 def qualified(told_id: str, tenant: str) -> str:
-    """Return a session's id among those of all tenants. No two of tenant and told id make the same."""
+    """Return a session's id among all tenants' sessions. The id is unique for tenant and told id."""
     return _prefix(tenant, told_id) + told_id
 
 
 def _prefix(tenant: str, name: str) -> str:
-    """Return what stands before the names of a tenant's sessions; without a tenant, only where they look like one's."""
+    """Return the prefix of a tenant's session names; without a tenant, only for names that look like a tenant's."""
     if tenant:
         return tenant.replace("%", "%25").replace("/", "%2F") + "/"
     return "/" if "/" in name else ""
@@ -189,7 +189,7 @@ class Deadlines:
         return len(self._when)
 
     def set(self, session_id: str, when: float | None) -> None:
-        """Set the time of a session, or take it back with None."""
+        """Set the time of a session, or remove the time with None."""
         if when is None:
             if session_id in self._when:
                 self._when.discard(session_id)
@@ -199,7 +199,7 @@ class Deadlines:
             self._look()
 
     def pop_due(self, now: float) -> Iterator[str]:
-        """Yield session ids whose time has come, each once."""
+        """Yield ids of due sessions, each once."""
         while (first := self._when.first()) is not None and first[0] <= now:
             self._when.discard(first[2])
             self._look()
@@ -211,7 +211,7 @@ class Deadlines:
 
 
 class Order:
-    """Sessions in the policy's order, those of a lower priority before all of a higher one."""
+    """Sessions in the policy's order, all of a lower priority before a higher priority."""
 
     def __init__(self, make_policy: Callable[[], EvictionPolicy]) -> None:
         self._make_policy = make_policy
@@ -222,7 +222,7 @@ class Order:
         return session_id in self._level_of
 
     def used(self, view: SessionView, priority: int) -> None:
-        """Enter a session, or tell the policy that it was used."""
+        """Enter a session, or report the session's use to the policy."""
         before = self._level_of.get(view.session_id)
         if before is not None and before != priority:
             self._levels[before].forget(view.session_id)
@@ -233,31 +233,31 @@ class Order:
         self._levels[priority].used(view)
 
     def leave(self, session_id: str, *, evicted: bool = False) -> None:
-        """Take a session out. evicted: True if it was its turn. Unknown ids are ignored."""
+        """Take a session out. evicted: True if chosen as the victim. Unknown ids are ignored."""
         if (level := self._level_of.pop(session_id, None)) is not None:
             policy = self._levels[level]
             (policy.evicted if evicted else policy.forget)(session_id)
 
     def superseded(self, session_id: str) -> None:
-        """Tell the policy what EvictionPolicy.superseded says."""
+        """Report a superseded session to the policy; see EvictionPolicy.superseded."""
         if (level := self._level_of.get(session_id)) is not None:
             self._levels[level].superseded(session_id)
 
     def victims(self) -> Iterator[str]:
-        """Yield session ids, the one to go first first. Sessions may leave while one iterates."""
+        """Yield session ids in the order of eviction. Sessions may leave during the iteration."""
         for policy in list(self._levels.values()):
             yield from policy.victims()
 
 
 class SessionsBy:
-    """Sessions by a key that few of them share, in the order in which they came.
+    """Sessions by a key with few sessions each, in the order of arrival.
 
-    One that shares it with nobody has no container of its own, so that Python's garbage collector has less to visit.
+    A session alone under a key has no separate container, so Python's garbage collector has less to visit.
     """
 
     def __init__(self) -> None:
         self._first: dict[object, Session] = {}
-        """The first one of each key."""
+        """First session of each key."""
         self._others: dict[object, dict[Session, None]] = {}
 
     def __len__(self) -> int:
@@ -278,7 +278,7 @@ class SessionsBy:
             self._others.setdefault(key, {})[session] = None
 
     def remove(self, key: object, session: Session) -> None:
-        """Take a session out that is there."""
+        """Take out a contained session."""
         others = self._others.get(key, {})
         if self._first[key] is not session:
             del others[session]
@@ -292,13 +292,13 @@ class SessionsBy:
 
 
 class SessionTable:
-    """All sessions that have blocks or a request, and those that are remembered without. No tenant finds another's.
+    """All sessions with blocks or a request, and remembered sessions without. No tenant finds a foreign session.
 
-    Sessions that clients named are found by requests of that name, and by requests without a name.
+    Named sessions are found by requests of the same name, and by requests without a name.
 
     Args:
-        make_policy: makes an instance of the policy for each order that is kept.
-        label: stands in the ids of sessions without a name, to tell engines apart.
+        make_policy: makes an instance of the policy for each order.
+        label: part of the ids of sessions without a name, to tell engines apart.
     """
 
     def __init__(
@@ -309,56 +309,56 @@ class SessionTable:
         self.by_number: dict[int, Session] = {}
         self.states: Counter[SessionState] = Counter()
         self.order = Order(make_policy)
-        """Sessions that may give compressed blocks: neither pinned, nor without any since their turn came."""
+        """Sessions with compressed blocks to give, unpinned and not yet emptied in their turn."""
         self.resident = Order(make_policy)
-        """Sessions that the pool may have blocks of: those used since they were last seen to have none there."""
+        """Sessions with possible blocks in the pool: used since the last check found none."""
         self.order_of: dict[str, Order] = {}
-        """The same for each tenant that has a quota, and sessions."""
+        """Order of each tenant with a quota and sessions."""
         self.refined = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
-        """By tenant that has a quota, or None for all, and level, sessions that may have blocks to be cut to below it.
+        """Sessions with possible blocks to cut to below a level, by tenant with a quota, or None for all, and level.
 
-        There are none where the codec has one level.
+        Empty for a codec with a single level.
         """
         self.changed: dict[str, None] | None = None
-        """Ids of sessions that are not what they were, where somebody asks for them."""
+        """Ids of changed sessions; None without a reader."""
         self.gone: list[Callable[[Session], None]] = []
-        """Called with each session that is forgotten."""
+        """Called with each forgotten session."""
         self._numbers = count(1)
         self._ending = SessionsBy()
-        """By the row of their last block, sessions with blocks."""
+        """Sessions with blocks, by the row of their last block."""
         self._named = SessionsBy()
-        """By tenant and name, sessions with one."""
+        """Named sessions, by tenant and name."""
         self._of_tenant = defaultdict[str, dict[Session, None]](dict)
         self._families: dict[tuple[str, str], dict[Session, None]] = {}
-        """By tenant and the name of their first ancestor, sessions of which one has named another its parent."""
+        """Sessions with a parent or a child, by tenant and the name of their first ancestor."""
         self._prompts: dict[bytes, Session] = {}
-        """By `_prompt_key`, the session that asked this prompt last."""
+        """Last session with a prompt, by `_prompt_key`."""
         self._prompt_of: dict[Session, bytes] = {}
         self._remembered: dict[bytes, Session] = {}
-        """By tenant and tip, also those whose blocks are gone. The oldest are forgotten, several at a time."""
+        """Sessions by tenant and tip, sessions without blocks included. The oldest are forgotten, several at a time."""
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
-        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, who learns nothing of others
+        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, as a secret
         self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
 
     # -- sessions -------------------------------------------------------------------------------------
 
     def create(self, name: str | None, tenant: str, now: float, session_id: str = "") -> Session:
-        """Enter a new session without blocks. session_id: its id, if that is settled."""
+        """Enter a new session without blocks. session_id: the id, if known."""
         session = Session(session_id or self._new_id(name, tenant), name, tenant, next(self._numbers), now, now)
         session.stays_out = any(other.stays_out for other in self._alike(session))
         self._enter(session)
         return session
 
     def _alike(self, session: Session) -> Iterable[Session]:
-        """Return the sessions that a client calls by the same name."""
+        """Return the client's sessions of the same name."""
         return () if session.name is None else self._called(session.name, session.tenant)
 
     def _called(self, name: str | None, tenant: str) -> Iterable[Session]:
-        """Return the sessions of a tenant that have this name, or all."""
+        """Return a tenant's sessions of the name, or all."""
         return self._of_tenant.get(tenant, ()) if name is None else self._named.get((tenant, name))
 
     def stay_out(self, session: Session, stays_out: bool) -> None:
-        """Keep a session, and others of its name, out of the tiers, or no longer."""
+        """Keep a session, and sessions of the same name, out of the tiers, or no longer."""
         for one in (session, *self._alike(session)):
             one.stays_out = stays_out
             self.touch(one)
@@ -369,15 +369,15 @@ class SessionTable:
         self._of_tenant[session.tenant][session] = None
         if session.name is not None:
             self._named.add((session.tenant, session.name), session)
-        if session.parent is not None:  # it was remembered
+        if session.parent is not None:  # a remembered session
             self.join(session, session.parent)
         elif session.name is not None and (session.tenant, session.name) in self._families:
             self._join(session, session.name)
 
     def join(self, session: Session, parent: str) -> None:
-        """Note the parent of a session, by name. All descendants of one ancestor and that itself are a family.
+        """Note the parent of a session, by name. An ancestor and all descendants are a family.
 
-        The parent may be unknown, also for good. Sessions that name each other in a circle are relatives.
+        The parent may stay unknown. Sessions in a circle of names are relatives.
         """
         session.parent = parent
         parents = list(islice(self._named.get((session.tenant, parent)), MOST_RELATIVES))
@@ -388,7 +388,7 @@ class SessionTable:
 
     def _join(self, session: Session, family: str) -> None:
         if session.family != family:
-            for one in self.relatives(session):  # what they kept for each other may go
+            for one in self.relatives(session):  # blocks kept for each other may go
                 self.enter_order_again(one)
             self.enter_order_again(session)
             self._leave_family(session)
@@ -405,27 +405,27 @@ class SessionTable:
             session.family = None
 
     def relatives(self, session: Session) -> list[Session]:
-        """Return the other sessions of its family."""
+        """Return the rest of the session's family."""
         found = () if session.family is None else self._families[session.tenant, session.family]
         return [one for one in found if one is not session]
 
     def touch(self, session: Session) -> None:
-        """Note that a session, or what is stored of it, is not what it was."""
+        """Note a change of a session, or of the session's stored blocks."""
         if self.changed is not None:
             self.changed[session.session_id] = None
 
     def take_changes(self) -> list[tuple[str, Session | None]]:
-        """Return the sessions that have changed since the last call, by id; None for one that is gone."""
+        """Return the sessions changed since the last call, by id; None for a finished session."""
         taken, self.changed = self.changed or {}, {}
         return [(session_id, self.by_id.get(session_id)) for session_id in taken]
 
     def begin(self, session: Session, request_id: str) -> None:
-        """Note that a request of a session runs."""
+        """Note a session's new request."""
         self._set_requests(session, session.requests | {request_id})
         self.set_cold(session, False)
 
     def end(self, session: Session, request_id: str) -> None:
-        """Note that a request of a session runs no more."""
+        """Note the end of a session's request."""
         self._set_requests(session, session.requests - {request_id} or _NO_REQUESTS)
 
     def _set_requests(self, session: Session, requests: frozenset[str]) -> None:
@@ -451,13 +451,13 @@ class SessionTable:
         self.states[session.state] += 1
 
     def used(self, session: Session, now: float) -> None:
-        """Note that a request of a session began or ended."""
+        """Note the begin or the end of a session's request."""
         self.touch(session)
         session.last_used = now
         self.enter_order(session)
 
     def told(self, session: Session) -> None:
-        """Tell the policy again of a session of which it may learn something new."""
+        """Report a session with new facts to the policy again."""
         self.touch(session)
         if session.session_id in self.order:
             self.enter_order(session)
@@ -475,9 +475,9 @@ class SessionTable:
         self.set_cold(session, False)
 
     def truncate(self, session: Session, length: int) -> Rows:
-        """Cut a session to `length` blocks and return the rows cut off, some of which may be free by now.
+        """Cut a session to `length` blocks and return the rows cut off, partly free by now.
 
-        A session left with no block is forgotten unless a request runs.
+        A session without blocks is forgotten unless a request runs.
         """
         self.touch(session)
         cut = session.rows[length:]
@@ -516,16 +516,16 @@ class SessionTable:
     # -- the policy's order ---------------------------------------------------------------------------
 
     def victims(self, tenant: str | None = None) -> Iterator[Session]:
-        """Yield sessions, of one tenant or of all, the one whose compressed blocks are dropped first first."""
+        """Yield sessions, of a tenant or of all, in the order of losing compressed blocks."""
         order = self.order if tenant is None else self.order_of[tenant]
         return map(self.by_id.__getitem__, order.victims())
 
     def resident_victims(self) -> Iterator[Session]:
-        """Yield sessions that may be resident, the one whose blocks are overwritten first first."""
+        """Yield sessions, maybe resident, in the order of being overwritten."""
         return map(self.by_id.__getitem__, self.resident.victims())
 
     def enter_order(self, session: Session) -> None:
-        """Note that a session was used, or may give compressed blocks from now on."""
+        """Note the use of a session, or new compressed blocks to give."""
         view = self._view(session)
         self.resident.used(view, session.priority)
         if session.is_pinned:
@@ -557,18 +557,18 @@ class SessionTable:
         return ((tenant, each) for tenant in tenants for each in range(level, levels))
 
     def enter_order_again(self, session: Session) -> None:
-        """Note that a session has compressed blocks to give, should it have left the order."""
+        """Note compressed blocks to give, if the session has left the order."""
         if session.session_id not in self.order:
             self.enter_order(session)
 
     def leave_order(self, session: Session, *, evicted: bool = False) -> None:
-        """Note that a session has nothing to give. evicted: True if it has given all because it was its turn."""
+        """Note a session without blocks to give. evicted: True if all were given in the session's turn."""
         for order in self._orders(session):
             order.leave(session.session_id, evicted=evicted)
         self.leave_refined(session, 1)
 
     def superseded(self, session: Session) -> None:
-        """Note that another session went on from the middle of this one."""
+        """Note another session's continuation from the middle of this session."""
         for order in (*self._orders(session), *self.refined.values(), self.resident):
             order.superseded(session.session_id)
 
@@ -598,11 +598,11 @@ class SessionTable:
     # -- the session of a request ---------------------------------------------------------------------
 
     def attribute(self, hashes: Sequence[bytes], rows: Rows, name: str | None, tenant: str, now: float) -> Session:
-        """Return the session that a prompt belongs to.
+        """Return the session of a prompt.
 
-        That is the session that the prompt extends, one remembered whose KV is gone, one whose last answer comes back
-        changed, or a new one. A new one that goes on from the middle of another has that one's history: somebody
-        changed an earlier message.
+        The result is the session extended by the prompt, a remembered session without KV, a session whose last answer
+        comes back changed, or a new session. A new session from the middle of an older session inherits the older one's
+        history, because the client changed an earlier message.
         """
         found = self.find(rows, name, tenant)
         known = len(found.rows) if found is not None else 0
@@ -620,10 +620,10 @@ class SessionTable:
         return session
 
     def find(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
-        """Return the session with KV that a prompt extends. None means a new one, or a branch.
+        """Return the session with KV extended by a prompt. None means a new session, or a branch.
 
-        That is one of this name which has all of the prompt, for a prompt that is asked again. Otherwise it is the
-        longest session that the prompt begins with.
+        A session of the name with the whole prompt is preferred, for a prompt asked again. Otherwise the result is the
+        longest session at the begin of the prompt.
         """
         used = self._used(rows)
         if name is None:
@@ -635,10 +635,10 @@ class SessionTable:
         return near if is_again and (found is None or len(found.rows) < known) else found
 
     def kept(self, session: Session, rows: Rows, name: str | None, tokens: int) -> int:
-        """Return how many of its blocks a session keeps when a prompt with these rows and tokens comes.
+        """Return the number of blocks a session keeps when a prompt with these rows and tokens comes.
 
-        All, unless its last answer comes back changed: then those that both begin with. Such a prompt is longer than
-        the last one, and not as long as that with its answer.
+        All, unless the last answer comes back changed: then the common first blocks. Such a prompt is longer than the
+        last prompt, and shorter than the last prompt with the answer.
         """
         length = common_prefix(session.rows, rows)
         if length < min(len(session.rows), len(rows)):
@@ -649,10 +649,10 @@ class SessionTable:
     def own_blocks(
         self, session: Session, hashes: Sequence[bytes], rows: Rows, tail: bytes | None, can_be_kin: bool = True
     ) -> int:
-        """Return how many first blocks of a prompt its session, or another of the same name, has brought.
+        """Return the number of a prompt's first blocks brought by the session, or by a session of the same name.
 
-        Behind these blocks, the request takes exact ones only. A client without a name that asks somebody's whole
-        prompt again is taken for the same one.
+        Behind these blocks, the request takes exact blocks only. A nameless client that repeats a whole prompt counts
+        as the same client.
         """
         if session.name is not None:
             return self._nearest(self._used(rows), session.name, session.tenant)[0]
@@ -668,7 +668,7 @@ class SessionTable:
         self.enter_prompt(session, hashes, prompt_end(hashes, tail))
 
     def enter_prompt(self, session: Session, hashes: Sequence[bytes], end: str) -> None:
-        """Note a session's newest prompt: its full blocks, and its end; see `Session.prompt_end`."""
+        """Note a session's newest prompt: the full blocks, and the end; see `Session.prompt_end`."""
         self._forget_prompt(session)
         session.prompt_end = end
         if hashes and end:
@@ -681,11 +681,11 @@ class SessionTable:
             del self._prompts[key]
 
     def _used(self, rows: Rows) -> Rows:
-        """Return the leading rows that some session has."""
+        """Return the leading rows with a session."""
         return rows[: first_false(self.blocks.users[rows] > 0)]
 
     def _longest(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
-        """Return the longest session, of this name or any, whose last block is among these rows."""
+        """Return the longest session, of this name or any, with the last block among these rows."""
         for row in reversed(rows.tolist()):
             for session in self._ending.get(row, ()):
                 if session.tenant == tenant and name in (None, session.name):
@@ -693,8 +693,7 @@ class SessionTable:
         return None
 
     def _nearest(self, rows: Rows, name: str | None, tenant: str) -> tuple[int, Session | None]:
-        """Return how many of these rows, from the first on, one session of this name or any has, and a session that
-        has the most."""
+        """Return the most first rows of a single session, of this name or any, and the session."""
         best, found = 0, None
         for session in self._called(name, tenant) if len(rows) else ():
             if best < len(session.rows) and session.rows[best] == rows[best]:
@@ -704,21 +703,21 @@ class SessionTable:
         return best, found
 
     def _is_common_start(self, session: Session, rows: Rows) -> bool:
-        """True if others go on from where this session ends, as from a system prompt."""
+        """True if several sessions continue from this session's end, as from a system prompt."""
         if session.name is not None or len(session.rows) == len(rows):
             return False
         return self._has_several(int(session.rows[-1]), len(session.rows) - 1, session.tenant)
 
     def _is_superseded(self, remembered: Session) -> bool:
-        """True if another live session has this session's last block. The request then belongs to one of them."""
+        """True if a live session has this session's last block. The request then belongs to a live session."""
         row = self.blocks.row(self.shape.session_group, remembered.tip)
         return row >= 0 and self.blocks.users[row] > 0 and self._holder(row, remembered.tenant) is not None
 
     def _with_changed_answer(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
-        """Return the session of this name whose whole last prompt the rows repeat, and not its answer.
+        """Return the session of the name whose whole last prompt, without the answer, the rows repeat.
 
-        The template has left out what the model thought, or the client has changed it. Without a name, it may be
-        somebody else.
+        The template has left out the model's thinking, or the client has changed the answer. Without a name, the client
+        may be a different client.
         """
         if name is None:
             return None
@@ -729,10 +728,10 @@ class SessionTable:
         return origin if prompt and known >= prompt // self.shape.block_tokens else None
 
     def _inherit(self, session: Session, rows: Rows) -> None:
-        """Take over the history of the only session that has the beginning of these rows, and goes on otherwise."""
+        """Take over the history of the only session with the begin of these rows and a different continuation."""
         known = len(self._used(rows))
         origin = self._holder(int(rows[known - 1]), session.tenant) if known else None
-        if origin is None:  # only other tenants have all of it
+        if origin is None:  # only foreign tenants have all of the rows
             known, origin = self._nearest(rows[:known], None, session.tenant)
         if origin is None or known == len(origin.rows) or origin.requests:
             return
@@ -743,19 +742,19 @@ class SessionTable:
         self.superseded(origin)
 
     def _holder(self, row: int, tenant: str) -> Session | None:
-        """Return a session of the tenant that has the block."""
+        """Return a session of the tenant with the block."""
         found = self.by_number.get(int(self.blocks.origin[row]))
         if found is None or found.tenant != tenant:
             found = next(self.holders(row, int(self.blocks.depth[row]), tenant), None)
         return found
 
     def holders(self, row: int, depth: int, tenant: str | None = None) -> Iterator[Session]:
-        """Yield the sessions, of one tenant or all, that have the block. A scan."""
+        """Yield the sessions, of a tenant or all, with the block. A scan."""
         some = self.by_id.values() if tenant is None else self._called(None, tenant)
         return (session for session in some if session.has(row, depth))
 
     def _has_several(self, row: int, depth: int, tenant: str) -> bool:
-        """True if more than one session of the tenant has the block."""
+        """True if several sessions of the tenant have the block."""
         return self.blocks.users[row] > 1 and len(list(islice(self.holders(row, depth, tenant), 2))) > 1
 
     def _enter_end(self, session: Session) -> None:
@@ -766,10 +765,10 @@ class SessionTable:
         if len(session.rows):
             self._ending.remove(int(session.rows[-1]), session)
 
-    # -- sessions whose KV may be gone ----------------------------------------------------------------
+    # -- sessions possibly without KV ------------------------------------------------------------------
 
     def remember(self, session: Session) -> None:
-        """Note by which block a session will be known again. A request of it has ended."""
+        """Note the block by which a session will be recognized, at a request's end."""
         self.forget_tip(session)
         if len(session.rows):
             session.tip = self.blocks.hashes(session.rows[-1:])[0]
@@ -788,12 +787,12 @@ class SessionTable:
             del self._remembered[tip]
 
     def _recall(self, hashes: Sequence[bytes], name: str | None, tenant: str) -> Session | None:
-        """Return the remembered session, of this name or any, whose conversation is the longest that these extend."""
+        """Return the remembered session, of this name or any, with the longest conversation extended by `hashes`."""
         found = map(self._remembered.get, map(tenant.encode().__add__, reversed(hashes)))
         return next((one for one in found if one is not None and name in (None, one.name)), None)
 
     def _revive(self, session: Session) -> None:
-        """Enter a remembered session again: it is as a new one, but for its history."""
+        """Enter a remembered session again, new except for the history."""
         if session.session_id in self.by_id:
             session.session_id = self._new_id(session.name, session.tenant)
         session.is_cold, session.saving_since = False, None
@@ -801,7 +800,7 @@ class SessionTable:
         self._enter(session)
 
     def _new_id(self, name: str | None, tenant: str) -> str:
-        """Return the client's name, with a number behind it for a branch, or `anonymous-N` without a name."""
+        """Return the client's name, with a number for a branch, or `anonymous-N` without a name."""
         taken: Container[str] = self.by_id
         if name is None:
             names = (f"{self._anonymous_name}{n}" for n in self._anonymous[tenant])
@@ -811,10 +810,10 @@ class SessionTable:
 
 
 def prompt_end(hashes: Sequence[bytes], tail: bytes | None) -> str:
-    """Return what tells a prompt from others with the same full blocks; see `Session.prompt_end`."""
+    """Return the distinction between prompts with the same full blocks; see `Session.prompt_end`."""
     return "" if tail is None else f"{len(hashes)}:{tail.hex()}"
 
 
 def _prompt_key(tenant: str, last: bytes, end: str) -> bytes:
-    """Return what a tenant's prompt is found by: the hash of its last full block, and its end; see `prompt_end`."""
-    return b"\0".join((tenant.encode(), end.encode(), last))  # no tuple, which the garbage collector would visit
+    """Return the key of a tenant's prompt: the hash of the last full block, and the end; see `prompt_end`."""
+    return b"\0".join((tenant.encode(), end.encode(), last))  # no tuple, for the garbage collector

@@ -1,1 +1,1 @@
-"""Tiers: places of compressed blocks, and the records of sessions that outlive the engine."""
+"""Tiers of compressed blocks, and the records of sessions that outlive the engine."""

@@ -1,11 +1,11 @@
-"""Allocator of blocks of different sizes in one range of addresses, by best fit.
+"""Allocator of blocks of different sizes in a single range of addresses, by best fit.
 
-A block gets one extent if a hole is large enough: the smallest such hole, and of equal ones the lowest. Else it gets
-several extents, the largest holes first, so that all free bytes can be used. Less than GRANULE bytes a block are lost.
-Blocks of one size leave holes of whole blocks, and are never in pieces.
+A block gets one extent if a hole is large enough: the smallest such hole, and among equal holes the lowest. Else the
+block gets several extents, the largest holes first, so that all free bytes can be used. Less than GRANULE bytes a block
+are lost. Blocks of equal size leave holes of whole blocks, and are never in pieces.
 
-In an arena that is filled to the last byte with blocks of many sizes, a block lies in hundreds of extents. With a
-fiftieth of the bytes free it lies in one or two; see `usable`.
+In an arena filled to the last byte with blocks of many sizes, a block lies in hundreds of extents. With a fiftieth of
+the bytes free, a block lies in one or two; see `usable`.
 """
 
 from bisect import bisect_left, insort
@@ -24,17 +24,17 @@ class Extent(NamedTuple):
 
 
 def room(nbytes: int) -> int:
-    """Return the bytes that a block takes: `nbytes` rounded up to a multiple of GRANULE."""
+    """Return the bytes of a block in the arena: `nbytes` rounded up to a multiple of GRANULE."""
     return -(-nbytes // GRANULE) * GRANULE
 
 
 def usable(nbytes: int) -> int:
-    """Return the bytes of an arena that blocks should take, so that holes stay large."""
+    """Return the bytes of an arena for blocks, so that holes stay large."""
     return nbytes - nbytes // 50
 
 
 def split(extents: Iterable[Extent], nbytes: int) -> tuple[tuple[Extent, ...], list[Extent]]:
-    """Return the extents of the first room(nbytes) bytes of a block, and those of the rest."""
+    """Return the extents of the first room(nbytes) bytes of a block, and the rest's extents."""
     left, kept, rest = room(nbytes), list[Extent](), list[Extent]()
     for start, size in extents:
         keep = min(size, left)
@@ -45,7 +45,7 @@ def split(extents: Iterable[Extent], nbytes: int) -> tuple[tuple[Extent, ...], l
 
 
 class Arena:
-    """Books of addresses from 0 on. It has no memory of its own, and is not thread-safe.
+    """Books of addresses from 0 on, without memory. Not thread-safe.
 
     Args:
         nbytes: Number of addresses, rounded down to a multiple of GRANULE. `join` adds more.
@@ -65,7 +65,7 @@ class Arena:
         self.join(Extent(0, nbytes))
 
     def join(self, more: Extent) -> None:
-        """Add addresses behind all others, rounded down to a multiple of GRANULE."""
+        """Add addresses at the end, rounded down to a multiple of GRANULE."""
         size = more.nbytes - more.nbytes % GRANULE
         self.nbytes += size
         self._end = more.start + size
@@ -81,9 +81,9 @@ class Arena:
         return None if size > self.available else self._in_pieces(size)
 
     def allocate_some(self, nbytes: int, count: int) -> list[tuple[Extent, ...]]:
-        """Return the extents of up to `count` blocks of `nbytes` bytes, as `allocate` would one by one.
+        """Return the extents of up to `count` blocks of `nbytes` bytes, equal to repeated calls of `allocate`.
 
-        A hole is cut up at once, because its rest is the best fit for the next block.
+        A hole is cut up at once, because the rest is the best fit for the next block.
         """
         size = room(nbytes)
         found: list[tuple[Extent, ...]] = []
@@ -98,7 +98,7 @@ class Arena:
         return found
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Free extents that were allocated, or parts of them."""
+        """Free allocated extents, or parts of them."""
         for start, size in extents:
             if not size:
                 continue
@@ -113,7 +113,7 @@ class Arena:
             self._add(start, end - start)
 
     def _in_pieces(self, left: int) -> tuple[Extent, ...]:
-        """Take `left` bytes, which are free, in as few extents as possible."""
+        """Take `left` free bytes in as few extents as possible."""
         taken = []
         while left:
             at = min(bisect_left(self._sizes, left), len(self._sizes) - 1)
@@ -122,7 +122,7 @@ class Arena:
         return tuple(taken)
 
     def _take(self, size: int, most: int) -> Extent:
-        """Take the beginning of the lowest hole of this size, at most `most` bytes."""
+        """Take the begin of the lowest hole of `size` bytes, at most `most` bytes."""
         start = self._starts[size][0]
         self._remove(start)
         taken = Extent(start, min(size, most))

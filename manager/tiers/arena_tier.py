@@ -1,4 +1,4 @@
-"""Tiers whose blocks lie at addresses, with a hard budget: their base, and the tier in RAM."""
+"""Tiers with blocks at addresses and a hard budget: their base, and the tier in RAM."""
 
 import threading
 from abc import abstractmethod
@@ -16,7 +16,7 @@ from manthan.manager.transfer import RESET
 Name: TypeAlias = tuple[int, bytes]
 """KV cache group and hash of a block."""
 CHUNK = 64 << 20
-"""Bytes of memory that are allocated at once, when they are needed."""
+"""Bytes of memory allocated at once, on demand."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,11 +24,11 @@ class Placed:
     """Block at addresses.
 
     Args:
-        nbytes: Size of the block, without what the tier adds.
-        digest: None if it is not known, since the block was cut.
-        is_dropped: True if it is not there any more, or was cut.
-        inner: Ends of its parts but the last.
-        cut: Name and what is left of the block whose end this was, if it was cut off.
+        nbytes: Size of the block, without the tier's additions.
+        digest: None if unknown, because the block was cut.
+        is_dropped: True if the block was dropped, or cut.
+        inner: Ends of all parts but the last.
+        cut: Of a cut-off end: name and kept part of the block.
     """
 
     extents: tuple[Extent, ...]
@@ -41,13 +41,13 @@ class Placed:
 
 
 class ArenaTier(Tier):
-    """Keeps the books of blocks, and erases what is dropped.
+    """Keeps the books of blocks, and erases dropped blocks.
 
-    The bytes of a dropped block, or of its end that is cut off, are erased on a thread, or by the put that needs their
-    room. They count as free at once. Their addresses are used again only after that.
+    The bytes of a dropped block, or of a cut-off end, are erased on a thread, or by the put in need of the room. They
+    count as free at once. The addresses are used again only after the erasure.
 
     Args:
-        max_bytes: Budget, which holds at every moment.
+        max_bytes: Budget, held at every moment.
     """
 
     can_trim = True
@@ -55,25 +55,25 @@ class ArenaTier(Tier):
     def __init__(self, max_bytes: int, arena: Arena) -> None:
         self.max_bytes = max_bytes
         self.peak = 0
-        """Largest number of bytes that were taken."""
+        """Largest number of taken bytes."""
         self._lock = threading.Lock()
-        """Lock of all attributes below. No I/O while it is held."""
+        """Lock of all attributes below. No I/O under the lock."""
         self._arena = arena
         self._blocks: dict[Name, Placed] = {}
-        self._writing: dict[Name, object] = {}  # by block, the put that is writing it
+        self._writing: dict[Name, object] = {}  # by block, the writing put
         self._dropped: deque[Placed] = deque()
-        self._dropped_nbytes = 0  # taken by blocks that are dropped and not erased
+        self._dropped_nbytes = 0  # bytes of dropped blocks not yet erased
         self._erasing = threading.Lock()
-        """Held while a block is erased, and taken before the other one."""
+        """Held during an erasure, and taken before `_lock`."""
         self._eraser: threading.Thread | None = None
 
     @abstractmethod
     def _write(self, name: Name, placed: Placed, buf: Buffer) -> str | None:
-        """Write a block, and complete `placed`. Returns a cause if that is not possible."""
+        """Write a block, and complete `placed`. Returns a cause for a failure."""
 
     @abstractmethod
     def _erase(self, extents: tuple[Extent, ...]) -> None:
-        """Overwrite these addresses."""
+        """Overwrite the bytes at these addresses."""
 
     def _shorten(self, name: Name, placed: Placed) -> None:
         """Write down the size of a block that was cut, before its end is erased."""
@@ -135,19 +135,19 @@ class ArenaTier(Tier):
         return self
 
     def names(self) -> list[Name]:
-        """Return the blocks that are there, in the order in which they were stored."""
+        """Return the names of the blocks, in the order of storing."""
         with self._lock:
             return list(self._blocks)
 
     @property
     def used(self) -> int:
-        """Bytes that blocks take, and those that are being written."""
+        """Bytes of blocks, blocks being written included."""
         with self._lock:
             return self._arena.used - self._dropped_nbytes
 
     @property
     def usable(self) -> int:
-        """Bytes that blocks should take at most: some that are free keep holes large."""
+        """Most bytes for blocks: some free bytes keep holes large."""
         return usable(self._arena.nbytes)
 
     # -- books; the caller holds the lock ---------------------------------------------------------------
@@ -181,12 +181,12 @@ class ArenaTier(Tier):
                 needs = self._arena.available + self._dropped_nbytes >= nbytes
             if extents is not None or not needs:
                 return extents
-            if not self._erase_one():  # what another thread was erasing is free now
+            if not self._erase_one():  # another thread's erasure has freed bytes now
                 with self._lock:
                     return self._take(nbytes)
 
     def _erase_one(self) -> bool:
-        """Erase the block, or the end of one, that was dropped first; False if there is none."""
+        """Erase the block, or cut-off end, dropped first; False without any."""
         with self._erasing:
             with self._lock:
                 if not self._dropped:
@@ -211,7 +211,7 @@ class ArenaTier(Tier):
 
 
 class RamTier(ArenaTier):
-    """Blocks in this process's memory. Bytes are copied on the way in and on the way out."""
+    """Blocks in this process's memory. Bytes are copied on the way in and out."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(max_bytes, Arena(max_bytes))
@@ -225,7 +225,7 @@ class RamTier(ArenaTier):
         if placed is None:
             return None
         buf = np.concatenate([np.empty(0, np.uint8), *self._pieces(placed.extents, placed.nbytes)])
-        with self._lock:  # if it was dropped meanwhile, these may be another block's bytes
+        with self._lock:  # after a drop meanwhile, the bytes may be another block's
             return buf if self._blocks.get(name) is placed else None
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
-"""A tier in a folder of a local file system. Its blocks outlive the process.
+"""Tier in a folder of a local file system. The blocks outlive the process.
 
-    FOLDER/lock      locked by the process that uses the folder
-    FOLDER/blocks    one sparse file of records
+    FOLDER/lock      locked by the process that uses the folder FOLDER/blocks    one sparse file of records
 
 A record begins at a multiple of PAGE with a header of HEADER bytes, little-endian:
 
@@ -10,17 +9,16 @@ A record begins at a multiple of PAGE with a header of HEADER bytes, little-endi
     start and size of each extent, 24 times u64, u64 · ends of the body's inner parts, 4 times u32, 0 for none
     xxh3-64 of the bytes before u64
 
-Its body, a compressed block, follows through the extents. The first extent begins where the header does, so that bytes
-which only look like a header are not taken for one.
+The body, a compressed block, follows through the extents. The first extent begins at the header, so bytes that only
+look like a header are not taken for a header.
 
 A process may be killed at any moment: the body is written before the header, and the page cache is the system's. A
-power failure costs what was written in the last SYNC_S seconds, because a body that is not whole is a miss. Of two
-records of one block, or that overlap, the one with the higher sequence holds.
+power failure costs the blocks written in the last SYNC_S seconds, because an incomplete body is a miss. Of two records
+of a block, or overlapping records, the record with the higher sequence holds.
 
-What is dropped is hole-punched, or overwritten where the file system cannot. A body that is cut has its new header
-before. If a process is killed before that, the
-next one finds the record again. Whoever opens a tier drops what no session needs. What no record has is erased on
-opening.
+A dropped block is hole-punched, or overwritten if the file system cannot punch holes. The new header of a cut body is
+written before. If a process is killed before, the next process finds the record again. The opener of a tier drops
+blocks unneeded by sessions. Bytes outside of records are erased on opening.
 """
 
 import errno
@@ -53,7 +51,7 @@ logger = logging.getLogger("vllm.manthan.disk")
 
 FILE = "blocks"
 PAGE = 4096
-"""File systems allocate, and punch holes, in multiples of this."""
+"""Unit of allocation, and of holes, in file systems."""
 HEADER, MOST_EXTENTS, MOST_KEY, MOST_INNER = 512, 24, 64, 4
 MAGIC, VERSION = b"MNDB", 1
 _FIELDS = struct.Struct("<4sHHIIQQQ64s")
@@ -64,22 +62,22 @@ assert _INNER_AT + _INNER.size <= _END
 DISK = "disk"
 """Cause of a failure of the disk."""
 SYNC_S, CLOSE_S = 5.0, 5.0
-"""Seconds between two syncs, and that a disk without an answer is waited for at the end."""
+"""Seconds between two syncs, and of the last wait for an unresponsive disk."""
 READERS, WRITERS, AHEAD = 8, 4, 16
-"""Threads, and runs of blocks that are read ahead for one reader."""
+"""Threads, and runs of blocks read ahead for a reader."""
 RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20
-"""Bytes that a thread reads at once, and that are searched at once."""
+"""Bytes read at once by a thread, and bytes searched at once."""
 QUIET_S = 60.0
-"""Seconds in which a failure of many blocks is logged once."""
+"""Seconds between two log lines about failures of many blocks."""
 
 
 def room(nbytes: int) -> int:
-    """Return the bytes of the file that a block takes: whole pages."""
+    """Return the bytes of a block in the file: whole pages."""
     return _pages(HEADER + nbytes)
 
 
 def usable(max_bytes: int) -> int:
-    """Return the bytes that blocks should take of a budget."""
+    """Return the bytes of a budget for blocks."""
     return arena.usable(max_bytes) // PAGE * PAGE
 
 
@@ -88,15 +86,15 @@ def _pages(nbytes: int) -> int:
 
 
 class DiskTier(ArenaTier):
-    """Tier of one rank in a folder on disk, which is made if it is not there.
+    """Tier of a rank in a folder on disk, made if missing.
 
     Args:
         timeout_s: Seconds that a reader waits for the disk in all, and a writer for each block.
-        is_left: True for the folder of an earlier server, which several ranks read and drop from. None writes to it.
+        is_left: True for the folder of an earlier server, which several ranks read and drop from. None writes there.
 
     Raises:
         BlockingIOError: Another process uses the folder.
-        OSError: The folder cannot be used.
+        OSError: The folder is unusable.
     """
 
     def __init__(self, folder: Path, max_bytes: int, timeout_s: float = 10.0, is_left: bool = False) -> None:
@@ -105,7 +103,7 @@ class DiskTier(ArenaTier):
         self._folder_lock = lock(folder / "lock", is_left)
         self._fd = open_file(self._path)
         sync_folder(folder)
-        weakref.finalize(self, os.close, self._fd)  # not before the last thread has done with it
+        weakref.finalize(self, os.close, self._fd)  # not before the last thread has finished
         records = records_in(self._fd)
         super().__init__(max_bytes, self._arena_around(records, max_bytes // PAGE * PAGE))
         self._blocks = {record.name: record.placed for record in records}
@@ -113,7 +111,7 @@ class DiskTier(ArenaTier):
         self._is_dirty, self._is_apart, self._sparing = True, False, Sparing(QUIET_S)
         self._readers = ThreadPoolExecutor(READERS, "manthan-disk-read")
         self._writers = ThreadPoolExecutor(WRITERS, "manthan-disk-write")
-        self._stuck: Future[list[Found]] | Future[str | None] | None = None  # what somebody gave up waiting for
+        self._stuck: Future[list[Found]] | Future[str | None] | None = None  # abandoned waits
         self._closing = threading.Event()
         self._syncer = threading.Thread(target=self._sync_regularly, name="manthan-disk-sync", daemon=True)
         self._syncer.start()
@@ -160,7 +158,7 @@ class DiskTier(ArenaTier):
                 job.cancel()
 
     def cleared(self, place: str) -> "DiskTier":
-        """Return this one. Its file loses its name before a block is put again."""
+        """Return this tier. The file loses the name before a block is put again."""
         super().cleared(place)
         self._is_apart = True
         return self
@@ -251,7 +249,7 @@ class DiskTier(ArenaTier):
         return None
 
     def _erase(self, extents: tuple[Extent, ...]) -> None:
-        """The header, which is in the first extent, goes first."""
+        """Erase the extents. The header, in the first extent, goes first."""
         self._is_dirty = True
         try:
             for extent in extents:
@@ -269,7 +267,7 @@ class DiskTier(ArenaTier):
             self._complain(f"a block that was cut cannot be written down: {error.strerror}")
 
     def _arena_around(self, records: Sequence["_Record"], nbytes: int) -> Arena:
-        """Return an arena in which the records' extents are taken. What lies between them is erased. Raises OSError."""
+        """Return an arena with the records' extents taken. Bytes between the records are erased. Raises OSError."""
         taken = sorted(extent for record in records for extent in record.placed.extents)
         end = sum(taken[-1]) if taken else 0
         found = Arena(max(end, nbytes))
@@ -285,7 +283,7 @@ class DiskTier(ArenaTier):
         return found
 
     def _take(self, nbytes: int) -> tuple[Extent, ...] | None:
-        """The file has more room than the budget where an earlier one was larger."""
+        """Take extents within the budget, because a file from an earlier, larger budget has more room."""
         return None if self._arena.used + nbytes > self.max_bytes // PAGE * PAGE else super()._take(nbytes)
 
     def _leave(self) -> None:
@@ -299,7 +297,7 @@ class DiskTier(ArenaTier):
             self._sync()
 
     def _sync(self) -> None:
-        """Make what was written and erased last if the machine stops."""
+        """Make writes and erasures survive a stop of the machine."""
         try:
             self._leave()
             if self._is_dirty:
@@ -325,7 +323,7 @@ class DiskTier(ArenaTier):
 
 
 class _Wanted(NamedTuple):
-    """Block to read, None if it is not there, and memory of its size."""
+    """Block to read, None if absent, and memory of the block's size."""
 
     placed: Placed | None
     memory: Buffer
@@ -337,7 +335,7 @@ class _Record(NamedTuple):
 
 
 def records_in(fd: int) -> list[_Record]:
-    """Return the records of an open file that hold, in the order of writing. Raises OSError."""
+    """Return the valid records of an open file, in the order of writing. Raises OSError."""
     newest: dict[Name, _Record] = {}
     for record in _scanned(fd):
         known = newest.get(record.name)
@@ -356,7 +354,7 @@ def records_in(fd: int) -> list[_Record]:
 
 
 def _scanned(fd: int) -> Iterator[_Record]:
-    """Yield each record whose header is right, by address. Raises OSError."""
+    """Yield each record with a valid header, by address. Raises OSError."""
     at, size = 0, os.fstat(fd).st_size
     while at < size:
         try:
@@ -408,4 +406,4 @@ def _body(placed: Placed) -> Iterator[Extent]:
 
 
 def _digest(body: Buffer) -> int:
-    return xxhash.xxh3_64(body.data).intdigest()  # an object lets other threads run meanwhile
+    return xxhash.xxh3_64(body.data).intdigest()  # an object lets further threads run meanwhile

@@ -1,4 +1,4 @@
-"""Files and folders of a disk tier: made for their owner only, set aside where they are damaged, and erased."""
+"""Files and folders of a disk tier: made for their owner only, set aside if damaged, and erased."""
 
 import ctypes
 import errno
@@ -17,7 +17,7 @@ _FALLOCATE = ctypes.CDLL(None).fallocate
 _FALLOCATE.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
-"""Errors that say nothing about a file."""
+"""Errors without a meaning for a file."""
 
 
 def is_damage(error: OSError) -> bool:
@@ -26,7 +26,7 @@ def is_damage(error: OSError) -> bool:
 
 
 def set_aside(path: Path, why: object) -> bool:
-    """Rename a damaged file or folder to `.bad`, over what was set aside before. False if that is not possible."""
+    """Rename a damaged file or folder to `.bad`, over an earlier `.bad`. Return False for a failure."""
     bad, why = path.with_name(f"{path.name}.bad"), " ".join(str(why).split())  # one line
     try:
         if bad.is_dir() and not bad.is_symlink():
@@ -41,7 +41,7 @@ def set_aside(path: Path, why: object) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, for their owner only. A damaged one is set aside. Raises OSError."""
+    """Make a folder and all missing parents, for their owner only. A damaged folder is set aside. Raises OSError."""
     if not path.parent.exists():
         make_folder(path.parent)
     try:
@@ -55,7 +55,7 @@ def make_folder(path: Path) -> None:
 
 
 def open_file(path: Path) -> int:
-    """Open a file, made if it is not there, for its owner only. A damaged one is set aside. Raises OSError."""
+    """Open a file, made if missing, for the owner only. A damaged file is set aside. Raises OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
         return os.open(path, flags, 0o600)
@@ -66,13 +66,13 @@ def open_file(path: Path) -> int:
 
 
 def lock(path: Path, is_shared: bool = False) -> IO[bytes]:
-    """Lock a file, which `open_file` opens.
+    """Lock a file, opened by `open_file`.
 
     Args:
-        is_shared: True if other processes may lock it so, too.
+        is_shared: True if several processes may hold a shared lock.
 
-    Returns: the file, which is locked until it is closed.
-    Raises: BlockingIOError if another process has locked it, or another user owns it; OSError if it cannot be opened.
+    Returns: the file, locked until closed. Raises: BlockingIOError if another process holds the lock, or another user
+    owns the file; OSError if opening fails.
     """
     is_ours = not path.exists() or path.stat().st_uid == os.geteuid()
     if not (is_ours or os.access(path, os.R_OK | os.W_OK, effective_ids=True)):

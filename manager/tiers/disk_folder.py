@@ -1,11 +1,11 @@
-"""The folder in which a server keeps its compressed blocks.
+"""Folder of a server's compressed blocks.
 
-    PATH/lock                        locked by the server that uses the folder; its process id, and that of its parent
-    PATH/NAME/                       blocks of one model and configuration; see `Namespace`
-    PATH/NAME/sessions.sqlite        the sessions; see `manthan.manager.tiers.journal`
-    PATH/NAME/rank-N-of-M/           one rank's blocks, of M ranks; see `manthan.manager.tiers.disk`
+    PATH/lock                        locked by the server that uses the folder; ids of the process and the parent
+    PATH/NAME/                       blocks of one model and configuration; see `Namespace` PATH/NAME/sessions.sqlite
+    the sessions; see `manthan.manager.tiers.journal` PATH/NAME/rank-N-of-M/           one rank's blocks, of M ranks;
+    see `manthan.manager.tiers.disk`
 
-The first data-parallel replica uses PATH, and each other one has a folder PATH/replica-N with all of that.
+The first data-parallel replica uses PATH. Each further replica has a folder PATH/replica-N with the same contents.
 """
 
 import errno
@@ -39,7 +39,7 @@ class FolderBusyError(ConfigError):
 
 
 class NoTier(RamTier):
-    """Tier without room, in place of a disk that cannot be used."""
+    """Tier without room, for an unusable disk."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -49,10 +49,10 @@ class NoTier(RamTier):
 
 
 def check_folder(path: str, patience_s: float = 0.0) -> None:
-    """Raise ConfigError for a folder that cannot be used, or that another server uses.
+    """Raise ConfigError for a folder unusable, or in use by another server.
 
     Args:
-        patience_s: Seconds to wait for the end of processes of a server that was killed.
+        patience_s: Seconds to wait for the end of processes of a killed server.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -77,10 +77,10 @@ def check_folder(path: str, patience_s: float = 0.0) -> None:
 
 
 def open_root(path: Path) -> IO[bytes] | None:
-    """Lock the folder for this process, and make it if it is not there.
+    """Lock the folder for this process, and make the folder if missing.
 
-    Returns: the file, which is locked until it is closed; None if none can be made.
-    Raises: ConfigError if another server uses the folder.
+    Returns: the file, locked until closed; None if no file can be made. Raises: ConfigError if another server uses the
+    folder.
     """
     try:
         if not path.is_dir():
@@ -120,13 +120,15 @@ def open_rank(path: Path, name: str, shard: Shard, max_bytes: int, is_left: bool
 
 
 def counts_in(folder: Path) -> list[int]:
-    """Return the numbers of ranks of the servers that have left blocks in the folder of a namespace."""
+    """Return the numbers of ranks of servers with blocks in the folder of a namespace."""
     return sorted({int(each.name.rpartition("-")[2]) for each in folder.glob("rank-*-of-*") if (each / FILE).exists()})
 
 
 def found_in(folder: Path, shard: Shard) -> dict[Name, list[int]]:
-    """Return the room of each block of a rank, whose tier another process may have open: of its first part, then of
-    two, and so on to all."""
+    """Return the room of each block of a rank, even if another process has the rank's tier open.
+
+    The room is a list: of the first part, of two parts, and so on to all.
+    """
     found: dict[Name, list[int]] = {}
     with suppress(OSError):
         fd = os.open(folder / f"rank-{shard}" / FILE, os.O_RDONLY | os.O_CLOEXEC)
@@ -139,12 +141,12 @@ def found_in(folder: Path, shard: Shard) -> dict[Name, list[int]]:
 
 
 def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, int]:
-    """Remove Manthan's folders of other names than `name`, and there those of ranks that nobody reads.
+    """Remove Manthan's folders of names other than `name`, and under `name` folders of unread ranks.
 
     Args:
-        counts: Numbers of ranks of the servers whose blocks are read.
+        counts: Numbers of ranks of the servers to read.
 
-    Returns: Names and bytes of what is removed.
+    Returns: Names and bytes of removed folders.
     """
     removed = {}
     unread = [
@@ -162,7 +164,7 @@ def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, in
 
 
 def _is_ours(path: Path) -> bool:
-    """True if nobody has locked the file, or a process of this server: this one, its child or its sibling."""
+    """True if the file is unlocked, or locked by a process of this server: this process, a child or a sibling."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

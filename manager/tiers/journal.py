@@ -1,7 +1,7 @@
 """Sessions of this engine on disk, in SQLite, for the next process.
 
-The scheduler's thread only leaves records here. A thread writes them, the last of each session. A killed process loses
-records that were not written yet. The next one drops blocks that no session names.
+The scheduler's thread only leaves records here. A thread writes them, the last record of each session. A killed process
+loses unwritten records. The next process drops blocks without a session.
 """
 
 import logging
@@ -25,10 +25,10 @@ logger = logging.getLogger("vllm.manthan.disk")
 
 JOURNAL = "sessions.sqlite"
 SCHEMA = 7
-"""Version. A journal of another one is begun anew."""
+"""Version. A journal of a different version is begun anew."""
 CLOSE_S = 5.0
 REST_S = 1.0
-"""Seconds until a write that failed is tried again."""
+"""Seconds until a failed write is tried again."""
 TABLE = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
@@ -36,24 +36,24 @@ CREATE TABLE IF NOT EXISTS sessions (
     saved BLOB NOT NULL   -- JSON: blocks and resume points
 ) WITHOUT ROWID"""
 ID = "id"
-"""Field of sealed facts: the session's id. Its row has another name."""
+"""Field of sealed facts: the session's id. The row has a different name."""
 ABOUT = ("journal",)
-"""What sealed rows are bound to, besides their ids."""
+"""Names bound to sealed rows, besides their ids."""
 FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
-"""Exceptions of SQLite and the disk. The last one is of names in a damaged schema."""
+"""Exceptions of SQLite and the disk. UnicodeDecodeError is of names in a damaged schema."""
 UNREADABLE = (msgspec.MsgspecError, KeyError, AttributeError, SealError)
 
 
 def _below(most: int) -> msgspec.Meta:
-    """Return the bound of a number, which a damaged row may exceed."""
+    """Return the bound of a number, because a damaged row may exceed the bound."""
     return msgspec.Meta(ge=0, lt=most)
 
 
 class JournalBlock(NamedTuple):
-    """A saved block of a session, or of a resume point.
+    """Saved block of a session, or of a resume point.
 
-    position: among the blocks of its session and group. exact: number of its first tokens that are exact. mark: see
-    `manthan.manager.pool.Mark`. note: bytes that are kept with it for others.
+    position: among the blocks of the session and group. exact: number of exact first tokens. mark: see
+    `manthan.manager.pool.Mark`. note: bytes written with the block for other readers.
     """
 
     block_hash: bytes
@@ -69,14 +69,14 @@ class JournalBlock(NamedTuple):
 
 
 class JournalPoint(NamedTuple):
-    """Blocks that other KV cache groups have at a resume point, `depth` blocks into the session."""
+    """Blocks of further KV cache groups at a resume point, `depth` blocks into the session."""
 
     depth: int
     parts: tuple[JournalBlock, ...]
 
 
 class SavedBlocks(NamedTuple):
-    """Saved blocks of a session, and its resume points."""
+    """Saved blocks of a session, and the session's resume points."""
 
     blocks: tuple[JournalBlock, ...]
     points: tuple[JournalPoint, ...] = ()
@@ -87,9 +87,9 @@ GONE = SavedBlocks(())
 
 @dataclass(frozen=True)
 class JournalSession:
-    """A session as the next process finds it.
+    """Session for the next process.
 
-    facts: of JSON's types. saved: None to leave what was written before; without blocks if the session is gone.
+    facts: of JSON's types. saved: None to leave the earlier record; without blocks for a finished session.
     """
 
     session_id: str
@@ -98,12 +98,12 @@ class JournalSession:
 
 
 class Journal:
-    """The journal in a folder.
+    """Journal in a folder.
 
-    A damaged one is set aside, and a new one is begun. If that is impossible, only this process knows its sessions.
+    A damaged journal is set aside, and a new journal is begun. If opening fails, only this process knows the sessions.
 
     Args:
-        sealer: seals rows; None to write them as they are.
+        sealer: seals rows; None to write plain rows.
     """
 
     def __init__(self, folder: Path, sealer: Sealer | None = None) -> None:
@@ -117,7 +117,7 @@ class Journal:
         self._thread.start()
 
     def sessions(self) -> Iterator[JournalSession]:
-        """Yield all sessions that were written. Unreadable ones are left out, and removed."""
+        """Yield all written sessions. Unreadable sessions are left out, and removed."""
         bad = []
         for row_id, facts, saved in self._rows():
             try:
@@ -133,14 +133,14 @@ class Journal:
                 self._db.executemany("DELETE FROM sessions WHERE id = ?", bad)
 
     def _rows(self) -> Iterator[tuple[Any, ...]]:
-        """Yield rows up to the first that SQLite cannot find."""
+        """Yield rows up to the first row unreadable for SQLite."""
         try:
             yield from self._db.execute("SELECT id, facts, saved FROM sessions")
         except FAULTS as error:
             logger.warning("Manthan: %s: sessions cannot be read: %s", self.path, error)
 
     def tell(self, sessions: Iterable[JournalSession]) -> None:
-        """Have these sessions written."""
+        """Have the sessions written."""
         with self._wake:
             for session in sessions:
                 before = self._news.get(session.session_id)
@@ -157,7 +157,7 @@ class Journal:
             self._wake.notify()
 
     def close(self) -> None:
-        """Write what is left, if that is possible within CLOSE_S."""
+        """Write the rest, within CLOSE_S."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -194,11 +194,11 @@ class Journal:
         return data if self._sealer is None else self._sealer.seal(data, "", *ABOUT, row_id, part)
 
     def _opened(self, value: bytes, row_id: str, part: str) -> bytes:
-        """Return what was sealed, or raise one of UNREADABLE."""
+        """Return the unsealed value, or raise one of UNREADABLE."""
         return value if self._sealer is None else self._sealer.open(value, "", *ABOUT, row_id, part)
 
     def _write(self, news: Iterable[JournalSession], is_cleared: bool) -> None:
-        """Write all of these or none.
+        """Write all of the sessions or none.
 
         Raises:
             sqlite3.Error: None was written.
@@ -224,7 +224,7 @@ class Journal:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open a journal. A damaged one is set aside. Where no file can be used, open one in memory."""
+    """Open a journal. A damaged journal is set aside. Without a usable file, open a journal in memory."""
     try:
         make_folder(path.parent)
         try:
@@ -239,8 +239,8 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _connect(path: Path | None) -> sqlite3.Connection:
-    """Open the database, for its owner only, with its table; in memory without a path. Raises FAULTS."""
-    if path is not None:  # SQLite's other files get the same mode
+    """Open the database, for the owner only, with the table; in memory without a path. Raises FAULTS."""
+    if path is not None:  # SQLite's further files get the same mode
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     db = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level="IMMEDIATE")
     try:
@@ -268,7 +268,7 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _set_aside(path: Path, error: Exception) -> bool:
-    """Rename a damaged journal and SQLite's other files. Return False if that is not possible."""
+    """Rename a damaged journal and SQLite's further files. Return False for a failure."""
     if not set_aside(path, error):
         return False
     for end in ("-wal", "-shm"):

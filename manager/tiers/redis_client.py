@@ -1,4 +1,4 @@
-"""Connections to Redis, and a circuit breaker: a server that does not answer costs one timeout, not thousands."""
+"""Connections to Redis, and a circuit breaker: an unresponsive server costs a single timeout, not thousands."""
 
 import os
 import random
@@ -26,7 +26,7 @@ RETRIES = 1
 BREAK_FIRST_S, BREAK_MOST_S = 0.25, 4.0
 OLDEST_VERSION = 7
 BATCH = 512
-"""Commands in one pipeline, at most."""
+"""Commands in a pipeline, at most."""
 
 
 class RedisUnreachableError(ConfigError):
@@ -34,10 +34,10 @@ class RedisUnreachableError(ConfigError):
 
 
 class Circuit:
-    """Let no command through for a while after one has failed. The while doubles with each failure, with jitter.
+    """Let no command through for a while after a failure. The while doubles with each failure, with jitter.
 
     Args:
-        ring: Called, on whatever thread, when the state changes.
+        ring: Called, on any thread, when the state changes.
     """
 
     def __init__(self, ring: Callable[[], None] = lambda: None) -> None:
@@ -58,7 +58,7 @@ class Circuit:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Run commands in this context. Raises TierError for what redis-py raises."""
+        """Run commands in this context. Raises TierError for exceptions of redis-py."""
         if self.wait_s:
             raise TierError(f"Redis is not asked for another {self.wait_s:.1f} s: {self.last_error}", STORE_DOWN)
         try:
@@ -66,7 +66,7 @@ class Circuit:
         except OutOfMemoryError as error:
             self._answered()
             raise TierError(str(error), STORE_FULL) from None
-        except (RedisError, OSError) as error:  # busy, loading and read only are answers, but none that help
+        except (RedisError, OSError) as error:  # busy, loading and read only are answers, but useless
             self._failed(f"{type(error).__name__}: {error}")
             raise TierError(str(error), STORE_DOWN) from None
         self._answered()
@@ -89,10 +89,10 @@ class Circuit:
 
 
 def connect(config: RedisConfig, threads: int = 1) -> Client:
-    """Return a client whose commands end within their timeouts. Nothing is sent yet. Raises ConfigError.
+    """Return a client with timeouts for all commands. Nothing is sent yet. Raises ConfigError.
 
     Args:
-        threads: Number of threads that use it at once. Each needs a connection, or it looks as if the server hung.
+        threads: Number of concurrent threads. Each needs a connection, or the server would seem to hang.
     """
     try:
         timeout_s = float(parse_url(config.url).get("socket_timeout", TIMEOUT_S))
@@ -113,7 +113,7 @@ def connect(config: RedisConfig, threads: int = 1) -> Client:
 
 
 def check(client: Client, config: RedisConfig) -> str:
-    """Return in a sentence what the operator should change; empty if nothing.
+    """Return advice to the operator, in a sentence; empty for none.
 
     Raises:
         RedisUnreachableError: The server does not answer.
@@ -145,7 +145,7 @@ def check(client: Client, config: RedisConfig) -> str:
 
 
 def pipelined(client: Client, commands: Sequence[tuple[Any, ...]], *, raise_on_error: bool = True) -> list[Any]:
-    """Return the answers to commands that are sent together, in order."""
+    """Return the answers to commands sent together, in order."""
     answers: list[Any] = []
     for start in range(0, len(commands), BATCH):
         pipeline = client.pipeline(transaction=False)

@@ -1,11 +1,10 @@
-"""Names of Manthan's data in Redis. docs/redis.md shows it with redis-cli.
+"""Names of Manthan's data in Redis. docs/redis.md shows the data with redis-cli.
 
     manthan:{NAME}:session:ID            hash: a session, for people
     manthan:NAME:block:HASH:GROUP:SHARD  string: one rank's compressed block, see manthan.codec.wire
 
-HASH is vLLM's block hash, GROUP the KV cache group. SHARD, such as 0-of-2, says which part of the block it is. With
-`volatile-ttl` the server evicts what has the shortest time to live. Times to live fall along a session, so that its
-tail goes first.
+HASH is vLLM's block hash, GROUP the KV cache group. SHARD, such as 0-of-2, is the part of the block. With
+`volatile-ttl` the server evicts the shortest time to live first. Times to live fall along a session, so tails go first.
 """
 
 import hashlib
@@ -19,19 +18,19 @@ from urllib.parse import quote
 from manthan.manager.tiers.shards import Shard
 
 FALL, HALF = 0.25, 512
-"""Share of the time to live by which the last block of an endless session lives shorter; at depth HALF, half of it."""
+"""Reduction of the time to live at the end of an endless session, as a share; half as much at depth HALF."""
 SAMPLES = 64
-"""Most block hashes that a session's hash names, by their first bytes."""
+"""Most block hashes in a session's hash, by their first bytes."""
 FIRST_TTL = 0.5
-"""Share of the time to live that a block is stored with, until its session is told."""
+"""Share of the time to live at a block's store, until the session is written."""
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """Part of a Redis, or of a disk, that one model has.
+    """Part of a Redis, or of a disk, for a single model.
 
-    prefix: of all names in Redis. name: last name of the model, and a digest of everything that its compressed blocks
-    depend on.
+    prefix: of all names in Redis. name: last name of the model, and a digest of every fact behind the compressed
+    blocks.
     """
 
     prefix: str
@@ -39,7 +38,7 @@ class Namespace:
 
     @classmethod
     def of(cls, prefix: str, model: str, identity: Mapping[str, object]) -> "Namespace":
-        """Return the namespace of a model. identity: everything that its blocks depend on."""
+        """Return the namespace of a model. identity: every fact behind the blocks."""
         text = json.dumps(identity, sort_keys=True, default=str)
         slug = re.sub(r"[^a-z0-9.]+", "-", model.rstrip("/").rpartition("/")[2].lower()).strip("-")[:40]
         return cls(prefix, f"{slug or 'model'}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
@@ -49,26 +48,26 @@ class Namespace:
         return f"{self.prefix}{{{self.name}}}:session:{quote(session_id, safe='@~+,=/', errors='surrogatepass')}"
 
     def block(self, group: int, block_hash: bytes, shard: Shard) -> str:
-        """Key of one rank's compressed block."""
+        """Name of a rank's compressed block in Redis."""
         return f"{self.prefix}{self.name}:block:{block_hash.hex()}:{group}:{shard}"
 
 
 def lives_s(ttl_s: float, depth: int) -> float:
-    """Seconds that the block at this depth lives after its session's last use."""
+    """Time to live of the block at `depth`, in seconds from the session's last use."""
     return ttl_s * (1 - FALL * depth / (depth + HALF))
 
 
 def sample(block_hashes: Sequence[bytes]) -> str:
-    """Return the first bytes of some of a session's block hashes, the last one among them: "7:9f3a01bc 15:e07b33d2"."""
+    """Return the first bytes of some of a session's block hashes, the last included: "7:9f3a01bc 15:e07b33d2"."""
     count = len(block_hashes)
     some = {(n + 1) * count // SAMPLES - 1 for n in range(SAMPLES)} if count > SAMPLES else range(count)
     return " ".join(f"{at}:{block_hashes[at].hex()[:8]}" for at in sorted(some))
 
 
 def shared_blocks(sampled: str, block_hashes: Sequence[bytes]) -> int:
-    """Return how many first blocks of a prompt a session has, as far as its `sample` tells.
+    """Return the number of a prompt's first blocks in a session, as far as the session's `sample` tells.
 
-    A block hash covers all tokens before it. So the last common one settles those before it.
+    A block hash covers all earlier tokens, so the last common hash settles the earlier blocks.
     """
     pairs = (word.split(":") for word in sampled.split())
     some = ((int(at), start) for at, start in pairs)

@@ -1,7 +1,7 @@
-"""Sessions in Redis: lookups of blocks, one hash a session, and times to live. All on a thread of its own.
+"""Sessions in Redis: lookups of blocks, a hash for each session, and times to live. All on a separate thread.
 
-The engine's thread leaves lookups and records here and fetches answers. Records that cannot be written while Redis is
-down are written when it is back, the last one of each session.
+The engine's thread leaves lookups and records here and fetches answers. While Redis is down, records wait, the last
+record of each session, and are written when Redis is back.
 """
 
 import logging
@@ -23,31 +23,33 @@ from manthan.manager.tiers.tier import TierError
 logger = logging.getLogger("vllm.manthan.redis")
 
 Needed: TypeAlias = Callable[[int], Sequence[BlockName]]
-"""Returns the blocks of other KV cache groups that a request needs to go on behind a number of blocks."""
+"""Returns the blocks of further KV cache groups needed to continue behind a number of blocks."""
 CLOSE_S = 5.0
 REST_S = 0.5
 RENEW = 1 / 16
-"""The blocks of a session that is used are renewed when this share of their time to live has passed."""
+"""Share of the time to live after which the blocks of a used session are renewed."""
 FIRST, RUN, SWITCHES = 32, 256, 16
-"""Blocks that a lookup asks for first, so that an unknown prompt costs a short question only; blocks that are taken to
-be of one size; most times that it goes on among blocks of another number of shards."""
+"""First blocks of a lookup, so that an unknown prompt costs only a short question; blocks assumed to be of equal
+size; most changes to a different number of shards."""
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
-"""Causes of drops that delete blocks, though other engines may use them. Drops that only make room delete none."""
+"""Causes of drops that delete blocks, even if several engines use them. Drops for room delete none."""
 LASTING = (DropCause.EXPIRED, DropCause.RELEASED)
-"""Causes of drops that are carried out later if Redis is down."""
+"""Causes of drops carried out later if Redis is down."""
 
 
 class StoredPoint(NamedTuple):
-    """Number of looked up blocks behind which all that other groups need is stored, and the sizes of that."""
+    """Number of looked up blocks in front of a complete resume point, and the sizes of the further groups' blocks
+    there.
+    """
 
     blocks: int
     sizes: Sequence[int]
 
 
 class LookupResult(NamedTuple):
-    """Sizes of a prompt's blocks that are stored, up to the first that is not, and the deepest resume point there.
+    """Sizes of a prompt's stored blocks, up to the first absent block, and the deepest resume point among them.
 
-    sampled: the `redis_schema.sample` of the session's blocks, as the last engine that served it told.
+    sampled: the `redis_schema.sample` of the session's blocks, by the last engine of the session.
     """
 
     sizes: Sequence[int] = ()
@@ -56,9 +58,9 @@ class LookupResult(NamedTuple):
 
 
 class SessionRecord(NamedTuple):
-    """Session as it is now.
+    """Current session.
 
-    fields: of its hash; None for one that is forgotten. used: Unix time of its last use. blocks: group, block hash and
+    fields: of the hash; None for a forgotten session. used: Unix time of the last use. blocks: group, block hash and
     position of each stored block.
     """
 
@@ -80,10 +82,10 @@ class RedisSessions:
     """Books of this engine's sessions in Redis. No call makes the engine's thread wait.
 
     Args:
-        counts: numbers of shards of a block, this engine's own first, and then those of others that it can read.
-        facts: fields that all hashes have. `engine` names the engine that wrote it.
-        answered: called on this thread when there is an answer to take.
-        sealer: names sessions where blocks are sealed.
+        counts: numbers of shards of a block, this engine's first, and then the further readable numbers.
+        facts: fields of all hashes. `engine` names the writing engine.
+        answered: called on the books' thread when an answer is ready.
+        sealer: names sessions if blocks are sealed.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class RedisSessions:
         self._client, self._circuit, self._ttl_s = client, circuit, ttl_s
         self._counts = {count: [Shard(at, count) for at in range(count)] for count in counts}
         self._renews = {counts[0]}
-        """Numbers of shards of blocks that this engine stores or has found."""
+        """Numbers of shards of blocks stored or found by this engine."""
         self._base = self._namespace = namespace
         self._facts, self._answered, self._sealer = facts, answered, sealer
         self._wake = threading.Condition()
@@ -120,11 +122,11 @@ class RedisSessions:
     def look_up(
         self, request_id: str, session_id: str, group: int, hashes: Sequence[bytes], needed: Needed | None = None
     ) -> bool:
-        """Ask which of these blocks are stored. Return False if no answer will come.
+        """Ask for stored blocks of `hashes`. Return False if no answer will come.
 
         Args:
-            session_id: session that the request belongs to.
-            needed: called on another thread; None for a model without other groups.
+            session_id: session of the request.
+            needed: called on another thread; None for a model without further groups.
         """
         if not self._circuit.is_up:
             return False
@@ -134,7 +136,7 @@ class RedisSessions:
         return True
 
     def tell(self, records: Iterable[SessionRecord], drops: Iterable[BlocksDropped]) -> None:
-        """Leave records of sessions that have changed, and blocks that this engine has dropped."""
+        """Leave records of changed sessions, and blocks dropped by this engine."""
         with self._wake:
             causes = DELETED if self._circuit.is_up else LASTING
             for drop in drops:
@@ -143,12 +145,12 @@ class RedisSessions:
             for record in records:
                 self._records[record.session_id] = record
                 for group, block_hash, _ in record.blocks if self._deletes else ():
-                    self._deletes.pop((group, block_hash), None)  # it is stored again
+                    self._deletes.pop((group, block_hash), None)  # stored again
             if self._is_behind:
                 self._wake.notify()
 
     def reset(self) -> str:
-        """Return the name of a new namespace. The KV may be of other weights from now on."""
+        """Return the name of a new namespace. The KV may be of different weights from now on."""
         with self._wake:
             self._namespace = Namespace(self._base.prefix, f"{self._base.name}-{secrets.token_hex(4)}")
             self._answers |= {lookup.request_id: LookupResult() for lookup in self._lookups}
@@ -171,7 +173,7 @@ class RedisSessions:
         return self._circuit.is_up
 
     def close(self) -> None:
-        """Write what is left, if Redis answers within CLOSE_S."""
+        """Write the rest, if Redis answers within CLOSE_S."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -180,7 +182,7 @@ class RedisSessions:
         if self._thread.is_alive():
             logger.warning("Manthan: Redis does not answer; what was not told it yet is left untold.")
 
-    # -- this thread ----------------------------------------------------------------------------------
+    # -- the books' thread ----------------------------------------------------------------------------
 
     @property
     def _is_behind(self) -> bool:
@@ -216,9 +218,9 @@ class RedisSessions:
         return LookupResult()
 
     def _found(self, namespace: Namespace, lookup: _Lookup) -> tuple[list[int], str]:
-        """Return sizes of the blocks up to the first that is not there, each in all shards, and the session's sample.
+        """Return sizes of the blocks up to the first absent block, each in all shards, and the session's sample.
 
-        Where a block is not there as this engine stores it, the search goes on among those of another number of shards.
+        If a block is absent in this engine's number of shards, the search continues in further numbers of shards.
         """
         [sampled] = self._ask([("HGET", self._name(namespace, lookup.session_id), "hashes")])
         sizes = list[int]()
@@ -234,10 +236,10 @@ class RedisSessions:
         return sizes, (sampled or b"").decode()
 
     def _stored(self, namespace: Namespace, group: int, hashes: Sequence[bytes], count: int) -> list[int]:
-        """Return sizes of the first blocks that are there in `count` shards.
+        """Return sizes of the first blocks stored in `count` shards.
 
-        Blocks are counted in runs that double until one has a hole, and are halved then. The blocks of a run of RUN
-        take about as much as its first one.
+        Blocks are counted in runs. Runs double until a run has a hole, and are then halved. The blocks of a run of RUN
+        are about as large as the first.
         """
         names = [[namespace.block(group, each, shard) for shard in self._counts[count]] for each in hashes]
         good, run, grows = 0, FIRST, True
@@ -255,7 +257,7 @@ class RedisSessions:
         return [sizes[at // RUN] for at in range(good)]
 
     def _point(self, namespace: Namespace, count: int, needed: Needed) -> StoredPoint | None:
-        """Return the deepest point, up to `count` blocks, at which all is stored. It is mostly the first one."""
+        """Return the deepest complete resume point, up to `count` blocks: mostly the first tried."""
         tried = 1
         while count > 0:
             some = {at: needed(at) for at in range(count, max(0, count - tried), -1)}
@@ -268,7 +270,7 @@ class RedisSessions:
         return None
 
     def _sizes(self, namespace: Namespace, blocks: Sequence[BlockName]) -> list[int]:
-        """Return the bytes of each block in all shards; 0 if it is not there."""
+        """Return the bytes of each block in all shards; 0 for an absent block."""
         sizes = dict.fromkeys(blocks, 0)
         for count, shards in self._counts.items():
             left = [block for block, nbytes in sizes.items() if not nbytes]
@@ -281,7 +283,7 @@ class RedisSessions:
         return list(sizes.values())
 
     def _try(self, namespace: Namespace) -> None:
-        """Write what is left to write, or see whether Redis is back."""
+        """Write the rest, or test if Redis is back."""
         if self._circuit.wait_s:
             return
         try:
@@ -299,7 +301,7 @@ class RedisSessions:
                     for name in names:
                         self._deletes.pop(name, None)
         except TierError:
-            if not self._circuit.wait_s:  # it answers, but its memory is full
+            if not self._circuit.wait_s:  # Redis answers, but memory is full
                 time.sleep(REST_S)
         except Exception:
             logger.exception("Manthan: sessions could not be told to Redis")
@@ -310,7 +312,7 @@ class RedisSessions:
         return namespace.session(self._sealer.name(session_id) if self._sealer is not None else session_id)
 
     def _save(self, namespace: Namespace, record: SessionRecord) -> None:
-        """Write a session's hash, and renew its blocks if there are more, or if it is time."""
+        """Write a session's hash, and renew the blocks if there are more, or when due."""
         session_id = record.session_id
         name = self._name(namespace, session_id)
         if record.fields is None:

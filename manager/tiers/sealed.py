@@ -1,13 +1,14 @@
 """Seals of compressed blocks and journals at rest, with AES-256-GCM.
 
-Without the key nobody can read them, or have others accepted. The key file has one key a line, 32 random bytes in
-base64. The first key seals. The others are old keys, which still open. A tenant's key is derived from a key.
+Without the key no reader can open sealed values, and no writer can forge them. The key file has a key on each line, 32
+random bytes in base64. The first key seals. All further keys are old keys, which still open. A tenant's key is derived
+from a key.
 
 A sealed value is, little-endian:
 
-    magic "MNS" · version u8 · mark of the key, 8 bytes · salt, 16 bytes · nonce, 12 bytes · ciphertext, with its tag
+    magic "MNS" · version u8 · mark of the key, 8 bytes · salt, 16 bytes · nonce, 12 bytes · ciphertext, with tag
 
-It is bound to the namespace, its name there and the tenant, so that it does not open anywhere else.
+A value is bound to the namespace, to the name there and to the tenant, and opens only under all three.
 """
 
 import base64
@@ -33,11 +34,11 @@ from manthan.manager.tiers.tier import Buffer, Found, Tier
 MAGIC, VERSION, KEY_NBYTES = b"MNS", 1, 32
 _HEADER = struct.Struct("<3sB8s16s12s")
 OVERHEAD = _HEADER.size + 16
-"""Bytes that a sealed value takes beyond what is sealed."""
+"""Bytes of a sealed value beyond the data."""
 
 
 class SealError(Exception):
-    """Error: a value is not the one that was sealed there. `cause` is a metric label."""
+    """The value was not sealed under this name. `cause` is a metric label."""
 
     cause = "seal"
 
@@ -49,7 +50,7 @@ def derived(key: bytes, purpose: str, tenant: str = "", salt: bytes | None = Non
 
 
 def keys_of(config: SealingConfig) -> tuple[bytes, ...]:
-    """Return the keys of the key file, the sealing one first; none without a file. Raises ConfigError."""
+    """Return the keys of the key file, the sealing key first; none without a file. Raises ConfigError."""
     path, field = config.key_file, "sealing.key_file"
     if not path:
         return ()
@@ -72,9 +73,9 @@ def keys_of(config: SealingConfig) -> tuple[bytes, ...]:
 
 
 class Sealer:
-    """Seal of the values of one namespace, `place`. keys: see `keys_of`.
+    """Seal of the values of a namespace, `place`. keys: see `keys_of`.
 
-    Each sealer draws a salt of its own, so that the bound on random nonces (2^32 values a key) holds for one process.
+    Each sealer draws a separate salt, so that the bound on random nonces (2^32 values a key) holds for each process.
     """
 
     def __init__(self, keys: Sequence[bytes], place: str) -> None:
@@ -82,18 +83,18 @@ class Sealer:
         self._by_mark = {derived(key, "mark of a key", nbytes=8): key for key in keys}
 
     def name(self, text: str) -> str:
-        """Return a keyed digest of a session's id. It changes only with the last key of the file."""
+        """Return a keyed digest of a session's id. The digest changes only with the last key of the file."""
         return hmac.digest(derived(self.keys[-1], "names"), text.encode("utf-8", "surrogatepass"), "sha256")[:16].hex()
 
     def seal(self, data: Buffer | bytes, tenant: str, *about: bytes | str | int) -> bytes:
-        """Seal data of a tenant. about: parts of the name that it is bound to."""
+        """Seal data of a tenant. about: parts of the name to bind."""
         mark, nonce = derived(self.keys[0], "mark of a key", nbytes=8), secrets.token_bytes(12)
         head = _HEADER.pack(MAGIC, VERSION, mark, self._salt, nonce)
         view = data if isinstance(data, bytes) else data.data
         return head + self._cipher(mark, tenant, self._salt).encrypt(nonce, view, self._bound(head, about))
 
     def open(self, data: Buffer | bytes, tenant: str, *about: bytes | str | int) -> bytes:
-        """Return the data. Raises SealError for a value that was not sealed for this tenant and name."""
+        """Return the data. Raises SealError for a value sealed for a different tenant or name."""
         view = data if isinstance(data, bytes) else data.data
         if len(view) < OVERHEAD:
             raise SealError("it is too short.")
@@ -110,18 +111,18 @@ class Sealer:
         return AESGCM(derived(self._by_mark[mark], "sealed values", tenant, salt))
 
     def _bound(self, head: bytes, about: Iterable[bytes | str | int]) -> bytes:
-        """Return the bytes that are authenticated with the data, different for each list of parts."""
+        """Return the bytes authenticated with the data, different for each list of parts."""
         parts = [str(part).encode() if isinstance(part, str | int) else part for part in (self.place, *about)]
         return head + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
 class SealedTier(Tier):
-    """Tier whose blocks are sealed as a whole, so that they cannot be cut.
+    """Tier with blocks sealed as a whole, so that they cannot be cut.
 
     `read` yields a cause for a block that does not open.
 
     Args:
-        shard: Shard that the blocks are, which they are bound to.
+        shard: Shard of the blocks, bound to the seal.
     """
 
     def __init__(self, inner: Tier, sealer: Sealer, shard: Shard) -> None:
@@ -154,7 +155,7 @@ class SealedTier(Tier):
         self.inner.close()
 
     def cleared(self, place: str) -> "SealedTier":
-        """See Tier. Values that were sealed before do not open in the new tier."""
+        """See Tier. Values sealed before do not open in the new tier."""
         place = place or f"{self._sealer.place}-{secrets.token_hex(8)}"
         return SealedTier(self.inner.cleared(place), Sealer(self._sealer.keys, place), self._shard)
 

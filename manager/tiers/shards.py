@@ -1,4 +1,4 @@
-"""Blocks as engines with several numbers of ranks store them: each rank a shard, of some of a block's heads."""
+"""Blocks stored by engines with several numbers of ranks: each rank has a shard, with some of a block's heads."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 
 class Shard(NamedTuple):
-    """Number of a shard, and of all shards of its block."""
+    """Number of a shard, and of all shards of the block."""
 
     at: int
     of: int
@@ -19,14 +19,14 @@ class Shard(NamedTuple):
 
 
 class ShardedTier(Tier):
-    """Blocks of one rank, and those of engines with other numbers of ranks.
+    """Blocks of a rank, and blocks of engines with different numbers of ranks.
 
-    A block of such an engine is read as all shards that have heads of this rank, one behind the other.
+    A foreign engine's block is read as all shards with heads of this rank, in order.
 
     Args:
-        own: Tier of this rank's shards, to which all is written.
-        others: For each other number of ranks, the tiers of the shards that have heads of this rank.
-        copies: Tiers of the same blocks that are not read, but dropped with them.
+        own: Tier of this rank's shards, the target of all writes.
+        others: For each further number of ranks, the tiers of the shards with heads of this rank.
+        copies: Tiers of the same blocks, only for drops.
     """
 
     def __init__(self, own: Tier, others: Iterable[Sequence[Tier]], copies: Sequence[Tier] = ()) -> None:
@@ -37,7 +37,7 @@ class ShardedTier(Tier):
         return self.own.put_all(group, blocks, tenant)
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
-        """See Tier. Blocks that stand together are mostly of one engine."""
+        """See Tier. Neighbouring blocks are mostly of the same engine."""
         at, source = 0, self._sources[0]
         while at < len(keys):
             start = at
@@ -71,7 +71,7 @@ class ShardedTier(Tier):
         self.own.trim(group, keys, parts)
 
     def cleared(self, place: str) -> Tier:
-        """Return this rank's own tier, cleared. No other engine writes there."""
+        """Return this rank's tier, cleared. No further engine writes there."""
         own, *others = [tier.cleared(place) for tier in self._all]
         return ShardedTier(own, [], others)
 
@@ -88,7 +88,7 @@ class ShardedTier(Tier):
 
 
 def _joined(tiers: Sequence[Tier], group: int, keys: Sequence[bytes], tenant: str) -> Iterator[Found]:
-    """Yield the shards of each block, one behind the other; the cause of a failure, if one cannot be read."""
+    """Yield the joined shards of each block; the cause of a failure for an unreadable shard."""
     for shards in zip(*(tier.read(group, keys, tenant) for tier in tiers), strict=True):
         bufs = [shard for shard in shards if isinstance(shard, np.ndarray)]
         if len(bufs) == len(shards):

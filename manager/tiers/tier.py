@@ -1,4 +1,4 @@
-"""Interface of a tier, a place for the compressed blocks of one rank. docs/architecture.md has an example."""
+"""Interface of a tier of a rank's compressed blocks. docs/architecture.md has an example."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from manthan.codec.errors import WireError
 Buffer: TypeAlias = NDArray[np.uint8]
 
 Found: TypeAlias = Buffer | str | None
-"""Result of reading a block: its bytes; a cause, which is a metric label; or None if the tier does not have it."""
+"""Result of reading a block: the bytes; a cause, a metric label; or None for an absent block."""
 
 STORE_FULL = "store_full"
 """Cause of a refusal: the bytes do not fit in the budget, or on the medium."""
@@ -28,7 +28,7 @@ def part_ends(buf: Buffer) -> tuple[int, ...]:
 
 
 class TierError(Exception):
-    """Failure of a medium. `cause` is a metric label. No method of a tier raises it."""
+    """Failure of a medium. `cause` is a metric label. No method of a tier raises a TierError."""
 
     def __init__(self, message: str, cause: str) -> None:
         super().__init__(message)
@@ -38,8 +38,8 @@ class TierError(Exception):
 class Tier(ABC):
     """Compressed blocks by KV cache group and block hash.
 
-    A failure of the medium is a cause, which is a metric label: no method raises for it, and each ends within the
-    tier's timeout. A block that a put has not finished is not there.
+    A failure of the medium is a cause, used as a metric label. No method raises for a failure, and each ends within the
+    tier's timeout. A block is absent until the put has finished.
 
     Threads: any number of threads call `put_all`, `read` and `absent` at once; these may wait for the medium. The
     model's thread calls `drop`, `trim` and `cleared`; these do no I/O.
@@ -50,38 +50,38 @@ class Tier(ABC):
 
     @abstractmethod
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
-        """Store blocks, each in place of the one with the same hash.
+        """Store blocks, each instead of the block with the same hash.
 
         Args:
             blocks: uint8 [bytes] by block hash. The caller does not change them until the call ends.
-            tenant: Owner of the blocks, for a tier that seals them.
+            tenant: Owner of the blocks, for a sealing tier.
 
-        Returns: the cause for each block that is not stored. Its hash has what it had before, or nothing.
+        Returns: the cause for each unstored block. The hash then has the earlier block, or nothing.
         """
 
     @abstractmethod
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """Yield a result for each block, in order.
 
-        The bytes never change, also when the block is dropped. They may be damaged where the medium has no checksum of
-        its own: the decoder checks each block.
+        The bytes never change, even if the block is dropped. They may be damaged in a medium without a checksum,
+        because the decoder checks each block.
 
         Args:
             keys: Block hashes.
-            tenant: Who asks.
+            tenant: Asking tenant.
         """
 
     @abstractmethod
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the blocks that the tier is sure not to have; none if the medium does not answer."""
+        """Return the blocks surely absent from the tier; none if the medium does not answer."""
 
     @abstractmethod
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        """Remove blocks, and what is being put under their hashes. Unknown hashes are ignored.
+        """Remove blocks, and puts under way of the same hashes. Unknown hashes are ignored.
 
-        The blocks are not there from now on. A tier of this engine alone erases their bytes soon, on a thread, and
-        before it uses their room again. One that engines share keeps them, and another part deletes those that are
-        released or expired.
+        The blocks are absent from now on. A tier of a single engine erases the bytes soon, on a thread, and before the
+        room is used again. A tier common to engines keeps the bytes, and another part deletes released or expired
+        blocks.
         """
 
     def trim(self, group: int, keys: Iterable[bytes], parts: int) -> None:  # noqa: B027 not all can
@@ -93,21 +93,21 @@ class Tier(ABC):
 
     @abstractmethod
     def cleared(self, place: str) -> "Tier":
-        """Return an empty tier to use in place of this one; it may be this one. Neither has what is being put now.
+        """Return an empty tier to use from now on, possibly this tier. Puts under way are in neither.
 
-        No process finds later what is put from now on, because it may be of other weights.
+        No later process finds blocks put from now on, because the blocks may be of different weights.
 
         Args:
-            place: New name in a tier that engines share.
+            place: New name in a tier common to engines.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release memory, connections and threads, and finish what was begun within a bounded time."""
+        """Release memory, connections and threads, and finish pending work within a bounded time."""
 
     @abstractmethod
     def room(self, nbytes: int) -> int:
-        """Return the bytes of the budget that a block of `nbytes` bytes takes."""
+        """Return the bytes of the budget for a block of `nbytes` bytes."""
 
     def rooms(self, buf: Buffer) -> list[int]:
         """Return the bytes that a block takes with one part, two, and so on to all; only all if it cannot be cut."""
@@ -115,4 +115,4 @@ class Tier(ABC):
 
 
 TIER_KINDS = ("host", "device", "disk", "redis")
-"""Values of `tiers.kind`. The worker half manages "device", which is GPU memory, itself."""
+"""Values of `tiers.kind`. The worker half manages "device", GPU memory, directly."""

@@ -82,7 +82,7 @@ def test_codes_of_impossible_lengths_are_refused(name):
     codec, x, section, positions = sample(name)
     codes = encoded(codec, x, section, positions)
     for wrong in (codes[:3], codes[:20], codes[:-1], np.zeros(codec.max_nbytes(section) + 1, np.uint8)):
-        with pytest.raises(SizeError, match="bytes are not"):
+        with pytest.raises(SizeError, match=r"bytes (are|do) not"):
             codec.decode(wrong, section, positions)
 
 

@@ -226,8 +226,7 @@ def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
         ),
         (
             {"tiers": {"host_bytes": 5}},
-            "argument: tiers.host_bytes is RAM beside tiers.kind device, disk or redis, but kind is host: use "
-            "max_bytes",
+            "argument: tiers.host_bytes is RAM for tiers.kind device, disk or redis, but kind is host: use max_bytes",
         ),
     ],
 )

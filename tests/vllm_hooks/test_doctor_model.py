@@ -64,7 +64,7 @@ def test_states_are_kept_unless_they_are_to_be_coded(tmp_path: Path) -> None:
         (
             8192,
             "warning",
-            ": nothing of a shorter one is found again, and what a shorter turn adds is computed again in the next.",
+            ": a shorter one is never found again, and a shorter turn is computed again in the next.",
         ),
         (1024, "wrong", ", but has at most 1,024: nothing of it is ever found again."),
     ],

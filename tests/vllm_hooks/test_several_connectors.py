@@ -84,9 +84,17 @@ def several(*connectors: dict[str, Any], **roles: str) -> dict[str, Any]:
     ("transfer", "flags", "why"),
     [
         (EXAMPLE | {"kv_connector": "DecodeBenchConnector"}, (), "--kv-transfer-config names DecodeBenchConnector"),
-        (several(MANTHAN, MANTHAN), (), "--kv-transfer-config names ManthanConnector beside Manthan: leave that out"),
-        (None, ("--kv-offloading-size", "1"), "--kv-offloading-size is 1, with which vLLM's own offloading takes"),
-        (EXAMPLE, ("--kv-offloading-size", "1"), "--kv-offloading-size is 1, with which vLLM's own offloading takes"),
+        (
+            several(MANTHAN, MANTHAN),
+            (),
+            "--kv-transfer-config names ManthanConnector together with Manthan: leave that out",
+        ),
+        (None, ("--kv-offloading-size", "1"), "--kv-offloading-size is 1, which replaces Manthan by vLLM's offloading"),
+        (
+            EXAMPLE,
+            ("--kv-offloading-size", "1"),
+            "--kv-offloading-size is 1, which replaces Manthan by vLLM's offloading",
+        ),
     ],
     ids=["makes KV up", "twice", "offloading", "offloading beside another"],
 )

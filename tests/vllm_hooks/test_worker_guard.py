@@ -95,7 +95,7 @@ def test_a_measurement_that_fails_is_told_of_and_others_follow(world: World, mon
         patch.setattr(guard, "measure", lambda *_: 1 / 0)
         [found] = world.verdicts(BATCH // A_STEP)
     assert list(found.measured) == []
-    assert said == ["Manthan: what codecs do to this model's KV cannot be measured: division by zero"]
+    assert said == ["Manthan: the codecs' loss on this model's KV cannot be measured: division by zero"]
     assert len(world.verdicts()) == 1
 
 

@@ -1,4 +1,4 @@
-"""`manthan doctor`: look at what a server needs, and name what is wrong. It also runs where vLLM is missing."""
+"""`manthan doctor`: check a server's requirements, and name the faults. Works without vLLM, too."""
 
 import json
 import os
@@ -40,13 +40,13 @@ def examine(
     config: Annotated[str, typer.Option(metavar="FILE", help="The YAML file of --manthan-config.")] = "",
     url: Annotated[str, typer.Option(help=f"Ask this server, too; its API key is read from {KEY_ENV}.")] = "",
     chat_template: Annotated[str, typer.Option(metavar="FILE", help="As vLLM's --chat-template, for MODEL.")] = "",
-    of_families: Annotated[bool, typer.Option("--families", help="Print what is stored of each family.")] = False,
+    of_families: Annotated[bool, typer.Option("--families", help="Print the stored form of each family.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Look at all that a server needs; exit status 1 if something is wrong.
+    """Check all requirements of a server; exit status 1 for a fault.
 
-    With MODEL it also builds the model without weights, and says how its KV caches are stored. Then it renders two
-    turns of a chat, and says where their prompts part.
+    With MODEL, also build the model without weights, and say how the KV caches are stored. Then render two turns of a
+    chat, and say where the prompts part.
     """
     if of_families:
         from manthan.vllm_hooks.doctor.families import families_table  # needs torch, as vLLM does
@@ -78,7 +78,7 @@ def _examined(model: str, file: str, url: str, template: str) -> Iterator[Findin
     if not model:
         yield Finding(TEMPLATE, Grade.SKIPPED, "give MODEL to see whether it rewrites history.")
         return
-    if find_spec("torch"):  # else the first finding has said what is missing
+    if find_spec("torch"):  # else the first finding names the missing package
         from manthan.vllm_hooks.doctor.model import check_model
 
         with _quiet():
@@ -96,7 +96,7 @@ def _examined(model: str, file: str, url: str, template: str) -> Iterator[Findin
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Send what libraries print to standard error, so that standard output has the answer alone, and vLLM says less."""
+    """Send libraries' output to standard error, so that standard output has only the answer, and quieten vLLM."""
     kept, level = os.dup(1), os.environ.get(LOGGING)
     os.environ.setdefault(LOGGING, "ERROR")
     os.dup2(2, 1)
@@ -143,7 +143,7 @@ def _print(found: list[Finding]) -> None:
 
 
 def _check_host(url: str) -> Finding:
-    """Ask Manthan's API under this URL's host name, which a server without a key may refuse."""
+    """Ask Manthan's API under this URL's host name. A server without a key may refuse the name."""
     try:
         ask(url, "/state")
     except AskError as error:

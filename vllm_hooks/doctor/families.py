@@ -1,6 +1,6 @@
-"""Families of models: the KV caches of each class of vLLM's registry, and what Manthan stores of them.
+"""Families of models: the KV caches of each class of vLLM's registry, and the parts stored by Manthan.
 
-`families.yaml` has the caches. A family is a class that generates text, of text or other inputs.
+`families.yaml` has the caches. A family is a class that generates text, from text or further inputs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,9 +15,9 @@ from manthan.vllm_hooks.groups import SPECS, StoredAs
 STORED: Mapping[str, str] = {
     name: "" if entry.stored is StoredAs.NOTHING else str(entry.stored) for name, entry in SPECS.items()
 }
-"""Way in which a cache is stored, by vLLM's spec class; empty for one that vLLM itself finds no prefix in."""
+"""Stored form of a cache, by vLLM's spec class; empty for a cache without prefixes in vLLM."""
 DENSE = ("FullAttention", "MLAAttention")
-"""Caches with full attention, of which vLLM makes one group."""
+"""Caches with full attention, joined by vLLM into a single group."""
 SECTIONS = ("built", "read", "new")
 OUTCOMES = {
     "coded": "compressed",
@@ -25,16 +25,16 @@ OUTCOMES = {
     "bytes": "as bytes, not compressed",
     "refused": "refused, or nothing to store",
 }
-"""Outcomes of a family, and how documents say them."""
+"""Outcomes of a family, and their words in documents."""
 
 
 class Family(NamedTuple):
     """Class of vLLM's registry.
 
     Args:
-        caches: names of its KV caches, as `families.yaml` has them.
-        section: "built" if its layers were asked, "read" if its source was read, "new" if only vLLM 0.33 has it.
-        uncached: reason for which vLLM keeps no prefixes of it; empty if it does.
+        caches: names of the KV caches, as in `families.yaml`.
+        section: "built" if the layers were asked, "read" if the source was read, "new" if only vLLM 0.33 has the class.
+        uncached: reason why vLLM caches no prefixes for the class; empty if vLLM does.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Family(NamedTuple):
     def outcome(self) -> str:
         """Key in `OUTCOMES`, for KV. States do not count where there is any."""
         ways = {each: stored(each) for each in self.caches if stored(each)}
-        if any(each in ways for each in DENSE):  # what else has full attention is bytes in the same group's blocks
+        if any(each in ways for each in DENSE):  # all further attention is bytes in the same blocks
             ways = {each: way for each, way in ways.items() if each in DENSE or _kind(each) not in DENSE}
         if self.uncached or "refused" in ways.values():
             return "refused"
@@ -55,9 +55,9 @@ class Family(NamedTuple):
 
 
 def stored(name: str) -> str:
-    """Return how a cache is stored: "coded", "bytes" or "refused"; empty if it is not, and nothing is lost by that.
+    """Return the stored form of a cache: "coded", "bytes" or "refused"; empty if unstored without a loss.
 
-    A cache that is set apart from others of its class, as "MLAAttention/indexer", has a shape that no codec knows.
+    A name with a part, such as "MLAAttention/indexer", means a shape unknown to all codecs.
     """
     way = STORED[f"{_kind(name)}Spec"]
     return "bytes" if "/" in name and way == "coded" else way

@@ -1,4 +1,4 @@
-"""Check of a model: its KV caches and what Manthan stores of them. vLLM builds the model without weights."""
+"""Check of a model: the KV caches, and the parts stored by Manthan. vLLM builds the model without weights."""
 
 import json
 import tempfile
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 LONG = 512
-"""Tokens of a block that turns may well be shorter than."""
+"""Tokens of a block longer than many turns."""
 MODEL, CACHE, RESUME = "model", "KV cache", "resume points"
 WAYS = {"coded": "compressed", "bytes": "as bytes", "refused": "refused", "": "not needed"}
 MARKS = {"coded": Grade.OK, "partly": Grade.WARNING, "bytes": Grade.WARNING, "refused": Grade.WRONG}
 
 
 def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
-    """Build a model, a folder or a name in Hugging Face's cache, and say of each KV cache group how it is stored.
+    """Build a model, a folder or a name in Hugging Face's cache, and report each KV cache group's stored form.
 
     file: the YAML file of --manthan-config.
     """
@@ -64,7 +64,7 @@ def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
 
 
 def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCacheConfig]":
-    """Build a model of these classes on the meta device and plan its KV cache, by vLLM. Raises what vLLM raises."""
+    """Build a model of these classes on the meta device and plan the KV cache, by vLLM. Raises vLLM's exceptions."""
     import torch
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
@@ -78,7 +78,7 @@ def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCache
     for name in names:
         known = ModelRegistry.models.get(name)
         if known is not None:
-            known.load_model_cls()  # so that an import that fails says what is missing
+            known.load_model_cls()  # so that a failed import names the missing package
     more: Any = {} if current_platform.is_cuda_alike() else {"hf_overrides": _without_quantization}
     vllm_config = EngineArgs(model=model, load_format="dummy", enforce_eager=True, **more).create_engine_config()
     with set_current_vllm_config(vllm_config), _one_rank():
@@ -91,7 +91,7 @@ def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCache
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """Make this process the only rank of a model, for as long as one is built."""
+    """Make this process the only rank of a model during the build."""
     import torch
     from vllm.distributed import parallel_state as state
     from vllm.platforms import current_platform
@@ -125,12 +125,12 @@ def _resumed(distance: int, longest: int) -> Finding:
         return Finding(RESUME, Grade.WRONG, f"{said}, but has at most {longest:,}: nothing of it is ever found again.")
     if distance <= LONG:
         return Finding(RESUME, Grade.OK, f"{said}.")
-    shorter = "nothing of a shorter one is found again, and what a shorter turn adds is computed again in the next"
+    shorter = "a shorter one is never found again, and a shorter turn is computed again in the next"
     return Finding(RESUME, Grade.WARNING, f"{said}: {shorter}.")
 
 
 class StoredGroup(NamedTuple):
-    """Codec of a group, its bytes in vLLM's pool over those in compressed blocks, and the number of layers of bytes."""
+    """Codec of a group, bytes in vLLM's pool over compressed bytes, and the number of layers of bytes."""
 
     codec: str
     ratio: float
@@ -138,7 +138,7 @@ class StoredGroup(NamedTuple):
 
 
 def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[dict[int, StoredGroup], int]:
-    """Return each group that Manthan stores, by number, and tokens between resume points. Raises ConfigError."""
+    """Return each stored group, by number, and the tokens between resume points. Raises ConfigError."""
     from manthan.vllm_hooks.groups import config_for, groups_for
     from manthan.vllm_hooks.memory import Shards, codec_of_other, memory_shapes
     from manthan.vllm_hooks.settled import settle_codec, settled_profile
@@ -157,10 +157,10 @@ def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tupl
 
 
 def _said(group: "KVCacheGroupSpec", how: StoredGroup | None) -> tuple[Grade, str]:
-    """Return the grade of a group, and what it holds. how: None if it is not stored."""
+    """Return the grade of a group, and a description. how: None for an unstored group."""
     spec: Any = group.kv_cache_spec
     kind, layers = type(spec).__name__, len(group.layer_names)
-    nbytes = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else layers)  # some have those of all layers
+    nbytes = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else layers)  # some specs count all layers
     is_state = kind == "MambaSpec"
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     size = f"a state of {nbytes:,} bytes" if is_state else f"{nbytes // spec.block_size:,} bytes a token"
@@ -172,12 +172,12 @@ def _said(group: "KVCacheGroupSpec", how: StoredGroup | None) -> tuple[Grade, st
         return Grade.WARNING, f"{holds}not stored."
     if how.codec == EXACT:
         return Grade.OK if is_state else Grade.WARNING, f"{holds}kept as it is, {how.ratio:.1f} times smaller."
-    beside = f", {how.as_bytes} of the layers as bytes" if how.as_bytes else ""
-    return Grade.OK, f"{holds}codec {how.codec}{beside}, {how.ratio:.1f} times smaller."
+    raw = f", {how.as_bytes} of the layers as bytes" if how.as_bytes else ""
+    return Grade.OK, f"{holds}codec {how.codec}{raw}, {how.ratio:.1f} times smaller."
 
 
 def _by_class(name: str) -> Finding:
-    """Say what the list of families has of a model's class."""
+    """Report the list of families' entry for a model's class."""
     family = families().get(name)
     if family is None:
         return Finding(CACHE, Grade.WRONG, f"{name} is no class that generates text in vLLM {' or '.join(RELEASES)}.")
@@ -194,7 +194,7 @@ def _architectures(model: str) -> list[str]:
 
         try:
             found = try_to_load_from_cache(model, "config.json")
-        except ValueError:  # this cannot be a name
+        except ValueError:  # no possible name
             found = None
         if not isinstance(found, str):
             raise FileNotFoundError("it is neither a folder nor in Hugging Face's cache")
@@ -202,7 +202,7 @@ def _architectures(model: str) -> list[str]:
 
 
 def _sentence(error: BaseException) -> str:
-    """Return the part of an error's text that says what is wrong, in one line and without a stop."""
+    """Return the essential part of an error's text, in one line and without a stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     said = lines[1] if "validation error" in lines[0] and len(lines) > 1 else lines[0]  # pydantic's first line is none
     return said.removeprefix("Value error, ").split(" [type=")[0].rstrip(".")[:200]

@@ -1,1 +1,1 @@
-"""Routes and middleware that vLLM's own server gets."""
+"""Routes and middleware for vLLM's server."""

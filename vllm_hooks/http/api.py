@@ -1,6 +1,6 @@
-"""HTTP API: sessions seen and steered below /manthan, on vLLM's own server and behind its API key.
+"""HTTP API: shows and steers sessions below /manthan, on vLLM's server and behind the server's API key.
 
-All engine cores are asked at once: one, or several data-parallel ones, each with sessions of its own.
+All engine cores are asked at once, a single core or several data-parallel ones. Sessions belong to one core each.
 """
 
 import asyncio
@@ -47,14 +47,14 @@ from manthan.vllm_hooks.queries import METHOD, ORDER, UNKNOWN, Answer
 from manthan.vllm_hooks.transfer_config import settings_of
 
 ANSWERED_S = 30.0
-"""Seconds in which a core must answer. It does between two steps."""
+"""Seconds for a core's answer, given between two steps."""
 EVERY_S, RARELY, MOST_OFTEN = 2.0, 3, 100
-"""Seconds of a round of changes; every third round asks what costs a core more, such as pages of more rows."""
+"""Seconds of a round of changes; every third round asks a core's costly questions, such as pages of more rows."""
 HOLDERS = 5
-"""Sessions with most in the pool, and in the cold store."""
+"""Number of sessions shown with most bytes in the pool, and in the cold store."""
 LIKE_NOTHING = {"state": None, "tenant": None, "tier": None, "pinned": None, "prefix": "", "offset": 0}
 Question: TypeAlias = Callable[[], Awaitable[Sessions | EngineState]]
-"""Asks the engine cores for a part of what is told."""
+"""Asks the engine cores for a part of the changes."""
 STATUSES = {
     401: "No API key, or a wrong one.",
     403: "There is no API key, and the request's `Host` is not one of this server's.",
@@ -72,7 +72,7 @@ STEERED = OF_ONE | {
 
 
 class ApiError(Exception):
-    """Refusal of a request, in one sentence. param: the part of the request that is wrong."""
+    """Refusal of a request, in one sentence. param: the wrong part of the request."""
 
     def __init__(self, status: int, sentence: str, param: str | None = None) -> None:
         super().__init__(sentence)
@@ -87,7 +87,7 @@ class ApiError(Exception):
 
 
 class ManthanRoute(APIRoute):
-    """Route that answers mistakes in a request by an `ApiError`."""
+    """Route with an `ApiError` as the answer to an invalid request."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -104,7 +104,7 @@ class ManthanRoute(APIRoute):
 
 
 def _mistake(first: Mapping[str, Any]) -> ApiError:
-    """Error for the first mistake that validation has found."""
+    """Error for the first mistake found by validation."""
     if first["type"] == "json_invalid":
         return ApiError(422, "The body is not valid JSON.", "body")
     if len(first["loc"]) == 1:
@@ -122,7 +122,7 @@ def _mistake(first: Mapping[str, Any]) -> ApiError:
 
 
 def make_router(args: Namespace) -> APIRouter:
-    """Return the routes of a server with these flags."""
+    """Return the routes of a server with flags `args`."""
     shown = [Depends(HTTPBearer(auto_error=False))]  # in the schema; the gate checks the key
     router = APIRouter(
         prefix=PREFIX, tags=["manthan"], dependencies=shown, route_class=ManthanRoute, responses=_errors(STATUSES)
@@ -130,7 +130,9 @@ def make_router(args: Namespace) -> APIRouter:
     header = tenant_header(args)
 
     def bound_by(request: Request) -> str | None:
-        """Tenant that the request's header names, and that sees its own sessions only. Without the header, None."""
+        """Tenant named in the request's header. Such a tenant sees only the tenant's sessions. None without the
+        header.
+        """
         if not header or header not in request.headers:
             return None
         try:
@@ -210,7 +212,7 @@ def make_router(args: Namespace) -> APIRouter:
 
     add("evict", "Have a session go cold now, as if it were idle for long enough", 202, Nothing)
     add("prefetch", "Have a session come back when there is room", 202, Nothing)
-    add("expect", "Say when a session's client will be back, or what tool it waits for", 200, Expect, ...)
+    add("expect", "Announce the return of a session's client, or the awaited tool", 200, Expect, ...)
     add("pin", "Keep a session's compressed blocks whatever comes", 200, Pin)
     add("unpin", "Keep them no longer", 200, Nothing)
     add("release", "Forget a session", 200, Nothing)
@@ -259,7 +261,7 @@ async def ask_all(client: Any, what: str, asked: dict[str, Any]) -> list[Answer]
     """Return the answer of each engine core; see `Queries`. client: None for a server without an engine.
 
     Raises:
-        ApiError: if there is no engine, or it is dead or silent.
+        ApiError: if there is no engine, or the engine is dead or silent.
     """
     if client is None:
         raise ApiError(503, "This server has no engine.")
@@ -273,7 +275,7 @@ async def ask_all(client: Any, what: str, asked: dict[str, Any]) -> list[Answer]
 
 
 async def list_sessions(client: Any, asked: dict[str, Any]) -> Answer:
-    """Return one page of the sessions of all cores."""
+    """Return a page of the sessions of all cores."""
     offset, limit = asked["offset"], asked["limit"]
     answers = await ask_all(client, "sessions", asked)
     if len(answers) == 1:
@@ -283,7 +285,7 @@ async def list_sessions(client: Any, asked: dict[str, Any]) -> Answer:
 
 
 async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
-    """Look at one session, or steer it in all cores that have it, and return the one used last."""
+    """Look at a session, or steer the session in all cores. Return the core's answer with the latest use."""
     answers = await ask_all(client, what, asked)
     known = [answer | {"engine": engine} for engine, answer in enumerate(answers) if "refused" not in answer]
     if known:
@@ -293,7 +295,7 @@ async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
 
 
 def together(answers: Sequence[Answer], offset: int, limit: int, descending: bool) -> Answer:
-    """Merge the first pages of several cores into one page of all."""
+    """Merge the first pages of several cores into a page of all."""
     rows = [
         [(key, shown | {"engine": engine}) for key, shown in zip(answer["keys"], answer["sessions"], strict=True)]
         for engine, answer in enumerate(answers)
@@ -321,7 +323,7 @@ def summed(answers: Sequence[Answer]) -> Answer:
 
 
 def _added(parts: Iterable[Answer]) -> Answer:
-    """Add numbers of one name; keep the first part's texts."""
+    """Add equally named numbers; keep the first part's texts."""
     parts = list(parts)
     numbers: Counter[str] = Counter()
     for part in parts:

@@ -1,7 +1,7 @@
-"""Hints on their way through vLLM: checked where a request comes in, and read where it is scheduled.
+"""Hints on their way through vLLM: checked when a request comes in, and read when the request is scheduled.
 
-A request carries them as `kv_transfer_params: {"manthan": {…}}`, checked where vLLM makes the engine's request. An
-orchestrator's hints are in vLLM's own envelope, `kv_hints`. They are advice, and no request is refused for them.
+A request has `kv_transfer_params: {"manthan": {…}}`, checked when vLLM makes the engine's request. An orchestrator's
+hints are in vLLM's envelope, `kv_hints`. Such hints are advice, and never refuse a request.
 """
 
 import difflib
@@ -37,20 +37,20 @@ PARAMS = "kv_transfer_params"
 ANSWER = {"session_id", "pinned", "refused", "lossy_tokens"}
 """Keys of the answer to hints."""
 ACTION, ACTION_VERSION = "manthan.hints", "1.0"
-"""Action of vLLM's `kv_hints` whose payload are hints."""
+"""Action of vLLM's `kv_hints` with hints as the payload."""
 CONTENT = "manthan-content-"
-"""Beginning of a cache salt that holds the content of an adapter; the request's other salt follows a slash."""
+"""Prefix of a cache salt with the content of an adapter; the request's remaining salt follows a slash."""
 
 _incoming: ContextVar["Incoming"] = ContextVar("manthan_incoming")
 _salt_key = secrets.token_bytes(16)
 
 
 class RequestHintError(VLLMClientError, ValueError):
-    """Hints that cannot be used: status 400 from the server, a ValueError from `LLM`."""
+    """Unusable hints: status 400 from the server, a ValueError from `LLM`."""
 
 
 class Incoming:
-    """Request on its way through the server. headers: as ASGI has them."""
+    """Request on the way through the server. headers: as in ASGI."""
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         self.headers = headers
@@ -61,7 +61,7 @@ class Incoming:
 
 
 def keep(headers: Iterable[tuple[bytes, bytes]]) -> Incoming:
-    """Note a request that begins. Its headers are at hand in its tasks from now on."""
+    """Note a new request. The headers are at hand in the request's tasks from now on."""
     incoming = Incoming(headers)
     _incoming.set(incoming)
     return incoming
@@ -76,7 +76,7 @@ def check_requests() -> None:
 
 
 def _checked(vllm_config: "VllmConfig", params: object, session_id: str | None) -> object:
-    """Return the request's parameters, with its tenant. Raises RequestHintError."""
+    """Return the request's parameters, with the tenant. Raises RequestHintError."""
     incoming = _incoming.get(None) or Incoming()
     try:
         check_session_id(session_id)
@@ -90,14 +90,14 @@ def _checked(vllm_config: "VllmConfig", params: object, session_id: str | None) 
 
 
 def tenant_header(config: "VllmConfig | Namespace") -> str:
-    """Name of the header that names tenants; empty without one."""
+    """Name of the tenants' header; empty for none."""
     return from_vllm_config(config).tenants.header
 
 
 def checked_params(params: object, header: str) -> object:
-    """Return a request's kv_transfer_params, with the tenant that the header names. Raises HintError.
+    """Return a request's kv_transfer_params, with the header's tenant. Raises HintError.
 
-    header: name of the header; empty where none names tenants.
+    header: name of the header; empty for none.
     """
     hints = _hints_in(params)
     if not header:
@@ -130,14 +130,14 @@ def _hints_in(params: object) -> Hints:
 
 
 def _is_answer(own: Any) -> TypeGuard[Mapping[str, Any]]:
-    """True for an answer to hints, which proxies hand on to the engine that decodes."""
+    """True for an answer to hints, handed on by proxies to the decoding engine."""
     return isinstance(own, Mapping) and own.keys() >= ANSWER
 
 
 def decoded_elsewhere(params: object) -> float:
-    """Number of a prompt's first tokens whose KV may have been decoded in the engine that computed the prompt.
+    """Number of a prompt's first tokens with KV possibly decoded in the engine that computed the prompt.
 
-    Its answer does not say which tokens were lossy, so that all that it had cached count.
+    The engine's answer does not name the lossy tokens, so all cached tokens count.
     """
     if not isinstance(params, Mapping) or not _is_answer(own := params.get(EXTRA_KEY)) or not own["lossy_tokens"]:
         return 0
@@ -146,10 +146,10 @@ def decoded_elsewhere(params: object) -> float:
 
 
 def tenant_in(header: str) -> str:
-    """Tenant that the header of the request at hand names; empty without the header. Raises HintError."""
+    """Tenant in the header of the current request; empty without the header. Raises HintError."""
     headers = (_incoming.get(None) or Incoming()).headers
     values = {value for name, value in headers if name.lower() == header.lower().encode()}
-    if len(values) > 1:  # a gateway that adds its own to the client's: which is which?
+    if len(values) > 1:  # a gateway adds a header to the client's: which is which?
         raise HintError(f"the header {header} must be given once, not with {len(values)} different values")
     value = values.pop().decode("utf-8", "surrogateescape") if values else ""
     try:
@@ -168,9 +168,9 @@ def hints_of(request: "Request") -> Hints:
 
 
 def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
-    """Return the client's hints, and those of an orchestrator that do not contradict them.
+    """Return the client's hints, and an orchestrator's hints without contradiction.
 
-    Hints that cannot be used are left out. Of several actions that say the same hint, the last one counts.
+    Unusable hints are left out. Of several actions with the same hint, the last counts.
     """
     try:
         hints = _hints_in(params)
@@ -181,7 +181,7 @@ def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
     said = _said(params)
     for action in reversed(envelope.actions):
         if action.action_type != ACTION:
-            continue  # other components'
+            continue  # of further components
         try:
             if action.action_version != ACTION_VERSION:
                 raise HintError(f"{ACTION} has version {action.action_version!r}, and must have {ACTION_VERSION}")
@@ -193,22 +193,22 @@ def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
             continue
         for name in [each for each in asked.given if each not in said]:
             given = {each: getattr(hints, each) for each in hints.given}
-            with suppress(HintError):  # it contradicts one that counts
+            with suppress(HintError):  # contradicts a counted hint
                 hints = parse_hints(given | {name: getattr(asked, name)})
         said |= {name for name, value in action.payload.items() if value is not None}
     return hints
 
 
 def _said(params: object) -> set[str]:
-    """Names of the hints that the client, or the gateway's header, gives a value."""
+    """Names of the hints with a value from the client, or from the gateway's header."""
     own = params.get(EXTRA_KEY) if isinstance(params, Mapping) else None
     return {name for name, value in own.items() if value is not None} if isinstance(own, Mapping) else set()
 
 
 def tenant_of(request: "Request") -> str:
-    """Tenant of a request: the one its hints name, else a digest of its secret cache salt; empty without either."""
+    """Tenant of a request: named by the hints, else a digest of the secret cache salt; empty without either."""
     named = hints_of(request).tenant
-    if named or "tenant" in _said(request.kv_transfer_params):  # "" is what a header says that is not there
+    if named or "tenant" in _said(request.kv_transfer_params):  # "" is the value of an absent header
         return named
     own = request.cache_salt or ""
     if own.startswith(CONTENT):
@@ -219,7 +219,7 @@ def tenant_of(request: "Request") -> str:
 
 
 def answer_to(hints: Hints, outcome: "Outcome | None") -> dict[str, Any] | None:
-    """Return the response's kv_transfer_params: what came of the hints, and the prompt's lossy cached tokens.
+    """Return the response's kv_transfer_params: the outcome of the hints, and the prompt's lossy cached tokens.
 
     None if there were neither hints nor lossy tokens.
     """

@@ -24,9 +24,9 @@ Send = Callable[[Message], Awaitable[None]]
 LONGEST_BODY = 64 * 1024
 """Bytes."""
 MOST_HELD = 8
-"""Messages of a stream that are held back at most: some routes announce an answer before they make it."""
+"""Most held messages of a stream: some routes announce an answer before they make the answer."""
 HOLD_S = 30.0
-"""Seconds after which a stream goes on although nobody has checked a request: it may have none for the engine."""
+"""Seconds after which a stream continues without a checked request: there may be none for the engine."""
 SAFE = ("GET", "HEAD", "OPTIONS")
 
 
@@ -38,7 +38,7 @@ class Middleware:
         self._has_begun = False
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
-        if not self._has_begun:  # the server's start: routes can be added, and its flags are known
+        if not self._has_begun:  # the server's start: routes can be added, and flags are known
             self._has_begun = True
             add_api(scope["app"])
         incoming = keep(scope["headers"]) if "headers" in scope else None  # of a WebSocket, too
@@ -55,7 +55,7 @@ class Middleware:
 
 
 def add_api(app: FastAPI) -> None:
-    """Add the HTTP API and the live page to the server of an engine with Manthan, unless they are off."""
+    """Add the HTTP API and the live page to the server of an engine with Manthan, unless disabled."""
     args = app.state.args
     if not is_on(args) or not (config := from_vllm_config(args).api).enabled:
         return
@@ -72,9 +72,9 @@ def add_api(app: FastAPI) -> None:
 
 
 class HeldAnswer:
-    """Answer that waits, if it is a stream, until the request is checked.
+    """Answer that waits, if a stream, until the request is checked.
 
-    vLLM begins a streamed answer, with status 200, before it makes the engine's request.
+    vLLM begins a streamed answer, with status 200, before the engine's request is made.
     """
 
     def __init__(self, incoming: Incoming, scope: dict[str, Any], receive: Any, send: Send) -> None:
@@ -82,10 +82,10 @@ class HeldAnswer:
         self._lock = asyncio.Lock()
         self._held: list[Message] | None = None
         self.is_refused = False
-        """True if the request was refused in place of the stream."""
+        """True if the request was refused instead of the stream."""
 
     async def send(self, message: Message) -> None:
-        """Send a message of the answer, or hold it back."""
+        """Send a message of the answer, or hold the message back."""
         async with self._lock:
             if message["type"] == "http.response.start" and _is_stream(message) and not self._incoming.is_checked:
                 self._held = [message]
@@ -102,7 +102,7 @@ class HeldAnswer:
                 await self._send(message)
 
     async def go_on(self) -> None:
-        """Send the messages that were held back."""
+        """Send the held messages."""
         async with self._lock:
             await self._release()
 
@@ -125,12 +125,12 @@ def _is_stream(message: Message) -> bool:
 
 
 class Gate:
-    """Middleware that refuses requests below /manthan that may not pass, before their body is read.
+    """Middleware that refuses forbidden requests below /manthan, before the body is read.
 
     Args:
-        has_key: True for headers with one of the server's API keys; None for a server without keys.
-        hosts: names under which a server without keys may be asked, besides loopback and IP addresses. A page of
-            another site whose name was made to lead here (DNS rebinding) has another one.
+        has_key: True for headers with a valid API key of the server; None for a server without keys.
+        hosts: names of a server without keys, besides loopback and IP addresses. A hostile page whose name was made to
+            lead here (DNS rebinding) has a different name.
         origins: sites whose pages may steer sessions on a server without keys.
     """
 
@@ -140,7 +140,7 @@ class Gate:
         self._app, self._has_key, self._hosts, self._origins = app, has_key, hosts, origins
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        path = get_route_path(scope) if scope["type"] == "http" else ""  # as the router reads it
+        path = get_route_path(scope) if scope["type"] == "http" else ""  # the router's path
         if path == PREFIX or path.startswith(f"{PREFIX}/"):
             try:
                 self._check(scope["method"], path, Headers(scope=scope))
@@ -150,9 +150,9 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
-        """Raise ApiError for a request that may not pass."""
+        """Raise ApiError for a forbidden request."""
         if self._has_key is not None:
-            is_page = method in SAFE and path in PATHS  # a browser cannot send a key when it opens one
+            is_page = method in SAFE and path in PATHS  # a browser cannot send a key on opening a page
             if not is_page and not self._has_key(headers):
                 raise ApiError(401, "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.")
         else:
@@ -176,7 +176,9 @@ class Gate:
             raise ApiError(403, f"Host {reprlib.repr(host)} is not a name of this server: {right}.", "Host")
 
     def _check_origin(self, headers: Headers) -> None:
-        """See the Fetch standard on `Origin`, and on `Sec-Fetch-Site`, which browsers leave out without TLS."""
+        """Check the page's origin. See the Fetch standard on `Origin`, and on `Sec-Fetch-Site`, left out
+        without TLS.
+        """
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site")
         is_own = site in ("same-origin", "none") if site else urlsplit(origin).netloc == headers.get("host")
         if origin and not is_own and origin not in self._origins:
@@ -185,7 +187,7 @@ class Gate:
 
 
 def _is_own(name: str) -> bool:
-    """True for a name that no other site can have: loopback, or an IP address."""
+    """True for a name no foreign site can have: loopback, or an IP address."""
     try:
         return name == "localhost" or name.endswith(".localhost") or bool(ipaddress.ip_address(name))
     except ValueError:

@@ -1,6 +1,6 @@
 """Requests and answers of the HTTP API. Times are Unix seconds, bytes of all ranks together.
 
-Descriptions of parameters and fields that are given complete the sentence "NAME must be …".
+Descriptions of given parameters and fields complete the sentence "NAME must be …".
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ MOST_ROWS = 500
 FARTHEST = 1_000_000
 STATES = f"some of {', '.join(SessionState)}, with commas between them"
 RISING = (Sort.ID, Sort.STATE, Sort.EXPECTED)
-"""Keys that rise by default. All others begin with the largest."""
+"""Keys that rise by default. All further keys begin with the largest."""
 
 
 def _states(text: str) -> list[str]:
@@ -36,7 +36,7 @@ class SessionQuery(BaseModel):
     tenant: str | None = Field(default=None, description="a tenant's name")
     tier: str | None = Field(default=None, description="a tier's name, such as host")
     pinned: bool | None = Field(default=None, description="true or false")
-    prefix: str = Field(default="", description="what session ids begin with")
+    prefix: str = Field(default="", description="a prefix of session ids")
     sort: Sort = Field(default=Sort.LAST_USED, description=f"one of {', '.join(Sort)}")
     order: Literal["asc", "desc"] | None = Field(default=None, description="asc or desc")
     limit: int = Field(default=100, ge=1, le=MOST_ROWS, description=f"a whole number from 1 to {MOST_ROWS}")
@@ -51,7 +51,7 @@ class SessionQuery(BaseModel):
 
 @dataclass(frozen=True)
 class SessionWithHistory(SessionInfo):
-    """Session with its last 64 events, the newest last."""
+    """Session with the last 64 events, the newest last."""
 
     life: tuple[HistoryEvent, ...] = ()
 
@@ -65,7 +65,7 @@ class Sessions(BaseModel):
 
 
 class Policy(BaseModel):
-    """order: ids of the first 50 sessions whose saved blocks are dropped, if the store needs room."""
+    """order: ids of the first 50 sessions to lose their saved blocks, if the store needs room."""
 
     name: str
     options: dict[str, Any]
@@ -79,7 +79,7 @@ class TierState(BaseModel):
 
 
 class StoreState(BaseModel):
-    """Cold store. up: True if it answers. codec: codec of new blocks.
+    """Cold store. up: True if the store answers. codec: codec of new blocks.
 
     verdict: the guard's on the configured codec: none, faithful, slow or unfaithful.
     """
@@ -92,7 +92,7 @@ class StoreState(BaseModel):
 
 
 class PoolState(BaseModel):
-    """vLLM's KV pool. session_bytes: KV bytes of sessions and requests that are not saved."""
+    """vLLM's KV pool. session_bytes: unsaved KV bytes of sessions and requests."""
 
     block_tokens: int
     blocks: int
@@ -102,7 +102,7 @@ class PoolState(BaseModel):
 
 
 class CoreState(BaseModel):
-    """sessions: how many by state. token_s: seconds in which a full step computes a token; None if unknown.
+    """sessions: number by state. token_s: seconds per token of a full step; None if unknown.
 
     totals: since the start. Of prompt_tokens, computed_tokens were neither resident nor restored, and lossy_tokens were
     decoded or computed behind decoded ones. restore_ms: time of all restores of requests.
@@ -123,7 +123,7 @@ class EngineState(CoreState):
 
 
 class Setting(BaseModel):
-    """A value of the configuration and where it is from: flag, file, environment, argument or default."""
+    """Value of the configuration and source: flag, file, environment, argument or default."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -154,15 +154,15 @@ class Nothing(BaseModel):
 
 
 class Pin(Nothing):
-    """Seconds for which a session is pinned; null for good."""
+    """Seconds to pin a session; null for good."""
 
     seconds: float | None = Field(default=None, gt=0, le=LONGEST_S, allow_inf_nan=False, description=SECONDS)
 
 
 class Expect(Pin):
-    """Seconds until the client is back, or the tool that it waits for, or both.
+    """Seconds until the client's return, or the awaited tool, or both.
 
-    A tool takes as long as it took other sessions of the tenant, as soon as that is known.
+    A tool's seconds are those of the tenant's earlier sessions, when known.
     """
 
     tool: ToolName = Field(default="", description=TOOL_NAME)

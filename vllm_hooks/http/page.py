@@ -1,6 +1,6 @@
-"""Live page at `/manthan/`: files of the folder `page`, served as they are.
+"""Live page at `/manthan/`: files of the folder `page`, served unchanged.
 
-They need no API key, because they carry no data. The page asks its user for the key, and the API for the data.
+The files need no API key, because they carry no data. The page asks the user for the key, and the API for the data.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ FILES = {
     if PurePath(file.name).suffix in KINDS
 }
 PATHS = frozenset({PREFIX, f"{PREFIX}/", *(f"{PREFIX}/{name}" for name in FILES)})
-"""Paths that need no API key."""
+"""Paths without an API key."""
 
 
 def page_router() -> APIRouter:
-    """Return the routes of the page and its files."""
+    """Return the routes of the page and of the page's files."""
     router = APIRouter(prefix=PREFIX, include_in_schema=False)
     # The redirect is relative, because a proxy may put a path before it.
     router.add_api_route("", lambda: RedirectResponse("manthan/"), methods=["GET"], response_model=None)

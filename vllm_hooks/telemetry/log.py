@@ -22,7 +22,7 @@ logger = init_logger("vllm.manthan")
 
 
 def human_bytes(nbytes: int) -> str:
-    """Return a size for people, such as 1.6MiB."""
+    """Return a readable size, such as 1.6MiB."""
     return ByteSize(nbytes).human_readable()
 
 
@@ -39,11 +39,11 @@ def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -
 def announce(
     vllm_config: "VllmConfig", config: ManthanConfig, shape: "MemoryShape", capacity: int, place: str = ""
 ) -> None:
-    """Log policy, codec, its ratio for this model, and the cold store's budget and number of tokens.
+    """Log policy, codec, compression for this model, and the cold store's budget and number of tokens.
 
     Args:
         capacity: usable bytes of the cold store.
-        place: namespace of a store that outlives the engine.
+        place: namespace of a lasting store.
     """
     store, codec = config.tiers, config.codec
     host_bytes = store.front_bytes or store.host_bytes
@@ -68,12 +68,12 @@ def announce(
         logger.warning("Manthan: a session's first tokens are far from any profile: set codec.sink_tokens to 4")
 
 
-def _beside(blocks: int) -> str:
+def _of_points(blocks: int) -> str:
     return f" and {blocks} of windows or states" if blocks else ""
 
 
 def printable(name: str) -> str:
-    """Return the name with escapes for characters that a terminal would obey."""
+    """Return the name with control characters escaped."""
     return name if name.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
 
 
@@ -85,7 +85,7 @@ def tell_eviction(eviction: "Evicted") -> None:
         eviction.idle_s,
         eviction.blocks,
         eviction.tokens,
-        _beside(eviction.beside),
+        _of_points(eviction.beside),
         human_bytes(eviction.pool_nbytes),
         human_bytes(eviction.cold_nbytes),
         eviction.pool_nbytes / max(1, eviction.cold_nbytes),
@@ -96,7 +96,7 @@ def tell_eviction(eviction: "Evicted") -> None:
 
 
 def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
-    """Log the blocks that a session got back. vLLM recomputes the rest."""
+    """Log a session's restored blocks. vLLM recomputes the rest."""
     causes = ", ".join(sorted(set(restored.causes)))
     logger.info(
         "Manthan: session %s %s %d of %d blocks (%d tokens)%s in %.0f ms%s",
@@ -105,14 +105,14 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
         restored.good,
         restored.blocks,
         restored.good * shape.block_tokens,
-        _beside(restored.beside),
+        _of_points(restored.beside),
         restored.seconds * 1e3,
         f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
     )
 
 
 def tell_held(share: float, bound_s: float, held: Sequence[float], are_many: bool) -> None:
-    """Log that requests are held back from now on, or are no more. held: seconds for which each has waited so far."""
+    """Log the begin or the end of holding requests back. held: seconds of each request's wait until now."""
     logger.info(
         "Manthan: returns did not find %.0f%% of the KV that their sessions had: requests with much to compute stand "
         "back by up to %g s%s; %d %s, the longest for %.1f s",
@@ -126,12 +126,12 @@ def tell_held(share: float, bound_s: float, held: Sequence[float], are_many: boo
 
 
 def tell_guard(configured: str, finest: str) -> None:
-    """Log the codec that is used until the guard has a verdict on the configured one."""
-    logger.info("Manthan: codec %s is used until it is measured what %s does to this model's KV", finest, configured)
+    """Log the codec in use until the guard's verdict on the configured codec."""
+    logger.info("Manthan: codec %s is used until the loss of %s on this model's KV is measured", finest, configured)
 
 
 def tell_verdict(found: "Judged") -> None:
-    """Log what the configured codec does to this model's KV, which codec is used, and all that was measured for it."""
+    """Log the configured codec's loss on this model's KV, the codec in use, and all measurements behind the choice."""
     verdict = found.verdict
     said = ", then ".join(map(_fidelity, verdict.measured[: found.choice + 1]))
     if verdict.compute_s:

@@ -1,4 +1,4 @@
-"""Metrics. The scheduler half collects them, vLLM's stats carry them, and /metrics shows them as vllm:manthan_…"""
+"""Metrics: collected by the scheduler half, carried by vLLM's stats, and shown by /metrics as vllm:manthan_…"""
 
 import collections
 from typing import Any, NamedTuple
@@ -16,17 +16,17 @@ FAILURE_CAUSES = (
     *("truncated", "trailing", "magic", "version", "checksum", "codec", "size", "key", "fingerprint"),
     "seal",
 )
-"""Causes for which blocks cannot be stored or restored."""
+"""Causes of failed stores and restores."""
 
 CALLS = (
     *("new_request", "match", "allocated", "step", "worker_output", "finished"),
     *("submit_loads", "submit_stores", "_transfer_results", "take_report"),
 )
-"""Calls of the scheduler half and of the worker half, in which exceptions are caught."""
+"""Calls of the scheduler half and of the worker half with caught exceptions."""
 
 
 class _Metric(NamedTuple):
-    """Metric of /metrics. values: those of a counter's label that are known beforehand."""
+    """Metric of /metrics. values: known values of a counter's label."""
 
     kind: type[Gauge] | type[Counter] | type[Histogram]
     text: str
@@ -40,7 +40,7 @@ METRICS: dict[str, _Metric] = {
     "hot_bytes": _Metric(Gauge, "KV bytes of sessions and requests that are not saved, in full attention."),
     "resume_points": _Metric(
         Gauge,
-        "Resume points of which everything is saved, in models with sliding windows or states.",
+        "Completely saved resume points, in models with sliding windows or states.",
     ),
     "cold_bytes": _Metric(
         Gauge, "Bytes of compressed blocks in the tiers, of all KV cache groups, as its budget counts them."
@@ -107,7 +107,7 @@ PARTS = ("gauges", "counters", "observations")
 
 
 class ManthanStats(KVConnectorStats):
-    """Statistics on their way to /metrics.
+    """Statistics for /metrics.
 
     data: gauges (the last value counts) and counters (added up) as name to label to number; lists of observations.
     """
@@ -133,7 +133,7 @@ class ManthanStats(KVConnectorStats):
 
 
 class ManthanPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics in the process that serves /metrics."""
+    """Prometheus metrics in the process behind /metrics."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -147,7 +147,7 @@ class ManthanPromMetrics(KVConnectorPromMetrics):
             self._metrics[name] = kinds[metric.kind](
                 name=f"vllm:manthan_{name}", documentation=metric.text, labelnames=labels, **extra
             )
-            if metric.kind is not Gauge:  # Prometheus sees no increase by an event that begins a series
+            if metric.kind is not Gauge:  # Prometheus sees no increase by the first event of a series
                 for engine in self.per_engine_labelvalues.values():
                     for value in metric.values if metric.label else ("",):
                         self._child(name, engine, value)

@@ -1,4 +1,4 @@
-"""Events of an engine, told to metrics, to the log, to histories of sessions, and to traces if these are on."""
+"""Events of an engine, for metrics, the log, histories of sessions, and traces if enabled."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 QUIET_S = 60.0
-"""Seconds after a cause of failures was logged in which it is not logged again."""
+"""Seconds between two log lines about a cause of failures."""
 TOTALS = (
     *("evictions", "restores", "prefetches", "failures", "restore_ms"),
     *("prompt_tokens", "restored_tokens", "computed_tokens", "lossy_tokens"),
@@ -42,11 +42,11 @@ TOTALS = (
 
 
 class Telemetry:
-    """Metrics, log, traces and histories of one engine. Subscribes to its stream of events.
+    """Metrics, log, traces and histories of an engine. Subscribes to the engine's stream of events.
 
     Args:
         traces: None if tracing is off.
-        histories: histories of sessions; None if nobody may ask for them.
+        histories: histories of sessions; None if the HTTP API is off.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Telemetry:
         self.totals = dict.fromkeys(TOTALS, 0)
         """Numbers since the start."""
         self.changed: set[str] = set()
-        """Ids of sessions whose blocks came or went since the scheduler half looked."""
+        """Ids of sessions with new or lost blocks since the scheduler half's last look."""
         self.store_is_up = True
         """True if the cold store answers."""
         self.held: Callable[[], Sequence[float]] = tuple
-        """Returns the seconds for which each request has waited that is held back."""
+        """Returns the waits of all held back requests, in seconds."""
         self._judged: Judged | None = None
         """Last decision of the guard."""
         self._failures = Sparing(QUIET_S)
@@ -78,18 +78,18 @@ class Telemetry:
     # -- calls of the scheduler half ------------------------------------------------------------------
 
     def began(self, request: "Request", hints: Hints) -> None:
-        """Note that a request came, with these hints."""
+        """Note a new request with hints `hints`."""
         if hints.given:
             self._counters["hints"].update(hints.given)
         if self.traces is not None:
             self.traces.began(request.request_id, request.trace_headers)
 
     def ended(self, request: "Request", outcome: Outcome | None, computed: int) -> None:
-        """Note that a request ended.
+        """Note the end of a request.
 
         Args:
-            outcome: answer to its hints.
-            computed: number of its prompt's tokens that were neither resident nor loaded.
+            outcome: answer to the request's hints.
+            computed: number of prompt tokens neither resident nor loaded.
         """
         self.totals["computed_tokens"] += computed
         self.totals["prompt_tokens"] += request.num_prompt_tokens
@@ -173,7 +173,7 @@ class Telemetry:
         if self.traces is not None:
             self.traces.restored(event, shape)
 
-    # -- what is shown --------------------------------------------------------------------------------
+    # -- values for /metrics --------------------------------------------------------------------------
 
     @property
     def verdict(self) -> str:

@@ -1,7 +1,6 @@
 """Spans of evictions and restores, if vLLM traces requests (`--otlp-traces-endpoint`).
 
-A restore's span is in the trace of its request, like vLLM's own `llm_request`. Evictions and prefetches are traces of
-their own.
+A restore's span is in the request's trace, like vLLM's `llm_request`. Evictions and prefetches are separate traces.
 """
 
 import time
@@ -18,22 +17,22 @@ if TYPE_CHECKING:
 
 NANO = 1_000_000_000
 REQUEST_ID = "gen_ai.request.id"
-"""Attribute of a request's id, as vLLM names it."""
+"""Attribute of a request's id, with vLLM's name."""
 
 
 class Traces:
-    """Spans of one engine. tiers: names of the tiers, the fastest first. vLLM has set up the exporter."""
+    """Spans of an engine. tiers: names of the tiers, the fastest first. vLLM has set up the exporter."""
 
     def __init__(self, tiers: Sequence[str]) -> None:
-        from opentelemetry.context import Context  # it is there: tracing is on
+        from opentelemetry.context import Context  # present, because tracing is on
 
         self._tiers, self._none = tiers, Context()
-        self._headers: dict[str, Mapping[str, str] | None] = {}  # by id of a request that has not ended
+        self._headers: dict[str, Mapping[str, str] | None] = {}  # by id of a running request
         self._begun: dict[str, tuple[int, Sequence[str]]] = {}
-        """Restores by request id: nanoseconds since 1970, and the tiers that have the blocks."""
+        """Restores by request id: nanoseconds since 1970, and the tiers with the blocks."""
 
     def began(self, request_id: str, headers: Mapping[str, str] | None) -> None:
-        """Note a request that came, and its trace headers."""
+        """Note a new request with trace headers `headers`."""
         self._headers[request_id] = headers
 
     def ended(self, request_id: str) -> None:
@@ -41,11 +40,11 @@ class Traces:
         self._begun.pop(request_id, None)
 
     def restoring(self, request_id: str, tiers: Sequence[str]) -> None:
-        """Note a restore that is about to read these tiers."""
+        """Note the begin of a restore from tiers `tiers`."""
         self._begun[request_id] = time.time_ns(), tiers
 
     def restored(self, restored: "Restored", shape: "MemoryShape") -> None:
-        """Send the span of a restore or a prefetch that has ended."""
+        """Send the span of a finished restore or prefetch."""
         now, request_id = time.time_ns(), restored.request_id or ""
         began, tiers = self._begun.pop(request_id, (now - int(restored.seconds * NANO), self._tiers))
         attributes = {
@@ -83,9 +82,9 @@ class Traces:
         self._span("manthan.evict", began, now, attributes, "")
 
     def _span(self, name: str, began: int, ended: int, attributes: dict[str, Any], request_id: str) -> None:
-        """Send a span in the trace of the request, if the request has one and has not ended.
+        """Send a span in the trace of the request, if the request is traced and running.
 
-        Without one the context is empty, because vLLM would take the trace of its own start.
+        Otherwise the context is empty, because vLLM would use the trace of the server's start.
         """
         context = extract_trace_context(self._headers.get(request_id))
         instrument_manual(name, began, ended, attributes, self._none if context is None else context)

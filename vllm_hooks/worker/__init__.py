@@ -1,1 +1,1 @@
-"""The worker half: a rank's blocks to codes and back."""
+"""Worker half: encodes and decodes a rank's blocks."""

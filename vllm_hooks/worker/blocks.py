@@ -1,4 +1,4 @@
-"""Blocks of the paged cache that the CPU reads, encodes, decodes and writes."""
+"""Blocks of the paged cache for reads, encodes, decodes and writes by the CPU."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,15 +22,16 @@ from manthan.vllm_hooks.worker.layout import Layer
 logger = init_logger("vllm.manthan.worker")
 
 Arrays: TypeAlias = tuple[Numbers, ...]
-"""Keys and values of a block, or what else `BlockShape.arrays` names."""
+"""Keys and values of a block, or the arrays of `BlockShape.arrays`."""
 Copies: TypeAlias = list[Arrays]
-"""Arrays of blocks, as `PagedMemory.gather` returns them."""
+"""Arrays of blocks, from `PagedMemory.gather`."""
 
 
 class PagedMemory(ABC):
-    """Paged cache whose blocks are read and written by the CPU.
+    """Paged cache read and written by the CPU.
 
-    Keys and values are [layers, heads, tokens, head_dim], bf16 and fp8 as their bits. `BlockShape` has other arrays.
+    Keys and values are [layers, heads, tokens, head_dim], bf16 and fp8 as their bits. `BlockShape` lists further
+    arrays.
     """
 
     @abstractmethod
@@ -38,13 +39,15 @@ class PagedMemory(ABC):
         """Return a block's arrays."""
 
     def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
-        """Begin to gather a block. The function returned gives it once the current stream has come this far."""
+        """Begin to gather a block. The returned function gives the block once the current stream has reached this
+        point.
+        """
         found = self.gather(block_id)
         return lambda: found
 
     @abstractmethod
     def scatter(self, block_id: int, *numbers: Numbers) -> None:
-        """Write a block's arrays, and wait until they are written."""
+        """Write a block's arrays, and wait for the end of the writes."""
 
 
 class HostMemory(PagedMemory):
@@ -70,7 +73,7 @@ class HostMemory(PagedMemory):
 
 
 class LatentMemory(PagedMemory):
-    """Paged cache of a GPU that holds latents (MLA). Blocks are copied as they lie, and sorted by the CPU."""
+    """Paged cache of a GPU with latents (MLA). Blocks are copied unchanged, and sorted by the CPU."""
 
     def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
         self._layers, self._shape = list(layers), shape
@@ -100,9 +103,9 @@ class LatentMemory(PagedMemory):
 
 
 class DeviceMemory(PagedMemory):
-    """Paged cache of a GPU. Each thread waits for its own copies only.
+    """Paged cache of a GPU. Each thread waits only for the thread's copies.
 
-    For GPUs that share the CPU's memory, and for comparison.
+    For GPUs with the CPU's memory, and for comparison.
     """
 
     def __init__(self, layout: PagedLayout) -> None:
@@ -119,7 +122,7 @@ class DeviceMemory(PagedMemory):
     def scatter(self, block_id: int, *numbers: Numbers) -> None:
         device, dtype = self._layout.caches[0].device, self._layout.caches[0].dtype
         for part, at in zip(numbers, self._layout.ats, strict=True):
-            host = torch.from_numpy(np.array(part)).view(dtype)  # a copy: torch wants memory that it may write to
+            host = torch.from_numpy(np.array(part)).view(dtype)  # a copy, because torch wants writable memory
             torch._foreach_copy_(self._views(block_id, at), list(host.to(device)))
         _wait(device)
 
@@ -137,7 +140,7 @@ class DeviceMemory(PagedMemory):
 
 
 class PackedMemory(PagedMemory):
-    """Paged cache whose blocks are bytes that are not looked into, in the CPU's memory or a GPU's."""
+    """Paged cache with opaque bytes as blocks, in the CPU's memory or a GPU's."""
 
     def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
         self._rows, self._shape = [layer.rows for layer in layers], shape
@@ -148,7 +151,7 @@ class PackedMemory(PagedMemory):
 
     def scatter(self, block_id: int, *numbers: Numbers) -> None:
         device = self._rows[0].device
-        host = torch.from_numpy(numbers[0].reshape(-1).copy())  # torch wants memory that it may write to
+        host = torch.from_numpy(numbers[0].reshape(-1).copy())  # torch wants writable memory
         parts = host.to(device).split([rows.shape[1] for rows in self._rows])
         for rows, part in zip(self._rows, parts, strict=True):
             rows[block_id].copy_(part)
@@ -156,7 +159,7 @@ class PackedMemory(PagedMemory):
 
 
 class BesideMemory(PagedMemory):
-    """Paged cache of which some layers are coded, and the others are bytes."""
+    """Paged cache with coded layers and layers of raw bytes."""
 
     def __init__(self, coded: PagedMemory, others: PackedMemory) -> None:
         self._coded, self._others = coded, others
@@ -170,7 +173,7 @@ class BesideMemory(PagedMemory):
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return the same memory; bf16 as its bits in uint16."""
+    """Return the same memory; bf16 as bits in uint16."""
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
@@ -186,7 +189,7 @@ def _wait(device: torch.device) -> None:
 
 
 class CpuBlocks:
-    """Blocks of one KV cache group, gathered, encoded and decoded on the CPU's cores. Several threads may call it."""
+    """Blocks of a KV cache group, gathered, encoded and decoded on the CPU's cores. Thread-safe."""
 
     def __init__(
         self, memory: PagedMemory, format: BlockFormat, *others: BlockFormat, exacts: Sequence[int] = (0,)
@@ -194,9 +197,9 @@ class CpuBlocks:
         """Compile all kernels now.
 
         Args:
-            format: format of jobs that name no codec.
-            others: formats that can be read as well, and written if a job names their codec.
-            exacts: numbers of a block's first tokens that may have to be kept exact.
+            format: format of jobs without a codec.
+            others: further readable formats, written if a job names the codec.
+            exacts: possible numbers of exact first tokens of a block.
         """
         self.formats, self._memory, self.format, self._exacts = (format, *others), memory, format, exacts
         self.nbytes = format.shape.nbytes
@@ -210,7 +213,9 @@ class CpuBlocks:
         self.formats = (*self.formats, format)
 
     def format_of(self, buf: Buffer) -> BlockFormat:
-        """Return the format whose fingerprint a block carries. Without one, return the first, whose checks fail."""
+        """Return the format with a block's fingerprint. For an unknown fingerprint, return the first format, whose
+        checks fail.
+        """
         mark = np.frombuffer(buf, np.uint8)[wire.FINGERPRINT].tobytes()
         return next((format for format in self.formats if format.fingerprint == mark), self.formats[0])
 
@@ -219,7 +224,7 @@ class CpuBlocks:
         return [self._memory.gather(block_id) for block_id in job.block_ids.tolist()]
 
     def encode(self, job: Transfer, copies: Copies) -> list[Buffer | str]:
-        """Return a store's compressed blocks; the cause for one that cannot be encoded."""
+        """Return a store's compressed blocks; the cause for an unencodable block."""
         shape, formats = self.format.shape, {"": self.format} | {each.codec: each for each in self.formats}
         format = formats["" if shape.is_raw else job.codec]
         told = zip(job.block_hashes, copies, job.first_tokens(shape.tokens), job.exacts(shape.tokens), strict=True)
@@ -233,7 +238,7 @@ class CpuBlocks:
         return encoded
 
     def decode(self, key: bytes, block_id: int, found: Found) -> str | None:
-        """Check a compressed block, in one or several shards, then write it into a paged block.
+        """Check a compressed block, in one or several shards, then write the numbers into a paged block.
 
         Returns:
             Cause of a failure; None for a good block.

@@ -1,4 +1,4 @@
-"""Memory of the tiers: usable bytes, and the share of RAM and GPU memory that vLLM does not get."""
+"""Memory of the tiers: usable bytes, and the share of RAM and GPU memory withheld from vLLM."""
 
 import math
 from collections.abc import Callable, Collection
@@ -23,15 +23,15 @@ logger = init_logger("vllm.manthan")
 STAGING_BYTES = 32 << 20
 """Size of each staging buffer on the GPU for stores and for prefetches."""
 COPIES_BYTES = 128 << 20
-"""Most bytes of a rank's blocks that the CPU has copied and not encoded yet."""
+"""Most bytes of a rank's blocks copied by the CPU and not encoded yet."""
 RESTORE_STAGING_BYTES = 128 << 20
-"""Size of a staging buffer for restores. It is large, because each chunk costs time of the model's thread."""
+"""Size of a staging buffer for restores: large, because each chunk costs time of the model's thread."""
 RESTORE_STAGINGS = 2
-"""Number of staging buffers for restores. One is decoded while the next is copied."""
+"""Number of staging buffers for restores. The next buffer is filled during decoding."""
 PRIMARY_BYTES = 256 << 20
-"""Least RAM of the primary tier in front of a secondary one, beside a GPU."""
+"""Least RAM, with a GPU, of the primary tier in front of a secondary tier."""
 CPU_ENCODE_THREADS = 4
-"""Number of threads that encode on the CPU for a GPU, as on a GB10. vLLM's CPU build uses one."""
+"""Number of threads that encode on the CPU for a GPU, as on a GB10. vLLM's CPU build uses a single thread."""
 STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
 """Size of all staging buffers."""
 
@@ -44,13 +44,13 @@ class TierBytes(NamedTuple):
 
     @classmethod
     def of_a_rank(cls, store: TiersConfig, ranks: int) -> "TierBytes":
-        """Return the budgets of one of `ranks`."""
+        """Return the budgets of a single rank of `ranks`."""
         if store.kind == "device":
             return cls(store.max_bytes // ranks, store.host_bytes // ranks)
         return cls(0, store.max_bytes // ranks)
 
     def usable(self, sizes: Collection[int]) -> int:
-        """Number of bytes that may be promised to blocks of these sizes.
+        """Number of bytes to promise to blocks of these sizes.
 
         Blocks of several sizes leave a part of each tier free, so that holes stay large. A block lies in one tier.
         """
@@ -61,11 +61,11 @@ class TierBytes(NamedTuple):
 
 
 def usable_nbytes(store: TiersConfig, ranks: int, sizes: Collection[int], in_arenas: bool) -> int:
-    """Number of bytes that may be promised to blocks of these sizes, on all ranks together.
+    """Number of bytes to promise to blocks of these sizes, on all ranks together.
 
     Args:
         sizes: bytes of a block on each rank.
-        in_arenas: True if blocks lie in memory that is one range of addresses.
+        in_arenas: True if a tier is a single range of addresses.
     """
     if store.places[-1] == "disk":
         return disk.usable(store.max_bytes // ranks) * ranks
@@ -73,13 +73,13 @@ def usable_nbytes(store: TiersConfig, ranks: int, sizes: Collection[int], in_are
 
 
 def room_in(config: ManthanConfig) -> Callable[[int], int]:
-    """Return the function from a compressed block's bytes to the most that it takes of the budget."""
+    """Return the function from a compressed block's bytes to the most bytes of the budget."""
     room = disk.room if config.tiers.places[-1] == "disk" else arena.room
     return (lambda nbytes: room(nbytes + OVERHEAD)) if config.sealing.key_file else room
 
 
 def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
-    """Return the tiers in front of the last one, the fastest first, on all `ranks` together."""
+    """Return the tiers in front of the last, the fastest first, on all `ranks` together."""
     if store.kind == "device" and store.host_bytes:
         return [FrontTier(int(store.max_bytes), fills_on_read=False)]
     budgets = [store.front_bytes] if store.front_bytes else []
@@ -89,9 +89,9 @@ def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
 
 
 def share_memory(vllm_config: "VllmConfig") -> None:
-    """Give vLLM the part of `memory_bytes` that the tiers in RAM leave for weights, activations and the KV pool.
+    """Give vLLM the rest of `memory_bytes`, without the tiers in RAM, for weights, activations and the KV pool.
 
-    Raises ConfigError if CPU and GPU have memories of their own, or for a budget that cannot be kept.
+    Raises ConfigError if CPU and GPU have separate memories, or for an impossible budget.
     """
     from vllm.platforms import current_platform
 
@@ -130,7 +130,7 @@ def share_memory(vllm_config: "VllmConfig") -> None:
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
     """Take the tier on the device and the staging buffers out of the memory of vLLM's KV pool.
 
-    Raises ConfigError if that memory is too small.
+    Raises ConfigError if the remaining memory is too small.
     """
     from vllm.platforms import current_platform
 
@@ -151,7 +151,7 @@ def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
     else:
         cache.gpu_memory_utilization = math.floor((given - ours) / total * 1e6) / 1e6
     logger.info(
-        "Manthan: %s of each GPU's memory are set aside for codes, out of what the KV pool would get%s",
+        "Manthan: %s of each GPU's memory are set aside for compressed blocks, out of the KV pool's share%s",
         human_bytes(ours),
         "" if cache.kv_cache_memory_bytes else f": --gpu-memory-utilization is now {cache.gpu_memory_utilization:g}",
     )

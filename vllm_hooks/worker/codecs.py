@@ -11,12 +11,12 @@ from manthan.manager.tiers.tier import Buffer
 
 
 class Codecs:
-    """Codecs of one rank.
+    """Codecs of a rank.
 
     Args:
-        codecs: configured codecs by KV cache group, the group of the sessions' blocks first; all on one device.
-        make: makes a group's codec by its name.
-        names: names of the codecs that jobs may name.
+        codecs: configured codecs by KV cache group, the sessions' group first; all on one device.
+        make: makes a group's codec by name.
+        names: possible codec names in jobs.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Codecs:
         return max(codec.form(codec.layout.tokens).nbytes for codec in self.by_group.values())
 
     def get(self, group: int, name: str = "") -> PagedCodec:
-        """Return a group's codec of this name, or the configured one if `name` is empty or blocks are raw bytes."""
+        """Return a group's codec `name`, or the configured codec if `name` is empty or blocks are raw bytes."""
         codec = self.by_group[group]
         if name in ("", codec.format.codec) or codec.format.shape.is_raw:
             return codec
@@ -48,7 +48,7 @@ class Codecs:
         return self._others[group, name]
 
     def number(self, codec: PagedCodec) -> int:
-        """Return the number by which tiers know a codec."""
+        """Return a codec's number in the tiers."""
         name = codec.format.codec
         with self._lock:
             if name not in self._numbered:
@@ -56,13 +56,13 @@ class Codecs:
             return self._numbered.index(name)
 
     def numbered(self, group: int, number: int) -> PagedCodec:
-        """Return a group's codec with this number."""
+        """Return a group's codec by number."""
         return self.get(group, self._numbered[number])
 
     def look_into(self, group: int, buf: Buffer) -> tuple[int, int, int, int] | str:
         """Return exact tokens, first token, mark and codec number of a block's header; the cause for a bad block.
 
-        The whole header is compared with them when the block is decoded.
+        Decoding compares the whole header with these numbers.
         """
         try:
             front = wire.peek(buf)
@@ -70,7 +70,7 @@ class Codecs:
             return error.cause
         try:
             exact = exact_of(wire.peek_sections(buf, front))
-        except SizeError:  # it is damaged, and the rest of it says how
+        except SizeError:  # damaged, and the rest of the block says how
             exact = 0
         codecs = [self.get(group, name) for name in ("", *self.names)]
         codec = next((codec for codec in codecs if codec.format.fingerprint == front.fingerprint), codecs[0])

@@ -1,4 +1,4 @@
-"""Interface of the engines, which turn blocks of a rank's paged cache into compressed blocks and back, and threads."""
+"""Interface of the engines, between blocks of a rank's paged cache and compressed blocks, and threads."""
 
 import multiprocessing
 import os
@@ -22,17 +22,18 @@ logger = init_logger("vllm.manthan.worker")
 MISSING = "missing"
 """Cause of a failure: the block is in no tier."""
 REST_S = sys.getswitchinterval()
-"""Most seconds for which the model's thread stands aside for a load, in a step in which nothing is computed.
+"""Most seconds that the model's thread pauses for a load, in a step without compute.
 
-Without a rest, such steps would take half of the interpreter's time from the thread that loads."""
+Without a pause, such steps would take half of the interpreter's time from the loading thread.
+"""
 
 
 class CancelledError(Exception):
-    """End of a job without a fault of its own. Its argument is the cause, RESET without one."""
+    """End of a job without a fault. The argument is the cause, RESET without an argument."""
 
 
 class Ended(NamedTuple):
-    """Loads that have ended: the requests, those whose load failed as a whole, and the bad blocks of the others."""
+    """Ended loads: the requests, the requests with a failed load, and the bad blocks of all further requests."""
 
     requests: set[str]
     failed: set[str]
@@ -40,13 +41,14 @@ class Ended(NamedTuple):
 
 
 class Engine:
-    """Worker of transfers: takes jobs, works on them in the background, and reports those that have ended.
+    """Worker of transfers: takes jobs, does them in the background, and reports ended jobs.
 
-    This class itself does nothing, and serves until there is a KV cache. The caller is the model's thread. Nothing here
-    raises, and nothing waits unless its docstring says so.
+    The base class does nothing, and serves until there is a KV cache. The caller is the model's thread. No method
+    raises, and no method waits unless the docstring says so.
 
     Args:
-        fails_whole: True if a request's load fails as a whole. Otherwise only its blocks from the first bad one on do.
+        fails_whole: True if a request's load fails as a whole. Otherwise only the blocks from the first bad block on
+            fail.
     """
 
     def __init__(self, fails_whole: bool = False) -> None:
@@ -55,23 +57,23 @@ class Engine:
         self._fails_whole = fails_whole
         self._lock = threading.Condition()
         self._begun = set[int]()
-        """Ids of the last step's jobs that will be answered, should submitting them raise."""
+        """Ids of the last step's jobs whose answer is ensured, even if submitting raises."""
         self._open: dict[str, set[int]] = {}
-        """Loads that have not ended, by request id."""
+        """Loads under way, by request id."""
         self._bad: dict[str, set[int]] = {}
-        """Blocks that vLLM may not use, by request id."""
+        """Blocks unusable for vLLM, by request id."""
         self._report = ManthanWorkerMetadata()
         self._ended = Ended(set(), set(), set())
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
-        """Carry out a step's resets and drops, then begin its loads."""
+        """Carry out a step's resets and drops, then begin the step's loads."""
         self._begun.clear()
         self._open_all(metadata.loads)
         self._prepare(metadata)
         self._begin(metadata.loads, self._load)
 
     def submit_stores(self, metadata: ManthanMetadata) -> None:
-        """Begin a step's stores, behind the model's work of this step."""
+        """Begin a step's stores, behind the model's work of the step."""
         self._begin(metadata.stores, self._store)
 
     def _begin(self, jobs: Sequence[Transfer], begin: Callable[[Transfer], None]) -> None:
@@ -79,20 +81,20 @@ class Engine:
             self._begun.add(job.job_id)
             try:
                 begin(job)
-            except Exception as error:  # whatever it is costs this job alone
+            except Exception as error:  # any error costs this job alone
                 self._refuse(job, cause_of(error))
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
         """Carry out resets, drops and revocations. Take note of the step."""
 
     def _load(self, job: Transfer) -> None:
-        """Begin a load. It is answered in any case, by the caller if this raises."""
+        """Begin a load. Every load is answered, after an exception by the caller."""
 
     def _store(self, job: Transfer) -> None:
-        """Begin a store. It is answered in any case, by the caller if this raises."""
+        """Begin a store. Every store is answered, after an exception by the caller."""
 
     def wait(self) -> None:
-        """Wait until nothing that was begun reads or writes the paged cache."""
+        """Wait until no begun job reads or writes the paged cache."""
 
     def shutdown(self) -> None:
         """Wait for the jobs under way, and free threads and memory."""
@@ -107,44 +109,44 @@ class Engine:
         return False
 
     def take_ended(self) -> Ended:
-        """Return the loads that ended since the last call, for vLLM."""
+        """Return the loads ended since the last call, for vLLM."""
         with self._lock:
             taken, self._ended = self._ended, Ended(set(), set(), set())
             return taken
 
     def take_report(self) -> ManthanWorkerMetadata | None:
-        """Return the transfers that ended since the last call, for the scheduler half; None without any."""
+        """Return the transfers ended since the last call, for the scheduler half; None without any."""
         with self._lock:
             taken, self._report = self._report, ManthanWorkerMetadata()
             return taken if taken.results or taken.gathered else None
 
     def fail(self, jobs: Sequence[Transfer]) -> None:
-        """Answer the last step's jobs that were not begun."""
+        """Answer the last step's jobs not begun."""
         self._open_all([job for job in jobs if job.direction == "load"])
         for job in jobs:
             if job.job_id not in self._begun:
                 self._refuse(job, "internal")
 
     def fail_requests(self, blocks: Mapping[str, Sequence[int]]) -> None:
-        """End loads that vLLM waits for and that are no jobs, given their blocks by request id."""
+        """End loads awaited by vLLM without a job, given their blocks by request id."""
         for request_id, block_ids in blocks.items():
             self._open.setdefault(request_id, set())
             self._end(request_id, -1, block_ids)
 
     def _open_all(self, loads: Iterable[Transfer]) -> None:
-        """Register all of a step's loads, so that none ends for its request before the others do."""
+        """Register all of a step's loads, so that no request ends before the last of the request's loads."""
         with self._lock:
             for job in loads:
                 if job.request_id is not None and job.job_id not in self._begun:
                     self._open.setdefault(job.request_id, set()).add(job.job_id)
 
     def _gathered(self, job: Transfer) -> None:
-        """Tell that a store does not read the pool's blocks any more, once, before its result."""
+        """Report the last read of the pool's blocks by a store, once, before the result."""
         with self._lock:
             self._report.gathered.append(job.job_id)
 
     def _refuse(self, job: Transfer, cause: str) -> None:
-        """Answer a job that was not begun."""
+        """Answer a job not begun."""
         if job.direction == "store":
             self._gathered(job)
         self._answer(TransferResult.refused(job, cause))
@@ -155,7 +157,7 @@ class Engine:
             self._report.results.append(result)
 
     def _loaded(self, job: Transfer, good: int) -> None:
-        """Note for vLLM that a load has ended, and that its first `good` blocks may be used."""
+        """Note for vLLM the end of a load with `good` usable first blocks."""
         if job.request_id is not None:
             self._end(job.request_id, job.job_id, job.block_ids[good:].tolist())
 
@@ -176,7 +178,7 @@ class Engine:
 
 
 def of_blocks(sizes: Sequence[int], count: int) -> NDArray[np.int64]:
-    """Return int64 [count]: these sizes, and 0 for the blocks behind them."""
+    """Return int64 [count]: the sizes, then 0 for all further blocks."""
     nbytes = np.zeros(count, np.int64)
     nbytes[: len(sizes)] = sizes
     return nbytes
@@ -185,10 +187,10 @@ def of_blocks(sizes: Sequence[int], count: int) -> NDArray[np.int64]:
 def other_causes(
     job: Transfer, behind: Sequence[int], found: Found, values: Iterator[Found], store: Tier
 ) -> Mapping[int, str]:
-    """Causes of further blocks that cannot be read, so that a session does not fail once for each of them.
+    """Causes of further unreadable blocks, so that a session does not fail once for each block.
 
     Args:
-        behind: positions in the job of the blocks behind the first bad one, whose contents `values` yields.
+        behind: positions in the job of the blocks behind the first bad block, with contents from `values`.
         found: content of the first bad block.
     """
     if found is None:
@@ -210,10 +212,10 @@ def cause_of(error: Exception) -> str:
 
 
 class JobThreads:
-    """Threads that do jobs in the order in which they are given. An exception of a job costs a line in the log.
+    """Threads that do jobs in the order of submission. An exception of a job costs a line in the log.
 
     Args:
-        cpus: CPUs on which they may run; empty for those of the caller.
+        cpus: CPUs of the threads; empty for the caller's CPUs.
     """
 
     def __init__(self, count: int, name: str, cpus: Collection[int] = ()) -> None:
@@ -229,7 +231,7 @@ class JobThreads:
         self._jobs.put(partial(job, *args))
 
     def wait(self) -> None:
-        """Wait until all jobs that were given are done. After a shutdown there are none."""
+        """Wait until all submitted jobs are done. After a shutdown there are none."""
         if any(thread.is_alive() for thread in self._threads):
             all_idle = threading.Barrier(len(self._threads) + 1)
             for _ in self._threads:
@@ -237,7 +239,7 @@ class JobThreads:
             all_idle.wait()
 
     def shutdown(self) -> None:
-        """Drop the jobs that have not begun, and wait for the others."""
+        """Drop the jobs not begun, and wait for the running jobs."""
         try:
             while True:
                 self._jobs.get_nowait()
@@ -257,14 +259,14 @@ class JobThreads:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception:  # the next job is another one
+            except Exception:  # the next job may succeed
                 logger.exception("Manthan: a job has failed")
 
 
 def allowed_cpus() -> set[int]:
-    """CPUs that a CPU worker's parent process may use; empty if that cannot be told.
+    """CPUs of a CPU worker's parent process; empty if unknown.
 
-    vLLM binds the worker to some of them. Threads that inherit that would run only when the model does not.
+    vLLM binds the worker to some of them. Threads with the worker's binding would run only while the model rests.
     """
     parent = multiprocessing.parent_process()
     try:

@@ -1,4 +1,4 @@
-"""Engine on the CPU's cores: threads beside the model's gather, encode, store, read and decode blocks."""
+"""Engine on the CPU's cores: separate threads gather, encode, store, read and decode blocks."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ from manthan.vllm_hooks.worker.engine import (
 )
 
 BATCH = 16
-"""Number of blocks that a thread encodes and stores at once."""
+"""Number of blocks encoded and stored at once by a thread."""
 
 
 @dataclass(eq=False)
@@ -34,10 +34,10 @@ class Gathering:
     """Store under way.
 
     Args:
-        nbytes: bytes of each block. inner: those with fewer parts, see `TransferResult`.
-        left: number of blocks that are neither stored nor refused yet.
-        is_begun: True once its first blocks are gathered.
-        is_given_up: True once its blocks are to be read no more.
+        nbytes: bytes of each block. inner: bytes of fewer parts, see `TransferResult`.
+        left: number of blocks neither stored nor refused yet.
+        is_begun: True once the first blocks are gathered.
+        is_given_up: True once the blocks are to be read no more.
     """
 
     job: Transfer
@@ -53,16 +53,16 @@ class Gathering:
 
 
 class CpuEngine(Engine):
-    """Engine that encodes on the CPU's cores into a tier that the CPU reaches.
+    """Engine that encodes on the CPU's cores into a tier in the CPU's reach.
 
-    Loads and prefetches have threads of their own, so that they never wait behind stores. Blocks are gathered first.
+    Loads and prefetches have separate threads, so that they never wait behind stores. Blocks are gathered first.
 
     Args:
         blocks: codec and paged memory of each KV cache group.
-        store: primary tier, or one with secondary tiers behind it.
-        encode_threads: number of threads that encode.
-        device: device of the paged cache. On a GPU, a job runs on a stream of its own, behind the model's work so far.
-        staging_nbytes: most bytes of gathered blocks; one block is gathered in any case.
+        store: primary tier, or a primary tier with secondary tiers behind.
+        encode_threads: number of encoding threads.
+        device: device of the paged cache. On a GPU, a job runs on a separate stream, behind the model's work so far.
+        staging_nbytes: most bytes of gathered blocks; a single block is always gathered.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CpuEngine(Engine):
         self._cancelled = threading.Event()
         """Event that cancels the jobs since the last reset."""
         self._ungathered: list[Gathering] = []
-        """Stores whose blocks are not all gathered."""
+        """Stores with blocks still to gather."""
         self._staging_nbytes, self._staged = staging_nbytes, 0
         self._gatherers = JobThreads(1, "manthan-gather", cpus)
         self._encoders = JobThreads(encode_threads, "manthan-encode", cpus)
@@ -129,7 +129,7 @@ class CpuEngine(Engine):
     # -- store ----------------------------------------------------------------------------------------
 
     def _give_up(self) -> None:
-        """Give up the blocks that are not gathered yet, because requests need them now."""
+        """Give up the blocks not gathered yet, because requests need them now."""
         with self._lock:
             given_up, self._ungathered = self._ungathered, []
             for gathering in given_up:
@@ -140,7 +140,7 @@ class CpuEngine(Engine):
             self._refuse(job, NEEDED)
 
     def _gather(self, gathering: Gathering, model: torch.cuda.Event | None) -> None:
-        """Copy a store's blocks, some at a time, as room for the copies allows, and have them encoded."""
+        """Copy a store's blocks, some at a time, as the room for copies allows, and have them encoded."""
         job, blocks = gathering.job, self.blocks[gathering.job.group]
         step = max(1, min(BATCH, self._staging_nbytes // blocks.nbytes))
         for start in range(0, len(job), step):
@@ -178,7 +178,7 @@ class CpuEngine(Engine):
             self._lock.notify_all()
 
     def _encode(self, gathering: Gathering, start: int, part: Transfer, copies: Copies) -> None:
-        """Encode some of a job's blocks, from the one at `start` on, and store them together."""
+        """Encode some of a job's blocks, from the block at `start` on, and store them together."""
         blocks, store, keys = self.blocks[part.group], gathering.store, part.block_hashes
         sizes: list[int] = []
         try:
@@ -191,14 +191,14 @@ class CpuEngine(Engine):
             rooms = [[0] if key in causes else store.rooms(bufs[key]) for key in keys]
             sizes = [each[-1] for each in rooms]
             gathering.inner.update({at: each[:-1] for at, each in enumerate(rooms, start) if each[1:]})
-        except Exception as error:  # whatever it is costs these blocks, not the thread
+        except Exception as error:  # any error costs these blocks, not the thread
             causes = dict.fromkeys(keys, cause_of(error))
         self._leave(len(part) * blocks.nbytes)
         failed = {at: causes[key] for at, key in enumerate(keys, start) if key in causes}
         self._settle(gathering, start, failed, sizes or [0] * len(part))
 
     def _settle(self, gathering: Gathering, start: int, failed: Mapping[int, str], sizes: Sequence[int] = ()) -> None:
-        """Note the outcome of some of a store's blocks. The last of them answers the store."""
+        """Note the outcome of some of a store's blocks. The last block answers the store."""
         with self._lock:
             gathering.nbytes[start : start + len(sizes)] = sizes
             gathering.failed.update(failed)
@@ -212,7 +212,7 @@ class CpuEngine(Engine):
     # -- load -----------------------------------------------------------------------------------------
 
     def _read(self, job: Transfer, store: Tier, model: torch.cuda.Event | None, cancelled: threading.Event) -> None:
-        """Read and decode blocks up to the first bad one, and answer the load."""
+        """Read and decode blocks up to the first bad block, and answer the load."""
         began = time.monotonic()
         sizes: list[int] = []
         failed: dict[int, str] = {}
@@ -232,7 +232,7 @@ class CpuEngine(Engine):
 
         Args:
             sizes: Gets the bytes of each good block.
-            failed: Gets the cause of each block that could not be read or decoded.
+            failed: Gets the cause of each unreadable or undecodable block.
         """
         blocks, keys = self.blocks[job.group], job.block_hashes
         values = store.read(job.group, keys, job.tenant)
@@ -249,13 +249,13 @@ class CpuEngine(Engine):
 
 
 def model_event(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event behind the work of the model's stream; None on a CPU. Call it on the model's thread."""
+    """Return an event behind the work of the model's stream; None on a CPU. Call on the model's thread."""
     return None if device.type == "cpu" else torch.cuda.current_stream(device).record_event()
 
 
 @contextmanager
 def behind(model: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
-    """Run GPU work on a stream of its own, behind an event of the model's stream."""
+    """Run GPU work on a separate stream, behind an event of the model's stream."""
     if model is None:
         yield
         return

@@ -1,13 +1,13 @@
-"""Engine on the GPU's cores, on streams beside the model's; compressed blocks, not bf16, cross PCIe.
+"""Engine on the GPU's cores, on side streams; compressed blocks, not bf16, cross PCIe.
 
-The model's thread never waits: work is queued on side streams behind what the model's stream was given before, each
-chunk of it ends in an event, and the events are polled once a step. Blocks are worked on where they lie in the tier on
-the device; all others, by way of a staging buffer on the device. Room in the tiers is given and taken in the order in
-which the streams use it; where it changes hands between streams, one waits for the other. What was freed is erased on
-a stream of its own, before anything is written there.
+The model's thread never waits. Work is queued on side streams behind the work already queued on the model's stream.
+Each chunk of work ends in an event, and the events are polled once a step. Blocks in the tier on the device are read
+and written in place. All other blocks pass through a staging buffer on the device. Room in the tiers is given and taken
+in the order in which the streams use it. Where room changes hands between streams, the second stream waits for the
+first. Freed bytes are erased on a separate stream, before anything is written there.
 
-A secondary tier has threads of its own. They copy bytes from pinned RAM to it, and from it to pinned RAM, where a load
-finds them as if they had been there.
+A secondary tier has separate threads. They copy bytes between pinned RAM and the secondary tier. A load finds the
+copied blocks in pinned RAM.
 """
 
 import time
@@ -40,15 +40,15 @@ from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
 logger = init_logger("vllm.manthan.worker")
 
 LOAD_CHUNK = 4096
-"""Blocks of a load that are begun at once, at most: the GPU works on them while more are prepared."""
+"""Most blocks of a load begun at once: the GPU handles them while more are prepared."""
 ERASE_BYTES = 1 << 20
-"""Bytes that one copy of zeros erases."""
+"""Bytes erased by a copy of zeros."""
 PAUSE_S = 1e-3
-"""What vLLM's engine core sleeps after a step in which the model computes nothing."""
+"""Sleep of vLLM's engine core after a step without compute."""
 
 
 class Lane:
-    """A stream and its staging buffer; jobs on the same one follow each other."""
+    """Stream and staging buffer; jobs on the same stream follow each other."""
 
     def __init__(self, nbytes: int, device: torch.device, priority: int = 0) -> None:
         self.staging = Staging(nbytes, device)
@@ -57,10 +57,10 @@ class Lane:
 
 @dataclass(eq=False)
 class Chunk:
-    """A part of a job. status, nbytes: of each block, int32 and int64 [n], valid once `checked` is reached.
+    """Part of a job. status, nbytes: of each block, int32 and int64 [n], valid once `checked` is reached.
 
-    ends: of the blocks' parts, int64 [n, parts], 0 behind the last. done: all work on it has ended. end: number of the
-    job's blocks up to its last one.
+    ends: of the blocks' parts, int64 [n, parts], 0 behind the last. done: all work on the chunk has ended. end: number
+    of the job's blocks up to the chunk's last.
     """
 
     status: torch.Tensor
@@ -73,12 +73,12 @@ class Chunk:
 
 @dataclass(eq=False)
 class Storing:
-    """A store. nbytes: of each block, in the last tier. inner: as in `TransferResult`. left: number of blocks that are
+    """Store in progress. nbytes: of each block, in the last tier. inner: as in `TransferResult`. left: number of blocks
     not stored yet.
 
-    age: of the tiers when it began; they are older after each reset. secondary: where its blocks go in the end.
-    planned: number of blocks that have room, or will get none. uncopied: number of its encodings that still read the
-    pool's blocks.
+    age: of the tiers at the store's begin; every reset raises the age. secondary: final tier of the blocks. planned:
+    number of blocks with room, or refused for lack of room. uncopied: number of encodings that still read the pool's
+    blocks.
     """
 
     job: Transfer
@@ -94,9 +94,9 @@ class Storing:
 
 
 class Encoding(NamedTuple):
-    """Blocks of a store that are encoded together, from the one at `start` on, and room in a tier for each.
+    """Blocks of a store encoded together, from the block at `start` on, with room in a tier for each.
 
-    nbytes: the most that one takes. in_place: they are made there.
+    nbytes: the most for a block. in_place: True if the kernel writes into the tier.
     """
 
     storing: Storing
@@ -111,7 +111,7 @@ class Encoding(NamedTuple):
 
 @dataclass(eq=False)
 class Begun:
-    """An encoding on its way. copied: when the pool's blocks are not read any more."""
+    """Running encoding. copied: event after the last read of the pool's blocks."""
 
     encoding: Encoding
     chunk: Chunk
@@ -120,7 +120,7 @@ class Begun:
 
 
 class Decoding(NamedTuple):
-    """A chunk of a load whose codes are checked, and are to be decoded."""
+    """Chunk of a load with checked compressed blocks, ready to decode."""
 
     codec: PagedCodec
     stream: torch.cuda.Stream
@@ -131,10 +131,10 @@ class Decoding(NamedTuple):
 
 @dataclass(eq=False)
 class Loading:
-    """A load. answered: vLLM has been told, and the model's stream waits for the rest; it is not told of prefetches.
+    """Load in progress. answered: vLLM has been told, and the model's stream waits for the rest; never for prefetches.
 
-    broken: the GPU or we have failed, and nothing of it is good. lost: a block is in no primary tier. begun: number of
-    blocks whose decoding has begun. decoded: number of chunks that are decoded.
+    broken: the GPU or Manthan has failed, and no block is good. lost: a block is in no primary tier. begun: number of
+    blocks in decoding. decoded: number of decoded chunks.
     """
 
     job: Transfer
@@ -149,14 +149,14 @@ class Loading:
 
 
 class CudaEngine(Engine):
-    """Engine of one rank whose paged codecs run on its GPU.
+    """Engine of a rank with paged codecs on the rank's GPU.
 
     Args:
-        codecs: by KV cache group, that of the sessions' blocks first; all on one device.
+        codecs: by KV cache group, the sessions' group first; all on one device.
         tiers: primary tiers.
-        forms: how many first tokens of a block may have to be kept exact; it can do others, but has not prepared.
-        make: a group's codec by its name, should a job name another one. names: those that may be named.
-        secondary: tier that has every block in the end. The tier on the host has what was used last, then.
+        forms: prepared numbers of exact first tokens in a block; unprepared numbers work too.
+        make: returns a group's codec by name, for jobs with a codec. names: possible names.
+        secondary: final tier of every block. The tier on the host then has the most recently used blocks.
     """
 
     def __init__(
@@ -182,22 +182,22 @@ class CudaEngine(Engine):
         self._zeros = torch.zeros(ERASE_BYTES, dtype=torch.uint8, device=self._device)
         self._eraser = torch.cuda.Stream(self._device)
         self._erased: torch.cuda.Event = self._eraser.record_event()
-        """Event behind the last erasure. Whoever writes to a tier comes after it."""
+        """Event behind the last erasure. Every write to a tier waits for the event."""
         self._waiting: deque[Storing] = deque()
-        """Stores for which there is no room yet."""
+        """Stores without room yet."""
         self._encodings: deque[Begun] = deque()
         self._written: deque[tuple[Encoding, Mapping[int, Stored], Mapping[int, Sequence[int]], Mapping[int, str]]] = (
             deque()
         )
-        """What the secondary tier was given, what of it takes how many bytes, and what failed, by place in the job."""
+        """Encodings written to the secondary tier, bytes of their blocks, and failures, by index in the job."""
         self._loadings: list[Loading] = []
         self._primary: Primary | None = None
-        """The tier on the host, where there is a secondary one."""
+        """Tier on the host, with a secondary tier."""
         if secondary is not None:
             assert tiers.host is not None
             self._primary = Primary(tiers.host, self._codecs.look_into, self._lock, self._erase)
         self._age = self._writing = 0
-        """Number of resets; number of encodings that are being copied to the secondary tier."""
+        """Number of resets; number of encodings being copied to the secondary tier."""
         self._demoted: torch.cuda.Event | None = None
         self._may_pause = False
         self.decode_s = self._warm_up(forms)
@@ -233,7 +233,7 @@ class CudaEngine(Engine):
             self._erase()
 
     def take_ended(self) -> Ended:
-        """Polls; vLLM asks for this first in every step."""
+        """Poll the streams. vLLM calls `take_ended` first in every step."""
         self._end_encodings()
         self._end_writes()
         self._begin_stores()
@@ -273,7 +273,7 @@ class CudaEngine(Engine):
         return not news and any(not loading.reading.is_read for loading in self._loadings)
 
     def _stop(self, loadings: Sequence[Loading]) -> None:
-        """Read no more for these loads."""
+        """Read no more blocks for these loads."""
         with self._lock:
             for loading in loadings:
                 loading.reading.is_stopped = True
@@ -286,7 +286,7 @@ class CudaEngine(Engine):
         self._begin_stores()
 
     def _begin_stores(self) -> None:
-        """Begin stores as far as there is room for them."""
+        """Begin stores as far as the tiers have room."""
         while self._waiting:
             storing = self._waiting[0]
             try:
@@ -314,26 +314,26 @@ class CudaEngine(Engine):
         for encoding in encodings:
             try:
                 self._encode(encoding)
-            except Exception as error:  # whatever it is costs these blocks, not the model's thread
+            except Exception as error:  # any error costs these blocks, not the model's thread
                 self._fail(encoding, error)
 
     def _refuse_rest(self, storing: Storing, cause: str) -> None:
-        """Answer the blocks of a store that have not begun."""
+        """Refuse the blocks of a store not begun yet."""
         rest, storing.planned = range(storing.planned, len(storing.job)), len(storing.job)
         if not storing.uncopied:
             self._gathered(storing.job)
         self._stored(storing, {}, dict.fromkeys(rest, cause))
 
     def _give_up(self, cause: str) -> None:
-        """Answer the stores, and the rest of one, that have not begun."""
+        """Refuse all waiting stores, and the rest of a partly begun store."""
         waiting, self._waiting = self._waiting, deque()
         for storing in waiting:
             self._refuse_rest(storing, cause)
 
     def _planned(self, storing: Storing) -> tuple[list[Encoding], list[Demotion]]:
-        """Room for a store's blocks, and what must be copied before it is used. Blocks without room are refused.
+        """Room for a store's blocks, and the copies to make before the room is used. Blocks without room are refused.
 
-        Where a secondary tier will make room, they wait instead.
+        If a secondary tier will make room, the blocks wait instead.
         """
         job, encodings, demotions = storing.job, list[Encoding](), list[Demotion]()
         codec, refused, start = self._codecs.get(job.group, job.codec), list[int](), storing.planned
@@ -362,8 +362,9 @@ class CudaEngine(Engine):
         return encodings, demotions
 
     def _make_room(self, demotions: Sequence[Demotion]) -> None:
-        """Behind what the model and the other lanes were given: a block that was dropped or demoted may still be
-        read."""
+        """Queue demotions behind the work of the model's stream and of all side streams. Earlier work may still read a
+        dropped or demoted block.
+        """
         stream = self._store_lane.stream
         stream.wait_event(self._model())
         for lane in self._lanes:
@@ -379,19 +380,19 @@ class CudaEngine(Engine):
             stream.wait_event(self._erase())
 
     def _erase(self) -> torch.cuda.Event:
-        """Overwrite what was freed, on a stream of its own. Returns the event behind that.
+        """Overwrite freed bytes on a separate stream. Return the event after the erasure.
 
-        The caller holds the lock. A secondary tier's loads wait for the event, so that nothing else may delay it. There
-        no stream uses what is freed.
+        The caller holds the lock. Loads of a secondary tier wait for the event, so no other work may delay the erasure.
+        With a secondary tier no stream uses freed bytes.
         """
         for tier in self.tiers.all:
             freed, tier.freed = tier.freed, []
             if not freed:
                 continue
-            for lane in self._lanes if self._primary is None else ():  # a block may still be read, or on its way here
+            for lane in self._lanes if self._primary is None else ():  # a block may still be read, or in transfer
                 self._eraser.wait_stream(lane.stream)
             with torch.cuda.stream(self._eraser):
-                self._eraser.query()  # has the GPU's context on this thread, which the driver's copies do not look for
+                self._eraser.query()  # sets the GPU's context on this thread, unlike the driver's copies
                 zeros = [(Extent(0, ERASE_BYTES),) * -(-size // ERASE_BYTES) for _, size in freed]
                 _copy(self._zeros, zeros, tier.codes, [(extent,) for extent in freed], [size for _, size in freed])
                 self._erased = self._eraser.record_event()
@@ -400,7 +401,9 @@ class CudaEngine(Engine):
     def _split(
         self, storing: Storing, start: int, codec: PagedCodec, exact: int, taken: Sequence[Taken]
     ) -> Iterator[Encoding]:
-        """Blocks that go the same way, as many as fit into the staging buffer if they go through it."""
+        """Blocks with a common route, in parts that fit into the staging buffer if the route passes through the
+        buffer.
+        """
         nbytes = codec.form(exact).nbytes
         for (tier, in_place), some in groupby(taken, attrgetter("tier", "in_place")):
             places = [one.extents for one in some]
@@ -422,15 +425,15 @@ class CudaEngine(Engine):
             batch = codec.batch(exact, *told, marks=[job.mark] * len(job))
             codec.encode(batch, codes)
             copied = lane.stream.record_event()
-            if not in_place:  # how much of its room a block takes is not known yet
+            if not in_place:  # the block's size within the room is unknown yet
                 _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
-                codes[: len(ours) * nbytes].zero_()  # the next block here may be shorter, and is copied with its rest
+                codes[: len(ours) * nbytes].zero_()  # the next block here may be shorter, and is copied with a rest
             self._encodings.append(Begun(encoding, self._chunk(codec, batch, lane.stream), copied))
 
     def _end_encodings(self) -> None:
-        """Tell of blocks that the pool may have back, and have what is encoded kept."""
+        """Report blocks free for the pool again, and keep the encoded blocks."""
         for begun in self._encodings:
-            with suppress(Exception):  # it is met again below
+            with suppress(Exception):  # met again below
                 if not begun.is_copied and begun.copied.query():
                     begun.is_copied = True
                     self._copied(begun.encoding.storing)
@@ -451,7 +454,7 @@ class CudaEngine(Engine):
             self._keep(begun.encoding, statuses, sizes, ends)
 
     def _copied(self, storing: Storing) -> None:
-        """The pool's blocks of one more encoding are not read any more."""
+        """Note the last read of the pool's blocks by another encoding."""
         storing.uncopied -= 1
         if not storing.uncopied and storing.planned == len(storing.job):
             self._gathered(storing.job)
@@ -459,7 +462,7 @@ class CudaEngine(Engine):
     def _keep(
         self, encoding: Encoding, statuses: Sequence[int], sizes: Sequence[int], ends: Sequence[Sequence[int]]
     ) -> None:
-        """Enter what was encoded into its tier, once a secondary tier has it."""
+        """Enter encoded blocks into their tier, once a secondary tier has them."""
         storing, tier, number = encoding.storing, encoding.tier, self._codecs.number(encoding.codec)
         tokens, job, good = encoding.codec.layout.tokens, storing.job, dict[int, Stored]()
         failed, made = dict[int, str](), zip(encoding.places, statuses, sizes, ends, strict=True)
@@ -481,7 +484,7 @@ class CudaEngine(Engine):
         self._stored(storing, {at: [*map(room, (*stored.inner, stored.nbytes))] for at, stored in good.items()}, failed)
 
     def _write(self, encoding: Encoding, good: Mapping[int, Stored], failed: dict[int, str]) -> None:
-        """Copy encoded blocks to the secondary tier, on its thread."""
+        """Copy encoded blocks to the secondary tier, on the secondary tier's thread."""
         job, secondary, sizes = encoding.storing.job, encoding.storing.secondary, dict[int, list[int]]()
         try:
             assert secondary is not None
@@ -495,7 +498,7 @@ class CudaEngine(Engine):
             self._written.append((encoding, good, sizes, failed))
 
     def _end_writes(self) -> None:
-        """Enter blocks that the secondary tier has now into the primary tier, and answer their stores."""
+        """Enter blocks written to the secondary tier into the primary tier, and answer their stores."""
         while self._written:
             encoding, good, sizes, failed = self._written.popleft()
             self._writing -= 1
@@ -520,9 +523,9 @@ class CudaEngine(Engine):
         self._stored(encoding.storing, {}, dict.fromkeys(blocks, cause_of(error)))
 
     def _stored(self, storing: Storing, sizes: Mapping[int, Sequence[int]], failed: Mapping[int, str]) -> None:
-        """Some blocks of a store are in the last tier, or not; the store is answered with the last of them.
+        """Note blocks of a store in the last tier, and failed blocks. The last block answers the store.
 
-        sizes: what each takes with one part, two, and so on to all.
+        sizes: bytes of each block's first part, of two parts, and so on to all.
         """
         for at, (*inner, nbytes) in sizes.items():
             storing.nbytes[at] = nbytes
@@ -542,14 +545,14 @@ class CudaEngine(Engine):
         if self._primary is not None:
             reading, near = self._primary.begin(job)
         loading = Loading(job, reading)
-        self._loadings.append(loading)  # from here on it is answered once, by those who poll
+        self._loadings.append(loading)  # from here on the pollers answer once
         if reading.is_read:
             self._begin_more(loading)
         elif self._primary is not None:
             self._readers[job.request_id is None].submit(self._primary.read, reading, near, self.store)
 
     def _begin_more(self, loading: Loading) -> None:
-        """Begin to decode what has come into the primary tier."""
+        """Begin to decode new blocks in the primary tier."""
         start, end = loading.begun, loading.reading.there
         if start == end or loading.broken or loading.lost:
             return
@@ -559,9 +562,10 @@ class CudaEngine(Engine):
             self._break(loading, error)
 
     def _begin_load(self, loading: Loading, start: int, end: int) -> None:
-        """Copy codes in, check and decode them, a chunk at a time, on two lanes by turns; prefetches have their own.
+        """Copy in, check and decode compressed blocks, a chunk at a time, on two streams by turns. Prefetches have a
+        third.
 
-        Codes on the device are all checked before any is decoded: vLLM can be told sooner.
+        On the device all blocks are checked before any is decoded, so that vLLM is told sooner.
         """
         model, later, job = self._model(), list[Decoding](), loading.job
         lanes = [self._prefetch_lane] if job.request_id is None else self._load_lanes
@@ -597,7 +601,7 @@ class CudaEngine(Engine):
             self._stop([loading])
 
     def _runs(self, job: Transfer, start: int, end: int, lane: Lane) -> Iterator[tuple[PagedCodec, Run]]:
-        """Blocks of a load up to the first that is in no tier, in runs that can be worked on together."""
+        """Blocks of a load up to the first absent block, in runs with one codec and tier."""
         while start < end:
             with self._lock:
                 run = self.tiers.find(job.group, job.block_hashes[start : min(end, start + LOAD_CHUNK)])
@@ -610,7 +614,7 @@ class CudaEngine(Engine):
             start += count
 
     def _decode(self, decoding: Decoding, model: torch.cuda.Event) -> None:
-        """Decode what is good of a chunk, once the model is done with the blocks."""
+        """Decode a chunk's good blocks, once the model has finished with the target blocks."""
         codec, stream, chunk, batch, codes = decoding
         stream.wait_event(model)
         with torch.cuda.stream(stream):
@@ -620,7 +624,7 @@ class CudaEngine(Engine):
     def _pause(self) -> None:
         """Wait a moment for checks on the device if the model computes nothing.
 
-        Because vLLM would sleep for longer before it asks again.
+        Otherwise vLLM would sleep longer before the next poll.
         """
         if self._may_pause and self._loadings and self.tiers.first is self.tiers.device:
             until = time.monotonic() + PAUSE_S
@@ -628,7 +632,7 @@ class CudaEngine(Engine):
                 time.sleep(PAUSE_S / 20)
 
     def _is_reached(self, loading: Loading, event: Literal["checked", "done"]) -> bool:
-        """True if a load, all of which has begun, has come so far."""
+        """True if all chunks of a load have begun and reached `event`."""
         reading = loading.reading
         if not reading.is_read or not (loading.broken or loading.lost or loading.begun == reading.there):
             return False
@@ -655,11 +659,11 @@ class CudaEngine(Engine):
         loading.broken = True
         self._stop([loading])
         with suppress(Exception):  # a GPU that does not even wait computes nothing either
-            for lane in self._lanes:  # what was begun writes to the blocks before whoever has them next
+            for lane in self._lanes:  # begun work writes to the blocks before their next owners
                 torch.cuda.current_stream(self._device).wait_stream(lane.stream)
 
     def _answer_load(self, loading: Loading) -> None:
-        """Tell vLLM that the load is finished; what the model computes from now on comes after its decoding."""
+        """Tell vLLM of the finished load. Later compute of the model waits for the decoding."""
         try:
             for chunk in loading.chunks:
                 torch.cuda.current_stream(self._device).wait_event(chunk.done)
@@ -669,7 +673,7 @@ class CudaEngine(Engine):
         self._loaded(loading.job, self._good(loading))
 
     def _good(self, loading: Loading) -> int:
-        """Number of good blocks before the first that is not."""
+        """Number of good blocks before the first bad block."""
         statuses = [status for chunk in loading.chunks for status in chunk.status.tolist()]
         bad = next((at for at, status in enumerate(statuses) if status != GOOD), len(statuses))
         return 0 if loading.broken else bad
@@ -692,14 +696,14 @@ class CudaEngine(Engine):
     # -- the rest -------------------------------------------------------------------------------------
 
     def _model(self) -> torch.cuda.Event:
-        """What the model's stream has been given up to now."""
+        """Event behind the work queued on the model's stream."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
     def _chunk(
         self, codec: PagedCodec, batch: Batch, stream: torch.cuda.Stream, nbytes: torch.Tensor | None = None
     ) -> Chunk:
-        """nbytes: where it is known."""
+        """Return a chunk of the batch. nbytes: of each block, if known."""
         form, status, ends = codec.form(batch.exact), self._soon(batch.status), self._soon(batch.ends)
         if nbytes is None:
             nbytes = self._soon(batch.nbytes) if form.varies else torch.tensor([form.nbytes] * len(status))
@@ -712,9 +716,9 @@ class CudaEngine(Engine):
         return here.copy_(there, non_blocking=True)
 
     def _warm_up(self, forms: Sequence[int]) -> dict[str, float]:
-        """Do what first jobs would otherwise pay for: load kernels and tables, allocate pinned memory.
+        """Load kernels and tables and allocate pinned memory, so that the first jobs need not.
 
-        Block 0 is encoded and decoded, which the pool does not use, in each codec and form on each stream.
+        Block 0, unused by the pool, is encoded and decoded in each codec and form on each stream.
 
         Returns:
             Seconds to decode a token, by codec.
@@ -728,7 +732,7 @@ class CudaEngine(Engine):
         return {name: self._try(self._codecs.get(first, name), lane, 0, 64) for name in self._codecs.names}
 
     def _try(self, codec: PagedCodec, lane: Lane, exact: int, most: int = 1) -> float:
-        """Encode and decode block 0, so many times as fit; seconds to decode a token."""
+        """Encode and decode as many copies of block 0 as fit, at most `most`. Return seconds to decode a token."""
         with torch.cuda.stream(lane.stream):
             places = _places(codec, lane, exact)[:most]
             none, offsets = [0] * len(places), [place[0].start for place in places]
@@ -748,12 +752,12 @@ class CudaEngine(Engine):
 
 
 def _places(codec: PagedCodec, lane: Lane, exact: int) -> Places:
-    """For as many blocks with so many exact tokens as fit into the staging buffer."""
+    """Extents in the staging buffer for blocks with `exact` exact tokens, as far as they fit."""
     return lane.staging.places(codec.form(exact).nbytes)
 
 
 def _copy_run(run: Run, target: torch.Tensor, offsets: Numbers) -> None:
-    """Copy stored blocks one behind the other, each to its offset in another buffer."""
+    """Copy stored blocks, each to an offset in another buffer."""
     if run.pieces:
         tos = [(Extent(start, len(target)),) for start in offsets.tolist()]
         _copy(run.tier.codes, run.extents, target, tos, run.nbytes.tolist())
@@ -763,6 +767,6 @@ def _copy_run(run: Run, target: torch.Tensor, offsets: Numbers) -> None:
 
 
 def _copy(source: torch.Tensor, froms: Places, target: torch.Tensor, tos: Places, nbytes: Sequence[int]) -> None:
-    """Copy encoded blocks from one buffer to another, by the copy engines, on the current stream."""
+    """Copy encoded blocks between buffers, by the copy engines, on the current stream."""
     starts, ends, sizes = pieces(froms, tos, nbytes)
     compat.copy_blocks(starts + source.data_ptr(), ends + target.data_ptr(), sizes)

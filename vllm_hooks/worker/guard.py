@@ -1,4 +1,4 @@
-"""Guard on a rank: measures the loss of codecs on KV of the served model, on a thread beside the model's."""
+"""Guard on a rank: measures the loss of codecs on KV of the served model, on a separate thread."""
 
 import subprocess
 import sys
@@ -24,27 +24,27 @@ from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
 logger = init_logger("vllm.manthan.worker")
 
 BATCH = 16
-"""Number of blocks that are measured together."""
+"""Number of blocks measured together."""
 COMPILE_S = 300.0
-"""Seconds that readiness waits for kernels to be compiled."""
+"""Most seconds that readiness waits for compiling kernels."""
 BATCHES = 4
-"""Number of measurements, of 64 blocks, that make the first verdict. Later verdicts are made of up to twice as many."""
+"""Number of measurements, of 64 blocks, for the first verdict. Later verdicts use up to twice as many."""
 A_STEP = 4
-"""Most blocks of a step that are measured before the first verdict, so that it is made of several sessions."""
+"""Most measured blocks of a step before the first verdict, so that several sessions contribute."""
 EVERY = 1000
-"""Number of encoded blocks of which one is measured after the first verdict."""
+"""Number of encoded blocks for each measured block after the first verdict."""
 LEAST_PROMPT = 128
-"""Least number of tokens of a step that is timed as a prompt."""
+"""Least number of tokens of a step timed as a prompt."""
 TIMED_STEPS = 32
-"""Number of steps that are timed."""
+"""Number of timed steps."""
 
 
 class RankGuard:
-    """Measurements of one rank.
+    """Measurements of a rank.
 
     Args:
-        formats: the configured format first, then those that may take its place, finer ones last.
-        rope: RoPE of the model's keys; None if it is not known.
+        formats: the configured format first, then the alternatives, finer ones last.
+        rope: RoPE of the model's keys; None if unknown.
         decode_s: seconds to decode a token by codec, of the GPU's kernels; None if the CPU decodes.
     """
 
@@ -70,7 +70,7 @@ class RankGuard:
         self._prompts = Prompts(device)
 
     def warm_up(self) -> None:
-        """Begin to compile the CPU's kernels beside a GPU, while vLLM warms up. On a CPU the engine compiles them."""
+        """With a GPU, begin to compile the CPU's kernels while vLLM warms up. On a CPU the engine compiles them."""
         if self._device.type != "cpu":
             self._warm_up = threading.Thread(target=self._compile, name="manthan-warm-up", daemon=True)
             self._warm_up.start()
@@ -92,13 +92,13 @@ class RankGuard:
             format.warm_up()
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
-        """Take note that the model is about to compute a step."""
+        """Take note of a new step of the model."""
         if metadata.place is not None:
             self.reset()
         self._prompts.begin(metadata.tokens)
 
     def submit(self, jobs: Sequence[Transfer]) -> None:
-        """Copy some blocks of these stores on the model's stream, and measure them when there are enough."""
+        """Copy some blocks of these stores on the model's stream. Measure the samples when enough are there."""
         self._prompts.end()
         group, tokens = self._formats[0].group, self._formats[0].shape.tokens
         ours = [(job, at) for job in jobs if job.group == group for at in range(len(job))]
@@ -130,7 +130,7 @@ class RankGuard:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all measurements, because other weights compute from now on."""
+        """Forget all measurements, because the weights are new."""
         with self._lock:
             self._age += 1
             self._found.clear()
@@ -162,7 +162,7 @@ class RankGuard:
             self._is_busy = False
             return
         except Exception as error:  # a codec's or ours: the finest codec is used meanwhile
-            logger.warning("Manthan: what codecs do to this model's KV cannot be measured: %s", error)
+            logger.warning("Manthan: the codecs' loss on this model's KV cannot be measured: %s", error)
         with self._lock:
             self._is_busy = False
             if age != self._age:
@@ -182,9 +182,9 @@ class RankGuard:
 
 
 class Prompts:
-    """Time that the model takes to compute a token of a prompt: that of the fastest of the first steps.
+    """Model's time to compute a token of a prompt: the fastest of the first steps.
 
-    seconds: for a token; 0 until they are known.
+    seconds: for a token; 0 until known.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The worker half of the connector: it chooses the engine, once it has seen the KV cache."""
+"""Worker half of the connector: chooses the engine after the KV cache is known."""
 
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -78,11 +78,11 @@ class GroupCache:
     """Blocks of a KV cache group.
 
     Args:
-        layers: places of its layers.
-        forms: formats of its compressed blocks, the configured one first.
-        exacts: numbers of first tokens that may have to be kept exact.
-        beside: layers whose blocks are bytes, if the others are coded.
-        rope: RoPE of the keys; None if it is not known.
+        layers: the layers' memory.
+        forms: formats of the compressed blocks, the configured format first.
+        exacts: possible numbers of exact first tokens.
+        beside: layers of raw bytes in a group with coded layers.
+        rope: RoPE of the keys; None if unknown.
     """
 
     layers: list[Layer]
@@ -97,14 +97,14 @@ class GroupCache:
 
     @property
     def memory(self) -> PagedMemory:
-        """Paged cache as the CPU reads and writes it."""
+        """Paged cache for the CPU."""
         if self.shape.beside is None:
             return self.coded
         return BesideMemory(self.coded, PackedMemory(self.beside, self.shape.beside))
 
     @property
     def coded(self) -> PagedMemory:
-        """Paged cache without the bytes beside."""
+        """Paged cache without the layers of raw bytes."""
         if self.shape.is_raw:
             return PackedMemory(self.layers, self.shape)
         if self.layers[0].rows.is_cpu:
@@ -115,14 +115,14 @@ class GroupCache:
 
     @property
     def layout(self) -> PagedLayout | RawLayout:
-        """The paged cache as a GPU reads and writes it. Raises UnsupportedError."""
+        """Paged cache for a GPU. Raises UnsupportedError."""
         if self.shape.is_raw:
             return RawLayout(tuple(layer.rows for layer in self.layers), self.shape)
         return paged_layout(self.layers, self.shape, self.beside)
 
 
 def running_half() -> "WorkerHalf":
-    """Return the worker half in this process, which may have other connectors beside it."""
+    """Return this process's worker half, also among several connectors."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
@@ -132,18 +132,18 @@ def running_half() -> "WorkerHalf":
 
 
 def get_ready(worker: Any) -> None:
-    """Have a worker wait for what compiles beside vLLM's own warm-up. The server is not ready before that."""
+    """Have a worker wait for compilations that run during vLLM's warm-up. Only then is the server ready."""
     if (guard := running_half().guard) is not None:
         guard.wait()
 
 
 def groups_of_worker(worker: Any) -> Groups:
-    """KV cache groups as a worker sees them."""
+    """KV cache groups of a worker."""
     return running_half().groups
 
 
 class WorkerHalf:
-    """Worker half, which chooses the engine that fits the device. Until then there is nothing to do."""
+    """Worker half: chooses the engine for the device. Until then nothing happens."""
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
@@ -211,7 +211,7 @@ class WorkerHalf:
         return taken
 
     def of_this_rank(self, metadata: ManthanMetadata) -> ManthanMetadata:
-        """Return a message with the tokens of its transfers counted as this rank counts its own."""
+        """Return a message with the tokens of all transfers counted as on this rank."""
         if not self._contexts:
             return metadata
         stores, loads = (
@@ -220,7 +220,7 @@ class WorkerHalf:
         return replace(metadata, stores=stores, loads=loads)
 
     def _layers(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
-        """Return the places of the group's blocks. Raises UnsupportedError."""
+        """Return the memory of the group's layers. Raises UnsupportedError."""
         if group.is_packed:
             nbytes = dict(zip(group.names, group.layer_nbytes, strict=True))
             return placed_layers(kv_caches, self._kv_cache_config, nbytes)
@@ -229,20 +229,20 @@ class WorkerHalf:
         return probe_layers(caches, modules, self._kv_cache_config.num_blocks, block_shape(group))
 
     def _beside(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> Sequence[Layer]:
-        """Return the places of a coded group's layers whose blocks are bytes. Raises UnsupportedError."""
+        """Return the memory of a coded group's layers of raw bytes. Raises UnsupportedError."""
         return self._layers(group.beside, kv_caches) if group.beside else ()
 
     def _is_found(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> bool:
-        """False for latents, or layers with bytes beside, that are to be coded and cannot be probed.
+        """False for latents, or layers with raw bytes, to be coded but impossible to probe.
 
-        Such models have attention of their own, which need not write as others do. The scheduler asks for their groups.
+        Such models have special attention, with possibly different writes. The scheduler asks for their groups.
         """
         if group.beside is None and not group.latent:
             return True
         try:
             layers = self._layers(group, kv_caches)
             if not layers[0].rows.is_cpu:
-                paged_layout(layers, block_shape(group), self._beside(group, kv_caches)).kept(0)  # as kernels need it
+                paged_layout(layers, block_shape(group), self._beside(group, kv_caches)).kept(0)  # for kernels
         except Exception as error:  # a backend raises anything
             logger.warning(
                 "Manthan: KV cache group %d is stored as bytes, because its layout cannot be found: %s: %s",
@@ -260,13 +260,13 @@ class WorkerHalf:
         codec = config.name if is_main else codec_of_other(config.name, group, config.state)
         if group.is_packed:
             return GroupCache(layers, [self._format(codec, group, NO_FACTS, namespace)], [0])
-        group = replace(group, layers=len(layers))  # layers that share a cache are one
+        group = replace(group, layers=len(layers))  # layers with a common cache count once
         rope, codecs = self._rope(group), (codec, *finer_codecs(codec))
         forms = [self._format(each, group, self._facts(each, group, rope), namespace) for each in codecs]
         return GroupCache(layers, forms, sorted(exact_counts(config, group).values()), beside, rope)
 
     def _rope(self, group: KvCacheGroup) -> Rope | None:
-        """Return how keys of the group's layers are turned; None if that is not known.
+        """Return the RoPE of the group's layers; None if unknown.
 
         Latents are not turned, and a rank of context parallelism has tokens of far positions.
         """
@@ -276,7 +276,7 @@ class WorkerHalf:
         return running_rope(self._vllm_config, group.spec.head_size, tell, group.names)
 
     def _facts(self, codec: str, group: KvCacheGroup, rope: Rope | None) -> ModelFacts:
-        """Return the facts that the codec may know. Raises ConfigError for a profile that does not fit."""
+        """Return the facts for the codec. Raises ConfigError for an unsuitable profile."""
         if not takes_facts(codec):
             return NO_FACTS
         if not needs_profile(codec):
@@ -285,7 +285,7 @@ class WorkerHalf:
         return ModelFacts(rope, rank_facts(profile, group, parallel.rank, parallel.world_size).profile)
 
     def _format(self, codec: str, group: KvCacheGroup, facts: ModelFacts, namespace: str) -> BlockFormat:
-        """Return a format with its fingerprint. Raises ConfigError."""
+        """Return a format with a fingerprint. Raises ConfigError."""
         facts = with_states(codec, group, facts)
         try:
             mark = fingerprint(self._vllm_config, group, codec, namespace, facts, self._sharding)
@@ -295,11 +295,11 @@ class WorkerHalf:
             raise ConfigError(str(error)) from None
 
     def _engine(self, groups: Mapping[int, GroupCache], store: Tier | None) -> Engine:
-        """Return the engine: on a GPU's cores, or on the CPU's from a cache in its memory or a GPU's.
+        """Return the engine: on a GPU's cores, or on the CPU's from a cache in the CPU's memory or a GPU's.
 
         Args:
-            groups: caches by KV cache group, the main one first.
-            store: a secondary tier; None without one.
+            groups: caches by KV cache group, the main group first.
+            store: a secondary tier; None without a secondary tier.
         """
         tiers, codec, ranks = self._config.tiers, self._config.codec, self._vllm_config.parallel_config.world_size
         tier_bytes, fails_whole = TierBytes.of_a_rank(tiers, ranks), bool(self.groups.at_points)
@@ -324,9 +324,9 @@ class WorkerHalf:
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
-    """Return "cuda" or "numpy": `wanted`, or for auto what suits the KV cache's device.
+    """Return "cuda" or "numpy": `wanted`, or for auto the choice for the KV cache's device.
 
-    A GPU that shares the CPU's memory (GB10) is better left to the model.
+    A GPU with the CPU's memory (GB10) is better left to the model.
     """
     if wanted != "auto":
         return wanted
@@ -335,7 +335,7 @@ def codec_backend(wanted: str, device: torch.device) -> str:
 
 
 def _make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Sharding) -> Tier:
-    """Return a rank's tiers that outlive the engine, behind the one in RAM. Raises ConfigError."""
+    """Return a rank's tiers that outlive the engine, behind the tier in RAM. Raises ConfigError."""
     config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
     keys, rank = keys_of(config.sealing), parallel.rank
     sealer = Sealer(keys, namespace.name) if keys else None
@@ -364,7 +364,7 @@ def _make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Shard
 
 
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:
-    """Return the codec of a GPU. Raises UnsupportedError where there is none, or its kernels cannot be used."""
+    """Return the codec of a GPU. Raises UnsupportedError for a missing codec, or unusable kernels."""
     from manthan.codec.gpu.embedded_codec import EmbeddedPagedCodec
     from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
     from manthan.codec.gpu.klt_codec import KltPagedCodec
@@ -400,7 +400,7 @@ def _cuda_engine(
     finer: Sequence[str],
     secondary: Tier | None,
 ) -> Engine:
-    """Return an engine on the GPU. finer: codecs whose blocks may be asked for as well."""
+    """Return an engine on the GPU. finer: further codecs whose blocks may be requested."""
     from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
     from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 

@@ -1,7 +1,7 @@
 """Layout of keys and values, or latents (MLA), inside a block, found by probing the attention backend.
 
-At start the backend's own cache-write operation writes each element's ordinal into a scratch block, one base-256 digit
-at a time, because every cache dtype but fp8 holds 0 to 255 exactly. fp8 gets one bit at a time.
+At start the backend's cache-write operation writes each element's ordinal into a scratch block, one base-256 digit at a
+time, because every cache dtype but fp8 holds 0 to 255 exactly. fp8 gets one bit at a time.
 """
 
 import math
@@ -25,7 +25,7 @@ Index = NDArray[np.int64]
 
 SCRATCH_BLOCK = 1  # block 0 is vLLM's null block; no request owns any block yet
 ONE = 16.0
-"""Number written for a one in fp8. No usual scale makes it zero."""
+"""Number written for a one in fp8. No usual scale turns the number to zero."""
 NOWHERE: Index = np.empty(0, np.int64)
 
 
@@ -47,15 +47,15 @@ class Layer(NamedTuple):
 def probe_layers(
     caches: Mapping[str, torch.Tensor], modules: Mapping[str, Any], num_blocks: int, shape: BlockShape
 ) -> list[Layer]:
-    """Return the layers that have a cache of their own. Some models share one between layers.
+    """Return the layers with a separate cache. Some models share a cache between layers.
 
     Args:
         caches: each layer's paged cache by layer name, blocks first.
         modules: attention modules by the same names, with `impl`.
-        shape: shape of a block; its number of layers does not matter.
+        shape: shape of a block; the number of layers is ignored.
 
     Raises:
-        UnsupportedError: for a layout that cannot be found.
+        UnsupportedError: for an unknown layout.
     """
     distinct = {cache.data_ptr(): name for name, cache in reversed(list(caches.items()))}
     names = [name for name in caches if name in distinct.values()]
@@ -68,13 +68,13 @@ def probe_layers(
 
 
 def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Mapping[str, int]) -> list[Layer]:
-    """Return the layers of bytes that lie in vLLM's one allocation, whatever views it makes of them.
+    """Return layers of bytes in vLLM's single allocation, whatever vLLM's views of the allocation.
 
     Args:
         nbytes: bytes of a block in each layer of the group.
 
     Raises:
-        UnsupportedError: if vLLM's views do not begin there.
+        UnsupportedError: if vLLM's views do not begin at the layers.
     """
     places = {name: (each, at) for each in config.kv_cache_tensors for at, name in enumerate(each.layers)}
     layers = []
@@ -95,9 +95,9 @@ def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Ma
 
 
 def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[Layer] = ()) -> PagedLayout:
-    """Return the layers as strides for GPU kernels. Raises UnsupportedError if they are not that regular.
+    """Return the layers as strides for GPU kernels. Raises UnsupportedError for irregular layers.
 
-    beside: the group's layers whose blocks are bytes.
+    beside: the group's layers of raw bytes.
     """
     first = layers[0]
     keys, values = _run(first.keys, shape.numbers), _run(first.values, shape.value_numbers)
@@ -128,7 +128,7 @@ def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[La
 
 
 class _Strides(NamedTuple):
-    """Positions of vectors in a block: the first one, and the distances to the next head and to the next token."""
+    """Positions of vectors in a block: the first, and the distances to the next head and to the next token."""
 
     at: int
     head_stride: int
@@ -136,7 +136,7 @@ class _Strides(NamedTuple):
 
 
 def _run(positions: Index, numbers: tuple[int, int, int, int]) -> _Strides | None:
-    """Return the strides of a layer's positions; None if they are not that regular.
+    """Return the strides of a layer's positions; None for irregular positions.
 
     numbers: shape of a block, [layers, heads, tokens, head_dim].
     """
@@ -151,7 +151,7 @@ def _run(positions: Index, numbers: tuple[int, int, int, int]) -> _Strides | Non
 
 
 def _block_rows(cache: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
-    """Return a layer's cache as [blocks, elements] over the same memory, in its order."""
+    """Return a layer's cache as [blocks, elements] over the same memory, in memory order."""
     numel = cache[0].numel()
     dense = 1
     for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):

@@ -1,11 +1,10 @@
-"""RAM that a GPU reads and writes itself, pinned piece by piece on a thread, so that nobody waits for the whole.
+"""RAM that a GPU reads and writes directly, pinned piece by piece on a thread, so that nothing waits for the whole.
 
-The thread begins with the first step that is served: before that vLLM captures CUDA graphs, which the driver breaks off
-when memory is pinned meanwhile.
+The thread begins with the first served step. Before, vLLM captures CUDA graphs, and pinning memory would make the
+driver break off a capture.
 
-Most of the time that pinning takes is the system's, which gives and clears the pages. It gives huge ones where it may
-(`madvise`): 512 times fewer. They are asked for, and written to, before the driver is called, whose locks a copy may
-need meanwhile.
+Most of the time to pin is the system's, to give and clear pages. Huge pages (`madvise`) need 512 times fewer steps.
+They are requested and written before the call of the driver, because a copy may need the driver's locks meanwhile.
 """
 
 import mmap
@@ -25,23 +24,23 @@ from manthan.vllm_hooks.telemetry.log import human_bytes
 logger = init_logger("vllm.manthan.worker")
 
 PIECE = 256 << 20
-"""Bytes that are pinned at once, a multiple of what huge pages have."""
+"""Bytes pinned at once, a multiple of a huge page."""
 ADVICE = mmap.MADV_HUGEPAGE
 PAGE, HUGE = 4096, 2 << 20
 
 
 class PinnedRam:
-    """nbytes: how much there will be. device: whose.
+    """Pinned RAM. nbytes: final size. device: GPU.
 
-    Each piece is pinned on its own, and the driver takes no copy that reaches from one to the next: between them lies a
-    GRANULE that is nobody's. The first piece is there at once, the others come after `start`. Raises ConfigError if
-    that cannot be pinned.
+    Each piece is pinned separately, and the driver refuses a copy across pieces. Between two pieces lies an unused
+    GRANULE. The first piece is pinned at once, all further pieces after `start`. Raises ConfigError if the first cannot
+    be pinned.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self._device = nbytes, device
         self._pinned = 0
-        """So many of them are."""
+        """Number of pinned extents."""
         self._stopped = False
         self._thread: threading.Thread | None = None
         try:
@@ -58,13 +57,13 @@ class PinnedRam:
 
     @property
     def spans(self) -> Sequence[Extent]:
-        """Those that are pinned."""
+        """Pinned extents."""
         return self._spans[: self._pinned]
 
     def start(self) -> None:
-        """Pin the rest in the background, if that has not begun."""
+        """Pin the rest in the background, unless begun."""
         if self._thread is None and not self.is_whole:
-            said = "Manthan: pinning %s of RAM for codes; what is pinned is used already"
+            said = "Manthan: pinning %s of RAM for compressed blocks; pinned parts are used already"
             logger.info(said, human_bytes(self.nbytes))
             self._thread = threading.Thread(target=self._pin_others, name="manthan-pin", daemon=True)
             self._thread.start()
@@ -74,17 +73,17 @@ class PinnedRam:
         return self._pinned == len(self._spans)
 
     def close(self) -> None:
-        """Unpin; what is being pinned is waited for. It is of no use afterwards."""
+        """Wait for pinning, then unpin all. The object is of no use afterwards."""
         self._stopped = True
         self.wait()
         for at in range(self._pinned):
-            with suppress(RuntimeError):  # of a GPU that does not answer
+            with suppress(RuntimeError):  # of an unresponsive GPU
                 compat.unpin(self._piece_of(at))
         self._spans, self._pinned = [], 0
         self.codes = torch.empty(0, dtype=torch.uint8)
 
     def wait(self) -> None:
-        """Until all is pinned that can be, if that has begun."""
+        """Wait for the end of pinning, if begun."""
         if self._thread is not None:
             self._thread.join()
 
@@ -108,7 +107,9 @@ class PinnedRam:
                 )
                 return
         if self.is_whole:
-            logger.info("Manthan: %s of RAM for codes are pinned, in %.1f s", size, time.monotonic() - began)
+            logger.info(
+                "Manthan: %s of RAM for compressed blocks are pinned, in %.1f s", size, time.monotonic() - began
+            )
 
     def _pin(self, number: int) -> None:
         """Raises RuntimeError."""
@@ -123,14 +124,14 @@ class PinnedRam:
 
 
 def _end(nbytes: int) -> int:
-    """Where so many bytes end, in pieces of PIECE with a GRANULE between each and the next."""
+    """End of `nbytes` bytes, in pieces of PIECE with a GRANULE between two pieces."""
     return nbytes + GRANULE * (max(0, nbytes - 1) // (PIECE - GRANULE))
 
 
 def _pages(nbytes: int) -> torch.Tensor:
     """uint8 [nbytes], huge pages if the system has some. Raises OSError."""
     pages = mmap.mmap(-1, nbytes + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without huge pages
         pages.madvise(ADVICE)
     found = torch.frombuffer(pages, dtype=torch.uint8)
     begin = -found.data_ptr() % HUGE

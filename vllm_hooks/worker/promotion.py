@@ -1,4 +1,4 @@
-"""The tier in pinned RAM in front of a secondary tier: blocks are brought into it to be loaded, and make room again."""
+"""Tier in pinned RAM in front of a secondary tier: brings in blocks for loads, and evicts them again."""
 
 import threading
 from collections import Counter
@@ -16,10 +16,10 @@ from manthan.vllm_hooks.worker.slabs import Name, Slab, Stored
 
 @dataclass(eq=False)
 class Reading:
-    """Part of a load that is in the primary tier. there: number of its blocks that are, from the first one on.
+    """Part of a load in the primary tier. there: number of the load's first blocks in the tier.
 
-    unpinned: number of blocks that may leave the tier again. failed: cause by place in the job of what cannot be read.
-    is_read: no more blocks will come. is_stopped: nobody needs more of them.
+    unpinned: number of blocks free to leave the tier. failed: cause by index in the job of unreadable blocks. is_read:
+    no more blocks will come. is_stopped: no caller needs further blocks.
     """
 
     job: Transfer
@@ -31,12 +31,13 @@ class Reading:
 
 
 class Primary:
-    """Keeps in the tier what was used last. Blocks that make room are in the secondary tier as well.
+    """Keeps the most recently used blocks in the tier. Evicted blocks remain in the secondary tier.
 
     Args:
-        look_into: tells exact tokens, first token, mark and codec number of a compressed block, or why it is none.
-        lock: of the tier. No bytes are copied while it is held.
-        erase: begins to erase what was freed, and returns the event that ends it.
+        look_into: returns exact tokens, first token, mark and codec number of a compressed block, or a bad block's
+            cause.
+        lock: of the tier. No bytes are copied while the lock is held.
+        erase: begins to erase freed bytes, and returns the event after the erasure.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class Primary:
     ) -> None:
         self._slab, self._look_into, self._lock, self._erase = slab, look_into, lock, erase
         self.pins: Counter[Name] = Counter()
-        """Blocks that are being loaded."""
+        """Blocks in a load."""
 
     def evict(self, nbytes: int, count: int) -> bool:
-        """Drop what was used least recently. Return True if there is room for so many blocks of `nbytes` bytes.
+        """Drop the least recently used blocks. Return True if `count` blocks of `nbytes` bytes have room.
 
-        Some more is dropped, because it costs little to erase several blocks together.
+        A little more is dropped, because erasing several blocks together costs little.
         """
         self._slab.grow()
         arena = self._slab.arena
@@ -64,7 +65,7 @@ class Primary:
         return arena.used <= most
 
     def begin(self, job: Transfer) -> tuple[Reading, list[bool]]:
-        """Pin a load's blocks, if all are there. Return which ones are."""
+        """Pin a load's blocks, if all are present. Return True for each present block."""
         names = [(job.group, key) for key in job.block_hashes]
         with self._lock:
             near = [name in self._slab for name in names]
@@ -73,7 +74,7 @@ class Primary:
         return Reading(job, len(job) if all(near) else 0, is_read=all(near)), near
 
     def unpin(self, reading: Reading, end: int) -> None:
-        """Let blocks of a load make room, up to the one before `end`."""
+        """Unpin blocks of a load up to `end`, exclusive."""
         with self._lock:
             for key in reading.job.block_hashes[reading.unpinned : end]:
                 name = reading.job.group, key
@@ -84,7 +85,7 @@ class Primary:
             self._lock.notify_all()
 
     def read(self, reading: Reading, near: Sequence[bool], secondary: Tier) -> None:
-        """Read a load's blocks into the tier, one behind the other. near: those that were there."""
+        """Read a load's blocks into the tier, in order. near: True for each block already present."""
         job, at, failed = reading.job, 0, dict[int, str]()
         far = [n for n, is_near in enumerate(near) if not is_near]
         try:
@@ -92,7 +93,7 @@ class Primary:
             for at, key in enumerate(job.block_hashes):
                 found = None if near[at] else next(values)
                 if not self._is_there(reading, (job.group, key)):
-                    if near[at]:  # it had to make room meanwhile
+                    if near[at]:  # evicted meanwhile
                         found = next(secondary.read(job.group, [key], job.tenant))
                     if found is None or isinstance(found, str):
                         behind = [n for n in far if n > at]
@@ -115,7 +116,7 @@ class Primary:
                 self._lock.notify_all()
 
     def _is_there(self, reading: Reading, name: Name) -> bool:
-        """True if a block is in the tier; it is pinned then. Raises CancelledError."""
+        """Pin a block if present, and return True then. Raises CancelledError."""
         with self._lock:
             if reading.is_stopped:
                 raise CancelledError
@@ -125,7 +126,7 @@ class Primary:
             return False
 
     def _bring(self, reading: Reading, group: int, key: bytes, buf: Buffer) -> str | None:
-        """Copy a block into the tier once there is room, and pin it. Return the cause if it is none."""
+        """Copy a block into the tier when the tier has room, and pin the block. Return the cause for a bad block."""
         told = self._look_into(group, buf)
         if isinstance(told, str):
             return told
@@ -150,7 +151,7 @@ class Primary:
         return None
 
     def _pin(self, names: Sequence[Name]) -> None:
-        """Keep blocks that are in the tier there."""
+        """Pin blocks present in the tier."""
         self.pins.update(names)
         for group, key in reversed(names):  # tails make room first
             self._slab.used(group, [key])

@@ -1,4 +1,4 @@
-"""RoPE of the running model: its configuration, checked against the modules that vLLM has made."""
+"""RoPE of the running model: the configuration, checked against vLLM's modules."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan.worker")
 
 CHECKED = tuple(range(0, 64, 7)) + tuple(range(64, 4097, 252))
-"""Positions at which cosines and sines are compared."""
+"""Positions for the comparison of cosines and sines."""
 TOLERANCE = 2.0**-6
 """Most difference of a cosine. vLLM's are in the model's dtype: bf16 is off by 2**-9, float32 angles by some 1e-3
 at the last position."""
@@ -26,18 +26,18 @@ at the last position."""
 def running_rope(
     vllm_config: "VllmConfig", head_dim: int, tell: bool = True, layers: Sequence[str] = ()
 ) -> Rope | None:
-    """Return the RoPE of some layers, or of all. None if it is not understood, or if there are several kinds.
+    """Return the RoPE of some layers, or of all. None if unknown, or if there are several kinds.
 
     Args:
         head_dim: head dimension of the layers.
-        tell: True to log why there is none.
+        tell: True to log the reason for None.
         layers: names of the layers; empty for all.
     """
     kind = layer_type(vllm_config.model_config.hf_text_config, layers)
     modules = rotary_modules(head_dim)
     found = {_rope_of(vllm_config, module, kind) for module in modules}
     if kind:
-        found.discard(None)  # those of layers of other kinds
+        found.discard(None)  # of layers of further kinds
     rope = found.pop() if len(found) == 1 else None
     if rope is None and tell:
         why = "vLLM turns them in another way than the configuration says" if modules else "vLLM has made no RoPE"
@@ -49,10 +49,10 @@ def running_rope(
 def layer_type(config: Any, layers: Sequence[str]) -> str:
     """Return the kind of these layers in a Transformers configuration, such as sliding_attention.
 
-    Empty if they are of several kinds, or if RoPE does not differ by kind.
+    Empty for layers of several kinds, or if RoPE does not differ by kind.
 
     Args:
-        layers: names as vLLM gives them, such as model.layers.3.self_attn.attn.
+        layers: vLLM's names, such as model.layers.3.self_attn.attn.
     """
     kinds, parameters = getattr(config, "layer_types", None) or (), getattr(config, "rope_parameters", None) or {}
     numbers = [int(found[1]) for name in layers if (found := re.search(r"\blayers\.(\d+)\.", name))]
@@ -62,7 +62,7 @@ def layer_type(config: Any, layers: Sequence[str]) -> str:
 
 
 def _rope_of(vllm_config: "VllmConfig", module: Any, kind: str) -> Rope | None:
-    """Return the RoPE of vLLM's module; None if it is not understood. kind: see `layer_type`."""
+    """Return the RoPE of vLLM's module; None if unknown. kind: see `layer_type`."""
     turned, base, table = module.rotary_dim, changed_base(module), module.cos_sin_cache
     if base is None:
         configured = Rope.of_config(vllm_config.model_config.hf_text_config, module.head_size, kind)

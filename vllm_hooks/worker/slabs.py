@@ -1,4 +1,4 @@
-"""Memory that holds codes beside a GPU: pinned RAM, and a region of the GPU's own."""
+"""Memory of compressed blocks with a GPU: pinned RAM, and a region of GPU memory."""
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -16,21 +16,21 @@ from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.worker.pinned import PinnedRam
 
 Name = tuple[int, bytes]
-"""KV cache group and block key."""
+"""KV cache group and block hash."""
 Numbers = npt.NDArray[np.int64]
 START, NBYTES, EXACT, FIRST_TOKEN, MARK, CODEC, PIECES, GROUP = range(8)
-"""Rows of a tier's table: as in `Stored`; in how many extents a block lies; its group, -1 in columns of no block."""
+"""Rows of a tier's table: as in `Stored`; the number of a block's extents; the group, -1 in empty columns."""
 FIELDS = 8
 LEAST_ROW = 16
-"""Blocks in a row that are worth looking for at once."""
+"""Least number of consecutive blocks worth a joint lookup."""
 
 
 class Stored(NamedTuple):
-    """An encoded block in a tier.
+    """Encoded block in a tier.
 
-    extents: where it is; in several only where no hole was large enough. exact, first_token, mark: as in the transfer
-    that stored it; its header is checked against them. codec: number of its codec, as who encodes counts them. inner:
-    ends of its parts but the last, if it has refinements.
+    extents: memory of the block; several only if no hole was large enough. exact, first_token, mark: as in the storing
+    transfer; the header is checked against them. codec: number of the codec, by the encoder's count. inner: ends of all
+    parts but the last, of a block with refinements.
     """
 
     extents: tuple[Extent, ...]
@@ -43,11 +43,11 @@ class Stored(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Stored blocks that are worked on together, as many first tokens of each kept exact.
+    """Stored blocks handled together, with equally many exact first tokens.
 
-    in_place: where they are, rather than in a staging buffer. starts, nbytes, first_tokens, marks: int64 [n], where in
-    the tier's codes each begins, its size, its place in the chain, and its mark. pieces: the extents of those that lie
-    in several, by their place in the run.
+    in_place: True to use the blocks in the tier, without a staging buffer. starts, nbytes, first_tokens, marks: int64
+    [n], each block's offset in the tier, size, position in the session, and mark. pieces: extents of blocks with
+    several, by index in the run.
     """
 
     tier: "Slab"
@@ -61,7 +61,7 @@ class Run(NamedTuple):
     codec: int = 0
 
     def part(self, start: int, end: int) -> "Run":
-        """The blocks from one place to another."""
+        """Return the blocks from `start` to `end`."""
         some = slice(start, end)
         pieces = {at - start: extents for at, extents in self.pieces.items() if start <= at < end}
         arrays = self.starts[some], self.nbytes[some], self.first_tokens[some], self.marks[some]
@@ -69,29 +69,29 @@ class Run(NamedTuple):
 
     @property
     def extents(self) -> list[tuple[Extent, ...]]:
-        """Of each block."""
+        """Extents of each block."""
         whole = zip(self.starts.tolist(), self.nbytes.tolist(), strict=True)
         return [self.pieces.get(at) or (Extent(start, room(size)),) for at, (start, size) in enumerate(whole)]
 
 
 class Slab:
-    """One tier of one rank: encoded blocks in a buffer, least recently used first.
+    """Tier of a rank: encoded blocks in a buffer, least recently used first.
 
-    codes: uint8 [nbytes]. A byte of it is free, taken (a block is being written to it), or a stored block's.
-    What is known of a block is a column of an array, so that thousands of them are looked up at once. Blocks that are
-    put together, as those of a session, have columns in a row.
+    codes: uint8 [nbytes]. A byte is free, taken (a block is being written), or part of a stored block. Facts of a block
+    are a column of an array, so that thousands of blocks are looked up at once. Blocks put together, such as a
+    session's, have consecutive columns.
     """
 
     def __init__(self, codes: torch.Tensor, ram: PinnedRam | None = None) -> None:
-        """ram: that the codes are in, if it is pinned yet to be used."""
+        """ram: pinned RAM around `codes`, still to be pinned in part."""
         self.codes, self._ram = codes, ram
         self.arena = Arena(0 if ram else len(codes))
         self.freed: list[Extent] = []
-        """Extents that are free, and are to be erased before they are written to."""
+        """Free extents, to be erased before the next write."""
         self._spans = 0
         self._columns: OrderedDict[Name, int] = OrderedDict()
         self._table = np.zeros((FIELDS, 0), np.int64)
-        self._keys = np.zeros((0, 0), np.uint8)  # of each column, if all that came have the same length
+        self._keys = np.zeros((0, 0), np.uint8)  # of each column, if all have equal lengths
         self._spare: list[int] = []  # columns of no block
         self._pieces: dict[int, tuple[Extent, ...]] = {}  # by column: blocks in several extents
         self._inner: dict[int, tuple[int, ...]] = {}  # by column: blocks with refinements
@@ -99,7 +99,7 @@ class Slab:
 
     @classmethod
     def on_device(cls, max_bytes: int, device: torch.device) -> "Slab":
-        """GPU memory, allocated now; raises ConfigError if there is not so much."""
+        """Return a slab of GPU memory, allocated now; raises ConfigError without enough memory."""
         try:
             return cls(torch.zeros(max_bytes, dtype=torch.uint8, device=device))
         except torch.OutOfMemoryError:
@@ -111,17 +111,17 @@ class Slab:
 
     @classmethod
     def pinned(cls, max_bytes: int, device: torch.device) -> "Slab":
-        """RAM that the GPU reads and writes itself, of which a part is there at once. Raises ConfigError."""
+        """Return a slab of RAM for direct access by the GPU, with a first part pinned at once. Raises ConfigError."""
         ram = PinnedRam(max_bytes, device)
         return cls(ram.codes, ram)
 
     def start(self) -> None:
-        """It is used from now on."""
+        """Note the first use."""
         if self._ram is not None:
             self._ram.start()
 
     def grow(self) -> None:
-        """What was pinned meanwhile can be taken."""
+        """Add newly pinned memory."""
         if self._ram is not None:
             for span in self._ram.spans[self._spans :]:
                 self.arena.join(span)
@@ -134,7 +134,7 @@ class Slab:
         return name in self._columns
 
     def blocks(self) -> dict[Name, Stored]:
-        """All that there are, the one that was not used for longest first."""
+        """Return all blocks, the least recently used first."""
         rows = self._table[:, list(self._columns.values())].T.tolist()
         known = zip(self._columns.items(), rows, strict=True)
         return {
@@ -143,7 +143,7 @@ class Slab:
         }
 
     def stored(self, name: Name) -> Stored | None:
-        """What is known of a block."""
+        """Return a block's facts."""
         column = self._columns.get(name)
         if column is None:
             return None
@@ -151,9 +151,9 @@ class Slab:
         return Stored(self._extents(column, start, nbytes), nbytes, *told)._replace(inner=self._inner.get(column, ()))
 
     def put(self, blocks: Mapping[Name, Stored]) -> None:
-        """Blocks that are not here yet are in the extents that were allocated for them.
+        """Enter new blocks, written into their allocated extents.
 
-        What was allocated beyond a block's bytes is free again.
+        Bytes allocated beyond a block's size become free again.
         """
         columns, rows = self._take_columns(len(blocks)), []
         for column, (name, (extents, nbytes, *told, inner)) in zip(columns, blocks.items(), strict=True):
@@ -172,9 +172,10 @@ class Slab:
             self._write_keys(columns, [key for _, key in blocks])
 
     def run(self, group: int, keys: Sequence[bytes], in_place: bool) -> Run | None:
-        """The first of these blocks, and those behind it that can be worked on together with it: in its codec, with as
-        many exact tokens and, where they are to be read in place, in one extent as well or not. None if the first is
-        not here."""
+        """Return the first block, and following blocks to handle together: in the same codec, with equally many exact
+        tokens and, to be read in place, with the same kind of extents, single or several. None if the first block is
+        absent.
+        """
         there = self._find(group, keys)
         if not len(there):
             return None
@@ -190,12 +191,12 @@ class Slab:
         return Run(self, in_place and not pieces, int(found[EXACT, 0]), *arrays, pieces, int(found[CODEC, 0]))
 
     def used(self, group: int, keys: Iterable[bytes]) -> None:
-        """These blocks, which are here, are used now."""
+        """Note the use of present blocks."""
         for key in keys:
             self._columns.move_to_end((group, key))
 
     def oldest_but(self, others: Container[Name]) -> Name | None:
-        """The block that was not used for longest, and is not among others."""
+        """Return the least recently used block outside of `others`."""
         return next((name for name in self._columns if name not in others), None)
 
     def write(self, extents: Iterable[Extent], buf: Buffer) -> None:
@@ -207,13 +208,13 @@ class Slab:
             at += nbytes
 
     def read(self, stored: Stored) -> Buffer:
-        """A block's bytes in a tier in RAM, where they lie if that is in one piece."""
+        """Return a block's bytes in a tier in RAM, without a copy if contiguous."""
         parts = [self.codes.numpy()[start : start + nbytes] for start, nbytes in stored.extents]
         found: Buffer = (parts[0] if len(parts) == 1 else np.concatenate(parts))[: stored.nbytes]
         return found
 
     def oldest(self) -> tuple[Name, Stored] | None:
-        """The block that was not used for longest."""
+        """Return the least recently used block."""
         name = next(iter(self._columns), None)
         stored = None if name is None else self.stored(name)
         return None if name is None or stored is None else (name, stored)
@@ -242,19 +243,19 @@ class Slab:
                 self._table[[NBYTES, PIECES], column] = inner[parts - 1], len(kept)
 
     def clear(self) -> None:
-        """Remove all blocks; what is taken stays so."""
+        """Remove all blocks; taken bytes stay taken."""
         self.drop(list(self._columns))
 
     def free(self, extents: Sequence[Extent]) -> None:
-        """Free extents, or parts of them. Whoever takes them next has them erased before."""
+        """Free extents, or parts of them. The next taker has them erased before."""
         self.arena.free(extents)
         self.freed += extents
 
     def _find(self, group: int, keys: Sequence[bytes]) -> Numbers:
-        """The columns of these blocks, up to the first that is not here.
+        """Return the columns of these blocks, up to the first absent block.
 
-        Two blocks that follow each other say where the others would be that were put together with them; whether they
-        are is seen at once. Only where that is no use are blocks looked up one by one.
+        Two consecutive blocks predict the columns of all blocks put together with them, and a single comparison checks
+        the prediction. Only after a failure are blocks looked up singly.
         """
         get, wanted, done = self._columns.get, _as_rows(keys), 0
         found: list[Numbers] = []
@@ -272,7 +273,7 @@ class Slab:
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def _row(self, group: int, wanted: npt.NDArray[np.uint8], first: int, step: int) -> Numbers:
-        """Columns at equal steps that have these keys, one behind the other, the first column's among them."""
+        """Return columns at equal steps with these keys, in order, from the first column on."""
         columns = first + step * np.arange(len(wanted))
         columns = columns[(columns >= 0) & (columns < self._table.shape[1])]
         same = (self._keys[columns] == wanted[: len(columns)]).all(axis=1) & (self._table[GROUP, columns] == group)
@@ -281,7 +282,7 @@ class Slab:
     def _write_keys(self, columns: Sequence[int], keys: Sequence[bytes]) -> None:
         rows, fresh = _as_rows(keys), len(self._columns) == len(columns)
         width = 0 if rows is None else rows.shape[1]
-        if fresh or width != self._keys.shape[1]:  # of several lengths, they are looked up one by one
+        if fresh or width != self._keys.shape[1]:  # keys of several lengths are looked up singly
             self._keys = np.zeros((self._table.shape[1], width if fresh else 0), np.uint8)
         if self._keys.shape[1] and rows is not None:
             self._keys[columns] = rows
@@ -308,14 +309,14 @@ class Slab:
 
 
 def _as_rows(keys: Sequence[bytes]) -> npt.NDArray[np.uint8] | None:
-    """uint8 [blocks, bytes of a key]; None if they are of different lengths."""
+    """Return uint8 [blocks, bytes of a key]; None for different lengths."""
     if len(set(map(len, keys))) != 1 or not keys[0]:
         return None
     return np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
 
 
 class Demotion(NamedTuple):
-    """A block that moves from the device to the host to make room; its codes are yet to be copied."""
+    """Block moving from the device to the host to make room, with bytes still to copy."""
 
     name: Name
     source: tuple[Extent, ...]
@@ -324,7 +325,7 @@ class Demotion(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Room for a new block. in_place: it can be encoded there, rather than in a staging buffer."""
+    """Room for a new block. in_place: True to encode directly there, without a staging buffer."""
 
     tier: Slab
     extents: tuple[Extent, ...]
@@ -332,11 +333,11 @@ class Taken(NamedTuple):
 
 
 class Slabs:
-    """The tiers of one rank, fastest first: the device, the host, or the device with the host behind it.
+    """Tiers of a rank, fastest first: the device, the host, or the device with the host behind.
 
-    New codes go to the first tier. When the device is full, codes in it move to the host: those that were used least
-    recently. Where that frees too little, since the rest is still being written to, new codes go to the host at once.
-    The manager sees to it that both together never have to hold more than `TierBytes.usable`.
+    New blocks go to the first tier. When the device is full, the least recently used blocks move to the host. If the
+    move frees too little, because the rest is still being written, new blocks go to the host at once. The manager never
+    promises more than `TierBytes.usable` bytes of both together.
     """
 
     def __init__(self, device: Slab | None, host: Slab | None) -> None:
@@ -345,13 +346,14 @@ class Slabs:
         self.first = self.all[0]
 
     def start(self) -> None:
-        """They are used from now on."""
+        """Note the first use."""
         for tier in self.all:
             tier.start()
 
     def take(self, nbytes: int, count: int) -> tuple[list[Taken], list[Demotion]]:
-        """Room for new blocks of so many bytes each, or for as many as fit; and what must be copied before it is
-        used."""
+        """Return room for up to `count` new blocks of `nbytes` bytes, as far as they fit; and the copies to make before
+        the room is used.
+        """
         for tier in self.all:
             tier.grow()
         on_device, demotions = self.first is self.device, list[Demotion]()
@@ -362,7 +364,7 @@ class Slabs:
         return taken, demotions
 
     def find(self, group: int, keys: Sequence[bytes]) -> Run | None:
-        """The first of these blocks and its run; None if no tier has it."""
+        """Return the run of the first of these blocks; None if the first is in no tier."""
         for tier in self.all:
             if (run := tier.run(group, keys, tier is self.device)) is not None:
                 if len(self.all) > 1:  # where nothing moves down, the order does not matter
@@ -371,7 +373,7 @@ class Slabs:
         return None
 
     def put(self, tier: Slab, blocks: Mapping[Name, Stored]) -> None:
-        """Blocks are in the room that was taken for them, and in no tier where they were before."""
+        """Enter blocks into the tier of their room, and drop older copies from all tiers."""
         for other in self.all:
             other.drop([name for name in blocks if name in other])
         tier.put(blocks)
@@ -390,7 +392,7 @@ class Slabs:
 
     @property
     def used(self) -> int:
-        """Bytes of all tiers that are stored blocks' or taken."""
+        """Stored and taken bytes of all tiers."""
         return sum(tier.arena.used for tier in self.all)
 
     def release(self) -> None:
@@ -409,7 +411,7 @@ class Slabs:
         return Taken(self.host, extents, False)
 
     def _demote(self, demotions: list[Demotion]) -> bool:
-        """Move the device's oldest block to the host; whether there was one, and room for it."""
+        """Move the device's oldest block to the host. Return True if there was a block, and room."""
         if self.host is None or self.host is self.first or (oldest := self.first.oldest()) is None:
             return False
         name, stored = oldest

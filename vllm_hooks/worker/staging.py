@@ -1,4 +1,4 @@
-"""Staging buffers for compressed blocks on their way between a paged cache and a tier."""
+"""Staging buffers for compressed blocks between a paged cache and a tier."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,26 +13,26 @@ Places = Sequence[tuple[Extent, ...]]
 
 
 class Staging:
-    """Buffer on the device. codes: uint8 [nbytes]."""
+    """Buffer on the device. codes: bytes of compressed blocks, uint8 [nbytes]."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.codes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._places: dict[int, list[tuple[Extent]]] = {}
 
     def places(self, nbytes: int) -> Sequence[tuple[Extent]]:
-        """Extents of the blocks of `nbytes` that fit, one behind the other."""
+        """Consecutive extents for blocks of `nbytes`, as many as fit."""
         if nbytes not in self._places:
             fit = range(len(self.codes) // nbytes)
             self._places[nbytes] = [(Extent(n * nbytes, nbytes),) for n in fit]
         return self._places[nbytes]
 
     def starts(self, nbytes: int) -> npt.NDArray[np.int64]:
-        """Offsets of the blocks of `nbytes` that fit: int64 [blocks]."""
+        """Offsets for blocks of `nbytes`, as many as fit: int64 [blocks]."""
         return nbytes * np.arange(len(self.codes) // nbytes)
 
 
 def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Tensor:
-    """Return the pieces in which blocks are copied: int64 [3, n], source offsets, target offsets and sizes.
+    """Return the pieces to copy blocks by: int64 [3, n], source offsets, target offsets and sizes.
 
     Args:
         nbytes: size of each block.
@@ -45,7 +45,7 @@ def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Ten
 
 
 def _pieces(source: tuple[Extent, ...], target: tuple[Extent, ...], left: int) -> Iterator[tuple[int, int, int]]:
-    """Pieces of one block. A piece ends where an extent of either side does."""
+    """Pieces of a block. A piece ends at the end of either side's extent."""
     froms, tos = iter(source), iter(target)
     (at, here), (to, there) = next(froms), next(tos)
     while left:

@@ -1,4 +1,4 @@
-"""Weights of a model: a digest of the tensors that its loader read, and one of those in memory."""
+"""Weights of a model: a digest of the tensors read by the loader, and a digest of the tensors in memory."""
 
 import hashlib
 import json
@@ -25,10 +25,10 @@ THREADS = 4
 
 
 class Loaded:
-    """Weights that loaders have read for the models of one engine in this process.
+    """Weights read by loaders for the models of an engine in this process.
 
-    Every rank reads all tensors of the files, so that the digest is the same for every number of ranks. If a loader
-    bypasses `load_weights`, the model's tensors count. If some cannot be read, the digest is that of no other engine.
+    Every rank reads all tensors of the files, so the digest is the same for every number of ranks. If a loader bypasses
+    `load_weights`, the model's tensors count. With an unreadable tensor the digest is unique to this engine.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Loaded:
         self._models: dict[str, ref[torch.nn.Module]] = {}
 
     def watch(self, model: torch.nn.Module, name: str) -> None:
-        """Note the weights that are loaded into a model from now on. name: unique among the engine's models."""
+        """Note the weights loaded into a model from now on. name: unique among the engine's models."""
         self._models[name] = ref(model)
 
         def noting(load: Any) -> Any:
@@ -59,7 +59,7 @@ class Loaded:
     def _digest_of(self, name: str, tensor: torch.Tensor) -> str:
         try:
             return " ".join(tensor_digest(part) for _, part in parts_of(name, tensor))
-        except Exception as error:  # whatever a loader makes up: the model may be able to read it
+        except Exception as error:  # a loader's invention: the model may be able to read the tensor
             logger.warning("Manthan: weights cannot be told from others: %s: %s: %s", name, type(error).__name__, error)
             return self._unknown
 
@@ -75,11 +75,11 @@ class Loaded:
 
 
 _loaded: dict[int, Loaded] = {}
-"""Weights by the id of an engine's transfer configuration, which its models share."""
+"""Weights by the id of an engine's transfer configuration, common to the engine's models."""
 
 
 def watch_model(vllm_config: "VllmConfig", model_config: "ModelConfig", model: torch.nn.Module) -> None:
-    """Note a model of an engine that is about to be loaded."""
+    """Note an engine's model before the load."""
     is_main = model_config.runner_type != "draft"
     if is_main:
         _loaded[id(vllm_config.kv_transfer_config)] = Loaded()
@@ -87,12 +87,12 @@ def watch_model(vllm_config: "VllmConfig", model_config: "ModelConfig", model: t
 
 
 def loaded_of(vllm_config: "VllmConfig") -> Loaded:
-    """Return the weights that were loaded for an engine in this process."""
+    """Return the weights loaded for an engine in this process."""
     return _loaded.setdefault(id(vllm_config.kv_transfer_config), Loaded())
 
 
 def loaded_digest(worker: Any) -> str:
-    """Digest of the weights that a worker has loaded; see `Loaded`."""
+    """Digest of a worker's loaded weights; see `Loaded`."""
     return loaded_of(worker.vllm_config).digest()
 
 
@@ -130,7 +130,7 @@ def weights_state(worker: Any) -> tuple[int, str]:
 def weights_digest(worker: Any) -> str:
     """Digest of all parameters and persistent buffers of a worker's model.
 
-    The digest is of sums that are made on the tensors' device, so that next to nothing is copied.
+    The digest covers sums computed on the tensors' device, so that next to nothing is copied.
     """
     digest = hashlib.blake2b(digest_size=16)
     seen = set()
@@ -145,7 +145,7 @@ def weights_digest(worker: Any) -> str:
 
 
 def _sums(octets: torch.Tensor) -> Iterator[bytes]:
-    """Sums modulo 2**64 over rows and over columns, so that positions count, and the bytes that do not fill a row.
+    """Sums modulo 2**64 over rows and over columns, so that positions count, and the bytes of an unfinished row.
 
     octets: uint8 [bytes].
     """
