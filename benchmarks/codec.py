@@ -50,7 +50,7 @@ class Result:
 def measure(name: str, cores: int, tokens: int, repeats: int) -> Iterator[Result]:
     """Encode and decode BLOCKS blocks of random numbers.
 
-    A codec with a profile has a made-up one, and numbers that fit it.
+    A codec with a profile has a made-up profile, and fitting numbers.
     """
     from manthan.benchmarks import made_up  # needs torch
 
@@ -82,11 +82,11 @@ def measure(name: str, cores: int, tokens: int, repeats: int) -> Iterator[Result
 
 
 def measure_on_cores(codec: str, sizes: Sequence[int], repeats: int) -> Iterator[Result]:
-    """Yield the figures of blocks of these sizes on one core and on all."""
+    """Yield the figures of blocks of all `sizes` on a single core and on all cores."""
     cpus = os.sched_getaffinity(0)
     try:
         for cores in sorted({1, len(cpus)}):
-            # one core comes first: threads inherit the affinity of who makes them
+            # one core comes first: threads inherit their maker's affinity
             os.sched_setaffinity(0, {min(cpus)} if cores == 1 else cpus)
             for tokens in sizes:
                 yield from measure(codec, cores, tokens, repeats)

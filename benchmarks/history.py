@@ -1,9 +1,10 @@
-"""What releases took: a file with one line of figures for each, and a comparison of two lines.
+"""History of releases: a file with a line of figures for each release, and a comparison of two lines.
 
-    manthan bench history [OLD NEW]       versions; without them the last two lines
-    manthan bench history --add           measure this version, about two minutes, and append its line
+    manthan bench history [OLD NEW]       versions; without versions, the last two lines
+    manthan bench history --add           measure the current version, about two minutes, and append a line
 
-Run it from the root of the repository. Each figure has its unit, the median of its repeats, the least and the most.
+Run the command from the root of the repository. Each figure has a unit, the median of all repeats, the least and the
+most.
 """
 
 import json
@@ -29,7 +30,7 @@ from manthan.benchmarks.tables import MODEL
 FILE = Path("benchmarks", "history.jsonl")
 CODECS = ("wht-5x", "wht-4x", "k3v3", "klt-8x")
 RATE = "M vectors/s"
-"""Unit of which more is better; of all others less is."""
+"""The only unit where more is better."""
 REPEATS = 5
 HEART = {"sessions": 10_000, "tokens": 8192, "policy": "lru", "running": 8, "steps": 1000, "repeats": 3, "seed": 0}
 RETURNS = 9
@@ -41,7 +42,7 @@ Figure: TypeAlias = tuple[str, dict[str, Any]]
 
 
 def figure(name: str, unit: str, values: Iterable[float], repeats: int = 0) -> Figure:
-    """Return the median, the least and the most of `values`, which are of so many `repeats` if they are fewer."""
+    """Return the median, the least and the most of `values`. repeats: their number if greater than the values'."""
     found = sorted(float(f"{value:.4g}") for value in values)
     facts = {"unit": unit, "median": statistics.median(found), "least": found[0], "most": found[-1]}
     return name, facts | {"repeats": repeats or len(found)}
@@ -86,7 +87,7 @@ def history(
     note: Annotated[str, typer.Option(help="With --add: what else the machine did.")] = "",
     file: Annotated[Path, typer.Option(help="File with a line of figures for each release.")] = FILE,
 ) -> None:
-    """Compare what two releases took, by figures that were measured for each."""
+    """Compare two releases by the figures measured for each."""
     console = make_console()
     if len(versions or ()) not in (0, 2) or (versions and add):
         raise typer.BadParameter("give two versions, or none; with --add none")
@@ -112,7 +113,7 @@ def _commit() -> str:
 
 
 def compare(lines: list[dict[str, Any]], console: Console) -> None:
-    """Print the figures of each line, and say of two which differ by more than their spreads."""
+    """Print the figures of each line, and mark figures of two lines that differ by more than the spreads."""
     for line in lines:
         on = line["machine"]
         where = f"{on['gpu'] or 'no GPU'}, {on['cpu']} ({on['cores']} cores, load {on['load']}), Python {on['python']}"
@@ -132,7 +133,7 @@ def compare(lines: list[dict[str, Any]], console: Console) -> None:
 
 
 def _change(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
-    """Return new over old, and a word if their ranges do not meet."""
+    """Return new over old, and a word if the ranges do not meet."""
     ratio = f"{new['median'] / old['median']:.2f}"
     if new["least"] <= old["most"] and old["least"] <= new["most"]:
         return ratio, ""

@@ -57,7 +57,7 @@ def profile(
 
 
 def with_groups(of: Profile, layers: int = 1, seed: int = 0) -> Profile:
-    """The profile with groups of so many layers, for embedded codes, of its own means; see `grouped_kv`."""
+    """Return the profile with groups of `layers` layers, for embedded codecs; see `grouped_kv`."""
     info, rng, made = of.info, np.random.default_rng(seed), []
     kinds, squares = len(info.kinds), dict[int, npt.NDArray[np.float64]]()
     for first in range(0, info.layers, layers):
@@ -91,7 +91,7 @@ def with_groups(of: Profile, layers: int = 1, seed: int = 0) -> Profile:
 
 
 def grouped_kv(of: Profile, tokens: int, seed: int = 0) -> npt.NDArray[np.float32]:
-    """Numbers that fit the profile's groups, keys before RoPE: float32 [kinds, layers, heads, tokens, head_dim]."""
+    """Return numbers for the profile's groups, keys before RoPE: float32 [kinds, layers, heads, tokens, head_dim]."""
     info, rng = of.info, np.random.default_rng(seed)
     made = np.empty((len(info.kinds), info.layers, info.heads, tokens, info.head_dim), np.float32)
     for group in of.groups[0]:
@@ -103,7 +103,7 @@ def grouped_kv(of: Profile, tokens: int, seed: int = 0) -> npt.NDArray[np.float3
 
 
 def _deviations(size: int) -> npt.NDArray[np.float64]:
-    """Of a group's components, in finest steps."""
+    """Deviations of a group's components, in finest steps."""
     return np.geomspace(*SPREAD, size) * STEPS[0]
 
 

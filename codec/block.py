@@ -91,7 +91,7 @@ class DecodedShard(NamedTuple):
     """Decoded block of some of the model's heads.
 
     first_head: number of the first of `heads` heads.
-    ignored: bytes of refinements that are not as they were sealed, and of those behind them.
+    ignored: bytes of damaged refinements, and of all refinements behind.
     """
 
     first_head: int
@@ -307,7 +307,7 @@ class BlockFormat:
         return DecodedShard(first_head, heads, self._decode(block), block.ignored)
 
     def _parse(self, buf: Buffer, key: bytes) -> EncodedBlock:
-        """Read a block. Raises WireError, also for bytes behind a base that has no refinements."""
+        """Read a block. Raises WireError, also for bytes behind a base without refinements."""
         block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
         behind = block.ignored + sum(body.size for body in block.refinements)
         if behind and not any(codec.levels > 1 for codec in self._codecs.values()):

@@ -130,7 +130,7 @@ def _evened(weights: Doubles, least: float) -> Doubles:
 class ProfileBuilder:
     """Builds the profile of the model of `info`, and fills in tokens, ratios and bits.
 
-    ranks: number of tensor-parallel ranks. Latents are the same on all of them.
+    ranks: number of tensor-parallel ranks. Latents are the same on all ranks.
     """
 
     def __init__(self, info: ProfileInfo, ranks: int = 1) -> None:
@@ -173,7 +173,7 @@ class ProfileBuilder:
             moments.weights = weights
 
     def weigh_tokens(self, energies: Sequence[Doubles]) -> None:
-        """Add how much later queries look at tokens of the text whose last layer was added last.
+        """Add the weights of tokens, by the attention of later queries, for the text with the last layer added.
 
         energies: of each layer, [tokens] from number SINKS on, of gradients in the layer's metric.
         """
@@ -279,13 +279,13 @@ def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
     return bits(high)
 
 
-# -- groups of embedded codes -------------------------------------------------------------------------------
+# -- groups of embedded codecs -------------------------------------------------------------------------------
 
 
 class _Joint:
-    """Moments of a group's rows, [tokens, C] as `Group` has them, and what its tokens' weights are told by.
+    """Moments of a group's rows, [tokens, C] as in `Group`, and sums for the regression of the tokens' weights.
 
-    place: as `Group` has it. heads: of the rank, among the model's.
+    place: as in `Group`. heads: of the rank, among the model's.
     """
 
     def __init__(self, info: ProfileInfo, place: tuple[int, int, int, int], heads: range) -> None:
@@ -299,7 +299,7 @@ class _Joint:
         return self.place[0] <= layer < self.place[0] + self.place[1]
 
     def take(self, layer: int, kinds: Sequence[Floats]) -> None:
-        """Add rows [tokens, heads, head_dim] of a layer. Layers of a text come one behind the other."""
+        """Add rows [tokens, heads, head_dim] of a layer. Layers of a text come in order."""
         if layer == self.place[0]:
             self._parts = []
         self._parts += [x[:, self._heads].reshape(len(x), -1) for x in kinds]
@@ -321,7 +321,7 @@ class _Joint:
         self._products += kept.T @ kept
 
     def weigh(self, energies: Doubles) -> None:
-        """Add the weights of the first of the last rows. What the place in the text tells is taken out of them."""
+        """Add the weights of the first of the last rows, after removing the trend along the text."""
         if self._rows is None:
             return
         told = np.log(energies + 1e-9 * energies.mean() + 1e-300)
@@ -365,7 +365,7 @@ class _Joint:
 
 
 class _Components:
-    """Transform of a group, and the components y of rows that were held back, one a step."""
+    """Transform of a group, and the components y of rows held back, before a step is chosen."""
 
     def __init__(self, joint: _Joint, held: Floats, mean: Floats, scale: Doubles, transform: Doubles) -> None:
         size = len(mean)
@@ -382,14 +382,14 @@ class _Components:
         self._tables = len(WIDTHS) * shapes.argmin(1), 3 * np.log2(deviations / (STEPS[0] * WIDTHS[0]))
 
     def stepped(self, step: float) -> Group:
-        """Return the group with this finest step."""
+        """Return the group with `step` as the finest step."""
         shapes, widths = self._tables
         table = shapes + np.clip(np.rint(widths - 3 * np.log2(step)), 0, len(WIDTHS) - 1)
         return replace(self.group, scale=self.group.scale * np.float32(step), tables=table.astype(np.uint8))
 
 
 def _joints(info: ProfileInfo, heads: range) -> list[_Joint]:
-    """Groups of a rank's heads: several layers, or one, or some heads of one."""
+    """Groups of a rank's heads: several layers, a single layer, or some heads of a layer."""
     layers, most = TOGETHER
     numbers = len(info.kinds) * info.head_dim
     some = next(n for n in range(len(heads), 0, -1) if len(heads) % n == 0 and (n * numbers <= most or n == 1))
@@ -402,7 +402,7 @@ def _joints(info: ProfileInfo, heads: range) -> list[_Joint]:
 
 
 def _embedded(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple[list[list[Group]], tuple[float, ...]]:
-    """Return the groups of all ranks with the finest step that RATIOS allow, and the bits of a number by level."""
+    """Return the groups of all ranks with the finest step allowed by RATIOS, and the bits of a number by level."""
     every = [each for of_rank in ranks for each in of_rank]
     numbers, size = sum(each.y.size for each in every), sum(each.y.shape[1] for each in every)
     groups = [each.group for each in every]
@@ -430,7 +430,7 @@ def _embedded(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tupl
 
 
 def _measured(each: _Components, group: Group, info: ProfileInfo) -> Group:
-    """Return the group with the deviations of its errors at the finest lossy level."""
+    """Return the group with the deviations of the errors at the finest lossy level."""
     x, j = each.held, each.j
     q = finest((x - group.mean) @ group.forward, j)
     back = places(group, q, j, 0, len(STEPS) - 1, np.float32) @ group.inverse / (FINE * 256) + group.mean
@@ -447,7 +447,7 @@ def _measured(each: _Components, group: Group, info: ProfileInfo) -> Group:
 def _bits_exact(
     info: ProfileInfo, held: Sequence[_Components], groups: Sequence[Group], bits: Doubles
 ) -> tuple[float, ...]:
-    """Add the bits of exact blocks, of one of the tokens held back."""
+    """Add the bits of exact blocks, measured on tokens held back."""
     told = (*map(float, bits), 16.0)
     profile = Profile.of(replace(info, bits=told), family(), [()], [groups])
     codec = EmbeddedCodec("emb-exact", EXACT, info.head_dim, profile, info.rope)

@@ -6,7 +6,7 @@ and for each preset, the quantizer's step, and each component's table of frequen
 has a separate basis, because a transform over all heads cannot be cut. Latents are the same on all ranks. They are
 coded like keys without RoPE, so the keys' basis is the latents', and there is none of values.
 
-For embedded codes, a profile has the same facts of groups of layers, keys and values together. Each component has a
+For embedded codecs, a profile has the same facts of groups of layers, keys and values together. Each component has a
 step and a table. A regression predicts from a token's numbers how much later queries look at the token.
 """
 
@@ -34,7 +34,7 @@ EMBEDDED = {"emb-20x": 0, "emb-12x": 1, "emb-8x": 2, "emb-5x": 3, "emb-exact": 4
 """Embedded codecs, and the first level of each codec's blocks."""
 KINDS = ("keys", "values")
 POINT = 20
-"""Binary places of a group's largest deviation as a whole number."""
+"""Bits of a group's largest deviation as a whole number."""
 GROUP = {
     **dict.fromkeys(("mean", "scale", "center", "deviations", "weigher"), np.float32),
     "transform": np.float16,
@@ -87,15 +87,15 @@ class LayerProfile:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Layers that an embedded code has together, for one rank. C: their numbers, [layers, kinds, heads, head_dim].
+    """Layers encoded together by an embedded codec, for a rank. C: a token's numbers, [layers, kinds, heads, head_dim].
 
     place: first layer, layers, first head of the rank's, heads.
     head_dim: numbers of a head.
     mean, scale: float32 [C].
-    transform: float16 [C, C], its columns of length 1; components come back as y @ (transform * scale) + mean.
+    transform: float16 [C, C], columns of length 1; numbers come back as y @ (transform * scale) + mean.
     tables: uint8 [C], the table of each component.
-    center, deviations: float32 [C], by which a token's numbers are made comparable.
-    weigher: float32 [C + C / head_dim + 1], from these numbers, the log energies of heads, and 1 to a token's j.
+    center, deviations: float32 [C], to standardize a token's numbers.
+    weigher: float32 [C + C / head_dim + 1], from standardized numbers, the log energies of heads, and 1 to a token's j.
     errors: int8 [C], deviations of errors at the finest lossy level, in thirds of octaves.
     """
 
@@ -117,7 +117,7 @@ class Group:
         return made
 
     def points(self, kinds: int) -> npt.NDArray[np.int64]:
-        """Binary places of numbers as whole ones, [C]: the same in all of a layer's keys, and of its values."""
+        """Fraction bits of whole numbers, [C]: equal within all of a layer's keys, and within all of the values."""
         runs = self.deviations.reshape(self.place[1] * kinds, -1)
         return np.repeat(POINT - np.frexp(runs.max(1))[1].astype(np.int64), runs.shape[1])
 
@@ -140,7 +140,7 @@ class ProfileInfo:
     tokens: number of tokens read.
     ratios: by preset, bytes of bf16 over bytes of sections, on tokens held out.
     latent: numbers of a token's latent (MLA); 0 for keys and values.
-    bits: of a number, by level of the embedded code, on tokens held out; () without groups.
+    bits: of a number, by level of the embedded codec, on tokens held out; () without groups.
     """
 
     model: str
@@ -175,7 +175,7 @@ class Profile:
     frequencies: uint16 [tables, 256], see `codec.cpu.rans.Coder`.
     ranks: layers of each rank.
     digest: of the file's whole content, also in a cut.
-    groups: of each rank, for embedded codes; () in a profile of an earlier version.
+    groups: of each rank, for embedded codecs; () in a profile of an earlier version.
     """
 
     info: ProfileInfo
@@ -217,11 +217,11 @@ class Profile:
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """Names of the codecs that the profile is for."""
+        """Names of the profile's codecs."""
         return (*self.info.ratios, *(EMBEDDED if self.groups else ()))
 
     def check(self, name: str, head_dim: int, rope: Rope | None) -> None:
-        """Raise ProfileError unless the profile is for the codec of this name, and for such heads."""
+        """Raise ProfileError unless the profile is for the codec `name`, and for heads of `head_dim` numbers."""
         info = self.info
         if name not in self.codecs:
             had = ", ".join(self.codecs) or "none"

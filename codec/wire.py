@@ -5,8 +5,8 @@
 A section holds some of the block's numbers in some codec, such as the keys of all layers, or the first four tokens
 exact. Sections begin at multiples of 16 bytes; the bytes between them are zero.
 
-Header, sections and what is between them are the base. Nothing in it tells of refinements, so that a block can be cut
-at the end of any part, and is a block still.
+The base is the header, the sections and the bytes between. The base does not mention refinements, so a block can be cut
+at the end of any part, and stays a block.
 
 Header, little-endian: magic "MNTH"; version u16; length of header and entries u16; xxh3-64 of every other byte of the
 base, u64; fingerprint, 16 bytes; length of the base u64; position of the block's first token in the session u64; KV
@@ -18,8 +18,8 @@ tokens, u32 each; 4 zero bytes; length in bytes u64; codec name, 24 bytes; 8 zer
 zeros.
 
 Refinement: number u8, from 1 on; 3 zero bytes; length of the body u32, a multiple of 16 and at least 160; xxh3-64 of
-the block key (64 bytes), the fingerprint, these 8 bytes and the body, u64; the body, filled up with zeros. A reader
-takes refinements up to the first that is not as it was sealed.
+the block hash (64 bytes), the fingerprint, the first 8 bytes and the body, u64; the body, filled up with zeros. A
+reader takes refinements up to the first damaged refinement.
 
 Vectors stand in the order [layers, heads, tokens].
 """
@@ -82,7 +82,7 @@ class EncodedBlock(NamedTuple):
 
     payloads: a read-only view of each section's bytes.
     refinements: a read-only view of each good refinement's body.
-    ignored: bytes behind the last of them.
+    ignored: bytes behind the last good refinement.
     """
 
     header: BlockHeader
@@ -165,7 +165,7 @@ def seal(block: Codes) -> Codes:
 
 
 def refined(block: Codes, bodies: Sequence[Codes]) -> Codes:
-    """Return a sealed block without refinements, followed by these."""
+    """Return a sealed block without refinements, followed by `bodies` as refinements."""
     made = [block]
     for number, coded in enumerate(bodies, 1):
         body = np.pad(coded, (0, body_nbytes(coded.size) - coded.size))
@@ -175,12 +175,14 @@ def refined(block: Codes, bodies: Sequence[Codes]) -> Codes:
 
 
 def body_nbytes(nbytes: int) -> int:
-    """Return the length of a refinement's body that has so many bytes to hold: xxh3 hashes long ones in one way."""
+    """Return the padded length of a refinement's body of `nbytes` bytes. Because xxh3 has other code for short inputs,
+    a body has at least LEAST_BODY bytes.
+    """
     return max(LEAST_BODY, align16(nbytes))
 
 
 def part_ends(block: Buffer) -> list[int]:
-    """End of the base, and of each refinement, told by their lengths alone. Raises WireError if they do not fit."""
+    """End of the base, and of each refinement, by lengths alone. Raises WireError for unfit lengths."""
     data = np.frombuffer(block, np.uint8)
     ends = _ends(data, peek(data).nbytes)
     if ends[-1] != data.size:
@@ -328,7 +330,7 @@ def _check(header: BlockHeader, sizes: Sequence[int]) -> None:
 
 
 def _ends(data: Codes, base: int) -> list[int]:
-    """End of the base, and of each refinement behind it whose front fits."""
+    """End of the base, and of each refinement with a fitting front."""
     ends = [base]
     while data.size >= (body := ends[-1] + REFINEMENT.size):
         number, size, _ = REFINEMENT.unpack_from(data.data, ends[-1])
@@ -340,7 +342,7 @@ def _ends(data: Codes, base: int) -> list[int]:
 
 
 def _refinement_checksum(block: Codes, front: Buffer, body: Codes) -> bytes:
-    """xxh3-64 of a refinement of this block, which begins with `front`, 8 bytes."""
+    """xxh3-64 of a refinement of `block`, beginning with `front`, 8 bytes."""
     digest = xxhash.xxh3_64(block[KEY_AT : HEADER.size].data)
     for part in (block[FINGERPRINT], front, body):
         digest.update(np.frombuffer(part, np.uint8).data)

@@ -328,7 +328,7 @@ class Driver:
         return self._pool.marks.serves(block_id, self.asker(request_id))
 
     def asker(self, request_id: str) -> Asker | None:
-        """Return who asks; None if the request wants exact KV only."""
+        """Return the asker of the request; None for exact KV only."""
         serving = self._serving.get(request_id)
         return None if serving is None else serving.request.asker
 

@@ -144,7 +144,7 @@ class BlocksDropped:
 
 @dataclass(frozen=True, slots=True)
 class BlocksTrimmed:
-    """These blocks lose all refinements above a level, for want of room."""
+    """Blocks lost all refinements above a level, for lack of room."""
 
     group: int
     block_hashes: Sequence[bytes]

@@ -55,7 +55,7 @@ class Guard:
         self._manager.events(Judged(worst, choice, codec, choice != was))
 
     def offer(self, choice: Choice) -> None:
-        """Try a coarser codec ahead of the others. The one in use stays until ranks have measured both."""
+        """Try a coarser codec first. The current codec stays until ranks have measured both."""
         self._choices = [choice, *self._choices]
         self._finest += 1
         self._judged = None if self._judged is None else self._judged + 1

@@ -66,7 +66,7 @@ class Marks:
                 self._owners.pop(block_id, None)
 
     def coarsen(self, block_ids: Iterable[int]) -> None:
-        """Note that blocks, which are marked, are too coarse for requests of high quality."""
+        """Note marked blocks as too coarse for requests of high quality."""
         self._coarse.update(block_ids)
 
     def clear(self, block_ids: Iterable[int]) -> None:

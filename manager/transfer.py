@@ -142,7 +142,7 @@ Weigh: TypeAlias = Callable[[Sequence[int]], int]
 
 
 def weighed(ranks: Iterable[Sequence[int]], weigh: Weigh) -> list[int]:
-    """Return what a block takes with one part, two, and so on, from what it takes on each rank."""
+    """Return the bytes of a block's first part, of two parts, and so on, from the bytes on each rank."""
     return [weigh(sizes) for sizes in zip(*ranks, strict=False)]
 
 

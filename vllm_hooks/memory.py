@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 HIGH_RATIO = 9
-"""Compression up to which blocks without refinements are for requests of high quality."""
+"""Most compression of blocks without refinements for requests of high quality."""
 MOST = 0xFFFF
 """Largest dimension in a compressed block's header."""
 

@@ -35,13 +35,13 @@ class ManthanMetadata(KVConnectorMetadata):
     cancels: bool = False
     """True to answer jobs not begun as failed, because the prefix cache is reset."""
     may_calibrate: bool = False
-    """True if no request of the step has a tenant, so that the KV may shape the model's profile."""
+    """True if no request of the step has a tenant. The KV may then shape the model's profile."""
     revokes: bool = False
     """True to give up stores with unread blocks, because requests need the blocks."""
 
 
 class Candidate(NamedTuple):
-    """Profile made from traffic. path: of its file. shape: sizes of blocks in its codec."""
+    """Profile made from traffic. path: of the file. shape: sizes of blocks in the profile's codec."""
 
     path: Path
     shape: MemoryShape

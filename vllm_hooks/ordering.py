@@ -194,7 +194,7 @@ class StepLimit:
 
     @property
     def token_s(self) -> float | None:
-        """Seconds of a full step by its tokens; None if there was none."""
+        """Seconds of a full step over the step's tokens; None before a full step."""
         return self._seconds / self._tokens if self._tokens else None
 
     def begin(self, tokens: int, now: float, requests: int) -> int:

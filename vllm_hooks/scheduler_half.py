@@ -186,7 +186,7 @@ class SchedulerHalf:
         self._cancels = False
         self._calibrates = bool(settings(vllm_config).get(CALIBRATES))
         self._candidate: Candidate | None = None
-        """Profile that the guard has not approved yet."""
+        """Profile not approved by the guard yet."""
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         self._journal: JournalLink | None = None
@@ -248,7 +248,7 @@ class SchedulerHalf:
     # -- vLLM's local prefix cache; see `watch_lookups` ----------------------------------------------
 
     def asker(self, request: "Request") -> Asker | None:
-        """Return who asks; None if the request wants exact KV only."""
+        """Return the asker of the request; None for exact KV only."""
         return self.driver.asker(request.request_id)
 
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
@@ -541,7 +541,7 @@ class SchedulerHalf:
         self.driver.gathered(gathered)
 
     def _approve(self, path: Path) -> None:
-        """Give a profile that is used the name by which the next start finds it."""
+        """Rename the file of a used profile for the next start."""
         self._candidate, named = None, path.with_suffix(".safetensors")
         try:
             path.replace(named)
@@ -550,7 +550,7 @@ class SchedulerHalf:
             logger.warning("Manthan: a profile made from traffic is used, and not kept: %s", error)
 
     def _named(self, candidate: Candidate) -> Candidate:
-        """Return a candidate with its codec named in transfers. Blocks of other groups stay as they are."""
+        """Return a candidate with the codec named in transfers. Blocks of further groups stay unchanged."""
         main = replace(candidate.shape.groups[candidate.shape.main], codec=CALIBRATED)
         groups = {**self._shape.groups, candidate.shape.main: main}
         return candidate._replace(shape=replace(candidate.shape, groups=groups))
@@ -629,7 +629,7 @@ class SchedulerHalf:
 
     @property
     def token_s(self) -> float | None:
-        """Seconds in which a full step computes a token; None if that is unknown."""
+        """Seconds per token of a full step; None if unknown."""
         return None if self._limit is None else self._limit.token_s
 
     @property

@@ -72,7 +72,7 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
 
 
 def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
-    """Return the path of the profile that traffic is to make; empty for none. Log why."""
+    """Return the path of a profile to make from traffic; empty for none. Log the cause."""
     from vllm.platforms import current_platform
 
     extra, model, parallel = settings(vllm_config)[EXTRA_KEY], vllm_config.model_config, vllm_config.parallel_config

@@ -1,21 +1,23 @@
-"""Embedded codec: a block's base and refinements, of which any may be cut from the end, and last what makes it exact.
+"""Embedded codec: a block's base and refinements. Any number of refinements may be cut from the end; the last is exact.
 
-A group is some layers that are coded together: keys before RoPE, values and all heads side by side, or latents, as a
-vector x of C numbers for each token. The profile has each group's mean, its Karhunen-Loeve transform in the metric that
-errors have, and a regression that tells from a vector how much later queries look at it. A token that is looked at has
-finer steps, which its j says. A block that would be too large has coarser ones, which k says; it has the same tables:
+A group is some layers encoded together: keys before RoPE, values and all heads side by side, or latents, as a vector x
+of C numbers for each token. The profile has each group's mean, Karhunen-Loeve transform in the metric of errors, and
+regression. The regression predicts a token's weight from the vector: the attention of later queries. A token of great
+weight has finer steps, by an exponent j. A block too large for the budget has coarser steps, by an exponent k, and the
+same tables:
 
     q = rint((x - mean) @ forward / 2**((j + k) / 3)), the finest whole numbers; see `manthan.codec.tables.levels`
 
-The base codes the numbers of the coarsest level, each refinement those of the next. Number i of a group, [components,
-tokens], goes to rANS stream i % streams (see `manthan.codec.cpu.rans`). The last refinement codes the bf16 numbers: the
-others are decoded in whole numbers, which are the same on every machine. Each number's place is a cell of about half
-the error's deviation, told as the distance from the expected cell, and by bits inside it. Little-endian:
+The base encodes the numbers of the coarsest level, and each refinement the numbers of the next level. Number i of a
+group, [components, tokens], goes to rANS stream i % streams (see `manthan.codec.cpu.rans`). The last refinement encodes
+the bf16 numbers. The finest lossy level is decoded in whole numbers for the last refinement, because whole numbers are
+the same on every machine. A bf16 number lies in a cell of about half the error's deviation. The refinement has the
+distance from the expected cell, and the bits inside the cell. Little-endian:
 
     base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | group by group |
     refinement:       | group by group |
-    last refinement:  | 1, 3 zero bytes | layer by layer |  or, where a number is too far:  | 4 zero bytes | numbers |
-    one by one:       | words of each, u32 | states of each one's streams, u32 | words of all, u16 |
+    last refinement:  | 1, 3 zero bytes | layer by layer |  or, if a number is too far:  | 4 zero bytes | numbers |
+    by group, layer:  | words of each, u32 | states of each group's or layer's streams, u32 | words of all, u16 |
 """
 
 from collections.abc import Sequence
@@ -37,16 +39,16 @@ from manthan.codec.tables import levels
 from manthan.codec.wire import LEAST_BODY, body_nbytes
 
 EXACT = len(levels.STEPS)
-"""Level at which a block is exact."""
+"""Level of an exact block."""
 STREAM_NUMBERS = 2048
 LEAST_J, END_J = -8, 8
 MOST_K = 60
 SCALES = np.rint(2.0 ** (np.arange(LEAST_J, END_J + MOST_K) / 3) * 256).astype(np.int64)
 """Steps by j + k, in parts of 1 / 256."""
 TURN = 14
-"""Binary places of cosines in whole numbers."""
+"""Fraction bits of cosines in whole numbers."""
 SLACK = 2
-"""Most bytes of lossy levels over those expected: tokens that are looked at take what they need."""
+"""Most bytes of lossy levels over the expected bytes, because tokens of great weight need more."""
 REFINEMENT = 32
 """Most bytes of a refinement's front and padding."""
 
@@ -56,13 +58,13 @@ Whole = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class EmbeddedPreset:
-    """Calibrated embedded code. level: that at which a block starts."""
+    """Calibrated embedded codec. level: first level of a block."""
 
     name: str
     level: int
 
     def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> "EmbeddedCodec":
-        """Return the codec on the CPU. Raises HeadDimError, ProfileError where a profile is missing or does not fit."""
+        """Return the codec on the CPU. Raises HeadDimError, ProfileError for a missing or unfit profile."""
         if facts.profile is None:
             raise ProfileError(f"codec {self.name} needs a profile of the model: run `manthan calibrate MODEL`.")
         return EmbeddedCodec(self.name, self.level, head_dim, facts.profile, facts.rope)
@@ -72,14 +74,14 @@ PRESETS = {name: EmbeddedPreset(name, level) for name, level in EMBEDDED.items()
 
 
 class EmbeddedCodec(Codec):
-    """Codec on the CPU. Raises HeadDimError; ProfileError for a profile that does not fit.
+    """Codec on the CPU. Raises HeadDimError; ProfileError for an unfit profile.
 
     Args:
         name: of the preset.
-        level: at which a block starts.
+        level: first level of a block.
         head_dim: numbers of a vector.
         profile: of the section's layers and the rank's heads.
-        rope: RoPE of the model; it must be the profile's.
+        rope: RoPE of the model; must be the profile's.
     """
 
     varies = True
@@ -94,7 +96,7 @@ class EmbeddedCodec(Codec):
         self._shape = info.layers, len(info.kinds), max(g.place[2] + g.place[3] for g in self._groups), head_dim
 
     def max_nbytes(self, section: Section) -> int:
-        """Most bytes of a section and of the refinements behind it."""
+        """Most bytes of a section and the refinements."""
         exact = body_nbytes(self._raw(section)) + REFINEMENT if self._level == EXACT else 0
         return self._most_lossy(section) + exact
 
@@ -117,7 +119,7 @@ class EmbeddedCodec(Codec):
         return START + int(bits / 8) + (level + 1) * fronts
 
     def _raw(self, section: Section) -> int:
-        """Size of a section's numbers as they are, with the front of a refinement's body."""
+        """Size of a section's unencoded numbers, with the front of a refinement's body."""
         return START + len(section.vector_kinds) * section.vectors * section.head_dim * section.dtype.numpy.itemsize
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
@@ -164,7 +166,7 @@ class EmbeddedCodec(Codec):
         count, tokens = len(self._groups), section.tokens
         begin = START + (count * tokens + 1) // 2
         if codes.size < begin or len(refinements) > EXACT:
-            raise SizeError(f"{codes.size} bytes are not the codes of {section}: {begin} at least are.")
+            raise SizeError(f"{codes.size} bytes do not encode {section}: at least {begin} do.")
         k = check_front(codes, section.codec, MOST_K)
         nibbles = np.stack([codes[START:begin] & 15, codes[START:begin] >> 4], 1).ravel().astype(np.int64)
         j = list(nibbles[: count * tokens].reshape(count, tokens) + LEAST_J)
@@ -186,7 +188,7 @@ class EmbeddedCodec(Codec):
     # -- numbers and rows ---------------------------------------------------------------------------------
 
     def _rows(self, x: Floats, section: Section, positions: Positions) -> list[Floats]:
-        """Rows [tokens, C] of each group, keys as they are at place 0."""
+        """Rows [tokens, C] of each group, keys turned back to position 0."""
         x = x.reshape(-1, *section.shape[-4:])
         if self._rope is not None:
             x = np.stack([self._rope.turn_back(x[0], positions), x[1]])
@@ -222,14 +224,14 @@ class EmbeddedCodec(Codec):
 
     @cached_property
     def _errors(self) -> tuple[Whole, Whole]:
-        """Logarithms of errors and binary places, [layers, vectors, head_dim] and [layers, vectors]."""
+        """Logarithms of errors and fraction bits, [layers, vectors, head_dim] and [layers, vectors]."""
         layers, *_, dim = self._shape
         errors = self.ungrouped([g.errors[None].astype(np.int64) for g in self._groups])
         points = self.ungrouped([g.points(self._shape[1])[None] for g in self._groups])
         return errors.reshape(layers, -1, dim), np.ascontiguousarray(points.reshape(layers, -1, dim)[..., 0])
 
     def _near(self, q: Sequence[Any], j: Sequence[Whole], k: int, positions: Positions) -> Any:
-        """Numbers that come back, in parts of 2**-points, [layers, vectors, tokens, head_dim]; None if one is too far.
+        """Decoded numbers, in parts of 2**-points, [layers, vectors, tokens, head_dim]; None if a number is too far.
 
         Sums are whole numbers below 2**53: any order gives them.
         """
@@ -300,7 +302,7 @@ class EmbeddedCodec(Codec):
 
 
 def features(x: Floats, group: Any, head_dim: int) -> Floats:
-    """Return what a token's weight is told by, [tokens, C + C / head_dim + 1].
+    """Return the features of the weight's regression, [tokens, C + C / head_dim + 1].
 
     group: has a center and deviations.
     """
@@ -318,13 +320,13 @@ def shifts_of(group: Group, x: Floats) -> Whole:
 
 
 def finest(y: Any, shifts: Whole) -> Any:
-    """Finest whole numbers int16 [C, tokens] of components; None if one takes more than 16 bits."""
+    """Finest whole numbers int16 [C, tokens] of components; None if a number takes more than 16 bits."""
     q = np.rint(y * (256 / SCALES[shifts - LEAST_J]).astype(np.float32)[:, None])
     return np.ascontiguousarray(q.T.astype(np.int16)) if (np.abs(q) <= FURTHEST).all() else None
 
 
 def places(group: Group, q: Any, j: Whole, k: int, level: int, dtype: Any) -> Any:
-    """Components [tokens, C] that come back, in parts of 1 / FINE and 1 / 256."""
+    """Decoded components [tokens, C], in parts of 1 / FINE and 1 / 256."""
     made = np.empty(q.shape[::-1], dtype)
     scales = SCALES[j + k - LEAST_J]
     told = q, group.tables, j, levels.STEPS[level], levels.FINE, levels.centres()[level], scales
@@ -333,7 +335,7 @@ def places(group: Group, q: Any, j: Whole, k: int, level: int, dtype: Any) -> An
 
 
 def written(groups: Sequence[Group], q: Sequence[Any], j: Sequence[Whole], level: int) -> Codes:
-    """Return the groups' numbers of a level, of their finest ones."""
+    """Return the encoded numbers of a level, from the groups' finest numbers."""
     made = []
     for g, of, by in zip(groups, q, j, strict=True):
         states, words = np.empty(streams_of(of.size), np.uint32), np.empty(2 * of.size, np.uint16)
@@ -343,18 +345,18 @@ def written(groups: Sequence[Group], q: Sequence[Any], j: Sequence[Whole], level
 
 
 def _sections(x: Any, section: Section) -> Numbers:
-    """Return numbers [layers, kinds, heads, tokens, head_dim] as the section has them."""
+    """Return numbers [layers, kinds, heads, tokens, head_dim] in the section's order."""
     made: Numbers = np.ascontiguousarray(x.swapaxes(0, 1)).reshape(section.shape)
     return made
 
 
 def front(groups: Sequence[Group], tokens: int) -> int:
-    """Bytes of a part that are not words, with its own front and padding."""
+    """Bytes of a part without words, with the front and padding."""
     return sum(4 + 4 * streams_of(g.mean.size * tokens) for g in groups) + REFINEMENT
 
 
 def streams_of(numbers: int) -> int:
-    """Number of streams of so many numbers: a power of 2, at most STREAMS_MAX."""
+    """Number of streams of `numbers` numbers: a power of 2, at most STREAMS_MAX."""
     return min(STREAMS_MAX, 1 << max(0, numbers // STREAM_NUMBERS - 1).bit_length())
 
 
@@ -380,7 +382,7 @@ def _parted(body: Codes, streams: Sequence[int]) -> list[tuple[Any, Any]]:
 
 def _check_end(good: bool) -> None:
     if not good:
-        raise DamagedError("entropy-coded numbers do not end where they should: the codes are damaged.")
+        raise DamagedError("entropy-coded numbers do not end where they should: the block is damaged.")
 
 
 @cache

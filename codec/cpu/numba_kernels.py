@@ -324,7 +324,7 @@ def _at_level(finest: Any, level: int) -> Any:
 
 @jit()
 def _table(table: Any, shift: Any) -> Any:
-    """Table of a component's numbers whose steps are wider by so many thirds of an octave."""
+    """Table of a component's numbers with steps wider by `shift` thirds of an octave."""
     return table // WIDTHS * WIDTHS + min(max(table % WIDTHS - shift, 0), WIDTHS - 1)
 
 
@@ -393,9 +393,9 @@ def write_level(
 def read_level(
     q: Array, tables: Array, shifts: Array, level: int, base: Array, parts: Array, states: Array, words: Array
 ) -> bool:
-    """Turn numbers of the level before into those of this one. Returns True if all ended as an encoder leaves it.
+    """Turn numbers of level `level - 1` into numbers of `level`. Returns True if all ended like after an encoder.
 
-    base: as `Coder` has it for decoding. states: they are overwritten.
+    base: the decoding table of `Coder`. states: overwritten.
     """
     size, tokens = q.shape
     at, place = 0, 0
@@ -447,9 +447,9 @@ def read_level(
 def places(
     q: Array, tables: Array, shifts: Array, step: int, fine: int, centres: Array, scales: Array, out: Array
 ) -> None:
-    """Fill places [tokens, components] of numbers, in parts of a finest step and of a scale.
+    """Fill decoded numbers [tokens, components], in parts of a finest step and of a scale.
 
-    centres: of this level's intervals, [tables, magnitudes]. scales: of tokens.
+    centres: of the level's intervals, [tables, magnitudes]. scales: of tokens.
     """
     for component in range(q.shape[0]):
         for token in range(q.shape[1]):
@@ -467,7 +467,7 @@ def _length(x: Any) -> Any:
 
 @jit()
 def _cell(near: int, wide: int, point: int) -> Any:
-    """Binary logarithm of a number's cell in 2**-point, the cell that is expected, and its table."""
+    """Binary logarithm of the size of a number's cell in 2**-point, the expected cell, and the cell's table."""
     far = abs(near)
     lattice = _length(far) - 8
     size = max(wide // 3 - 1, lattice, 0)
@@ -482,7 +482,7 @@ EXACT = _in(int64, 3), _in(int64, 2), _in(int64, 2), _in(int64, 1), _in(uint32, 
 def write_exact(
     bits: Array, near: Array, errors: Array, shifts: Array, points: Array, cells: Array, states: Array, words: Array
 ) -> int:
-    """Write bf16 numbers [vectors, tokens, head_dim], given what is near them in 2**-points.
+    """Write bf16 numbers [vectors, tokens, head_dim], given lossy numbers `near` in 2**-points.
 
     errors: [vectors, head_dim], thirds of octaves. shifts: [vectors, tokens]. points: [vectors]. Fills states and the
     end of words. Returns the index of the first word; -1 if a number is too far.
@@ -535,7 +535,7 @@ def _pull(x: Any, table: Array, words: Array, at: int) -> Any:
 def read_exact(
     bits: Array, near: Array, errors: Array, shifts: Array, points: Array, cells: Array, states: Array, words: Array
 ) -> bool:
-    """Undo `write_exact`. Returns True if all ended as an encoder leaves it. States are overwritten."""
+    """Undo `write_exact`. Returns True if all ended like after an encoder. States are overwritten."""
     at, place = 0, 0
     for vector in range(bits.shape[0]):
         for token in range(bits.shape[1]):

@@ -1,9 +1,9 @@
-"""Embedded sections by CUDA kernels, and cuBLAS between them: `manthan.codec.cpu.embedded` on a GPU.
+"""Embedded sections by CUDA kernels with cuBLAS between: `manthan.codec.cpu.embedded` on a GPU.
 
-Blocks are worked on in runs that take SCRATCH_BYTES. Of a run, groups of one size go through their transform some at a
-time. The entropy coder's words are those of the CPU for the same integers, and both read what the other wrote. The
-integers are of sums that are rounded in other places: one in some hundreds or thousands is the next one. The last
-refinement is written and read on the CPU only; a GPU decodes what is before it.
+Blocks are processed in runs of SCRATCH_BYTES. In a run, groups of equal size are multiplied some at a time. For equal
+integers, the entropy coder's words equal the CPU's, and each reads the blocks of the other. Sums are rounded
+differently, so an integer in some hundreds or thousands differs by 1. The last refinement is written and read on the
+CPU only; a GPU decodes all parts before the last.
 """
 
 import ctypes
@@ -29,13 +29,13 @@ from manthan.codec.rope import Rope
 from manthan.codec.tables import levels
 
 SCRATCH_BYTES = 256 * 2**20
-"""Of a run of blocks, beside products."""
+"""Bytes of a run of blocks, without products."""
 ENCODING, DECODING = 4, 2
-"""Bytes of it for each number."""
+"""Scratch bytes for each number."""
 PRODUCTS_AT_ONCE = 2**24
-"""Numbers of groups that are multiplied at once."""
+"""Numbers of groups multiplied at once."""
 NUMBERS_A_WORD = 4
-"""A row has room for a word for so many of its numbers: one that takes more doubles its block's steps."""
+"""Numbers of a row for each word of room. A row in need of more doubles the block's steps."""
 LEVELS, TABLES = EXACT, levels.FALLING
 ROW_THREADS = 1024
 ALL = slice(None)
@@ -72,7 +72,7 @@ class Sections(ctypes.Structure):
 
     @classmethod
     def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, all_levels: int) -> Self:
-        """For the section of the tokens that are not exact. caches: `addresses`."""
+        """Return arguments for the section of inexact tokens. caches: `addresses`."""
         return cls(
             caches=caches.data_ptr(),
             block_stride=layout.block_stride,
@@ -91,7 +91,7 @@ class Sections(ctypes.Structure):
         )
 
     def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
-        """The same for these blocks of a batch."""
+        """Return the arguments for blocks of a batch."""
         job = type(self).from_buffer_copy(self)
         job.block_ids, job.offsets = batch.block_ids[some].data_ptr(), batch.offsets[some].data_ptr()
         job.headers, job.turns = batch.headers[some].data_ptr(), batch.turns[some].data_ptr()
@@ -102,9 +102,9 @@ class Sections(ctypes.Structure):
 
 
 class Model(NamedTuple):
-    """What the kernels are told of a profile, on the device; the names are those of parts.cu.
+    """Kernels' facts of a profile, on the device, by the names of parts.cu.
 
-    sizes: components of each group. forward, inverse: of each run of groups of one size, float16 [groups, C, C].
+    sizes: components of each group. forward, inverse: of each run of groups of equal size, float16 [groups, C, C].
     """
 
     sizes: list[int]
@@ -121,7 +121,7 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, groups: tuple[Group, ...], kinds: int, tokens: int, device: torch.device) -> Self:
-        """tokens: of the section. Raises ProfileError for a transform that cannot be undone."""
+        """Return the facts of `groups`. tokens: of the section. Raises ProfileError for a singular transform."""
         at = ahead = 0
         told, vectors = [], []
         for group in groups:
@@ -166,7 +166,7 @@ class Model(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What the entropy coder looks up, on the device; see embedded.cu."""
+    """Tables of the entropy coder, on the device; see embedded.cu."""
 
     encoding: Tensor
     decoding: Tensor
@@ -178,7 +178,7 @@ class Tables(NamedTuple):
 
 @lru_cache
 def tables(device: torch.device) -> Tables:
-    """The same for all models."""
+    """Return the tables, equal for all models."""
     base = levels.base().astype(np.uint32)
     found, starts, pool = decoding_tables(base)
     ahead = -(-4 * len(base) // 16) * 16
@@ -197,10 +197,10 @@ def tables(device: torch.device) -> Tables:
 
 
 class Plan(NamedTuple):
-    """Arguments of the kernels for blocks of one form.
+    """Arguments of the kernels for blocks of a form.
 
-    exact: sections that stay as they are. sections: None where all do.
-    seal: with no header where one is written before.
+    exact: sections kept exact. sections: None if all are exact.
+    seal: without a header if a header is written before.
     """
 
     exact: list[Job]
@@ -212,7 +212,7 @@ class Plan(NamedTuple):
 class EmbeddedPagedCodec(PagedCodec):
     """`PagedCodec` for embedded codecs, on one CUDA device of compute capability 8.0 or newer.
 
-    It is of keys and values, or of latents. Raises CompileError, ProfileError.
+    Encodes keys and values, or latents. Raises CompileError, ProfileError.
     """
 
     layout: PagedLayout
@@ -236,7 +236,7 @@ class EmbeddedPagedCodec(PagedCodec):
         self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """A status becomes 0 where a number is 32,768 or more steps from the profile's mean, or is not finite."""
+        """Encode. A status becomes 0 for numbers 32,768 or more steps from the profile's mean, or not finite."""
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
         for kept in plan.exact:
@@ -258,7 +258,7 @@ class EmbeddedPagedCodec(PagedCodec):
         self._launch("verify_parts", job, LEVELS * ALONE)
 
     def decode(self, batch: Batch, codes: Tensor) -> None:
-        """A status becomes 0 for codes that no encoder writes, too."""
+        """Decode. A status becomes 0 also for bytes never written by an encoder."""
         plan = self._plan(batch.exact)
         if plan.model is not None:
             with torch.inference_mode():
@@ -312,7 +312,7 @@ class EmbeddedPagedCodec(PagedCodec):
         del kept
 
     def _books(self, job: Sections) -> tuple[Tensor, Tensor]:
-        """Memory between the kernels: numbers, and books. The caller keeps it until the kernels are launched."""
+        """Memory between the kernels: numbers, and books. The caller keeps both until the kernels are launched."""
         job.width = -(-job.n * job.tokens // 8) * 8
         numbers = torch.empty((job.components, job.width), dtype=torch.int16, device=self.device)
         counts = job.n, job.groups_count * job.width, job.n * LEVELS * job.streams, job.n * LEVELS * job.groups_count
@@ -324,7 +324,7 @@ class EmbeddedPagedCodec(PagedCodec):
         return numbers, books
 
     def _pieces(self, job: Sections, transforms: list[Tensor]) -> Iterator[tuple[int, Tensor, Sections]]:
-        """All groups, as many as are multiplied at once: how many, their transforms, and a job for them."""
+        """Yield groups multiplied at once: number of groups, transforms, and a job."""
         first = 0
         for run in transforms:
             at_once = max(1, PRODUCTS_AT_ONCE // (run.shape[1] * job.width))
@@ -335,7 +335,7 @@ class EmbeddedPagedCodec(PagedCodec):
             first += len(run)
 
     def _jobs(self, plan: Plan, batch: Batch, codes: Tensor, each: int) -> Iterator[Sections]:
-        """The batch in even runs that take SCRATCH_BYTES, or of a block. each: bytes for a number."""
+        """Yield jobs for even runs of the batch within SCRATCH_BYTES, or of a block. each: bytes for a number."""
         assert plan.sections is not None
         numbers = plan.sections.components * plan.sections.tokens
         n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (numbers * each))
@@ -344,11 +344,11 @@ class EmbeddedPagedCodec(PagedCodec):
             yield plan.sections.of(batch, codes, slice(run * n // runs, (run + 1) * n // runs))
 
     def _launch(self, name: str, job: Sections, warps: int) -> None:
-        """warps: that a block of the batch can put to work."""
+        """Launch a kernel. warps: most busy warps of a block of the batch."""
         self._kernels.launch(name, job, job.n * warps)
 
     def _launch_rows(self, name: str, job: Sections, of_base: Tensor, rows: int) -> None:
-        """A warp for each row of a block, or for several that fit into it."""
+        """Launch a kernel with a warp for each row of a block, or for several fitting rows."""
         job.tables, job.tables_nbytes, job.pool = of_base.data_ptr(), of_base.nbytes, self._tables.pool
         shared = of_base.nbytes if self._shared else 0
         self._kernels.launch(name, job, job.n * rows * (ROW_THREADS // 32), threads=ROW_THREADS, shared=shared)
@@ -387,7 +387,7 @@ class EmbeddedPagedCodec(PagedCodec):
 def _module(
     head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, shared: bool, pairs: int, interleaved: bool
 ) -> Module:
-    """Return the kernels for vectors of this size and dtype; see `cuda_codec.constants`.
+    """Return the kernels for vectors of `head_dim` numbers of `dtype`; see `cuda_codec.constants`.
 
     Args:
         shared: True if tables fit into a block's shared memory.

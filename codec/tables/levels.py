@@ -1,12 +1,12 @@
-"""Tables of the levels of an embedded code: how a number's intervals nest, and how likely each part of one is.
+"""Tables of an embedded codec's levels: nested intervals of numbers, and the likelihood of each part of an interval.
 
-The finest whole number of a component is q3; those of coarser levels follow, and keep its sign:
+The finest whole number of a component is q3; numbers of coarser levels follow, and keep the sign:
 
     |q2| = (|q3| + 1) // 3;  |q1| = |q2| // 2;  |q0| = |q1| // 2
 
-Their intervals nest (Equitz and Cover, "Successive refinement of information", 1991), and dead zones grow where numbers
-are few. A table is one of SHAPES, generalized Gaussians, times one of WIDTHS. A refinement tells which part of its
-interval a number is in, by its table and its magnitude so far. Numbers come back at the mean of their interval.
+The intervals nest (Equitz and Cover, "Successive refinement of information", 1991), and dead zones grow for small
+numbers. A table has a shape of SHAPES, generalized Gaussians, and a width of WIDTHS. A refinement encodes the number's
+part of the interval, by the table and the magnitude at the level before. A number is decoded to the interval's mean.
 """
 
 from functools import cache
@@ -17,24 +17,24 @@ import numpy.typing as npt
 from manthan.codec.tables.frequencies import LARGEST, SCALE, SHAPES, as_frequencies
 
 SPLITS = 2, 2, 3
-"""Parts of an interval that each refinement tells apart."""
+"""Parts of an interval, by refinement."""
 STEPS = 12, 6, 3, 1
-"""Step of each level, in finest ones."""
+"""Step of each level, in finest steps."""
 WIDTHS = 2.0 ** (np.arange(-24, 24) / 3)
 """Deviations of tables, in steps of the base."""
 MAGNITUDES = 4
-"""Magnitudes so far that have tables of their own: 0, 1, 2, and more."""
+"""Number of magnitudes with separate tables: 0, 1, 2, and more."""
 FINE = 16
-"""Parts of a finest step in which a place inside an interval is told."""
+"""Parts of a finest step, as the unit of positions inside an interval."""
 FALLING = len(SHAPES) * len(WIDTHS)
-"""Table of the exponents below a cell, behind those of cells."""
+"""Table of the exponents below a cell, behind the tables of cells."""
 
 Whole = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 
 
 def coarser(magnitudes: Whole) -> list[Whole]:
-    """Magnitudes of all levels, the base's first, of the finest ones."""
+    """Return the magnitudes of all levels, the base's first, from the finest magnitudes."""
     made = [magnitudes]
     for split in reversed(SPLITS):
         made.insert(0, (made[0] + split // 3) // split)
@@ -43,7 +43,7 @@ def coarser(magnitudes: Whole) -> list[Whole]:
 
 @cache
 def _masses() -> tuple[Doubles, Doubles]:
-    """Mass and mean of every finest interval, [tables, magnitudes]; of a mass below 1e-12, its middle."""
+    """Mass and mean of every finest interval, [tables, magnitudes]; the middle for a mass below 1e-12."""
     most = (LARGEST + 1) * STEPS[0]
     edges = np.maximum(np.arange(most + 1) - 0.5, 0)
     masses, means = [], []
@@ -68,7 +68,7 @@ def _summed(x: Doubles, parents: Whole, size: int) -> Doubles:
 
 @cache
 def centres() -> npt.NDArray[np.int32]:
-    """Places in an interval where numbers come back, [levels, tables, magnitudes], 1 / FINE of a finest step each."""
+    """Return decoded positions in an interval, [levels, tables, magnitudes], in 1 / FINE of a finest step."""
     mass, mean = _masses()
     made = np.zeros((len(STEPS), len(mass), MAGNITUDES), np.int32)
     for level, parents in enumerate(coarser(np.arange(mass.shape[1]))):
@@ -89,7 +89,7 @@ def base() -> npt.NDArray[np.uint16]:
 
 @cache
 def cells() -> npt.NDArray[np.uint16]:
-    """Frequencies of distances from the expected cell, [tables, 256], and behind them those of falls (FALLING)."""
+    """Frequencies of distances from the expected cell, [tables, 256], followed by frequencies of falls (FALLING)."""
     mass = _masses()[0]
     made = _of_magnitudes(_summed(mass, (np.arange(mass.shape[1]) + 6) // 12, LARGEST + 1))
     falls = np.zeros(2 * LARGEST + 1)
@@ -104,7 +104,7 @@ def _of_magnitudes(masses: Doubles) -> npt.NDArray[np.uint16]:
 
 @cache
 def parts() -> npt.NDArray[np.uint32]:
-    """Frequencies of what refinements tell, -1, 0 and 1, [refinements, tables, magnitudes, 3]. Their sum is SCALE."""
+    """Frequencies of a refinement's symbols, -1, 0 and 1, [refinements, tables, magnitudes, 3]. The sum is SCALE."""
     mass = _masses()[0]
     levels = coarser(np.arange(mass.shape[1]))
     made = np.zeros((len(SPLITS), len(mass), MAGNITUDES, 3), np.uint32)

@@ -255,7 +255,7 @@ def _seen(model: Any, info: ProfileInfo) -> Iterator[dict[int, _Attention]]:
 
 
 def _energies(draws: Sequence[Sequence[npt.NDArray[np.float32]]], metrics: Sequence[Doubles]) -> Doubles:
-    """Energies of gradients [tokens, C], of each draw and kind, in these metrics: [tokens]."""
+    """Energies of gradients [tokens, C], of each draw and kind, in the given metrics: [tokens]."""
     made: Doubles = np.zeros(len(draws[0][0]))
     for kind, metric in enumerate(metrics):
         even = metric + 1e-3 * np.trace(metric) / len(metric) * np.eye(len(metric))

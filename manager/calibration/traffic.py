@@ -1,12 +1,12 @@
 """Metric of a model's keys and values from a server's own queries, without a gradient.
 
-An error e in a value reaches the residual stream as a W e from each query that attends to it with weight a, where W is
-the head's part of the output projection. An error e in a key changes the logit by q e, and the output by a (v - o) of
-that, where o is the attention's output. Queries that look for other things add up as variances do:
+An error e in a value reaches the residual stream as a W e from each query with attention weight a. W is the head's part
+of the output projection. An error e in a key changes the logit by q e, and the output by a (v - o) q e, with o the
+attention's output. Different queries add up like variances:
 
-    values: sum of a^2, times W^T W;   keys: sum of a^2 |W (v - o)|^2 q q^T, of which RoPE leaves each pair's energy
+    values: sum of a^2, times W^T W;   keys: sum of a^2 |W (v - o)|^2 q q^T, reduced by RoPE to each pair's energy
 
-Later layers divide the stream by its length, whose square grows with depth by `GROWTH`.
+Later layers divide the stream by the stream's length. The squared length grows with depth by `GROWTH`.
 """
 
 import re
@@ -19,18 +19,18 @@ from manthan.codec.calibration import SINKS, ProfileBuilder
 from manthan.codec.profile import PRESETS, Profile, ProfileInfo
 
 ASKED, ASKING = 4, 32
-"""The last quarter of a prompt asks the rest of it, by this number of queries at most."""
+"""Inverse of the prompt's last share with asking queries, and most of the queries."""
 KEYS = 1.6
-"""Weight of keys, measured against Fisher's information: some queries look for the same things."""
+"""Weight of keys, measured against Fisher's information, because queries are not independent."""
 GROWTH, EMBEDDED = 30.0, 1 / 250
-"""Squared length of the stream ahead of the last layer, and of the first, in parts of that ahead of the second."""
+"""Squared length of the stream ahead of the last layer, and of the first, over the length ahead of the second."""
 OUTPUT = re.compile(r"(?:^|\bmodel\.)layers\.(\d+)\.\w+\.(?:o_proj|out_proj|dense)\.weight$")
 
 Floats = npt.NDArray[np.float32]
 
 
 class TrafficBuilder(ProfileBuilder):
-    """Builds a profile of keys and values as attention gets them. outputs: see `output_energies`."""
+    """Builds a profile of the attention's keys and values. outputs: see `output_energies`."""
 
     def __init__(self, info: ProfileInfo, outputs: list[Floats]) -> None:
         super().__init__(info)
@@ -38,10 +38,11 @@ class TrafficBuilder(ProfileBuilder):
         self._energy, self._seen = np.zeros(self._shape), np.zeros((*self._shape, info.head_dim))
 
     def ask(self, layer: int, queries: Floats, keys: Floats, values: Floats) -> None:
-        """Add what a text's last queries make of errors in the tokens before them.
+        """Add the cost, to a text's last queries, of errors in earlier tokens.
 
         Args:
-            queries: [query heads, tokens, head_dim], behind RoPE and scaled; as keys and values, [heads, ...].
+            queries: [query heads, tokens, head_dim], behind RoPE and scaled.
+            keys, values: [heads, tokens, head_dim], keys behind RoPE.
         """
         tokens = keys.shape[1]
         cut = tokens - tokens // ASKED
@@ -59,7 +60,7 @@ class TrafficBuilder(ProfileBuilder):
             self._seen[layer, at] += squares.sum() * weighed
 
     def made(self, preset: str) -> Profile:
-        """Make the profile, with this preset. Raises ProfileError for too few tokens."""
+        """Make the profile, with `preset` only. Raises ProfileError for too few tokens."""
         layers, heads, dim = self._shape
         lengths = [EMBEDDED, *np.geomspace(1, GROWTH, layers - 1)]
         for layer, (energy, seen, length) in enumerate(zip(self._energy, self._seen, lengths, strict=True)):
@@ -73,7 +74,7 @@ class TrafficBuilder(ProfileBuilder):
 
 
 def output_energies(folder: Path | None, layers: int, heads: int, head_dim: int) -> list[Floats]:
-    """Return W^T W of each query head, [heads, head_dim, head_dim], by layer; identities if one is not found."""
+    """Return W^T W of each query head, [heads, head_dim, head_dim], by layer; identities if a matrix is missing."""
     from safetensors import safe_open
 
     found: dict[int, Floats] = {}

@@ -165,7 +165,7 @@ def _content(path: Path, changed: int) -> str:
 
 
 def model_folder(model: str, revision: str | None) -> Path | None:
-    """Folder of a model's files: its own path, or the hub's cache; None for another source."""
+    """Folder of a model's files: the model's path, or the hub's cache; None for another source."""
     if Path(model).is_dir():
         return Path(model)
     try:

@@ -26,9 +26,9 @@ NOBODY = "\0"
 
 SAVED, STORING = 1, 2
 MOST_INNER = 4
-"""Refinements of a block that can be cut one by one."""
+"""Most refinements of a block."""
 HIGH, LOSSLESS = 2, 4
-"""Levels from which on a block is for requests of high quality, and gives back every bit."""
+"""Least levels of a block for requests of high quality, and of a lossless block."""
 _EMPTY, _GONE = -1, -2  # in the index
 _FIRST_ROWS = 256
 _AT_ONCE = 1 << 18
@@ -54,14 +54,14 @@ _COLUMNS = {
 
 
 class Level(NamedTuple):
-    """Divergence of KV that comes back from a level of a block with refinements, in nats, and its compression ratio."""
+    """Divergence of KV decoded at a level of a block with refinements, in nats, and the level's compression ratio."""
 
     divergence: float
     ratio: float
 
 
 LEVELS = Level(0.032, 20), Level(0.0075, 12), Level(0.00096, 8), Level(0.00012, 5), Level(0.0, 1.6)
-"""Of a model of which nothing is known, the base first."""
+"""Levels of an unmeasured model, the base first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class BlockTable:
         self.exact_blocks = 0
         """Number of saved blocks with exact tokens."""
         self._refined = np.zeros(MOST_INNER + 1, np.int64)
-        """Number of saved blocks by their refinements that can be cut."""
+        """Number of saved blocks, by number of refinements left to cut."""
         self.moved_nbytes = [0] * 8
         """Bytes of saved blocks gone from each front tier."""
 
@@ -474,7 +474,7 @@ class BlockTable:
         self._count(rows, +1)
 
     def trim(self, rows: Rows, level: int) -> None:
-        """Note that saved rows, which have more refinements, are cut to a level."""
+        """Note saved rows cut to a level below their own."""
         moved = self.moved[rows]
         self._uncount(rows)
         self.status[rows] |= SAVED

@@ -517,7 +517,7 @@ class SessionManager:
         return 0
 
     def is_coarse(self, rows: Rows) -> Mask:
-        """Return a mask of the saved rows that are too coarse for requests of high quality."""
+        """Return a mask of the saved rows too coarse for requests of high quality."""
         is_coarse: Mask = (self.blocks.level[rows] < HIGH) & ~self._is_whole(rows)
         return is_coarse
 
@@ -853,7 +853,7 @@ class SessionManager:
             self._check_cold(session, now)
 
     def levels_of(self, rows: Rows, parts: Sequence[Sequence[int]]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-        """Return `level` and `inner` of blocks, from what each takes with fewer parts, as far as that is known."""
+        """Return `level` and `inner` of blocks. parts: bytes of each block with fewer parts; empty if unknown."""
         level, inner = np.zeros(len(rows), np.uint8), np.zeros((len(rows), MOST_INNER), np.uint32)
         for number, group in self.shape.groups.items():
             level[self.blocks.group[rows] == number] = group.level
@@ -1108,11 +1108,11 @@ class SessionManager:
         return int(np.searchsorted(total, min(wanted, self.free_nbytes), side="right"))
 
     def _trim_until(self, short: Callable[[], int], tenant: str | None = None) -> None:
-        """Cut refinements of one tenant's sessions or of all, until nothing is short or there are none.
+        """Cut refinements, of a tenant's sessions or of all sessions, until nothing is short or no refinement is left.
 
-        Those go first that lower fidelity least, by divergence, chance of a return, and bytes. At each level sessions
-        go in the policy's order. The chance that the n-th likeliest returns is taken for 1/n (Zipf), so that of the
-        next one is 1 / the number of blocks that are as fine.
+        The next level to cut costs the least fidelity per byte, by divergence and chance of a return. At each level,
+        sessions go in the policy's order. The n-th likeliest block returns with an assumed chance of 1/n (Zipf), so the
+        next block's chance is 1 / the number of equally fine blocks.
         """
         levels, victims = self._levels, dict[int, Iterator[Session]]()
         for level in range(1, len(levels)):
@@ -1134,7 +1134,7 @@ class SessionManager:
                 victims = {each: some for each, some in victims.items() if self.blocks.refined(each)}
 
     def _trim(self, victim: Session, level: int, short: int) -> None:
-        """Cut a session's own blocks to below a level, tails first, until these bytes are free or it has no more."""
+        """Cut a session's own blocks to below a level, tails first, until `short` bytes are free or all are cut."""
         blocks, rows = self.blocks, victim.rows[victim.kept :]
         if not victim.kept:
             own_points = [point.rows for point in victim.points if len(point.sessions) == 1]

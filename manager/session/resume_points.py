@@ -175,7 +175,7 @@ class ResumePoints:
             self._taken[session] = int(self._blocks.nbytes[rows[self._blocks.users[rows] == 1]].sum(dtype=np.int64))
 
     def recount(self, session: Session) -> None:
-        """Count the bytes of a session's spare points again, because its blocks were cut."""
+        """Count the bytes of a session's spare points again, because blocks were cut."""
         self._set_spare(session, self._spare.get(session, []))
 
     def _leave_spare(self, session: Session) -> None:

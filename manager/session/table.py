@@ -535,24 +535,24 @@ class SessionTable:
             order.used(view, session.priority)
 
     def enter_refined(self, session: Session) -> None:
-        """Note that compressed blocks of a session were stored, which may have refinements."""
+        """Note stored blocks of a session, with possible refinements."""
         levels = 0 if session.is_pinned else self.shape.groups[self.shape.main].levels
         for key in self._refined(session, levels):
             if session.session_id not in self.refined[key]:
                 self.refined[key].used(self._view(session), session.priority)
 
     def leave_refined(self, session: Session, level: int) -> None:
-        """Note that a session has no blocks to be cut to below a level."""
+        """Note a session without blocks to cut to below a level."""
         for key in self._refined(session, MOST_INNER + 1, level):
             if key in self.refined:
                 self.refined[key].leave(session.session_id)
 
     def refined_victims(self, level: int, tenant: str | None) -> Iterator[Session]:
-        """Yield sessions, of one tenant or of all, the one whose blocks are cut to below a level first first."""
+        """Yield sessions, of a tenant or of all, in the order of cutting blocks to below a level."""
         return map(self.by_id.__getitem__, self.refined[tenant, level].victims())
 
     def _refined(self, session: Session, levels: int, level: int = 1) -> Iterator[tuple[str | None, int]]:
-        """Yield the keys of its orders from a level on."""
+        """Yield the keys of a session's orders from a level on."""
         tenants = [None, session.tenant] if session.tenant in self.order_of else [None]
         return ((tenant, each) for tenant in tenants for each in range(level, levels))
 

@@ -76,7 +76,7 @@ class ArenaTier(Tier):
         """Overwrite the bytes at these addresses."""
 
     def _shorten(self, name: Name, placed: Placed) -> None:
-        """Write down the size of a block that was cut, before its end is erased."""
+        """Write down the size of a cut block, before the end is erased."""
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         causes = {key: self._put((group, key), buf) for key, buf in blocks.items()}

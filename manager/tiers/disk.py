@@ -1,6 +1,7 @@
 """Tier in a folder of a local file system. The blocks outlive the process.
 
-    FOLDER/lock      locked by the process that uses the folder FOLDER/blocks    one sparse file of records
+    FOLDER/lock      locked by the process that uses the folder
+    FOLDER/blocks    one sparse file of records
 
 A record begins at a multiple of PAGE with a header of HEADER bytes, little-endian:
 
@@ -16,9 +17,9 @@ A process may be killed at any moment: the body is written before the header, an
 power failure costs the blocks written in the last SYNC_S seconds, because an incomplete body is a miss. Of two records
 of a block, or overlapping records, the record with the higher sequence holds.
 
-A dropped block is hole-punched, or overwritten if the file system cannot punch holes. The new header of a cut body is
-written before. If a process is killed before, the next process finds the record again. The opener of a tier drops
-blocks unneeded by sessions. Bytes outside of records are erased on opening.
+A dropped block is hole-punched, or overwritten if the file system cannot punch holes. The end of a cut block is erased
+after the new header is written. If a process is killed before, the next process finds the record again. The opener of a
+tier drops blocks unneeded by sessions. Bytes outside of records are erased on opening.
 """
 
 import errno

@@ -117,7 +117,7 @@ class Sealer:
 
 
 class SealedTier(Tier):
-    """Tier with blocks sealed as a whole, so that they cannot be cut.
+    """Tier with blocks sealed as a whole. Sealed blocks cannot be cut.
 
     `read` yields a cause for a block that does not open.
 

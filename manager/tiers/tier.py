@@ -20,7 +20,7 @@ STORE_FULL = "store_full"
 
 
 def part_ends(buf: Buffer) -> tuple[int, ...]:
-    """Ends of a block's parts: of its base, and of each refinement. A block that is sealed or damaged has one part."""
+    """Ends of a block's parts: of the base, and of each refinement. A sealed or damaged block has a single part."""
     try:
         return tuple(wire.part_ends(buf))
     except WireError:
@@ -46,7 +46,7 @@ class Tier(ABC):
     """
 
     can_trim = False
-    """True if `trim` cuts blocks. Others keep them whole."""
+    """True if `trim` cuts blocks; False if blocks stay whole."""
 
     @abstractmethod
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
@@ -85,10 +85,10 @@ class Tier(ABC):
         """
 
     def trim(self, group: int, keys: Iterable[bytes], parts: int) -> None:  # noqa: B027 not all can
-        """Keep the first `parts` parts of blocks; see `part_ends`. Those with fewer and unknown hashes are ignored.
+        """Keep the first `parts` parts of blocks; see `part_ends`.
 
-        The bytes behind are not there from now on, and are erased like those of a dropped block. Nobody may read a
-        block that is cut: the read may find nothing.
+        Blocks with fewer parts and unknown hashes are ignored. The bytes behind are gone from now on, and are erased
+        like a dropped block's. A block must not be read during the cut, because the read may find nothing.
         """
 
     @abstractmethod
@@ -110,7 +110,7 @@ class Tier(ABC):
         """Return the bytes of the budget for a block of `nbytes` bytes."""
 
     def rooms(self, buf: Buffer) -> list[int]:
-        """Return the bytes that a block takes with one part, two, and so on to all; only all if it cannot be cut."""
+        """Return the bytes of a block's first part, of two parts, and so on to all; only all if blocks stay whole."""
         return [self.room(end) for end in (part_ends(buf) if self.can_trim else (buf.nbytes,))]
 
 

@@ -220,7 +220,7 @@ def make_router(args: Namespace) -> APIRouter:
 
 
 class Changes(StreamingResponse):
-    """Server-sent events. No proxy may hold them back."""
+    """Response of server-sent events. No proxy may hold events back."""
 
     media_type = "text/event-stream"
 
@@ -232,7 +232,7 @@ async def told(parts: Mapping[str, tuple[int, Question]]) -> AsyncIterator[str]:
     """Yield each part as an event when it differs from the last one, and `now` at the end of each round.
 
     Args:
-        parts: name of an event, in how many rounds it is asked once, and the question.
+        parts: name of an event, number of rounds between two questions, and the question.
     """
     last: dict[str, BaseModel] = {}
     try:

@@ -1,6 +1,6 @@
-"""Calibration of a rank by its own traffic: queries, keys and values of some prompts make a profile.
+"""Calibration of a rank by traffic: queries, keys and values of some prompts make a profile.
 
-The model's thread copies them as attention gets them. A thread of low priority does the rest.
+The model's thread copies the attention's arguments. A thread of low priority does the rest.
 """
 
 import os
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan.worker")
 
 LEAST, MOST = 128, 1024
-"""Tokens of a prompt that are taken, at least and at most."""
+"""Least and most tokens taken of a prompt."""
 EVERY = 32
-"""One token in this number is taken."""
+"""Tokens of traffic for each token taken."""
 WANTED = 4_800
-"""Tokens that make a profile, four fifths of those taken: of 192,000 tokens of traffic."""
+"""Tokens for a profile, four fifths of the tokens taken: 192,000 tokens of traffic."""
 
 
 class Calibrator:
-    """Makes one profile, then rests. offer: called with the profile, on the thread."""
+    """Makes a single profile. offer: called with the profile, on the calibrator's thread."""
 
     def __init__(
         self, vllm_config: "VllmConfig", group: "KvCacheGroup", rope: Rope | None, offer: Callable[[Profile], None]
@@ -56,7 +56,7 @@ class Calibrator:
             wrap("vllm.v1.attention.backend.AttentionImpl.forward", attention, self._noting(layer))
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
-        """Take note that the model is about to compute a step. After a reset it may have other weights: end."""
+        """Note the begin of a step. A reset ends calibration, because the weights may differ."""
         self._is_done |= metadata.place is not None
         self._passed += metadata.tokens
         is_idle = not (self._is_busy or self._is_done)
@@ -69,7 +69,7 @@ class Calibrator:
         self._threads.shutdown()
 
     def _noting(self, layer: int) -> Callable[[Any], Any]:
-        """Return what wraps a layer's attention."""
+        """Return a wrapper of a layer's attention."""
 
         def noting(forward: Any) -> Any:
             def noted(module: Any, query: Any, key: Any, value: Any, cache: Any, told: Any, *rest: Any, **more: Any):  # type: ignore[no-untyped-def]
@@ -82,7 +82,7 @@ class Calibrator:
         return noting
 
     def _try(self, call: Callable[..., None], *args: Any) -> None:
-        """End calibration if `call` raises. Blocks are encoded as they were then."""
+        """End calibration if `call` raises. Blocks are then encoded with the earlier codec."""
         try:
             call(*args)
         except Exception as error:
@@ -103,7 +103,7 @@ class Calibrator:
             self._threads.submit(self._try, self._add, int(told.seq_lens[at]) - count, self._parts)
 
     def _add(self, first: int, parts: Sequence[tuple[torch.Tensor, ...]]) -> None:
-        """Add rows of all layers from position `first` on. Offer the profile if they are enough."""
+        """Add rows of all layers from position `first` on. Offer the profile after enough tokens."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         info, builder = self._info, self._builder
         if builder is None:

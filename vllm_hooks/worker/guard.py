@@ -125,7 +125,7 @@ class RankGuard:
             return taken
 
     def offer(self, format: BlockFormat) -> None:
-        """Measure a coarser codec ahead of the others from now on."""
+        """Measure a coarser codec first from now on."""
         self._formats = [format, *self._formats]
         self.reset()
 

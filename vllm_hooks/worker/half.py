@@ -206,7 +206,7 @@ class WorkerHalf:
         self.guard.offer(form)
 
     def take_candidate(self) -> Candidate | None:
-        """Return the profile that was made since the last call."""
+        """Return the profile made since the last call, or None."""
         taken, self._candidate = self._candidate, None
         return taken
 
