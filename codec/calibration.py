@@ -60,7 +60,7 @@ HALVINGS = 7
 TOGETHER = 4, 2048
 """Most layers of a group, and most numbers of a token."""
 RATIOS = 20.0, 12.0, 8.0, 5.0
-"""Least ratio of bf16 bytes to encoded bytes, by level of an embedded code."""
+"""Least ratio of bf16 bytes to encoded bytes, by level of an embedded codec."""
 EXPONENT, RIDGE = 0.5, 30.0
 """A token's steps are the token's weight to the power of -EXPONENT. RIDGE shrinks the regression's coefficients."""
 FINEST = 2.0 ** (np.arange(-90, 60) / 6)

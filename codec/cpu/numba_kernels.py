@@ -313,7 +313,7 @@ def unrotated(q: npt.NDArray[np.int16], steps: Floats, weights: Floats, blocks: 
     return x
 
 
-# -- embedded codes: see manthan.codec.cpu.embedded ----------------------------------------------------------
+# -- embedded codecs: see manthan.codec.cpu.embedded ---------------------------------------------------------
 
 
 @jit()

@@ -230,7 +230,7 @@ class EmbeddedPagedCodec(PagedCodec):
         self._tables = tables(self.device)
         self._plans: dict[int, Plan] = {}
         largest = max(self._tables.encoding.nbytes, self._tables.decoding.nbytes)
-        properties: Any = torch.cuda.get_device_properties(self.device)  # of more than its stubs know
+        properties: Any = torch.cuda.get_device_properties(self.device)  # the stubs lack properties
         self._shared = largest <= properties.shared_memory_per_block_optin
         shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
         self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)

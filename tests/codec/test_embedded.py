@@ -1,4 +1,4 @@
-"""Embedded codes: exact at the end, decoded from every prefix of parts, as a slow reference has them to the byte."""
+"""Embedded codecs: exact at the end, decoded from every prefix of parts, equal to a slow reference to the byte."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Embedded codes on a GPU and the CPU: each reads what the other wrote, at each level, and both refuse the same."""
+"""Embedded codecs on a GPU and the CPU: each reads the other's blocks, at each level, and both refuse the same."""
 
 from typing import Any
 

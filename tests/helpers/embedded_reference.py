@@ -1,4 +1,4 @@
-"""Embedded codes written down slowly, number by number, from the description in manthan.codec.cpu.embedded."""
+"""Slow reference of the embedded codec, number by number, from the description in manthan.codec.cpu.embedded."""
 
 import math
 import struct

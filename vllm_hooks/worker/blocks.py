@@ -208,7 +208,7 @@ class CpuBlocks:
             each.warm_up(exacts)
 
     def add(self, format: BlockFormat) -> None:
-        """Read blocks of `format` too, and write blocks of transfers with the format's codec."""
+        """Read blocks of `format` too, and write them in transfers that name the format's codec."""
         format.warm_up(self._exacts)
         self.formats = (*self.formats, format)
 
