@@ -305,7 +305,7 @@ class Driver:
         for mark, groups in ((Mark.DECODED, decoded), (Mark.DERIVED, derived)):
             for block_ids in groups:
                 marks.set(block_ids, mark, owner)
-        for block_ids in decoded:  # nothing tells how fine they are
+        for block_ids in decoded:  # their level is unknown
             marks.coarsen(block_ids)
         lossy = max((len(first) + len(behind) for first, behind in zip(decoded, derived, strict=True)), default=0)
         serving.lossy += lossy * self.manager.shape.block_tokens

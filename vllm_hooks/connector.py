@@ -247,7 +247,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         guard = self.worker.guard
         report = self._try(self.worker.engine.take_report, otherwise=None) or ManthanWorkerMetadata()
         report.verdicts = [] if guard is None else self._try(guard.take, otherwise=[])
-        report.candidate = self.worker.take_candidate()  # behind the verdicts, which may be on it
+        report.candidate = self.worker.take_candidate()  # after the verdicts, because one may be about the candidate
         report.errors, self._errors = self._errors, []
         return report if report != ManthanWorkerMetadata() else None
 

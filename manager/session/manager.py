@@ -511,7 +511,7 @@ class SessionManager:
         for end in range(length, 0, -1):
             point = self.points.at(int(rows[end - 1]))
             if point is None or not self.points.stands(point) or (is_high and self.is_coarse(point.rows).any()):
-                continue  # it cannot be loaded, or is too coarse
+                continue  # the point cannot be loaded, or is too coarse
             if end <= own or self._is_exact(point.rows).all():
                 return end
         return 0

@@ -248,7 +248,7 @@ class CpuBlocks:
         try:
             shards = [self.format_of(shard).decode_shard(shard, key=key) for shard in wire.split(found)]
             if any(shard.ignored for shard in shards):
-                return "checksum"  # the block counts as finer than what is good of it
+                return "checksum"  # the block's level counts damaged refinements
             numbers = self.format.joined(shards)
         except WireError as error:
             return error.cause

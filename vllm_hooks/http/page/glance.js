@@ -109,7 +109,7 @@ function tileOfTiers(tiers) {
   tile("used", share(used, budget), note, isFull ? "warn" : "");
 }
 
-// What the tokens of prompts cost, and how many would have been computed if none were restored.
+// Prompt tokens by cost, and the number of computed tokens if none were restored.
 function tileOfReturns({ prompt_tokens: all, restored_tokens: restored, computed_tokens: computed, restore_ms: ms, restores }, each) {
   const instead = each ? `, about ${span(restored * each)} longer` : "";
   tile("saved", count(restored), `in ${span(ms / 1000)}, ${plural(restores, "restore")}; ${count(Math.max(0, all - restored - computed))} resident, `

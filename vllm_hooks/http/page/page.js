@@ -1,4 +1,4 @@
-// The live page: listens to the API while somebody can see it, and hands what it says to those who draw it.
+// The live page: listens to the API while the page is visible, and hands the answers to the drawing modules.
 
 import { ApiError, changes, credentials, get, steer } from "./api.js";
 import { Glance } from "./glance.js";
@@ -33,7 +33,7 @@ let paused = false;
 
 // -- listening ----------------------------------------------------------------------------------------
 
-// Listens anew, with the query of now.
+// Listens anew, with the current query.
 async function listen() {
   stream.abort();
   clearTimeout(timer);
