@@ -1,6 +1,7 @@
 """What all tests share: how property tests are tried, how tests are spread over processes, and servers."""
 
 import atexit
+import logging
 import os
 import re
 import shutil
@@ -40,6 +41,11 @@ def no_profile_stays() -> Iterator[None]:
     """What one test has put into the cache folder is not there for the next."""
     yield
     shutil.rmtree(Path(CACHE, "manthan"), ignore_errors=True)
+
+
+def pytest_runtest_setup() -> None:
+    """Let tests hear what is logged: vLLM, once imported, keeps it to itself."""
+    logging.getLogger("vllm").propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
