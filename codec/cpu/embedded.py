@@ -14,7 +14,8 @@ the error's deviation, told as the distance from the expected cell, and by bits 
 
     base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | group by group |
     refinement:       | group by group |
-    last refinement:  | 1, 3 zero bytes | layer by layer |  or, where a number is too far:  | 4 zero bytes | numbers |
+    last refinement:  | 1, 3 zero bytes | xxh3-64 of the numbers u64 | layer by layer |
+                      or, where a number is too far:  | 4 zero bytes | numbers |
     one by one:       | words of each, u32 | states of each one's streams, u32 | words of all, u16 |
 """
 
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
 from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite
@@ -278,7 +280,7 @@ class EmbeddedCodec(Codec):
             if at < 0:
                 return raw
             made.append((states, words[at:]))
-        coded: Codes = np.concatenate([np.array([1, 0, 0, 0], np.uint8), _joined(made)])
+        coded: Codes = np.concatenate([np.frombuffer(b"\1\0\0\0" + _checksum(bits), np.uint8), _joined(made)])
         return min(coded, raw, key=len)
 
     def _exactly(
@@ -291,9 +293,11 @@ class EmbeddedCodec(Codec):
         if body[:START].tolist() != [1, 0, 0, 0] or near is None or section.dtype is not Dtype.BFLOAT16:
             raise DamagedError(f"the last refinement begins with {body[:START].tobytes().hex()}, which cannot be.")
         bits = np.empty(near.shape, np.uint16)
-        parts = _parted(body[START:], [streams_of(of.size) for of in bits])
+        parts = _parted(body[START + 8 :], [streams_of(of.size) for of in bits])
         for of, given, part in zip(bits, self._arguments(near, j, k), parts, strict=True):
             _check_end(_kernels().read_exact(of, *given, _cells().decoding, *part))
+        if body[START : START + 8].tobytes() != _checksum(bits):
+            raise DamagedError("exact numbers are not those that were encoded.")
         return _sections(bits.reshape(self._shape[0], self._shape[1], -1, *bits.shape[-2:]), section)
 
 
@@ -373,6 +377,11 @@ def _parted(body: Codes, streams: Sequence[int]) -> list[tuple[Any, Any]]:
         raise DamagedError("entropy-coded numbers have lengths or states that no encoder writes.")
     each = zip(np.split(states, np.cumsum(streams)[:-1]), np.split(words, np.cumsum(sizes)[:-1]), strict=True)
     return [(np.ascontiguousarray(some), np.ascontiguousarray(of, np.uint16)) for some, of in each]
+
+
+def _checksum(bits: Any) -> bytes:
+    """xxh3-64 of bf16 numbers [layers, vectors, tokens, head_dim], little-endian."""
+    return xxhash.xxh3_64(bits.data).digest()[::-1]
 
 
 def _check_end(good: bool) -> None:
