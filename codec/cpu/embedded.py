@@ -1,23 +1,22 @@
-"""Embedded codec: a block's base and refinements. Any number of refinements may be cut from the end; the last is exact.
+"""Embedded codec: a block's base and refinements, of which any may be cut from the end, and last what makes it exact.
 
-A group is some layers encoded together: keys before RoPE, values and all heads side by side, or latents, as a vector x
-of C numbers for each token. The profile has each group's mean, Karhunen-Loeve transform in the metric of errors, and
-regression. The regression predicts a token's weight from the vector: the attention of later queries. A token of great
-weight has finer steps, by an exponent j. A block too large for the budget has coarser steps, by an exponent k, and the
-same tables:
+A group is some layers that are coded together: keys before RoPE, values and all heads side by side, or latents, as a
+vector x of C numbers for each token. The profile has each group's mean, its Karhunen-Loeve transform in the metric that
+errors have, and a regression that tells from a vector how much later queries look at it. A token that is looked at has
+finer steps, which its j says. A block that would be too large has coarser ones, which k says; it has the same tables:
 
     q = rint((x - mean) @ forward / 2**((j + k) / 3)), the finest whole numbers; see `manthan.codec.tables.levels`
 
-The base encodes the numbers of the coarsest level, and each refinement the numbers of the next level. Number i of a
-group, [components, tokens], goes to rANS stream i % streams (see `manthan.codec.cpu.rans`). The last refinement encodes
-the bf16 numbers. The finest lossy level is decoded in whole numbers for the last refinement, because whole numbers are
-the same on every machine. A bf16 number lies in a cell of about half the error's deviation. The refinement has the
-distance from the expected cell, and the bits inside the cell. Little-endian:
+The base codes the numbers of the coarsest level, each refinement those of the next. Number i of a group, [components,
+tokens], goes to rANS stream i % streams (see `manthan.codec.cpu.rans`). The last refinement codes the bf16 numbers: the
+others are decoded in whole numbers, which are the same on every machine. Each number's place is a cell of about half
+the error's deviation, told as the distance from the expected cell, and by bits inside it. Little-endian:
 
     base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | group by group |
     refinement:       | group by group |
-    last refinement:  | 1, 3 zero bytes | layer by layer |  or, if a number is too far:  | 4 zero bytes | numbers |
-    by group, layer:  | words of each, u32 | states of each group's or layer's streams, u32 | words of all, u16 |
+    last refinement:  | 1, 3 zero bytes | xxh3-64 of the numbers u64 | layer by layer |
+                      or, where a number is too far:  | 4 zero bytes | numbers |
+    one by one:       | words of each, u32 | states of each one's streams, u32 | words of all, u16 |
 """
 
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
 from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite
@@ -282,7 +282,7 @@ class EmbeddedCodec(Codec):
             if at < 0:
                 return raw
             made.append((states, words[at:]))
-        coded: Codes = np.concatenate([np.array([1, 0, 0, 0], np.uint8), _joined(made)])
+        coded: Codes = np.concatenate([np.frombuffer(b"\1\0\0\0" + _checksum(bits), np.uint8), _joined(made)])
         return min(coded, raw, key=len)
 
     def _exactly(
@@ -295,9 +295,11 @@ class EmbeddedCodec(Codec):
         if body[:START].tolist() != [1, 0, 0, 0] or near is None or section.dtype is not Dtype.BFLOAT16:
             raise DamagedError(f"the last refinement begins with {body[:START].tobytes().hex()}, which cannot be.")
         bits = np.empty(near.shape, np.uint16)
-        parts = _parted(body[START:], [streams_of(of.size) for of in bits])
+        parts = _parted(body[START + 8 :], [streams_of(of.size) for of in bits])
         for of, given, part in zip(bits, self._arguments(near, j, k), parts, strict=True):
             _check_end(_kernels().read_exact(of, *given, _cells().decoding, *part))
+        if body[START : START + 8].tobytes() != _checksum(bits):
+            raise DamagedError("exact numbers are not those that were encoded.")
         return _sections(bits.reshape(self._shape[0], self._shape[1], -1, *bits.shape[-2:]), section)
 
 
@@ -378,6 +380,11 @@ def _parted(body: Codes, streams: Sequence[int]) -> list[tuple[Any, Any]]:
         raise DamagedError("entropy-coded numbers have lengths or states that no encoder writes.")
     each = zip(np.split(states, np.cumsum(streams)[:-1]), np.split(words[: ends[-1]], ends[:-1]), strict=True)
     return [(np.ascontiguousarray(some), np.ascontiguousarray(of, np.uint16)) for some, of in each]
+
+
+def _checksum(bits: Any) -> bytes:
+    """xxh3-64 of bf16 numbers [layers, vectors, tokens, head_dim], little-endian."""
+    return xxhash.xxh3_64(bits.data).digest()[::-1]
 
 
 def _check_end(good: bool) -> None:

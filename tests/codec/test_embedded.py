@@ -9,6 +9,7 @@ import embedded_reference as slow
 import numpy as np
 import profiles
 import pytest
+import xxhash
 from kv import rope
 
 from manthan.codec import wire
@@ -18,7 +19,7 @@ from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.cpu import embedded
 from manthan.codec.cpu.embedded import EXACT, PRESETS
 from manthan.codec.cpu.numbers import as_floats, as_numbers
-from manthan.codec.errors import CodecError, NonFiniteError, ProfileError, SizeError, WireError
+from manthan.codec.errors import CodecError, DamagedError, NonFiniteError, ProfileError, SizeError, WireError
 from manthan.codec.model import ModelFacts
 from manthan.codec.profile import EMBEDDED, Profile, ProfileInfo
 from manthan.codec.registry import codec_names, get_codec
@@ -122,7 +123,17 @@ def test_the_bytes_are_those_of_the_slow_reference(scale):
     bits = np.stack(x)[:, :, :, 4:].swapaxes(0, 1).reshape(near.shape[0], -1, 12, profiles.HEAD_DIM)
     near, points = near.reshape(bits.shape), points.reshape(profiles.LAYERS, -1)
     coded = [slow.write_exact(*told) for told in zip(bits, near, points, errors, strict=True)]
-    assert bodies[EXACT] == filled(b"\1\0\0\0" + slow.joined(coded))
+    assert bodies[EXACT] == filled(b"\1\0\0\0" + xxhash.xxh3_64_digest(bits.tobytes())[::-1] + slow.joined(coded))
+
+
+def test_numbers_that_are_not_the_encoder_s_are_refused(monkeypatch):
+    """A machine that computes another way would find another number near, and does not pass it off as exact."""
+    of, x = form(), numbers()
+    block, near = encoded(of, x), embedded.EmbeddedCodec._near
+    monkeypatch.setattr(embedded.EmbeddedCodec, "_near", lambda *told: near(*told) + 64)
+    with pytest.raises(DamagedError, match=r"not those that were encoded|do not end where they should"):
+        of.decode(block, key=KEY)
+    assert noise(x, of.decode(block[: wire.part_ends(block)[-2]], key=KEY)) < 0.1
 
 
 def test_tokens_that_are_looked_at_have_finer_steps():
