@@ -121,6 +121,8 @@ def compare(lines: list[dict[str, Any]], console: Console) -> None:
         console.print(f"{line['version']} ({line['commit']}, {line['date']}): {where}, {built}", soft_wrap=True)
     if len({str([line["machine"][what] for what in ("gpu", "cpu", "cores")]) for line in lines}) > 1:
         console.print("The machines differ: differences may be theirs.")
+    if any(line["machine"]["load"] > line["machine"]["cores"] for line in lines):
+        console.print("A machine had other work: rates and returns, which go by the clock, say little there.")
     table = Table(box=None, pad_edge=False)
     for column in ("figure", "unit", *(line["version"] for line in lines), *(["ratio", ""] if len(lines) > 1 else [])):
         table.add_column(column, justify="left" if column in ("figure", "unit", "") else "right")

