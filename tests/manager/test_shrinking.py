@@ -108,6 +108,25 @@ def test_sessions_that_are_pinned_kept_running_or_read_keep_refinements() -> Non
     check_integrity(talks.manager, talks.driver)
 
 
+def test_blocks_that_are_read_or_stored_again_are_not_cut() -> None:
+    talks = shrinking(320, driver={"prefetch_lead_s": 1.0})
+    talks.go_cold("a b", "c d")
+    talks.overwrite()
+    talks.driver.steer("prefetch", talks.session("a b"), talks.now)
+    talks.holds = True
+    assert talks.step().loads
+    rows, blocks = talks.session("c d").rows, talks.manager.blocks
+    blocks.reserve(rows[:1], [60], "")
+    talks.manager._trim_until(lambda: 1 << 40)
+    assert levels(talks) == {"a b": [4, 4], "c d": [4, 0]}
+    blocks.unreserve(rows[:1])
+    talks.answer()
+    talks.finish(talks.start("a b", "a b"))  # a session that was passed over gives refinements from its next use on
+    talks.manager._trim_until(lambda: 1 << 40)
+    assert levels(talks) == {"a b": [0, 0], "c d": [4, 0]}
+    check_integrity(talks.manager, talks.driver)
+
+
 def test_a_tenant_at_its_share_loses_its_own_refinements_only() -> None:
     talks = shrinking(1000, shares=Shares(tenants={"small": 0.2}, heads=0.0))
     talks.go_cold("a b", "c d")
