@@ -88,11 +88,16 @@ class BlockShape:
 
 
 class DecodedShard(NamedTuple):
-    """Decoded block of some of the model's heads. first_head: number of the first of `heads` heads."""
+    """Decoded block of some of the model's heads.
+
+    first_head: number of the first of `heads` heads.
+    ignored: bytes of refinements that are not as they were sealed, and of those behind them.
+    """
 
     first_head: int
     heads: int
     numbers: tuple[Numbers, ...]
+    ignored: int = 0
 
 
 PIECE = 128
@@ -299,7 +304,7 @@ class BlockFormat:
         if block.header.sections and not (self.shape.latent or self.shape.is_raw or self.shape.beside):
             heads, first_head = block.header.sections[0].heads, block.header.sections[0].first_head
         self._exact_of(block.header, replace(self.shape, heads=heads), first_head)
-        return DecodedShard(first_head, heads, self._decode(block))
+        return DecodedShard(first_head, heads, self._decode(block), block.ignored)
 
     def _parse(self, buf: Buffer, key: bytes) -> EncodedBlock:
         """Read a block. Raises WireError, also for bytes behind a base that has no refinements."""
@@ -327,7 +332,7 @@ class BlockFormat:
             return wanted[0].numbers
         arrays = tuple(np.empty(*array) for array in self.shape.arrays)
         filled = 0
-        for first, count, numbers in wanted:
+        for first, count, numbers, _ in wanted:
             here = slice(max(0, first - self.first_head), min(heads, first + count - self.first_head))
             if here.start >= here.stop:
                 continue

@@ -101,10 +101,11 @@ class _Moments:
         """Matrix [C, C] in whose space errors weigh alike, in all layers and kinds. share: see SHARES."""
         root, weight = np.linalg.cholesky(self.metric(at)), self.weight(at)
         if weight is not None:
-            made: Doubles = root * (weight**0.5 or 1.0)
+            step = weight and weight**-0.5
         else:
             y = (self.held - self.sums / self.tokens)[:, at] @ root
-            made = root / (share * float(np.sqrt(np.square(y).mean())) or 1.0)
+            step = share * float(np.sqrt(np.square(y).mean()))
+        made: Doubles = root / (step or 1.0)
         return made
 
     def metric(self, at: slice) -> Doubles:
@@ -337,7 +338,8 @@ class _Joint:
         products, sums = self._told
         ridge = np.diag(np.append(np.full(len(sums) - 1, RIDGE), 1e-6))
         found = np.linalg.solve(products + ridge, sums)
-        return (-3 * EXPONENT / np.log(2) * found).astype(np.float32)
+        made: Floats = (-3 * EXPONENT / np.log(2) * found).astype(np.float32)
+        return made
 
     def coded(self, layers: Sequence[Sequence[_Moments]]) -> "_Components":
         """Return the group's transform, and the tokens held back."""
@@ -431,7 +433,7 @@ def _measured(each: _Components, group: Group, info: ProfileInfo) -> Group:
     """Return the group with the deviations of its errors at the finest lossy level."""
     x, j = each.held, each.j
     q = finest((x - group.mean) @ group.forward, j)
-    back = places(group, q, j, len(STEPS) - 1, np.float32) @ group.inverse / (FINE * 256) + group.mean
+    back = places(group, q, j, 0, len(STEPS) - 1, np.float32) @ group.inverse / (FINE * 256) + group.mean
     errors = np.square((back - x) * (256 / SCALES[j - LEAST_J])[:, None]).mean(0)
     by_kind = errors.reshape(group.place[1], len(info.kinds), -1, group.head_dim)
     if info.rope is not None:  # RoPE mixes both numbers of a pair

@@ -5,6 +5,9 @@ to components that do not correlate, largest first (Karhunen and Loeve's), in wh
 for each preset, the quantizer's step, and each component's table of frequencies. With tensor parallelism every rank
 has its own, because a transform over all heads cannot be cut. Latents are the same on all ranks. They are coded as
 keys without RoPE, so that their basis is that of the keys, and there is none of values.
+
+For embedded codes it has the same of groups of layers, keys and values together, with one step and one table for each
+component, and what tells from a token's numbers how much later queries look at it.
 """
 
 import hashlib
@@ -107,7 +110,7 @@ class Group:
     weigher: Floats
     errors: npt.NDArray[np.int8]
 
-    @cached_property
+    @property
     def inverse(self) -> Floats:
         """Transform from components, [C, C]."""
         made: Floats = self.transform.astype(np.float32) * self.scale
@@ -212,11 +215,16 @@ class Profile:
             )
         return self.ranks[0]
 
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """Names of the codecs that the profile is for."""
+        return (*self.info.ratios, *(EMBEDDED if self.groups else ()))
+
     def check(self, name: str, head_dim: int, rope: Rope | None) -> None:
         """Raise ProfileError unless the profile is for the codec of this name, and for such heads."""
         info = self.info
-        if name not in (*info.ratios, *(EMBEDDED if self.groups else ())):
-            had = ", ".join((*info.ratios, *(EMBEDDED if self.groups else ()))) or "none"
+        if name not in self.codecs:
+            had = ", ".join(self.codecs) or "none"
             raise ProfileError(f"the profile of {info.model} has no {name}: it has {had}.")
         if head_dim != info.head_dim:
             raise ProfileError(f"the profile of {info.model} is for heads of {info.head_dim} numbers, not {head_dim}.")

@@ -3,7 +3,7 @@
 A group is some layers that are coded together: keys before RoPE, values and all heads side by side, or latents, as a
 vector x of C numbers for each token. The profile has each group's mean, its Karhunen-Loeve transform in the metric that
 errors have, and a regression that tells from a vector how much later queries look at it. A token that is looked at has
-finer steps, which its j says. A block that would be too large has coarser ones, which k says:
+finer steps, which its j says. A block that would be too large has coarser ones, which k says; it has the same tables:
 
     q = rint((x - mean) @ forward / 2**((j + k) / 3)), the finest whole numbers; see `manthan.codec.tables.levels`
 
@@ -14,7 +14,8 @@ the error's deviation, told as the distance from the expected cell, and by bits 
 
     base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | group by group |
     refinement:       | group by group |
-    last refinement:  | 1, 3 zero bytes | layer by layer |  or, where a number is too far:  | 4 zero bytes | numbers |
+    last refinement:  | 1, 3 zero bytes | xxh3-64 of the numbers u64 | layer by layer |
+                      or, where a number is too far:  | 4 zero bytes | numbers |
     one by one:       | words of each, u32 | states of each one's streams, u32 | words of all, u16 |
 """
 
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
 from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite
@@ -98,6 +100,8 @@ class EmbeddedCodec(Codec):
         return self._most_lossy(section) + exact
 
     def expected_nbytes(self, section: Section) -> int:
+        if self._level == EXACT and section.dtype is not Dtype.BFLOAT16:
+            return self._expected(section, EXACT - 1) + self._raw(section) + REFINEMENT
         return self._expected(section, self._level)
 
     def _most_lossy(self, section: Section) -> int:
@@ -105,9 +109,8 @@ class EmbeddedCodec(Codec):
 
     def _expected(self, section: Section, level: int) -> int:
         layers, kinds, heads, dim = self._shape
-        if (section.kind, section.first_layer, section.layers, section.heads, section.head_dim) != (
-            *(self._kind, 0, layers, heads, dim),
-        ):
+        shape = section.kind, section.first_layer, section.layers, section.heads, section.head_dim
+        if shape != (self._kind, 0, layers, heads, dim):
             raise SizeError(f"{section} is not of the profile of {self._profile.info.model}, {layers} layers.")
         fronts = front(self._groups, section.tokens)
         bits = self._profile.info.bits[level] * section.tokens * layers * kinds * heads * dim
@@ -127,20 +130,20 @@ class EmbeddedCodec(Codec):
         """Raises NonFiniteError."""
         most, numbers = self.max_nbytes(section), as_floats(x)
         check_finite(numbers)
-        rows = self._rows(numbers, section, positions)
-        j = [shifts_of(g, of) for g, of in zip(self._groups, rows, strict=True)]
-        y = [(of - g.mean) @ g.forward for g, of in zip(self._groups, rows, strict=True)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            rows = self._rows(numbers, section, positions)
+            j = [shifts_of(g, of) for g, of in zip(self._groups, rows, strict=True)]
+            y = [(of - g.mean) @ g.forward for g, of in zip(self._groups, rows, strict=True)]
         told = np.concatenate(j) - LEAST_J
         packed = np.append(told, np.zeros(told.size % 2, np.int64)).reshape(-1, 2) @ (1, 16)
         lossy = min(self._level, EXACT - 1)
         room = self._most_lossy(section)
-        for k in range(MOST_K + 1):
-            shifts = [of + k for of in j]
-            found = [finest(of, by) for of, by in zip(y, shifts, strict=True)]
+        for k in range(0, MOST_K + 1, 3):
+            found = [finest(of, by + k) for of, by in zip(y, j, strict=True)]
             q = [of for of in found if of is not None]
             if len(q) < len(found):
                 continue
-            bodies = [written(self._groups, q, shifts, level) for level in range(lossy + 1)]
+            bodies = [written(self._groups, q, j, level) for level in range(lossy + 1)]
             start = np.array([VERSION, k, 0, 0], np.uint8)
             bodies[0] = np.concatenate([start, packed.astype(np.uint8), bodies[0]])
             if sum(body.size + REFINEMENT for body in bodies) <= room:
@@ -148,7 +151,7 @@ class EmbeddedCodec(Codec):
         else:
             raise NonFiniteError("a number is too far from the profile to be encoded.", 0)
         if self._level == EXACT:
-            bodies.append(self._exact(x, q, shifts, section, positions))
+            bodies.append(self._exact(x, q, j, k, section, positions))
         assert sum(map(len, bodies)) <= most
         out[: bodies[0].size] = bodies[0]
         return bodies[0].size, bodies[1:]
@@ -164,16 +167,16 @@ class EmbeddedCodec(Codec):
             raise SizeError(f"{codes.size} bytes are not the codes of {section}: {begin} at least are.")
         k = check_front(codes, section.codec, MOST_K)
         nibbles = np.stack([codes[START:begin] & 15, codes[START:begin] >> 4], 1).ravel().astype(np.int64)
-        shifts = list(nibbles[: count * tokens].reshape(count, tokens) + (LEAST_J + k))
+        j = list(nibbles[: count * tokens].reshape(count, tokens) + LEAST_J)
         q = [np.zeros((g.mean.size, tokens), np.int16) for g in self._groups]
         for level, body in enumerate([codes[begin:], *refinements[: EXACT - 1]]):
-            self._read(body, q, shifts, level)
+            self._read(body, q, j, level)
         if len(refinements) == EXACT:
-            return self._exactly(refinements[-1], q, shifts, section, positions)
+            return self._exactly(refinements[-1], q, j, k, section, positions)
         level = len(refinements)
         rows = [
-            places(g, of, by, level, np.float32) @ (g.inverse * np.float32(1 / (levels.FINE * 256))) + g.mean
-            for g, of, by in zip(self._groups, q, shifts, strict=True)
+            places(g, of, by, k, level, np.float32) @ inverse + g.mean
+            for g, of, by, inverse in zip(self._groups, q, j, self._inverses, strict=True)
         ]
         x = self.ungrouped(rows)
         if self._rope is not None:
@@ -186,8 +189,7 @@ class EmbeddedCodec(Codec):
         """Rows [tokens, C] of each group, keys as they are at place 0."""
         x = x.reshape(-1, *section.shape[-4:])
         if self._rope is not None:
-            with np.errstate(over="ignore", invalid="ignore"):
-                x = np.stack([self._rope.turn_back(x[0], positions), x[1]])
+            x = np.stack([self._rope.turn_back(x[0], positions), x[1]])
         made = []
         for first, layers, head, heads in (g.place for g in self._groups):
             part = x[:, first : first + layers, head : head + heads].transpose(3, 1, 0, 2, 4)
@@ -204,11 +206,15 @@ class EmbeddedCodec(Codec):
             made[first : first + count, :, head : head + some] = part
         return made
 
+    @cached_property
+    def _inverses(self) -> list[Floats]:
+        return [g.inverse / np.float32(levels.FINE * 256) for g in self._groups]
+
     # -- levels -------------------------------------------------------------------------------------------
 
-    def _read(self, body: Codes, q: Sequence[Any], shifts: Sequence[Whole], level: int) -> None:
+    def _read(self, body: Codes, q: Sequence[Any], j: Sequence[Whole], level: int) -> None:
         parts = _parted(body, [streams_of(of.size) for of in q])
-        for g, of, by, part in zip(self._groups, q, shifts, parts, strict=True):
+        for g, of, by, part in zip(self._groups, q, j, parts, strict=True):
             tables = _base().decoding, levels.parts()[max(level - 1, 0)]
             _check_end(_kernels().read_level(of, g.tables, by, level, *tables, *part))
 
@@ -222,14 +228,14 @@ class EmbeddedCodec(Codec):
         points = self.ungrouped([g.points(self._shape[1])[None] for g in self._groups])
         return errors.reshape(layers, -1, dim), np.ascontiguousarray(points.reshape(layers, -1, dim)[..., 0])
 
-    def _near(self, q: Sequence[Any], shifts: Sequence[Whole], positions: Positions) -> Any:
+    def _near(self, q: Sequence[Any], j: Sequence[Whole], k: int, positions: Positions) -> Any:
         """Numbers that come back, in parts of 2**-points, [layers, vectors, tokens, head_dim]; None if one is too far.
 
         Sums are whole numbers below 2**53: any order gives them.
         """
         rows = []
-        for g, of, by, (matrix, mean, most) in zip(self._groups, q, shifts, self._wholes, strict=True):
-            told = places(g, of, by, EXACT - 1, np.float64)
+        for g, of, by, (matrix, mean, most) in zip(self._groups, q, j, self._wholes, strict=True):
+            told = places(g, of, by, k, EXACT - 1, np.float64)
             if np.abs(told).max() * most + np.abs(mean).max() >= 2**53:
                 return None
             rows.append((told @ matrix + mean).astype(np.int64) >> 12)
@@ -253,43 +259,45 @@ class EmbeddedCodec(Codec):
             made.append((matrix, np.rint(g.mean * unit), float(np.abs(matrix).sum(0).max())))
         return made
 
-    def _arguments(self, near: Any, shifts: Sequence[Whole]) -> list[tuple[Any, ...]]:
+    def _arguments(self, near: Any, j: Sequence[Whole], k: int) -> list[tuple[Any, ...]]:
         """Arguments of the kernels for each layer."""
         errors, points = self._errors
-        rows = [np.repeat(by[:, None], g.mean.size, 1) for g, by in zip(self._groups, shifts, strict=True)]
+        rows = [np.repeat(by[:, None] + k, g.mean.size, 1) for g, by in zip(self._groups, j, strict=True)]
         by_vector = self.ungrouped(rows)[..., 0].reshape(len(near), -1, near.shape[2])
         return list(zip(near, errors, np.ascontiguousarray(by_vector), points, strict=True))
 
     def _exact(
-        self, x: Numbers, q: Sequence[Any], shifts: Sequence[Whole], section: Section, positions: Positions
+        self, x: Numbers, q: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
     ) -> Codes:
-        near = self._near(q, shifts, positions) if section.dtype is Dtype.BFLOAT16 else None
-        raw = np.concatenate([np.zeros(START, np.uint8), np.ascontiguousarray(x).reshape(-1).view(np.uint8)])
+        near = self._near(q, j, k, positions) if section.dtype is Dtype.BFLOAT16 else None
+        raw: Codes = np.concatenate([np.zeros(START, np.uint8), np.ascontiguousarray(x).reshape(-1).view(np.uint8)])
         if near is None:
             return raw
         bits, made = np.ascontiguousarray(x.reshape(-1, *section.shape[-4:]).swapaxes(0, 1)).reshape(near.shape), []
-        for of, given in zip(bits, self._arguments(near, shifts), strict=True):
+        for of, given in zip(bits, self._arguments(near, j, k), strict=True):
             states, words = np.empty(streams_of(of.size), np.uint32), np.empty(5 * of.size, np.uint16)
             at = _kernels().write_exact(of, *given, _cells().encoding, states, words)
             if at < 0:
                 return raw
             made.append((states, words[at:]))
-        coded = np.concatenate([np.array([1, 0, 0, 0], np.uint8), _joined(made)])
+        coded: Codes = np.concatenate([np.frombuffer(b"\1\0\0\0" + _checksum(bits), np.uint8), _joined(made)])
         return min(coded, raw, key=len)
 
     def _exactly(
-        self, body: Codes, q: Sequence[Any], shifts: Sequence[Whole], section: Section, positions: Positions
+        self, body: Codes, q: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
     ) -> Numbers:
         if body[:START].tolist() == [0, 0, 0, 0] and body.size == self._raw(section):
             made: Numbers = body[START:].copy().view(section.dtype.numpy).reshape(section.shape)
             return made
-        near = self._near(q, shifts, positions)
+        near = self._near(q, j, k, positions)
         if body[:START].tolist() != [1, 0, 0, 0] or near is None or section.dtype is not Dtype.BFLOAT16:
             raise DamagedError(f"the last refinement begins with {body[:START].tobytes().hex()}, which cannot be.")
         bits = np.empty(near.shape, np.uint16)
-        parts = _parted(body[START:], [streams_of(of.size) for of in bits])
-        for of, given, part in zip(bits, self._arguments(near, shifts), parts, strict=True):
+        parts = _parted(body[START + 8 :], [streams_of(of.size) for of in bits])
+        for of, given, part in zip(bits, self._arguments(near, j, k), parts, strict=True):
             _check_end(_kernels().read_exact(of, *given, _cells().decoding, *part))
+        if body[START : START + 8].tobytes() != _checksum(bits):
+            raise DamagedError("exact numbers are not those that were encoded.")
         return _sections(bits.reshape(self._shape[0], self._shape[1], -1, *bits.shape[-2:]), section)
 
 
@@ -300,43 +308,46 @@ def features(x: Floats, group: Any, head_dim: int) -> Floats:
     """
     z = (x - group.center) / group.deviations
     energies = np.square(z.reshape(len(z), -1, head_dim)).mean(2)
-    return np.concatenate([z, np.log(energies + 1e-3), np.ones((len(z), 1))], 1).astype(np.float32)
+    made: Floats = np.concatenate([z, np.log(energies + 1e-3), np.ones((len(z), 1))], 1).astype(np.float32)
+    return made
 
 
 def shifts_of(group: Group, x: Floats) -> Whole:
     """Return j of each token, [tokens]."""
     told = features(x, group, group.head_dim) @ group.weigher
-    return np.nan_to_num(np.clip(np.rint(told), LEAST_J, END_J - 1)).astype(np.int64)
+    made: Whole = np.nan_to_num(np.clip(np.rint(told), LEAST_J, END_J - 1)).astype(np.int64)
+    return made
 
 
-def finest(y: Floats, shifts: Whole) -> Any:
+def finest(y: Any, shifts: Whole) -> Any:
     """Finest whole numbers int16 [C, tokens] of components; None if one takes more than 16 bits."""
     q = np.rint(y * (256 / SCALES[shifts - LEAST_J]).astype(np.float32)[:, None])
     return np.ascontiguousarray(q.T.astype(np.int16)) if (np.abs(q) <= FURTHEST).all() else None
 
 
-def places(group: Group, q: Any, shifts: Whole, level: int, dtype: Any) -> Any:
+def places(group: Group, q: Any, j: Whole, k: int, level: int, dtype: Any) -> Any:
     """Components [tokens, C] that come back, in parts of 1 / FINE and 1 / 256."""
     made = np.empty(q.shape[::-1], dtype)
-    scales = SCALES[shifts - LEAST_J]
-    told = q, group.tables, shifts, levels.STEPS[level], levels.FINE, levels.centres()[level], scales
+    scales = SCALES[j + k - LEAST_J]
+    told = q, group.tables, j, levels.STEPS[level], levels.FINE, levels.centres()[level], scales
     _kernels().places(*told, made)
     return made
 
 
-def written(groups: Sequence[Group], q: Sequence[Any], shifts: Sequence[Whole], level: int) -> Codes:
+def written(groups: Sequence[Group], q: Sequence[Any], j: Sequence[Whole], level: int) -> Codes:
     """Return the groups' numbers of a level, of their finest ones."""
     made = []
-    for g, of, by in zip(groups, q, shifts, strict=True):
+    for g, of, by in zip(groups, q, j, strict=True):
         states, words = np.empty(streams_of(of.size), np.uint32), np.empty(2 * of.size, np.uint16)
         tables = _base().encoding, levels.parts()[max(level - 1, 0)]
         made.append((states, words[_kernels().write_level(of, g.tables, by, level, *tables, states, words) :]))
     return _joined(made)
 
 
-def _sections(x: Any, section: Section) -> Any:
+def _sections(x: Any, section: Section) -> Numbers:
     """Return numbers [layers, kinds, heads, tokens, head_dim] as the section has them."""
-    return np.ascontiguousarray(x.swapaxes(0, 1)).reshape(section.shape)
+    made: Numbers = np.ascontiguousarray(x.swapaxes(0, 1)).reshape(section.shape)
+    return made
 
 
 def front(groups: Sequence[Group], tokens: int) -> int:
@@ -366,6 +377,11 @@ def _parted(body: Codes, streams: Sequence[int]) -> list[tuple[Any, Any]]:
         raise DamagedError("entropy-coded numbers have lengths or states that no encoder writes.")
     each = zip(np.split(states, np.cumsum(streams)[:-1]), np.split(words, np.cumsum(sizes)[:-1]), strict=True)
     return [(np.ascontiguousarray(some), np.ascontiguousarray(of, np.uint16)) for some, of in each]
+
+
+def _checksum(bits: Any) -> bytes:
+    """xxh3-64 of bf16 numbers [layers, vectors, tokens, head_dim], little-endian."""
+    return xxhash.xxh3_64(bits.data).digest()[::-1]
 
 
 def _check_end(good: bool) -> None:

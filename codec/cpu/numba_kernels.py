@@ -315,13 +315,13 @@ def unrotated(q: npt.NDArray[np.int16], steps: Floats, weights: Floats, blocks: 
 
 
 @jit()
-def _at_level(finest: int, level: int) -> int:
+def _at_level(finest: Any, level: int) -> Any:
     """Magnitude at a level of a finest magnitude."""
     return finest if level == 3 else (finest + 1) // 3 >> (2 - level)
 
 
 @jit()
-def _table(table: int, shift: int) -> int:
+def _table(table: Any, shift: Any) -> Any:
     """Table of a component's numbers whose steps are wider by so many thirds of an octave."""
     return table // WIDTHS * WIDTHS + min(max(table % WIDTHS - shift, 0), WIDTHS - 1)
 
@@ -402,17 +402,20 @@ def read_level(
             stream = place & (len(states) - 1)
             place += 1
             table, x = _table(np.int64(tables[component]), shifts[token]), states[stream]
-            slot, value = x & MASK, np.int64(q[component, token])
+            slot = x & MASK
+            value: Any = np.int64(q[component, token])
             if level == 0:
                 entry = base[table, slot]
-                f, inside, told = entry >> np.uint32(12) & MASK, entry & MASK, np.int64(entry >> np.uint32(24))
+                f, inside, told = entry >> np.uint32(12) & MASK, entry & MASK, int(entry >> np.uint32(24))
             else:
-                likely = parts[table, min(abs(value), 3)]
-                told, f, inside = -1, likely[0], slot
-                while inside >= f:
-                    inside -= f
-                    told += 1
-                    f = likely[told + 1]
+                magnitude = min(abs(value), 3)
+                first, second = parts[table, magnitude, 0], parts[table, magnitude, 1]
+                if slot < first:
+                    told, f, inside = -1, first, slot
+                elif slot - first < second:
+                    told, f, inside = 0, second, slot - first
+                else:
+                    told, f, inside = 1, MASK + np.uint32(1) - first - second, slot - first - second
             x = f * (x >> np.uint32(12)) + inside
             if x < LOWEST:
                 if at >= len(words):
@@ -424,7 +427,7 @@ def read_level(
                 if told == ESCAPE:
                     if at >= len(words):
                         return False
-                    told = np.int64(np.int16(words[at])) + LARGEST
+                    told = int(np.int16(words[at])) + LARGEST
                     at += 1
                 q[component, token] = np.int16(told - LARGEST)
             else:
@@ -448,14 +451,14 @@ def places(
     """
     for component in range(q.shape[0]):
         for token in range(q.shape[1]):
-            value = np.int64(q[component, token])
+            value: Any = np.int64(q[component, token])
             table = _table(np.int64(tables[component]), shifts[token])
             place = (abs(value) * step * fine + centres[table, min(abs(value), 3)]) * scales[token]
             out[token, component] = -place if value < 0 else place
 
 
 @jit()
-def _length(x: int) -> int:
+def _length(x: Any) -> Any:
     """Bits of a whole number below 2**53."""
     return np.int64(math.frexp(np.float64(x))[1])
 

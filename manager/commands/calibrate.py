@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import Profile
+from manthan.codec.profile import EMBEDDED, Profile
 from manthan.manager.commands.console import make_console
 from manthan.manager.config.profiles import profile_path
 
@@ -39,7 +39,7 @@ def calibrate(
         typer.Option(help="What errors weigh: what they do to the model's predictions, or what keys alone tell."),
     ] = Metric.fisher,
 ) -> None:
-    """Measure a model's keys and values, or its latents, for codecs that take a profile (klt-5x, klt-8x, klt-12x)."""
+    """Measure a model's keys and values, or its latents, for codecs that take a profile (klt-… and emb-…)."""
     console, began = make_console(), time.monotonic()
     try:
         profile = made(console, model, text, tokens, tensor_parallel_size, metric)
@@ -83,3 +83,5 @@ def _show(console: Console, profile: Profile, path: Path, seconds: float) -> Non
     )
     for preset, ratio in info.ratios.items():
         console.print(f"{preset}: {ratio:.2f} times smaller than bf16, {16 / ratio:.2f} bits a number")
+    for preset, level in EMBEDDED.items():
+        console.print(f"{preset}: {info.bits[level]:.2f} bits a number, and headers")

@@ -54,7 +54,7 @@ def choose_codec(
             return ChosenCodec(PLAIN)
     if not needs_profile(name):
         if config.profile:
-            takes = ", ".join((AUTO, *PRESETS))
+            takes = ", ".join((AUTO, *PRESETS, *EMBEDDED))
             raise ConfigError(f"codec.profile is {config.profile}, but codec {name} takes none: use {takes}")
         return ChosenCodec(name)
     named = Path(config.profile).expanduser().absolute() if config.profile else None
@@ -81,8 +81,8 @@ def load_profile(path: Path, codec: str, model: str, ranks: int) -> Profile:
         profile.for_rank(0, ranks)
     except ProfileError as error:
         raise ConfigError(str(error).rstrip(".")) from None
-    if codec not in profile.info.ratios and not (codec in EMBEDDED and profile.groups):
-        has = ", ".join(profile.info.ratios) or "none"
+    if codec not in profile.codecs:
+        has = ", ".join(profile.codecs) or "none"
         raise ConfigError(f"the profile {path} has no {codec}: it has {has}; run `{_command(model, ranks)}`")
     return profile
 

@@ -9,7 +9,7 @@ from safetensors.numpy import save
 
 from manthan.codec.calibration import SAMPLE, ProfileBuilder
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import FORMAT, PRESETS, Basis, Profile, ProfileInfo, rank_heads
+from manthan.codec.profile import FORMAT, GROUP, PRESETS, Basis, Profile, ProfileInfo, rank_heads
 from manthan.codec.rope import Rope
 
 PROFILE = profiles.built()
@@ -28,7 +28,7 @@ def test_what_is_saved_is_loaded(tmp_path, rope, ranks):
     path = saved(tmp_path, made)
     found = Profile.load(path)
     assert (found.info, found.digest) == (made.info, made.digest)
-    assert Profile.of(found.info, found.frequencies, found.ranks).digest == made.digest  # of all tensors
+    assert Profile.of(found.info, found.frequencies, found.ranks, found.groups).digest == made.digest  # of all tensors
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
@@ -41,16 +41,21 @@ def test_a_digest_is_of_everything():
         replace(info, rope=None),
         replace(info, metric="x"),
     ):
-        digests.add(Profile.of(other, PROFILE.frequencies, PROFILE.ranks).digest)
+        digests.add(Profile.of(other, PROFILE.frequencies, PROFILE.ranks, PROFILE.groups).digest)
     other = PROFILE.frequencies.copy()
     other[0, 0:2] += np.array([1, -1], np.int16).astype(np.uint16)
-    digests.add(Profile.of(info, other, PROFILE.ranks).digest)
+    digests.add(Profile.of(info, other, PROFILE.ranks, PROFILE.groups).digest)
     basis = PROFILE.layers[0].keys
     for changed in (replace(basis, steps=basis.steps | {"klt-5x": 9.0}), replace(basis, mean=basis.mean + 1)):
         layers = [replace(PROFILE.layers[0], keys=changed), *PROFILE.layers[1:]]
-        digests.add(Profile.of(info, PROFILE.frequencies, [layers]).digest)
-    assert len(digests) == 9
-    assert Profile.of(info, PROFILE.frequencies, PROFILE.ranks).digest == PROFILE.digest
+        digests.add(Profile.of(info, PROFILE.frequencies, [layers], PROFILE.groups).digest)
+    group = PROFILE.groups[0][0]
+    for what in GROUP:
+        changed = replace(group, **{what: getattr(group, what) + 1})
+        digests.add(Profile.of(info, PROFILE.frequencies, PROFILE.ranks, [[changed]]).digest)
+    digests.add(Profile.of(info, PROFILE.frequencies, PROFILE.ranks, [[replace(group, place=(0, 3, 0, 1))]]).digest)
+    assert len(digests) == 10 + len(GROUP)
+    assert Profile.of(info, PROFILE.frequencies, PROFILE.ranks, PROFILE.groups).digest == PROFILE.digest
 
 
 def test_every_damaged_byte_is_seen(tmp_path):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from manthan.codec.calibration import ProfileBuilder
+from manthan.codec.calibration import SINKS, ProfileBuilder
 from manthan.codec.profile import LayerProfile, Profile, ProfileInfo
 from manthan.codec.rope import Rope
 
@@ -34,6 +34,10 @@ def built(tokens=1024, *, rope=ROPE, metric=False, presets=None, ranks=1, model=
         keys, values, positions = kv(128, seed=start, first=start, rope=rope)
         for layer in range(LAYERS):
             builder.add(layer, positions, keys[layer], values[layer])
+        if metric:
+            builder.weigh_tokens(
+                [np.exp(values[layer, 0, SINKS if start == 0 else 0 :, 0] / 9) for layer in range(LAYERS)]
+            )
     if metric:
         for layer in range(LAYERS):
             builder.weigh(layer, np.diag(np.geomspace(1, 100, SIZE)), np.eye(SIZE))

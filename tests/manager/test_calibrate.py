@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from manthan.codec.calibration import ProfileBuilder
-from manthan.codec.profile import PRESETS, Profile, ProfileInfo
+from manthan.codec.profile import EMBEDDED, PRESETS, Profile, ProfileInfo
 from manthan.codec.rope import Rope
 from manthan.manager.cli import app
 from manthan.manager.commands.calibrate import Metric
@@ -58,6 +58,14 @@ def test_a_profile_tells_its_model_and_every_rank_has_its_heads(calibrated):
         layers = profile.for_rank(rank, 2).layers
         assert len(layers) == 4
         assert all(layer.keys.mean.shape == layer.values.mean.shape == (128,) for layer in layers)
+        (group,) = profile.for_rank(rank, 2).groups[0]
+        assert group.place == (0, 4, 0, 1)
+        assert group.weigher.any(), "gradients tell how much tokens are looked at"
+    assert list(info.bits) == sorted(info.bits)
+    assert info.bits[-1] < 16 * 0.9
+    for preset, level in EMBEDDED.items():
+        assert f"{preset}: {info.bits[level]:.2f} bits a number" in said
+        assert level > 3 or info.bits[level] < 16 / float(preset[4:-1])
     assert not np.array_equal(profile.ranks[0][0].keys.mean, profile.ranks[1][0].keys.mean)
     # Numbers in which errors do little get a small row in the transform; layers in which they do, a large step.
     assert layers[0].keys.scale.max() > 1.5 * layers[0].keys.scale.min()

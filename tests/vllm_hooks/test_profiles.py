@@ -131,9 +131,10 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
 # -- an engine ----------------------------------------------------------------------------------------
 
 
-def test_a_session_returns_by_way_of_a_profile(tiny_profile: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["klt-8x", "emb-8x"])
+def test_a_session_returns_by_way_of_a_profile(codec: str, tiny_profile: Path, tmp_path: Path) -> None:
     """Three times. Its compressed blocks are as small as they should be, and as the books say."""
-    found = run_sessions(["profile", "grow"], {"name": "klt-8x", "profile": str(tiny_profile)}, str(tmp_path))
+    found = run_sessions(["profile", "grow"], {"name": codec, "profile": str(tiny_profile)}, str(tmp_path))
     assert found["profile"] == Profile.load(tiny_profile).digest
     assert found["right"] == [True] * 4
     assert found["failures"] == []

@@ -236,10 +236,10 @@ class CpuBlocks:
         if found is None or isinstance(found, str):
             return MISSING if found is None else found
         try:
-            shards = wire.split(found)
-            numbers = self.format.joined(self.format_of(shard).decode_shard(shard, key=key) for shard in shards)
-            if any(wire.parse(shard, group=self.format.group).ignored for shard in shards):
-                return "checksum"  # the block counts as finer than what is good of it
+            shards = [self.format_of(shard).decode_shard(shard, key=key) for shard in wire.split(found)]
+            if any(shard.ignored for shard in shards):
+                return "checksum"  # the manager counts on all refinements: without the last, exact KV is none
+            numbers = self.format.joined(shards)
         except WireError as error:
             return error.cause
         except CodecError:

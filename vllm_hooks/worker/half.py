@@ -337,9 +337,8 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
             return RawPagedCodec(layout, form)
         preset = PRESETS.get(form.codec)
         if type(preset) not in made:
-            raise UnsupportedError(
-                f"codec {form.codec} has no GPU version: use {', '.join(PRESETS)}, or codec.backend numpy."
-            )
+            known = ", ".join(name for name, preset in PRESETS.items() if type(preset) in made)
+            raise UnsupportedError(f"codec {form.codec} has no GPU version: use {known}, or codec.backend numpy.")
         return made[type(preset)](layout, form)
     except CompileError as error:
         raise UnsupportedError(
