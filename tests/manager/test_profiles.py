@@ -103,7 +103,7 @@ def test_auto_goes_on_without_a_profile_that_cannot_be_used_unless_it_was_named(
 @pytest.mark.parametrize(
     ("options", "ranks", "sentence"),
     [
-        ({"presets": {"klt-5x": 5.0}}, 1, "has no klt-8x: it has klt-5x; run `manthan calibrate someone/made-up`"),
+        ({"presets": {"klt-5x": 5.0}}, 1, "has no klt-8x: it has klt-5x, emb-20x, "),
         ({}, 2, "is for 1 tensor-parallel ranks, and there are 2: run `manthan calibrate made-up --tensor"),
     ],
 )
