@@ -28,10 +28,11 @@ _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
 Row: TypeAlias = dict[str, Any]
-"""Figures of a replay, in JSON's form. Shares are of the asked blocks, partial blocks included; times in seconds.
+"""Figures of a replay, as they are in JSON. Shares are of the asked blocks, partial ones included; times in seconds.
 
-evictions: sessions gone cold. best_share: of a cache of the same size with knowledge of the future. gap_closed: share
-of the gap between `lru` and the best share closed by the policy; None without `lru`, or without a gap.
+evictions: sessions gone cold. best_share: of a cache of the same size that knows the future. gap_closed: share of the
+gap between `lru` and that which the policy closes; None where `lru` was not asked for, or leaves no gap.
+divergence_mean: nats of a restored block of an embedded codec.
 """
 
 _POOL_COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -47,6 +48,7 @@ _POOL_COLUMNS: dict[str, Callable[[Row], str]] = {
     "restored blocks": lambda row: f"{row['restored_blocks']:,}",
     "dropped": lambda row: f"{row['dropped_blocks']:,}",
 }
+_LEVEL_COLUMNS: dict[str, Callable[[Row], str]] = {"divergence": lambda row: f"{row['divergence_mean']:.5f}"}
 _CACHE_COLUMNS: dict[str, Callable[[Row], str]] = {
     "tokens": lambda row: f"{row['tokens']:,}",
     "found": lambda row: _percent(row["found_share"]),
@@ -67,6 +69,10 @@ def simulate(
     ] = "lru,returns",
     hot: Annotated[str, typer.Option(help="The KV pool: tokens (64000, 4M) or a share (5%); 0 for one cache.")] = "5%",
     cold: Annotated[str, typer.Option(help="The cold store: tokens that its blocks stand for, or a share.")] = "10%",
+    level: Annotated[
+        int | None, typer.Option(min=0, max=4, help="At which an embedded codec's blocks start, to be cut for room.")
+    ] = None,
+    shrink: Annotated[bool, typer.Option(help="Cut them.")] = True,
     idle_after: Annotated[float | None, typer.Option(help="As idle.after_s.")] = None,
     measure_from: Annotated[float, typer.Option(min=0, max=0.99, help="Count only requests after this share.")] = 0,
     block_tokens: Annotated[int, typer.Option(min=1, help="Of a block.")] = MOONCAKE_BLOCK_TOKENS,
@@ -86,6 +92,8 @@ def simulate(
         raise typer.Exit(1) from None
     same: dict[str, Any] = {
         "idle_after_s": config.idle.after_s,
+        "level": level,
+        "shrinks": shrink,
         "first_measured": int(measure_from * len(read.requests)),
     }
     gc.freeze()  # a replay makes many long-lived objects without cycles
@@ -101,7 +109,7 @@ def simulate(
         ]
         bar = track(runs, "replays", len(runs), console=progress, transient=True)
         rows = [_run(label, setup, read.requests) for label, setup in bar]
-    columns = _CACHE_COLUMNS if is_one else _POOL_COLUMNS
+    columns = _CACHE_COLUMNS if is_one else _POOL_COLUMNS if level is None else _POOL_COLUMNS | _LEVEL_COLUMNS
     table = Table("policy", box=None)
     for name in columns:
         table.add_column(name, justify="right")
@@ -154,6 +162,7 @@ def _run(label: str, setup: Setup, requests: Sequence[TracedRequest]) -> Row:
         "encoded_blocks": tally.stored,
         "restored_blocks": tally.restored,
         "dropped_blocks": tally.dropped,
+        "divergence_mean": tally.divergence / max(1, tally.restored),
     }
 
 

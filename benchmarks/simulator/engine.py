@@ -8,7 +8,7 @@ docs/simulate.md lists the real and the simplified parts.
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from manthan.benchmarks.simulator.traces import MOONCAKE_BLOCK_TOKENS, TracedReq
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.driver import Driver
 from manthan.manager.events import BlocksDropped, BlocksSaved, Event, Events, Evicted
-from manthan.manager.session.blocks import GroupShape, MemoryShape
+from manthan.manager.session.blocks import LEVELS, GroupShape, MemoryShape
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.prefetch import lead_s
 from manthan.manager.transfer import Transfer, TransferResult
@@ -65,10 +65,11 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Setup:
-    """Pool, tier and policy of a replay.
+    """Pool, tier and policy that a trace is replayed on.
 
-    pool_blocks: of the KV pool. cold_blocks: room in the cold store. first_measured: number of the first counted
-    request; earlier requests fill the caches.
+    pool_blocks: of the KV pool. cold_blocks: that the cold store has room for, at the cost model's size. level: at
+    which blocks of an embedded codec start; None for a codec with one rate. shrinks: True if the budget cuts them.
+    first_measured: number of the first request that counts; those before fill the caches.
     """
 
     policy: type[EvictionPolicy]
@@ -77,6 +78,8 @@ class Setup:
     cold_blocks: int = 0
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     cost: CostModel = CostModel()
+    level: int | None = None
+    shrinks: bool = True
     idle_after_s: float = _DEFAULTS.idle.after_s
     min_tokens: int = _DEFAULTS.idle.min_tokens
     first_measured: int = 0
@@ -84,18 +87,26 @@ class Setup:
     def manager(self) -> SessionManager:
         """Return a new manager. Heads shared by sessions are kept exact, as on a server."""
         pool_nbytes = round(self.cost.kv_bytes_per_token * self.block_tokens)
-        bounds = {0: round(self.cost.cold_bytes_per_token * self.block_tokens), self.block_tokens: pool_nbytes}
-        shape = MemoryShape({0: GroupShape(self.block_tokens, pool_nbytes, bounds)})
+        cold_nbytes = round(self.cost.cold_bytes_per_token * self.block_tokens)
+        *inner, nbytes = [cold_nbytes] if self.level is None else self.parts
+        group = GroupShape(self.block_tokens, pool_nbytes, {0: nbytes, self.block_tokens: pool_nbytes})
+        shape = MemoryShape({0: replace(group, levels=1 + len(inner) * self.shrinks, level=self.level or 0)})
         return SessionManager(
             self.policy,
             shape,
-            capacity_nbytes=self.cold_blocks * shape.cold_nbytes,
+            capacity_nbytes=self.cold_blocks * cold_nbytes,
             idle_after_s=self.idle_after_s,
             events=Events(),
             min_tokens=self.min_tokens,
             options=self.options,
             is_exclusive=True,
         )
+
+    @property
+    def parts(self) -> list[int]:
+        """Bytes of a block of an embedded codec with one part, two, and so on."""
+        nbytes = self.cost.kv_bytes_per_token * self.block_tokens
+        return [round(nbytes / level.ratio) for level in LEVELS[: (self.level or 0) + 1]]
 
 
 class Served(NamedTuple):
@@ -109,9 +120,9 @@ class Served(NamedTuple):
 
 @dataclass
 class Tally:
-    """Result of a replay. Counts begin with the first measured request.
+    """Result of a replay. Counts begin with the first request that is measured.
 
-    served: by request. stored, restored, dropped: blocks.
+    served: by request. stored, restored, dropped: blocks. divergence: sum over restored blocks of an embedded codec.
     """
 
     served: list[Served | None]
@@ -119,6 +130,7 @@ class Tally:
     stored: int = 0
     restored: int = 0
     dropped: int = 0
+    divergence: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -246,6 +258,9 @@ class EngineReplay:
             self._taken -= cold
             self._driver.loading(name, resident, resident + cold, request.blocks[resident:])
             self.tally.restored += cold * self._is_measuring
+            blocks, rows = self.manager.blocks, self.manager.requests[name].rows[resident : resident + cold]
+            levels = blocks.level[rows[blocks.exact[rows] == 0]].tolist()
+            self.tally.divergence += sum(LEVELS[level].divergence for level in levels) * self._is_measuring
             seconds = self.cost.restore_s_per_token * cold * block_tokens
             self._at(self.now + seconds, self._restored, request)
         else:
@@ -345,13 +360,13 @@ class EngineReplay:
             self._at(self.now, self._look_again, None)
 
     def _encoded(self, jobs: Sequence[Transfer]) -> None:
-        shape = self.manager.shape
+        shape, inner = self.manager.shape, self.setup.parts[:-1] if self.setup.shrinks else []
         bounds = shape.groups[shape.main].bounds
-        results = [
-            TransferResult(job.job_id, np.array([bounds[exact] for exact in job.exacts(shape.block_tokens)]))
-            for job in jobs
-        ]
-        self._driver.answered(results, self.now)
+        for job in jobs:
+            exacts = job.exacts(shape.block_tokens)
+            nbytes = np.array([bounds[exact] for exact in exacts])
+            known = {at: inner for at, exact in enumerate(exacts) if inner and not exact}
+            self._driver.answered([TransferResult(job.job_id, nbytes, inner=known)], self.now)
 
     def _prefetched(self, load: Transfer) -> None:
         self._driver.answered([TransferResult(load.job_id, np.zeros(len(load), np.int64))], self.now)

@@ -1108,11 +1108,11 @@ class SessionManager:
         return int(np.searchsorted(total, min(wanted, self.free_nbytes), side="right"))
 
     def _trim_until(self, short: Callable[[], int], tenant: str | None = None) -> None:
-        """Cut refinements, of a tenant's sessions or of all sessions, until nothing is short or no refinement is left.
+        """Cut refinements of one tenant's sessions or of all, until nothing is short or there are none.
 
-        The next level to cut costs the least fidelity per byte, by divergence and chance of a return. At each level,
-        sessions go in the policy's order. The n-th likeliest block returns with an assumed chance of 1/n (Zipf), so the
-        next block's chance is 1 / the number of equally fine blocks.
+        Those go first that lower fidelity least, by divergence, chance of a return, and bytes. At each level sessions
+        go in the policy's order. The chance that the n-th likeliest is read is taken for n ** -0.5, because the pool
+        has the likeliest: the session whose turn it is has about as many likelier blocks as there are of its level.
         """
         levels, victims = self._levels, dict[int, Iterator[Session]]()
         for level in range(1, len(levels)):
@@ -1121,8 +1121,9 @@ class SessionManager:
 
         def worth(level: int) -> float:
             coarse, fine = levels[level - 1], levels[level]
-            divergence = max(coarse.divergence - fine.divergence, 1e-9) / self.blocks.refined(level)
-            return (1 / fine.ratio - 1 / coarse.ratio) / divergence
+            divergence = max(coarse.divergence - fine.divergence, 1e-9)
+            chance: float = self.blocks.refined(level) ** -0.5
+            return (1 / fine.ratio - 1 / coarse.ratio) / (divergence * chance)
 
         while short() > 0 and victims:
             level = max(victims, key=worth)

@@ -61,6 +61,20 @@ def test_flags_change_what_happens(short: Path, tmp_path: Path) -> None:
     assert one("--measure-from", 0.75)["evictions"] < one()["evictions"]
 
 
+def test_blocks_that_shrink_find_more_and_differ_less_than_coarse_ones(short: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    found: list[dict[str, Any]] = []
+    for options in (["--level", 0], ["--level", 4], ["--level", 4, "--no-shrink"], []):
+        words = "simulate", short, "--policy", "lru", "--hot", "130k", "--cold", "15%", "--json", rows, *options
+        result = run(*words)
+        assert result.exit_code == 0, result.output
+        assert ("divergence" in result.stdout) == bool(options)
+        found += figures(rows)
+    coarse, shrinking, lossless, _ = found
+    assert lossless["restored_share"] < shrinking["restored_share"] <= coarse["restored_share"]
+    assert 0 == lossless["divergence_mean"] < shrinking["divergence_mean"] < coarse["divergence_mean"]
+
+
 def test_one_cache_and_the_share_of_the_gap_that_is_closed(short: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     result = run("simulate", short, "--policy", "lru,returns", "--hot", 0, "--cold", "5%,20%", "--json", path)

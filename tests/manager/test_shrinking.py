@@ -78,17 +78,18 @@ def test_no_block_is_dropped_while_an_idle_session_has_refinements() -> None:
     assert told == {0, 1, 2, 3}
 
 
-def test_levels_go_by_what_they_cost_for_their_bytes() -> None:
-    """Where a level costs nothing it goes as a whole first; where it costs much more, after others' coarser ones."""
-    free = (Level(3, 20), Level(2, 12), Level(1, 8), Level(1, 5), Level(0, 1.6))
-    talks = shrinking(150, levels=free)
-    talks.go_cold("a", "b", "c")
-    assert levels(talks) == {"a": [2], "b": [4], "c": [4]} or levels(talks) == {"a": [3], "b": [4], "c": [4]}
-    dear = (Level(4, 20), Level(3.9, 12), Level(3.8, 8), Level(3.7, 5), Level(0, 1.6))
-    talks = shrinking(24 * 7 + 60, (5, 8, 12, 20, 24), levels=dear)
-    talks.go_cold(*"abcdefgh")
-    talks.go_cold("i", "j")
-    assert sorted(map(max, levels(talks).values()))[0] < 3, "some go far down before all lose what is dear"
+@pytest.mark.parametrize(
+    ("divergences", "left"),
+    [
+        ((0.032, 0.0075, 0.00096, 0.00012, 0.0), [3, 3, 3, 4, 4]),
+        ((0.9, 0.8, 0.7, 0.6, 0.0), [2, 2, 2, 4, 4]),  # the last two levels cost the least together
+    ],
+)
+def test_levels_go_by_what_they_cost_for_their_bytes(divergences: tuple[float, ...], left: list[int]) -> None:
+    ratios = 20, 12, 8, 5, 1.6
+    talks = shrinking(180, levels=[*map(Level, divergences, ratios)])
+    talks.go_cold(*"abcde")
+    assert [level for of_session in levels(talks).values() for level in of_session] == left
 
 
 def test_sessions_that_are_pinned_kept_running_or_read_keep_refinements() -> None:
@@ -104,6 +105,25 @@ def test_sessions_that_are_pinned_kept_running_or_read_keep_refinements() -> Non
     talks.go_cold("i")
     assert levels(talks) == {"a b": [4, 4], "c d": [4, 1], "e f": before, "g h": [3, 3], "i": [4]}
     talks.finish(request)
+    check_integrity(talks.manager, talks.driver)
+
+
+def test_blocks_that_are_read_or_stored_again_are_not_cut() -> None:
+    talks = shrinking(320, driver={"prefetch_lead_s": 1.0})
+    talks.go_cold("a b", "c d")
+    talks.overwrite()
+    talks.driver.steer("prefetch", talks.session("a b"), talks.now)
+    talks.holds = True
+    assert talks.step().loads
+    rows, blocks = talks.session("c d").rows, talks.manager.blocks
+    blocks.reserve(rows[:1], [60], "")
+    talks.manager._trim_until(lambda: 1 << 40)
+    assert levels(talks) == {"a b": [4, 4], "c d": [4, 0]}
+    blocks.unreserve(rows[:1])
+    talks.answer()
+    talks.finish(talks.start("a b", "a b"))  # a session that was passed over gives refinements from its next use on
+    talks.manager._trim_until(lambda: 1 << 40)
+    assert levels(talks) == {"a b": [0, 0], "c d": [4, 0]}
     check_integrity(talks.manager, talks.driver)
 
 

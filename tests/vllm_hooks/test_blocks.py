@@ -51,6 +51,23 @@ def test_a_block_comes_back_as_the_codec_gives_it(isa: str, dtype: torch.dtype, 
         assert torch.equal(caches[name], others[name])
 
 
+def test_a_block_is_good_up_to_any_part_and_bad_with_a_damaged_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts as fine as its parts say: what is left of it may be too coarse for who asks."""
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    write(caches, layers, 3, spec, seed=1)
+    blocks = cpu_blocks(caches, layers, spec)
+    monkeypatch.setattr(type(blocks.format._codecs[blocks.format.codec]), "levels", 3)
+    whole = wire.refined(encode(blocks, KEY, 3), [np.full(nbytes, 7, np.uint8) for nbytes in (100, 200)])
+    base, first, end = wire.part_ends(whole)
+    for size in (base, first, end):
+        assert blocks.decode(KEY, 5, whole[:size]) is None
+    for at in (base + 1, base + 20, first + 20):
+        damaged = whole.copy()
+        damaged[at] ^= 1
+        assert blocks.decode(KEY, 5, damaged) == "checksum"
+    assert blocks.decode(KEY, 5, whole[: end - 16]) == "checksum"
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
 @pytest.mark.parametrize("exact", [0, 4, 16])
 def test_a_devices_memory_is_read_and_written_as_the_hosts(order: tuple[int, ...], exact: int) -> None:

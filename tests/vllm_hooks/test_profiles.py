@@ -22,6 +22,7 @@ from manthan.manager.cli import app
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.profiles import profile_path
 from manthan.manager.config.resolve import ConfigError
+from manthan.manager.session.blocks import HIGH
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import KvCacheGroup
@@ -118,6 +119,11 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
     assert centred.pool_nbytes / centred.cold_nbytes == pytest.approx(4.88, abs=0.01)
     for exact in (0, 4):
         assert shape.cold_nbytes < shape.bounds[exact] <= centred.bounds[exact]
+    embedded = [CodecConfig(name=name) for name in ("emb-20x", "emb-8x", "emb-exact")]
+    on = (Shards(1, can_trim=can_trim) for can_trim in (True, False))
+    shapes = [group_shape(each, group(), shards, profile) for shards in on for each in embedded]
+    assert [(each.levels, each.level) for each in shapes] == [(1, 0), (3, 0), (5, 0), (1, 0), (1, 2), (1, 4)]
+    assert [(each.levels, each.level) for each in (shape, centred)] == [(1, HIGH), (1, HIGH)]
     with pytest.raises(ConfigError, match="is of 4 layers, but 3 have a KV cache of their own"):
         group_shape(codec, group(3), Shards(1), profile)
 

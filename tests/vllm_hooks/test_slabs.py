@@ -63,6 +63,34 @@ def test_a_full_device_moves_the_oldest_to_the_host() -> None:
     assert tiers.used == GRANULE  # what was taken and never put
 
 
+def test_blocks_are_cut_behind_any_of_their_parts() -> None:
+    """In one piece or several, on the device or the host; the rest is free, and is to be erased."""
+    device = tier(8 * GRANULE)
+    tiers = Slabs(device, tier(4 * GRANULE))
+    whole, pieces = (Extent(0, 4 * GRANULE),), (Extent(4 * GRANULE, GRANULE), Extent(6 * GRANULE, 2 * GRANULE))
+    device.arena.allocate(8 * GRANULE)
+    nbytes, inner = 3 * GRANULE, (GRANULE - 9, GRANULE + 7)
+    stored = Stored(whole, nbytes, 0, 0, inner=inner)
+    device.put({(0, b"a"): stored, (0, b"b"): stored._replace(extents=pieces), (0, b"c"): Stored((), 0, 0, 0)})
+    assert device.stored((0, b"b")).inner == device.blocks()[0, b"a"].inner == inner
+    tiers.trim(0, [b"a", b"b", b"c", b"d"], 3)
+    assert device.stored((0, b"a")).nbytes == nbytes
+    device.freed.clear()
+    tiers.trim(0, [b"a", b"b"], 2)
+    assert device.stored((0, b"a")) == Stored((Extent(0, 2 * GRANULE),), GRANULE + 7, 0, 0, inner=inner[:1])
+    left = pieces[0], Extent(6 * GRANULE, GRANULE)
+    assert device.stored((0, b"b")) == Stored(left, GRANULE + 7, 0, 0, inner=inner[:1])
+    assert device.freed == [Extent(2 * GRANULE, GRANULE), Extent(7 * GRANULE, GRANULE)]
+    tiers.trim(0, [b"b"], 1)
+    assert device.stored((0, b"b")) == Stored(pieces[:1], GRANULE - 9, 0, 0)
+    run = tiers.find(0, [b"a", b"b"])
+    assert (run.nbytes.tolist(), run.pieces) == ([GRANULE + 7, GRANULE - 9], {})
+    tiers.drop(0, [b"a", b"b"])
+    assert not device._inner
+    assert not device._pieces
+    assert device.arena.used == GRANULE  # what was taken and never put
+
+
 class TierMachine(RuleBasedStateMachine):
     """Two tiers, or one, whose blocks' bytes are written, moved and read as the path beside a GPU does it.
 
