@@ -1,45 +1,34 @@
 """A profile from a server's own traffic: the guard tries it, new blocks use it, and the next start has it."""
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import EngineArgs
 from vllm_engine import MODEL, Engine, Table
 
 from manthan.codec.profile import Profile
-from manthan.manager.config.profiles import profile_path
+from manthan.manager.config.profiles import choose_codec, profile_path
+from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.settled import CALIBRATES
+from manthan.vllm_hooks.transfer_config import from_vllm_config, settings
 
-TOKENS = 2000
+CHATS = 8
 
 
-def hasten(worker: Any, every: int, wanted: int) -> int:
-    """Have traffic make a profile soon, and a few blocks make a verdict, however slow the codec is."""
+def hasten(worker: Any) -> None:
+    """Have 2,000 tokens make a profile, and 16 blocks a verdict, however slow the codec is."""
     from manthan.vllm_hooks.worker import guard
     from manthan.vllm_hooks.worker.half import running_half
 
-    half = running_half()
-    guard.BATCHES = 1
+    guard.BATCHES, half = 1, running_half()
     half.guard._prompts._left = 0
-    if half.calibrator is None:
-        return 0
-    half.calibrator.every, half.calibrator.wanted = every, wanted
-    return len(half.calibrator._attentions)
+    half.calibrator.every, half.calibrator.wanted = 1, 2000
 
 
-def written(worker: Any) -> list[str]:
-    """Codecs of the compressed blocks in the tier, oldest first."""
-    from manthan.codec import wire
-    from manthan.vllm_hooks.worker.half import running_half
-
-    store = running_half().engine.store
-    found = store.read(0, list(store._arena.keys() if hasattr(store, "_arena") else store.keys()), "")
-    return [wire.peek_sections(buf, wire.peek(buf))[-1].codec for buf in found if not isinstance(buf, str | None)]
-
-
-def worsen(worker: Any) -> None:
-    """Have the guard find all that has a profile unfaithful."""
+def doubt(worker: Any) -> None:
+    """Have the guard find each profile unfaithful."""
     from dataclasses import replace
 
     from manthan.vllm_hooks.worker import guard
@@ -48,34 +37,95 @@ def worsen(worker: Any) -> None:
 
     def worse(format: Any, *rest: Any) -> Any:
         found = measure(format, *rest)
-        return replace(found, logit_noise=found.logit_noise + 1) if format.codec.startswith("klt") else found
+        return replace(found, logit_noise=found.logit_noise + 1) if format.codec == "klt-8x" else found
 
     guard.measure = worse
 
 
-def talk(engine: Engine, seeds: range, tenant: str = "") -> None:
-    """Hold a session with each seed, and have it go cold and return."""
+def seen(worker: Any) -> tuple[int, list[str], list[str]]:
+    """Return the number of tokens taken, the codecs that are measured, and those of the blocks in the tier."""
+    from manthan.codec import wire
+    from manthan.vllm_hooks.worker.half import running_half
+
+    half = running_half()
+    store = half.engine.store
+    found = [next(store.read(group, [key])) for group, key in list(store._blocks)]
+    stored = {wire.peek_sections(buf, wire.peek(buf))[-1].codec for buf in found}
+    return half.calibrator._taken, [form.codec for form in half.guard._formats], sorted(stored - {"exact"})
+
+
+def talk(engine: Engine, seeds: range, **hints: Any) -> None:
+    """Hold a session with each seed, and have all of them go cold."""
+    before = engine.sessions("cold")
     for seed in seeds:
-        prompt, _ = Table(seed).question(seed % 5)
-        engine.ask(prompt, f"chat {seed}", **({"tenant": tenant} if tenant else {}))
-        time.sleep(0.3)
+        engine.ask(Table(seed).question(seed % 5)[0], f"chat {seed}", **hints)
+    engine.wait_until_cold(int(before) + len(seeds))
+
+
+def talk_until(engine: Engine, seed: int, is_true: Callable[[], bool]) -> int:
+    """Hold sessions until it is true. Returns the next seed."""
+    for at in range(seed, seed + 10 * CHATS, CHATS):
+        talk(engine, range(at, at + CHATS))
+        if is_true():
+            return at + CHATS
+    raise AssertionError("it does not become true")
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The profile that the next start looks for."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return profile_path(MODEL)
 
 
 @pytest.fixture
-def engine(cache: Path, start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
-    yield from start_engine(blocks=131, idle=0.1, tiers={"max_bytes": "64MiB"})
+def engine(path: Path, start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
+    for engine in start_engine(blocks=131, idle=0.1, tiers={"max_bytes": "64MiB"}):
+        engine.on_worker(hasten)
+        yield engine
 
 
-def test_traffic(cache: Path, engine: Engine) -> None:
-    assert engine.on_worker(hasten, 1, TOKENS) == 4
-    talk(engine, range(3), "acme")
-    for n in range(1, 6):
-        talk(engine, range(8 * n, 8 * n + 8))
-        print(n, cache.exists(), sorted(x.name for x in cache.parent.glob("*")) if cache.parent.exists() else None)
-    raise SystemExit
+def test_new_blocks_use_the_profile_old_ones_return_and_the_next_start_has_it(path: Path, engine: Engine) -> None:
+    talk(engine, range(2), tenant="acme")
+    assert engine.on_worker(seen) == (0, ["wht-5x", "wht-4x"], ["wht-4x"]), "a tenant's prompts shape nothing"
+    seed = talk_until(engine, 2, path.exists)
+    taken, measured, _ = engine.on_worker(seen)
+    assert taken > 2000
+    assert measured == ["klt-8x", "wht-5x", "wht-4x"]
+    talk(engine, range(seed, seed + 2))
+    assert "klt-8x" in engine.on_worker(seen)[2]
+    for old in (2, seed):
+        prompt, right = Table(old).question(old % 5)
+        answer = engine.ask(prompt, f"chat {old}")
+        assert (answer.text, answer.cached_tokens) == (right, (answer.prompt_tokens - 1) // 32 * 32)
+    assert engine.failures() == 0
+    assert engine.on_worker(seen)[0] == taken, "one profile, and then none"
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    chosen = choose_codec(from_vllm_config(configured()).codec, MODEL)
+    assert (chosen.name, chosen.path) == ("klt-8x", path)
+    assert Profile.load(path).info.metric == "attention"
+    assert settings(configured())[CALIBRATES] == ""
+
+
+def test_a_profile_that_the_guard_refuses_leaves_the_codec(path: Path, engine: Engine) -> None:
+    engine.on_worker(doubt)
+    refused = path.with_suffix(".candidate")
+    seed = talk_until(engine, 0, refused.exists)
+    talk_until(engine, seed, lambda: engine.metric("manthan_codec_fallback") == 1)
+    engine.reset(cold=False)
+    assert engine.on_worker(seen)[2] == ["wht-4x", "wht-5x"]
+    assert not path.exists()
+    assert from_vllm_config(configured()).codec.name == "wht-5x"
+
+
+def configured(model: str = MODEL, **options: Any) -> Any:
+    transfer = kv_transfer_config(**options)
+    return EngineArgs(model, kv_transfer_config=transfer, max_model_len=1024).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    "options", [{"codec": {"self_calibrate": False}}, {"codec": {"guard": False}}, {"codec": {"name": "wht-5x"}}]
+)
+def test_no_profile_is_made_where_none_is_wanted(path: Path, options: dict[str, Any]) -> None:
+    assert settings(configured())[CALIBRATES] == str(path)
+    assert settings(configured(**options))[CALIBRATES] == ""
