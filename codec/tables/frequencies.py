@@ -65,12 +65,18 @@ def as_frequencies(likely: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
 def _masses(shape: float, deviation: float) -> npt.NDArray[np.float64]:
     """Masses of -127 to 127, summed over points of the density."""
     points = np.linspace(0, 24 * deviation, 400_001)
-    density = np.exp(-((points / deviation * _root(shape)) ** shape))
-    right = np.bincount(np.minimum(np.rint(points), LARGEST + 1).astype(np.int64), density, LARGEST + 2)
+    right = np.bincount(np.minimum(np.rint(points), LARGEST + 1).astype(np.int64), _density(shape), LARGEST + 2)
     right[0] *= 2
     both: npt.NDArray[np.float64] = np.concatenate([right[LARGEST:0:-1], right[: LARGEST + 1]])
     shares: npt.NDArray[np.float64] = both / (2 * right.sum() - right[0])
     return shares
+
+
+@lru_cache
+def _density(shape: float) -> npt.NDArray[np.float64]:
+    """Density of a number, at points up to 24 deviations."""
+    density: npt.NDArray[np.float64] = np.exp(-((np.linspace(0, 24, 400_001) * _root(shape)) ** shape))
+    return density
 
 
 def _root(shape: float) -> float:
