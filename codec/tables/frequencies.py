@@ -29,7 +29,8 @@ UNIT = 256
 def family() -> npt.NDArray[np.uint16]:
     """Frequencies [tables, 256], of 4,096: of the numbers -127 to 127, and last of all others, at least 1."""
     made = np.array(
-        [as_frequencies(_masses(shape, deviation)) for shape in SHAPES for deviation in DEVIATIONS], np.uint16
+        [as_frequencies(_masses(each, deviation)) for each in map(_density, SHAPES) for deviation in DEVIATIONS],
+        np.uint16,
     )
     made.flags.writeable = False
     return made
@@ -62,17 +63,16 @@ def as_frequencies(likely: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     return np.append(counts, escape)
 
 
-def _masses(shape: float, deviation: float) -> npt.NDArray[np.float64]:
-    """Masses of -127 to 127, summed over points of the density."""
-    points = np.linspace(0, 24 * deviation, 400_001)
-    right = np.bincount(np.minimum(np.rint(points), LARGEST + 1).astype(np.int64), _density(shape), LARGEST + 2)
+def _masses(density: npt.NDArray[np.float64], deviation: float) -> npt.NDArray[np.float64]:
+    """Masses of -127 to 127, summed over the points of `_density`."""
+    points = np.linspace(0, 24 * deviation, len(density))
+    right = np.bincount(np.minimum(np.rint(points), LARGEST + 1).astype(np.int64), density, LARGEST + 2)
     right[0] *= 2
     both: npt.NDArray[np.float64] = np.concatenate([right[LARGEST:0:-1], right[: LARGEST + 1]])
     shares: npt.NDArray[np.float64] = both / (2 * right.sum() - right[0])
     return shares
 
 
-@lru_cache
 def _density(shape: float) -> npt.NDArray[np.float64]:
     """Density of a number, at points up to 24 deviations."""
     density: npt.NDArray[np.float64] = np.exp(-((np.linspace(0, 24, 400_001) * _root(shape)) ** shape))
