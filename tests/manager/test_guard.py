@@ -133,3 +133,21 @@ def test_nor_is_the_configured_one(first_s: float, second_s: float, codec: str) 
     world.used(Verdict(0, measured, 1.0))
     assert world.codecs == [codec]
     assert world.slow == [codec != "coarse"]
+
+
+def test_a_codec_that_is_offered_is_used_when_it_is_faithful_and_no_sooner() -> None:
+    world = World()
+    assert world.used(verdict(0.5)) is SHAPE
+    offered = MemoryShape({0: replace(GROUP, codec="offered")})
+    world.guard.offer(Choice(offered, 20_099))
+    assert world.manager.shape is SHAPE
+    measured = [fidelity("offered", 9.0), *verdict(0.5).measured]
+    assert world.used(Verdict(0, measured)) is SHAPE
+    measured[0] = fidelity("offered", 0.9)
+    assert world.used(Verdict(0, measured)) is SHAPE, "there is no room to spare"
+    measured[0] = fidelity("offered", 0.5)
+    assert world.used(Verdict(0, measured)) is offered
+    assert world.manager.budget_nbytes == 20_099
+    world.guard.reset()
+    assert world.manager.shape is FINER
+    assert world.codecs == ["coarse", "coarse", "coarse", "offered", None]
