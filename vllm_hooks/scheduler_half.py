@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from math import inf
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guar
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import abort_at_shutdown, is_on_gpu, settings
+from manthan.vllm_hooks.worker.calibrator import LEAST
 from manthan.vllm_hooks.worker.capacity import fast_tiers, room_in, usable_nbytes
 from manthan.vllm_hooks.worker.half import get_ready, groups_of_worker
 from manthan.vllm_hooks.worker.weights import loaded_digest, loads, weights_state
@@ -515,7 +517,9 @@ class SchedulerHalf:
             step=self._step,
             cancels=self._cancels,
             revokes=work.revokes,
-            may_calibrate=self._calibrates and not any(map(tenant_of, self._requests.values())),
+            may_calibrate=self._calibrates
+            and scheduled_tokens >= LEAST
+            and not any(map(tenant_of, self._requests.values())),
         )
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
@@ -526,9 +530,7 @@ class SchedulerHalf:
             self.guard.offer(Choice(self._candidate.shape, self._capacity(self._candidate.shape)))
         self.driver.answered(report.results, time.monotonic(), report.verdicts)
         if self._candidate is not None and self.manager.shape is self._candidate.shape:
-            path, self._candidate = self._candidate.path, None
-            path.replace(named := path.with_suffix(".safetensors"))
-            logger.info("Manthan: a profile made from traffic is used: %s", named)
+            self._approve(self._candidate.path)
         self._reorder()
         self._set_deadline()
 
@@ -536,6 +538,15 @@ class SchedulerHalf:
         """Take note of gathered stores, once only, whatever is raised after that."""
         gathered, report.gathered = report.gathered, []
         self.driver.gathered(gathered)
+
+    def _approve(self, path: Path) -> None:
+        """Give a profile that is used the name by which the next start finds it."""
+        self._candidate, named = None, path.with_suffix(".safetensors")
+        try:
+            path.replace(named)
+            logger.info("Manthan: a profile made from traffic is used: %s", named)
+        except OSError as error:
+            logger.warning("Manthan: a profile made from traffic is used, and not kept: %s", error)
 
     def _named(self, candidate: Candidate) -> Candidate:
         """Return a candidate with its codec named in transfers. Blocks of other groups stay as they are."""

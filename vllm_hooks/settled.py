@@ -75,14 +75,15 @@ def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
     """Return the path of the profile that traffic is to make; empty for none. Log why."""
     from vllm.platforms import current_platform
 
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    extra, model, parallel = settings(vllm_config)[EXTRA_KEY], vllm_config.model_config, vllm_config.parallel_config
     reasons = {
         "codec.self_calibrate is false": not codec.self_calibrate,
         "codec.guard is false": not codec.guard,
         "blocks are not in the CPU's memory": not current_platform.is_cpu(),
         "there are several ranks": parallel.world_size > 1,
+        "other engines, which lack the profile, share the tier": extra["tiers"]["kind"] == "redis",
         "not all of the cache is keys and values of all tokens": model.use_mla or model.is_hybrid,
-        "compressed blocks are sealed": bool(settings(vllm_config)[EXTRA_KEY]["sealing"]["key_file"]),
+        "compressed blocks are sealed": bool(extra["sealing"]["key_file"]),
         "the model's weights are in no files": not has_weights(model.model, model.revision),
     }
     if why := next((reason for reason, holds in reasons.items() if holds), ""):

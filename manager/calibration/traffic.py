@@ -18,7 +18,7 @@ import numpy.typing as npt
 from manthan.codec.calibration import SINKS, ProfileBuilder
 from manthan.codec.profile import PRESETS, Profile, ProfileInfo
 
-ASKED, ASKING = 4, 64
+ASKED, ASKING = 4, 32
 """The last quarter of a prompt asks the rest of it, by this number of queries at most."""
 KEYS = 1.6
 """Weight of keys, measured against Fisher's information: some queries look for the same things."""

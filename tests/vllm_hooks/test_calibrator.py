@@ -51,7 +51,8 @@ def seen(worker: Any) -> tuple[int, list[str], list[str]]:
     store = half.engine.store
     found = [next(store.read(group, [key])) for group, key in list(store._blocks)]
     stored = {wire.peek_sections(buf, wire.peek(buf))[-1].codec for buf in found}
-    return half.calibrator._taken, [form.codec for form in half.guard._formats], sorted(stored - {"exact"})
+    taken = 0 if half.calibrator is None else half.calibrator._taken
+    return taken, [] if half.guard is None else [form.codec for form in half.guard._formats], sorted(stored - {"exact"})
 
 
 def talk(engine: Engine, seeds: range, **hints: Any) -> None:
@@ -85,7 +86,9 @@ def engine(path: Path, start_engine: Callable[..., Iterator[Engine]]) -> Iterato
         yield engine
 
 
-def test_new_blocks_use_the_profile_old_ones_return_and_the_next_start_has_it(path: Path, engine: Engine) -> None:
+def test_new_blocks_use_the_profile_old_ones_return_and_the_next_start_has_it(
+    path: Path, engine: Engine, start_engine: Callable[..., Iterator[Engine]]
+) -> None:
     talk(engine, range(2), tenant="acme")
     assert engine.on_worker(seen) == (0, ["wht-5x", "wht-4x"], ["wht-4x"]), "a tenant's prompts shape nothing"
     seed = talk_until(engine, 2, path.exists)
@@ -105,12 +108,14 @@ def test_new_blocks_use_the_profile_old_ones_return_and_the_next_start_has_it(pa
     assert (chosen.name, chosen.path) == ("klt-8x", path)
     assert Profile.load(path).info.metric == "attention"
     assert settings(configured())[CALIBRATES] == ""
+    for next_one in start_engine(blocks=131, idle=0.1, codec={"guard": False}, tiers={"max_bytes": "64MiB"}):
+        talk(next_one, range(2))
+        assert next_one.on_worker(seen) == (0, [], ["klt-8x"])
 
 
 def test_a_profile_that_the_guard_refuses_leaves_the_codec(path: Path, engine: Engine) -> None:
     engine.on_worker(doubt)
-    refused = path.with_suffix(".candidate")
-    seed = talk_until(engine, 0, refused.exists)
+    seed = talk_until(engine, 0, path.parent.exists)
     talk_until(engine, seed, lambda: engine.metric("manthan_codec_fallback") == 1)
     engine.reset(cold=False)
     assert engine.on_worker(seen)[2] == ["wht-4x", "wht-5x"]
@@ -124,7 +129,13 @@ def configured(model: str = MODEL, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "options", [{"codec": {"self_calibrate": False}}, {"codec": {"guard": False}}, {"codec": {"name": "wht-5x"}}]
+    "options",
+    [
+        {"codec": {"self_calibrate": False}},
+        {"codec": {"guard": False}},
+        {"codec": {"name": "wht-5x"}},
+        {"tiers": {"kind": "redis"}},
+    ],
 )
 def test_no_profile_is_made_where_none_is_wanted(path: Path, options: dict[str, Any]) -> None:
     assert settings(configured())[CALIBRATES] == str(path)

@@ -29,10 +29,10 @@ logger = init_logger("vllm.manthan.worker")
 
 LEAST, MOST = 128, 1024
 """Tokens of a prompt that are taken, at least and at most."""
-EVERY = 16
+EVERY = 32
 """One token in this number is taken."""
-WANTED = 9_600
-"""Tokens that make a profile, four fifths of those taken: of 192,000."""
+WANTED = 4_800
+"""Tokens that make a profile, four fifths of those taken: of 192,000 tokens of traffic."""
 
 
 class Calibrator:

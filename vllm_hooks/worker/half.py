@@ -1,5 +1,6 @@
 """The worker half of the connector: it chooses the engine, once it has seen the KV cache."""
 
+import os
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -162,10 +163,11 @@ class WorkerHalf:
         self._contexts = contexts if any(context.ranks > 1 for context in contexts.values()) else {}
 
     def shutdown(self) -> None:
-        for each in (self.calibrator, self.guard):
-            if each is not None:
-                each.shutdown()
+        if self.guard is not None:
+            self.guard.shutdown()
         self.engine.shutdown()
+        if self.calibrator is not None:
+            self.calibrator.shutdown()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         if hidden := [group.index for group in self.groups.stored if not self._is_found(group, kv_caches)]:
@@ -191,7 +193,7 @@ class WorkerHalf:
 
     def _offer(self, profile: Profile, namespace: str, rope: Rope | None) -> None:
         """Save a profile made from traffic, and have the guard try it. Called on the calibrator's thread."""
-        group, path = self.groups.main, Path(settings(self._vllm_config)[CALIBRATES]).with_suffix(".candidate")
+        group, path = self.groups.main, Path(settings(self._vllm_config)[CALIBRATES]).with_suffix(f".{os.getpid()}")
         profile.save(path)
         form = self._format(CALIBRATED, group, ModelFacts(rope, profile), namespace)
         codec = self._config.codec.model_copy(update={"name": CALIBRATED})
