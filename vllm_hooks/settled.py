@@ -77,7 +77,6 @@ def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
 
     extra, model, parallel = settings(vllm_config)[EXTRA_KEY], vllm_config.model_config, vllm_config.parallel_config
     reasons = {
-        "codec.self_calibrate is false": not codec.self_calibrate,
         "codec.guard is false": not codec.guard,
         "blocks are not in the CPU's memory": not current_platform.is_cpu(),
         "there are several ranks": parallel.world_size > 1,
