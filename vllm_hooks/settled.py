@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST, FAULT = "manthan_codec_asked", "manthan_profile_digest", "manthan_kernel_fault"
 CALIBRATES = "manthan_profile_to_make"
-"""Keys in the settings that vLLM carries to its processes."""
+"""Keys in the settings that vLLM carries to its processes. The last one has the path of a profile."""
 PROBE_S = 60.0
 """Seconds that compiling a kernel for a try may take."""
 AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
