@@ -41,7 +41,7 @@ class ManthanMetadata(KVConnectorMetadata):
 
 
 class Candidate(NamedTuple):
-    """Profile made from traffic. path: of the file. shape: sizes of blocks in the profile's codec."""
+    """Profile made from traffic. path: of its file. shape: sizes of blocks in its codec."""
 
     path: Path
     shape: MemoryShape

@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST, FAULT = "manthan_codec_asked", "manthan_profile_digest", "manthan_kernel_fault"
 CALIBRATES = "manthan_profile_to_make"
-"""Keys in the settings carried by vLLM to all processes."""
+"""Keys in the settings that vLLM carries to its processes. The last one has the path of a profile."""
 PROBE_S = 60.0
 """Most seconds to compile a kernel for a try."""
 AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
@@ -77,7 +77,6 @@ def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
 
     extra, model, parallel = settings(vllm_config)[EXTRA_KEY], vllm_config.model_config, vllm_config.parallel_config
     reasons = {
-        "codec.self_calibrate is false": not codec.self_calibrate,
         "codec.guard is false": not codec.guard,
         "blocks are not in the CPU's memory": not current_platform.is_cpu(),
         "there are several ranks": parallel.world_size > 1,

@@ -143,7 +143,6 @@ class CodecConfig(_Group):
     sink_tokens: Count = Field(default=4, ge=0, description="a whole number of a session's first tokens, 0 for none")
     state: Literal["exact", "bf16", "int8"] = Field(default="exact", description="exact, bf16 or int8")
     guard: bool = Field(default=True, description="true or false")
-    self_calibrate: bool = Field(default=True, description="true or false")
     quality: Quality = Field(default="any", description=QUALITY)
     backend: Literal["auto", "numpy", "cuda"] = Field(default="auto", description="auto, numpy or cuda")
 

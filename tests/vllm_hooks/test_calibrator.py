@@ -131,7 +131,6 @@ def configured(model: str = MODEL, **options: Any) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        {"codec": {"self_calibrate": False}},
         {"codec": {"guard": False}},
         {"codec": {"name": "wht-5x"}},
         {"tiers": {"kind": "redis"}},

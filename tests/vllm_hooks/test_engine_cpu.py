@@ -271,7 +271,7 @@ def test_the_thread_that_orders_transfers_does_none_and_waits_for_none(start: Ca
 def test_a_block_is_stored_after_the_step_that_computes_it(start: Callable[..., Worker]) -> None:
     """vLLM has its hash when that step begins, and the step names it."""
     worker, connector, half = start(), object.__new__(ManthanConnector), object.__new__(WorkerHalf)
-    half.engine, half.guard, connector.worker = worker.engine, None, half
+    half.engine, half.guard, half.calibrator, connector.worker = worker.engine, None, None, half
     half.of_this_rank = lambda metadata: metadata  # type: ignore[method-assign]
     made_up: Any = None
     connector.bind_connector_metadata(ManthanMetadata(stores=[jobs.store(KEYS[:1], [0], 0, 32, group=GROUP)]))

@@ -112,7 +112,7 @@ def test_a_step_is_timed_from_where_vllm_binds_its_metadata() -> None:
     """vLLM's V2 runner calls `start_load_kv` after the forward pass."""
     connector, steps = object.__new__(ManthanConnector), list[ManthanMetadata]()
     guard = types.SimpleNamespace(begin_step=steps.append)
-    connector.worker = types.SimpleNamespace(guard=guard, of_this_rank=lambda metadata: metadata)
+    connector.worker = types.SimpleNamespace(guard=guard, calibrator=None, of_this_rank=lambda metadata: metadata)
     metadata = ManthanMetadata(tokens=7)
     connector.bind_connector_metadata(metadata)
     assert steps == [metadata]
@@ -130,3 +130,11 @@ def test_blocks_are_copied_before_anybody_overwrites_them(world: World) -> None:
             cache.copy_(was)
     [found] = world.guard.take()
     assert np.isfinite(found.measured[0].logit_noise).all()
+
+
+def test_a_codec_that_is_offered_is_measured_first_and_nothing_of_before_counts(world: World) -> None:
+    assert world.verdicts(BATCH * BATCHES // A_STEP - 1) == []
+    world.guard.offer(BlockFormat("wht-5x", world.layout.shape, b"g" * 16))
+    assert world.verdicts(BATCH * BATCHES // A_STEP - 1) == []
+    [found] = world.verdicts(1)
+    assert [each.codec for each in found.measured] == ["wht-5x", "k3v3", "wht-4x"]

@@ -32,7 +32,7 @@ LEAST, MOST = 128, 1024
 EVERY = 32
 """Tokens of traffic for each token taken."""
 WANTED = 4_800
-"""Tokens for a profile, four fifths of the tokens taken: 192,000 tokens of traffic."""
+"""Tokens that make a profile, four fifths of those taken: of 192,000 tokens of traffic."""
 
 
 class Calibrator:

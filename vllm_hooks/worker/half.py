@@ -180,8 +180,8 @@ class WorkerHalf:
             name, store = namespace.name, _make_store(self._vllm_config, namespace, self._sharding)
         caches = {group.index: self._cache(group, kv_caches, name) for group in self.groups.stored}
         self.engine = self._engine(caches, store)
+        main = caches[self.groups.main.index]
         if config.codec.guard:
-            main = caches[self.groups.main.index]
             forms = [form.without_bytes() for form in main.forms]
             device, rank = main.layers[0].rows.device, self._vllm_config.parallel_config.rank
             self.guard = RankGuard(main.coded, forms, main.rope, device, rank, self.engine.decode_s)
