@@ -1,16 +1,16 @@
-"""Embedded codec: a block's base and refinements, of which any may be cut from the end, and last what makes it exact.
+"""Embedded codec: blocks of a base and refinements, which can be cut from the end; the last refinement is exact.
 
-A group is some layers that are coded together: keys before RoPE, values and all heads side by side, or latents, as a
-vector x of C numbers for each token. The profile has each group's mean, its Karhunen-Loeve transform in the metric that
-errors have, and a regression that tells from a vector how much later queries look at it. A token that is looked at has
-finer steps, which its j says. A block that would be too large has coarser ones, which k says; it has the same tables:
+A group is some layers encoded together: keys before RoPE, values and all heads, or latents, as a vector x of C numbers
+for each token. The profile has each group's mean, a Karhunen-Loeve transform in the metric of errors, and a regression
+from a vector to j: how much later queries attend to the token. Tokens of great weight have finer steps. A block that
+would be too large has steps that are coarser by k, and the same tables:
 
     q = rint((x - mean) @ forward / 2**((j + k) / 3)), the finest whole numbers; see `manthan.codec.tables.levels`
 
-The base codes the numbers of the coarsest level, each refinement those of the next. Number i of a group, [components,
-tokens], goes to rANS stream i % streams (see `manthan.codec.cpu.rans`). The last refinement codes the bf16 numbers: the
-others are decoded in whole numbers, which are the same on every machine. Each number's place is a cell of about half
-the error's deviation, told as the distance from the expected cell, and by bits inside it. Little-endian:
+The base encodes the numbers of the coarsest level, each refinement the numbers of the next. Number i of a group,
+[components, tokens], goes to rANS stream i % streams (see `manthan.codec.cpu.rans`). The last refinement encodes the
+bf16 numbers. Earlier levels are decoded in whole numbers, equal on every machine. Each bf16 number lies in a cell of
+about half the error's deviation, encoded as the distance from the expected cell, and bits inside it. Little-endian:
 
     base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | group by group |
     refinement:       | group by group |
