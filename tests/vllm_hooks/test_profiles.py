@@ -86,7 +86,7 @@ def test_a_profile_that_changes_while_the_engine_starts_is_refused(tiny_profile:
     shutil.copy(tiny_profile, path)
     config = configured(name="klt-8x", profile=str(path))
     made = Profile.load(path)
-    Profile.of(replace(made.info, text="another"), made.frequencies, made.ranks).save(path)
+    Profile.of(replace(made.info, text="another"), made.frequencies, made.ranks, made.groups).save(path)
     with pytest.raises(ConfigError, match="was changed while the engine started: start it again"):
         settled_profile(config)
     path.unlink()
@@ -102,7 +102,7 @@ def test_a_profile_that_changes_while_the_engine_starts_is_refused(tiny_profile:
 )
 def test_another_profile_is_another_fingerprint(tiny_profile: Path, tmp_path: Path) -> None:
     made = Profile.load(tiny_profile)
-    other = Profile.of(replace(made.info, text="another"), made.frequencies, made.ranks)
+    other = Profile.of(replace(made.info, text="another"), made.frequencies, made.ranks, made.groups)
     other.save(tmp_path / "other")
     configs = [configured(name="klt-8x", profile=str(path)) for path in (tiny_profile, tmp_path / "other")]
     rope = made.info.rope
