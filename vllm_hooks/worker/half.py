@@ -11,7 +11,6 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.codec.cpu.embedded import EmbeddedPreset
 from manthan.codec.cpu.klt import KltPreset
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout, RawLayout
@@ -365,7 +364,6 @@ def _make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Shard
 
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:
     """Return the codec of a GPU. Raises UnsupportedError for a missing codec, or unusable kernels."""
-    from manthan.codec.gpu.embedded_codec import EmbeddedPagedCodec
     from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
     from manthan.codec.gpu.klt_codec import KltPagedCodec
     from manthan.codec.gpu.nvrtc import CompileError
@@ -375,7 +373,6 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
     made: dict[type, Callable[..., PagedCodec]] = {
         WhtPreset: WhtPagedCodec,
         KltPreset: KltPagedCodec,
-        EmbeddedPreset: EmbeddedPagedCodec,
         K3v3Preset: K3v3PagedCodec,
     }
     try:
