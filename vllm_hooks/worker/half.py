@@ -185,11 +185,11 @@ class WorkerHalf:
             device, rank = main.layers[0].rows.device, self._vllm_config.parallel_config.rank
             self.guard = RankGuard(main.coded, forms, main.rope, device, rank, self.engine.decode_s)
             self.guard.warm_up()
-        layers = self._vllm_config.model_config.get_num_layers(self._vllm_config.parallel_config)
-        has_all = len(main.layers) == len(self.groups.main.names) == layers
-        if self.guard is not None and has_all and settings(self._vllm_config).get(CALIBRATES):
-            offer = partial(self._offer, namespace=name, rope=main.rope)
-            self.calibrator = Calibrator(self._vllm_config, self.groups.main, main.rope, offer)
+            layers = self._vllm_config.model_config.get_num_layers(self._vllm_config.parallel_config)
+            has_all = len(main.layers) == len(self.groups.main.names) == layers
+            if has_all and settings(self._vllm_config).get(CALIBRATES):
+                offer = partial(self._offer, namespace=name, rope=main.rope)
+                self.calibrator = Calibrator(self._vllm_config, self.groups.main, main.rope, offer)
 
     def _offer(self, profile: Profile, namespace: str, rope: Rope | None) -> None:
         """Save a profile made from traffic, and have the guard try it. Called on the calibrator's thread."""
