@@ -18,7 +18,7 @@ import numpy.typing as npt
 from manthan.codec.calibration import SINKS, ProfileBuilder
 from manthan.codec.profile import PRESETS, Profile, ProfileInfo
 
-ASKED, ASKING = 4, 32
+ASKED, ASKING = 4, 64
 """Inverse of the prompt's last share with asking queries, and most of the queries."""
 KEYS = 1.6
 """Weight of keys, measured against Fisher's information, because queries are not independent."""

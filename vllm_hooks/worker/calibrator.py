@@ -29,9 +29,9 @@ logger = init_logger("vllm.manthan.worker")
 
 LEAST, MOST = 128, 1024
 """Least and most tokens taken of a prompt."""
-EVERY = 32
+EVERY = 16
 """Tokens of traffic for each token taken."""
-WANTED = 4_800
+WANTED = 9_600
 """Tokens that make a profile, four fifths of those taken: of 192,000 tokens of traffic."""
 
 
