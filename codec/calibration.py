@@ -131,12 +131,13 @@ class ProfileBuilder:
     """Builds the profile of the model of `info`, and fills in tokens, ratios and bits.
 
     ranks: number of tensor-parallel ranks. Latents are the same on all ranks.
+    embedded: True for a profile of embedded codecs, too.
     """
 
-    def __init__(self, info: ProfileInfo, ranks: int = 1) -> None:
+    def __init__(self, info: ProfileInfo, ranks: int = 1, *, embedded: bool = True) -> None:
         self._info, self._ranks = info, 1 if info.latent else ranks
         each = [rank_heads(info.heads, rank, self._ranks) for rank in range(self._ranks)]
-        self._joints = [_joints(info, heads) for heads in each]
+        self._joints = [_joints(info, heads) for heads in each] if embedded else []
         size = info.heads * info.head_dim
         kinds = (False,) if info.latent else (True, False)
         self._layers = [[_Moments(size, are_keys) for are_keys in kinds] for _ in range(info.layers)]
@@ -203,7 +204,7 @@ class ProfileBuilder:
             made.append(layers_of([source.basis for source in sources], self._info))
         ratios = {preset: 16 / bits for preset, bits in sizes.items()}
         joined = [[joint.coded(self._layers) for joint in joints] for joints in self._joints]
-        groups, bits = _embedded(self._info, joined)
+        groups, bits = _embedded(self._info, joined) if joined else ([], ())
         return Profile.of(replace(self._info, tokens=self.tokens, ratios=ratios, bits=bits), family(), made, groups)
 
 

@@ -33,7 +33,7 @@ class TrafficBuilder(ProfileBuilder):
     """Builds a profile of the attention's keys and values. outputs: see `output_energies`."""
 
     def __init__(self, info: ProfileInfo, outputs: list[Floats]) -> None:
-        super().__init__(info)
+        super().__init__(info, embedded=False)  # they need gradients to weigh tokens
         self._outputs, self._shape = outputs, (info.layers, info.heads, info.head_dim)
         self._energy, self._seen = np.zeros(self._shape), np.zeros((*self._shape, info.head_dim))
 

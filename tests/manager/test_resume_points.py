@@ -81,7 +81,7 @@ def test_a_resume_point_is_kept_until_a_deeper_one_is_saved(talks: Talks) -> Non
 @pytest.mark.invariant(
     11,
     "manager/session/manager.py",
-    "continue  # it cannot be loaded, or is too coarse",
+    "continue  # the point cannot be loaded, or is too coarse",
     "pass",
 )
 def test_a_prompt_is_gone_on_from_though_another_answer_is_wanted(talks: Talks) -> None:
