@@ -61,6 +61,7 @@ def test_flags_change_what_happens(short: Path, tmp_path: Path) -> None:
     assert one("--measure-from", 0.75)["evictions"] < one()["evictions"]
 
 
+@pytest.mark.slow
 def test_blocks_that_shrink_find_more_and_differ_less_than_coarse_ones(short: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     found: list[dict[str, Any]] = []

@@ -89,6 +89,7 @@ def test_a_request_waits_for_room() -> None:
 # -- what is counted --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_first_part_may_only_fill_the_caches(conversations) -> None:
     setup = Setup(get_policy("lru"), pool_blocks=600, cold_blocks=1000)
     whole, second = replay(conversations, setup), replay(conversations, replace(setup, first_measured=500))

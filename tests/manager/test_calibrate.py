@@ -115,6 +115,7 @@ def test_a_profile_of_latents_is_made_by_what_errors_do_to_predictions(tmp_path)
     assert energy == pytest.approx(LATENT, rel=0.05)
 
 
+@pytest.mark.slow
 def test_without_a_metric_it_lies_in_the_cache_folder(cache):
     result = run(MODEL, "--tokens", 1024, "--metric", "none")
     assert result.exit_code == 0, result.output

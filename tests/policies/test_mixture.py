@@ -57,6 +57,7 @@ def test_whoever_goes_on_from_the_middle_of_another_finds_its_kv_in_the_shadows(
     assert all(set(shadow.kept) == {"f"} for shadow in policy._shadows.values())
 
 
+@pytest.mark.slow
 def test_a_crowd_of_sessions_is_sampled() -> None:
     policy, rng = Mixture(), random.Random(0)
     for number in range(12_000):

@@ -195,6 +195,7 @@ def test_the_log_says_what_a_token_takes(coded: dict[str, Any]) -> None:
     assert "keys are coded as they are after RoPE" not in coded["log"]
 
 
+@pytest.mark.slow
 def test_a_profile_of_latents_is_used_if_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` does not look for one, and one of keys and values is refused. All ranks have the same latents."""
     from vllm import EngineArgs

@@ -269,6 +269,7 @@ def test_release_asks_first(server, table, tabs) -> None:
     assert shown(server, "let-go").status_code == 404
 
 
+@pytest.mark.slow
 def test_an_error_is_the_sentence_of_the_api(server, table, tabs) -> None:
     """Pinned sessions may take the room of one of the two."""
     tab = tabs()
@@ -501,6 +502,7 @@ def test_a_tenant_sees_its_own(server, table, tabs) -> None:
 EVIL = ["<img src=x onerror=document.title='hit'>", "\"><script>document.title='hit'</script>", "a/b?c#d%2F..&e=abc"]
 
 
+@pytest.mark.slow
 def test_a_name_is_text_and_nothing_else(server, table, tabs) -> None:
     release_all(server)  # the page shows the first 20 of the policy's order
     for n, name in enumerate(EVIL):

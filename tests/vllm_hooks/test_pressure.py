@@ -101,7 +101,11 @@ def ask_others(engine: Any, table: Any, seeds: Iterable[int]) -> None:
         wait_until_saved(engine, blocks + (answer.prompt_tokens + 3) // 32)
 
 
-@pytest.mark.parametrize("hints", [{"parent_session_id": "planner"}, {}], ids=["a child", "a stranger"])
+@pytest.mark.parametrize(
+    "hints",
+    [{"parent_session_id": "planner"}, pytest.param({}, marks=pytest.mark.slow)],
+    ids=["a child", "a stranger"],
+)
 def test_a_parent_that_waits_has_the_head_still_when_its_child_is_released(
     crowded: Any, table: Any, hints: dict[str, str]
 ) -> None:
@@ -121,7 +125,7 @@ def test_a_parent_that_waits_has_the_head_still_when_its_child_is_released(
     assert (again.cached_tokens // 32 >= shared) is bool(hints)
 
 
-@pytest.mark.parametrize("seconds", [600, None])
+@pytest.mark.parametrize("seconds", [600, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_range_of_tokens_stays_while_others_take_the_rest(crowded: Any, table: Any, seconds: float | None) -> None:
     """Behind the range, the session is as any other."""
     prompt, right = table(300).question(3)
