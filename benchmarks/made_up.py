@@ -102,9 +102,15 @@ def grouped_kv(of: Profile, tokens: int, seed: int = 0) -> npt.NDArray[np.float3
     return made
 
 
+def turned_kv(of: Profile, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return keys and values as `kv` does, of numbers for the profile's groups."""
+    keys, values = (torch.from_numpy(part).to(device) for part in grouped_kv(of, tokens))
+    return _turned(keys, of.info.rope) if of.info.rope else keys, values
+
+
 def _deviations(size: int) -> npt.NDArray[np.float64]:
     """Deviations of a group's components, in finest steps."""
-    return np.geomspace(*SPREAD, size) * STEPS[0]
+    return np.geomspace(*SPREAD, size) * STEPS[0] / 6
 
 
 def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
