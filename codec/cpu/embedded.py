@@ -137,7 +137,7 @@ class EmbeddedCodec(Codec):
             j = [shifts_of(g, of) for g, of in zip(self._groups, rows, strict=True)]
             y = [(of - g.mean) @ g.forward for g, of in zip(self._groups, rows, strict=True)]
         told = np.concatenate(j) - LEAST_J
-        packed = np.append(told, np.zeros(told.size % 2, np.int64)).reshape(-1, 2) @ (1, 16)
+        packed = np.append(told, np.zeros(-told.size % 4, np.int64)).reshape(-1, 2) @ (1, 16)
         lossy = min(self._level, EXACT - 1)
         room = self._most_lossy(section)
         for k in range(0, MOST_K + 1, 3):
@@ -164,7 +164,7 @@ class EmbeddedCodec(Codec):
         """Raises SizeError, DamagedError."""
         self._expected(section, 0)
         count, tokens = len(self._groups), section.tokens
-        begin = START + (count * tokens + 1) // 2
+        begin = START + -(-count * tokens // 4) * 2
         if codes.size < begin or len(refinements) > EXACT:
             raise SizeError(f"{codes.size} bytes do not encode {section}: at least {begin} do.")
         k = check_front(codes, section.codec, MOST_K)

@@ -293,16 +293,10 @@ class EmbeddedPagedCodec(PagedCodec):
         numbers, _ = kept = self._books(job)
         job.gain = model.gain_back.data_ptr()
         self._launch("find_rows", job, ALONE)
-        self._launch_rows("decode_base", job, self._tables.decoding, job.groups_count)
-        for level in range(1, LEVELS):
-            part = Sections.from_buffer_copy(job)
-            part.all = level
-            warps = job.groups_count * job.n * (ROW_THREADS // 32)
-            self._kernels.launch("decode_refinement", part, warps, threads=ROW_THREADS)
+        self._launch_rows("decode_rows", job, self._tables.decoding, job.groups_count)
         at = 0
         for some, inverse, part in self._pieces(job, model.inverse):
             size = inverse.shape[1]
-            self._launch("place_numbers", part, some * size)
             placed = numbers[at : at + some * size].view(torch.float16).view(some, size, job.width)
             products = torch.empty((some, job.width, size), dtype=torch.float32, device=self.device)
             torch.bmm(placed.transpose(1, 2), inverse, out_dtype=torch.float32, out=products)

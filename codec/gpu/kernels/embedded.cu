@@ -2,8 +2,8 @@
 // between paged blocks and numbers. A warp takes as many rows of one group, of blocks next to each other in the batch, as
 // their streams fill it.
 //
-// numbers has for each component those of all tokens, the blocks' next to each other: finest ones while encoding, those
-// of the level that was decoded last while decoding. Tables of the base are those of rows.cu; a refinement tells -1, 0 or
+// numbers has for each component those of all tokens, the blocks' next to each other: finest ones while encoding, fp16
+// that the inverse is applied to while decoding. Tables of the base are those of rows.cu; a refinement tells -1, 0 or
 // 1, and `likely` has by table and magnitude so far how often it is -1, and -1 or 0.
 
 #define ESCAPE 255
@@ -158,26 +158,19 @@ struct Slots {  // of the base's tables
     }
 };
 
-// Numbers of good blocks that have this level. A status becomes 0 for words of the base that no encoder writes; a
-// refinement's are never that if its checksum is right, and then it is the same.
-template <bool BASE>
-__device__ __forceinline__ void decode_level(const Sections& job, int level) {
-    const u8* tables = BASE ? fetch_tables(job) : nullptr;
-    const Slots slots{tables, tables + job.pool};
-    for (u32 run = SPREAD_WARP; run < (u32)(job.groups_count * job.n); run += gridDim.x * ROW_WARPS) {
-        const int g = run / job.n, first = run % job.n;
+// A stream of one level in a row that is decoded.
+struct Level {
+    Reader reader;
+    u32 x;
+    bool there, begins;
+
+    __device__ __forceinline__ void find(const Sections& job, int g, int block, int level, bool wanted, const Streams& me) {
         const Group group = job.groups[g];
-        const Streams me(group.streams);
-        if (first % me.together) continue;
-        const int block = min(first + me.row, job.n - 1);
-        const bool there = first + me.row < job.n && job.status[block] == GOOD && job.levels[block] >= level;
-        if (!__any_sync(FULL, there)) continue;
-        const i64 place = (i64)block * LEVELS + level;
-        Reader reader{(const u16*)job.codes, 0, 0};
-        u32 x = LOWEST;
+        reader = Reader{(const u16*)job.codes, 0, 0};
+        x = LOWEST, there = wanted;
         if (there) {
             const u8* rows = job.codes + job.offsets[block] + rows_at(job, block, level);
-            const u32* sizes = job.sizes + place * job.groups_count;
+            const u32* sizes = job.sizes + ((i64)block * LEVELS + level) * job.groups_count;
             u64 before = 0;
             for (int i = 0; i < g; i++) before += sizes[i];
             reader.size = sizes[g];
@@ -186,42 +179,74 @@ __device__ __forceinline__ void decode_level(const Sections& job, int level) {
             x = state[0] | (u32)state[1] << 16;
             reader.prefetch(me, group.streams);
         }
-        const bool begins = x >= LOWEST;
+        begins = x >= LOWEST;
+    }
+    __device__ __forceinline__ bool ends() const { return !there || begins && reader.at == reader.size && x == LOWEST; }
+};
+
+// Numbers of good blocks, of the finest level that is there, in their places in the level's intervals: times PLACE_SHARE
+// and without its steps' k, as fp16. A status becomes 0 for words that no encoder writes; a refinement's are never that
+// if its checksum is right, and then it is the same. `all`: levels of the block that has most.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const Sections job) {
+    const u8* tables = fetch_tables(job);
+    const Slots slots{tables, tables + job.pool};
+    for (u32 run = SPREAD_WARP; run < (u32)(job.groups_count * job.n); run += gridDim.x * ROW_WARPS) {
+        const int g = run / job.n, first = run % job.n;
+        const Group group = job.groups[g];
+        const Streams me(group.streams);
+        if (first % me.together) continue;
+        const int block = min(first + me.row, job.n - 1);
+        const bool there = first + me.row < job.n && me.row < me.together && job.status[block] == GOOD;
+        const int finest = there ? job.levels[block] : -1, most = __reduce_max_sync(FULL, finest);
+        if (most < 0) continue;
+        Level levels[LEVELS];
+#pragma unroll
+        for (int level = 0; level < LEVELS; level++) levels[level].find(job, g, block, level, finest >= level, me);
         const int all = group.size * job.tokens, steps = (all + group.streams - 1) / group.streams;
-        short* numbers = job.numbers + (i64)group.at * job.width + block * job.tokens;
+        const int further = group.streams / job.tokens, rest = group.streams % job.tokens;
+        int number = me.stream, component = number / job.tokens, token = number % job.tokens;
+        Half* numbers = (Half*)job.numbers + (i64)group.at * job.width + block * job.tokens;
         const signed char* shifts = job.shifts + (i64)g * job.width + block * job.tokens;
+        const u8* table_of = job.table_of + group.at;
+        const int* centres = job.centres + max(finest, 0) * TABLES * MAGNITUDES;
+        const float of_step = (finest < 2 ? 12 >> max(finest, 0) : finest == 2 ? 3 : 1) * PLACE_SHARE;
         for (int step = 0; step < steps; step++) {
-            const int number = step * group.streams + me.stream;
             const bool on = there && number < all;
-            const Place at(job, on ? number : 0);
-            short* kept = numbers + (i64)at.component * job.width + at.token;
-            const int table = shifted(job.table_of[group.at + at.component], shifts[at.token]);
-            if (BASE) {
-                const u32 entry = slots.entry(table, x), symbol = entry >> 24;
-                const u32 next = (entry & 4095) * (x >> 12) + (x & 4095) - (entry >> 12 & 4095);
-                const bool escaped = on && symbol == ESCAPE;
-                const u32 raw = take_words(x, next, reader, escaped, on, me);
-                if (on) *kept = escaped ? (short)raw : (short)((int)symbol - SYMBOL_MAX);
-            } else {
-                const int so_far = on ? *kept : 0, size = abs(so_far);
-                const u32 likely = job.likely[((level - 1) * TABLES + table) * MAGNITUDES + min(size, 3)];
-                const u32 first = likely & 0xffff, second = likely >> 16, slot = x & 4095;
+            const int j = on ? shifts[token] : 0, table = shifted(on ? table_of[component] : 0, j);
+            u32& x = levels[0].x;
+            const u32 entry = slots.entry(table, x), symbol = entry >> 24;
+            const u32 next = (entry & 4095) * (x >> 12) + (x & 4095) - (entry >> 12 & 4095);
+            const bool escaped = on && symbol == ESCAPE;
+            const u32 raw = take_words(x, next, levels[0].reader, escaped, on, me);
+            int value = escaped ? (short)raw : (int)symbol - SYMBOL_MAX;
+#pragma unroll
+            for (int level = 1; level < LEVELS; level++) {
+                if (level > most) break;
+                Level& at = levels[level];
+                const bool told_of = on && at.there;
+                const u32 likely = job.likely[((level - 1) * TABLES + table) * MAGNITUDES + min(abs(value), 3)];
+                const u32 first = likely & 0xffff, second = likely >> 16, slot = at.x & 4095;
                 const int told = slot < first ? -1 : slot < second ? 0 : 1;
                 const u32 sum = told < 0 ? 0 : told == 0 ? first : second;
                 const u32 often = told < 0 ? first : told == 0 ? second - first : 4096 - second;
-                take_words(x, often * (x >> 12) + slot - sum, reader, false, on, me);
+                take_words(at.x, often * (at.x >> 12) + slot - sum, at.reader, false, told_of, me);
                 const int split = split_of(level);
-                if (on) *kept = so_far < 0 ? split * so_far - told : split * so_far + told;
+                if (told_of) value = split * value + (value < 0 ? -told : told);
             }
+            if (on) {
+                const int far = abs(value);
+                const int centre = centres[table * MAGNITUDES + min(far, 3)];
+                const float made = (far * of_step + centre * (PLACE_SHARE / FINE)) * exp2f(OCTAVE_THIRD * j);
+                numbers[(i64)component * job.width + token] = narrow(value < 0 ? -made : made);
+            }
+            number += group.streams, component += further, token += rest;
+            if (token >= job.tokens) token -= job.tokens, component++;
         }
-        if (there && !(begins && reader.at == reader.size && x == LOWEST)) job.status[block] = 0;
+        bool good = true;
+#pragma unroll
+        for (int level = 0; level < LEVELS; level++) good = good && levels[level].ends();
+        if (there && !good) job.status[block] = 0;
     }
-}
-
-extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_base(const Sections job) { decode_level<true>(job, 0); }
-// `all` is the level.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_refinement(const Sections job) {
-    decode_level<false>(job, job.all);
 }
 
 // -- between numbers and components -----------------------------------------------------------------------------
@@ -242,29 +267,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(const Sections jo
             const float y = from[t] * exp2f(-OCTAVE_THIRD * shifts[t]);
             if (!(fabsf(y) <= FURTHEST)) job.status[t / job.tokens] = 0;
             to[t] = (short)__float2int_rn(fminf(fmaxf(y, -FURTHEST), FURTHEST));
-        }
-    }
-}
-
-// Where numbers come back in the intervals of a block's level, times PLACE_SHARE and without its steps' k; as fp16 in
-// the place of the numbers.
-extern "C" __global__ void __launch_bounds__(THREADS) place_numbers(const Sections job) {
-    const int lane = threadIdx.x % 32, size = job.groups[job.first_group].size, tokens = job.n * job.tokens;
-    const int steps[] = {12, 6, 3, 1};
-    EACH_COMPONENT(job, i, size) {
-        const int g = job.first_group + i / size, component = job.groups[g].at + i % size;
-        short* numbers = job.numbers + (i64)component * job.width;
-        const signed char* shifts = job.shifts + (i64)g * job.width;
-        const int table = job.table_of[component];
-        for (int t = lane; t < tokens; t += 32) {
-            const int block = t / job.tokens, level = job.levels[block], value = numbers[t], far = abs(value);
-            float made = 0.f;
-            if (job.status[block] == GOOD) {
-                const int within = shifted(table, shifts[t]);
-                const int centre = job.centres[(level * TABLES + within) * MAGNITUDES + min(far, 3)];
-                made = (far * steps[level] + centre / (float)FINE) * exp2f(OCTAVE_THIRD * shifts[t]) * PLACE_SHARE;
-            }
-            ((Half*)numbers)[t] = narrow(value < 0 ? -made : made);
         }
     }
 }

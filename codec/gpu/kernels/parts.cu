@@ -62,7 +62,7 @@ struct Sections {  // of n blocks of one form; arrays without a word of their ow
 __device__ __forceinline__ i64 align16(i64 nbytes) { return (nbytes + 15) & ~(i64)15; }
 __device__ __forceinline__ int last_entry(const Sections& job) { return (int)(job.head_nbytes - 128) / 64 - 1; }
 __device__ __forceinline__ i64 shifts_nbytes(const Sections& job) {
-    return START_NBYTES + ((i64)job.groups_count * job.tokens + 1) / 2;
+    return START_NBYTES + ((i64)job.groups_count * job.tokens + 3) / 4 * 2;
 }
 __device__ __forceinline__ i64 rows_front(const Sections& job) { return 4ll * (job.groups_count + job.streams); }
 // Of the rows of a part that have so many words.
@@ -81,7 +81,7 @@ __device__ __forceinline__ i64 rows_at(const Sections& job, int block, int level
     return level ? job.ends[(i64)block * LEVELS + level - 1] + FRONT_NBYTES : job.start + shifts_nbytes(job);
 }
 
-// Two bytes at a time: parts of the base may begin at odd multiples of 2.
+// Two bytes at a time: the base's rows may begin at odd multiples of 2.
 __device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, int lane) {
     const u32 lead = min((u32)((u64)to / 2 % 2), size), pairs = (size - lead) / 2;
     if (lane < lead) to[0] = from[0];
@@ -141,7 +141,7 @@ extern "C" __global__ void pack(const Sections job) {
         if (level == 0) {
             u8* kept = out + job.start + START_NBYTES;
             const int count = groups * job.tokens;
-            for (int i = lane; i < (count + 1) / 2; i += 32) {
+            for (int i = lane; i < (count + 3) / 4 * 2; i += 32) {
                 u32 both = 0;
                 for (int k = 0; k < 2; k++) {
                     const int at = 2 * i + k;
