@@ -121,7 +121,7 @@ __device__ __forceinline__ void put_number(Row& row, Half number, u32 table, boo
                                            const Streams& me) {
     const u32 whole = whole_number(number), entry = entries.of(table, whole);
     row.lost = row.lost || on && !(fabsf(wide(number)) <= FURTHEST);
-    put_any(row.x, row.at, row.words, entry, entries.inverse(entry), (int)whole - SYMBOL_MAX, on, me);
+    put_any<true>(row.x, row.at, row.words, entry, entries.inverse(entry), (int)whole - SYMBOL_MAX, on, me);
 }
 
 // All numbers of rows, from the last to the first.
