@@ -359,7 +359,7 @@ def front(groups: Sequence[Group], tokens: int) -> int:
 
 def streams_of(numbers: int) -> int:
     """Number of streams of `numbers` numbers: a power of 2, at most STREAMS_MAX."""
-    return min(STREAMS_MAX, 1 << max(0, numbers // STREAM_NUMBERS - 1).bit_length())
+    return min(STREAMS_MAX, 1 << (numbers // STREAM_NUMBERS).bit_length())
 
 
 def _joined(made: Sequence[tuple[Any, Any]]) -> Codes:

@@ -158,7 +158,7 @@ class Model(NamedTuple):
             "gain": 1 / np.concatenate([group.deviations for group in groups]),
             "weigher": np.concatenate([weigher[part] for part in range(3) for weigher in weighers]),
             "offset": np.concatenate([(group.mean - group.center) / group.deviations for group in groups]),
-            "table_of": np.concatenate([group.tables for group in groups]),
+            "table_of": _by_width(np.concatenate([group.tables for group in groups])),
         }
         arrays = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in flat.items()}
         starts = [n for n in range(len(sizes)) if not n or sizes[n] != sizes[n - 1]]
@@ -187,6 +187,12 @@ class Tables(NamedTuple):
         parts = [_padded(part) for part in (base, likely, rest)]
         there = torch.from_numpy(np.concatenate(parts)).to(device)
         return cls(there, parts[0].size, parts[0].size + parts[1].size)
+
+
+def _by_width(tables: Bytes) -> npt.NDArray[np.int16]:
+    """Numbers of tables as the first one of their shape, and the width << 8."""
+    width = tables % len(levels.WIDTHS)
+    return (tables - width).astype(np.int16) | width.astype(np.int16) << np.int16(8)
 
 
 def _padded(array: Any) -> Bytes:

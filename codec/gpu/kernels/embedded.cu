@@ -16,9 +16,8 @@
 #define OCTAVE_THIRD 0.33333334f
 
 __device__ __forceinline__ int split_of(int level) { return level == 3 ? 3 : 2; }
-__device__ __forceinline__ int shifted(int table, int j) {
-    return table / WIDTHS * WIDTHS + min(max(table % WIDTHS - j, 0), WIDTHS - 1);
-}
+// table: the first of its shape, and its width << 8.
+__device__ __forceinline__ int shifted(int table, int j) { return (table & 255) + min(max((table >> 8) - j, 0), WIDTHS - 1); }
 
 __device__ __forceinline__ const u8* fetch_tables(const Sections& job) {
     extern __shared__ uint4 shared[];
@@ -27,36 +26,40 @@ __device__ __forceinline__ const u8* fetch_tables(const Sections& job) {
     return (const u8*)shared;
 }
 
-// A thread's way through the numbers of a row: every `streams`th, there and back. What the next step needs is read a
-// step ahead.
+// A thread's way through the numbers of a row: every `streams`th, there and back. Where all of them are of one token, its
+// shift is read once.
 struct Way {
-    const Half* numbers;
-    const u8* table_of;
+    Half* numbers;
+    const u16* table_of;
     const signed char* shifts;
-    int number, component, token, further, rest, all, tokens;
-    i64 width;
+    int component, token, further, rest, tokens, width, at, j;
+    float larger;  // by the shift
 
-    __device__ __forceinline__ Way(const Sections& job, int g, int block, int number) : number(number) {
+    __device__ __forceinline__ Way(const Sections& job, int g, int block, int number) {
         const Group group = job.groups[g];
-        numbers = (const Half*)job.numbers + (i64)group.at * job.width + block * job.tokens;
+        numbers = job.numbers + (i64)group.at * job.width + block * job.tokens;
         table_of = job.table_of + group.at;
         shifts = job.shifts + (i64)g * job.width + block * job.tokens;
-        tokens = job.tokens, width = job.width, all = group.size * tokens;
+        tokens = job.tokens, width = job.width;
         further = group.streams / tokens, rest = group.streams % tokens;
-        component = number / tokens, token = number % tokens;
+        component = number / tokens, token = number % tokens, at = component * width + token;
+        find_shift();
     }
-    __device__ __forceinline__ bool on() const { return (u32)number < (u32)all; }
-    __device__ __forceinline__ void forth(int streams) {
-        number += streams, component += further, token += rest;
-        if (token >= tokens) token -= tokens, component++;
+    __device__ __forceinline__ void find_shift() { j = __ldg(shifts + token), larger = exp2f(OCTAVE_THIRD * j); }
+    __device__ __forceinline__ void forth() {
+        component += further, at += further * width;
+        if (rest == 0) return;
+        token += rest, at += rest;
+        if (token >= tokens) token -= tokens, component++, at += width - tokens;
+        find_shift();
     }
-    __device__ __forceinline__ void back(int streams) {
-        number -= streams, component -= further, token -= rest;
-        if (token < 0) token += tokens, component--;
+    __device__ __forceinline__ void back() {
+        component -= further, at -= further * width;
+        if (rest == 0) return;
+        token -= rest, at -= rest;
+        if (token < 0) token += tokens, component--, at -= width - tokens;
+        find_shift();
     }
-    __device__ __forceinline__ i64 at() const { return component * width + token; }
-    __device__ __forceinline__ int shift() const { return on() ? __ldg(shifts + token) : 0; }
-    __device__ __forceinline__ int table() const { return on() ? __ldg(table_of + component) : 0; }
 };
 
 // Of encoding: by table, where its entries begin, its first symbol << 16 and how many there are before its escape << 24.
@@ -84,23 +87,22 @@ __device__ __forceinline__ void put_rows(const Sections& job, const Entries& ent
 #pragma unroll
     for (int level = 0; level < LEVELS; level++) x[level] = LOWEST, at[level] = there ? (int)room : -1;
     Way way(job, g, block, (steps - 1) * group.streams + me.stream);
-    bool far = false;
-    int j = way.shift(), kept = way.table();
-    Half product = way.on() ? way.numbers[way.at()] : 0;
+    bool far = false, on = there && way.component < group.size;
+    int next = on ? way.table_of[way.component] : 0;
+    Half product = on ? way.numbers[way.at] : 0;
     for (int step = steps - 1; step >= 0; step--) {
-        const bool on = there && way.on();
-        const float y = wide(product) * exp2f(-OCTAVE_THIRD * j);
-        const int table = shifted(kept, j);
-        way.back(group.streams);
-        j = way.shift(), kept = way.table();
-        if (way.on()) product = way.numbers[way.at()];
-        far = far || on && !(fabsf(y) <= FURTHEST);
+        const float y = wide(product) / way.larger;
+        const int table = shifted(next, way.j);
+        const bool is = on;
+        way.back();
+        if (on = there && step > 0) product = way.numbers[way.at], next = __ldg(way.table_of + way.component);
+        far = far || is && !(fabsf(y) <= FURTHEST);
         const int finest = __float2int_rn(fminf(fmaxf(y, -FURTHEST), FURTHEST));
         int sizes[LEVELS];
         sizes[3] = abs(finest), sizes[2] = (sizes[3] + 1) / 3, sizes[1] = sizes[2] >> 1, sizes[0] = sizes[1] >> 1;
         const int value = finest < 0 ? -sizes[0] : sizes[0];
         const u32 entry = entries.entry(table, value);
-        put_any<true>(x[0], at[0], words, entry, entries.inverses[entry & 4095], value, on, me);
+        put_any<true>(x[0], at[0], words, entry, entries.inverses[entry & 4095], value, is, me);
 #pragma unroll
         for (int level = 1; level < LEVELS; level++) {
             if (level >= job.all) break;
@@ -112,7 +114,7 @@ __device__ __forceinline__ void put_rows(const Sections& job, const Entries& ent
             const u32 sum = told < 0 ? 0 : told == 0 ? first : second;
             const u32 often = told < 0 ? first : told == 0 ? second - first : 4096 - second;
             put_any<false>(x[level], at[level], words + level * row_room(job), sum << 12 | often,
-                           entries.inverses[often & 4095], 0, on, me);
+                           entries.inverses[often & 4095], 0, is, me);
         }
     }
     if (!there) return;
@@ -224,6 +226,45 @@ struct Level {
     __device__ __forceinline__ bool ends() const { return !there || begins && reader.at == reader.size && x == LOWEST; }
 };
 
+// Rows of one group that a warp decodes. likely, centres: of the tables.
+struct Decoding {
+    const u8* tables;
+    const u32* likely;
+    const int* centres;
+    float of_step;
+    int most;  // the finest level of the warp's rows
+    bool there;
+    Level levels[LEVELS];
+
+    // A thread's next number; TAIL: some threads have none. table: see `shifted`.
+    template <bool TAIL>
+    __device__ __forceinline__ void step(const Way& way, int table, bool on, const Streams& me) {
+        const int of = shifted(table, way.j);
+        u32& x = levels[0].x;
+        const Ranks ranks{tables + ((const u32*)tables)[of]};
+        const u32 slot = x & 4095, rank = ranks.rank(slot), before = ranks.before(rank), symbol = ranks.symbol(rank);
+        const bool escaped = symbol == ESCAPE && (!TAIL || on);
+        const u32 next = (ranks.before(rank + 1) - before) * (x >> 12) + slot - before;
+        const u32 raw = take_words(x, next, levels[0].reader, escaped, !TAIL || on, me);
+        int value = escaped ? (short)raw : (int)symbol - SYMBOL_MAX;
+#pragma unroll
+        for (int level = 1; level < LEVELS; level++) {
+            if (level > most) break;
+            Level& at = levels[level];
+            const u32 both = likely[((level - 1) * TABLES + of) * MAGNITUDES + min(abs(value), 3)];
+            const u32 first = both & 0xffff, second = both >> 16, slot = at.x & 4095;
+            const int told = slot < first ? -1 : slot < second ? 0 : 1;
+            const u32 sum = told < 0 ? 0 : told == 0 ? first : second;
+            const u32 often = (told < 0 ? first : told == 0 ? second : 4096) - sum;
+            take_words(at.x, often * (at.x >> 12) + slot - sum, at.reader, false, !TAIL || on, me);
+            if (at.there) value = split_of(level) * value + (value < 0 ? -told : told);
+        }
+        const int far = abs(value), centre = centres[of * MAGNITUDES + min(far, 3)];
+        const float made = (far * of_step + centre * (PLACE_SHARE / FINE)) * way.larger;
+        if (there && (!TAIL || on)) way.numbers[way.at] = narrow(value < 0 ? -made : made);
+    }
+};
+
 // Numbers of good blocks, of the finest level that is there, in their places in the level's intervals: times PLACE_SHARE
 // and without its steps' k. A status becomes 0 for words that no encoder writes; a refinement's are never that if its
 // checksum is right, and then it is the same.
@@ -235,54 +276,31 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const S
         const Streams me(group.streams);
         if (first % me.together) continue;
         const int block = min(first + me.row, job.n - 1);
-        const bool there = first + me.row < job.n && me.row < me.together && job.status[block] == GOOD;
-        const int finest = there ? job.levels[block] : -1, most = __reduce_max_sync(FULL, finest);
-        if (most < 0) continue;
-        Level levels[LEVELS];
+        Decoding now;
+        now.there = first + me.row < job.n && me.row < me.together && job.status[block] == GOOD;
+        const int finest = now.there ? job.levels[block] : -1;
+        now.most = __reduce_max_sync(FULL, finest);
+        if (now.most < 0) continue;
 #pragma unroll
-        for (int level = 0; level < LEVELS; level++) levels[level].find(job, g, block, level, finest >= level, me);
-        const int steps = (group.size * job.tokens + group.streams - 1) / group.streams;
-        const u32* all_likely = (const u32*)(tables + job.likely_at);
-        const int* centres = (const int*)(tables + job.rest_at) + max(finest, 0) * TABLES * MAGNITUDES;
-        const float of_step = (finest < 2 ? 12 >> max(finest, 0) : finest == 2 ? 3 : 1) * PLACE_SHARE;
+        for (int level = 0; level < LEVELS; level++) now.levels[level].find(job, g, block, level, finest >= level, me);
+        now.tables = tables, now.likely = (const u32*)(tables + job.likely_at);
+        now.centres = (const int*)(tables + job.rest_at) + max(finest, 0) * TABLES * MAGNITUDES;
+        now.of_step = (finest < 2 ? 12 >> max(finest, 0) : finest == 2 ? 3 : 1) * PLACE_SHARE;
+        const int all = group.size * job.tokens, whole = all / group.streams;
         Way way(job, g, block, me.stream);
-        int j = way.shift(), table = shifted(way.table(), j);
-        for (int step = 0; step < steps; step++) {
-            const bool on = there && way.on();
-            Half* to = (Half*)way.numbers + way.at();
-            const int shift = j, of = table;
-            way.forth(group.streams);
-            j = way.shift(), table = shifted(way.table(), j);
-            u32& x = levels[0].x;
-            const Ranks ranks{tables + ((const u32*)tables)[of]};
-            const u32 slot = x & 4095, rank = ranks.rank(slot), before = ranks.before(rank), symbol = ranks.symbol(rank);
-            const bool escaped = on && symbol == ESCAPE;
-            const u32 next = (ranks.before(rank + 1) - before) * (x >> 12) + slot - before;
-            const u32 raw = take_words(x, next, levels[0].reader, escaped, on, me);
-            int value = escaped ? (short)raw : (int)symbol - SYMBOL_MAX;
-#pragma unroll
-            for (int level = 1; level < LEVELS; level++) {
-                if (level > most) break;
-                Level& at = levels[level];
-                const bool is_told = on && at.there;
-                const u32 likely = all_likely[((level - 1) * TABLES + of) * MAGNITUDES + min(abs(value), 3)];
-                const u32 first = likely & 0xffff, second = likely >> 16, slot = at.x & 4095;
-                const int told = slot < first ? -1 : slot < second ? 0 : 1;
-                const u32 sum = told < 0 ? 0 : told == 0 ? first : second;
-                const u32 often = told < 0 ? first : told == 0 ? second - first : 4096 - second;
-                take_words(at.x, often * (at.x >> 12) + slot - sum, at.reader, false, is_told, me);
-                if (is_told) value = split_of(level) * value + (value < 0 ? -told : told);
-            }
-            if (on) {
-                const int far = abs(value), centre = centres[of * MAGNITUDES + min(far, 3)];
-                const float made = (far * of_step + centre * (PLACE_SHARE / FINE)) * exp2f(OCTAVE_THIRD * shift);
-                *to = narrow(value < 0 ? -made : made);
-            }
+        int ahead = way.table_of[min(way.component, group.size - 1)];
+        for (int step = 0; step < whole; step++) {
+            const int table = ahead;
+            ahead = __ldg(way.table_of + min(way.component + way.further + (way.rest ? 1 : 0), group.size - 1));
+            now.step<false>(way, table, true, me);
+            way.forth();
+            if (way.rest) ahead = __ldg(way.table_of + min(way.component, group.size - 1));
         }
+        if (all % group.streams) now.step<true>(way, ahead, way.component < group.size, me);
         bool good = true;
 #pragma unroll
-        for (int level = 0; level < LEVELS; level++) good = good && levels[level].ends();
-        if (there && !good) job.status[block] = 0;
+        for (int level = 0; level < LEVELS; level++) good = good && now.levels[level].ends();
+        if (now.there && !good) job.status[block] = 0;
     }
 }
 

@@ -27,7 +27,7 @@ struct Sections {  // of n blocks of one form; arrays without a word of their ow
     const float *mean, *gain;   // [components]: see embedded.cu
     const float* weigher;       // [components + components / HEAD_DIM + groups]
     const float* offset;        // [components] of what the weigher sees
-    const u8* table_of;         // [components]
+    const u16* table_of;        // [components] see `shifted`
     const u8* tables;           // of the base, for encoding or decoding: see embedded.cu; then
                                 // likely, [refinements, TABLES, MAGNITUDES]: how often -1 is told, and -1 or 0 << 16; and
                                 // encoding: reciprocals, [4096]; decoding: centres, int [LEVELS, TABLES, MAGNITUDES]
