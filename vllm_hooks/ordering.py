@@ -6,10 +6,11 @@ from itertools import count
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from vllm.config import SchedulerConfig
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
-BOUND_S = 2.0
+BOUND_S = 4.0
 """Most seconds by which a request with much to compute stands behind the arrival."""
 RETURNS = 32
 """Number of last returns that tell if KV is lost before the next use."""
@@ -78,6 +79,13 @@ class ReturnsFirstQueue(RequestQueue):
         self._to_compute[request] = to_compute
         if (entry := self._entries.get(request.request_id)) is not None:
             self._push(request, entry.tie)
+
+    def first_takes(self, tokens: int) -> bool:
+        """Return True if the first request has at most `tokens` tokens to compute."""
+        if not self._entries:
+            return False
+        first = self.peek_request()
+        return self._to_compute.get(first, first.num_tokens) <= tokens
 
     def get(self, request_id: str) -> Request | None:
         """Return a queued request."""
@@ -172,6 +180,30 @@ class Losses:
         limit = FEW_LOST if before else MANY_LOST
         self.are_many = self.share > limit and self._returns > RETURNS / 4
         return self.are_many is not before
+
+
+class StepShares:
+    """Half of a step for a return that waits, while a long prompt is computed step by step.
+
+    vLLM schedules running requests first: the rest of a long prompt takes every step whole, and a return with a few
+    tokens to compute waits for its end. vLLM's own `long_prefill_token_threshold` divides the steps. A value that the
+    operator has set stays.
+
+    Args:
+        scheduling: vLLM's scheduler configuration.
+        block_tokens: Size of the largest block.
+    """
+
+    def __init__(self, scheduling: SchedulerConfig, block_tokens: int) -> None:
+        self._scheduling, self._block_tokens = scheduling, block_tokens
+        self._is_set = scheduling.long_prefill_token_threshold > 0
+
+    def divide(self, tokens: int, waiting: ReturnsFirstQueue) -> None:
+        """Divide the next step, of `tokens` tokens, if half of it is enough for the first request that waits."""
+        if self._is_set:
+            return
+        half = max(tokens // 2, self._block_tokens)
+        self._scheduling.long_prefill_token_threshold = half if half < tokens and waiting.first_takes(half) else 0
 
 
 class StepLimit:

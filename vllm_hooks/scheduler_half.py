@@ -39,7 +39,7 @@ from manthan.vllm_hooks.http.hints import PARAMS, answer_to, decoded_elsewhere, 
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.memory import Shards, memory_shapes
 from manthan.vllm_hooks.messages import Candidate, ManthanMetadata, ManthanWorkerMetadata
-from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, StepLimit
+from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, StepLimit, StepShares
 from manthan.vllm_hooks.queries import METHOD, Queries
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding
@@ -164,6 +164,7 @@ class SchedulerHalf:
         self._losses = Losses()
         self._scheduler: Scheduler | None = None
         self._limit: StepLimit | None = None
+        self._shares: StepShares | None = None
         """Most tokens of a step; None for vLLM's choice."""
         self._hot: dict[str, int] = {}
         """Number of blocks found by vLLM, by id of a matched, unallocated request."""
@@ -216,6 +217,7 @@ class SchedulerHalf:
                 if scheduling.enable_chunked_prefill and not scheduling.disable_chunked_mm_input:
                     largest = max(group.tokens for group in self.groups.stored)
                     self._limit = StepLimit(self._scheduler.max_num_scheduled_tokens, largest)
+                    self._shares = StepShares(scheduling, largest)
         event = None if self._events is None else self._events.event
         block_tokens = {each.group.index: each.group.tokens for each in self.groups.at_points}
         self.pool = VllmPool(pool, self._group, block_tokens | {self._group: self._block_size}, event)
@@ -505,6 +507,8 @@ class SchedulerHalf:
             limit = self._limit.begin(scheduled_tokens, now, len(self._requests))
             self._scheduler.max_num_scheduled_tokens = limit
         self._reorder()
+        if self._shares is not None and self._scheduler is not None and self._waiting is not None:
+            self._shares.divide(self._scheduler.max_num_scheduled_tokens, self._waiting)
         place, self._place = self._place, None
         self._set_deadline()
         self._step += 1

@@ -12,6 +12,8 @@ from stepped_engine import ASYNC, SteppedEngine, evict
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from manthan.vllm_hooks.ordering import BOUND_S
+
 STEP = 512
 """Tokens that a step computes."""
 
@@ -84,7 +86,7 @@ class Waiting(SteppedEngine):
 
     def late(self) -> dict[str, Any]:
         """The return comes the bound later than all first prompts."""
-        self.add_all(20, 2.3)
+        self.add_all(20, BOUND_S + 0.3)
         return self.serve()
 
     def held(self) -> dict[str, Any]:
@@ -137,8 +139,8 @@ class Waiting(SteppedEngine):
         self.admitted.clear()
         for at in range(7):
             self.add(f"first-{at}", prompt(91 + at), 0.1 * at)
-        self.add("gone", talk, 3.0)
-        self.add("short", prompt(98, 300), 3.5)
+        self.add("gone", talk, BOUND_S + 1.0)
+        self.add("short", prompt(98, 300), BOUND_S + 1.5)
         report = self.serve()
         manager.plan_stores, manager.save_running = planned
         return report
@@ -176,6 +178,25 @@ class Waiting(SteppedEngine):
             self.serve()
             report[name] = max(steps[count > 1 :])
         return report
+
+    def divided(self) -> dict[str, Any]:
+        """How much of a long prompt is computed, in short steps, when a return that came meanwhile gets its blocks."""
+        limit = self.half._limit
+        limit._least, limit._seconds, limit._tokens = 96, 1e9, 1.0
+        self.scheduler.max_num_scheduled_tokens = 96
+        self.add("long", prompt(170, 800), 0.0)
+        self.add("other", prompt(171, 16), 0.1, max_tokens=40)
+
+        def computed() -> dict[str, int]:
+            return {one.request_id.rpartition("-")[0]: one.num_computed_tokens for one in self.scheduler.running}
+
+        for _ in range(3):
+            self.step()
+        before = computed()
+        self.add("back", [*self.talk, *prompt(172, 20)], 0.5)
+        while "back" not in self.admitted:
+            self.step()
+        return {"before": before, "computed": computed()} | self.serve()
 
     def count_tokens(self, requests: int) -> list[int]:
         """Tokens of each step from now on, before which so many requests are there."""

@@ -11,9 +11,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from redis_server import RedisServer
 from scripts import run_script
 from vllm import SamplingParams
+from vllm.config import SchedulerConfig
 from vllm.v1.request import Request, RequestStatus
 
-from manthan.vllm_hooks.ordering import BOUND_S, LEAST_TOKENS, RETURNS, STEP_S, Losses, ReturnsFirstQueue, StepLimit
+from manthan.vllm_hooks.ordering import (
+    BOUND_S,
+    LEAST_TOKENS,
+    RETURNS,
+    STEP_S,
+    Losses,
+    ReturnsFirstQueue,
+    StepLimit,
+    StepShares,
+)
 
 STEP = 1000
 HELD_S = 30.0
@@ -232,7 +242,8 @@ def test_time_without_requests_and_steps_of_few_tokens_say_nothing() -> None:
 
 # -- a real engine ----------------------------------------------------------------------------------------
 
-SCENARIOS = ["resident", "late", "saved", "lost", "overwritten", "aborted", "grammar", "preempted", "short_steps"]
+SCENARIOS = ["resident", "late", "saved", "lost", "overwritten", "aborted", "grammar", "preempted"]
+STEPS = ["short_steps", "divided"]
 HELD = "held"
 FIRSTS = ["first-0", "first-1", "first-2"]
 
@@ -249,7 +260,7 @@ def served(
 @pytest.fixture(scope="module")
 def returns() -> dict[str, Any]:
     """With asynchronous scheduling, as a server has it."""
-    return served([*SCENARIOS, HELD], "fcfs", "returns", is_async=True)
+    return served([*SCENARIOS, *STEPS, HELD], "fcfs", "returns", is_async=True)
 
 
 @pytest.fixture(scope="module")
@@ -297,13 +308,36 @@ def test_several_requests_are_computed_in_short_steps_and_one_alone_in_whole_one
     assert returns["short_steps"] == {"alone": 512, "together": 96}
 
 
+def test_a_return_does_not_wait_for_the_end_of_a_long_prompt(returns: dict[str, Any]) -> None:
+    found = returns["divided"]
+    before, computed = found["before"]["long"], found["computed"]["long"]
+    assert 0 < before < computed <= before + 3 * 96 < 700
+    assert len(found["answers"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block", "threshold"), [(100, 16, 500), (501, 16, 0), (100, 600, 600), (100, 1000, 0)]
+)
+def test_a_step_is_divided_for_a_return_that_fits_into_half_of_it(tokens: int, block: int, threshold: int) -> None:
+    scheduling = SchedulerConfig.default_factory()
+    StepShares(scheduling, block).divide(1000, queue_of(request(tokens)))
+    assert scheduling.long_prefill_token_threshold == threshold
+
+
+def test_a_threshold_of_the_operators_stays() -> None:
+    scheduling = SchedulerConfig.default_factory(long_prefill_token_threshold=77)
+    for waiting in queue_of(request(1)), queue_of():
+        StepShares(scheduling, 16).divide(1000, waiting)
+        assert scheduling.long_prefill_token_threshold == 77
+
+
 def test_while_returns_lose_their_kv_those_that_have_it_pass_for_longer() -> None:
     """A return that comes after the order's own bound passes first prompts, as long as KV is lost, and no longer."""
     found = served([HELD], "fcfs", "returns", is_async=True, admission_s=15)[HELD]
     assert found["many"]["admitted"] == ["back", *FIRSTS]
     assert found["few"]["admitted"] == [*FIRSTS, "back"]
     assert found["gauges"] == [3, 0]
-    assert [("stand back by up to 15 s;" in line, "up to 2 s again" in line) for line in found["lines"]] == [
+    assert [("stand back by up to 15 s;" in line, f"up to {BOUND_S:g} s again" in line) for line in found["lines"]] == [
         (True, False),
         (False, True),
     ]
