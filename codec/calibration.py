@@ -57,7 +57,7 @@ SHARES = (1.0, 2.0)
 """Steps of keys and of values without a metric, in deviations of their layer's components."""
 HALVINGS = 7
 """Halvings of the interval in the search of a step."""
-TOGETHER = 4, 2048
+TOGETHER = 2, 2048
 """Most layers of a group, and most numbers of a token."""
 RATIOS = 20.0, 12.0, 8.0, 5.0
 """Least ratio of bf16 bytes to encoded bytes, by level of an embedded codec."""
@@ -434,7 +434,7 @@ def _measured(each: _Components, group: Group, info: ProfileInfo) -> Group:
     """Return the group with the deviations of the errors at the finest lossy level."""
     x, j = each.held, each.j
     q = finest((x - group.mean) @ group.forward, j)
-    back = places(group, q, j, 0, len(STEPS) - 1, np.float32) @ group.inverse / (FINE * 256) + group.mean
+    back = places(group, q, j, 0, len(STEPS) - 1).T @ group.inverse / (FINE * 256) + group.mean
     errors = np.square((back - x) * (256 / SCALES[j - LEAST_J])[:, None]).mean(0)
     by_kind = errors.reshape(group.place[1], len(info.kinds), -1, group.head_dim)
     if info.rope is not None:  # RoPE mixes both numbers of a pair

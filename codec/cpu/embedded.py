@@ -170,16 +170,13 @@ class EmbeddedCodec(Codec):
         k = check_front(codes, section.codec, MOST_K)
         nibbles = np.stack([codes[START:begin] & 15, codes[START:begin] >> 4], 1).ravel().astype(np.int64)
         j = list(nibbles[: count * tokens].reshape(count, tokens) + LEAST_J)
-        q = [np.zeros((g.mean.size, tokens), np.int16) for g in self._groups]
-        for level, body in enumerate([codes[begin:], *refinements[: EXACT - 1]]):
-            self._read(body, q, j, level)
-        if len(refinements) == EXACT:
-            return self._exactly(refinements[-1], q, j, k, section, positions)
-        level = len(refinements)
-        rows = [
-            places(g, of, by, k, level, np.float32) @ inverse + g.mean
-            for g, of, by, inverse in zip(self._groups, q, j, self._inverses, strict=True)
-        ]
+        bodies, exact = [codes[begin:], *refinements[: EXACT - 1]], len(refinements) == EXACT
+        told = self._read(bodies, j, k, np.float64 if exact else np.float32)
+        if exact:
+            return self._exactly(refinements[-1], told, j, k, section, positions)
+        rows = [np.empty((tokens, g.mean.size), np.float32) for g in self._groups]
+        for g, of, row in zip(self._groups, told, rows, strict=True):
+            _kernels().product(of, g.transform.view(np.uint16), g.scale / np.float32(levels.FINE * 256), g.mean, row)
         x = self.ungrouped(rows)
         if self._rope is not None:
             x[:, 0] = self._rope.turn(x[:, 0], positions)
@@ -208,17 +205,27 @@ class EmbeddedCodec(Codec):
             made[first : first + count, :, head : head + some] = part
         return made
 
-    @cached_property
-    def _inverses(self) -> list[Floats]:
-        return [g.inverse / np.float32(levels.FINE * 256) for g in self._groups]
-
     # -- levels -------------------------------------------------------------------------------------------
 
-    def _read(self, body: Codes, q: Sequence[Any], j: Sequence[Whole], level: int) -> None:
-        parts = _parted(body, [streams_of(of.size) for of in q])
-        for g, of, by, part in zip(self._groups, q, j, parts, strict=True):
-            tables = _base().decoding, levels.parts()[max(level - 1, 0)]
-            _check_end(_kernels().read_level(of, g.tables, by, level, *tables, *part))
+    def _read(self, bodies: Sequence[Codes], j: Sequence[Whole], k: int, dtype: Any) -> list[Any]:
+        """Return the groups' decoded components, see `places`, from a level's body for each level.
+
+        Raises SizeError, DamagedError.
+        """
+        tokens, streams = j[0].size, [streams_of(g.mean.size * j[0].size) for g in self._groups]
+        parts = [_parted(body, streams) for body in bodies]
+        words = np.concatenate([*(of for *_, of in parts), np.zeros(2 * tokens, np.uint16)])
+        first = np.cumsum([0, *(of.size for *_, of in parts[:-1])])[:, None]
+        ends = first + np.array([sizes for sizes, *_ in parts]).cumsum(1)
+        begins = np.hstack([first, ends[:, :-1]])
+        made = []
+        for n, (g, by) in enumerate(zip(self._groups, j, strict=True)):
+            out, states = np.empty((g.mean.size, tokens), dtype), np.stack([states[n] for _, states, _ in parts])
+            of_words = begins[:, n].copy(), ends[:, n].copy(), words
+            tables, numbers = (_base().decoding, levels.edges()), _numbers(len(bodies) - 1, by, k)
+            _check_end(_kernels().read_levels(g.tables, by, *tables, states, *of_words, *numbers, out))
+            made.append(out)
+        return made
 
     # -- the last refinement ------------------------------------------------------------------------------
 
@@ -230,17 +237,19 @@ class EmbeddedCodec(Codec):
         points = self.ungrouped([g.points(self._shape[1])[None] for g in self._groups])
         return errors.reshape(layers, -1, dim), np.ascontiguousarray(points.reshape(layers, -1, dim)[..., 0])
 
-    def _near(self, q: Sequence[Any], j: Sequence[Whole], k: int, positions: Positions) -> Any:
+    def _near(self, told: Sequence[Any], positions: Positions) -> Any:
         """Decoded numbers, in parts of 2**-points, [layers, vectors, tokens, head_dim]; None if a number is too far.
 
         Sums are whole numbers below 2**53: any order gives them.
+
+        Args:
+            told: decoded components at the finest lossy level, see `places`.
         """
         rows = []
-        for g, of, by, (matrix, mean, most) in zip(self._groups, q, j, self._wholes, strict=True):
-            told = places(g, of, by, k, EXACT - 1, np.float64)
-            if np.abs(told).max() * most + np.abs(mean).max() >= 2**53:
+        for of, (matrix, mean, most) in zip(told, self._wholes, strict=True):
+            if np.abs(of).max() * most + np.abs(mean).max() >= 2**53:
                 return None
-            rows.append((told @ matrix + mean).astype(np.int64) >> 12)
+            rows.append((of.T @ matrix + mean).astype(np.int64) >> 12)
         x = self.ungrouped(rows)
         if self._rope is not None:
             first, second = self._rope.pairs
@@ -271,7 +280,8 @@ class EmbeddedCodec(Codec):
     def _exact(
         self, x: Numbers, q: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
     ) -> Codes:
-        near = self._near(q, j, k, positions) if section.dtype is Dtype.BFLOAT16 else None
+        told = [places(g, of, by, k, EXACT - 1) for g, of, by in zip(self._groups, q, j, strict=True)]
+        near = self._near(told, positions) if section.dtype is Dtype.BFLOAT16 else None
         raw: Codes = np.concatenate([np.zeros(START, np.uint8), np.ascontiguousarray(x).reshape(-1).view(np.uint8)])
         if near is None:
             return raw
@@ -286,16 +296,17 @@ class EmbeddedCodec(Codec):
         return min(coded, raw, key=len)
 
     def _exactly(
-        self, body: Codes, q: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
+        self, body: Codes, told: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
     ) -> Numbers:
         if body[:START].tolist() == [0, 0, 0, 0] and body.size == body_nbytes(self._raw(section)):
             made: Numbers = body[START : self._raw(section)].copy().view(section.dtype.numpy).reshape(section.shape)
             return made
-        near = self._near(q, j, k, positions)
+        near = self._near(told, positions)
         if body[:START].tolist() != [1, 0, 0, 0] or near is None or section.dtype is not Dtype.BFLOAT16:
             raise DamagedError(f"the last refinement begins with {body[:START].tobytes().hex()}, which cannot be.")
         bits = np.empty(near.shape, np.uint16)
-        parts = _parted(body[START + 8 :], [streams_of(of.size) for of in bits])
+        sizes, states, words = _parted(body[START + 8 :], [streams_of(of.size) for of in bits])
+        parts = zip(states, np.split(words, np.cumsum(sizes)[:-1]), strict=True)
         for of, given, part in zip(bits, self._arguments(near, j, k), parts, strict=True):
             _check_end(_kernels().read_exact(of, *given, _cells().decoding, *part))
         if body[START : START + 8].tobytes() != _checksum(bits):
@@ -327,13 +338,16 @@ def finest(y: Any, shifts: Whole) -> Any:
     return np.ascontiguousarray(q.T.astype(np.int16)) if (np.abs(q) <= FURTHEST).all() else None
 
 
-def places(group: Group, q: Any, j: Whole, k: int, level: int, dtype: Any) -> Any:
-    """Decoded components [tokens, C], in parts of 1 / FINE and 1 / 256."""
-    made = np.empty(q.shape[::-1], dtype)
-    scales = SCALES[j + k - LEAST_J]
-    told = q, group.tables, j, levels.STEPS[level], levels.FINE, levels.centres()[level], scales
-    _kernels().places(*told, made)
+def places(group: Group, q: Any, j: Whole, k: int, level: int) -> Any:
+    """Decoded components float64 [C, tokens], in parts of 1 / FINE and 1 / 256."""
+    made = np.empty(q.shape)
+    _kernels().places(q, group.tables, j, *_numbers(level, j, k), made)
     return made
+
+
+def _numbers(level: int, j: Whole, k: int) -> tuple[int, Any, Whole]:
+    """Size of a step in parts, positions in intervals, and scales of tokens, for the kernels."""
+    return levels.STEPS[level] * levels.FINE, levels.centres()[level], SCALES[j + k - LEAST_J]
 
 
 def written(groups: Sequence[Group], q: Sequence[Any], j: Sequence[Whole], level: int) -> Codes:
@@ -368,18 +382,17 @@ def _joined(made: Sequence[tuple[Any, Any]]) -> Codes:
     return np.concatenate([part.view(np.uint8) for part in parts])
 
 
-def _parted(body: Codes, streams: Sequence[int]) -> list[tuple[Any, Any]]:
-    """Undo `_joined`. Raises SizeError, DamagedError."""
+def _parted(body: Codes, streams: Sequence[int]) -> tuple[Any, list[Any], Any]:
+    """Undo `_joined`. Returns numbers of words, states, and all words. Raises SizeError, DamagedError."""
     begin = 4 * (len(streams) + sum(streams))
     if body.size < begin or (body.size - begin) % 2:
         raise SizeError(f"{body.size} bytes are not {len(streams)} entropy-coded rows: {begin} and words are.")
     numbers, words = body[:begin].copy().view("<u4").astype(np.uint32), body[begin:].copy().view("<u2")
     sizes, states = numbers[: len(streams)].astype(np.int64), numbers[len(streams) :]
-    ends = np.cumsum(sizes)
-    if ends[-1] > words.size or words[ends[-1] :].any() or (states < LOWEST).any():
+    end = int(sizes.sum())
+    if end > words.size or words[end:].any() or (states < LOWEST).any():
         raise DamagedError("entropy-coded numbers have lengths or states that no encoder writes.")
-    each = zip(np.split(states, np.cumsum(streams)[:-1]), np.split(words[: ends[-1]], ends[:-1]), strict=True)
-    return [(np.ascontiguousarray(some), np.ascontiguousarray(of, np.uint16)) for some, of in each]
+    return sizes, np.split(states, np.cumsum(streams)[:-1]), words[:end].astype(np.uint16, copy=False)
 
 
 def _checksum(bits: Any) -> bytes:
