@@ -1,4 +1,4 @@
-"""Kernels compiled by numba: the entropy coders of `manthan.codec.cpu.rans` and `manthan.codec.cpu.embedded`, and the
+"""Kernels compiled by numba: the entropy coders of `manthan.codec.cpu.rans` and `manthan.codec.cpu.klt`, and the
 transform of `manthan.codec.wht`.
 
 The transform works on LANES vectors at a time, transposed into a tile [head_dim, LANES] within the first-level cache,
@@ -317,7 +317,7 @@ def unrotated(q: npt.NDArray[np.int16], steps: Floats, weights: Floats, blocks: 
     return x
 
 
-# -- embedded codecs: see manthan.codec.cpu.embedded ---------------------------------------------------------
+# -- calibrated codecs: see manthan.codec.cpu.klt ---------------------------------------------------------
 
 
 @jit()

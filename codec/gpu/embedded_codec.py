@@ -1,4 +1,4 @@
-"""Embedded sections by CUDA kernels with cuBLAS between: `manthan.codec.cpu.embedded` on a GPU.
+"""Embedded sections by CUDA kernels with cuBLAS between: `manthan.codec.cpu.klt` on a GPU.
 
 Blocks are processed in runs of SCRATCH_BYTES. In a run, groups of equal size are multiplied some at a time. For equal
 integers, the entropy coder's words equal the CPU's, and each reads the blocks of the other. Sums are rounded
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat
-from manthan.codec.cpu.embedded import EXACT, MOST_K, PRESETS, streams_of
+from manthan.codec.cpu.klt import EXACT, MOST_K, PRESETS, streams_of
 from manthan.codec.cpu.rans import VERSION
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
@@ -371,7 +371,7 @@ class EmbeddedPagedCodec(PagedCodec):
                 self._plans[exact] = Plan(kept, None, kept[-1], None)
             else:
                 kinds = len(self._coded.ats)
-                model = Model.of(self._profile.groups[0], kinds, layout.tokens - exact, self.device)
+                model = Model.of(self._profile.groups, kinds, layout.tokens - exact, self.device)
                 sections = Sections.plan(self._coded, self._addresses, form, exact, self._rope, self._level + 1)
                 sections.groups_count, sections.components = len(model.sizes), sum(model.sizes)
                 sections.streams = int(model.groups[:, 2].sum())

@@ -10,20 +10,20 @@ from device_blocks import BLOCKS, FIRST_TOKENS, GROUP, IDS, KEYS, LAYERS, TARGET
 
 from manthan.benchmarks import made_up
 from manthan.codec import wire
-from manthan.codec.cpu.embedded import PRESETS
+from manthan.codec.cpu.klt import PRESETS
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.embedded_codec import EmbeddedPagedCodec
 from manthan.codec.model import ModelFacts
 
 CUDA = torch.device("cuda", 0)
 SHAPES = [(2, 64), (3, 64), (8, 128), (2, 40), (1, 256)]
-LOSSY = [name for name in PRESETS if name != "emb-exact"]
+LOSSY = [name for name in PRESETS if name != "klt-exact"]
 
 
 def world_of(
     heads: int = 3,
     head_dim: int = 64,
-    preset: str = "emb-5x",
+    preset: str = "klt-5x",
     tokens: int = 16,
     layers: int = 2,
     scale: float = 1.0,
@@ -31,8 +31,7 @@ def world_of(
     **more: Any,
 ) -> World:
     """layers: of a group. scale: by which numbers are further from the profile than it says."""
-    profile = made_up.profile(LAYERS, heads, head_dim, made_up.rope_of(head_dim))
-    profile = made_up.with_groups(profile, layers)
+    profile = made_up.profile(LAYERS, heads, head_dim, made_up.rope_of(head_dim), layers)
     keys, values = scale * made_up.grouped_kv(profile, BLOCKS * tokens)
     firsts = dict(zip(IDS, FIRST_TOKENS, strict=True))
     positions = np.concatenate([np.arange(tokens) + firsts.get(block, 0) for block in range(BLOCKS)])
@@ -126,5 +125,5 @@ def test_numbers_that_are_not_finite_are_not_stored() -> None:
 
 
 def test_the_last_refinement_is_for_the_cpu() -> None:
-    with pytest.raises(ProfileError, match="emb-exact has no GPU version"):
-        world_of(preset="emb-exact")
+    with pytest.raises(ProfileError, match="klt-exact has no GPU version"):
+        world_of(preset="klt-exact")

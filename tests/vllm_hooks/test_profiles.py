@@ -119,7 +119,7 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
     assert centred.pool_nbytes / centred.cold_nbytes == pytest.approx(4.88, abs=0.01)
     for exact in (0, 4):
         assert shape.cold_nbytes < shape.bounds[exact] <= centred.bounds[exact]
-    embedded = [CodecConfig(name=name) for name in ("emb-20x", "emb-8x", "emb-exact")]
+    embedded = [CodecConfig(name=name) for name in ("klt-20x", "klt-8x", "klt-exact")]
     on = (Shards(1, can_trim=can_trim) for can_trim in (True, False))
     shapes = [group_shape(each, group(), shards, profile) for shards in on for each in embedded]
     assert [(each.levels, each.level) for each in shapes] == [(1, 0), (3, 0), (5, 0), (1, 0), (1, 2), (1, 4)]
@@ -131,7 +131,7 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
 # -- an engine ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["klt-8x", "emb-8x"])
+@pytest.mark.parametrize("codec", ["klt-8x", "klt-exact"])
 def test_a_session_returns_by_way_of_a_profile(codec: str, tiny_profile: Path, tmp_path: Path) -> None:
     """Three times. Its compressed blocks are as small as they should be, and as the books say."""
     found = run_sessions(["profile", "grow"], {"name": codec, "profile": str(tiny_profile)}, str(tmp_path))
@@ -151,7 +151,7 @@ def test_a_session_returns_by_way_of_a_profile(codec: str, tiny_profile: Path, t
 
 
 def test_a_session_returns_at_each_level_that_its_blocks_are_cut_to(tiny_profile: Path, tmp_path: Path) -> None:
-    found = run_sessions(["shrink"], {"name": "emb-exact", "profile": str(tiny_profile)}, str(tmp_path))
+    found = run_sessions(["shrink"], {"name": "klt-exact", "profile": str(tiny_profile)}, str(tmp_path))
     assert found["right"] == [True] * 6
     assert found["failures"] == []
     rounds = found["rounds"]

@@ -11,7 +11,7 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.codec.cpu.klt import KltPreset
+from manthan.codec.cpu.klt import EXACT, KltPreset
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout, RawLayout
 from manthan.codec.k3v3 import K3v3Preset
@@ -364,24 +364,28 @@ def _make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Shard
 
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:
     """Return the codec of a GPU. Raises UnsupportedError for a missing codec, or unusable kernels."""
+    from manthan.codec.gpu.embedded_codec import EmbeddedPagedCodec
     from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
-    from manthan.codec.gpu.klt_codec import KltPagedCodec
     from manthan.codec.gpu.nvrtc import CompileError
     from manthan.codec.gpu.raw import RawPagedCodec
     from manthan.codec.gpu.wht_codec import WhtPagedCodec
 
     made: dict[type, Callable[..., PagedCodec]] = {
         WhtPreset: WhtPagedCodec,
-        KltPreset: KltPagedCodec,
+        KltPreset: EmbeddedPagedCodec,
         K3v3Preset: K3v3PagedCodec,
     }
     try:
         if isinstance(layout, RawLayout):
             return RawPagedCodec(layout, form)
         preset = PRESETS.get(form.codec)
-        if type(preset) not in made:
-            known = ", ".join(name for name, preset in PRESETS.items() if type(preset) in made)
-            raise UnsupportedError(f"codec {form.codec} has no GPU version: use {known}, or codec.backend numpy.")
+        known = {
+            name: each for name, each in PRESETS.items() if type(each) in made and getattr(each, "level", 0) < EXACT
+        }
+        if preset is None or form.codec not in known:
+            raise UnsupportedError(
+                f"codec {form.codec} has no GPU version: use {', '.join(known)}, or codec.backend numpy."
+            )
         return made[type(preset)](layout, form)
     except CompileError as error:
         raise UnsupportedError(

@@ -3,7 +3,7 @@
 // their streams fill it.
 //
 // numbers has for each component those of all tokens, the blocks' next to each other: finest ones while encoding, those
-// of the level that was decoded last while decoding. Tables of the base are those of rows.cu; a refinement tells -1, 0 or
+// of the level that was decoded last while decoding. Tables of the base are those of klt_tables.py; a refinement tells -1, 0 or
 // 1, and `likely` has by table and magnitude so far how often it is -1, and -1 or 0.
 
 #define ESCAPE 255

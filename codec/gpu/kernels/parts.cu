@@ -28,7 +28,7 @@ struct Sections {  // of n blocks of one form; arrays without a word of their ow
     const float* weigher;       // [components + components / HEAD_DIM + groups]
     const float* offset;        // [components] of what the weigher sees
     const u8* table_of;         // [components]
-    const u8* tables;           // of the base, for encoding or decoding; see rows.cu
+    const u8* tables;           // of the base, for encoding or decoding; see klt_tables.py
     const u32* likely;          // [refinements, TABLES, MAGNITUDES]: how often -1 is told, and -1 or 0 << 16
     const u32* inverses;        // [4096] reciprocals
     const int* centres;         // [LEVELS, TABLES, MAGNITUDES]
