@@ -50,6 +50,8 @@ FINEST = 2.0 ** (np.arange(-90, 60) / 6)
 """Candidates for the finest step, in which errors weigh 1."""
 EXACT_TOKENS = 64
 """Tokens of the block for measuring exact blocks."""
+FEW = 8
+"""A step is searched with each eighth of the tokens held back."""
 
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
@@ -293,7 +295,7 @@ def _joints(info: ProfileInfo, heads: range) -> list[_Joint]:
 def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple[list[list[Group]], tuple[float, ...]]:
     """Return the groups of all ranks with the finest step allowed by RATIOS, and the bits of a number by level."""
     every = [each for of_rank in ranks for each in of_rank]
-    numbers, size = sum(each.y.size for each in every), sum(each.y.shape[1] for each in every)
+    size = sum(each.y.shape[1] for each in every)
     groups = [each.group for each in every]
     fronts = 8 * front(groups, BLOCK) / (BLOCK * size)
     wanted = [
@@ -301,18 +303,19 @@ def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple
         for level, ratio in enumerate(RATIOS)
     ]
 
-    def bits(step: float) -> Doubles:
+    def bits(step: float, some: int = 1) -> Doubles:
         made = np.zeros(len(STEPS))
         made[0] = 4 * len(every) / size
         for each in every:
-            q = finest(each.y / np.float32(step), each.j)
+            y, j = each.y[::some], each.j[::some].copy()
+            q = finest(y / np.float32(step), j)
             if q is None:
                 return np.full(len(STEPS), 1e9)
-            group = each.stepped(step)
-            made += [8 * len(written([group], [q], [each.j], level)) / numbers for level in range(len(STEPS))]
+            group, numbers = each.stepped(step), size * len(y)
+            made += [8 * len(written([group], [q], [j], level)) / numbers for level in range(len(STEPS))]
         return np.cumsum(made)
 
-    at = bisect_left(FINEST[:-1], True, key=lambda step: bool((bits(step) <= wanted).all()))
+    at = bisect_left(FINEST[:-1], True, key=lambda step: bool((bits(step, FEW) <= wanted).all()))
     step = float(FINEST[at])
     made = [[_measured(each, each.stepped(step), info) for each in of_rank] for of_rank in ranks]
     return made, _bits_exact(info, ranks[0], made[0], bits(step))
