@@ -1,4 +1,4 @@
-"""Tables of an embedded codec's levels: nested intervals of numbers, and the likelihood of each part of an interval.
+"""Tables of a calibrated codec's levels: nested intervals of numbers, and the likelihood of each part of an interval.
 
 The finest whole number of a component is q3; numbers of coarser levels follow, and keep the sign:
 
