@@ -24,7 +24,7 @@ from manthan.codec.rope import Rope
 from manthan.codec.tables.levels import FALLING
 
 FORMAT = "manthan profile 2"
-PRESETS = {"klt-20x": 0, "klt-12x": 1, "klt-8x": 2, "klt-5x": 3, "klt-exact": 4}
+LEVELS = {"klt-20x": 0, "klt-12x": 1, "klt-8x": 2, "klt-5x": 3, "klt-exact": 4}
 """Calibrated codecs, and the first level of each codec's blocks."""
 KINDS = ("keys", "values")
 POINT = 20

@@ -35,8 +35,7 @@ from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite
 from manthan.codec.cpu.rans import FURTHEST, LOWEST, START, STREAMS_MAX, VERSION, Coder, check_front
 from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.profile import PRESETS as LEVELS
-from manthan.codec.profile import Group, Profile
+from manthan.codec.profile import LEVELS, Group, Profile
 from manthan.codec.rope import Rope
 from manthan.codec.tables import levels
 from manthan.codec.wire import LEAST_BODY, body_nbytes

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import PRESETS, Profile
+from manthan.codec.profile import LEVELS, Profile
 from manthan.manager.commands.console import make_console
 from manthan.manager.config.profiles import profile_path
 
@@ -81,5 +81,5 @@ def _show(console: Console, profile: Profile, path: Path, seconds: float) -> Non
         f"metric {info.metric}, {path.stat().st_size / 1e6:.1f} MB, {seconds:.0f} s",
         soft_wrap=True,
     )
-    for preset, level in PRESETS.items():
+    for preset, level in LEVELS.items():
         console.print(f"{preset}: {info.bits[level]:.2f} bits a number, and headers")

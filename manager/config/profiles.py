@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import PRESETS, Profile
+from manthan.codec.profile import LEVELS, Profile
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 
@@ -55,7 +55,7 @@ def choose_codec(
             return ChosenCodec(PLAIN)
     if not needs_profile(name):
         if config.profile:
-            takes = ", ".join((AUTO, *PRESETS))
+            takes = ", ".join((AUTO, *LEVELS))
             raise ConfigError(f"codec.profile is {config.profile}, but codec {name} takes none: use {takes}")
         return ChosenCodec(name)
     named = Path(config.profile).expanduser().absolute() if config.profile else None

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.model import ModelFacts
-from manthan.codec.profile import PRESETS as CALIBRATED
+from manthan.codec.profile import LEVELS as CALIBRATED
 from manthan.codec.profile import Profile
 from manthan.codec.rope import Rope
 from manthan.codec.wht import PRESETS

@@ -22,8 +22,7 @@ from manthan.codec.cpu.numbers import as_floats, as_numbers
 from manthan.codec.cpu.rans import Coder, Rows
 from manthan.codec.errors import CodecError, DamagedError, NonFiniteError, ProfileError, SizeError, WireError
 from manthan.codec.model import ModelFacts
-from manthan.codec.profile import PRESETS as LEVELS
-from manthan.codec.profile import ProfileInfo
+from manthan.codec.profile import LEVELS, ProfileInfo
 from manthan.codec.registry import codec_names, get_codec, needs_profile
 from manthan.codec.tables import levels
 

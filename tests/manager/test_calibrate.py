@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from manthan.codec.calibration import ProfileBuilder
-from manthan.codec.profile import PRESETS, Profile, ProfileInfo
+from manthan.codec.profile import LEVELS, Profile, ProfileInfo
 from manthan.codec.rope import Rope
 from manthan.manager.cli import app
 from manthan.manager.commands.calibrate import Metric
@@ -57,7 +57,7 @@ def test_a_profile_tells_its_model_and_every_rank_has_its_heads(calibrated):
         assert all(group.weigher.any() for group in groups), "gradients tell how much tokens are looked at"
     assert list(info.bits) == sorted(info.bits)
     assert info.bits[-1] < 16 * 0.9
-    for preset, level in PRESETS.items():
+    for preset, level in LEVELS.items():
         assert f"{preset}: {info.bits[level]:.2f} bits a number" in said
         assert level > 3 or info.bits[level] < 16 / float(preset[4:-1])
     assert not np.array_equal(profile.ranks[0][0].mean, profile.ranks[1][0].mean)

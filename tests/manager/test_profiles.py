@@ -7,7 +7,7 @@ import profiles
 import pytest
 from logged import warnings
 
-from manthan.codec.profile import PRESETS, Profile
+from manthan.codec.profile import LEVELS, Profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import check_profile, choose_codec, profile_path
 from manthan.manager.config.registered import check_registered
@@ -37,7 +37,7 @@ def test_codecs_that_take_none_have_none() -> None:
         choose_codec(CodecConfig(name="k3v3", profile="a.file"), MODEL)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", LEVELS)
 def test_a_profile_is_the_one_that_is_named_or_else_that_of_the_cache(tmp_path: Path, name: str) -> None:
     made = saved(profile_path(MODEL))
     chosen = choose_codec(CodecConfig(name=name), MODEL)
@@ -128,7 +128,7 @@ def test_a_profile_of_another_shape() -> None:
 
 
 def test_names_are_registered() -> None:
-    for name in (*PRESETS, "auto"):
+    for name in (*LEVELS, "auto"):
         check_registered(resolve_config(env={}, flags={"codec": name}))
     flags = {"--manthan-codec": "klt-8x", "--manthan-codec-profile": "p.safetensors"}
     resolved = resolve_config(env={"MANTHAN_CODEC__PROFILE": "other"}, flags=flags)

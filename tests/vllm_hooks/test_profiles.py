@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import numpy as np
 import pytest
 import torch
@@ -28,7 +29,9 @@ from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import KvCacheGroup
 from manthan.vllm_hooks.memory import Shards, group_shape
 from manthan.vllm_hooks.settled import DIGEST, settle_codec, settled_profile
+from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.transfer_config import from_vllm_config, settings
+from manthan.vllm_hooks.worker.half import paged_codec
 
 BF16_BLOCK = 2 * 2 * 4 * 2 * 128 * 32
 """Of the tiny model."""
@@ -126,6 +129,12 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
     assert (centred.levels, centred.level) == (1, HIGH)
     with pytest.raises(ConfigError, match="is of 4 layers, but 3 have a KV cache of their own"):
         group_shape(codec, group(3), Shards(1), profile)
+
+
+def test_a_codec_without_a_gpu_version_is_refused() -> None:
+    codec = fake_cuda.varying_codec("klt-exact")
+    with pytest.raises(UnsupportedError, match=r"^codec klt-exact has no GPU version: use wht-5x, .*klt-5x, k3v3, or"):
+        paged_codec(codec.layout, codec.format)
 
 
 # -- an engine ----------------------------------------------------------------------------------------

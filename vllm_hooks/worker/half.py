@@ -11,7 +11,7 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.codec.cpu.klt import EXACT, KltPreset
+from manthan.codec.cpu.klt import KltPreset
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout, RawLayout
 from manthan.codec.k3v3 import K3v3Preset
@@ -378,15 +378,12 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
     try:
         if isinstance(layout, RawLayout):
             return RawPagedCodec(layout, form)
-        preset = PRESETS.get(form.codec)
-        known = {
-            name: each for name, each in PRESETS.items() if type(each) in made and getattr(each, "level", 0) < EXACT
-        }
-        if preset is None or form.codec not in known:
+        known = [name for name, preset in PRESETS.items() if type(preset) in made and name != "klt-exact"]
+        if form.codec not in known:
             raise UnsupportedError(
                 f"codec {form.codec} has no GPU version: use {', '.join(known)}, or codec.backend numpy."
             )
-        return made[type(preset)](layout, form)
+        return made[type(PRESETS[form.codec])](layout, form)
     except CompileError as error:
         raise UnsupportedError(
             f"codec {form.codec} needs CUDA kernels on a GPU, and they cannot be used: {error}; use "
