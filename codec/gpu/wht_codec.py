@@ -68,19 +68,18 @@ class Sections(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "codes", "headers", "status")),
-        *((name, ctypes.c_uint64) for name in ("nbytes", "turns", "mean", "gain", "tables", "table_of", "vectors")),
-        *((name, ctypes.c_uint64) for name in ("back", "numbers", "words", "states", "sizes", "places", "far")),
-        *((name, ctypes.c_uint64) for name in ("fronts", "doublings", "starts")),
+        *((name, ctypes.c_uint64) for name in ("nbytes", "turns", "words", "states", "sizes", "places")),
+        *((name, ctypes.c_uint64) for name in ("far", "fronts", "doublings", "starts")),
         ("block_stride", ctypes.c_int64),
         ("at", ctypes.c_int64 * 2),
         ("head_stride", ctypes.c_int32),
         ("token_stride", ctypes.c_int32),
-        *((name, ctypes.c_int64) for name in ("tables_nbytes", "pool", "head_nbytes", "start")),
+        *((name, ctypes.c_int64) for name in ("head_nbytes", "start")),
         ("limits", ctypes.c_int64 * 2),
         ("parts", ctypes.c_int64 * 2),
         ("fronts_nbytes", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("n", "layers", "heads", "tokens", "streams", "first_token")),
-        *((name, ctypes.c_int32) for name in ("block_tokens", "first_row", "rows", "width")),
+        *((name, ctypes.c_int32) for name in ("block_tokens", "rows")),
         ("room", ctypes.c_uint32),
         ("rope_scale", ctypes.c_float),
     )
