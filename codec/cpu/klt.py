@@ -139,7 +139,7 @@ class KltCodec(Codec):
             j = [shifts_of(g, of) for g, of in zip(self._groups, rows, strict=True)]
             y = [(of - g.mean) @ g.forward for g, of in zip(self._groups, rows, strict=True)]
         told = np.concatenate(j) - LEAST_J
-        packed = np.append(told, np.zeros(told.size % 2, np.int64)).reshape(-1, 2) @ (1, 16)
+        packed = np.append(told, np.zeros(-told.size % 4, np.int64)).reshape(-1, 2) @ (1, 16)
         lossy = min(self._level, EXACT - 1)
         room = self._most_lossy(section)
         for k in range(0, MOST_K + 1, 3):
@@ -166,7 +166,7 @@ class KltCodec(Codec):
         """Raises SizeError, DamagedError."""
         self._expected(section, 0)
         count, tokens = len(self._groups), section.tokens
-        begin = START + (count * tokens + 1) // 2
+        begin = START + -(-count * tokens // 4) * 2
         if codes.size < begin or len(refinements) > EXACT:
             raise SizeError(f"{codes.size} bytes do not encode {section}: at least {begin} do.")
         k = check_front(codes, section.codec, MOST_K)
@@ -375,7 +375,7 @@ def front(groups: Sequence[Group], tokens: int) -> int:
 
 def streams_of(numbers: int) -> int:
     """Number of streams of `numbers` numbers: a power of 2, at most STREAMS_MAX."""
-    return min(STREAMS_MAX, 1 << max(0, numbers // STREAM_NUMBERS - 1).bit_length())
+    return min(STREAMS_MAX, 1 << (numbers // STREAM_NUMBERS).bit_length())
 
 
 def _joined(made: Sequence[tuple[Any, Any]]) -> Codes:

@@ -2,8 +2,8 @@
 
 Blocks are processed in runs of SCRATCH_BYTES. In a run, groups of equal size are multiplied some at a time. For equal
 integers, the entropy coder's words equal the CPU's, and each reads the blocks of the other. Sums are rounded
-differently, so an integer in some hundreds or thousands differs by 1. The last refinement is written and read on the
-CPU only; a GPU decodes all parts before the last.
+differently, and products to fp16, so an integer in some hundreds differs by 1. The last refinement is written and read
+on the CPU only; a GPU decodes all parts before the last.
 """
 
 import ctypes
@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,12 +22,12 @@ from manthan.codec.cpu.klt import EXACT, MOST_K, PRESETS, streams_of
 from manthan.codec.cpu.rans import VERSION
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
-from manthan.codec.gpu.klt_tables import decoding_tables, encoding_tables, reciprocals
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
 from manthan.codec.profile import Group, Profile
 from manthan.codec.rope import Rope
 from manthan.codec.tables import levels
+from manthan.codec.tables.frequencies import SCALE
 
 SCRATCH_BYTES = 256 * 2**20
 """Bytes of a run of blocks, without products."""
@@ -37,8 +38,11 @@ PRODUCTS_AT_ONCE = 2**24
 NUMBERS_A_WORD = 4
 """Numbers of a row for each word of room. A row in need of more doubles the block's steps."""
 LEVELS, TABLES = EXACT, levels.FALLING
+BUCKETS = 128
+"""Runs of slots with a first rank, in a table for decoding."""
 ROW_THREADS = 1024
 ALL = slice(None)
+Bytes = npt.NDArray[np.uint8]
 SOURCES = (
     "common.cu",
     "exact.cu",
@@ -56,14 +60,17 @@ class Sections(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "codes", "headers", "status")),
         *((name, ctypes.c_uint64) for name in ("nbytes", "ends", "turns", "groups", "vectors", "mean", "gain")),
-        *((name, ctypes.c_uint64) for name in ("weigher", "offset", "table_of", "tables", "likely", "inverses")),
-        *((name, ctypes.c_uint64) for name in ("centres", "rows", "products", "numbers", "shifts", "steps")),
+        *((name, ctypes.c_uint64) for name in ("weigher", "offset", "table_of", "tables")),
+        *((name, ctypes.c_uint64) for name in ("rows", "products", "numbers", "shifts", "steps")),
         *((name, ctypes.c_uint64) for name in ("levels", "words", "states", "sizes")),
         ("block_stride", ctypes.c_int64),
         ("at", ctypes.c_int64 * 2),
         ("head_stride", ctypes.c_int32),
         ("token_stride", ctypes.c_int32),
-        *((name, ctypes.c_int64) for name in ("tables_nbytes", "pool", "head_nbytes", "start", "limit")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("tables_nbytes", "likely_at", "rest_at", "head_nbytes", "start", "limit")
+        ),
         *((name, ctypes.c_int32) for name in ("n", "all", "groups_count", "components", "streams")),
         *((name, ctypes.c_int32) for name in ("tokens", "first_token", "block_tokens", "layers")),
         *((name, ctypes.c_int32) for name in ("first_group", "some", "width")),
@@ -151,7 +158,7 @@ class Model(NamedTuple):
             "gain": 1 / np.concatenate([group.deviations for group in groups]),
             "weigher": np.concatenate([weigher[part] for part in range(3) for weigher in weighers]),
             "offset": np.concatenate([(group.mean - group.center) / group.deviations for group in groups]),
-            "table_of": np.concatenate([group.tables for group in groups]),
+            "table_of": _by_width(np.concatenate([group.tables for group in groups])),
         }
         arrays = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in flat.items()}
         starts = [n for n in range(len(sizes)) if not n or sizes[n] != sizes[n - 1]]
@@ -166,34 +173,60 @@ class Model(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Tables of the entropy coder, on the device; see embedded.cu."""
+    """Tables of the entropy coder, uint8 on the device, see embedded.cu; where the parts behind the base's begin."""
 
-    encoding: Tensor
-    decoding: Tensor
-    pool: int
-    likely: Tensor
-    inverses: Tensor
-    centres: Tensor
+    there: Tensor
+    likely_at: int
+    rest_at: int
+
+    @classmethod
+    def of(cls, base: Bytes, rest: Any, device: torch.device) -> Self:
+        """Return tables of the base, of refinements, and `rest`."""
+        sums = np.cumsum(levels.parts(), axis=3, dtype=np.uint32)
+        likely = np.ascontiguousarray(sums[..., 0] | sums[..., 1] << np.uint32(16))
+        parts = [_padded(part) for part in (base, likely, rest)]
+        there = torch.from_numpy(np.concatenate(parts)).to(device)
+        return cls(there, parts[0].size, parts[0].size + parts[1].size)
+
+
+def _by_width(tables: Bytes) -> npt.NDArray[np.int16]:
+    """Numbers of tables as the first one of their shape, and the width << 8."""
+    width = tables % len(levels.WIDTHS)
+    return (tables - width).astype(np.int16) | width.astype(np.int16) << np.int16(8)
+
+
+def _padded(array: Any) -> Bytes:
+    """Bytes of an array, up to a multiple of 16."""
+    found = np.ascontiguousarray(array).view(np.uint8).ravel()
+    return np.pad(found, (0, -found.size % 16))
 
 
 @lru_cache
-def tables(device: torch.device) -> Tables:
-    """Return the tables, equal for all models."""
-    base = levels.base().astype(np.uint32)
-    found, starts, pool = decoding_tables(base)
-    ahead = -(-4 * len(base) // 16) * 16
-    places = ((np.array(starts) + ahead) // 16).astype(np.uint32)
-    directory = np.pad(places.view(np.uint8), (0, ahead - places.nbytes))
-    sums = np.cumsum(levels.parts(), axis=3, dtype=np.uint32)
-    arrays = (
-        encoding_tables(base).view(np.uint8).ravel(),
-        np.concatenate([directory, found]),
-        (sums[..., 0] | sums[..., 1] << np.uint32(16)).view(np.int32),
-        reciprocals().view(np.int32),
-        levels.centres(),
-    )
-    there = [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
-    return Tables(there[0], there[1], pool + ahead, *there[2:])
+def encoding_tables(device: torch.device) -> Tables:
+    """Return the tables for encoding, equal for all models."""
+    told, entries = list[int](), list[Any]()
+    for often in levels.base().astype(np.uint32):
+        symbols = np.flatnonzero(often)  # next to each other, and the escape
+        told.append(sum(map(len, entries)) | int(symbols[0]) << 16 | len(symbols) - 1 << 24)
+        entries.append((np.cumsum(often, dtype=np.uint32) - often << np.uint32(12) | often)[symbols])
+    frequencies = np.arange(SCALE, dtype=np.uint64)
+    inverses = np.minimum((1 << 32) // np.maximum(frequencies, 1), (1 << 32) - 1).astype(np.uint32)
+    return Tables.of(np.concatenate([np.array(told, np.uint32), *entries]).view(np.uint8), inverses, device)
+
+
+@lru_cache
+def decoding_tables(device: torch.device) -> Tables:
+    """Return the tables for decoding, equal for all models."""
+    base, made = levels.base(), list[Bytes]()
+    at = [4 * len(base)]
+    for often in base:
+        symbols = np.flatnonzero(often)
+        before = np.append(0, np.cumsum(often[symbols], dtype=np.uint32)).astype(np.uint16)
+        ranks = np.searchsorted(before, np.arange(0, SCALE, SCALE // BUCKETS), side="right") - 1
+        head = np.array([symbols[0], len(symbols) - 1, *ranks], np.uint8)
+        made.append(np.concatenate([head, before.view(np.uint8)]))
+        at.append(at[-1] + made[-1].size)
+    return Tables.of(np.concatenate([np.array(at[:-1], np.uint32).view(np.uint8), *made]), levels.centres(), device)
 
 
 class Plan(NamedTuple):
@@ -227,13 +260,10 @@ class EmbeddedPagedCodec(PagedCodec):
             raise ProfileError(f"codec {format.codec} has no GPU version: its last refinement is for the CPU only.")
         self._coded, self._rope, self._profile = layout.coded, profile.info.rope or Rope(()), profile
         self._addresses = addresses(layout)
-        self._tables = tables(self.device)
+        self._encoding, self._decoding = encoding_tables(self.device), decoding_tables(self.device)
         self._plans: dict[int, Plan] = {}
-        largest = max(self._tables.encoding.nbytes, self._tables.decoding.nbytes)
-        properties: Any = torch.cuda.get_device_properties(self.device)  # the stubs lack properties
-        self._shared = largest <= properties.shared_memory_per_block_optin
         shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
-        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)
+        self._kernels = _module(*shape, self.device, is_aligned(layout), *pairs)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
         """Encode. A status becomes 0 for numbers 32,768 or more steps from the profile's mean, or not finite."""
@@ -268,24 +298,24 @@ class EmbeddedPagedCodec(PagedCodec):
             self._launch_exact("decode_exact", kept, batch, codes)
 
     def _encode(self, job: Sections, model: Model) -> None:
-        kept = self._books(job)
+        numbers, _ = kept = self._books(job)
         room = job.n * LEVELS * (job.components * job.tokens // NUMBERS_A_WORD)
         words = torch.empty(room, dtype=torch.int16, device=self.device)
         job.words, job.gain = words.data_ptr(), model.gain.data_ptr()
+        at = 0
         for some, forward, part in self._pieces(job, model.forward):
             size = forward.shape[1]
             rows = torch.empty((some, job.width, size), dtype=torch.float16, device=self.device)
-            products = torch.empty((some, size, job.width), dtype=torch.float32, device=self.device)
-            part.rows, part.products = rows.data_ptr(), products.data_ptr()
+            part.rows = rows.data_ptr()
             self._launch("gather", part, some * size // self._coded.head_dim)
             self._launch("weigh", part, some * job.tokens)
-            torch.bmm(forward.transpose(1, 2), rows.transpose(1, 2), out_dtype=torch.float32, out=products)
-            self._launch("quantize", part, some * size)
-        self._launch_rows("encode_rows", job, self._tables.encoding, job.groups_count * job.all)
-        job.tables = self._tables.encoding.data_ptr()
+            out = numbers[at : at + some * size].view(some, size, job.width)
+            torch.bmm(forward.transpose(1, 2), rows.transpose(1, 2), out=out)
+            at += some * size
+        self._launch_rows("encode_rows", job, self._encoding)
         self._kernels.launch("double_steps", job, job.n * (ROW_THREADS // 32), threads=ROW_THREADS)
         self._launch("lay_out", job, ALONE)
-        self._launch("pack", job, job.all)
+        self._launch("pack", job, job.all * job.groups_count)
         self._launch("seal_parts", job, job.all * ALONE)
         del kept
 
@@ -293,17 +323,11 @@ class EmbeddedPagedCodec(PagedCodec):
         numbers, _ = kept = self._books(job)
         job.gain = model.gain_back.data_ptr()
         self._launch("find_rows", job, ALONE)
-        self._launch_rows("decode_base", job, self._tables.decoding, job.groups_count)
-        for level in range(1, LEVELS):
-            part = Sections.from_buffer_copy(job)
-            part.all = level
-            warps = job.groups_count * job.n * (ROW_THREADS // 32)
-            self._kernels.launch("decode_refinement", part, warps, threads=ROW_THREADS)
+        self._launch_rows("decode_rows", job, self._decoding)
         at = 0
         for some, inverse, part in self._pieces(job, model.inverse):
             size = inverse.shape[1]
-            self._launch("place_numbers", part, some * size)
-            placed = numbers[at : at + some * size].view(torch.float16).view(some, size, job.width)
+            placed = numbers[at : at + some * size].view(some, size, job.width)
             products = torch.empty((some, job.width, size), dtype=torch.float32, device=self.device)
             torch.bmm(placed.transpose(1, 2), inverse, out_dtype=torch.float32, out=products)
             part.products = products.data_ptr()
@@ -314,7 +338,7 @@ class EmbeddedPagedCodec(PagedCodec):
     def _books(self, job: Sections) -> tuple[Tensor, Tensor]:
         """Memory between the kernels: numbers, and books. The caller keeps both until the kernels are launched."""
         job.width = -(-job.n * job.tokens // 8) * 8
-        numbers = torch.empty((job.components, job.width), dtype=torch.int16, device=self.device)
+        numbers = torch.empty((job.components, job.width), dtype=torch.float16, device=self.device)
         counts = job.n, job.groups_count * job.width, job.n * LEVELS * job.streams, job.n * LEVELS * job.groups_count
         books = torch.zeros(4 * (counts[0] + counts[2] + counts[3]) + counts[1], dtype=torch.uint8, device=self.device)
         job.numbers, job.steps = numbers.data_ptr(), books.data_ptr()
@@ -347,11 +371,12 @@ class EmbeddedPagedCodec(PagedCodec):
         """Launch a kernel. warps: most busy warps of a block of the batch."""
         self._kernels.launch(name, job, job.n * warps)
 
-    def _launch_rows(self, name: str, job: Sections, of_base: Tensor, rows: int) -> None:
+    def _launch_rows(self, name: str, job: Sections, tables: Tables) -> None:
         """Launch a kernel with a warp for each row of a block, or for several fitting rows."""
-        job.tables, job.tables_nbytes, job.pool = of_base.data_ptr(), of_base.nbytes, self._tables.pool
-        shared = of_base.nbytes if self._shared else 0
-        self._kernels.launch(name, job, job.n * rows * (ROW_THREADS // 32), threads=ROW_THREADS, shared=shared)
+        job.tables, job.tables_nbytes = tables.there.data_ptr(), tables.there.nbytes
+        job.likely_at, job.rest_at = tables.likely_at, tables.rest_at
+        warps = job.n * job.groups_count * (ROW_THREADS // 32)
+        self._kernels.launch(name, job, warps, threads=ROW_THREADS, shared=tables.there.nbytes)
 
     def _launch_exact(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
         of_batch = job.of(batch, codes)
@@ -377,23 +402,17 @@ class EmbeddedPagedCodec(PagedCodec):
                 sections.streams = int(model.groups[:, 2].sum())
                 for name in ("groups", "vectors", "mean", "weigher", "offset", "table_of"):
                     setattr(sections, name, getattr(model, name).data_ptr())
-                for name in ("likely", "inverses", "centres"):
-                    setattr(sections, name, getattr(self._tables, name).data_ptr())
                 self._plans[exact] = Plan(kept, sections, Job(), model)
         return self._plans[exact]
 
 
 @lru_cache
-def _module(
-    head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, shared: bool, pairs: int, interleaved: bool
-) -> Module:
+def _module(head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, pairs: int, interleaved: bool) -> Module:
     """Return the kernels for vectors of `head_dim` numbers of `dtype`; see `cuda_codec.constants`.
 
-    Args:
-        shared: True if tables fit into a block's shared memory.
-        pairs, interleaved: of RoPE.
+    pairs, interleaved: of RoPE.
     """
-    macros = {"SHARED_TABLES": int(shared), "PAIRS": pairs, "INTERLEAVED": int(interleaved)}
+    macros = {"PAIRS": pairs, "INTERLEAVED": int(interleaved), "BUCKETS": BUCKETS}
     macros |= {"SECTION_VERSION": VERSION, "MOST_K": MOST_K, "LEVELS": LEVELS, "TABLES": TABLES, "FINE": levels.FINE}
     macros |= {"WIDTHS": len(levels.WIDTHS), "NUMBERS_A_WORD": NUMBERS_A_WORD}
     return Module(f"{constants(head_dim, dtype, aligned, macros)}\n{sources(SOURCES)}", device)

@@ -33,7 +33,8 @@ def world_of(
     **more: Any,
 ) -> World:
     """layers: of a group. scale: by which numbers are further from the profile than it says."""
-    profile = made_up.profile(LAYERS, heads, head_dim, rope or made_up.rope_of(head_dim), layers)
+    together = max(1, min(layers, 2048 // (2 * heads * head_dim)))
+    profile = made_up.profile(LAYERS, heads, head_dim, rope or made_up.rope_of(head_dim), together)
     keys, values = scale * made_up.grouped_kv(profile, BLOCKS * tokens)
     firsts = dict(zip(IDS, FIRST_TOKENS, strict=True))
     positions = np.concatenate([np.arange(tokens) + firsts.get(block, 0) for block in range(BLOCKS)])

@@ -64,7 +64,7 @@ class Reader:
 def streams_of(numbers):
     """Least power of 2 above the number of times that 2,048 numbers come after the first ones."""
     streams = 1
-    while streams <= numbers // 2048 - 1:
+    while streams <= numbers // 2048:
         streams *= 2
     return streams
 

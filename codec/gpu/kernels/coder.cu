@@ -30,12 +30,14 @@ __device__ __forceinline__ void put_symbol(u32& x, int& at, u16* words, u32 entr
     x += whole * (4096 - often) + sum;
 }
 
-// The same for symbols some of which are escapes with `value` behind them, and some are none: those of threads not `on`.
+// The same for symbols some of which are none: those of threads not `on`; and with ESCAPES some are escapes with `value`
+// behind them.
+template <bool ESCAPES>
 __device__ __forceinline__ void put_any(u32& x, int& at, u16* words, u32 entry, u32 inverse, int value, bool on,
                                         const Streams& me) {
     const u32 often = entry & 4095, sum = entry >> 12 & 4095;
-    const bool full = on && x >> 20 >= often, escaped = on && entry >> 31;
-    const u32 fulls = __ballot_sync(FULL, full), escapes = __ballot_sync(FULL, escaped);
+    const bool full = on && x >> 20 >= often, escaped = ESCAPES && on && entry >> 31;
+    const u32 fulls = __ballot_sync(FULL, full), escapes = ESCAPES ? __ballot_sync(FULL, escaped) : 0;
     const int before = __popc(fulls & me.before) + __popc(escapes & me.before);
     at -= __popc(fulls & me.group) + __popc(escapes & me.group);
     if (escaped && at >= 0) words[at + before + full] = value;

@@ -1,10 +1,10 @@
-// Numbers of groups to words and back, level by level: manthan.codec.cpu.embedded, whose words these are, and what lies
-// between paged blocks and numbers. A warp takes as many rows of one group, of blocks next to each other in the batch, as
-// their streams fill it.
+// Numbers of groups to words and back: manthan.codec.cpu.klt, whose words these are, and what lies between paged
+// blocks and numbers. A warp takes as many rows of one group, of blocks next to each other in the batch, as their streams
+// fill it, all levels of a number one after the other.
 //
-// numbers has for each component those of all tokens, the blocks' next to each other: finest ones while encoding, those
-// of the level that was decoded last while decoding. Tables of the base are those of klt_tables.py; a refinement tells -1, 0 or
-// 1, and `likely` has by table and magnitude so far how often it is -1, and -1 or 0.
+// numbers has for each component those of all tokens, the blocks' next to each other, as fp16: products of the transform
+// while encoding, what its inverse is applied to while decoding. A refinement tells -1, 0 or 1, and `likely` has by table
+// and magnitude so far how often it is -1, and -1 or 0.
 
 #define ESCAPE 255
 #define SYMBOL_MAX 127
@@ -16,95 +16,127 @@
 #define OCTAVE_THIRD 0.33333334f
 
 __device__ __forceinline__ int split_of(int level) { return level == 3 ? 3 : 2; }
-__device__ __forceinline__ int at_level(int finest, int level) {
-    int magnitude = finest;
-    if (level < 3) magnitude = (magnitude + 1) / 3;
-    return level < 2 ? magnitude >> (2 - level) : magnitude;
-}
-__device__ __forceinline__ int shifted(int table, int j) {
-    return table / WIDTHS * WIDTHS + min(max(table % WIDTHS - j, 0), WIDTHS - 1);
-}
+// table: the first of its shape, and its width << 8.
+__device__ __forceinline__ int shifted(int table, int j) { return (table & 255) + min(max((table >> 8) - j, 0), WIDTHS - 1); }
 
 __device__ __forceinline__ const u8* fetch_tables(const Sections& job) {
-#if SHARED_TABLES
     extern __shared__ uint4 shared[];
     for (int i = threadIdx.x; i < job.tables_nbytes / 16; i += ROW_THREADS) shared[i] = ((const uint4*)job.tables)[i];
     __syncthreads();
     return (const u8*)shared;
-#else
-    return job.tables;
-#endif
 }
 
-struct Place {  // a number of a row: its component in the group, and its token in the block
-    int component, token;
-    __device__ __forceinline__ Place(const Sections& job, int number) : component(number / job.tokens) {
-        token = number - component * job.tokens;
-    }
-};
+// A thread's way through the numbers of a row: every `streams`th, there and back. Where all of them are of one token, its
+// shift is read once.
+struct Way {
+    Half* numbers;
+    const u16* table_of;
+    const signed char* shifts;
+    int component, token, further, rest, tokens, width, at, j;
+    float larger;  // by the shift
 
-struct Row {  // that is encoded, of one stream
-    u16* words;
-    int at;
-    u32 x;
-};
-
-struct Encoding {
-    const Sections& job;
-    const u32* entries;  // of the base
-    Streams me;
-
-    __device__ __forceinline__ Encoding(const Sections& job, const u8* tables, int streams)
-        : job(job), entries((const u32*)tables), me(streams) {}
-
-    // A row of one level, of `block` where it is `there`.
-    __device__ __forceinline__ void put_row(int g, int block, bool there, int level) const {
+    __device__ __forceinline__ Way(const Sections& job, int g, int block, int number) {
         const Group group = job.groups[g];
-        const int all = group.size * job.tokens, steps = (all + group.streams - 1) / group.streams;
-        const i64 place = (i64)block * LEVELS + level;
-        const i64 room = (i64)group.size * job.tokens / NUMBERS_A_WORD;
-        Row row{job.words + place * row_room(job) + (i64)group.at * job.tokens / NUMBERS_A_WORD, there ? (int)room : -1,
-                LOWEST};
-        const short* numbers = job.numbers + (i64)group.at * job.width + block * job.tokens;
-        const signed char* shifts = job.shifts + (i64)g * job.width + block * job.tokens;
-        for (int step = steps - 1; step >= 0; step--) {
-            const int number = step * group.streams + me.stream;
-            const bool on = there && number < all;
-            const Place at(job, on ? number : 0);
-            const int finest = numbers[(i64)at.component * job.width + at.token], size = abs(finest);
-            const int table = shifted(job.table_of[group.at + at.component], shifts[at.token]);
-            u32 entry;
-            int value = 0;
-            if (level == 0) {
-                value = finest < 0 ? -at_level(size, 0) : at_level(size, 0);
-                entry = entries[256 * table + min((u32)(value + SYMBOL_MAX), (u32)ESCAPE)];
-            } else {
-                const int so_far = at_level(size, level - 1);
-                int told = at_level(size, level) - split_of(level) * so_far;
-                if (so_far == 0 && finest < 0) told = -told;
-                const u32 likely = job.likely[((level - 1) * TABLES + table) * MAGNITUDES + min(so_far, 3)];
-                const u32 first = likely & 0xffff, second = likely >> 16;
-                const u32 sum = told < 0 ? 0 : told == 0 ? first : second;
-                entry = sum << 12 | (told < 0 ? first : told == 0 ? second - first : 4096 - second);
-            }
-            put_any(row.x, row.at, row.words, entry, job.inverses[entry & 4095], value, on, me);
-        }
-        if (!there) return;
-        job.states[place * job.streams + group.ahead + me.stream] = row.x;
-        if (me.stream == 0) job.sizes[place * job.groups_count + g] = row.at < 0 ? 0x3fffffffu : (u32)(room - row.at);
+        numbers = job.numbers + (i64)group.at * job.width + block * job.tokens;
+        table_of = job.table_of + group.at;
+        shifts = job.shifts + (i64)g * job.width + block * job.tokens;
+        tokens = job.tokens, width = job.width;
+        further = group.streams / tokens, rest = group.streams % tokens;
+        component = number / tokens, token = number % tokens, at = component * width + token;
+        find_shift();
+    }
+    __device__ __forceinline__ void find_shift() { j = __ldg(shifts + token), larger = exp2f(OCTAVE_THIRD * j); }
+    __device__ __forceinline__ void forth() {
+        component += further, at += further * width;
+        if (rest == 0) return;
+        token += rest, at += rest;
+        if (token >= tokens) token -= tokens, component++, at += width - tokens;
+        find_shift();
+    }
+    __device__ __forceinline__ void back() {
+        component -= further, at -= further * width;
+        if (rest == 0) return;
+        token -= rest, at -= rest;
+        if (token < 0) token += tokens, component--, at -= width - tokens;
+        find_shift();
     }
 };
 
-// Rows of one level, or of all that are written.
+// Of encoding: by table, where its entries begin, its first symbol << 16 and how many there are before its escape << 24.
+// Then the entries, and `likely` and `inverses`.
+struct Entries {
+    const u32 *tables, *likely, *inverses;
+    __device__ __forceinline__ Entries(const Sections& job, const u8* from)
+        : tables((const u32*)from), likely((const u32*)(from + job.likely_at)), inverses((const u32*)(from + job.rest_at)) {}
+    __device__ __forceinline__ u32 entry(int table, int value) const {
+        const u32 told = tables[table], escape = told >> 24;
+        const u32 rank = min((u32)(value + SYMBOL_MAX) - (told >> 16 & 255), escape);
+        return tables[TABLES + (told & 0xffff) + rank] | (rank == escape ? 1u << 31 : 0);
+    }
+};
+
+// A group's row of each level that is written, of `block` where it is `there`.
+__device__ __forceinline__ void put_rows(const Sections& job, const Entries& entries, int g, int block, bool there,
+                                         const Streams& me) {
+    const Group group = job.groups[g];
+    const int steps = (group.size * job.tokens + group.streams - 1) / group.streams;
+    const i64 room = (i64)group.size * job.tokens / NUMBERS_A_WORD;
+    u16* words = job.words + (i64)block * LEVELS * row_room(job) + (i64)group.at * job.tokens / NUMBERS_A_WORD;
+    u32 x[LEVELS];
+    int at[LEVELS];
+#pragma unroll
+    for (int level = 0; level < LEVELS; level++) x[level] = LOWEST, at[level] = there ? (int)room : -1;
+    Way way(job, g, block, (steps - 1) * group.streams + me.stream);
+    bool far = false, on = there && way.component < group.size;
+    int next = on ? way.table_of[way.component] : 0;
+    Half product = on ? way.numbers[way.at] : 0;
+    for (int step = steps - 1; step >= 0; step--) {
+        const float y = wide(product) / way.larger;
+        const int table = shifted(next, way.j);
+        const bool is = on;
+        way.back();
+        if (on = there && step > 0) product = way.numbers[way.at], next = __ldg(way.table_of + way.component);
+        far = far || is && !(fabsf(y) <= FURTHEST);
+        const int finest = __float2int_rn(fminf(fmaxf(y, -FURTHEST), FURTHEST));
+        int sizes[LEVELS];
+        sizes[3] = abs(finest), sizes[2] = (sizes[3] + 1) / 3, sizes[1] = sizes[2] >> 1, sizes[0] = sizes[1] >> 1;
+        const int value = finest < 0 ? -sizes[0] : sizes[0];
+        const u32 entry = entries.entry(table, value);
+        put_any<true>(x[0], at[0], words, entry, entries.inverses[entry & 4095], value, is, me);
+#pragma unroll
+        for (int level = 1; level < LEVELS; level++) {
+            if (level >= job.all) break;
+            const int so_far = sizes[level - 1];
+            int told = sizes[level] - split_of(level) * so_far;
+            if (so_far == 0 && finest < 0) told = -told;
+            const u32 likely = entries.likely[((level - 1) * TABLES + table) * MAGNITUDES + min(so_far, 3)];
+            const u32 first = likely & 0xffff, second = likely >> 16;
+            const u32 sum = told < 0 ? 0 : told == 0 ? first : second;
+            const u32 often = told < 0 ? first : told == 0 ? second - first : 4096 - second;
+            put_any<false>(x[level], at[level], words + level * row_room(job), sum << 12 | often,
+                           entries.inverses[often & 4095], 0, is, me);
+        }
+    }
+    if (!there) return;
+    if (far) job.status[block] = 0;
+#pragma unroll
+    for (int level = 0; level < LEVELS; level++) {
+        if (level >= job.all) break;
+        const i64 place = (i64)block * LEVELS + level;
+        job.states[place * job.streams + group.ahead + me.stream] = x[level];
+        if (me.stream == 0) job.sizes[place * job.groups_count + g] = at[level] < 0 ? 0x3fffffffu : (u32)(room - at[level]);
+    }
+}
+
+// A status becomes 0 where a number is no int16.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const Sections job) {
-    const u8* tables = fetch_tables(job);
-    const u32 each = job.all * job.n;
-    for (u32 run = SPREAD_WARP; run < job.groups_count * each; run += gridDim.x * ROW_WARPS) {
-        const int g = run / each, level = run % each / job.n, first = run % job.n;
-        const Encoding encoding(job, tables, job.groups[g].streams);
-        if (first % encoding.me.together) continue;  // the warp of the first takes those that fit beside it
-        const int block = first + encoding.me.row;
-        encoding.put_row(g, min(block, job.n - 1), block < job.n && encoding.me.row < encoding.me.together, level);
+    const Entries entries(job, fetch_tables(job));
+    for (u32 run = SPREAD_WARP; run < (u32)(job.groups_count * job.n); run += gridDim.x * ROW_WARPS) {
+        const int g = run / job.n, first = run % job.n;
+        const Streams me(job.groups[g].streams);
+        if (first % me.together) continue;  // the warp of the first takes those that fit beside it
+        const int block = first + me.row;
+        put_rows(job, entries, g, min(block, job.n - 1), block < job.n && me.row < me.together, me);
     }
 }
 
@@ -125,6 +157,7 @@ __device__ __forceinline__ u64 all_nbytes(const Sections& job, int block) {
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) double_steps(const Sections job) {
     __shared__ int fits;
     const int warp = threadIdx.x / 32;
+    const Entries entries(job, job.tables);
     for (u32 block = blockIdx.x; block < (u32)job.n; block += gridDim.x) {
         while (true) {
             __syncthreads();
@@ -132,52 +165,54 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) double_steps(const 
             __syncthreads();
             if (fits) break;
             for (i64 i = threadIdx.x; i < (i64)job.components * job.tokens; i += ROW_THREADS) {
-                const Place at(job, i);
-                short* number = job.numbers + (i64)at.component * job.width + block * job.tokens + at.token;
-                *number = (short)__float2int_rn(*number * 0.5f);
+                const i64 component = i / job.tokens;
+                Half* number = (Half*)job.numbers + component * job.width + block * job.tokens + i % job.tokens;
+                *number = narrow(wide(*number) * 0.5f);
             }
             if (threadIdx.x == 0) job.steps[block] += 3;
             __syncthreads();
-            for (int run = warp; run < job.groups_count * job.all; run += ROW_WARPS) {
-                const int g = run / job.all;
-                const Encoding encoding(job, job.tables, job.groups[g].streams);
-                encoding.put_row(g, block, encoding.me.row == 0, run % job.all);
+            for (int g = warp; g < job.groups_count; g += ROW_WARPS) {
+                const Streams me(job.groups[g].streams);
+                put_rows(job, entries, g, block, me.row == 0, me);
             }
         }
         if (threadIdx.x == 0 && fits < 0) job.status[block] = 0;
     }
 }
 
-struct Slots {  // of the base's tables
-    const u8 *tables, *pool;
+// Of decoding: by table, where it is. A table has its first symbol and how many there are before its escape << 8; for
+// each of BUCKETS the rank of its first slot; and for each rank, and behind the last, the slots before it, 2 bytes each.
+struct Ranks {
+    const u8* at;
 
-    __device__ __forceinline__ u32 entry(int table, u32 x) const {
-        const u8* from = tables + 16 * *(const u32*)(tables + 4 * table);
-        const u32 slot = x & 4095, rank = pool[16 * *(const u16*)(from + 2 * (slot / 16)) + slot % 16];
-        return *(const u32*)(from + 512 + 4 * rank);
+    __device__ __forceinline__ u32 symbol(u32 rank) const { return rank == at[1] ? ESCAPE : at[0] + rank; }
+    __device__ __forceinline__ u32 before(u32 rank) const { return ((const u16*)(at + 2 + BUCKETS))[rank]; }
+    __device__ __forceinline__ u32 rank(u32 slot) const {
+        const u32 bucket = slot / (4096 / BUCKETS);
+        const u8* ranks = at + 2;
+        u32 low = ranks[bucket], high = bucket < BUCKETS - 1 ? ranks[bucket + 1] : at[1];
+        while (low < high) {
+            const u32 middle = (low + high + 1) / 2;
+            if (before(middle) <= slot) low = middle;
+            else high = middle - 1;
+        }
+        return low;
     }
 };
 
-// Numbers of good blocks that have this level. A status becomes 0 for words of the base that no encoder writes; a
-// refinement's are never that if its checksum is right, and then it is the same.
-template <bool BASE>
-__device__ __forceinline__ void decode_level(const Sections& job, int level) {
-    const u8* tables = BASE ? fetch_tables(job) : nullptr;
-    const Slots slots{tables, tables + job.pool};
-    for (u32 run = SPREAD_WARP; run < (u32)(job.groups_count * job.n); run += gridDim.x * ROW_WARPS) {
-        const int g = run / job.n, first = run % job.n;
+// A stream of one level in a row that is decoded.
+struct Level {
+    Reader reader;
+    u32 x;
+    bool there, begins;
+
+    __device__ __forceinline__ void find(const Sections& job, int g, int block, int level, bool wanted, const Streams& me) {
         const Group group = job.groups[g];
-        const Streams me(group.streams);
-        if (first % me.together) continue;
-        const int block = min(first + me.row, job.n - 1);
-        const bool there = first + me.row < job.n && job.status[block] == GOOD && job.levels[block] >= level;
-        if (!__any_sync(FULL, there)) continue;
-        const i64 place = (i64)block * LEVELS + level;
-        Reader reader{(const u16*)job.codes, 0, 0};
-        u32 x = LOWEST;
+        reader = Reader{(const u16*)job.codes, 0, 0};
+        x = LOWEST, there = wanted;
         if (there) {
             const u8* rows = job.codes + job.offsets[block] + rows_at(job, block, level);
-            const u32* sizes = job.sizes + place * job.groups_count;
+            const u32* sizes = job.sizes + ((i64)block * LEVELS + level) * job.groups_count;
             u64 before = 0;
             for (int i = 0; i < g; i++) before += sizes[i];
             reader.size = sizes[g];
@@ -186,88 +221,90 @@ __device__ __forceinline__ void decode_level(const Sections& job, int level) {
             x = state[0] | (u32)state[1] << 16;
             reader.prefetch(me, group.streams);
         }
-        const bool begins = x >= LOWEST;
-        const int all = group.size * job.tokens, steps = (all + group.streams - 1) / group.streams;
-        short* numbers = job.numbers + (i64)group.at * job.width + block * job.tokens;
-        const signed char* shifts = job.shifts + (i64)g * job.width + block * job.tokens;
-        for (int step = 0; step < steps; step++) {
-            const int number = step * group.streams + me.stream;
-            const bool on = there && number < all;
-            const Place at(job, on ? number : 0);
-            short* kept = numbers + (i64)at.component * job.width + at.token;
-            const int table = shifted(job.table_of[group.at + at.component], shifts[at.token]);
-            if (BASE) {
-                const u32 entry = slots.entry(table, x), symbol = entry >> 24;
-                const u32 next = (entry & 4095) * (x >> 12) + (x & 4095) - (entry >> 12 & 4095);
-                const bool escaped = on && symbol == ESCAPE;
-                const u32 raw = take_words(x, next, reader, escaped, on, me);
-                if (on) *kept = escaped ? (short)raw : (short)((int)symbol - SYMBOL_MAX);
-            } else {
-                const int so_far = on ? *kept : 0, size = abs(so_far);
-                const u32 likely = job.likely[((level - 1) * TABLES + table) * MAGNITUDES + min(size, 3)];
-                const u32 first = likely & 0xffff, second = likely >> 16, slot = x & 4095;
-                const int told = slot < first ? -1 : slot < second ? 0 : 1;
-                const u32 sum = told < 0 ? 0 : told == 0 ? first : second;
-                const u32 often = told < 0 ? first : told == 0 ? second - first : 4096 - second;
-                take_words(x, often * (x >> 12) + slot - sum, reader, false, on, me);
-                const int split = split_of(level);
-                if (on) *kept = so_far < 0 ? split * so_far - told : split * so_far + told;
-            }
-        }
-        if (there && !(begins && reader.at == reader.size && x == LOWEST)) job.status[block] = 0;
+        begins = x >= LOWEST;
     }
-}
+    __device__ __forceinline__ bool ends() const { return !there || begins && reader.at == reader.size && x == LOWEST; }
+};
 
-extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_base(const Sections job) { decode_level<true>(job, 0); }
-// `all` is the level.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_refinement(const Sections job) {
-    decode_level<false>(job, job.all);
+// Rows of one group that a warp decodes. likely, centres: of the tables.
+struct Decoding {
+    const u8* tables;
+    const u32* likely;
+    const int* centres;
+    float of_step;
+    int most;  // the finest level of the warp's rows
+    bool there;
+    Level levels[LEVELS];
+
+    // A thread's next number; TAIL: some threads have none. table: see `shifted`.
+    template <bool TAIL>
+    __device__ __forceinline__ void step(const Way& way, int table, bool on, const Streams& me) {
+        const int of = shifted(table, way.j);
+        u32& x = levels[0].x;
+        const Ranks ranks{tables + ((const u32*)tables)[of]};
+        const u32 slot = x & 4095, rank = ranks.rank(slot), before = ranks.before(rank), symbol = ranks.symbol(rank);
+        const bool escaped = symbol == ESCAPE && (!TAIL || on);
+        const u32 next = (ranks.before(rank + 1) - before) * (x >> 12) + slot - before;
+        const u32 raw = take_words(x, next, levels[0].reader, escaped, !TAIL || on, me);
+        int value = escaped ? (short)raw : (int)symbol - SYMBOL_MAX;
+#pragma unroll
+        for (int level = 1; level < LEVELS; level++) {
+            if (level > most) break;
+            Level& at = levels[level];
+            const u32 both = likely[((level - 1) * TABLES + of) * MAGNITUDES + min(abs(value), 3)];
+            const u32 first = both & 0xffff, second = both >> 16, slot = at.x & 4095;
+            const int told = slot < first ? -1 : slot < second ? 0 : 1;
+            const u32 sum = told < 0 ? 0 : told == 0 ? first : second;
+            const u32 often = (told < 0 ? first : told == 0 ? second : 4096) - sum;
+            take_words(at.x, often * (at.x >> 12) + slot - sum, at.reader, false, !TAIL || on, me);
+            if (at.there) value = split_of(level) * value + (value < 0 ? -told : told);
+        }
+        const int far = abs(value), centre = centres[of * MAGNITUDES + min(far, 3)];
+        const float made = (far * of_step + centre * (PLACE_SHARE / FINE)) * way.larger;
+        if (there && (!TAIL || on)) way.numbers[way.at] = narrow(value < 0 ? -made : made);
+    }
+};
+
+// Numbers of good blocks, of the finest level that is there, in their places in the level's intervals: times PLACE_SHARE
+// and without its steps' k. A status becomes 0 for words that no encoder writes; a refinement's are never that if its
+// checksum is right, and then it is the same.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const Sections job) {
+    const u8* tables = fetch_tables(job);
+    for (u32 run = SPREAD_WARP; run < (u32)(job.groups_count * job.n); run += gridDim.x * ROW_WARPS) {
+        const int g = run / job.n, first = run % job.n;
+        const Group group = job.groups[g];
+        const Streams me(group.streams);
+        if (first % me.together) continue;
+        const int block = min(first + me.row, job.n - 1);
+        Decoding now;
+        now.there = first + me.row < job.n && me.row < me.together && job.status[block] == GOOD;
+        const int finest = now.there ? job.levels[block] : -1;
+        now.most = __reduce_max_sync(FULL, finest);
+        if (now.most < 0) continue;
+#pragma unroll
+        for (int level = 0; level < LEVELS; level++) now.levels[level].find(job, g, block, level, finest >= level, me);
+        now.tables = tables, now.likely = (const u32*)(tables + job.likely_at);
+        now.centres = (const int*)(tables + job.rest_at) + max(finest, 0) * TABLES * MAGNITUDES;
+        now.of_step = (finest < 2 ? 12 >> max(finest, 0) : finest == 2 ? 3 : 1) * PLACE_SHARE;
+        const int all = group.size * job.tokens, whole = all / group.streams;
+        Way way(job, g, block, me.stream);
+        int ahead = way.table_of[min(way.component, group.size - 1)];
+        for (int step = 0; step < whole; step++) {
+            const int table = ahead;
+            ahead = __ldg(way.table_of + min(way.component + way.further + (way.rest ? 1 : 0), group.size - 1));
+            now.step<false>(way, table, true, me);
+            way.forth();
+            if (way.rest) ahead = __ldg(way.table_of + min(way.component, group.size - 1));
+        }
+        if (all % group.streams) now.step<true>(way, ahead, way.component < group.size, me);
+        bool good = true;
+#pragma unroll
+        for (int level = 0; level < LEVELS; level++) good = good && now.levels[level].ends();
+        if (now.there && !good) job.status[block] = 0;
+    }
 }
 
 // -- between numbers and components -----------------------------------------------------------------------------
-
-// What a lane's threads of a warp go through: a component of the groups of now, and tokens next to each other.
-#define EACH_COMPONENT(job, i, size) \
-    for (u32 i = blockIdx.x * WARPS + threadIdx.x / 32; i < (u32)(job.some * size); i += gridDim.x * WARPS)
-
-// Finest whole numbers of the transform's products, [C, width] of each group. A status becomes 0 where one is no int16.
-extern "C" __global__ void __launch_bounds__(THREADS) quantize(const Sections job) {
-    const int lane = threadIdx.x % 32, size = job.groups[job.first_group].size, tokens = job.n * job.tokens;
-    EACH_COMPONENT(job, i, size) {
-        const int g = job.first_group + i / size;
-        const float* from = job.products + (i64)i * job.width;
-        short* to = job.numbers + ((i64)job.groups[g].at + i % size) * job.width;
-        const signed char* shifts = job.shifts + (i64)g * job.width;
-        for (int t = lane; t < tokens; t += 32) {
-            const float y = from[t] * exp2f(-OCTAVE_THIRD * shifts[t]);
-            if (!(fabsf(y) <= FURTHEST)) job.status[t / job.tokens] = 0;
-            to[t] = (short)__float2int_rn(fminf(fmaxf(y, -FURTHEST), FURTHEST));
-        }
-    }
-}
-
-// Where numbers come back in the intervals of a block's level, times PLACE_SHARE and without its steps' k; as fp16 in
-// the place of the numbers.
-extern "C" __global__ void __launch_bounds__(THREADS) place_numbers(const Sections job) {
-    const int lane = threadIdx.x % 32, size = job.groups[job.first_group].size, tokens = job.n * job.tokens;
-    const int steps[] = {12, 6, 3, 1};
-    EACH_COMPONENT(job, i, size) {
-        const int g = job.first_group + i / size, component = job.groups[g].at + i % size;
-        short* numbers = job.numbers + (i64)component * job.width;
-        const signed char* shifts = job.shifts + (i64)g * job.width;
-        const int table = job.table_of[component];
-        for (int t = lane; t < tokens; t += 32) {
-            const int block = t / job.tokens, level = job.levels[block], value = numbers[t], far = abs(value);
-            float made = 0.f;
-            if (job.status[block] == GOOD) {
-                const int within = shifted(table, shifts[t]);
-                const int centre = job.centres[(level * TABLES + within) * MAGNITUDES + min(far, 3)];
-                made = (far * steps[level] + centre / (float)FINE) * exp2f(OCTAVE_THIRD * shifts[t]) * PLACE_SHARE;
-            }
-            ((Half*)numbers)[t] = narrow(value < 0 ? -made : made);
-        }
-    }
-}
 
 // What a warp works on: a vector of one head in one block, of the groups of now.
 struct Run {

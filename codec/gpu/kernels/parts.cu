@@ -1,4 +1,4 @@
-// An embedded section (manthan.codec.cpu.embedded) in encoded blocks: its base and refinements, where their rows lie, and
+// A calibrated section (manthan.codec.cpu.klt) in encoded blocks: its base and refinements, where their rows lie, and
 // words out of the buffers in which rows were encoded. A row is a group's numbers in one part. Parts are numbered by
 // their level: 0 is the base's.
 
@@ -27,14 +27,13 @@ struct Sections {  // of n blocks of one form; arrays without a word of their ow
     const float *mean, *gain;   // [components]: see embedded.cu
     const float* weigher;       // [components + components / HEAD_DIM + groups]
     const float* offset;        // [components] of what the weigher sees
-    const u8* table_of;         // [components]
-    const u8* tables;           // of the base, for encoding or decoding; see klt_tables.py
-    const u32* likely;          // [refinements, TABLES, MAGNITUDES]: how often -1 is told, and -1 or 0 << 16
-    const u32* inverses;        // [4096] reciprocals
-    const int* centres;         // [LEVELS, TABLES, MAGNITUDES]
+    const u16* table_of;        // [components] see `shifted`
+    const u8* tables;           // of the base, for encoding or decoding: see embedded.cu; then
+                                // likely, [refinements, TABLES, MAGNITUDES]: how often -1 is told, and -1 or 0 << 16; and
+                                // encoding: reciprocals, [4096]; decoding: centres, int [LEVELS, TABLES, MAGNITUDES]
     Half* rows;                 // [groups of now, width, C]: what the transform is applied to
-    const float* products;      // [groups of now, C, width], or what its inverse gives, [groups of now, width, C]
-    short* numbers;             // [components, width]
+    const float* products;      // [groups of now, width, C]: what its inverse gives
+    Half* numbers;              // [components, width]
     signed char* shifts;        // [groups, width]
     int* steps;                 // [n] k of each block: thirds of octaves that its steps are larger
     int* levels;                // [n] the level that is there
@@ -44,7 +43,7 @@ struct Sections {  // of n blocks of one form; arrays without a word of their ow
     i64 block_stride;           // in elements, as the next four
     i64 at[2];                  // first key and first value of the section in a paged block
     int head_stride, token_stride;
-    i64 tables_nbytes, pool, head_nbytes, start, limit;  // start: of the section in a block; limit: bytes of all parts
+    i64 tables_nbytes, likely_at, rest_at, head_nbytes, start, limit;  // start: of the section in a block; limit: bytes of all parts
     int n, all, groups_count, components, streams;  // all: levels that are written; streams: of all groups
     int tokens, first_token, block_tokens, layers;
     int first_group, some, width;                   // groups that are worked on now
@@ -62,7 +61,7 @@ struct Sections {  // of n blocks of one form; arrays without a word of their ow
 __device__ __forceinline__ i64 align16(i64 nbytes) { return (nbytes + 15) & ~(i64)15; }
 __device__ __forceinline__ int last_entry(const Sections& job) { return (int)(job.head_nbytes - 128) / 64 - 1; }
 __device__ __forceinline__ i64 shifts_nbytes(const Sections& job) {
-    return START_NBYTES + ((i64)job.groups_count * job.tokens + 1) / 2;
+    return START_NBYTES + ((i64)job.groups_count * job.tokens + 3) / 4 * 2;
 }
 __device__ __forceinline__ i64 rows_front(const Sections& job) { return 4ll * (job.groups_count + job.streams); }
 // Of the rows of a part that have so many words.
@@ -81,7 +80,7 @@ __device__ __forceinline__ i64 rows_at(const Sections& job, int block, int level
     return level ? job.ends[(i64)block * LEVELS + level - 1] + FRONT_NBYTES : job.start + shifts_nbytes(job);
 }
 
-// Two bytes at a time: parts of the base may begin at odd multiples of 2.
+// Two bytes at a time: the base's rows may begin at odd multiples of 2.
 __device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, int lane) {
     const u32 lead = min((u32)((u64)to / 2 % 2), size), pairs = (size - lead) / 2;
     if (lane < lead) to[0] = from[0];
@@ -132,16 +131,16 @@ extern "C" __global__ void lay_out(const Sections job) {
     }
 }
 
-// Shifts of the base, and sizes, states and words of all rows.
+// Shifts of the base, and sizes, states and words of all rows. A warp takes a row.
 extern "C" __global__ void pack(const Sections job) {
     const int lane = threadIdx.x % 32, groups = job.groups_count;
-    for (u32 run = blockIdx.x * WARPS + threadIdx.x / 32; run < (u32)(job.n * job.all); run += gridDim.x * WARPS) {
-        const int block = run / job.all, level = run % job.all;
+    for (u32 run = blockIdx.x * WARPS + threadIdx.x / 32; run < (u32)(job.n * job.all * groups); run += gridDim.x * WARPS) {
+        const int block = run / groups / job.all, level = run / groups % job.all, g = run % groups;
         u8* out = job.codes + job.offsets[block];
-        if (level == 0) {
+        if (level == 0 && g == 0) {
             u8* kept = out + job.start + START_NBYTES;
             const int count = groups * job.tokens;
-            for (int i = lane; i < (count + 1) / 2; i += 32) {
+            for (int i = lane; i < (count + 3) / 4 * 2; i += 32) {
                 u32 both = 0;
                 for (int k = 0; k < 2; k++) {
                     const int at = 2 * i + k;
@@ -155,16 +154,17 @@ extern "C" __global__ void pack(const Sections job) {
         u8* rows = out + rows_at(job, block, level);
         const i64 place = (i64)block * LEVELS + level;
         const u32* sizes = job.sizes + place * groups;
-        for (int g = lane; g < 2 * groups; g += 32) ((u16*)rows)[g] = ((const u16*)sizes)[g];
-        const u16* states = (const u16*)(job.states + place * job.streams);
-        for (int i = lane; i < 2 * job.streams; i += 32) ((u16*)(rows + 4ll * groups))[i] = states[i];
-        u16* to = (u16*)(rows + rows_front(job));
-        for (int g = 0; g < groups; g++) {
-            const Group group = job.groups[g];
-            const u16* end = job.words + place * row_room(job) + (i64)(group.at + group.size) * job.tokens / NUMBERS_A_WORD;
-            copy_words(to, end - sizes[g], sizes[g], lane);
-            to += sizes[g];
-        }
+        const Group group = job.groups[g];
+        if (lane < 2) ((u16*)rows)[2 * g + lane] = sizes[g] >> 16 * lane;
+        const u16* states = (const u16*)(job.states + place * job.streams + group.ahead);
+        u16* to = (u16*)(rows + 4ll * (groups + group.ahead));
+        for (int i = lane; i < 2 * group.streams; i += 32) to[i] = states[i];
+        u32 before = 0;
+        for (int i = lane; i < g; i += 32) before += sizes[i];
+#pragma unroll
+        for (int k = 16; k; k /= 2) before += __shfl_xor_sync(FULL, before, k);
+        const u16* end = job.words + place * row_room(job) + (i64)(group.at + group.size) * job.tokens / NUMBERS_A_WORD;
+        copy_words((u16*)(rows + rows_front(job)) + before, end - sizes[g], sizes[g], lane);
     }
 }
 

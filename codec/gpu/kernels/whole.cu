@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
                         const u32 two = k >= 4 ? k >= 6 ? four[3] : four[2] : k >= 2 ? four[1] : four[0];
                         const int value = (short)(two >> 16 * (k % 2));
                         const uint2 entry = entry_of(table, value);
-                        put_any(x, at, words, entry.x, entry.y, value, true, me);
+                        put_any<true>(x, at, words, entry.x, entry.y, value, true, me);
                     }
                 } else {
 #pragma unroll
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
                     const u32 two = k >= 4 ? k >= 6 ? four[3] : four[2] : k >= 2 ? four[1] : four[0];
                     const int value = (short)(two >> 16 * (k % 2));
                     const uint2 entry = entry_of(table, value);
-                    put_any(x, at, words, entry.x, entry.y, value, i < octets.numbers, me);
+                    put_any<true>(x, at, words, entry.x, entry.y, value, i < octets.numbers, me);
                 }
             }
         }
@@ -124,7 +124,7 @@ __device__ __forceinline__ void encode_doubled(const Wht& job, int row, int bloc
             const u32 two = k >= 4 ? k >= 6 ? now.w : now.z : k >= 2 ? now.y : now.x;
             const int value = halved((short)(two >> 16 * (k % 2)), doublings);
             const uint2 entry = entry_of(tables + 256 * table, value);
-            put_any(x, at, words, entry.x, entry.y, value, !me.row && i < numbers, me);
+            put_any<true>(x, at, words, entry.x, entry.y, value, !me.row && i < numbers, me);
         }
     }
     if (me.row) return;
