@@ -20,8 +20,8 @@ from rich.table import Table
 from manthan.benchmarks import made_up
 from manthan.codec.block import BlockFormat
 from manthan.codec.cpu.klt import EXACT, KltPreset
-from manthan.codec.gpu.embedded_codec import EmbeddedPagedCodec
 from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
+from manthan.codec.gpu.klt_codec import KltPagedCodec
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.codec.gpu.wht_codec import WhtPagedCodec
 from manthan.codec.k3v3 import K3v3Preset
@@ -136,7 +136,7 @@ def measure(work: Work, meter: Meter) -> Iterator[GpuResult]:
     row = heads * 2 * head_dim
     layout = PagedLayout(caches, heads, TOKENS, head_dim, TOKENS * row, 2 * head_dim, row, key_at=0, value_at=head_dim)
     format = BlockFormat(work.codec, layout.shape, bytes(16), facts=ModelFacts(profile.info.rope, profile))
-    paged = {K3v3Preset: K3v3PagedCodec, KltPreset: EmbeddedPagedCodec, WhtPreset: WhtPagedCodec}
+    paged = {K3v3Preset: K3v3PagedCodec, KltPreset: KltPagedCodec, WhtPreset: WhtPagedCodec}
     codec = paged[type(PRESETS[work.codec])](layout, format)
     room = codec.form(0).nbytes
     codes = torch.empty(blocks * room, dtype=torch.uint8, device="cuda")

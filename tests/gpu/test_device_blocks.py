@@ -9,7 +9,7 @@ from device_blocks import IDS, KEYS, LAYERS, TARGETS, World
 from manthan.benchmarks import made_up
 from manthan.codec.base import Dtype
 from manthan.codec.cpu.numbers import table
-from manthan.codec.gpu.embedded_codec import EmbeddedPagedCodec
+from manthan.codec.gpu.klt_codec import KltPagedCodec
 from manthan.codec.gpu.raw import RawPagedCodec
 from manthan.codec.gpu.wht_codec import WhtPagedCodec
 from manthan.codec.model import ModelFacts
@@ -52,7 +52,7 @@ def test_keys_and_values_beside_bytes(exact: int) -> None:
 def test_keys_and_values_beside_bytes_in_a_calibrated_codec(exact: int) -> None:
     rope = made_up.rope_of(64)
     facts = ModelFacts(rope, made_up.profile(LAYERS, 3, 64, rope))
-    world = device_blocks.kv(EmbeddedPagedCodec, "klt-8x", exact=exact, device=CUDA, facts=facts, beside=256)
+    world = device_blocks.kv(KltPagedCodec, "klt-8x", exact=exact, device=CUDA, facts=facts, beside=256)
     assert world.encode() == [None] * 4
     right = [world.numbers(block)[2] for block in IDS]
     assert world.decode() == [None] * 4
@@ -112,7 +112,7 @@ def test_each_fp8_number_is_read(kind: Dtype) -> None:
 def test_fp8_in_a_calibrated_codec_is_about_the_cpu_s(kind: Dtype) -> None:
     rope = made_up.rope_of(64)
     facts = ModelFacts(rope, made_up.profile(LAYERS, 3, 64, rope))
-    world = device_blocks.fp8(EmbeddedPagedCodec, "klt-8x", kind, exact=4, device=CUDA, facts=facts)
+    world = device_blocks.fp8(KltPagedCodec, "klt-8x", kind, exact=4, device=CUDA, facts=facts)
     assert world.encode() == [None] * 4
     blocks = [world.block(i) for i in range(4)]
     assert world.decode() == [None] * 4

@@ -11,9 +11,9 @@ from device_blocks import IDS, KEYS, LAYERS, TARGETS, World, as_floats, near, sa
 
 from manthan.benchmarks import made_up
 from manthan.codec.errors import CodecError
-from manthan.codec.gpu import embedded_codec, wht_codec
-from manthan.codec.gpu.embedded_codec import EmbeddedPagedCodec
+from manthan.codec.gpu import klt_codec, wht_codec
 from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
+from manthan.codec.gpu.klt_codec import KltPagedCodec
 from manthan.codec.gpu.paged import DTYPES, GOOD
 from manthan.codec.gpu.wht_codec import WhtPagedCodec
 from manthan.codec.model import ModelFacts
@@ -35,7 +35,7 @@ def klt(heads: int = 3, tokens: int = 16, **more: Any) -> World:
     numbers = fitting(profile, tokens)
     facts = ModelFacts(None, profile)
     return device_blocks.kv(
-        EmbeddedPagedCodec, "klt-8x", heads, tokens=tokens, numbers=numbers, facts=facts, device=CUDA, **more
+        KltPagedCodec, "klt-8x", heads, tokens=tokens, numbers=numbers, facts=facts, device=CUDA, **more
     )
 
 
@@ -129,8 +129,8 @@ def test_what_is_not_finite_is_reported(name: str, number: float, exact: int, at
 def test_groups_of_blocks(monkeypatch: pytest.MonkeyPatch, name: str, nbytes: int, exact: int) -> None:
     """However many are worked on at a time, the numbers are the same; where nothing is rounded, the codes, too."""
     monkeypatch.setattr(wht_codec, "SCRATCH_BYTES", nbytes)
-    monkeypatch.setattr(embedded_codec, "SCRATCH_BYTES", 3 * nbytes)
-    monkeypatch.setattr(embedded_codec, "PRODUCTS_AT_ONCE", nbytes)
+    monkeypatch.setattr(klt_codec, "SCRATCH_BYTES", 3 * nbytes)
+    monkeypatch.setattr(klt_codec, "PRODUCTS_AT_ONCE", nbytes)
     world = ALL[name].make(exact=exact)
     assert world.encode() == [None] * 4
     world.check_decoding(ALL[name].alike)

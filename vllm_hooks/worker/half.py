@@ -364,15 +364,15 @@ def _make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Shard
 
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:
     """Return the codec of a GPU. Raises UnsupportedError for a missing codec, or unusable kernels."""
-    from manthan.codec.gpu.embedded_codec import EmbeddedPagedCodec
     from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
+    from manthan.codec.gpu.klt_codec import KltPagedCodec
     from manthan.codec.gpu.nvrtc import CompileError
     from manthan.codec.gpu.raw import RawPagedCodec
     from manthan.codec.gpu.wht_codec import WhtPagedCodec
 
     made: dict[type, Callable[..., PagedCodec]] = {
         WhtPreset: WhtPagedCodec,
-        KltPreset: EmbeddedPagedCodec,
+        KltPreset: KltPagedCodec,
         K3v3Preset: K3v3PagedCodec,
     }
     try:

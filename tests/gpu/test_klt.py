@@ -12,7 +12,7 @@ from manthan.benchmarks import made_up
 from manthan.codec import wire
 from manthan.codec.cpu.klt import PRESETS
 from manthan.codec.errors import ProfileError
-from manthan.codec.gpu.embedded_codec import EmbeddedPagedCodec
+from manthan.codec.gpu.klt_codec import KltPagedCodec
 from manthan.codec.model import ModelFacts
 from manthan.codec.rope import Rope
 
@@ -43,7 +43,7 @@ def world_of(
     numbers = both.unflatten(2, (BLOCKS, tokens)).permute(0, 2, 3, 1, 4).to(device)
     facts = ModelFacts(profile.info.rope, profile)
     return device_blocks.kv(
-        EmbeddedPagedCodec, preset, heads, head_dim, tokens=tokens, facts=facts, numbers=numbers, device=device, **more
+        KltPagedCodec, preset, heads, head_dim, tokens=tokens, facts=facts, numbers=numbers, device=device, **more
     )
 
 
@@ -101,7 +101,7 @@ def test_latents(preset: str, beside: int, exact: int) -> None:
     numbers = torch.from_numpy(made_up.grouped_kv(profile, BLOCKS * 16)[0])
     told: dict[str, Any] = {"exact": exact, "beside": beside, "device": CUDA, "facts": ModelFacts(profile=profile)}
     of_tokens = numbers.unflatten(2, (BLOCKS, 16)).permute(0, 2, 3, 1, 4).flatten(3)
-    world = device_blocks.latents(EmbeddedPagedCodec, preset, numbers=of_tokens, **told)
+    world = device_blocks.latents(KltPagedCodec, preset, numbers=of_tokens, **told)
     before = world.bits.clone()
     assert world.encode() == [None] * 4
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Embedded sections by CUDA kernels with cuBLAS between: `manthan.codec.cpu.klt` on a GPU.
+"""Calibrated sections by CUDA kernels with cuBLAS between: `manthan.codec.cpu.klt` on a GPU.
 
 Blocks are processed in runs of SCRATCH_BYTES. In a run, groups of equal size are multiplied some at a time. For equal
 integers, the entropy coder's words equal the CPU's, and each reads the blocks of the other. Sums are rounded
@@ -242,8 +242,8 @@ class Plan(NamedTuple):
     model: Model | None
 
 
-class EmbeddedPagedCodec(PagedCodec):
-    """`PagedCodec` for embedded codecs, on one CUDA device of compute capability 8.0 or newer.
+class KltPagedCodec(PagedCodec):
+    """`PagedCodec` for calibrated codecs, on one CUDA device of compute capability 8.0 or newer.
 
     Encodes keys and values, or latents. Raises CompileError, ProfileError.
     """
