@@ -19,16 +19,15 @@ from rich.table import Table
 
 from manthan.benchmarks import made_up
 from manthan.codec.block import BlockFormat
-from manthan.codec.calibration import TOGETHER
-from manthan.codec.cpu.embedded import EXACT, EmbeddedPreset
-from manthan.codec.gpu.embedded_codec import EmbeddedPagedCodec
+from manthan.codec.cpu.klt import EXACT, KltPreset
 from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
 from manthan.codec.gpu.klt_codec import KltPagedCodec
-from manthan.codec.gpu.paged import PagedCodec, PagedLayout
+from manthan.codec.gpu.paged import PagedLayout
 from manthan.codec.gpu.wht_codec import WhtPagedCodec
-from manthan.codec.k3v3 import K3V3
+from manthan.codec.k3v3 import K3v3Preset
 from manthan.codec.model import ModelFacts
-from manthan.codec.registry import PRESETS, codec_names, needs_profile
+from manthan.codec.registry import PRESETS, codec_names
+from manthan.codec.wht import WhtPreset
 
 TOKENS = 16
 SHAPES = ((36, 8, 128), (30, 3, 64))
@@ -75,7 +74,7 @@ class Work(NamedTuple):
 
 def _has_kernels(codec: str) -> bool:
     preset = PRESETS.get(codec)
-    return not isinstance(preset, EmbeddedPreset) or preset.level != EXACT
+    return not isinstance(preset, KltPreset) or preset.level != EXACT
 
 
 class Meter:
@@ -129,11 +128,7 @@ def measure(work: Work, meter: Meter) -> Iterator[GpuResult]:
     layers, heads, head_dim = work.shape
     blocks = max(1, work.vectors // (2 * layers * heads * TOKENS))
     profile = made_up.profile(*work.shape, made_up.rope_of(head_dim))
-    if is_embedded := isinstance(PRESETS.get(work.codec), EmbeddedPreset):
-        profile = made_up.with_groups(profile, max(1, min(TOGETHER[0], TOGETHER[1] // (2 * heads * head_dim))))
-        keys, values = made_up.turned_kv(profile, blocks * TOKENS, torch.device("cuda"))
-    else:
-        keys, values = made_up.kv(profile, blocks * TOKENS, torch.device("cuda"))
+    keys, values = made_up.kv(profile, blocks * TOKENS, torch.device("cuda"))
     caches = tuple(
         torch.cat((k, v), 2).bfloat16().view(heads, blocks, TOKENS, 2 * head_dim).permute(1, 2, 0, 3).contiguous()
         for k, v in zip(keys, values, strict=True)
@@ -141,13 +136,8 @@ def measure(work: Work, meter: Meter) -> Iterator[GpuResult]:
     row = heads * 2 * head_dim
     layout = PagedLayout(caches, heads, TOKENS, head_dim, TOKENS * row, 2 * head_dim, row, key_at=0, value_at=head_dim)
     format = BlockFormat(work.codec, layout.shape, bytes(16), facts=ModelFacts(profile.info.rope, profile))
-    if is_embedded:
-        codec: PagedCodec = EmbeddedPagedCodec(layout, format)
-    else:
-        paged = (
-            K3v3PagedCodec if work.codec == K3V3.name else KltPagedCodec if needs_profile(work.codec) else WhtPagedCodec
-        )
-        codec = paged(layout, format)
+    paged = {K3v3Preset: K3v3PagedCodec, KltPreset: KltPagedCodec, WhtPreset: WhtPagedCodec}
+    codec = paged[type(PRESETS[work.codec])](layout, format)
     room = codec.form(0).nbytes
     codes = torch.empty(blocks * room, dtype=torch.uint8, device="cuda")
     ids = torch.randperm(blocks).tolist()
@@ -161,10 +151,6 @@ def measure(work: Work, meter: Meter) -> Iterator[GpuResult]:
         yield meter.result(
             work, operation, n, moved, lambda operation=operation: getattr(codec, operation)(batch, codes)
         )
-    if needs_profile(work.codec) and not is_embedded:
-        vectors = torch.randn((layers, blocks * TOKENS, heads * head_dim), device="cuda", dtype=torch.float16)
-        matrices = torch.randn((layers, heads * head_dim, heads * head_dim), device="cuda", dtype=torch.float16)
-        yield meter.result(work, "product", n // 2, 0, lambda: torch.bmm(vectors, matrices))
 
 
 def table(results: list[GpuResult], title: str) -> Table:

@@ -8,8 +8,6 @@ profile:
 """
 
 import time
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,14 +19,16 @@ from torch import Tensor
 
 from manthan.benchmarks.engines import random_tokens
 from manthan.benchmarks.shapes import DEFAULT, PUBLIC, write_model
-from manthan.codec.calibration import ProfileBuilder
-from manthan.codec.profile import PRESETS, Basis, Group, LayerProfile, Profile, ProfileInfo
+from manthan.codec.calibration import TOGETHER, ProfileBuilder
+from manthan.codec.profile import Group, Profile, ProfileInfo
 from manthan.codec.rope import Rope
-from manthan.codec.tables.frequencies import DEVIATIONS, SHAPES, costs, family
+from manthan.codec.tables.frequencies import SHAPES
 from manthan.codec.tables.levels import STEPS, WIDTHS
 
 SPREAD = 8.0, 0.2
 """Deviations of the first component and the last; between them even on a logarithmic scale."""
+BITS = 1.0, 1.6, 2.5, 4.0, 10.0
+"""Bits of a number to expect, by level."""
 
 
 def rope_of(head_dim: int, base: float = 1e6) -> Rope:
@@ -36,33 +36,20 @@ def rope_of(head_dim: int, base: float = 1e6) -> Rope:
 
 
 def profile(
-    layers: int, heads: int, head_dim: int, rope: Rope | None, presets: Mapping[str, float] = PRESETS, seed: int = 0
+    layers: int, heads: int, head_dim: int, rope: Rope | None, together: int = 0, latent: int = 0, seed: int = 0
 ) -> Profile:
-    """Return a profile with the same transform in every layer, rows shuffled, and a mean as large as the deviation."""
-    rng, size = np.random.default_rng(seed), heads * head_dim
-    square, _ = np.linalg.qr(rng.standard_normal((size, size)))
-    deviations, shapes = np.geomspace(*SPREAD, size), rng.integers(0, len(SHAPES), size)
-    steps, tables = {}, {}
-    for preset, ratio in presets.items():
-        steps[preset], tables[preset] = _step(deviations, shapes, 16 / ratio)
+    """Return a profile with the same transform in every group, rows shuffled, and a mean as large as the deviation.
 
-    def basis() -> Basis:
-        scale = np.exp(0.3 * rng.standard_normal(size)).astype(np.float32)
-        mean = rng.standard_normal(size).astype(np.float32)
-        return Basis(mean, scale, square[rng.permutation(size)].astype(np.float16), steps, tables)
-
-    made = [LayerProfile(basis(), basis()) for _ in range(layers)]
-    info = ProfileInfo("made-up", layers, heads, head_dim, rope, "none", ratios=dict(presets))
-    return Profile.of(info, family(), [made])
-
-
-def with_groups(of: Profile, layers: int = 1, seed: int = 0) -> Profile:
-    """Return the profile with groups of `layers` layers, for embedded codecs; see `grouped_kv`."""
-    info, rng, made = of.info, np.random.default_rng(seed), []
-    kinds, squares = len(info.kinds), dict[int, npt.NDArray[np.float64]]()
-    for first in range(0, info.layers, layers):
-        count = min(layers, info.layers - first)
-        size = count * kinds * info.heads * info.head_dim
+    together: layers of a group; 0 for as many as calibration takes.
+    latent: numbers of a latent, `heads` pieces of `head_dim`; 0 for keys and values.
+    """
+    info = ProfileInfo("made-up", layers, heads, head_dim, rope, "none", latent=latent, bits=BITS)
+    kinds, rng = len(info.kinds), np.random.default_rng(seed)
+    together = together or max(1, min(TOGETHER[0], TOGETHER[1] // (kinds * heads * head_dim)))
+    squares, made = dict[int, npt.NDArray[np.float64]](), []
+    for first in range(0, layers, together):
+        count = min(together, layers - first)
+        size = count * kinds * heads * head_dim
         if size not in squares:
             squares[size], _ = np.linalg.qr(rng.standard_normal((size, size)))
         deviations = _deviations(size)
@@ -71,11 +58,11 @@ def with_groups(of: Profile, layers: int = 1, seed: int = 0) -> Profile:
         scale = np.full(size, 1 / STEPS[0], np.float32)
         of_numbers = np.sqrt(np.square((deviations[:, None] * transform) * scale).sum(0)).astype(np.float32)
         mean = rng.standard_normal(size).astype(np.float32)
-        weigher = [2 * rng.standard_normal(size) / size**0.5, 0.3 * rng.standard_normal(size // info.head_dim), [0.3]]
+        weigher = [2 * rng.standard_normal(size) / size**0.5, 0.3 * rng.standard_normal(size // head_dim), [0.3]]
         made.append(
             Group(
-                place=(first, count, 0, info.heads),
-                head_dim=info.head_dim,
+                place=(first, count, 0, heads),
+                head_dim=head_dim,
                 mean=mean,
                 scale=scale,
                 transform=transform,
@@ -86,15 +73,14 @@ def with_groups(of: Profile, layers: int = 1, seed: int = 0) -> Profile:
                 errors=np.zeros(size, np.int8),
             )
         )
-    info = replace(info, bits=(1.0, 1.6, 2.5, 4.0, 10.0))
-    return Profile.of(info, of.frequencies, of.ranks, [made])
+    return Profile.of(info, [made])
 
 
 def grouped_kv(of: Profile, tokens: int, seed: int = 0) -> npt.NDArray[np.float32]:
     """Return numbers for the profile's groups, keys before RoPE: float32 [kinds, layers, heads, tokens, head_dim]."""
     info, rng = of.info, np.random.default_rng(seed)
     made = np.empty((len(info.kinds), info.layers, info.heads, tokens, info.head_dim), np.float32)
-    for group in of.groups[0]:
+    for group in of.groups:
         first, layers, *_ = group.place
         y = rng.standard_normal((tokens, group.mean.size)) * _deviations(group.mean.size)
         x = (y @ group.inverse + group.mean).reshape(tokens, layers, len(info.kinds), info.heads, info.head_dim)
@@ -102,57 +88,15 @@ def grouped_kv(of: Profile, tokens: int, seed: int = 0) -> npt.NDArray[np.float3
     return made
 
 
-def turned_kv(of: Profile, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return keys and values as `kv` does, of numbers for the profile's groups."""
-    keys, values = (torch.from_numpy(part).to(device) for part in grouped_kv(of, tokens))
+def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return keys, as in a cache from position 0 on, and values: float32 [layers, heads, tokens, head_dim]."""
+    keys, values = (torch.from_numpy(part).to(device) for part in grouped_kv(of, tokens, seed))
     return _turned(keys, of.info.rope) if of.info.rope else keys, values
 
 
 def _deviations(size: int) -> npt.NDArray[np.float64]:
     """Deviations of a group's components, in finest steps."""
     return np.geomspace(*SPREAD, size) * STEPS[0] / 6
-
-
-def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return keys, as in a cache from position 0 on, and values: float32 [layers, heads, tokens, head_dim]."""
-    torch.manual_seed(seed)
-    sides = []
-    for keys in (True, False):
-        rows = [_row(layer.bases[not keys], tokens, device) for layer in of.layers]
-        heads = torch.stack(rows).view(len(rows), tokens, of.info.heads, of.info.head_dim).transpose(1, 2)
-        sides.append(_turned(heads, of.info.rope) if keys and of.info.rope else heads)
-    return sides[0], sides[1]
-
-
-def _step(
-    deviations: npt.NDArray[np.float64], shapes: npt.NDArray[np.int64], bits: float
-) -> tuple[float, npt.NDArray[np.uint8]]:
-    """Return the step at which components take `bits` bits on average, and their tables."""
-    frequencies = family()
-    each = (costs(frequencies) * frequencies / frequencies.sum(1, keepdims=True)).sum(1)
-
-    def tables(step: float) -> npt.NDArray[np.uint8]:
-        nearest = np.abs(np.log(deviations[:, None] / step / DEVIATIONS)).argmin(1)
-        return (shapes * len(DEVIATIONS) + nearest).astype(np.uint8)
-
-    low, high = 0.01, 100.0
-    for _ in range(30):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if each[tables(middle)].mean() > bits else (low, middle)
-    return float(np.float32(high)), tables(high)
-
-
-def _row(basis: Basis, tokens: int, device: torch.device) -> Tensor:
-    """Return [tokens, C] of a layer."""
-    preset = next(iter(basis.steps))
-    chosen = np.array(SHAPES)[basis.tables[preset] // len(DEVIATIONS)]
-    shapes = torch.tensor(chosen, dtype=torch.float32, device=device)
-    power = torch._standard_gamma((1 / shapes).expand(tokens, -1).contiguous()) ** (1 / shapes)
-    spread = torch.exp(0.5 * (torch.lgamma(3 / shapes) - torch.lgamma(1 / shapes)))
-    signs = torch.randint(0, 2, power.shape, device=device) * 2 - 1
-    deviations = torch.logspace(*np.log10(SPREAD), len(shapes), device=device)
-    transform, scale, mean = (torch.from_numpy(x).to(device) for x in (basis.transform, basis.scale, basis.mean))
-    return signs * power / spread * deviations @ transform.float().t() / scale + mean
 
 
 def _turned(keys: Tensor, rope: Rope) -> Tensor:

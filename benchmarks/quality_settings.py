@@ -174,7 +174,7 @@ def _register_peers() -> None:
 
 def _named(codecs: str, head_dim: int, facts: ModelFacts) -> list[str]:
     """Raises CodecError."""
-    auto = CALIBRATED if facts.profile and CALIBRATED in facts.profile.info.ratios else PLAIN
+    auto = CALIBRATED if facts.profile else PLAIN
     names = [auto if name.strip() == AUTO else name.strip() for name in codecs.split(",")]
     if not set(PEERS).isdisjoint(names):
         _register_peers()

@@ -30,7 +30,7 @@ from manthan.codec.errors import (
     WireError,
 )
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.registry import get_codec, is_embedded
+from manthan.codec.registry import get_codec, needs_profile
 from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block_nbytes, head, parse, refined, seal
 
 
@@ -139,7 +139,7 @@ def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> 
         kept, coded = SectionKind.LATENT, [SectionKind.LATENT]
     else:
         made, kept, coded = [], SectionKind.BOTH, [SectionKind.KEYS, SectionKind.VALUES]
-        if is_embedded(codec):
+        if needs_profile(codec):
             coded = [kept]
     if exact > 0:
         made.append(section(kept, EXACT, 0, exact))

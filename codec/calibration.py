@@ -10,31 +10,18 @@ components' deviations.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import Dtype, Positions, Section, SectionKind
-from manthan.codec.cpu.embedded import (
-    EXACT,
-    LEAST_J,
-    SCALES,
-    EmbeddedCodec,
-    features,
-    finest,
-    front,
-    places,
-    shifts_of,
-    written,
-)
+from manthan.codec.cpu.klt import EXACT, LEAST_J, SCALES, KltCodec, features, finest, front, places, shifts_of, written
 from manthan.codec.cpu.numbers import bf16_bits
-from manthan.codec.cpu.rans import streams_of
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import PRESETS, Basis, Group, Profile, ProfileInfo, layers_of, rank_heads
-from manthan.codec.tables.frequencies import ESCAPE, LARGEST, SHAPES, costs, family
+from manthan.codec.profile import Group, Profile, ProfileInfo, rank_heads
+from manthan.codec.tables.frequencies import SHAPES
 from manthan.codec.tables.levels import FINE, STEPS, WIDTHS
 
 SINKS = 4
@@ -47,20 +34,16 @@ BLOCK = 16
 """Tokens of the block for a preset's size: the smallest usual block."""
 HEADER = 256
 """Bytes of the block's header and entries."""
-MARGIN = 1.045
-"""Factor by which a preset is smaller than the name says, because different texts take a little more."""
 EVEN = 0.001
 """Least weight of a direction, in parts of the average."""
 EVEN_OF_KEYS = 0.3
 """Least weight of a direction of keys as stand-ins for queries."""
 SHARES = (1.0, 2.0)
 """Steps of keys and of values without a metric, in deviations of their layer's components."""
-HALVINGS = 7
-"""Halvings of the interval in the search of a step."""
-TOGETHER = 4, 2048
+TOGETHER = 2, 2048
 """Most layers of a group, and most numbers of a token."""
 RATIOS = 20.0, 12.0, 8.0, 5.0
-"""Least ratio of bf16 bytes to encoded bytes, by level of an embedded codec."""
+"""Least ratio of bf16 bytes to encoded bytes, by level."""
 EXPONENT, RIDGE = 0.5, 30.0
 """A token's steps are the token's weight to the power of -EXPONENT. RIDGE shrinks the regression's coefficients."""
 FINEST = 2.0 ** (np.arange(-90, 60) / 6)
@@ -68,7 +51,7 @@ FINEST = 2.0 ** (np.arange(-90, 60) / 6)
 EXACT_TOKENS = 64
 """Tokens of the block for measuring exact blocks."""
 FEW = 8
-"""A step is searched with each eighth of the tokens held back, and then corrected with all."""
+"""A step is searched with each eighth of the tokens held back."""
 
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
@@ -128,16 +111,14 @@ def _evened(weights: Doubles, least: float) -> Doubles:
 
 
 class ProfileBuilder:
-    """Builds the profile of the model of `info`, and fills in tokens, ratios and bits.
+    """Builds the profile of the model of `info`, and fills in tokens and bits.
 
     ranks: number of tensor-parallel ranks. Latents are the same on all ranks.
-    embedded: True for a profile of embedded codecs, too.
     """
 
-    def __init__(self, info: ProfileInfo, ranks: int = 1, *, embedded: bool = True) -> None:
-        self._info, self._ranks = info, 1 if info.latent else ranks
-        each = [rank_heads(info.heads, rank, self._ranks) for rank in range(self._ranks)]
-        self._joints = [_joints(info, heads) for heads in each] if embedded else []
+    def __init__(self, info: ProfileInfo, ranks: int = 1) -> None:
+        self._info, count = info, 1 if info.latent else ranks
+        self._joints = [_joints(info, rank_heads(info.heads, rank, count)) for rank in range(count)]
         size = info.heads * info.head_dim
         kinds = (False,) if info.latent else (True, False)
         self._layers = [[_Moments(size, are_keys) for are_keys in kinds] for _ in range(info.layers)]
@@ -182,105 +163,14 @@ class ProfileBuilder:
             first, layers, *_ = joint.place
             joint.weigh(np.sum(energies[first : first + layers], 0))
 
-    def finish(self, *, presets: Mapping[str, float] = PRESETS) -> Profile:
-        """Make the profile. Raises ProfileError for too few tokens.
-
-        presets: by name, the target ratio of bf16 bytes to encoded bytes.
-        """
+    def finish(self) -> Profile:
+        """Make the profile. Raises ProfileError for too few tokens."""
         size = self._info.heads * self._info.head_dim
         if self.tokens < size:
             raise ProfileError(f"{self.tokens} tokens do not calibrate {size} numbers: at least as many tokens do.")
-        made, sizes, ranks = [], dict.fromkeys(presets, 0.0), self._ranks
-        for rank in range(ranks):
-            heads = rank_heads(self._info.heads, rank, ranks)
-            at = slice(heads.start * self._info.head_dim, heads.stop * self._info.head_dim)
-            sources = [
-                _Source(moments, at, share)
-                for layer in self._layers
-                for moments, share in zip(layer, SHARES, strict=False)
-            ]
-            for preset, ratio in presets.items():
-                sizes[preset] += _set_steps(sources, preset, ratio) / ranks
-            made.append(layers_of([source.basis for source in sources], self._info))
-        ratios = {preset: 16 / bits for preset, bits in sizes.items()}
-        joined = [[joint.coded(self._layers) for joint in joints] for joints in self._joints]
-        groups, bits = _embedded(self._info, joined) if joined else ([], ())
-        return Profile.of(replace(self._info, tokens=self.tokens, ratios=ratios, bits=bits), family(), made, groups)
-
-
-class _Source:
-    """Basis of some numbers, and the components y of the held back tokens.
-
-    step: in proportion to all sources' steps.
-    front: bits of a token in a row ahead of the words.
-    """
-
-    def __init__(self, moments: _Moments, at: slice, share: float) -> None:
-        root = np.linalg.cholesky(moments.metric(at))
-        _, directions = np.linalg.eigh(root.T @ moments.covariance(at) @ root)
-        forward = root @ directions[:, ::-1]
-        scale = np.linalg.norm(forward, axis=1)
-        transform = (forward / scale[:, None]).astype(np.float16)
-        mean = (moments.sums / moments.tokens)[at].astype(np.float32)
-        self.basis = Basis(mean, scale.astype(np.float32), transform)
-        self.y = ((moments.held[:, at] - mean) @ self.basis.forward).astype(np.float32)
-        self.front = 8 * (2 + 4 * streams_of(BLOCK * self.y.shape[1])) / BLOCK
-        deviation, weight = float(np.sqrt(np.square(self.y).mean())), moments.weight(at)
-        self.step = (share * deviation if weight is None else weight and weight**-0.5) or 1.0
-
-    def coded(self, step: float, every: int = 1) -> tuple[float, npt.NDArray[np.uint8]]:
-        """Return bits a token and the cheapest tables, by each `every`-th token."""
-        y = self.y[::every]
-        q = np.rint(y / np.float32(step))
-        symbols = np.where(np.abs(q) <= LARGEST, q + LARGEST, ESCAPE).astype(np.int64)
-        size = q.shape[1]
-        counts = np.bincount((symbols + 256 * np.arange(size)).ravel(), minlength=256 * size).reshape(size, 256)
-        bits = counts @ _costs().T
-        return float(bits.min(1).sum() / len(y)), bits.argmin(1).astype(np.uint8)
-
-
-@lru_cache
-def _costs() -> Doubles:
-    """Costs of all tables, made on demand because the computation takes a second or two."""
-    return costs(family())
-
-
-def _smallest(bits: Callable[[float], float], wanted: float, start: float, stride: float) -> float:
-    """Return the smallest factor within the wanted bits, searched from `start` by factors of `stride`."""
-    low = high = start
-    while bits(high) > wanted:
-        low, high = high, stride * high
-    while low > 0 and bits(low) <= wanted:
-        low, high = low / stride, low
-    for _ in range(HALVINGS):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if bits(middle) > wanted else (low, middle)
-    return high
-
-
-def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
-    """Give each basis a step and tables, with all steps in proportion. Returns bits a number."""
-    numbers = sum(source.y.shape[1] for source in sources)
-    wanted = 16 / (ratio * MARGIN)
-
-    def bits(factor: float, every: int = 1) -> float:
-        coded = sum(source.coded(factor * source.step, every)[0] + source.front for source in sources)
-        return float((coded + 8 * HEADER / BLOCK) / numbers)
-
-    def some(factor: float) -> float:
-        return bits(factor, FEW)
-
-    high = _smallest(some, wanted, 0.5, 2)
-    hidden = bits(high) - some(high)  # tables fit a few tokens better than they fit all
-    high = _smallest(some, wanted - hidden, high, 1.05)
-    for source in sources:
-        step = float(np.float32(high * source.step))
-        steps, tables = source.basis.steps | {preset: step}, source.basis.tables | {preset: source.coded(step)[1]}
-        source.basis = replace(source.basis, steps=steps, tables=tables)
-    return bits(high)
-
-
-# -- groups of embedded codecs -------------------------------------------------------------------------------
+        ranks = [[joint.coded(self._layers) for joint in joints] for joints in self._joints]
+        groups, bits = _stepped(self._info, ranks)
+        return Profile.of(replace(self._info, tokens=self.tokens, bits=bits), groups)
 
 
 class _Joint:
@@ -402,10 +292,10 @@ def _joints(info: ProfileInfo, heads: range) -> list[_Joint]:
     ]
 
 
-def _embedded(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple[list[list[Group]], tuple[float, ...]]:
+def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple[list[list[Group]], tuple[float, ...]]:
     """Return the groups of all ranks with the finest step allowed by RATIOS, and the bits of a number by level."""
     every = [each for of_rank in ranks for each in of_rank]
-    numbers, size = sum(each.y.size for each in every), sum(each.y.shape[1] for each in every)
+    size = sum(each.y.shape[1] for each in every)
     groups = [each.group for each in every]
     fronts = 8 * front(groups, BLOCK) / (BLOCK * size)
     wanted = [
@@ -413,18 +303,19 @@ def _embedded(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tupl
         for level, ratio in enumerate(RATIOS)
     ]
 
-    def bits(step: float) -> Doubles:
+    def bits(step: float, some: int = 1) -> Doubles:
         made = np.zeros(len(STEPS))
         made[0] = 4 * len(every) / size
         for each in every:
-            q = finest(each.y / np.float32(step), each.j)
+            y, j = each.y[::some], each.j[::some].copy()
+            q = finest(y / np.float32(step), j)
             if q is None:
                 return np.full(len(STEPS), 1e9)
-            group = each.stepped(step)
-            made += [8 * len(written([group], [q], [each.j], level)) / numbers for level in range(len(STEPS))]
+            group, numbers = each.stepped(step), size * len(y)
+            made += [8 * len(written([group], [q], [j], level)) / numbers for level in range(len(STEPS))]
         return np.cumsum(made)
 
-    at = bisect_left(FINEST[:-1], True, key=lambda step: bool((bits(step) <= wanted).all()))
+    at = bisect_left(FINEST[:-1], True, key=lambda step: bool((bits(step, FEW) <= wanted).all()))
     step = float(FINEST[at])
     made = [[_measured(each, each.stepped(step), info) for each in of_rank] for of_rank in ranks]
     return made, _bits_exact(info, ranks[0], made[0], bits(step))
@@ -434,7 +325,7 @@ def _measured(each: _Components, group: Group, info: ProfileInfo) -> Group:
     """Return the group with the deviations of the errors at the finest lossy level."""
     x, j = each.held, each.j
     q = finest((x - group.mean) @ group.forward, j)
-    back = places(group, q, j, 0, len(STEPS) - 1, np.float32) @ group.inverse / (FINE * 256) + group.mean
+    back = places(group, q, j, 0, len(STEPS) - 1).T @ group.inverse / (FINE * 256) + group.mean
     errors = np.square((back - x) * (256 / SCALES[j - LEAST_J])[:, None]).mean(0)
     by_kind = errors.reshape(group.place[1], len(info.kinds), -1, group.head_dim)
     if info.rope is not None:  # RoPE mixes both numbers of a pair
@@ -450,15 +341,15 @@ def _bits_exact(
 ) -> tuple[float, ...]:
     """Add the bits of exact blocks, measured on tokens held back."""
     told = (*map(float, bits), 16.0)
-    profile = Profile.of(replace(info, bits=told), family(), [()], [groups])
-    codec = EmbeddedCodec("emb-exact", EXACT, info.head_dim, profile, info.rope)
+    profile = Profile.of(replace(info, bits=told), [groups])
+    codec = KltCodec("klt-exact", EXACT, info.head_dim, profile, info.rope)
     tokens = min(EXACT_TOKENS, len(held[0].held))
     rows = codec.ungrouped([each.held[:: len(each.held) // tokens][:tokens] for each in held])
     positions = np.arange(SINKS, SINKS + tokens)
     if info.rope is not None:
         rows[:, 0] = info.rope.turn(rows[:, 0], positions)
     kind = SectionKind.LATENT if info.latent else SectionKind.BOTH
-    section = Section(kind, "emb-exact", info.layers, tokens, rows.shape[2], info.head_dim, Dtype.BFLOAT16)
+    section = Section(kind, "klt-exact", info.layers, tokens, rows.shape[2], info.head_dim, Dtype.BFLOAT16)
     x = bf16_bits(rows.swapaxes(0, 1)).reshape(section.shape)
     out = np.empty(codec.max_nbytes(section), np.uint8)
     _, bodies = codec.encode_parts(x, section, positions, out)

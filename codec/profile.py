@@ -1,20 +1,17 @@
 """Profile of a model's keys and values, or of the latents (MLA), for calibrated codecs: a safetensors file.
 
-A profile has, for the keys (before RoPE) and the values of each layer, all heads of a rank together: the mean; a
-transform to uncorrelated components, largest first (Karhunen and Loeve's), in a space where all errors weigh the same;
-and for each preset, the quantizer's step, and each component's table of frequencies. With tensor parallelism every rank
-has a separate basis, because a transform over all heads cannot be cut. Latents are the same on all ranks. They are
-coded like keys without RoPE, so the keys' basis is the latents', and there is none of values.
-
-For embedded codecs, a profile has the same facts of groups of layers, keys and values together. Each component has a
-step and a table. A regression predicts from a token's numbers how much later queries look at the token.
+Groups of layers are encoded together. A profile has, for each group, keys (before RoPE) and values and all heads of a
+rank together: the mean; a transform to uncorrelated components, largest first (Karhunen and Loeve's), in a space where
+all errors weigh the same; each component's step and table of frequencies; and a regression from a token's numbers to
+how much later queries look at the token. With tensor parallelism every rank has separate groups, because a transform
+over all heads cannot be cut. Latents are the same on all ranks, and encoded like keys without RoPE.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -24,14 +21,11 @@ import numpy.typing as npt
 
 from manthan.codec.errors import ProfileError
 from manthan.codec.rope import Rope
-from manthan.codec.tables.frequencies import SCALE
 from manthan.codec.tables.levels import FALLING
 
-FORMAT = "manthan profile 1"
-PRESETS = {"klt-5x": 5.0, "klt-8x": 8.0, "klt-12x": 12.0}
-"""Calibrated codecs, and their least ratio to bf16 on the calibration text."""
-EMBEDDED = {"emb-20x": 0, "emb-12x": 1, "emb-8x": 2, "emb-5x": 3, "emb-exact": 4}
-"""Embedded codecs, and the first level of each codec's blocks."""
+FORMAT = "manthan profile 2"
+LEVELS = {"klt-20x": 0, "klt-12x": 1, "klt-8x": 2, "klt-5x": 3, "klt-exact": 4}
+"""Calibrated codecs, and the first level of each codec's blocks."""
 KINDS = ("keys", "values")
 POINT = 20
 """Bits of a group's largest deviation as a whole number."""
@@ -46,48 +40,8 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
-class Basis:
-    """Transform of a layer's keys or values: row vectors x to components (x - mean) @ forward, and back.
-
-    mean, scale: float32 [C].
-    transform: float16 [C, C], with rows of length 1; forward is scale[:, None] * transform.
-    steps, tables: by preset, the quantizer's step, and uint8 [C], the table of each component.
-    """
-
-    mean: Floats
-    scale: Floats
-    transform: npt.NDArray[np.float16]
-    steps: dict[str, float] = field(default_factory=dict)
-    tables: dict[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
-
-    @cached_property
-    def forward(self) -> Floats:
-        """Transform to components, [C, C]."""
-        made: Floats = self.scale[:, None] * self.transform.astype(np.float32)
-        return made
-
-    @cached_property
-    def inverse(self) -> Floats:
-        """Inverse of `forward`, [C, C]. Raises ProfileError if there is none."""
-        return (_inverted(self.transform) / self.scale).astype(np.float32)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerProfile:
-    """Bases of a layer, for a rank. values: None for latents, with `keys` as the latents' basis."""
-
-    keys: Basis
-    values: Basis | None = None
-
-    @property
-    def bases(self) -> tuple[Basis, ...]:
-        """All bases, in the order of `ProfileInfo.kinds`."""
-        return (self.keys,) if self.values is None else (self.keys, self.values)
-
-
-@dataclass(frozen=True, eq=False)
 class Group:
-    """Layers encoded together by an embedded codec, for a rank. C: a token's numbers, [layers, kinds, heads, head_dim].
+    """Layers encoded together, for a rank. C: a token's numbers, [layers, kinds, heads, head_dim].
 
     place: first layer, layers, first head of the rank's, heads.
     head_dim: numbers of a head.
@@ -138,9 +92,8 @@ class ProfileInfo:
     metric: name of the metric.
     text: sha256 of the calibration text.
     tokens: number of tokens read.
-    ratios: by preset, bytes of bf16 over bytes of sections, on tokens held out.
     latent: numbers of a token's latent (MLA); 0 for keys and values.
-    bits: of a number, by level of the embedded codec, on tokens held out; () without groups.
+    bits: of a number, by level, on tokens held out.
     """
 
     model: str
@@ -151,13 +104,12 @@ class ProfileInfo:
     metric: str
     text: str = ""
     tokens: int = 0
-    ratios: Mapping[str, float] = field(default_factory=dict)
     latent: int = 0
     bits: tuple[float, ...] = ()
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of the bases of a layer."""
+        """Names of a layer's kinds of numbers."""
         return KINDS[:1] if self.latent else KINDS
 
     @classmethod
@@ -165,34 +117,24 @@ class ProfileInfo:
         """Undo `asdict` and JSON. Raises KeyError, TypeError."""
         rope = told["rope"]
         turned = Rope(**rope | {"frequencies": tuple(rope["frequencies"])}) if rope else None
-        return cls(**{**told, "rope": turned, "bits": tuple(told.get("bits", ()))})
+        return cls(**{**told, "rope": turned, "bits": tuple(told["bits"])})
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
     """Profile of a model.
 
-    frequencies: uint16 [tables, 256], see `codec.cpu.rans.Coder`.
-    ranks: layers of each rank.
+    ranks: groups of each rank.
     digest: of the file's whole content, also in a cut.
-    groups: of each rank, for embedded codecs; () in a profile of an earlier version.
     """
 
     info: ProfileInfo
-    frequencies: npt.NDArray[np.uint16]
-    ranks: tuple[tuple[LayerProfile, ...], ...]
+    ranks: tuple[tuple[Group, ...], ...]
     digest: str
-    groups: tuple[tuple[Group, ...], ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        info: ProfileInfo,
-        frequencies: npt.NDArray[np.uint16],
-        ranks: Sequence[Sequence[LayerProfile]],
-        groups: Sequence[Sequence[Group]] = (),
-    ) -> Self:
-        made = cls(info, frequencies, tuple(map(tuple, ranks)), "", tuple(map(tuple, groups)))
+    def of(cls, info: ProfileInfo, ranks: Sequence[Sequence[Group]]) -> Self:
+        made = cls(info, tuple(map(tuple, ranks)), "")
         return replace(made, digest=_digest(_metadata(made), _tensors(made)))
 
     def for_rank(self, rank: int, ranks: int) -> "Profile":
@@ -204,28 +146,20 @@ class Profile:
                 f"the profile of {self.info.model} is for {len(self.ranks)} tensor-parallel ranks, and there are "
                 f"{ranks}: run `manthan calibrate {self.info.model} --tensor-parallel-size {ranks}`."
             )
-        return replace(self, ranks=(self.ranks[rank],), groups=self.groups[rank : rank + 1])
+        return replace(self, ranks=(self.ranks[rank],))
 
     @property
-    def layers(self) -> tuple[LayerProfile, ...]:
-        """Layers of a cut for a single rank. Raises ProfileError for a profile of several ranks."""
+    def groups(self) -> tuple[Group, ...]:
+        """Groups of a cut for a single rank. Raises ProfileError for a profile of several ranks."""
         if len(self.ranks) != 1:
             raise ProfileError(
                 f"the profile is for {len(self.ranks)} tensor-parallel ranks: cut it with for_rank first."
             )
         return self.ranks[0]
 
-    @property
-    def codecs(self) -> tuple[str, ...]:
-        """Names of the profile's codecs."""
-        return (*self.info.ratios, *(EMBEDDED if self.groups else ()))
-
-    def check(self, name: str, head_dim: int, rope: Rope | None) -> None:
-        """Raise ProfileError unless the profile is for the codec `name`, and for heads of `head_dim` numbers."""
+    def check(self, head_dim: int, rope: Rope | None) -> None:
+        """Raise ProfileError unless the profile is for heads of `head_dim` numbers, and for this RoPE."""
         info = self.info
-        if name not in self.codecs:
-            had = ", ".join(self.codecs) or "none"
-            raise ProfileError(f"the profile of {info.model} has no {name}: it has {had}.")
         if head_dim != info.head_dim:
             raise ProfileError(f"the profile of {info.model} is for heads of {info.head_dim} numbers, not {head_dim}.")
         if not _same(info.rope, rope):
@@ -259,34 +193,16 @@ class Profile:
             said = " ".join(str(error).split())
             raise ProfileError(f"{path} is no profile, or a damaged one: {type(error).__name__}: {said}.") from None
         if metadata.get("format") != FORMAT:
-            raise ProfileError(f"{path} is {metadata.get('format')!r}: this version reads {FORMAT!r}.")
+            raise ProfileError(f"the profile {path} was made by an older `manthan calibrate`: run it again.")
         digest = metadata.pop("digest", "")
         if digest != _digest(metadata, tensors.items()):
             raise ProfileError(f"the profile {path} is damaged: its content is not that of its digest.")
         try:
             info = ProfileInfo.of_json(metadata["info"])
-            frequencies = _checked(tensors["frequencies"], (None, 256), np.uint16)
-            sums, largest = frequencies.sum(1, dtype=np.int64), frequencies.max()
-            if (sums != SCALE).any() or largest >= SCALE or (frequencies[:, -1] == 0).any():
-                raise ValueError(f"frequencies have sums of {sums}, and {largest} as their largest")
-            bases = [
-                _basis(info, f"{rank}.{layer}.{kind}", tensors, len(frequencies))
-                for rank in range(metadata["ranks"])
-                for layer in range(info.layers)
-                for kind in info.kinds
-            ]
-            layers = layers_of(bases, info)
-            ranks = tuple(tuple(layers[at : at + info.layers]) for at in range(0, len(layers), info.layers))
-            groups = _groups(info, tensors, metadata["ranks"]) if info.bits else ()
+            ranks = _ranks(info, tensors, metadata["ranks"])
         except (KeyError, TypeError, ValueError) as error:
             raise ProfileError(f"the profile {path} does not fit together: {error}.") from None
-        return cls(info, frequencies, ranks, digest, groups)
-
-
-def layers_of(bases: Sequence[Basis], info: ProfileInfo) -> list[LayerProfile]:
-    """Layers of these bases, with a layer's bases adjacent."""
-    count = len(info.kinds)
-    return [LayerProfile(*bases[at : at + count]) for at in range(0, len(bases), count)]
+        return cls(info, ranks, digest)
 
 
 def rank_heads(heads: int, rank: int, ranks: int) -> range:
@@ -316,7 +232,7 @@ def _same(one: Rope | None, other: Rope | None) -> bool:
     )
 
 
-def _groups(info: ProfileInfo, tensors: Mapping[str, Any], ranks: int) -> tuple[tuple[Group, ...], ...]:
+def _ranks(info: ProfileInfo, tensors: Mapping[str, Any], ranks: int) -> tuple[tuple[Group, ...], ...]:
     """Groups of each rank. Raises KeyError, ValueError."""
     made = []
     for rank in range(ranks):
@@ -341,22 +257,6 @@ def _groups(info: ProfileInfo, tensors: Mapping[str, Any], ranks: int) -> tuple[
     return tuple(made)
 
 
-def _basis(info: ProfileInfo, name: str, tensors: Mapping[str, Any], tables: int) -> Basis:
-    mean, scale = (_checked(tensors[f"{name}.{what}"], (None,), np.float32) for what in ("mean", "scale"))
-    size = len(mean)
-    transform = _checked(tensors[f"{name}.transform"], (size, size), np.float16)
-    steps, chosen = {}, {}
-    for preset in info.ratios:
-        step = _checked(tensors[f"{name}.{preset}.step"], (1,), np.float32)
-        steps[preset] = float(step[0])
-        chosen[preset] = _checked(tensors[f"{name}.{preset}.tables"], (size,), np.uint8)
-        if not steps[preset] > 0 or chosen[preset].max(initial=0) >= tables:
-            raise ValueError(f"{name}.{preset} has a step of {steps[preset]}, or a table of number {tables} or higher")
-    if size % info.head_dim or len(scale) != size or not (scale > 0).all():
-        raise ValueError(f"{name} has {size} components, {len(scale)} scales and heads of {info.head_dim}")
-    return Basis(mean, scale, transform, steps, chosen)
-
-
 def _checked(tensor: Any, shape: tuple[int | None, ...], dtype: Any) -> Any:
     """Return a finite array of this dtype and shape (None: any). Raises ValueError."""
     fits = len(tensor.shape) == len(shape) and all(w in (None, n) for n, w in zip(tensor.shape, shape, strict=True))
@@ -366,24 +266,11 @@ def _checked(tensor: Any, shape: tuple[int | None, ...], dtype: Any) -> Any:
 
 
 def _metadata(profile: Profile) -> dict[str, Any]:
-    info = asdict(profile.info)
-    if not info["bits"]:  # a profile of an earlier version keeps its digest
-        del info["bits"]
-    return {"format": FORMAT, "ranks": len(profile.ranks), "info": info}
+    return {"format": FORMAT, "ranks": len(profile.ranks), "info": asdict(profile.info)}
 
 
 def _tensors(profile: Profile) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    yield "frequencies", np.ascontiguousarray(profile.frequencies)
-    for rank, layers in enumerate(profile.ranks):
-        for number, layer in enumerate(layers):
-            for kind, basis in zip(KINDS, layer.bases, strict=False):
-                name = f"{rank}.{number}.{kind}"
-                for what in ("mean", "scale", "transform"):
-                    yield f"{name}.{what}", np.ascontiguousarray(getattr(basis, what))
-                for preset, step in basis.steps.items():
-                    yield f"{name}.{preset}.step", np.array([step], np.float32)
-                    yield f"{name}.{preset}.tables", np.ascontiguousarray(basis.tables[preset])
-    for rank, groups in enumerate(profile.groups):
+    for rank, groups in enumerate(profile.ranks):
         yield f"{rank}.places", np.array([group.place for group in groups], np.int64)
         for number, group in enumerate(groups):
             for what in GROUP:

@@ -10,9 +10,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol
 
 from manthan.codec.base import Codec
-from manthan.codec.cpu import embedded, klt
-from manthan.codec.cpu.embedded import EmbeddedPreset
 from manthan.codec.cpu.exact import EXACT, ExactCodec
+from manthan.codec.cpu.klt import PRESETS as KLTS
 from manthan.codec.cpu.klt import KltPreset
 from manthan.codec.cpu.state import STATE_CODECS, StateCodec
 from manthan.codec.errors import UnknownCodecError
@@ -39,7 +38,7 @@ class Preset(Protocol):
         """Return the codec for sections of vectors with `head_dim` numbers, in the CPU's memory."""
 
 
-PRESETS: dict[str, Preset] = {**WHTS, **klt.PRESETS, **embedded.PRESETS, K3V3.name: K3V3}
+PRESETS: dict[str, Preset] = {**WHTS, **KLTS, K3V3.name: K3V3}
 
 
 def finer_codecs(name: str) -> list[str]:
@@ -55,17 +54,12 @@ def codec_names() -> list[str]:
 
 def takes_facts(name: str) -> bool:
     """True if the codec depends on the model, so that only the same model can use the blocks."""
-    return isinstance(PRESETS.get(name), WhtPreset | KltPreset | EmbeddedPreset)
+    return isinstance(PRESETS.get(name), WhtPreset | KltPreset)
 
 
 def needs_profile(name: str) -> bool:
-    """True if the codec is made from a profile of the model."""
-    return isinstance(PRESETS.get(name), KltPreset | EmbeddedPreset)
-
-
-def is_embedded(name: str) -> bool:
-    """True if the codec encodes keys and values together, into blocks that can be cut."""
-    return isinstance(PRESETS.get(name), EmbeddedPreset)
+    """True if the codec is made from a profile of the model, and encodes into blocks that can be cut."""
+    return isinstance(PRESETS.get(name), KltPreset)
 
 
 def get_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:

@@ -11,8 +11,8 @@ from manthan.codec.cpu.exact import EXACT
 from manthan.codec.cpu.state import STATE_CODECS, StateLayout, StatePart
 from manthan.codec.gpu.paged import DTYPES
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.profile import EMBEDDED, Profile
-from manthan.codec.registry import FALLBACK, finer_codecs, is_embedded, needs_profile
+from manthan.codec.profile import LEVELS, Profile
+from manthan.codec.registry import FALLBACK, finer_codecs, needs_profile
 from manthan.codec.wht import NAME as WHT
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig, ConfigError
@@ -99,9 +99,9 @@ def group_shape(
         for exact, of_rank in exact_counts(codec, group).items()
     }
     typical = sum(room(form.expected_nbytes(0)) for form in made)
-    nbytes, level = group.page_nbytes * count, EMBEDDED.get(codec.name, 0)
+    nbytes, level = group.page_nbytes * count, LEVELS.get(codec.name, 0)
     shape = GroupShape(group.tokens, nbytes, bounds, typical, is_lossless=codec.name == EXACT)
-    if is_embedded(codec.name):
+    if needs_profile(codec.name):
         return replace(shape, levels=level + 1) if shards.can_trim else replace(shape, level=level)
     return replace(shape, level=HIGH if nbytes <= HIGH_RATIO * shape.cold_nbytes else 0)
 

@@ -32,7 +32,7 @@ Row: TypeAlias = dict[str, Any]
 
 evictions: sessions gone cold. best_share: of a cache of the same size that knows the future. gap_closed: share of the
 gap between `lru` and that which the policy closes; None where `lru` was not asked for, or leaves no gap.
-divergence_mean: nats of a restored block of an embedded codec.
+divergence_mean: nats of a restored block of a calibrated codec.
 """
 
 _POOL_COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -70,7 +70,7 @@ def simulate(
     hot: Annotated[str, typer.Option(help="The KV pool: tokens (64000, 4M) or a share (5%); 0 for one cache.")] = "5%",
     cold: Annotated[str, typer.Option(help="The cold store: tokens that its blocks stand for, or a share.")] = "10%",
     level: Annotated[
-        int | None, typer.Option(min=0, max=4, help="At which an embedded codec's blocks start, to be cut for room.")
+        int | None, typer.Option(min=0, max=4, help="At which a calibrated codec's blocks start, to be cut for room.")
     ] = None,
     shrink: Annotated[bool, typer.Option(help="Cut them.")] = True,
     idle_after: Annotated[float | None, typer.Option(help="As idle.after_s.")] = None,

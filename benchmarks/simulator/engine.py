@@ -68,7 +68,7 @@ class Setup:
     """Pool, tier and policy that a trace is replayed on.
 
     pool_blocks: of the KV pool. cold_blocks: that the cold store has room for, at the cost model's size. level: at
-    which blocks of an embedded codec start; None for a codec with one rate. shrinks: True if the budget cuts them.
+    which blocks of a calibrated codec start; None for a codec with one rate. shrinks: True if the budget cuts them.
     first_measured: number of the first request that counts; those before fill the caches.
     """
 
@@ -104,7 +104,7 @@ class Setup:
 
     @property
     def parts(self) -> list[int]:
-        """Bytes of a block of an embedded codec with one part, two, and so on."""
+        """Bytes of a block of a calibrated codec with one part, two, and so on."""
         nbytes = self.cost.kv_bytes_per_token * self.block_tokens
         return [round(nbytes / level.ratio) for level in LEVELS[: (self.level or 0) + 1]]
 
@@ -122,7 +122,7 @@ class Served(NamedTuple):
 class Tally:
     """Result of a replay. Counts begin with the first request that is measured.
 
-    served: by request. stored, restored, dropped: blocks. divergence: sum over restored blocks of an embedded codec.
+    served: by request. stored, restored, dropped: blocks. divergence: sum over restored blocks of a calibrated codec.
     """
 
     served: list[Served | None]

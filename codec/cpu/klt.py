@@ -1,201 +1,423 @@
-"""Calibrated codec: components by the model's profile, of keys before RoPE and of values, rounded and entropy-coded.
+"""Calibrated codec: blocks of a base and refinements, which can be cut from the end; the last refinement is exact.
 
-Transform coding of the KV cache (Karhunen and Loeve's transform with a calibrated mean: Staniszewski and Lancucki,
-"KV Cache Transform Coding", 2025). The numbers of a token, all heads of a layer side by side, are a vector x:
+The code is embedded: the front of a finer block is a coarser block.
 
-    keys: x is turned back to position 0; values and latents: x is unchanged q = rint((x - mean) @ (forward / step)); x^
-    = q @ (step * inverse) + mean
+A group is some layers encoded together: keys before RoPE, values and all heads, or latents, as a vector x of C numbers
+for each token. The profile has each group's mean, a Karhunen-Loeve transform in the metric of errors, and a regression
+from a vector to j: how much later queries attend to the token. Tokens of great weight have finer steps. A block that
+would be too large has steps that are coarser by k, and the same tables:
 
-in float32. Products of matrices round like the machine's BLAS. With different BLAS, an encoder may round q differently
-half-way between two steps, and a decoder's numbers differ by 2**-20 or so of their size, before the rounding to bf16.
-The integers are the same everywhere.
+    q = rint((x - mean) @ forward / 2**((j + k) / 3)), the finest whole numbers; see `manthan.codec.tables.levels`
 
-Encoded section, little-endian. A row is a layer's keys, values or latents, [C, tokens]:
+The base encodes the numbers of the coarsest level, each refinement the numbers of the next. Number i of a group,
+[components, tokens], goes to rANS stream i % streams (see `manthan.codec.cpu.rans`). The last refinement encodes the
+bf16 numbers. Earlier levels are decoded in whole numbers, equal on every machine. Each bf16 number lies in a cell of
+about half the error's deviation, encoded as the distance from the expected cell, and bits inside it. Little-endian:
 
-    | version u8, 1 | d u8 | 2 zero bytes | rows of `manthan.codec.cpu.rans` |
-
-A section takes at most 1.35 times the bytes expected by the tables. Numbers further from the profile's double the steps
-until the section fits, d times: q / 2**d rounded to a whole number, ties to even, is coded with the same tables, and x^
-= (2**d * q) @ (step * inverse) + mean. All finite numbers fit; products are float64 if q takes more than 16 bits.
+    base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | group by group |
+    refinement:       | group by group |
+    last refinement:  | 1, 3 zero bytes | xxh3-64 of the numbers u64 | layer by layer |
+                      or, where a number is too far:  | 4 zero bytes | numbers |
+    one by one:       | words of each, u32 | states of each one's streams, u32 | words of all, u16 |
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, Self
+from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, SectionKind, check_head_dim
+from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
 from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite
-from manthan.codec.cpu.rans import (
-    FURTHEST,
-    START,
-    VERSION,
-    Coder,
-    Integers,
-    Rows,
-    bound,
-    check_front,
-    row_front,
-    streams_of,
-)
-from manthan.codec.errors import ProfileError, SizeError
+from manthan.codec.cpu.rans import FURTHEST, LOWEST, START, STREAMS_MAX, VERSION, Coder, check_front
+from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.profile import PRESETS as RATIOS
-from manthan.codec.profile import Basis, Profile
+from manthan.codec.profile import LEVELS, Group, Profile
 from manthan.codec.rope import Rope
-from manthan.codec.tables.frequencies import UNIT, expected
+from manthan.codec.tables import levels
+from manthan.codec.wire import LEAST_BODY, body_nbytes
 
-MOST_DOUBLINGS = 254
-"""More than the largest float32 needs, by 2**100."""
-LARGEST = float(np.finfo(np.float32).max)
+EXACT = len(levels.STEPS)
+"""Level of an exact block."""
+STREAM_NUMBERS = 2048
+LEAST_J, END_J = -8, 8
+MOST_K = 60
+SCALES = np.rint(2.0 ** (np.arange(LEAST_J, END_J + MOST_K) / 3) * 256).astype(np.int64)
+"""Steps by j + k, in parts of 1 / 256."""
+TURN = 14
+"""Fraction bits of cosines in whole numbers."""
+SLACK = 2
+"""Most bytes of lossy levels over the expected bytes, because tokens of great weight need more."""
+REFINEMENT = 32
+"""Most bytes of a refinement's front and padding."""
 
 Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
+Whole = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class KltPreset:
-    """Calibrated transform to uncorrelated components, a step for all of a layer's, and an entropy coder."""
+    """Calibrated codec. level: first level of a block."""
 
     name: str
-    """In the configuration, in profiles and in encoded blocks."""
+    level: int
 
     def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> "KltCodec":
-        """Return the codec on the CPU. Raises HeadDimError, ProfileError where a profile is missing or does not fit."""
+        """Return the codec on the CPU. Raises HeadDimError, ProfileError for a missing or unfit profile."""
         if facts.profile is None:
             raise ProfileError(f"codec {self.name} needs a profile of the model: run `manthan calibrate MODEL`.")
-        return KltCodec(self.name, head_dim, facts.profile, facts.rope)
+        return KltCodec(self.name, self.level, head_dim, facts.profile, facts.rope)
 
 
-PRESETS = {name: KltPreset(name) for name in RATIOS}
-
-
-class _Bases(NamedTuple):
-    """Bases of a section's rows, in steps. mean: [rows, C]. forward, inverse: [rows, C, C]. tables: uint8 [rows, C]."""
-
-    mean: Floats
-    forward: Floats
-    inverse: Floats
-    tables: npt.NDArray[np.uint8]
-
-    @classmethod
-    def of(cls, bases: Sequence[Basis], preset: str) -> Self:
-        steps = np.array([basis.steps[preset] for basis in bases], np.float32)[:, None, None]
-        forward: Floats = np.stack([basis.forward for basis in bases]) / steps
-        inverse: Floats = np.stack([basis.inverse for basis in bases]) * steps
-        means, tables = [basis.mean for basis in bases], [basis.tables[preset] for basis in bases]
-        return cls(np.stack(means), forward, inverse, np.stack(tables))
-
-    def rows(self, tokens: int) -> Rows:
-        """Return the layout of the rows for the entropy coder."""
-        count, size = self.tables.shape
-        return Rows(np.full(count, size, np.int64), self.tables.ravel(), tokens, streams_of(tokens * size))
-
-    def rounded(self, x: Floats | Doubles) -> Any:
-        """Round [rows, tokens, C] to whole steps [rows, C, tokens] of the same dtype."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            return np.rint((x - self.mean[:, None]) @ self.forward.astype(x.dtype)).transpose(0, 2, 1)
-
-    def back(self, q: Floats, doublings: int) -> Any:
-        """Undo `rounded`. Returns float64 for doubled steps, to prevent overflow."""
-        made: Any = q.transpose(0, 2, 1) @ self.inverse
-        if doublings:
-            made = np.ldexp(made.astype(np.float64), doublings)
-        made += self.mean[:, None]
-        return made
+PRESETS = {name: KltPreset(name, level) for name, level in LEVELS.items()}
 
 
 class KltCodec(Codec):
-    """Codec on the CPU. Raises HeadDimError; ProfileError for an unsuitable profile.
+    """Codec on the CPU. Raises HeadDimError; ProfileError for an unfit profile.
 
     Args:
         name: of the preset.
+        level: first level of a block.
         head_dim: numbers of a vector.
         profile: of the section's layers and the rank's heads.
-        rope: RoPE of the model, equal to the profile's.
+        rope: RoPE of the model; must be the profile's.
     """
 
     varies = True
+    levels = EXACT + 1
 
-    def __init__(self, name: str, head_dim: int, profile: Profile, rope: Rope | None) -> None:
+    def __init__(self, name: str, level: int, head_dim: int, profile: Profile, rope: Rope | None) -> None:
         check_head_dim(head_dim)
-        self.name = name
-        self._profile, self._rope, self._head_dim = profile, profile.info.rope, head_dim
-        profile.check(name, head_dim, rope)
-        kinds = [SectionKind.LATENT] if profile.info.latent else [SectionKind.KEYS, SectionKind.VALUES]
-        self._of_layers = {kind: [layer.bases[n] for layer in profile.layers] for n, kind in enumerate(kinds)}
-        self._coder = Coder(profile.frequencies)
-
-    @cached_property
-    def _bases(self) -> dict[SectionKind, _Bases]:
-        return {kind: _Bases.of(bases, self.name) for kind, bases in self._of_layers.items()}
+        profile.check(head_dim, rope)
+        self.name, self._level, self._profile, self._groups = name, level, profile, profile.groups
+        info = profile.info
+        self._rope, self._kind = info.rope, SectionKind.LATENT if info.latent else SectionKind.BOTH
+        self._shape = info.layers, len(info.kinds), max(g.place[2] + g.place[3] for g in self._groups), head_dim
 
     def max_nbytes(self, section: Section) -> int:
-        return bound(self.expected_nbytes(section))
+        """Most bytes of a section and the refinements."""
+        exact = body_nbytes(self._raw(section)) + REFINEMENT if self._level == EXACT else 0
+        return self._most_lossy(section) + exact
 
     def expected_nbytes(self, section: Section) -> int:
-        profile, size = self._profile, section.heads * section.head_dim
-        shape = section.first_layer, section.layers, section.head_dim, size
-        fits = shape == (0, len(profile.layers), self._head_dim, profile.layers[0].keys.mean.size)
-        if not fits or section.kind not in self._of_layers:
-            raise SizeError(f"{section} is not of the profile of {profile.info.model}, {len(profile.layers)} layers.")
-        bits = section.tokens * self._expected[section.kind]
-        return START + section.layers * row_front(section.tokens * size) + -(-bits // (8 * UNIT))
+        if self._level == EXACT and section.dtype is not Dtype.BFLOAT16:
+            return self._expected(section, EXACT - 1) + self._raw(section) + REFINEMENT
+        return self._expected(section, self._level)
 
-    @cached_property
-    def _expected(self) -> dict[SectionKind, int]:
-        """Expected size of a token's keys, and of a token's values, in UNITs of a bit."""
-        table = expected(self._profile.frequencies)
-        return {
-            kind: sum(int(table[basis.tables[self.name]].sum()) for basis in bases)
-            for kind, bases in self._of_layers.items()
-        }
+    def _most_lossy(self, section: Section) -> int:
+        level = min(self._level, EXACT - 1)
+        return SLACK * self._expected(section, level) + (level + 1) * (REFINEMENT + LEAST_BODY)
+
+    def _expected(self, section: Section, level: int) -> int:
+        layers, kinds, heads, dim = self._shape
+        shape = section.kind, section.first_layer, section.layers, section.heads, section.head_dim
+        if shape != (self._kind, 0, layers, heads, dim):
+            raise SizeError(f"{section} is not of the profile of {self._profile.info.model}, {layers} layers.")
+        fronts = front(self._groups, section.tokens)
+        bits = self._profile.info.bits[level] * section.tokens * layers * kinds * heads * dim
+        return START + int(bits / 8) + (level + 1) * fronts
+
+    def _raw(self, section: Section) -> int:
+        """Size of a section's unencoded numbers, with the front of a refinement's body."""
+        return START + len(section.vector_kinds) * section.vectors * section.head_dim * section.dtype.numpy.itemsize
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
-        """Raises NonFiniteError."""
-        limit, bases = self.max_nbytes(section), self._bases[section.kind]
-        numbers, rows = self._numbers(as_floats(x), section, positions, bases), bases.rows(section.tokens)
-        doublings, nbytes = self._coder.write(numbers, lambda _: rows, out[START:limit])
-        out[:START] = (VERSION, doublings, 0, 0)
-        return START + nbytes
+        return self.encode_parts(x, section, positions, out)[0]
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+        return self.decode_parts(codes, (), section, positions)
+
+    def encode_parts(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> tuple[int, list[Codes]]:
+        """Raises NonFiniteError."""
+        most, numbers = self.max_nbytes(section), as_floats(x)
+        check_finite(numbers)
+        with np.errstate(over="ignore", invalid="ignore"):
+            rows = self._rows(numbers, section, positions)
+            j = [shifts_of(g, of) for g, of in zip(self._groups, rows, strict=True)]
+            y = [(of - g.mean) @ g.forward for g, of in zip(self._groups, rows, strict=True)]
+        told = np.concatenate(j) - LEAST_J
+        packed = np.append(told, np.zeros(-told.size % 4, np.int64)).reshape(-1, 2) @ (1, 16)
+        lossy = min(self._level, EXACT - 1)
+        room = self._most_lossy(section)
+        for k in range(0, MOST_K + 1, 3):
+            found = [finest(of, by + k) for of, by in zip(y, j, strict=True)]
+            q = [of for of in found if of is not None]
+            if len(q) < len(found):
+                continue
+            bodies = [written(self._groups, q, j, level) for level in range(lossy + 1)]
+            start = np.array([VERSION, k, 0, 0], np.uint8)
+            bodies[0] = np.concatenate([start, packed.astype(np.uint8), bodies[0]])
+            if sum(body_nbytes(body.size) + REFINEMENT for body in bodies) <= room:
+                break
+        else:
+            raise NonFiniteError("a number is too far from the profile to be encoded.", 0)
+        if self._level == EXACT:
+            bodies.append(self._exact(x, q, j, k, section, positions))
+        assert sum(map(len, bodies)) <= most
+        out[: bodies[0].size] = bodies[0]
+        return bodies[0].size, bodies[1:]
+
+    def decode_parts(
+        self, codes: Codes, refinements: Sequence[Codes], section: Section, positions: Positions
+    ) -> Numbers:
         """Raises SizeError, DamagedError."""
-        limit = self.max_nbytes(section)
-        if not START <= codes.size <= limit:
-            raise SizeError(f"{codes.size} bytes do not encode {section}: {START} to {limit} do.")
-        doublings = check_front(codes, section.codec, MOST_DOUBLINGS)
-        bases = self._bases[section.kind]
-        numbers = self._coder.read(codes[START:], bases.rows(section.tokens))
-        return as_numbers(self._vectors(numbers, doublings, section, positions, bases), section.dtype)
+        self._expected(section, 0)
+        count, tokens = len(self._groups), section.tokens
+        begin = START + -(-count * tokens // 4) * 2
+        if codes.size < begin or len(refinements) > EXACT:
+            raise SizeError(f"{codes.size} bytes do not encode {section}: at least {begin} do.")
+        k = check_front(codes, section.codec, MOST_K)
+        nibbles = np.stack([codes[START:begin] & 15, codes[START:begin] >> 4], 1).ravel().astype(np.int64)
+        j = list(nibbles[: count * tokens].reshape(count, tokens) + LEAST_J)
+        bodies, exact = [codes[begin:], *refinements[: EXACT - 1]], len(refinements) == EXACT
+        told = self._read(bodies, j, k, np.float64 if exact else np.float32)
+        if exact:
+            return self._exactly(refinements[-1], told, j, k, section, positions)
+        rows = [np.empty((tokens, g.mean.size), np.float32) for g in self._groups]
+        for g, of, row in zip(self._groups, told, rows, strict=True):
+            _kernels().product(of, g.transform.view(np.uint16), g.scale / np.float32(levels.FINE * 256), g.mean, row)
+        x = self.ungrouped(rows)
+        if self._rope is not None:
+            x[:, 0] = self._rope.turn(x[:, 0], positions)
+        return as_numbers(_sections(x, section), section.dtype)
 
-    def _numbers(self, x: Floats, section: Section, positions: Positions, bases: _Bases) -> Integers | Doubles:
-        """Return whole steps of all rows; float64 beyond 16 bits. Raises NonFiniteError."""
-        check_finite(x)
-        rounded = bases.rounded(self._turned_back(x, section, positions))
-        if (np.abs(rounded) <= FURTHEST).all():  # a NaN is not
-            near: Integers = rounded.astype(np.int16, order="C").ravel()
-            return near
-        far: Doubles = bases.rounded(self._turned_back(x.astype(np.float64), section, positions))
-        return far.ravel()
+    # -- numbers and rows ---------------------------------------------------------------------------------
 
-    def _turned_back(self, x: Any, section: Section, positions: Positions) -> Any:
-        """Return the section's rows, [rows, tokens, C], keys turned back to position 0."""
-        if section.kind is SectionKind.KEYS and self._rope is not None:
-            with np.errstate(over="ignore", invalid="ignore"):
-                x = self._rope.turn_back(x, positions)
-        return x.transpose(0, 2, 1, 3).reshape(section.layers, section.tokens, -1)
-
-    def _vectors(
-        self, numbers: Integers, doublings: int, section: Section, positions: Positions, bases: _Bases
-    ) -> Floats:
-        rows = bases.back(numbers.astype(np.float32).reshape(section.layers, -1, section.tokens), doublings)
-        heads = rows.reshape(section.layers, section.tokens, section.heads, section.head_dim)
-        x = np.ascontiguousarray(heads.transpose(0, 2, 1, 3))
-        if section.kind is SectionKind.KEYS and self._rope is not None:
-            x = self._rope.turn(x, positions)
-        made: Floats = np.clip(x, -LARGEST, LARGEST).astype(np.float32) if doublings else x
+    def _rows(self, x: Floats, section: Section, positions: Positions) -> list[Floats]:
+        """Rows [tokens, C] of each group, keys turned back to position 0."""
+        x = x.reshape(-1, *section.shape[-4:])
+        if self._rope is not None:
+            x = np.stack([self._rope.turn_back(x[0], positions), x[1]])
+        made = []
+        for first, layers, head, heads in (g.place for g in self._groups):
+            part = x[:, first : first + layers, head : head + heads].transpose(3, 1, 0, 2, 4)
+            made.append(np.ascontiguousarray(part).reshape(section.tokens, -1))
         return made
+
+    def ungrouped(self, rows: Sequence[Any]) -> Any:
+        """Undo `_rows` but for RoPE: [layers, kinds, heads, tokens, head_dim]."""
+        layers, kinds, heads, dim = self._shape
+        made = np.empty((layers, kinds, heads, len(rows[0]), dim), rows[0].dtype)
+        for g, of in zip(self._groups, rows, strict=True):
+            first, count, head, some = g.place
+            part = of.reshape(-1, count, kinds, some, dim).transpose(1, 2, 3, 0, 4)
+            made[first : first + count, :, head : head + some] = part
+        return made
+
+    # -- levels -------------------------------------------------------------------------------------------
+
+    def _read(self, bodies: Sequence[Codes], j: Sequence[Whole], k: int, dtype: Any) -> list[Any]:
+        """Return the groups' decoded components, see `places`, from a level's body for each level.
+
+        Raises SizeError, DamagedError.
+        """
+        tokens, streams = j[0].size, [streams_of(g.mean.size * j[0].size) for g in self._groups]
+        parts = [_parted(body, streams) for body in bodies]
+        words = np.concatenate([*(of for *_, of in parts), np.zeros(2 * tokens, np.uint16)])
+        first = np.cumsum([0, *(of.size for *_, of in parts[:-1])])[:, None]
+        ends = first + np.array([sizes for sizes, *_ in parts]).cumsum(1)
+        begins = np.hstack([first, ends[:, :-1]])
+        made = []
+        for n, (g, by) in enumerate(zip(self._groups, j, strict=True)):
+            out, states = np.empty((g.mean.size, tokens), dtype), np.stack([states[n] for _, states, _ in parts])
+            of_words = begins[:, n].copy(), ends[:, n].copy(), words
+            tables, numbers = (_base().decoding, levels.edges()), _numbers(len(bodies) - 1, by, k)
+            _check_end(_kernels().read_levels(g.tables, by, *tables, states, *of_words, *numbers, out))
+            made.append(out)
+        return made
+
+    # -- the last refinement ------------------------------------------------------------------------------
+
+    @cached_property
+    def _errors(self) -> tuple[Whole, Whole]:
+        """Logarithms of errors and fraction bits, [layers, vectors, head_dim] and [layers, vectors]."""
+        layers, *_, dim = self._shape
+        errors = self.ungrouped([g.errors[None].astype(np.int64) for g in self._groups])
+        points = self.ungrouped([g.points(self._shape[1])[None] for g in self._groups])
+        return errors.reshape(layers, -1, dim), np.ascontiguousarray(points.reshape(layers, -1, dim)[..., 0])
+
+    def _near(self, told: Sequence[Any], positions: Positions) -> Any:
+        """Decoded numbers, in parts of 2**-points, [layers, vectors, tokens, head_dim]; None if a number is too far.
+
+        Sums are whole numbers below 2**53: any order gives them.
+
+        Args:
+            told: decoded components at the finest lossy level, see `places`.
+        """
+        rows = []
+        for of, (matrix, mean, most) in zip(told, self._wholes, strict=True):
+            if np.abs(of).max() * most + np.abs(mean).max() >= 2**53:
+                return None
+            rows.append((of.T @ matrix + mean).astype(np.int64) >> 12)
+        x = self.ungrouped(rows)
+        if self._rope is not None:
+            first, second = self._rope.pairs
+            angles = positions[:, None] * np.array(self._rope.frequencies)
+            cos, sin = (np.rint(f(angles) * self._rope.scale * 2**TURN).astype(np.int64) for f in (np.cos, np.sin))
+            keys, turned = x[:, 0].copy(), x[:, 0]
+            turned[first] = (keys[first] * cos - keys[second] * sin) >> TURN
+            turned[second] = (keys[second] * cos + keys[first] * sin) >> TURN
+        return x.reshape(len(x), -1, *x.shape[-2:])
+
+    @cached_property
+    def _wholes(self) -> list[tuple[Any, Any, float]]:
+        """Inverse and mean of each group as whole numbers, and the largest sum of a column of the inverse."""
+        made = []
+        for g in self._groups:
+            unit = np.ldexp(1.0, g.points(self._shape[1]) + 12)
+            matrix = np.rint(g.transform.astype(np.float64) * (g.scale * unit / (levels.FINE * 256)))
+            made.append((matrix, np.rint(g.mean * unit), float(np.abs(matrix).sum(0).max())))
+        return made
+
+    def _arguments(self, near: Any, j: Sequence[Whole], k: int) -> list[tuple[Any, ...]]:
+        """Arguments of the kernels for each layer."""
+        errors, points = self._errors
+        rows = [np.repeat(by[:, None] + k, g.mean.size, 1) for g, by in zip(self._groups, j, strict=True)]
+        by_vector = self.ungrouped(rows)[..., 0].reshape(len(near), -1, near.shape[2])
+        return list(zip(near, errors, np.ascontiguousarray(by_vector), points, strict=True))
+
+    def _exact(
+        self, x: Numbers, q: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
+    ) -> Codes:
+        told = [places(g, of, by, k, EXACT - 1) for g, of, by in zip(self._groups, q, j, strict=True)]
+        near = self._near(told, positions) if section.dtype is Dtype.BFLOAT16 else None
+        raw: Codes = np.concatenate([np.zeros(START, np.uint8), np.ascontiguousarray(x).reshape(-1).view(np.uint8)])
+        if near is None:
+            return raw
+        bits, made = np.ascontiguousarray(x.reshape(-1, *section.shape[-4:]).swapaxes(0, 1)).reshape(near.shape), []
+        for of, given in zip(bits, self._arguments(near, j, k), strict=True):
+            states, words = np.empty(streams_of(of.size), np.uint32), np.empty(5 * of.size, np.uint16)
+            at = _kernels().write_exact(of, *given, _cells().encoding, states, words)
+            if at < 0:
+                return raw
+            made.append((states, words[at:]))
+        coded: Codes = np.concatenate([np.frombuffer(b"\1\0\0\0" + _checksum(bits), np.uint8), _joined(made)])
+        return min(coded, raw, key=len)
+
+    def _exactly(
+        self, body: Codes, told: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
+    ) -> Numbers:
+        if body[:START].tolist() == [0, 0, 0, 0] and body.size == body_nbytes(self._raw(section)):
+            made: Numbers = body[START : self._raw(section)].copy().view(section.dtype.numpy).reshape(section.shape)
+            return made
+        near = self._near(told, positions)
+        if body[:START].tolist() != [1, 0, 0, 0] or near is None or section.dtype is not Dtype.BFLOAT16:
+            raise DamagedError(f"the last refinement begins with {body[:START].tobytes().hex()}, which cannot be.")
+        bits = np.empty(near.shape, np.uint16)
+        sizes, states, words = _parted(body[START + 8 :], [streams_of(of.size) for of in bits])
+        parts = zip(states, np.split(words, np.cumsum(sizes)[:-1]), strict=True)
+        for of, given, part in zip(bits, self._arguments(near, j, k), parts, strict=True):
+            _check_end(_kernels().read_exact(of, *given, _cells().decoding, *part))
+        if body[START : START + 8].tobytes() != _checksum(bits):
+            raise DamagedError("exact numbers are not those that were encoded.")
+        return _sections(bits.reshape(self._shape[0], self._shape[1], -1, *bits.shape[-2:]), section)
+
+
+def features(x: Floats, group: Any, head_dim: int) -> Floats:
+    """Return the features of the weight's regression, [tokens, C + C / head_dim + 1].
+
+    group: has a center and deviations.
+    """
+    z = (x - group.center) / group.deviations
+    energies = np.square(z.reshape(len(z), -1, head_dim)).mean(2)
+    made: Floats = np.concatenate([z, np.log(energies + 1e-3), np.ones((len(z), 1))], 1).astype(np.float32)
+    return made
+
+
+def shifts_of(group: Group, x: Floats) -> Whole:
+    """Return j of each token, [tokens]."""
+    told = features(x, group, group.head_dim) @ group.weigher
+    made: Whole = np.nan_to_num(np.clip(np.rint(told), LEAST_J, END_J - 1)).astype(np.int64)
+    return made
+
+
+def finest(y: Any, shifts: Whole) -> Any:
+    """Finest whole numbers int16 [C, tokens] of components; None if a number takes more than 16 bits."""
+    q = np.rint(y * (256 / SCALES[shifts - LEAST_J]).astype(np.float32)[:, None])
+    return np.ascontiguousarray(q.T.astype(np.int16)) if (np.abs(q) <= FURTHEST).all() else None
+
+
+def places(group: Group, q: Any, j: Whole, k: int, level: int) -> Any:
+    """Decoded components float64 [C, tokens], in parts of 1 / FINE and 1 / 256."""
+    made = np.empty(q.shape)
+    _kernels().places(q, group.tables, j, *_numbers(level, j, k), made)
+    return made
+
+
+def _numbers(level: int, j: Whole, k: int) -> tuple[int, Any, Whole]:
+    """Size of a step in parts, positions in intervals, and scales of tokens, for the kernels."""
+    return levels.STEPS[level] * levels.FINE, levels.centres()[level], SCALES[j + k - LEAST_J]
+
+
+def written(groups: Sequence[Group], q: Sequence[Any], j: Sequence[Whole], level: int) -> Codes:
+    """Return the encoded numbers of a level, from the groups' finest numbers."""
+    made = []
+    for g, of, by in zip(groups, q, j, strict=True):
+        states, words = np.empty(streams_of(of.size), np.uint32), np.empty(2 * of.size, np.uint16)
+        tables = _base().encoding, levels.parts()[max(level - 1, 0)]
+        made.append((states, words[_kernels().write_level(of, g.tables, by, level, *tables, states, words) :]))
+    return _joined(made)
+
+
+def _sections(x: Any, section: Section) -> Numbers:
+    """Return numbers [layers, kinds, heads, tokens, head_dim] in the section's order."""
+    made: Numbers = np.ascontiguousarray(x.swapaxes(0, 1)).reshape(section.shape)
+    return made
+
+
+def front(groups: Sequence[Group], tokens: int) -> int:
+    """Bytes of a part without words, with the front and padding."""
+    return sum(4 + 4 * streams_of(g.mean.size * tokens) for g in groups) + REFINEMENT
+
+
+def streams_of(numbers: int) -> int:
+    """Number of streams of `numbers` numbers: a power of 2, at most STREAMS_MAX."""
+    return min(STREAMS_MAX, 1 << (numbers // STREAM_NUMBERS).bit_length())
+
+
+def _joined(made: Sequence[tuple[Any, Any]]) -> Codes:
+    sizes = np.array([words.size for _, words in made], "<u4")
+    parts = [sizes, *(states.astype("<u4") for states, _ in made), *(words.astype("<u2") for _, words in made)]
+    return np.concatenate([part.view(np.uint8) for part in parts])
+
+
+def _parted(body: Codes, streams: Sequence[int]) -> tuple[Any, list[Any], Any]:
+    """Undo `_joined`. Returns numbers of words, states, and all words. Raises SizeError, DamagedError."""
+    begin = 4 * (len(streams) + sum(streams))
+    if body.size < begin or (body.size - begin) % 2:
+        raise SizeError(f"{body.size} bytes are not {len(streams)} entropy-coded rows: {begin} and words are.")
+    numbers, words = body[:begin].copy().view("<u4").astype(np.uint32), body[begin:].copy().view("<u2")
+    sizes, states = numbers[: len(streams)].astype(np.int64), numbers[len(streams) :]
+    end = int(sizes.sum())
+    if end > words.size or words[end:].any() or (states < LOWEST).any():
+        raise DamagedError("entropy-coded numbers have lengths or states that no encoder writes.")
+    return sizes, np.split(states, np.cumsum(streams)[:-1]), words[:end].astype(np.uint16, copy=False)
+
+
+def _checksum(bits: Any) -> bytes:
+    """xxh3-64 of bf16 numbers [layers, vectors, tokens, head_dim], little-endian."""
+    return xxhash.xxh3_64(bits.data).digest()[::-1]
+
+
+def _check_end(good: bool) -> None:
+    if not good:
+        raise DamagedError("entropy-coded numbers do not end where they should: the block is damaged.")
+
+
+@cache
+def _base() -> Coder:
+    return Coder(levels.base())
+
+
+@cache
+def _cells() -> Coder:
+    return Coder(levels.cells())
+
+
+def _kernels() -> Any:
+    from manthan.codec.cpu import numba_kernels
+
+    return numba_kernels

@@ -1,9 +1,10 @@
-"""Kernels compiled by numba: the entropy coders of `manthan.codec.cpu.rans` and `manthan.codec.cpu.embedded`, and the
+"""Kernels compiled by numba: the entropy coders of `manthan.codec.cpu.rans` and `manthan.codec.cpu.klt`, and the
 transform of `manthan.codec.wht`.
 
 The transform works on LANES vectors at a time, transposed into a tile [head_dim, LANES] within the first-level cache,
 so that every step is a SIMD loop over LANES. Tiles are flat, because the compiler then sees the constant row length.
-There is no fastmath, because the compiler must neither reorder nor fuse the float operations of the format.
+There is no fastmath, because the compiler must neither reorder nor fuse the float operations of the format. Only
+`product`, which stands for a BLAS, may fuse.
 """
 
 import math
@@ -24,16 +25,19 @@ MASK = np.uint32(0xFFF)
 LANES = 32
 SPLITS, WIDTHS, FALLING, FURTHEST = levels.SPLITS, len(levels.WIDTHS), levels.FALLING, 32767
 ZERO = np.float32(0)
+ROWS_AT_ONCE, COLUMNS = 8, 768
+HALVES = np.float32(2.0**112)
+"""Factor of bits of float16 as the upper bits of a float32's number, without the exponent's difference."""
 Array = npt.NDArray[Any]
 Sizes = npt.NDArray[np.int64]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def jit(*signatures: Any) -> Callable[[F], F]:
+def jit(*signatures: Any, **more: Any) -> Callable[[F], F]:
     """Compile without the GIL and with IEEE division, cached on disk if possible."""
 
     def compile_(function: F) -> F:
-        options = {"nogil": True, "error_model": "numpy"}
+        options = {"nogil": True, "error_model": "numpy", **more}
         try:
             compiled: F = numba.njit(*signatures, cache=True, **options)(function)
         except RuntimeError:  # this folder and the user's cache are read-only
@@ -313,7 +317,7 @@ def unrotated(q: npt.NDArray[np.int16], steps: Floats, weights: Floats, blocks: 
     return x
 
 
-# -- embedded codecs: see manthan.codec.cpu.embedded ---------------------------------------------------------
+# -- calibrated codecs: see manthan.codec.cpu.klt ---------------------------------------------------------
 
 
 @jit()
@@ -385,78 +389,146 @@ def write_level(
     return at
 
 
-@jit(
-    boolean(
-        int16[:, ::1], _in(uint8, 1), _in(int64, 1), int64, _in(uint32, 2), _in(uint32, 3), uint32[::1], _in(uint16, 1)
-    )
-)
-def read_level(
-    q: Array, tables: Array, shifts: Array, level: int, base: Array, parts: Array, states: Array, words: Array
-) -> bool:
-    """Turn numbers of level `level - 1` into numbers of `level`. Returns True if all ended like after an encoder.
-
-    base: the decoding table of `Coder`. states: overwritten.
-    """
-    size, tokens = q.shape
-    at, place = 0, 0
-    for component in range(size):
-        for token in range(tokens):
-            stream = place & (len(states) - 1)
-            place += 1
-            table, x = _table(np.int64(tables[component]), shifts[token]), states[stream]
-            slot = x & MASK
-            value: Any = np.int64(q[component, token])
-            if level == 0:
-                entry = base[table, slot]
-                f, inside, told = entry >> np.uint32(12) & MASK, entry & MASK, int(entry >> np.uint32(24))
-            else:
-                magnitude = min(abs(value), 3)
-                first, second = parts[table, magnitude, 0], parts[table, magnitude, 1]
-                if slot < first:
-                    told, f, inside = -1, first, slot
-                elif slot - first < second:
-                    told, f, inside = 0, second, slot - first
-                else:
-                    told, f, inside = 1, MASK + np.uint32(1) - first - second, slot - first - second
-            x = f * (x >> np.uint32(12)) + inside
-            if x < LOWEST:
-                if at >= len(words):
-                    return False
-                x = x << np.uint32(16) | np.uint32(words[at])
-                at += 1
-            states[stream] = x
-            if level == 0:
-                if told == ESCAPE:
-                    if at >= len(words):
-                        return False
-                    told = int(np.int16(words[at])) + LARGEST
-                    at += 1
-                q[component, token] = np.int16(told - LARGEST)
-            else:
-                split = SPLITS[level - 1]
-                q[component, token] = np.int16(split * value - told if value < 0 else split * value + told)
-    return at == len(words) and bool((states == LOWEST).all())
+@jit()
+def _place(value: Any, table: Any, fine: int, centres: Array, scale: Any) -> Any:
+    place = (abs(value) * fine + np.int64(centres[table, min(abs(value), 3)])) * scale
+    return -place if value < 0 else place
 
 
 @jit(
     [
-        void(_in(int16, 2), _in(uint8, 1), _in(int64, 1), int64, int64, _in(int32, 2), _in(int64, 1), floats[:, ::1])
+        boolean(
+            _in(uint8, 1), _in(int64, 1), _in(uint32, 2), _in(uint32, 3), uint32[:, ::1], int64[::1], _in(int64, 1),
+            _in(uint16, 1), int64, _in(int32, 2), _in(int64, 1), floats[:, ::1],
+        )
         for floats in (float32, float64)
     ]
-)
-def places(
-    q: Array, tables: Array, shifts: Array, step: int, fine: int, centres: Array, scales: Array, out: Array
-) -> None:
-    """Fill decoded numbers [tokens, components], in parts of a finest step and of a scale.
+)  # fmt: skip
+def read_levels(
+    tables: Array,
+    shifts: Array,
+    base: Array,
+    parts: Array,
+    states: Array,
+    at: Array,
+    ends: Array,
+    words: Array,
+    fine: int,
+    centres: Array,
+    scales: Array,
+    out: Array,
+) -> bool:
+    """Read a group's numbers, and fill decoded components [components, tokens] like `places`.
 
-    centres: of the level's intervals, [tables, magnitudes]. scales: of tokens.
+    Returns True if all levels ended like after an encoder. There are no branches by what is read, because a processor
+    could not foresee them.
+
+    Args:
+        base: the decoding table of `Coder`.
+        parts: see `manthan.codec.tables.levels.edges`.
+        states: [levels, streams], overwritten.
+        at, ends: index of each level's first word, overwritten, and behind the last.
+        words: of all levels, with two for each token behind.
+    """
+    levels, streams = states.shape
+    size, tokens = out.shape
+    told, chosen = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
+    for component in range(size):
+        for token in range(tokens):
+            chosen[token] = _table(np.int64(tables[component]), shifts[token])
+        first, word = component * tokens, at[0]
+        for token in range(tokens):
+            stream = (first + token) & (streams - 1)
+            x = np.int64(states[0, stream])
+            entry = np.int64(base[chosen[token], x & MASK])
+            x = (entry >> 12 & MASK) * (x >> 12) + (entry & MASK)
+            following, lower = x << 16 | np.int64(words[word]), x < LOWEST
+            states[0, stream] = following if lower else x
+            word += np.int64(lower)
+            told[token] = (entry >> 24) - LARGEST
+            if told[token] == ESCAPE - LARGEST:
+                told[token] = np.int64(np.int16(words[word]))
+                word += 1
+        at[0] = word
+        for level in range(1, levels):
+            word = at[level]
+            for token in range(tokens):
+                stream, so_far = (first + token) & (streams - 1), told[token]
+                x = np.int64(states[level, stream])
+                slot, edges = x & MASK, np.int64(parts[level - 1, chosen[token], min(abs(so_far), 3)])
+                one, two = edges & 0xFFFF, edges >> 16
+                from_one, from_two = slot >= one, slot >= two
+                start = two if from_two else (one if from_one else 0)
+                end = 4096 if from_two else (two if from_one else one)
+                x = (end - start) * (x >> 12) + slot - start
+                following, lower = x << 16 | np.int64(words[word]), x < LOWEST
+                states[level, stream] = following if lower else x
+                word += np.int64(lower)
+                part = np.int64(from_one) + np.int64(from_two) - 1
+                told[token] = SPLITS[level - 1] * so_far + (-part if so_far < 0 else part)
+            at[level] = word
+        for token in range(tokens):
+            out[component, token] = _place(told[token], chosen[token], fine, centres, scales[token])
+        for level in range(levels):
+            if at[level] > ends[level]:
+                return False
+    return bool((at == ends).all()) and bool((states == LOWEST).all())
+
+
+@jit(void(_in(int16, 2), _in(uint8, 1), _in(int64, 1), int64, _in(int32, 2), _in(int64, 1), float64[:, ::1]))
+def places(q: Array, tables: Array, shifts: Array, fine: int, centres: Array, scales: Array, out: Array) -> None:
+    """Fill decoded components [components, tokens], in parts of a finest step and of a scale.
+
+    fine: parts of a step. centres: of the level's intervals, [tables, magnitudes]. scales: of tokens.
     """
     for component in range(q.shape[0]):
         for token in range(q.shape[1]):
-            value: Any = np.int64(q[component, token])
             table = _table(np.int64(tables[component]), shifts[token])
-            place = (abs(value) * step * fine + centres[table, min(abs(value), 3)]) * scales[token]
-            out[token, component] = -place if value < 0 else place
+            out[component, token] = _place(np.int64(q[component, token]), table, fine, centres, scales[token])
+
+
+@jit(
+    void(_in(float32, 2), _in(uint16, 2), _in(float32, 1), _in(float32, 1), float32[:, ::1]),
+    fastmath={"contract", "nsz"},
+)
+def product(y: Array, halves: Array, scale: Array, mean: Array, out: Array) -> None:
+    """Fill (y.T @ transform) * scale + mean, [tokens, C]. Components of zeros take no time.
+
+    Args:
+        y: components, [C, tokens].
+        halves: the transform, bits of float16.
+    """
+    size, tokens = y.shape
+    used = [row for row in range(size) if (y[row] != 0).any()]
+    bits, some = np.zeros(ROWS_AT_ONCE * COLUMNS, np.uint32), np.empty((tokens, ROWS_AT_ONCE), np.float32)
+    panel, sums = bits.view(np.float32), np.empty(tokens * COLUMNS, np.float32)
+    for left in range(0, size, COLUMNS):
+        width = min(COLUMNS, size - left)
+        sums[:] = 0
+        for first in range(0, len(used), ROWS_AT_ONCE):
+            some[:] = 0
+            for n in range(min(ROWS_AT_ONCE, len(used) - first)):
+                row, start = used[first + n], n * COLUMNS
+                source, to, numbers = halves[row, left : left + width], bits[start:], panel[start:]
+                for i in range(width):
+                    half = np.uint32(source[i])
+                    to[i] = (half & np.uint32(0x7FFF)) << np.uint32(13) | (half & np.uint32(0x8000)) << np.uint32(16)
+                for i in range(width):
+                    numbers[i] *= HALVES
+                some[:, n] = y[row]
+            for token in range(tokens):
+                a, b, c, d = some[token, 0], some[token, 1], some[token, 2], some[token, 3]
+                e, f, g, h = some[token, 4], some[token, 5], some[token, 6], some[token, 7]
+                target = sums[token * COLUMNS : token * COLUMNS + width]
+                for i in range(width):
+                    target[i] += (
+                        a * panel[i] + b * panel[COLUMNS + i] + c * panel[2 * COLUMNS + i]
+                        + d * panel[3 * COLUMNS + i] + e * panel[4 * COLUMNS + i] + f * panel[5 * COLUMNS + i]
+                        + g * panel[6 * COLUMNS + i] + h * panel[7 * COLUMNS + i]
+                    )  # fmt: skip
+        for token in range(tokens):
+            for i in range(width):
+                out[token, left + i] = sums[token * COLUMNS + i] * scale[left + i] + mean[left + i]
 
 
 @jit()

@@ -1,13 +1,9 @@
-"""Calibrated sections by CUDA kernels, and cuBLAS between them: `manthan.codec.cpu.klt` on a GPU.
+"""Calibrated sections by CUDA kernels with cuBLAS between: `manthan.codec.cpu.klt` on a GPU.
 
-Blocks are handled in groups, and within a group some rows (a layer's keys, or values) at a time, which bounds the
-memory between two kernels. Encoding a group: rows are gathered and multiplied by the transform. After all rows, each
-row is entropy-coded into separate room. Then the positions of the words in the blocks are known.
-
-The entropy coder writes the CPU's words for equal integers, and either backend reads the other's blocks. The integers
-may differ: sums are rounded in different steps, and to fp16 before the rounding to whole numbers. One integer in some
-hundreds or thousands differs by 1. Decoded numbers differ from the CPU's by about 2**-12 of their distance from the
-mean.
+Blocks are processed in runs of SCRATCH_BYTES. In a run, groups of equal size are multiplied some at a time. For equal
+integers, the entropy coder's words equal the CPU's, and each reads the blocks of the other. Sums are rounded
+differently, and products to fp16, so an integer in some hundreds differs by 1. The last refinement is written and read
+on the CPU only; a GPU decodes all parts before the last.
 """
 
 import ctypes
@@ -15,71 +11,75 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from manthan.codec.base import Dtype, Kind
+from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat
-from manthan.codec.cpu.klt import MOST_DOUBLINGS
-from manthan.codec.cpu.rans import VERSION, streams_of
+from manthan.codec.cpu.klt import EXACT, MOST_K, PRESETS, streams_of
+from manthan.codec.cpu.rans import VERSION
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
-from manthan.codec.gpu.klt_tables import RowTables, Transforms
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
-from manthan.codec.profile import Profile
+from manthan.codec.profile import Group, Profile
 from manthan.codec.rope import Rope
+from manthan.codec.tables import levels
+from manthan.codec.tables.frequencies import SCALE
 
 SCRATCH_BYTES = 256 * 2**20
-"""Temporaries of a group of blocks, without the products'."""
-ENCODING, DECODING = 3, 2
-"""Bytes of temporaries for each number."""
+"""Bytes of a run of blocks, without products."""
+ENCODING, DECODING = 4, 2
+"""Scratch bytes for each number."""
 PRODUCTS_AT_ONCE = 2**24
-"""Numbers of rows multiplied at once: 2 bytes each for encoding, 4 for decoding."""
-WORD_NUMBERS = 2
-"""Numbers of a row for each word of room. A row with more words doubles the section's steps."""
+"""Numbers of groups multiplied at once."""
+NUMBERS_A_WORD = 4
+"""Numbers of a row for each word of room. A row in need of more doubles the block's steps."""
+LEVELS, TABLES = EXACT, levels.FALLING
+BUCKETS = 128
+"""Runs of slots with a first rank, in a table for decoding."""
 ROW_THREADS = 1024
-KINDS: tuple[Kind, ...] = ("key", "value")
 ALL = slice(None)
+Bytes = npt.NDArray[np.uint8]
 SOURCES = (
     "common.cu",
     "exact.cu",
     "seal.cu",
-    "sections.cu",
-    "runs.cu",
+    "parts.cu",
     "coder.cu",
-    "rows.cu",
     "quads.cu",
-    "transform.cu",
+    "embedded.cu",
 )
 
 
 class Sections(ctypes.Structure):
-    """`struct Sections` of sections.cu."""
+    """`struct Sections` of parts.cu."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "codes", "headers", "status")),
-        *((name, ctypes.c_uint64) for name in ("nbytes", "turns", "mean", "gain", "tables", "table_of", "vectors")),
-        *((name, ctypes.c_uint64) for name in ("back", "numbers", "words", "states", "sizes", "places", "far")),
-        *((name, ctypes.c_uint64) for name in ("fronts", "doublings", "starts")),
+        *((name, ctypes.c_uint64) for name in ("nbytes", "ends", "turns", "groups", "vectors", "mean", "gain")),
+        *((name, ctypes.c_uint64) for name in ("weigher", "offset", "table_of", "tables")),
+        *((name, ctypes.c_uint64) for name in ("rows", "products", "numbers", "shifts", "steps")),
+        *((name, ctypes.c_uint64) for name in ("levels", "words", "states", "sizes")),
         ("block_stride", ctypes.c_int64),
         ("at", ctypes.c_int64 * 2),
         ("head_stride", ctypes.c_int32),
         ("token_stride", ctypes.c_int32),
-        *((name, ctypes.c_int64) for name in ("tables_nbytes", "pool", "head_nbytes", "start")),
-        ("limits", ctypes.c_int64 * 2),
-        ("parts", ctypes.c_int64 * 2),
-        ("fronts_nbytes", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("n", "layers", "heads", "tokens", "streams", "first_token")),
-        *((name, ctypes.c_int32) for name in ("block_tokens", "first_row", "rows", "width")),
-        ("room", ctypes.c_uint32),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("tables_nbytes", "likely_at", "rest_at", "head_nbytes", "start", "limit")
+        ),
+        *((name, ctypes.c_int32) for name in ("n", "all", "groups_count", "components", "streams")),
+        *((name, ctypes.c_int32) for name in ("tokens", "first_token", "block_tokens", "layers")),
+        *((name, ctypes.c_int32) for name in ("first_group", "some", "width")),
         ("rope_scale", ctypes.c_float),
     )
 
     @classmethod
-    def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
-        """Return the job for the sections of lossy tokens. caches: `addresses`."""
-        layers, tokens, kinds = len(layout.caches), layout.tokens - exact, KINDS[: len(layout.ats)]
+    def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, all_levels: int) -> Self:
+        """Return arguments for the section of inexact tokens. caches: `addresses`."""
         return cls(
             caches=caches.data_ptr(),
             block_stride=layout.block_stride,
@@ -87,170 +87,296 @@ class Sections(ctypes.Structure):
             head_stride=layout.head_stride,
             token_stride=layout.token_stride,
             head_nbytes=form.header.nbytes,
-            start=form.starts[-len(kinds)],
-            limits=form.sizes[-len(kinds) :],
-            layers=layers,
-            heads=layout.heads,
-            tokens=tokens,
-            streams=streams_of(tokens * layout.heads * layout.head_dim),
+            start=form.starts[-1],
+            limit=form.sizes[-1],
+            all=all_levels,
+            layers=len(layout.caches),
+            tokens=layout.tokens - exact,
             first_token=exact,
             block_tokens=layout.tokens,
-            rows=len(kinds) * layers,
             rope_scale=rope.scale,
         )
 
     def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
-        """Return a copy of the job for blocks `some` of a batch."""
+        """Return the arguments for blocks of a batch."""
         job = type(self).from_buffer_copy(self)
         job.block_ids, job.offsets = batch.block_ids[some].data_ptr(), batch.offsets[some].data_ptr()
         job.headers, job.turns = batch.headers[some].data_ptr(), batch.turns[some].data_ptr()
         job.status, job.nbytes = batch.status[some].data_ptr(), batch.nbytes[some].data_ptr()
+        job.ends, job.levels = batch.ends[some].data_ptr(), batch.levels[some].data_ptr()
         job.codes, job.n = codes.data_ptr(), len(batch.block_ids[some])
         return job
 
 
-class KltPlan(NamedTuple):
+class Model(NamedTuple):
+    """Kernels' facts of a profile, on the device, by the names of parts.cu.
+
+    sizes: components of each group. forward, inverse: of each run of groups of equal size, float16 [groups, C, C].
+    """
+
+    sizes: list[int]
+    groups: Tensor
+    vectors: Tensor
+    mean: Tensor
+    gain: Tensor
+    gain_back: Tensor
+    weigher: Tensor
+    offset: Tensor
+    table_of: Tensor
+    forward: list[Tensor]
+    inverse: list[Tensor]
+
+    @classmethod
+    def of(cls, groups: tuple[Group, ...], kinds: int, tokens: int, device: torch.device) -> Self:
+        """Return the facts of `groups`. tokens: of the section. Raises ProfileError for a singular transform."""
+        at = ahead = 0
+        told, vectors = [], []
+        for group in groups:
+            streams = streams_of(group.mean.size * tokens)
+            told.append((at, group.mean.size, streams, ahead))
+            at, ahead = at + group.mean.size, ahead + streams
+            first, layers, head, heads = group.place
+            vectors += [
+                layer << 16 | kind << 15 | each
+                for layer in range(first, first + layers)
+                for kind in range(kinds)
+                for each in range(head, head + heads)
+            ]
+        sizes = [group.mean.size for group in groups]
+        weighers = [np.split(group.weigher, [group.mean.size, len(group.weigher) - 1]) for group in groups]
+        gains_back, forward, inverse = [], list[Tensor](), list[Tensor]()
+        for group in groups:
+            there = torch.from_numpy(group.inverse).to(device)
+            largest = torch.exp2(torch.ceil(torch.log2(there.abs().amax(0))))
+            gains_back.append(largest)
+            inverse.append((there / largest).half())
+            forward.append(torch.from_numpy(group.deviations[:, None] * group.forward).to(device).half())
+        flat = {
+            "groups": np.array(told, np.int32),
+            "vectors": np.array(vectors, np.uint32).view(np.int32),
+            "mean": np.concatenate([group.mean for group in groups]),
+            "gain": 1 / np.concatenate([group.deviations for group in groups]),
+            "weigher": np.concatenate([weigher[part] for part in range(3) for weigher in weighers]),
+            "offset": np.concatenate([(group.mean - group.center) / group.deviations for group in groups]),
+            "table_of": _by_width(np.concatenate([group.tables for group in groups])),
+        }
+        arrays = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in flat.items()}
+        starts = [n for n in range(len(sizes)) if not n or sizes[n] != sizes[n - 1]]
+        runs = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+        return cls(
+            sizes=sizes,
+            gain_back=torch.cat(gains_back),
+            forward=[torch.stack(forward[run]) for run in runs],
+            inverse=[torch.stack(inverse[run]) for run in runs],
+            **arrays,
+        )
+
+
+class Tables(NamedTuple):
+    """Tables of the entropy coder, uint8 on the device, see embedded.cu; where the parts behind the base's begin."""
+
+    there: Tensor
+    likely_at: int
+    rest_at: int
+
+    @classmethod
+    def of(cls, base: Bytes, rest: Any, device: torch.device) -> Self:
+        """Return tables of the base, of refinements, and `rest`."""
+        sums = np.cumsum(levels.parts(), axis=3, dtype=np.uint32)
+        likely = np.ascontiguousarray(sums[..., 0] | sums[..., 1] << np.uint32(16))
+        parts = [_padded(part) for part in (base, likely, rest)]
+        there = torch.from_numpy(np.concatenate(parts)).to(device)
+        return cls(there, parts[0].size, parts[0].size + parts[1].size)
+
+
+def _by_width(tables: Bytes) -> npt.NDArray[np.int16]:
+    """Numbers of tables as the first one of their shape, and the width << 8."""
+    width = tables % len(levels.WIDTHS)
+    return (tables - width).astype(np.int16) | width.astype(np.int16) << np.int16(8)
+
+
+def _padded(array: Any) -> Bytes:
+    """Bytes of an array, up to a multiple of 16."""
+    found = np.ascontiguousarray(array).view(np.uint8).ravel()
+    return np.pad(found, (0, -found.size % 16))
+
+
+@lru_cache
+def encoding_tables(device: torch.device) -> Tables:
+    """Return the tables for encoding, equal for all models."""
+    told, entries = list[int](), list[Any]()
+    for often in levels.base().astype(np.uint32):
+        symbols = np.flatnonzero(often)  # next to each other, and the escape
+        told.append(sum(map(len, entries)) | int(symbols[0]) << 16 | len(symbols) - 1 << 24)
+        entries.append((np.cumsum(often, dtype=np.uint32) - often << np.uint32(12) | often)[symbols])
+    frequencies = np.arange(SCALE, dtype=np.uint64)
+    inverses = np.minimum((1 << 32) // np.maximum(frequencies, 1), (1 << 32) - 1).astype(np.uint32)
+    return Tables.of(np.concatenate([np.array(told, np.uint32), *entries]).view(np.uint8), inverses, device)
+
+
+@lru_cache
+def decoding_tables(device: torch.device) -> Tables:
+    """Return the tables for decoding, equal for all models."""
+    base, made = levels.base(), list[Bytes]()
+    at = [4 * len(base)]
+    for often in base:
+        symbols = np.flatnonzero(often)
+        before = np.append(0, np.cumsum(often[symbols], dtype=np.uint32)).astype(np.uint16)
+        ranks = np.searchsorted(before, np.arange(0, SCALE, SCALE // BUCKETS), side="right") - 1
+        head = np.array([symbols[0], len(symbols) - 1, *ranks], np.uint8)
+        made.append(np.concatenate([head, before.view(np.uint8)]))
+        at.append(at[-1] + made[-1].size)
+    return Tables.of(np.concatenate([np.array(at[:-1], np.uint32).view(np.uint8), *made]), levels.centres(), device)
+
+
+class Plan(NamedTuple):
     """Arguments of the kernels for blocks of a form.
 
-    exact: exact sections. sections: None if all tokens are exact.
-    seal: without a header if the header is written earlier.
+    exact: sections kept exact. sections: None if all are exact.
+    seal: without a header if a header is written before.
     """
 
     exact: list[Job]
     sections: Sections | None
     seal: Job
-
-
-class Group:
-    """Blocks handled together, and the memory between the kernels.
-
-    job: arguments of the kernels, with all rows. numbers: before or after rounding, float16 [rows, C, tokens of all
-    blocks and up to 7 more]. vectors: some rows before the transform, float16, or after the inverse, float32: [rows,
-    same tokens, C].
-    """
-
-    def __init__(self, job: Sections, components: int, vectors: torch.dtype, device: torch.device) -> None:
-        rows, self.job = job.rows, job
-        job.width = -(-job.n * job.tokens // 8) * 8
-        self.at_once = min(rows, max(1, PRODUCTS_AT_ONCE // (components * job.width)))
-        self.numbers = torch.empty((rows, components, job.width), dtype=torch.float16, device=device)
-        self.vectors = torch.empty((self.at_once, job.width, components), dtype=vectors, device=device)
-        self._zeros = torch.zeros((2, job.n, 2), dtype=torch.int32, device=device)
-        self._books = torch.empty(job.n * (2 * rows + 2), dtype=torch.int32, device=device)
-        sizes, places, starts = self._books.split((job.n * rows, job.n * rows, job.n * 2))
-        job.numbers, job.sizes, job.places, job.starts = (x.data_ptr() for x in (self.numbers, sizes, places, starts))
-        job.doublings, job.far = (zeros.data_ptr() for zeros in self._zeros)
-
-    def pieces(self) -> Iterator[tuple[slice, Sections]]:
-        """Yield all rows in pieces of one multiplication, with a job for each piece."""
-        for first in range(0, self.job.rows, self.at_once):
-            job = Sections.from_buffer_copy(self.job)
-            job.first_row, job.rows = first, min(self.at_once, job.rows - first)
-            yield slice(first, first + job.rows), job
+    model: Model | None
 
 
 class KltPagedCodec(PagedCodec):
-    """`PagedCodec` for calibrated codecs, on a CUDA device of compute capability 8.0 or newer.
+    """`PagedCodec` for calibrated codecs, on one CUDA device of compute capability 8.0 or newer.
 
-    The blocks are of keys and values, or of latents. Raises CompileError, ProfileError.
+    Encodes keys and values, or latents. Raises CompileError, ProfileError.
     """
 
     layout: PagedLayout
 
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
         profile = format.facts.profile
-        if not isinstance(profile, Profile):
+        if not isinstance(profile, Profile) or not profile.groups:
             raise ProfileError(f"codec {format.codec} needs a profile of the model: run `manthan calibrate MODEL`.")
         super().__init__(layout, format, profile.info.rope)
-        self._coded, self._rope = layout.coded, profile.info.rope or Rope(())
-        self._components, self._kinds = self._coded.heads * self._coded.head_dim, len(self._coded.ats)
+        self._level = PRESETS[format.codec].level
+        if self._level == EXACT:
+            raise ProfileError(f"codec {format.codec} has no GPU version: its last refinement is for the CPU only.")
+        self._coded, self._rope, self._profile = layout.coded, profile.info.rope or Rope(()), profile
         self._addresses = addresses(layout)
-        self._transforms = Transforms.of(profile, format.codec, self.device)
-        self._tables = RowTables.of(profile, format.codec, self.device)
-        self._plans: dict[int, KltPlan] = {}
-        largest = max(self._tables.encoding.nbytes, self._tables.decoding.nbytes)
-        properties: Any = torch.cuda.get_device_properties(self.device)  # more attributes than in the stubs
-        self._shared = largest <= properties.shared_memory_per_block_optin
+        self._encoding, self._decoding = encoding_tables(self.device), decoding_tables(self.device)
+        self._plans: dict[int, Plan] = {}
         shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
-        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, self._kinds)
+        self._kernels = _module(*shape, self.device, is_aligned(layout), *pairs)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """Set a status to a vector's index also if the vector is 32,768 or more steps from the profile's mean.
-
-        Because numbers are fp16 between kernels, such sections are encoded on the CPU only. For a layer with an
-        infinite number, the status may be the first vector's index: all heads are transformed together.
-        """
+        """Encode. A status becomes 0 for numbers 32,768 or more steps from the profile's mean, or not finite."""
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
         for kept in plan.exact:
             self._launch_exact("encode_exact", kept, batch, codes)
-        if plan.sections is not None:
-            with torch.inference_mode():
-                for job in self._jobs(plan.sections, batch, codes, ENCODING):
-                    self._encode(job)
-        self._launch_one("seal", plan.seal, batch, codes)
+        if plan.model is None:
+            self._launch_one("seal", plan.seal, batch, codes)
+            return
+        with torch.inference_mode():
+            for job in self._jobs(plan, batch, codes, ENCODING):
+                self._encode(job, plan.model)
 
     def verify(self, batch: Batch, codes: Tensor) -> None:
         plan = self._plan(batch.exact)
         if plan.sections is None:
             self._launch_one("verify", plan.seal, batch, codes)
-        else:
-            self._launch("verify_sections", plan.sections.of(batch, codes), ALONE)
+            return
+        job = plan.sections.of(batch, codes)
+        self._launch("find_parts", job, ALONE)
+        self._launch("verify_parts", job, LEVELS * ALONE)
 
     def decode(self, batch: Batch, codes: Tensor) -> None:
-        """Set a status to 0 or more also for bytes never written by an encoder."""
+        """Decode. A status becomes 0 also for bytes never written by an encoder."""
         plan = self._plan(batch.exact)
-        if plan.sections is not None:
+        if plan.model is not None:
             with torch.inference_mode():
-                for job in self._jobs(plan.sections, batch, codes, DECODING):
-                    self._decode(job)
+                for job in self._jobs(plan, batch, codes, DECODING):
+                    self._decode(job, plan.model)
         for kept in plan.exact:
             self._launch_exact("decode_exact", kept, batch, codes)
 
-    def _encode(self, job: Sections) -> None:
-        transforms, group = self._transforms, Group(job, self._components, torch.float16, self.device)
-        job.room = self._components * job.tokens // WORD_NUMBERS
-        words = torch.empty((job.rows, job.n, job.room), dtype=torch.int16, device=self.device)
-        states = torch.empty((job.n, job.rows, job.streams), dtype=torch.int32, device=self.device)
-        job.words, job.states = words.data_ptr(), states.data_ptr()
-        job.vectors, job.gain = group.vectors.data_ptr(), transforms.gain.data_ptr()
-        for rows, part in group.pieces():
-            self._launch("gather", part, part.rows * part.heads)
-            vectors = group.vectors[: part.rows].transpose(1, 2)
-            torch.bmm(transforms.forward[rows].transpose(1, 2), vectors, out=group.numbers[rows])
-        self._launch_rows("encode_rows", job, self._tables.encoding, self._tables.of_components[0])
-        warps = job.n * self._kinds * (ROW_THREADS // 32)
-        self._kernels.launch("double_steps", job, warps, threads=ROW_THREADS)
+    def _encode(self, job: Sections, model: Model) -> None:
+        numbers, _ = kept = self._books(job)
+        room = job.n * LEVELS * (job.components * job.tokens // NUMBERS_A_WORD)
+        words = torch.empty(room, dtype=torch.int16, device=self.device)
+        job.words, job.gain = words.data_ptr(), model.gain.data_ptr()
+        at = 0
+        for some, forward, part in self._pieces(job, model.forward):
+            size = forward.shape[1]
+            rows = torch.empty((some, job.width, size), dtype=torch.float16, device=self.device)
+            part.rows = rows.data_ptr()
+            self._launch("gather", part, some * size // self._coded.head_dim)
+            self._launch("weigh", part, some * job.tokens)
+            out = numbers[at : at + some * size].view(some, size, job.width)
+            torch.bmm(forward.transpose(1, 2), rows.transpose(1, 2), out=out)
+            at += some * size
+        self._launch_rows("encode_rows", job, self._encoding)
+        self._kernels.launch("double_steps", job, job.n * (ROW_THREADS // 32), threads=ROW_THREADS)
         self._launch("lay_out", job, ALONE)
-        self._launch("pack", job, job.rows)
+        self._launch("pack", job, job.all * job.groups_count)
+        self._launch("seal_parts", job, job.all * ALONE)
+        del kept
 
-    def _decode(self, job: Sections) -> None:
-        transforms, group = self._transforms, Group(job, self._components, torch.float32, self.device)
-        job.back, job.gain = group.vectors.data_ptr(), transforms.gain_back.data_ptr()
+    def _decode(self, job: Sections, model: Model) -> None:
+        numbers, _ = kept = self._books(job)
+        job.gain = model.gain_back.data_ptr()
         self._launch("find_rows", job, ALONE)
-        self._launch_rows("decode_rows", job, self._tables.decoding, self._tables.of_components[1])
-        for rows, part in group.pieces():
-            numbers, out = group.numbers[rows].transpose(1, 2), group.vectors[: part.rows]
-            torch.bmm(numbers, transforms.inverse[rows], out_dtype=torch.float32, out=out)
-            self._launch("scatter", part, part.rows * part.heads)
+        self._launch_rows("decode_rows", job, self._decoding)
+        at = 0
+        for some, inverse, part in self._pieces(job, model.inverse):
+            size = inverse.shape[1]
+            placed = numbers[at : at + some * size].view(some, size, job.width)
+            products = torch.empty((some, job.width, size), dtype=torch.float32, device=self.device)
+            torch.bmm(placed.transpose(1, 2), inverse, out_dtype=torch.float32, out=products)
+            part.products = products.data_ptr()
+            self._launch("scatter", part, some * size // self._coded.head_dim)
+            at += some * size
+        del kept
 
-    def _jobs(self, plan: Sections, batch: Batch, codes: Tensor, each: int) -> Iterator[Sections]:
-        """Yield the batch in even groups of at most SCRATCH_BYTES, or of a single block. each: bytes for a number."""
-        n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (plan.rows * self._components * plan.tokens * each))
-        groups = -(-n // most)
-        for group in range(groups):
-            yield plan.of(batch, codes, slice(group * n // groups, (group + 1) * n // groups))
+    def _books(self, job: Sections) -> tuple[Tensor, Tensor]:
+        """Memory between the kernels: numbers, and books. The caller keeps both until the kernels are launched."""
+        job.width = -(-job.n * job.tokens // 8) * 8
+        numbers = torch.empty((job.components, job.width), dtype=torch.float16, device=self.device)
+        counts = job.n, job.groups_count * job.width, job.n * LEVELS * job.streams, job.n * LEVELS * job.groups_count
+        books = torch.zeros(4 * (counts[0] + counts[2] + counts[3]) + counts[1], dtype=torch.uint8, device=self.device)
+        job.numbers, job.steps = numbers.data_ptr(), books.data_ptr()
+        job.states = job.steps + 4 * counts[0]
+        job.sizes = job.states + 4 * counts[2]
+        job.shifts = job.sizes + 4 * counts[3]
+        return numbers, books
+
+    def _pieces(self, job: Sections, transforms: list[Tensor]) -> Iterator[tuple[int, Tensor, Sections]]:
+        """Yield groups multiplied at once: number of groups, transforms, and a job."""
+        first = 0
+        for run in transforms:
+            at_once = max(1, PRODUCTS_AT_ONCE // (run.shape[1] * job.width))
+            for start in range(0, len(run), at_once):
+                part, some = Sections.from_buffer_copy(job), run[start : start + at_once]
+                part.first_group, part.some = first + start, len(some)
+                yield len(some), some, part
+            first += len(run)
+
+    def _jobs(self, plan: Plan, batch: Batch, codes: Tensor, each: int) -> Iterator[Sections]:
+        """Yield jobs for even runs of the batch within SCRATCH_BYTES, or of a block. each: bytes for a number."""
+        assert plan.sections is not None
+        numbers = plan.sections.components * plan.sections.tokens
+        n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (numbers * each))
+        runs = -(-n // most)
+        for run in range(runs):
+            yield plan.sections.of(batch, codes, slice(run * n // runs, (run + 1) * n // runs))
 
     def _launch(self, name: str, job: Sections, warps: int) -> None:
-        """Launch a kernel. warps: the most useful warps for a block of the batch."""
+        """Launch a kernel. warps: most busy warps of a block of the batch."""
         self._kernels.launch(name, job, job.n * warps)
 
-    def _launch_rows(self, name: str, job: Sections, tables: Tensor, of_components: Tensor) -> None:
-        """Launch a kernel with a warp for each row, or for several rows of fewer streams."""
-        job.tables, job.tables_nbytes, job.table_of = tables.data_ptr(), tables.nbytes, of_components.data_ptr()
-        warps = job.rows * -(-job.n * job.streams // 32) * (ROW_THREADS // 32)
-        shared = tables.nbytes if self._shared else 0
-        self._kernels.launch(name, job, warps, threads=ROW_THREADS, shared=shared)
+    def _launch_rows(self, name: str, job: Sections, tables: Tables) -> None:
+        """Launch a kernel with a warp for each row of a block, or for several fitting rows."""
+        job.tables, job.tables_nbytes = tables.there.data_ptr(), tables.there.nbytes
+        job.likely_at, job.rest_at = tables.likely_at, tables.rest_at
+        warps = job.n * job.groups_count * (ROW_THREADS // 32)
+        self._kernels.launch(name, job, warps, threads=ROW_THREADS, shared=tables.there.nbytes)
 
     def _launch_exact(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
         of_batch = job.of(batch, codes)
@@ -262,38 +388,31 @@ class KltPagedCodec(PagedCodec):
         of_batch.sizes = batch.nbytes.data_ptr()
         self._kernels.launch(name, of_batch, of_batch.n * ALONE)
 
-    def _plan(self, exact: int) -> KltPlan:
+    def _plan(self, exact: int) -> Plan:
         if exact not in self._plans:
             layout, form = self.layout, self.form(exact)
             kept = exact_jobs(layout, self._addresses, form, exact)
             if exact == layout.tokens:
-                self._plans[exact] = KltPlan(kept, None, kept[-1])
+                self._plans[exact] = Plan(kept, None, kept[-1], None)
             else:
-                sections = Sections.plan(self._coded, self._addresses, form, exact, self._rope)
-                sections.mean, sections.pool = self._transforms.mean.data_ptr(), self._tables.pool
-                self._plans[exact] = KltPlan(kept, sections, Job())
+                kinds = len(self._coded.ats)
+                model = Model.of(self._profile.groups, kinds, layout.tokens - exact, self.device)
+                sections = Sections.plan(self._coded, self._addresses, form, exact, self._rope, self._level + 1)
+                sections.groups_count, sections.components = len(model.sizes), sum(model.sizes)
+                sections.streams = int(model.groups[:, 2].sum())
+                for name in ("groups", "vectors", "mean", "weigher", "offset", "table_of"):
+                    setattr(sections, name, getattr(model, name).data_ptr())
+                self._plans[exact] = Plan(kept, sections, Job(), model)
         return self._plans[exact]
 
 
 @lru_cache
-def _module(
-    head_dim: int,
-    dtype: Dtype,
-    device: torch.device,
-    aligned: bool,
-    shared: bool,
-    pairs: int,
-    interleaved: bool,
-    kinds: int,
-) -> Module:
-    """Return the kernels for vectors of `head_dim` numbers of `dtype`.
+def _module(head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, pairs: int, interleaved: bool) -> Module:
+    """Return the kernels for vectors of `head_dim` numbers of `dtype`; see `cuda_codec.constants`.
 
-    Args:
-        aligned: see `cuda_codec.constants`.
-        shared: True if tables fit into a block's shared memory.
-        pairs, interleaved: of RoPE.
-        kinds: 1 for latents.
+    pairs, interleaved: of RoPE.
     """
-    macros = {"KINDS": kinds, "SHARED_TABLES": int(shared), "PAIRS": pairs, "INTERLEAVED": int(interleaved)}
-    macros |= {"SECTION_VERSION": VERSION, "MOST_DOUBLINGS": MOST_DOUBLINGS}
+    macros = {"PAIRS": pairs, "INTERLEAVED": int(interleaved), "BUCKETS": BUCKETS}
+    macros |= {"SECTION_VERSION": VERSION, "MOST_K": MOST_K, "LEVELS": LEVELS, "TABLES": TABLES, "FINE": levels.FINE}
+    macros |= {"WIDTHS": len(levels.WIDTHS), "NUMBERS_A_WORD": NUMBERS_A_WORD}
     return Module(f"{constants(head_dim, dtype, aligned, macros)}\n{sources(SOURCES)}", device)

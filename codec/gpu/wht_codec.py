@@ -14,11 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from manthan.codec.base import Dtype
+from manthan.codec.base import Dtype, Kind
 from manthan.codec.block import BlockFormat, sections
-from manthan.codec.cpu.rans import MOST_DOUBLINGS, START, VERSION
+from manthan.codec.cpu.rans import MOST_DOUBLINGS, START, VERSION, streams_of
 from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
-from manthan.codec.gpu.klt_codec import Sections
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
 from manthan.codec.rope import Rope
@@ -59,8 +58,63 @@ SOURCES = (
     "whole.cu",
 )
 ALL = slice(None)
+KINDS: tuple[Kind, ...] = ("key", "value")
 
 Entries = npt.NDArray[np.uint32]
+
+
+class Sections(ctypes.Structure):
+    """`struct Sections` of sections.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "codes", "headers", "status")),
+        *((name, ctypes.c_uint64) for name in ("nbytes", "turns", "words", "states", "sizes", "places")),
+        *((name, ctypes.c_uint64) for name in ("far", "fronts", "doublings", "starts")),
+        ("block_stride", ctypes.c_int64),
+        ("at", ctypes.c_int64 * 2),
+        ("head_stride", ctypes.c_int32),
+        ("token_stride", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("head_nbytes", "start")),
+        ("limits", ctypes.c_int64 * 2),
+        ("parts", ctypes.c_int64 * 2),
+        ("fronts_nbytes", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("n", "layers", "heads", "tokens", "streams", "first_token")),
+        *((name, ctypes.c_int32) for name in ("block_tokens", "rows")),
+        ("room", ctypes.c_uint32),
+        ("rope_scale", ctypes.c_float),
+    )
+
+    @classmethod
+    def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
+        """Return the job for the sections of lossy tokens. caches: `addresses`."""
+        layers, tokens, kinds = len(layout.caches), layout.tokens - exact, KINDS[: len(layout.ats)]
+        return cls(
+            caches=caches.data_ptr(),
+            block_stride=layout.block_stride,
+            at=tuple(at + exact * layout.token_stride for at in layout.ats),
+            head_stride=layout.head_stride,
+            token_stride=layout.token_stride,
+            head_nbytes=form.header.nbytes,
+            start=form.starts[-len(kinds)],
+            limits=form.sizes[-len(kinds) :],
+            layers=layers,
+            heads=layout.heads,
+            tokens=tokens,
+            streams=streams_of(tokens * layout.heads * layout.head_dim),
+            first_token=exact,
+            block_tokens=layout.tokens,
+            rows=len(kinds) * layers,
+            rope_scale=rope.scale,
+        )
+
+    def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
+        """Return a copy of the job for blocks `some` of a batch."""
+        job = type(self).from_buffer_copy(self)
+        job.block_ids, job.offsets = batch.block_ids[some].data_ptr(), batch.offsets[some].data_ptr()
+        job.headers, job.turns = batch.headers[some].data_ptr(), batch.turns[some].data_ptr()
+        job.status, job.nbytes = batch.status[some].data_ptr(), batch.nbytes[some].data_ptr()
+        job.codes, job.n = codes.data_ptr(), len(batch.block_ids[some])
+        return job
 
 
 class Wht(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""Tables of an embedded codec's levels: nested intervals of numbers, and the likelihood of each part of an interval.
+"""Tables of a calibrated codec's levels: nested intervals of numbers, and the likelihood of each part of an interval.
 
 The finest whole number of a component is q3; numbers of coarser levels follow, and keep the sign:
 
@@ -120,3 +120,10 @@ def parts() -> npt.NDArray[np.uint32]:
             told[likely.argmax(0), np.arange(len(mass))] += SCALE - told.sum(0)
             made[n, :, magnitude] = told.T
     return made
+
+
+@cache
+def edges() -> npt.NDArray[np.uint32]:
+    """Return the ends of a refinement's first two symbols, 16 bits each, [refinements, tables, magnitudes]."""
+    first, second = np.cumsum(parts(), -1, np.uint32)[..., :2].transpose(3, 0, 1, 2)
+    return np.ascontiguousarray(first | second << np.uint32(16))

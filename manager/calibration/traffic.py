@@ -6,7 +6,8 @@ attention's output. Different queries add up like variances:
 
     values: sum of a^2, times W^T W;   keys: sum of a^2 |W (v - o)|^2 q q^T, reduced by RoPE to each pair's energy
 
-Later layers divide the stream by the stream's length. The squared length grows with depth by `GROWTH`.
+Later layers divide the stream by the stream's length. The squared length grows with depth by `GROWTH`. A token's share
+of these sums is the token's weight.
 """
 
 import re
@@ -16,16 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.calibration import SINKS, ProfileBuilder
-from manthan.codec.profile import PRESETS, Profile, ProfileInfo
+from manthan.codec.profile import Profile, ProfileInfo
 
 ASKED, ASKING = 4, 64
 """Inverse of the prompt's last share with asking queries, and most of the queries."""
 KEYS = 1.6
 """Weight of keys, measured against Fisher's information, because queries are not independent."""
-GROWTH, EMBEDDED = 30.0, 1 / 250
+GROWTH, FIRST = 30.0, 1 / 250
 """Squared length of the stream ahead of the last layer, and of the first, over the length ahead of the second."""
 OUTPUT = re.compile(r"(?:^|\bmodel\.)layers\.(\d+)\.\w+\.(?:o_proj|out_proj|dense)\.weight$")
 
+Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
 
 
@@ -33,12 +35,13 @@ class TrafficBuilder(ProfileBuilder):
     """Builds a profile of the attention's keys and values. outputs: see `output_energies`."""
 
     def __init__(self, info: ProfileInfo, outputs: list[Floats]) -> None:
-        super().__init__(info, embedded=False)  # they need gradients to weigh tokens
+        super().__init__(info)
         self._outputs, self._shape = outputs, (info.layers, info.heads, info.head_dim)
         self._energy, self._seen = np.zeros(self._shape), np.zeros((*self._shape, info.head_dim))
+        self._weights: list[Doubles] = []
 
     def ask(self, layer: int, queries: Floats, keys: Floats, values: Floats) -> None:
-        """Add the cost, to a text's last queries, of errors in earlier tokens.
+        """Add the cost, to a text's last queries, of errors in earlier tokens. Layers of a text come in order.
 
         Args:
             queries: [query heads, tokens, head_dim], behind RoPE and scaled.
@@ -48,21 +51,26 @@ class TrafficBuilder(ProfileBuilder):
         cut = tokens - tokens // ASKED
         asking = np.arange(cut, tokens, max(1, (tokens - cut) // ASKING))
         is_later = np.arange(tokens) > asking[:, None]
+        of_tokens = np.zeros((2, len(keys), cut - SINKS))  # of keys, and of values
         for head, (q, weighed) in enumerate(zip(queries[:, asking], self._outputs[layer], strict=True)):
             at = head * len(keys) // len(queries)
             logits = np.where(is_later, -np.inf, q @ keys[at].T)
             shares = np.exp(logits - logits.max(1, keepdims=True))
             shares /= shares.sum(1, keepdims=True)
             out, v, squares = shares @ values[at], values[at, SINKS:cut], np.square(shares[:, SINKS:cut])
-            apart = squares @ ((v @ weighed) * v).sum(1)  # sums of a^2 |W (v - o)|^2
-            apart += ((squares.sum(1, keepdims=True) * out - 2 * (squares @ v)) * (out @ weighed)).sum(1)
-            self._energy[layer, at] += apart @ np.square(q)
+            turned = out @ weighed
+            apart = squares * (((v @ weighed) * v).sum(1) + (out * turned).sum(1, keepdims=True) - 2 * turned @ v.T)
+            self._energy[layer, at] += apart.sum(1) @ np.square(q)
             self._seen[layer, at] += squares.sum() * weighed
+            of_tokens[:, at] += np.square(q).sum(1) @ apart, squares.sum(0)
+        self._weights = [*(self._weights if layer else []), (of_tokens / of_tokens.mean(2, keepdims=True)).sum((0, 1))]
+        if layer == self._info.layers - 1:
+            self.weigh_tokens(self._weights)
 
-    def made(self, preset: str) -> Profile:
-        """Make the profile, with `preset` only. Raises ProfileError for too few tokens."""
+    def made(self) -> Profile:
+        """Make the profile. Raises ProfileError for too few tokens."""
         layers, heads, dim = self._shape
-        lengths = [EMBEDDED, *np.geomspace(1, GROWTH, layers - 1)]
+        lengths = [FIRST, *np.geomspace(1, GROWTH, layers - 1)]
         for layer, (energy, seen, length) in enumerate(zip(self._energy, self._seen, lengths, strict=True)):
             if (rope := self._info.rope) is not None:
                 first, second = rope.pairs
@@ -70,7 +78,7 @@ class TrafficBuilder(ProfileBuilder):
             values = np.zeros((heads, dim, heads, dim))
             values[range(heads), :, range(heads)] = seen
             self.weigh(layer, np.diag(KEYS / length * energy.ravel()), values.reshape(heads * dim, -1) / length)
-        return self.finish(presets={preset: PRESETS[preset]})
+        return self.finish()
 
 
 def output_energies(folder: Path | None, layers: int, heads: int, head_dim: int) -> list[Floats]:

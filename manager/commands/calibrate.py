@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import EMBEDDED, Profile
+from manthan.codec.profile import LEVELS, Profile
 from manthan.manager.commands.console import make_console
 from manthan.manager.config.profiles import profile_path
 
@@ -39,7 +39,7 @@ def calibrate(
         typer.Option(help="Weight of errors: their effect on the model's predictions, or the spread of keys alone."),
     ] = Metric.fisher,
 ) -> None:
-    """Measure a model's keys and values, or latents, for codecs that take a profile (klt-… and emb-…)."""
+    """Measure a model's keys and values, or latents, for codecs that take a profile (klt-…)."""
     console, began = make_console(), time.monotonic()
     try:
         profile = made(console, model, text, tokens, tensor_parallel_size, metric)
@@ -81,7 +81,5 @@ def _show(console: Console, profile: Profile, path: Path, seconds: float) -> Non
         f"metric {info.metric}, {path.stat().st_size / 1e6:.1f} MB, {seconds:.0f} s",
         soft_wrap=True,
     )
-    for preset, ratio in info.ratios.items():
-        console.print(f"{preset}: {ratio:.2f} times smaller than bf16, {16 / ratio:.2f} bits a number")
-    for preset, level in EMBEDDED.items():
+    for preset, level in LEVELS.items():
         console.print(f"{preset}: {info.bits[level]:.2f} bits a number, and headers")

@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import EMBEDDED, PRESETS, Profile
+from manthan.codec.profile import LEVELS, Profile
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 
@@ -55,14 +55,14 @@ def choose_codec(
             return ChosenCodec(PLAIN)
     if not needs_profile(name):
         if config.profile:
-            takes = ", ".join((AUTO, *PRESETS, *EMBEDDED))
+            takes = ", ".join((AUTO, *LEVELS))
             raise ConfigError(f"codec.profile is {config.profile}, but codec {name} takes none: use {takes}")
         return ChosenCodec(name)
     named = Path(config.profile).expanduser().absolute() if config.profile else None
     path = named or profile_path(model, ranks, revision)
     try:
         if named or (path.exists() and has_weights(model, revision)):
-            return ChosenCodec(name, path, load_profile(path, name, model, ranks))
+            return ChosenCodec(name, path, load_profile(path, ranks))
     except ConfigError as error:
         if not is_auto or named:
             raise
@@ -75,18 +75,13 @@ def choose_codec(
     )
 
 
-def load_profile(path: Path, codec: str, model: str, ranks: int) -> Profile:
-    """Return the profile of a file. Raises ConfigError if the profile does not suit the codec or the number of
-    ranks.
-    """
+def load_profile(path: Path, ranks: int) -> Profile:
+    """Return the profile of a file. Raises ConfigError if the profile does not suit the number of ranks."""
     try:
         profile = Profile.load(path)
         profile.for_rank(0, ranks)
     except ProfileError as error:
         raise ConfigError(str(error).rstrip(".")) from None
-    if codec not in profile.codecs:
-        has = ", ".join(profile.codecs) or "none"
-        raise ConfigError(f"the profile {path} has no {codec}: it has {has}; run `{_command(model, ranks)}`")
     return profile
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.model import ModelFacts
-from manthan.codec.profile import PRESETS as CALIBRATED
+from manthan.codec.profile import LEVELS as CALIBRATED
 from manthan.codec.profile import Profile
 from manthan.codec.rope import Rope
 from manthan.codec.wht import PRESETS
@@ -20,12 +20,12 @@ transformers = pytest.importorskip("transformers")
 
 MODEL = "tests/data/tiny-llama"
 BLOCK, PREFIX, NEXT, APART = 32, 512, 128, 6000
-MOST = 1.2
-"""Most divergence after many cycles, in parts of that after one."""
+MOST, MOST_OF = 1.2, {"klt-8x": 1.5, "klt-12x": 2.0, "klt-20x": 2.0}
+"""Most divergence after many cycles, in parts of that after one. Coarse numbers change a token's steps for a while."""
 ROUNDING = 2e-4
 """An error that is the rounding of the numbers to bf16, relative to their size."""
 CODECS = [*PRESETS, *CALIBRATED, "k3v3", "exact"]
-COARSE = "k3v3", "klt-12x"
+COARSE = "k3v3", "klt-12x", "klt-20x"
 """Codecs that lose more than a hundredth of a nat at once."""
 
 
@@ -87,7 +87,7 @@ def profile(tmp_path_factory):
 @pytest.mark.parametrize("codec", CODECS)
 def test_predictions_do_not_drift(codec, pieces, cycles, profile):
     once, often = Predictions(pieces, profile).losses(codec, cycles)
-    assert often <= MOST * once
+    assert often <= MOST_OF.get(codec, MOST) * once
     assert once < 0.01 or codec in COARSE
 
 

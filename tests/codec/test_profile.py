@@ -7,10 +7,12 @@ import profiles
 import pytest
 from safetensors.numpy import save
 
-from manthan.codec.calibration import SAMPLE, ProfileBuilder
+from manthan.codec.calibration import RATIOS, SAMPLE, ProfileBuilder
+from manthan.codec.cpu import klt
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import FORMAT, GROUP, PRESETS, Basis, Profile, ProfileInfo, rank_heads
+from manthan.codec.profile import GROUP, Profile, ProfileInfo, rank_heads
 from manthan.codec.rope import Rope
+from manthan.codec.tables import levels
 
 PROFILE = profiles.built()
 
@@ -28,7 +30,7 @@ def test_what_is_saved_is_loaded(tmp_path, rope, ranks):
     path = saved(tmp_path, made)
     found = Profile.load(path)
     assert (found.info, found.digest) == (made.info, made.digest)
-    assert Profile.of(found.info, found.frequencies, found.ranks, found.groups).digest == made.digest  # of all tensors
+    assert Profile.of(found.info, found.ranks).digest == made.digest  # of all tensors
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
@@ -41,21 +43,14 @@ def test_a_digest_is_of_everything():
         replace(info, rope=None),
         replace(info, metric="x"),
     ):
-        digests.add(Profile.of(other, PROFILE.frequencies, PROFILE.ranks, PROFILE.groups).digest)
-    other = PROFILE.frequencies.copy()
-    other[0, 0:2] += np.array([1, -1], np.int16).astype(np.uint16)
-    digests.add(Profile.of(info, other, PROFILE.ranks, PROFILE.groups).digest)
-    basis = PROFILE.layers[0].keys
-    for changed in (replace(basis, steps=basis.steps | {"klt-5x": 9.0}), replace(basis, mean=basis.mean + 1)):
-        layers = [replace(PROFILE.layers[0], keys=changed), *PROFILE.layers[1:]]
-        digests.add(Profile.of(info, PROFILE.frequencies, [layers], PROFILE.groups).digest)
-    group = PROFILE.groups[0][0]
+        digests.add(Profile.of(other, PROFILE.ranks).digest)
+    group = PROFILE.groups[0]
     for what in GROUP:
         changed = replace(group, **{what: getattr(group, what) + 1})
-        digests.add(Profile.of(info, PROFILE.frequencies, PROFILE.ranks, [[changed]]).digest)
-    digests.add(Profile.of(info, PROFILE.frequencies, PROFILE.ranks, [[replace(group, place=(0, 3, 0, 1))]]).digest)
-    assert len(digests) == 10 + len(GROUP)
-    assert Profile.of(info, PROFILE.frequencies, PROFILE.ranks, PROFILE.groups).digest == PROFILE.digest
+        digests.add(Profile.of(info, [[changed]]).digest)
+    digests.add(Profile.of(info, [[replace(group, place=(0, 3, 0, 1))]]).digest)
+    assert len(digests) == 7 + len(GROUP)
+    assert Profile.of(info, PROFILE.ranks).digest == PROFILE.digest
 
 
 def test_every_damaged_byte_is_seen(tmp_path):
@@ -82,57 +77,51 @@ def test_what_cannot_be_read(tmp_path):
         Profile.load(other)
 
 
-def reseal(path, change):
-    """Write the file anew, its digest right, with something changed in it."""
-    profile = Profile.load(path)
-    change(profile)
-    Profile.of(profile.info, profile.frequencies, profile.ranks).save(path)
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (
-            lambda p: p.layers[0].keys.tables.update({"klt-5x": np.full(64, 255, np.uint8)}),
-            "a table of number 112 or higher",
-        ),
-        (lambda p: p.layers[0].keys.tables.update({"klt-5x": np.zeros(65, np.uint8)}), "of shape"),
-        (lambda p: p.layers[0].keys.steps.update({"klt-5x": 0.0}), "a step of 0"),
-        (lambda p: p.layers[1].values.mean.__setitem__(0, np.nan), "not finite"),
-        (lambda p: p.layers[1].values.scale.__setitem__(0, 0), "scales"),
-        (lambda p: p.frequencies.__setitem__((0, 0), 9), "frequencies"),
+        ({"tables": np.full(256, 192, np.uint8)}, "a table of number 192 or higher"),
+        ({"tables": np.zeros(65, np.uint8)}, "of shape"),
+        ({"scale": np.zeros(256, np.float32)}, "a deviation of 0"),
+        ({"mean": np.full(256, np.nan, np.float32)}, "not finite"),
+        ({"weigher": np.zeros(256, np.float32)}, "of shape"),
+        ({"place": (2, 2, 0, 2)}, "are not all of 3 layers"),
     ],
 )
 def test_content_that_does_not_fit_together(tmp_path, change, sentence):
-    path = saved(tmp_path)
-    reseal(path, change)
+    first, *others = PROFILE.groups
+    path = saved(tmp_path, Profile.of(PROFILE.info, [[replace(first, **change), *others]]))
     with pytest.raises(ProfileError, match=f"does not fit together: .*{sentence}"):
         Profile.load(path)
 
 
-def test_another_version(tmp_path, monkeypatch):
-    path = saved(tmp_path)
-    monkeypatch.setattr("manthan.codec.profile.FORMAT", "manthan profile 9")
-    with pytest.raises(ProfileError, match=f"is '{FORMAT}': this version reads 'manthan profile 9'"):
+def test_a_profile_of_an_older_version_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("manthan.codec.profile.FORMAT", "manthan profile 1")
+        old = profiles.built()
+        path = saved(tmp_path, old)
+    assert old.ranks[0][0].mean.tobytes() == PROFILE.ranks[0][0].mean.tobytes()
+    assert old.digest != PROFILE.digest  # and so is the fingerprint of blocks
+    with pytest.raises(ProfileError, match=r"p\.safetensors was made by an older `manthan calibrate`: run it again\."):
         Profile.load(path)
 
 
 def test_a_transform_that_cannot_be_undone():
-    flat = Basis(np.zeros(4, np.float32), np.ones(4, np.float32), np.ones((4, 4), np.float16))
+    flat = replace(PROFILE.groups[0], transform=np.ones((256, 256), np.float16))
     with pytest.raises(ProfileError, match="cannot be undone"):
-        _ = flat.inverse
+        _ = flat.forward
 
 
 def test_cuts():
     two = profiles.built(ranks=2)
     rank = two.for_rank(1, 2)
     assert rank.digest == two.digest
-    assert rank.layers[0].keys.mean.shape == (profiles.HEAD_DIM,)
-    assert np.array_equal(rank.layers[2].keys.mean, PROFILE.layers[2].keys.mean[profiles.HEAD_DIM :])
+    shape = 2, 2, profiles.HEADS, profiles.HEAD_DIM  # layers, keys and values
+    assert np.array_equal(rank.groups[0].mean, PROFILE.groups[0].mean.reshape(shape)[:, :, 1].ravel())
     with pytest.raises(ProfileError, match="is for 2 tensor-parallel ranks, and there are 1: run"):
         two.for_rank(0, 1)
     with pytest.raises(ProfileError, match="cut it with for_rank first"):
-        _ = two.layers
+        _ = two.groups
 
 
 @pytest.mark.parametrize(
@@ -143,42 +132,40 @@ def test_heads_of_ranks(heads, ranks, each):
     assert [rank_heads(heads, rank, ranks) for rank in range(ranks)] == each
 
 
-def errors(basis, x, preset):
-    """Errors of rows [tokens, C] that are rounded to the preset's step."""
-    step = basis.steps[preset]
-    return np.rint((x - basis.mean) @ basis.forward / step) * step @ basis.inverse + basis.mean - x
-
-
-def rows(numbers):
-    """[tokens, C] of the first layer of [layers, heads, tokens, head_dim]."""
-    return numbers[0].transpose(1, 0, 2).reshape(numbers.shape[2], -1)
+def errors(profile, x):
+    """Mean squares of the errors of the first group's rows [tokens, C] at the finest lossy level."""
+    group = profile.groups[0]
+    j = klt.shifts_of(group, x)
+    q = klt.finest((x - group.mean) @ group.forward, j)
+    return np.square(
+        klt.places(group, q, j, 0, klt.EXACT - 1).T @ group.inverse / (levels.FINE * 256) + group.mean - x
+    ).mean(0)
 
 
 def test_a_metric_moves_errors_to_where_they_weigh_little():
-    keys, _, positions = profiles.kv(512, seed=5)
-    x, shares = rows(profiles.ROPE.turn_back(keys, positions)), []
+    keys, values, positions = profiles.kv(512, seed=5)
+    both = np.stack([profiles.ROPE.turn_back(keys, positions), values], 1)[:2]
+    x, shares = both.transpose(3, 0, 1, 2, 4).reshape(512, -1), []
     for profile in (PROFILE, profiles.built(metric=True)):
-        wrong = np.square(errors(profile.layers[0].keys, x, "klt-8x")).mean(0)
-        shares.append(wrong[-16:].mean() / wrong[:16].mean())
+        of_keys = errors(profile, x).reshape(2, 2, -1)[0, 0]
+        shares.append(of_keys[-16:].mean() / of_keys[:16].mean())
     assert shares[1] < 0.5 * shares[0]
 
 
 # ---- latents
 
 
-def test_a_profile_of_latents_has_one_basis_a_layer_and_fits_any_number_of_ranks(tmp_path):
+def test_a_profile_of_latents_has_one_kind_and_fits_any_number_of_ranks(tmp_path):
     made = profiles.built_of_latents(ranks=2)
-    assert [len(layer.bases) for layer in made.layers] == [1] * profiles.LAYERS
-    assert made.layers[0].keys.mean.shape == (profiles.LATENT,)
+    assert [group.mean.size for group in made.groups] == [2 * profiles.LATENT, profiles.LATENT]
     made.save(tmp_path / "p")
     read = Profile.load(tmp_path / "p")
     assert read.digest == made.digest
     assert read.info == made.info
     assert read.info.latent == profiles.LATENT
     for rank in range(4):
-        assert read.for_rank(rank, 4).layers == read.layers
-    for preset, ratio in made.info.ratios.items():
-        assert PRESETS[preset] <= ratio < 1.1 * PRESETS[preset]
+        assert read.for_rank(rank, 4).groups == read.groups
+    assert all(16 / bits >= ratio for bits, ratio in zip(made.info.bits, RATIOS, strict=False))
 
 
 INFO = ProfileInfo("m", 1, profiles.HEADS, profiles.HEAD_DIM, None, "none")
@@ -211,4 +198,4 @@ def test_a_few_tokens_are_held_back_however_many_come():
         builder.add(0, np.arange(4 + 4000 * turn, 4004 + 4000 * turn), keys[0], values[0])
         assert SAMPLE / 4 < len(builder._layers[0][0].held) <= SAMPLE
     assert builder.tokens == 8 * 3200
-    assert set(builder.finish().info.ratios) == set(PRESETS)
+    assert len(builder.finish().info.bits) == len(levels.STEPS) + 1

@@ -232,6 +232,9 @@ class FormatCodec(PagedCodec):
                 continue
             codes[at : at + len(block)] = torch.from_numpy(block)
             batch.nbytes[i], batch.status[i] = len(block), GOOD
+            ends = wire.part_ends(block)
+            if len(ends) > 1:
+                batch.ends[i, : len(ends)] = torch.tensor(ends)
 
     def verify(self, batch: Batch, codes: torch.Tensor) -> None:
         for i, (key, first_token, mark, at) in enumerate(self._told(batch)):

@@ -1,11 +1,9 @@
 """A profile of made-up keys and values, in a blink."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from manthan.codec.calibration import SINKS, ProfileBuilder
-from manthan.codec.profile import LayerProfile, Profile, ProfileInfo
+from manthan.codec.profile import ProfileInfo
 from manthan.codec.rope import Rope
 
 HEADS, HEAD_DIM, LAYERS = 2, 32, 3
@@ -27,7 +25,7 @@ def kv(tokens, seed=0, first=0, rope=ROPE):
     return made[0], made[1], positions
 
 
-def built(tokens=1024, *, rope=ROPE, metric=False, presets=None, ranks=1, model="made-up"):
+def built(tokens=1024, *, rope=ROPE, metric=False, ranks=1, model="made-up"):
     info = ProfileInfo(model, LAYERS, HEADS, HEAD_DIM, rope, "fisher" if metric else "none")
     builder = ProfileBuilder(info, ranks)
     for start in range(0, tokens, 128):
@@ -41,7 +39,7 @@ def built(tokens=1024, *, rope=ROPE, metric=False, presets=None, ranks=1, model=
     if metric:
         for layer in range(LAYERS):
             builder.weigh(layer, np.diag(np.geomspace(1, 100, SIZE)), np.eye(SIZE))
-    return builder.finish(**({"presets": presets} if presets else {}))
+    return builder.finish()
 
 
 LATENT = 512
@@ -62,10 +60,3 @@ def built_of_latents(tokens=2048, ranks=1):
     for layer in range(LAYERS):
         builder.add(layer, np.arange(tokens), x[layer])
     return builder.finish()
-
-
-def of_latents(profile):
-    """Return a profile with the bases of keys as those of latents."""
-    info = replace(profile.info, latent=profile.info.heads * profile.info.head_dim)
-    made = [[LayerProfile(layer.keys) for layer in rank] for rank in profile.ranks]
-    return Profile.of(info, profile.frequencies, made)

@@ -7,7 +7,7 @@ import profiles
 import pytest
 from logged import warnings
 
-from manthan.codec.profile import PRESETS, Profile
+from manthan.codec.profile import LEVELS, Profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import check_profile, choose_codec, profile_path
 from manthan.manager.config.registered import check_registered
@@ -33,11 +33,11 @@ def saved(path: Path, **options: object) -> Profile:
 
 def test_codecs_that_take_none_have_none() -> None:
     assert choose_codec(CodecConfig(name="k3v3"), MODEL).profile is None
-    with pytest.raises(ConfigError, match=r"^codec.profile is a.file, but codec k3v3 takes none: use auto, klt-5x"):
+    with pytest.raises(ConfigError, match=r"^codec.profile is a.file, but codec k3v3 takes none: use auto, klt-20x"):
         choose_codec(CodecConfig(name="k3v3", profile="a.file"), MODEL)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", LEVELS)
 def test_a_profile_is_the_one_that_is_named_or_else_that_of_the_cache(tmp_path: Path, name: str) -> None:
     made = saved(profile_path(MODEL))
     chosen = choose_codec(CodecConfig(name=name), MODEL)
@@ -62,7 +62,7 @@ def test_without_a_profile_the_start_ends_with_a_sentence_that_says_what_to_do()
 def test_auto_is_what_there_is_a_profile_for() -> None:
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
     assert (chosen.name, chosen.profile) == ("wht-5x", None)
-    saved(profile_path(MODEL), presets={"klt-8x": 6.0})
+    saved(profile_path(MODEL))
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
     assert chosen.name == "klt-8x"
     assert chosen.profile is not None
@@ -70,14 +70,14 @@ def test_auto_is_what_there_is_a_profile_for() -> None:
 
 def test_a_profile_that_nobody_named_is_used_for_the_weights_that_it_was_made_of() -> None:
     weights = Path(MODEL) / "model.safetensors"
-    saved(profile_path(MODEL), presets={"klt-8x": 6.0})
+    saved(profile_path(MODEL))
     assert choose_codec(CodecConfig(name="auto"), MODEL).name == "klt-8x"
     weights.write_bytes(b"Weights")
     os.utime(weights, (1, 1))
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
     assert (chosen.name, chosen.path, chosen.profile) == ("wht-5x", None, None)
     weights.unlink()  # they are somewhere else, where nobody looks at them
-    saved(profile_path(MODEL), presets={"klt-8x": 6.0})
+    saved(profile_path(MODEL))
     assert choose_codec(CodecConfig(name="auto"), MODEL).name == "wht-5x"
     with pytest.raises(ConfigError, match=r"^codec klt-8x needs a profile of someone/made-up"):
         choose_codec(CodecConfig(name="klt-8x"), MODEL)
@@ -101,19 +101,18 @@ def test_auto_goes_on_without_a_profile_that_cannot_be_used_unless_it_was_named(
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks", "sentence"),
+    ("version", "ranks", "sentence"),
     [
-        (
-            {"presets": {"klt-5x": 5.0}},
-            1,
-            "has no klt-8x: it has klt-5x, emb-20x, emb-12x, emb-8x, emb-5x, emb-exact; "
-            "run `manthan calibrate someone/made-up`",
-        ),
-        ({}, 2, "is for 1 tensor-parallel ranks, and there are 2: run `manthan calibrate made-up --tensor"),
+        (1, 1, "was made by an older `manthan calibrate`: run it again"),
+        (2, 2, "is for 1 tensor-parallel ranks, and there are 2: run `manthan calibrate made-up --tensor"),
     ],
 )
-def test_profiles_that_do_not_fit(tmp_path: Path, options: dict, ranks: int, sentence: str) -> None:
-    saved(tmp_path / "p", **options)
+def test_profiles_that_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, ranks: int, sentence: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("manthan.codec.profile.FORMAT", f"manthan profile {version}")
+        saved(tmp_path / "p")
     with pytest.raises(ConfigError) as refused:
         choose_codec(CodecConfig(name="klt-8x", profile=str(tmp_path / "p")), MODEL, ranks)
     assert sentence in str(refused.value)
@@ -129,7 +128,7 @@ def test_a_profile_of_another_shape() -> None:
 
 
 def test_names_are_registered() -> None:
-    for name in (*PRESETS, "auto"):
+    for name in (*LEVELS, "auto"):
         check_registered(resolve_config(env={}, flags={"codec": name}))
     flags = {"--manthan-codec": "klt-8x", "--manthan-codec-profile": "p.safetensors"}
     resolved = resolve_config(env={"MANTHAN_CODEC__PROFILE": "other"}, flags=flags)

@@ -33,17 +33,21 @@ def test_it_is_the_mean_of_what_errors_do() -> None:
     q = torch.randn(HEADS, TOKENS, DIM, generator=made) / DIM**0.5
     builder = TrafficBuilder(INFO, [energies] * INFO.layers)
     builder.ask(1, q.numpy(), k.detach().numpy(), v.detach().numpy())
-    totals = np.zeros((2, profiles.HEADS, DIM))
+    totals, of_tokens = np.zeros((2, profiles.HEADS, DIM)), []
     for _ in range(64):
         out = attended(q[:, -TOKENS // 4 :], k, v, weights)
         sign = torch.randn(out.shape, generator=made)
-        for total, x in zip(totals, torch.autograd.grad((out * sign).sum(), (k, v)), strict=True):
-            total += np.square(x.numpy()[:, SINKS : TOKENS - TOKENS // 4]).sum(1) / 64
+        of_tokens.append([x[:, SINKS : TOKENS - TOKENS // 4] for x in torch.autograd.grad((out * sign).sum(), (k, v))])
+        for total, x in zip(totals, of_tokens[-1], strict=True):
+            total += np.square(x.numpy()).sum(1) / 64
     for found, expected in zip(
         totals, (builder._energy[1], np.diagonal(builder._seen[1], axis1=1, axis2=2)), strict=True
     ):
         assert np.allclose(found.sum(1), expected.sum(1), rtol=0.15)
     assert not builder._energy[0].any()
+    each = np.square([[x.numpy() for x in grads] for grads in of_tokens]).sum(-1).mean(0)  # [kinds, heads, tokens]
+    expected = (each / each.mean(2, keepdims=True)).sum((0, 1))
+    assert np.corrcoef(builder._weights[-1], expected)[0, 1] > 0.95
 
 
 def test_an_error_costs_less_in_later_layers() -> None:
@@ -54,10 +58,11 @@ def test_an_error_costs_less_in_later_layers() -> None:
         for layer in range(INFO.layers):
             builder.add(layer, positions, keys[layer], values[layer])
             builder.ask(layer, rng.standard_normal((HEADS, 128, DIM), np.float32) / 50, keys[layer], values[layer])
-    made = builder.made("klt-8x")
-    assert [*made.info.ratios] == ["klt-8x"]
-    assert made.info.ratios["klt-8x"] > 8
-    steps = [[basis.steps["klt-8x"] for basis in layer.bases] for layer in made.layers]
+    made = builder.made()
+    assert made.info.bits[2] < 16 / 8
+    assert all(group.weigher.any() for group in made.groups)
+    scales = [group.scale.reshape(group.place[1], 2, -1).mean(2) for group in made.groups]
+    steps = np.concatenate(scales).tolist()
     assert steps == sorted(steps)
     assert steps[-1][1] > 50 * steps[0][1]
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import numpy as np
 import pytest
 import torch
@@ -28,7 +29,9 @@ from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import KvCacheGroup
 from manthan.vllm_hooks.memory import Shards, group_shape
 from manthan.vllm_hooks.settled import DIGEST, settle_codec, settled_profile
+from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.transfer_config import from_vllm_config, settings
+from manthan.vllm_hooks.worker.half import paged_codec
 
 BF16_BLOCK = 2 * 2 * 4 * 2 * 128 * 32
 """Of the tiny model."""
@@ -86,7 +89,7 @@ def test_a_profile_that_changes_while_the_engine_starts_is_refused(tiny_profile:
     shutil.copy(tiny_profile, path)
     config = configured(name="klt-8x", profile=str(path))
     made = Profile.load(path)
-    Profile.of(replace(made.info, text="another"), made.frequencies, made.ranks, made.groups).save(path)
+    Profile.of(replace(made.info, text="another"), made.ranks).save(path)
     with pytest.raises(ConfigError, match="was changed while the engine started: start it again"):
         settled_profile(config)
     path.unlink()
@@ -102,7 +105,7 @@ def test_a_profile_that_changes_while_the_engine_starts_is_refused(tiny_profile:
 )
 def test_another_profile_is_another_fingerprint(tiny_profile: Path, tmp_path: Path) -> None:
     made = Profile.load(tiny_profile)
-    other = Profile.of(replace(made.info, text="another"), made.frequencies, made.ranks, made.groups)
+    other = Profile.of(replace(made.info, text="another"), made.ranks)
     other.save(tmp_path / "other")
     configs = [configured(name="klt-8x", profile=str(path)) for path in (tiny_profile, tmp_path / "other")]
     rope = made.info.rope
@@ -115,26 +118,31 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
     profile, codec = Profile.load(tiny_profile), CodecConfig(name="klt-8x", sink_tokens=4)
     shape = group_shape(codec, group(), Shards(1), profile)
     centred = group_shape(CodecConfig(name="wht-5x", sink_tokens=4), group(), Shards(1))
-    assert shape.pool_nbytes / shape.cold_nbytes == pytest.approx(8, rel=0.15)  # the tables' own entropy
+    assert shape.pool_nbytes / shape.cold_nbytes > 8
     assert centred.pool_nbytes / centred.cold_nbytes == pytest.approx(4.88, abs=0.01)
     for exact in (0, 4):
         assert shape.cold_nbytes < shape.bounds[exact] <= centred.bounds[exact]
-    embedded = [CodecConfig(name=name) for name in ("emb-20x", "emb-8x", "emb-exact")]
+    codecs = [CodecConfig(name=name) for name in ("klt-20x", "klt-8x", "klt-exact")]
     on = (Shards(1, can_trim=can_trim) for can_trim in (True, False))
-    shapes = [group_shape(each, group(), shards, profile) for shards in on for each in embedded]
+    shapes = [group_shape(each, group(), shards, profile) for shards in on for each in codecs]
     assert [(each.levels, each.level) for each in shapes] == [(1, 0), (3, 0), (5, 0), (1, 0), (1, 2), (1, 4)]
-    assert [(each.levels, each.level) for each in (shape, centred)] == [(1, HIGH), (1, HIGH)]
+    assert (centred.levels, centred.level) == (1, HIGH)
     with pytest.raises(ConfigError, match="is of 4 layers, but 3 have a KV cache of their own"):
         group_shape(codec, group(3), Shards(1), profile)
+
+
+def test_a_codec_without_a_gpu_version_is_refused() -> None:
+    codec = fake_cuda.varying_codec("klt-exact")
+    with pytest.raises(UnsupportedError, match=r"^codec klt-exact has no GPU version: use wht-5x, .*klt-5x, k3v3, or"):
+        paged_codec(codec.layout, codec.format)
 
 
 # -- an engine ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["klt-8x", "emb-8x"])
-def test_a_session_returns_by_way_of_a_profile(codec: str, tiny_profile: Path, tmp_path: Path) -> None:
+def test_a_session_returns_by_way_of_a_profile(tiny_profile: Path, tmp_path: Path) -> None:
     """Three times. Its compressed blocks are as small as they should be, and as the books say."""
-    found = run_sessions(["profile", "grow"], {"name": codec, "profile": str(tiny_profile)}, str(tmp_path))
+    found = run_sessions(["profile", "grow"], {"name": "klt-8x", "profile": str(tiny_profile)}, str(tmp_path))
     assert found["profile"] == Profile.load(tiny_profile).digest
     assert found["right"] == [True] * 4
     assert found["failures"] == []
@@ -151,7 +159,7 @@ def test_a_session_returns_by_way_of_a_profile(codec: str, tiny_profile: Path, t
 
 
 def test_a_session_returns_at_each_level_that_its_blocks_are_cut_to(tiny_profile: Path, tmp_path: Path) -> None:
-    found = run_sessions(["shrink"], {"name": "emb-exact", "profile": str(tiny_profile)}, str(tmp_path))
+    found = run_sessions(["shrink"], {"name": "klt-exact", "profile": str(tiny_profile)}, str(tmp_path))
     assert found["right"] == [True] * 6
     assert found["failures"] == []
     rounds = found["rounds"]

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from manthan.codec.profile import Profile, ProfileInfo
 from manthan.codec.rope import Rope
 from manthan.manager.calibration.traffic import TrafficBuilder, output_energies
-from manthan.manager.config.profiles import CALIBRATED, model_folder
+from manthan.manager.config.profiles import model_folder
 from manthan.vllm_hooks.compat import wrap
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
@@ -116,5 +116,5 @@ class Calibrator:
                 builder.ask(layer, queries * np.float32(attention.scale), keys, values)
         if builder.tokens >= self.wanted and not self._is_done:
             self._is_done, self._builder = True, None
-            self._offer(builder.made(CALIBRATED))
+            self._offer(builder.made())
         self._is_busy = False

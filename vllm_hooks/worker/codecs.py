@@ -7,6 +7,7 @@ from manthan.codec import wire
 from manthan.codec.block import exact_of
 from manthan.codec.errors import SizeError, WireError
 from manthan.codec.gpu.paged import PagedCodec
+from manthan.codec.registry import needs_profile
 from manthan.manager.tiers.tier import Buffer
 
 
@@ -65,7 +66,7 @@ class Codecs:
         Decoding compares the whole header with these numbers.
         """
         try:
-            front = wire.peek(buf)
+            front, ends = wire.peek(buf), wire.part_ends(buf)
         except WireError as error:
             return error.cause
         try:
@@ -74,8 +75,8 @@ class Codecs:
             exact = 0
         codecs = [self.get(group, name) for name in ("", *self.names)]
         codec = next((codec for codec in codecs if codec.format.fingerprint == front.fingerprint), codecs[0])
-        fits = exact <= codec.layout.tokens and codec.form(exact).fits(front.nbytes)
-        if len(buf) != front.nbytes:
+        fits = exact <= codec.layout.tokens and codec.form(exact).fits(ends[-1])
+        if len(ends) > 1 and not needs_profile(codec.format.codec):
             return "trailing"
         if not fits or front.first_token > wire.PLACE_MAX:
             return "size"

@@ -378,11 +378,12 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
     try:
         if isinstance(layout, RawLayout):
             return RawPagedCodec(layout, form)
-        preset = PRESETS.get(form.codec)
-        if type(preset) not in made:
-            known = ", ".join(name for name, preset in PRESETS.items() if type(preset) in made)
-            raise UnsupportedError(f"codec {form.codec} has no GPU version: use {known}, or codec.backend numpy.")
-        return made[type(preset)](layout, form)
+        known = [name for name, preset in PRESETS.items() if type(preset) in made and name != "klt-exact"]
+        if form.codec not in known:
+            raise UnsupportedError(
+                f"codec {form.codec} has no GPU version: use {', '.join(known)}, or codec.backend numpy."
+            )
+        return made[type(PRESETS[form.codec])](layout, form)
     except CompileError as error:
         raise UnsupportedError(
             f"codec {form.codec} needs CUDA kernels on a GPU, and they cannot be used: {error}; use "

@@ -1,4 +1,4 @@
-// Numbers of groups to words and back: manthan.codec.cpu.embedded, whose words these are, and what lies between paged
+// Numbers of groups to words and back: manthan.codec.cpu.klt, whose words these are, and what lies between paged
 // blocks and numbers. A warp takes as many rows of one group, of blocks next to each other in the batch, as their streams
 // fill it, all levels of a number one after the other.
 //

@@ -1,4 +1,4 @@
-// An embedded section (manthan.codec.cpu.embedded) in encoded blocks: its base and refinements, where their rows lie, and
+// A calibrated section (manthan.codec.cpu.klt) in encoded blocks: its base and refinements, where their rows lie, and
 // words out of the buffers in which rows were encoded. A row is a group's numbers in one part. Parts are numbered by
 // their level: 0 is the base's.
 

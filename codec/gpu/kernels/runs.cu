@@ -7,18 +7,11 @@ struct Run {
     __device__ __forceinline__ Run(const Sections& job, u32 run) {
         head = run % job.heads;
         block = run / job.heads % job.n;
-        row = job.first_row + run / job.heads / job.n;
+        row = run / job.heads / job.n;
         kind = row >= job.layers, layer = row - kind * job.layers;
         x = (Word*)job.caches[layer] + job.block_ids[block] * job.block_stride + job.at[kind] + head * job.head_stride;
-    }
-    __device__ __forceinline__ i64 column(const Sections& job) const { return (i64)row * components(job) + head * HEAD_DIM; }
-    __device__ __forceinline__ i64 vector(const Sections& job) const {  // of its first token
-        return ((i64)(row - job.first_row) * job.width + block * job.tokens) * components(job) + head * HEAD_DIM;
     }
     __device__ __forceinline__ const float* cosines(const Sections& job) const {
         return job.turns + ((i64)block * 2 * job.block_tokens + job.first_token) * PAIRS;
     }
 };
-
-#define EACH_RUN(job, i) \
-    for (u32 i = blockIdx.x * WARPS + threadIdx.x / 32; i < (u32)(job.rows * job.n * job.heads); i += gridDim.x * WARPS)

@@ -2,11 +2,6 @@
 // headers, and words out of the buffers in which the rows were encoded. A row is a layer's keys or values; rows of keys
 // come first. KINDS is 1 where there are no values: of latents, whose pieces stand where heads of keys do.
 
-typedef u16 Half;  // fp16
-__device__ __forceinline__ float wide(Half x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
-__device__ __forceinline__ Half narrow(float x) { Half y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
-__device__ __forceinline__ Half narrow(short x) { Half y; asm("cvt.rn.f16.s16 %0, %1;" : "=h"(y) : "h"(x)); return y; }
-
 struct Sections {  // keys and values of n blocks of one form; arrays without a word of their own are scratch
     const u64* caches;     // [layers] addresses
     const i64* block_ids;  // [n]
@@ -16,12 +11,6 @@ struct Sections {  // keys and values of n blocks of one form; arrays without a 
     int* status;           // [n]
     i64* nbytes;           // [n] of each block
     const float* turns;    // [n, 2, block_tokens, PAIRS] cosines and sines
-    const float *mean, *gain;        // [rows of all, heads * HEAD_DIM]: see transform.cu
-    const u8* tables;                // see rows.cu
-    const u32* table_of;             // [rows of all, heads * HEAD_DIM] in 16 bytes
-    Half* vectors;                   // [rows, width, heads * HEAD_DIM]: what the transform is applied to
-    const float* back;               // [rows, width, heads * HEAD_DIM]: what its inverse gives
-    Half* numbers;                   // [rows of all, heads * HEAD_DIM, width]: rounded, or to be
     u16* words;                      // [rows of all, n, room]
     u32* states;                     // [n, rows of all, streams]
     u32* sizes;                      // [n, rows of all] words of a row
@@ -33,12 +22,12 @@ struct Sections {  // keys and values of n blocks of one form; arrays without a 
     i64 block_stride;                // in elements, as the next four
     i64 at[2];                       // first key and first value of the sections in a paged block
     int head_stride, token_stride;
-    i64 tables_nbytes, pool, head_nbytes, start;  // start: of the first of these sections in a block
+    i64 head_nbytes, start;          // start: of the first of these sections in a block
     i64 limits[2];                   // bytes of keys and of values at most
     i64 parts[2], fronts_nbytes;     // bytes of the fronts of keys and of values, multiples of 4; of both at most, of 16
     int n, layers, heads, tokens, streams;  // tokens: of the sections; streams: of a row
     int first_token, block_tokens;
-    int first_row, rows, width;      // rows: that are worked on now, from the first on; width: n * tokens and some more
+    int rows;                        // of keys and of values
     u32 room;                        // words
     float rope_scale;
 };

@@ -1,4 +1,4 @@
-"""Slow reference of the embedded codec, number by number, from the description in manthan.codec.cpu.embedded."""
+"""Slow reference of the calibrated codec, number by number, from the description in manthan.codec.cpu.klt."""
 
 import math
 import struct
