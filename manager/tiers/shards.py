@@ -26,7 +26,7 @@ class ShardedTier(Tier):
     Args:
         own: Tier of this rank's shards. All writes go there.
         others: For each further number of ranks, the tiers of the shards with heads of this rank, in order.
-        copies: Tiers that are no longer read, but still lose dropped blocks.
+        copies: Tiers that are never read, but lose dropped blocks, too.
     """
 
     def __init__(self, own: Tier, others: Iterable[Sequence[Tier]], copies: Sequence[Tier] = ()) -> None:
