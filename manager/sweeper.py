@@ -17,10 +17,7 @@ logger = logging.getLogger("vllm.manthan.sweeper")
 class Sweeper:
     """Calls `due` periodically, and `ring` if `due` returned True. Both run on the job's thread.
 
-    Args:
-        idle_after_s: seconds until an idle session is due. The period is LATE_SHARE of this.
-        due: returns True if a session is due.
-        ring: wakes the engine.
+    idle_after_s: seconds until an idle session is due. The period is LATE_SHARE of this.
     """
 
     def __init__(self, idle_after_s: float, due: Callable[[], bool], ring: Callable[[], None]) -> None:

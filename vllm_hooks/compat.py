@@ -24,7 +24,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from manthan.manager.pool import Asker, BlockName, Mark, Marks, Owner, Unsaved
+from manthan.manager.pool import Asker, BlockName, Mark, Marks, Owner, FreeBlock
 
 if TYPE_CHECKING:
     import torch
@@ -758,12 +758,12 @@ class VllmPool:
                 return count - 1
         return count
 
-    def unsaved(self, most: int) -> Iterator[Unsaved]:
+    def unsaved(self, most: int) -> Iterator[FreeBlock]:
         for block in list(islice(self._free.iter_blocks_after(None), most)):
             if block.block_hash is not None and block.block_id not in self._saved:
                 yield _named(block)
 
-    def redundant(self, spare: int) -> Iterator[Unsaved]:
+    def redundant(self, spare: int) -> Iterator[FreeBlock]:
         used = [block for block_id in self._saved if (block := self._pool.blocks[block_id]).ref_cnt > 0]
         kept = [block for block in self._kept.values() if block.ref_cnt == 0 and block.block_hash is not None]
         later = kept[spare:][::-1]
@@ -827,9 +827,9 @@ def _first_id(found: "KVCacheBlock | dict[int, KVCacheBlock] | None") -> int:
     return -1 if block is None else block.block_id
 
 
-def _named(block: "KVCacheBlock") -> Unsaved:
+def _named(block: "KVCacheBlock") -> FreeBlock:
     assert block.block_hash is not None
-    return Unsaved(get_group_id(block.block_hash), get_block_hash(block.block_hash), block.block_id)
+    return FreeBlock(get_group_id(block.block_hash), get_block_hash(block.block_hash), block.block_id)
 
 
 def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":

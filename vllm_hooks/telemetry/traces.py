@@ -64,7 +64,7 @@ class Traces:
         self._span(f"manthan.{'restore' if request_id else 'prefetch'}", began, now, attributes, request_id)
 
     def evicted(self, eviction: "Evicted") -> None:
-        """A session is cold."""
+        """Send the span of an eviction."""
         now = time.time_ns()
         attributes = {
             "manthan.session_id": eviction.session_id,
