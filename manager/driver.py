@@ -457,7 +457,7 @@ class Driver:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, taken: int, now: float) -> Work:
-        """Return the orders of this step. taken: the most blocks that requests may take from the free queue in it."""
+        """Return the orders of this step. taken: the most blocks that its requests have taken from the free queue."""
         manager = self.manager
         self._taken, self._was_answered = taken, False
         self._overwritten += taken

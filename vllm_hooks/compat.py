@@ -24,7 +24,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from manthan.manager.pool import Asker, BlockName, Mark, Marks, Owner, FreeBlock
+from manthan.manager.pool import Asker, BlockName, FreeBlock, Mark, Marks, Owner
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-from manthan.manager.pool import BlockName, Marks, FreeBlock
+from manthan.manager.pool import BlockName, FreeBlock, Marks
 
 
 class SimulatedPool:
