@@ -71,11 +71,7 @@ class EvictionPolicy(ABC):
     """Class of the policy's options."""
 
     def __init__(self, options: Any = None) -> None:
-        """Make an instance without sessions.
-
-        Args:
-            options: an instance of `Options`; None for the defaults.
-        """
+        """Make an instance without sessions. options: an instance of `Options`; None for the defaults."""
         self.options = self.Options() if options is None else options
 
     @classmethod

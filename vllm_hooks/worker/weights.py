@@ -60,10 +60,7 @@ class Loaded:
         try:
             return " ".join(tensor_digest(part) for _, part in parts_of(name, tensor))
         except Exception as error:  # a loader may yield tensors of a class that only the model can read
-            logger.warning(
-                "Manthan: %s cannot be read, so no other engine can use this engine's blocks: %s: %s",
-                *(name, type(error).__name__, error),
-            )
+            logger.warning("Manthan: weight %s cannot be read, so that no other engine shares blocks: %r", name, error)
             return self._unknown
 
     def digest(self) -> str:
