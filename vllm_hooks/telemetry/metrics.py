@@ -1,4 +1,4 @@
-"""Metrics: collected by the scheduler half, carried by vLLM's stats, and shown by /metrics as vllm:manthan_…"""
+"""Metrics. The scheduler half collects them, vLLM's stats carry them, and /metrics shows them as vllm:manthan_…"""
 
 import collections
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ CALLS = (
     *("new_request", "match", "allocated", "step", "worker_output", "finished"),
     *("submit_loads", "submit_stores", "_transfer_results", "take_report"),
 )
-"""Calls of the scheduler half and of the worker half with caught exceptions."""
+"""Methods of the two halves whose exceptions are caught and counted."""
 
 
 class _Metric(NamedTuple):
