@@ -49,7 +49,7 @@ class Ranking:
         return self._heap[0] if self._heap else None
 
     def in_order(self) -> Iterator[str]:
-        """Keys in order. During an iteration keys may be removed, but none is set."""
+        """Yield the keys in order. During the iteration keys may be removed, but `set` must not be called."""
         passed = []
         try:
             while entry := self.first():

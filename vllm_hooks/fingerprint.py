@@ -29,7 +29,7 @@ def fingerprint(
     Args:
         namespace: name of a store that outlives the engine, which stands for the model; empty for other stores.
         facts: properties of the model that the codec uses.
-        sharding: shares of the ranks in a block.
+        sharding: division of blocks among ranks.
     """
     model, rank = vllm_config.model_config, vllm_config.parallel_config.rank
     parts: dict[str, object] = {

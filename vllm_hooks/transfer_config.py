@@ -55,10 +55,10 @@ def kv_transfer_config(
 
 
 def together(other: "KVTransferConfig | None", own: "KVTransferConfig") -> "KVTransferConfig":
-    """Return `other` with Manthan as its last connector, or instead of Manthan's earlier entry there.
+    """Return `other` with Manthan added as the last connector. An entry of Manthan in `other` is replaced.
 
-    A request's KV comes from the first connector that has some. Others get it from an engine that has computed the
-    whole prompt, of which Manthan may have kept less.
+    A request's KV comes from the first connector that has some. Manthan is last, because the others get KV from an
+    engine that has computed the whole prompt.
     """
     if other is None or other.kv_connector == CONNECTOR:
         return own

@@ -29,7 +29,7 @@ class Traces:
         self._tiers, self._none = tiers, Context()
         self._headers: dict[str, Mapping[str, str] | None] = {}  # by id of a running request
         self._begun: dict[str, tuple[int, Sequence[str]]] = {}
-        """Restores by request id: nanoseconds since 1970, and the tiers with the blocks."""
+        """By request id, when its restore began, in nanoseconds since 1970, and the tiers that have the blocks."""
 
     def began(self, request_id: str, headers: Mapping[str, str] | None) -> None:
         """Note a new request with trace headers `headers`."""

@@ -28,7 +28,7 @@ class Loaded:
     """Weights read by loaders for the models of an engine in this process.
 
     Every rank reads all tensors of the files, so the digest is the same for every number of ranks. If a loader bypasses
-    `load_weights`, the model's tensors count. With an unreadable tensor the digest is unique to this engine.
+    `load_weights`, the model's tensors count. If a tensor cannot be read, no other engine has the same digest.
     """
 
     def __init__(self) -> None:
