@@ -34,7 +34,7 @@ class Sweeper:
             seconds=max(LATE_SHARE * idle_after_s, SHORTEST_S),
             coalesce=True,
             max_instances=1,
-            misfire_grace_time=None,  # on a busy machine a late sweep is better than none
+            misfire_grace_time=None,  # on a busy machine a late call is better than none
         )
 
     def start(self) -> None:

@@ -123,8 +123,8 @@ class ReturnModel:
 
     Args:
         window: number of requests to learn from.
-        refit_every: requests between two estimates of a piece, or the window's requests by ROUNDS if more. The pieces
-            take turns, so that no request waits long, and the cost of a request is the same for any window.
+        refit_every: requests between two estimates of a piece, or `window / ROUNDS` if that is more. The pieces take
+            turns, so that no request waits long, and the cost of a request is the same for any window.
         prior: number of returns needed to believe half of a coefficient of a rare feature.
     """
 

@@ -302,8 +302,9 @@ class Groups(NamedTuple):
     def held(self, tokens: int, in_flight: int) -> int:
         """Return the most blocks, of all groups, that a request of `tokens` tokens uses.
 
-        in_flight: most tokens of a request in steps that vLLM has scheduled and that have not ended. A state has its last block, the next one, and one for each token that a draft proposes. A group that is not
-        stored is a buffer of one block.
+        in_flight: most tokens of a request in steps that vLLM has scheduled and that have not ended. A state has its
+        last block, the next one, and one for each token that a draft proposes. A group that is not stored is a buffer
+        of one block.
         """
         main = -(-tokens // self.main.tokens) if self.is_whole else 0
         others = 0

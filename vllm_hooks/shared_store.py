@@ -32,9 +32,9 @@ LOAD_THREADS = 2
 
 
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups", weights: str) -> Namespace:
-    """Return the namespace of lasting blocks, equal for engines that can read each other's blocks, but for the codec.
+    """Return the namespace of lasting blocks. Engines that can read each other's blocks have the same.
 
-    The codec is in each block. weights: digest of all loaded weights.
+    It does not depend on the codec, which each block names. weights: digest of all loaded weights.
     """
     group = groups.main
     sharding = Sharding.of(vllm_config, groups)

@@ -657,9 +657,7 @@ class SessionManager:
                     self.events(Overwritten(begun.lost))
                 self.cut(session, int(blocks.depth[needed[begun.taken]]), DropCause.ABANDONED)
             elif begun.taken < len(needed):
-                if (
-                    not session.refusals
-                ):  # with a full tier, its saved blocks are overwritten no earlier than unsaved ones
+                if not session.refusals:  # with a full tier, saved blocks are overwritten no earlier than unsaved
                     self.pool.forget(self.shape.main, blocks.hashes(rows[blocks.is_saved(rows)]))
                     self._unkept()
                 self._put_off(session, now)

@@ -140,7 +140,7 @@ def make_router(args: Namespace) -> APIRouter:
             raise ApiError(422, str(error), header) from None
 
     Bound = Annotated[str | None, Depends(bound_by)]  # noqa: N806
-    Id = Annotated[str, Path(description="of the session, percent-encoded")]  # noqa: N806
+    Id = Annotated[str, Path(description="id of the session, percent-encoded")]  # noqa: N806
 
     @router.get("/sessions", response_model=Sessions, summary="List sessions")
     async def sessions(request: Request, bound: Bound, asked: Annotated[SessionQuery, Query()]) -> Any:
