@@ -394,7 +394,7 @@ class Driver:
                 exact.update(marked)
 
     def _lossy_tokens(self, jobs: Sequence[Transfer]) -> int:
-        """Return the tokens of a load's lossy blocks, of the group with the most."""
+        """Return the number of a load's lossy tokens, by the group with most lossy blocks."""
         lossy = (len(self._pool.marks.lossy(job.block_ids.tolist())) for job in jobs)
         return max(lossy, default=0) * self.manager.shape.block_tokens
 
@@ -534,7 +534,7 @@ class Driver:
 
     @property
     def _first_waiting(self) -> int:
-        """Number of blocks that the request needs which has waited longest; 0 if none waits."""
+        """Number of blocks that the longest waiting request needs; 0 if none waits."""
         return next(iter(self._waiting.values()), 0)
 
     @property
@@ -774,7 +774,7 @@ class Driver:
 
     @property
     def frees_soon(self) -> bool:
-        """True if running requests may wait for blocks to come free."""
+        """True while a prefetch holds blocks, which it gives back soon, so that vLLM need not preempt a request."""
         return self.prefetcher.load is not None
 
     @property

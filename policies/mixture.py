@@ -1,8 +1,8 @@
 """Policy that users name `returns`: it evicts by predicted returns, or by lru if more KV is found again that way.
 
 Shadows measure what both find. A shadow is a simulated cache on a sample of the sessions (C. Waldspurger et al.,
-"Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017: a cache scaled down together with its
-requests, chosen by a hash, finds about the share of the whole cache).
+"Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017: if a hash chooses some of the requests,
+and the cache is smaller by the same factor, it finds about the same share of them).
 """
 
 from collections import OrderedDict

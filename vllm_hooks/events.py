@@ -46,7 +46,7 @@ class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
     Args:
         parent: hash of the previous block.
         tokens: tokens of the block.
-        extra_keys: further content of the hash, as in vLLM's events.
+        extra_keys: what the block's hash covers besides tokens, as in vLLM's events.
         source: LoRA adapter's number and name, and the session id of the request.
     """
 

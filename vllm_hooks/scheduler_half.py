@@ -1,4 +1,4 @@
-"""The scheduler half of the connector: vLLM's events to the driver, the driver's orders to messages."""
+"""Scheduler half of the connector: passes vLLM's calls to the driver, and the driver's orders to the workers."""
 
 import time
 from bisect import bisect_left
@@ -241,7 +241,7 @@ class SchedulerHalf:
         try:
             self._weights = self._core.ask(weights_state)
         except Exception as error:  # the engine continues after any error
-            logger.warning("Manthan: workers do not tell of their weights: %s: %s", type(error).__name__, error)
+            logger.warning("Manthan: the weights cannot be compared later: %s: %s", type(error).__name__, error)
         self._sweeper.start()
         if self._redis is not None:
             self._redis.start()
@@ -258,7 +258,7 @@ class SchedulerHalf:
         self._found.add(request.request_id)
 
     def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
-        """Mark blocks of the request, loaded or computed, on their entry into vLLM's prefix cache. Return True."""
+        """Mark blocks of the request as vLLM enters them into its prefix cache. Return True: no error."""
         self.driver.computed(request.request_id, block_ids)
         return True
 
@@ -591,7 +591,7 @@ class SchedulerHalf:
         return False
 
     def take_events(self) -> "Sequence[KVCacheEvent]":
-        """Return events of blocks that became restorable or unrestorable since the last call."""
+        """Return KV events for the blocks saved and dropped since the last call."""
         return () if self._events is None else self._events.take()
 
     # -- resets and sleep -----------------------------------------------------------------------------

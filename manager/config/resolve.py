@@ -1,4 +1,4 @@
-"""Configuration from flags, environment variables, a YAML file and defaults. An earlier source overrides a later one.
+"""Configuration from flags, which override environment variables, which override a YAML file, and defaults.
 
     config, sources = resolve_config("configs/default.yaml", flags={"--manthan-idle-after": 60})
 

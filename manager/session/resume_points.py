@@ -7,8 +7,8 @@ another answer. Until all blocks are saved, the session also keeps the deepest l
 
 Ends of earlier prompts are spare points. A client whose template drops earlier thinking returns to a spare point. Spare
 points have a share of the budget. If they take more, the session whose spare points take most bytes gives one up. Of
-the session's older points, one remains in each stretch of blocks. The farther from the session's end, the longer are
-stretches: each is a power of two, and they double.
+the session's older points, one remains in each stretch of blocks. A stretch is as long as the greatest power of two up
+to its distance from the session's end.
 """
 
 from collections.abc import Callable, Iterable

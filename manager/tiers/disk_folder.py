@@ -141,10 +141,10 @@ def found_in(folder: Path, shard: Shard) -> dict[Name, list[int]]:
 
 
 def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, int]:
-    """Remove Manthan's folders of other namespaces than `name`, and those in it of servers that cannot be read.
+    """Remove Manthan's folders of other namespaces than `name`, and in this one, folders of ranks that cannot be read.
 
     Args:
-        counts: Numbers of ranks that a server may have had, to be read.
+        counts: Numbers of ranks of servers whose blocks can be read.
 
     Returns: Names and bytes of removed folders.
     """
