@@ -583,7 +583,7 @@ class Watched:
         self.half.ask(self.half.found, request, block_ids, otherwise=None)
 
     def copied(self, managers: Sequence[Any]) -> None:
-        """Mark blocks that vLLM copies from lossy blocks (copy-on-write) like these."""
+        """Give blocks that vLLM copies from lossy blocks (copy-on-write) the marks of these."""
         for manager in managers:
             for source, copy in manager._pending_cow_copies:
                 if self.marks[source.block_id]:

@@ -56,7 +56,7 @@ class Arena:
         """Number of addresses."""
         self.available = 0
         """Number of free bytes, in all holes."""
-        # Holes never touch each other: by start, by end, and by size. Starts and sizes are sorted.
+        # Holes by start, by end and by size. Starts and sizes are sorted. Two holes never touch each other.
         self._size_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
         self._starts: dict[int, list[int]] = {}

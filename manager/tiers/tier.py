@@ -97,7 +97,7 @@ class Tier(ABC):
 
     @abstractmethod
     def cleared(self, place: str) -> "Tier":
-        """Return an empty tier to use from now on, possibly this tier. Puts that have not ended store nothing.
+        """Return an empty tier to use from now on, possibly this tier. Blocks of unfinished puts are in neither.
 
         Blocks put from now on are not found by later processes, because they may be of different weights.
 
@@ -122,4 +122,4 @@ class Tier(ABC):
 
 
 TIER_KINDS = ("host", "device", "disk", "redis")
-"""Values of `tiers.kind`. The worker half manages "device", GPU memory, directly."""
+"""Values of `tiers.kind`. Blocks in GPU memory, "device", are not in a Tier, but in `vllm_hooks/worker/slabs.py`."""

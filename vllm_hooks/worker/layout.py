@@ -137,9 +137,7 @@ class _Strides(NamedTuple):
 
 
 def _run(positions: Index, numbers: tuple[int, int, int, int]) -> _Strides | None:
-    """Return the strides of a layer's positions; None if they are irregular. numbers: shape of a block, as `numbers`
-    of `BlockShape`.
-    """
+    """Return the strides of a layer's positions; None if irregular. numbers: see `BlockShape.numbers`."""
     _, heads, tokens, head_dim = numbers
     found = positions.reshape(heads, tokens, head_dim)
     at = int(found[0, 0, 0])
