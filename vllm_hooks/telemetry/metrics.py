@@ -147,7 +147,7 @@ class ManthanPromMetrics(KVConnectorPromMetrics):
             self._metrics[name] = kinds[metric.kind](
                 name=f"vllm:manthan_{name}", documentation=metric.text, labelnames=labels, **extra
             )
-            if metric.kind is not Gauge:  # Prometheus sees no increase by the first event of a series
+            if metric.kind is not Gauge:  # else Prometheus would not count the event with which a series begins
                 for engine in self.per_engine_labelvalues.values():
                     for value in metric.values if metric.label else ("",):
                         self._child(name, engine, value)
