@@ -1,8 +1,7 @@
 """Interface of a codec, and arithmetic common to several codecs.
 
-`Codec` takes the numbers of a section of a block, all layers and heads at once, with their positions in the session. A
-preset is an instance of a frozen dataclass with the options as fields; the method `codec` makes a `Codec`. Every
-backend writes the same bytes as the CPU's, and reads them.
+A `Codec` encodes a section of a block: some of its numbers, of all layers and heads at once. A preset is a named choice
+of options; its method `codec` makes a `Codec`. Every backend writes the same bytes as the CPU's, and reads them.
 
     fold(x)   the sum of a sequence in a prescribed order: the upper half is added onto the lower half (the middle of an
               odd number of elements stays) until one is left; of a vector, first in each run of 8 elements, then over
@@ -25,7 +24,9 @@ Kind = Literal["key", "value"]
 Numbers = npt.NDArray[Any]
 """Numbers of the cache: float16, float32, uint16 with bf16 bits, uint8 with fp8 bits, or any bytes."""
 Positions = npt.NDArray[np.int64]
+"""[tokens]: position of each token in its session, from 0."""
 Codes = npt.NDArray[np.uint8]
+"""[bytes]: encoded numbers."""
 
 
 def check_head_dim(head_dim: int) -> None:
@@ -76,9 +77,10 @@ class Section:
     """Description of a section of a compressed block.
 
     codec: name of the codec.
-    layers, first_layer: of the KV cache group.
-    tokens, first_token: of the block.
-    heads, head_dim: of this shard; of bytes, the number of a token's runs, and the length of a run.
+    layers, first_layer: number of layers, and number of the first one in the KV cache group.
+    tokens, first_token: number of tokens, and number of the first one in the block.
+    heads, head_dim: number of heads in this shard, and of numbers in a vector; for bytes, of runs, and of bytes in one.
+    dtype: of the numbers to encode and to decode to.
     first_head: number of this shard's first head among the model's.
     """
 
@@ -99,7 +101,7 @@ class Section:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """[layers, heads, tokens, head_dim], preceded by 2 where keys and values are together."""
+        """[layers, heads, tokens, head_dim]; with both keys and values, [2, layers, heads, tokens, head_dim]."""
         shape = (self.layers, self.heads, self.tokens, self.head_dim)
         return (2, *shape) if self.kind is SectionKind.BOTH else shape
 
@@ -127,42 +129,49 @@ class Section:
 
 
 class Codec(ABC):
-    """Encodes the numbers of a section of a block to bytes, and decodes.
+    """Encodes the numbers of a section of a block to bytes, and decodes them.
 
-    Thread-safe, and works only on the callers' cores. `x` has the section's `shape` and dtype, and `positions` [tokens]
-    are the tokens' positions in the session.
+    Methods are called from several threads at once, and work on the callers' cores only.
     """
 
     name: str
     varies: bool = False
     """True if sections of equal shape may differ in size."""
     levels: int = 1
-    """Number of qualities of a block: the base's, and one more with each refinement."""
+    """Number of levels to which a block can be decoded: 1 for the base, and 1 for each refinement."""
 
     @abstractmethod
     def max_nbytes(self, section: Section) -> int:
-        """Most bytes of a section and all refinements; the exact bytes for a codec with a fixed rate."""
+        """Return the most bytes of an encoded section, refinements included; the exact number if not `varies`."""
 
     def expected_nbytes(self, section: Section) -> int:
+        """Return the bytes of a typical section, at most `max_nbytes`."""
         return self.max_nbytes(section)
 
     @abstractmethod
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
-        """Encode into the front of `out`, of `max_nbytes` bytes. Returns the number of bytes written.
+        """Encode a section into the first bytes of `out`. Return the number of bytes written.
 
-        Raises: CodecError, such as NonFiniteError, for unencodable numbers.
+        Args:
+            x: numbers of the section's `shape` and dtype. Keys have RoPE already.
+            out: uint8 [`max_nbytes`].
+
+        Raises: CodecError, such as NonFiniteError, for numbers that cannot be encoded.
         """
 
     @abstractmethod
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Decode to numbers. Raises SizeError for an impossible length, CodecError."""
+        """Return the numbers, of the section's `shape` and dtype. codes: exactly the bytes that `encode` wrote.
+
+        Raises: SizeError for an impossible length; another CodecError for damaged bytes.
+        """
 
     def encode_parts(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> tuple[int, list[Codes]]:
-        """Encode like `encode`. Returns also the bodies of the section's refinements."""
+        """Encode the base like `encode`. Return its number of bytes, and each refinement's bytes, coarsest first."""
         return self.encode(x, section, positions, out), []
 
     def decode_parts(
         self, codes: Codes, refinements: Sequence[Codes], section: Section, positions: Positions
     ) -> Numbers:
-        """Decode like `decode`, to the level of the last refinement present."""
+        """Decode like `decode`, with the first refinements, as many as are left of the block."""
         return self.decode(codes, section, positions)

@@ -1,7 +1,6 @@
-"""Presets by name. Further packages add presets through entry points of the group `manthan.codecs`.
+"""Presets of codecs by name. Other packages add presets as entry points of the group `manthan.codecs`.
 
-An entry point has the preset's name. The entry point's object has the same `name`, and a method `codec(head_dim,
-facts)` that returns a `manthan.codec.base.Codec`.
+The entry point has the preset's name, and names a `Preset`.
 """
 
 import difflib
@@ -23,37 +22,45 @@ from manthan.codec.wht import PRESETS as WHTS
 
 GROUP = "manthan.codecs"
 DEFAULT = WHT
-"""Codec for an unknown model."""
+"""Codec for a model without a profile."""
 FALLBACK = FINER
-"""Guard's last codec before everything is kept exact."""
+"""Last lossy codec that the guard tries before it keeps all tokens exact."""
 
 
 class Preset(Protocol):
-    """Codec with options."""
+    """Named choice of a codec and its options."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name in the configuration, in block headers and of the entry point: ASCII, at most 24 letters."""
 
     def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:
-        """Return the codec for sections of vectors with `head_dim` numbers, in the CPU's memory."""
+        """Return the codec for sections in the CPU's memory.
+
+        Args:
+            head_dim: numbers of a vector, a multiple of 8 from 32 to 512.
+            facts: facts of the model; see `takes_facts`.
+
+        Raises: CodecError if the codec cannot encode such vectors.
+        """
 
 
 PRESETS: dict[str, Preset] = {**WHTS, **KLTS, K3V3.name: K3V3}
 
 
 def finer_codecs(name: str) -> list[str]:
-    """Codecs to use instead of an unfaithful codec, coarsest first."""
+    """Return the codecs that the guard tries instead of an unfaithful codec, coarsest first."""
     without_profile = [WHT] if needs_profile(name) else []  # the profile may not fit the text
     return [] if name in (FALLBACK, EXACT) else [*without_profile, FALLBACK]
 
 
 def codec_names() -> list[str]:
-    """Names known to `get_codec`, except "exact", Manthan's first."""
+    """Return all names of presets, Manthan's own first. `get_codec` also knows "exact"."""
     return [*PRESETS, *sorted(_others().keys() - set(PRESETS))]
 
 
 def takes_facts(name: str) -> bool:
-    """True if the codec depends on the model, so that only the same model can use the blocks."""
+    """True if the codec uses `ModelFacts`, so that only engines with the same facts can read the blocks."""
     return isinstance(PRESETS.get(name), WhtPreset | KltPreset)
 
 
@@ -63,12 +70,11 @@ def needs_profile(name: str) -> bool:
 
 
 def get_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:
-    """Return the codec `name`, or "exact", for sections in the CPU's memory.
+    """Return a codec for sections in the CPU's memory.
 
     Args:
-        name: of a preset, or of a codec of states if `facts` has the layout.
-        head_dim: numbers of a vector, a multiple of 8 from 32 to 512.
-        facts: of the model.
+        name: name of a preset, or "exact", or a codec of states if `facts` has their layout.
+        head_dim, facts: see `Preset.codec`.
 
     Raises: UnknownCodecError, HeadDimError; ProfileError for a missing or unsuitable profile.
     """

@@ -22,11 +22,11 @@ LATE = {
     "doctor": "manthan.vllm_hooks.doctor.command:doctor",
     "simulate": "manthan.benchmarks.simulator.command:app",
 }
-"""Commands imported on demand, because they need more packages than Manthan."""
+"""Commands imported only when called, because they need packages that Manthan does not install."""
 
 
 class Commands(TyperGroup):
-    """Group of all commands. A command with a failed import names the package to install, and the rest work."""
+    """Group of all commands. If a command's import fails, the command says what to install, and the others work."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *LATE]

@@ -32,30 +32,31 @@ if TYPE_CHECKING:
     from manthan.manager.session.persist import JournalLink, RedisLink
 
 A_STEP = 512
-"""Most blocks of stores under way: about a GPU's encoding during a step."""
+"""Most blocks of stores under way: about as many as a GPU encodes during a step."""
 LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
 """Shares of the pool without unsaved blocks. Below the low share, blocks are saved up to the high share."""
 BURSTS = 1.5, 2.5
 """Watermarks as multiples of the blocks taken by requests in a step. The larger of the two numbers counts."""
 BURST_DECAY = 127 / 128
-"""Factor on the number of these blocks for each step with fewer."""
+"""Factor on that number of blocks, at each step that takes fewer."""
 RUNNING_S = 0.1
-"""Seconds until the next look at a running request, or the free queue, without blocks to save."""
+"""Seconds until the next look at a running request, or at the free queue, after a look found no block to save."""
 LED = 256
-"""Saved blocks put into the policy's order after a request, or all overwritten since if more."""
+"""Number of saved blocks put into the policy's order after a request; more if more were overwritten since."""
 WINDOW_SHARE = 16
-"""Most blocks referenced until gathered, as a divisor of the pool."""
+"""The pool's blocks divided by this are the most that stores reference at once, because they are not gathered yet."""
 
 
 @dataclass(slots=True, eq=False)
 class Serving:
-    """Request in progress, and the work of pool and tiers for the request.
+    """Request in progress, and what pool and tiers did for it.
 
-    lossy: lossy cached tokens of the prompt. exact: block ids loaded exactly. found: blocks of the prompt resident or
-    loaded; None before the admission. computed: full blocks of the request in the pool. saves_after: time from which
-    computed blocks are considered for saving. was_loaded: True if blocks were loaded. is_unserved: True if a store did
-    not answer, so the request does not ask again. taken: number of blocks at the last admission. known: prompt tokens
-    of earlier requests.
+    lossy: number of the prompt's cached tokens that are decoded or derived. exact: ids of the blocks that were loaded
+    bit for bit. found: number of the prompt's blocks that were resident or loaded; None before the admission. computed:
+    number of the request's full blocks in the prefix cache. saves_after: time from which these are considered for
+    saving. was_loaded: True if blocks were loaded. is_unserved: True if a store did not answer, so that the request
+    does not ask again. taken: number of blocks at the last admission. known: number of the prompt's tokens that earlier
+    requests had.
     """
 
     request: Request
@@ -71,7 +72,7 @@ class Serving:
 
 
 class Load(NamedTuple):
-    """Load under way, possibly outliving the request."""
+    """Load under way. The request may end before the load does."""
 
     session_id: str
     answers: Answers
@@ -81,7 +82,8 @@ class Load(NamedTuple):
 class Store:
     """Store under way.
 
-    block_ids: referenced until all ranks have gathered the blocks. gathered: number of ranks that have.
+    block_ids: referenced until all ranks have gathered the blocks. gathered: number of ranks that have. is_void: True
+    after a reset, which makes the result worthless.
     """
 
     plan: StorePlan
@@ -93,7 +95,10 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Orders of a step, in this order. revokes: True if blocks of stores not yet gathered are to be given back."""
+    """Orders of a step to the workers, who obey them in the order of the fields.
+
+    revokes: True to give up stores whose blocks are not gathered yet, so that requests get these blocks.
+    """
 
     drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
@@ -102,24 +107,27 @@ class Work:
 
 
 class Runway:
-    """Free blocks before the first unsaved block.
+    """Number of blocks in the free queue before the first unsaved block.
 
-    Counting walks the free queue. The queue is walked again only when too many blocks may have been taken since.
+    Counting walks the free queue. It is walked again only when requests may have taken too many blocks since.
+
+    Args:
+        ahead: least number of blocks to look at in a walk.
     """
 
     def __init__(self, pool: Pool, ahead: int) -> None:
         self._pool, self.ahead, self._left = pool, ahead, 0
 
     def taken(self, at_most: int) -> None:
-        """Note blocks possibly taken from the head of the queue."""
+        """Note that at most so many blocks were taken from the head of the queue."""
         self._left -= at_most
 
     def forget(self) -> None:
-        """Note saved blocks that became unsaved."""
+        """Count anew at the next question, because saved blocks became unsaved."""
         self._left = 0
 
     def length(self, wanted: int) -> int:
-        """Return the number of blocks, exact below `wanted`."""
+        """Return the number of blocks. A result below `wanted` is exact; others may be too low."""
         if self._left < wanted:
             self._left = self._pool.runway(max(wanted, self.ahead))
         return self._left
@@ -129,17 +137,17 @@ class Driver:
     """Loop of an engine.
 
     Args:
-        ranks: number of results of each transfer.
-        low, high: watermarks, as shares of the pool.
-        bursts: low and high watermarks, as multiples of the blocks taken by requests in a step.
+        ranks: number of ranks, each of which answers every transfer.
+        low, high: watermarks, as shares of the pool; see LOW_WATERMARK.
+        bursts: low and high watermarks, as multiples of the blocks taken by requests in a step; see BURSTS.
         fronts: tiers in front of the last, the fastest first.
         prefetch_lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
         redis: finds other engines' blocks, and publishes this engine's; None without Redis.
         journal: writes facts for the next engine, for tiers that outlive the engine.
         guard: chooses the codec; None for the configured codec.
-        again: number of found blocks at the end that the engine computes nevertheless.
+        again: number of blocks at the end of a hit that vLLM computes again.
         last_tokens: number of prompt tokens that vLLM computes on a full hit.
-        weigh: returns a block's bytes of the budget, from the bytes on each rank.
+        weigh: returns the bytes that a block takes of the whole budget, from its bytes on each rank.
     """
 
     def __init__(
@@ -182,14 +190,14 @@ class Driver:
         manager.events.subscribe(self._drops.append, BlocksDropped, BlocksTrimmed)
         self._waiting: dict[str, int] = {}  # by request id, number of blocks to take
         self._ordered = Work()
-        """Orders of the last step, until the workers are told."""
-        self._done: list[int] = []  # blocks to be given back, all at once
+        """Orders of the last step, until the workers have them."""
+        self._done: list[int] = []  # ids of blocks to give back to the pool, all at once
         self._taken = 0
         """Most blocks taken by the last step's requests."""
         self._taking, self._burst = 0, 0.0
         """Blocks given to requests since the last step, and the most taken in a recent step."""
         self._overwritten = 0
-        """Most blocks taken from the head of the free queue since the last ordering."""
+        """Most blocks taken from the head of the free queue since `lead_overwritten` put it in order."""
         self._looks_after = 0.0
         """Time of the next look for blocks to save in the free queue."""
         self._look_at = inf
@@ -197,7 +205,7 @@ class Driver:
         self._was_answered = self._has_finished = False
         self._was_up: bool | None = None
         self.rests = False
-        """True while no store and no prefetch is begun."""
+        """True while no store and no prefetch may begin; see `halt`."""
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -214,7 +222,7 @@ class Driver:
         tenant: str = "",
         tail: bytes | None = None,
     ) -> Request:
-        """Take a new request. blocks: needed by the request. The rest is as in `SessionManager.request_started`."""
+        """Take a new request. blocks: number of blocks that it needs. Other arguments: see `request_started`."""
         request = self.manager.request_started(
             request_id, hashes, name, now, tokens=tokens, hints=hints, tenant=tenant, tail=tail
         )
@@ -228,16 +236,16 @@ class Driver:
         return request
 
     def usable(self, tokens: int) -> int:
-        """Return the number of a prompt's blocks to look up, for `tokens` tokens."""
+        """Return how many first blocks of a prompt of `tokens` tokens may be found; the last tokens are computed."""
         return (tokens - self._last_tokens) // self.manager.shape.block_tokens
 
     def matched(self, request_id: str, resident: int, usable: int, blocks: int, now: float) -> int | None:
-        """Return the number of loadable blocks behind a request's resident blocks; None for "ask again".
+        """Return the number of blocks to load behind a request's resident blocks; None if vLLM shall ask again.
 
         Args:
-            resident: number of blocks from the pool.
-            usable: number of blocks to look up.
-            blocks: number of blocks of the request in all.
+            resident: number of the prompt's first blocks that vLLM found in the pool.
+            usable: number of the prompt's first blocks that may be found.
+            blocks: number of blocks that the request needs in all.
         """
         self.hear()
         self._waiting[request_id] = blocks
@@ -258,12 +266,11 @@ class Driver:
         return max(0, self.manager.match(serving.request, resident, usable) - self._again)
 
     def admitted(self, request_id: str, resident: int, usable: int, taken: int, brought: int = 0) -> None:
-        """Note a request's allocation of blocks. After a load the request is admitted again, and keeps the loaded
-        blocks.
+        """Note that vLLM has allocated a request's blocks; after a load, once more.
 
         Args:
-            taken: number of blocks. Resident blocks may have come from the head of the free queue as well.
-            brought: number of blocks behind the resident blocks loaded by another connector.
+            taken: number of blocks, the resident ones included: they too may have left the head of the free queue.
+            brought: number of blocks behind the resident ones that another connector loads.
         """
         serving = self._serving.get(request_id)
         new = taken - (0 if serving is None else serving.taken)
@@ -283,7 +290,7 @@ class Driver:
             self.prefetcher.admitted(rows, resident + self._again, usable)
 
     def hits(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """Note the blocks served by the pool to a request, by KV cache group."""
+        """Note which blocks of the prefix cache a request uses, by KV cache group."""
         serving = self._serving.get(request_id)
         if serving is None:
             return
@@ -292,11 +299,11 @@ class Driver:
         serving.lossy = lossy * self.manager.shape.block_tokens
 
     def handed(self, request_id: str, decoded: Sequence[Sequence[int]], derived: Sequence[Sequence[int]]) -> None:
-        """Mark blocks with KV handed over by another engine, by KV cache group.
+        """Mark blocks whose KV another engine has computed and handed over, by KV cache group.
 
         Args:
-            decoded: blocks decoded by the other engine, or already decoded there.
-            derived: blocks computed there behind decoded blocks.
+            decoded: ids of blocks that are decoded, here or in the other engine.
+            derived: ids of blocks computed there behind decoded blocks.
         """
         serving = self._serving.get(request_id)
         if serving is None:
@@ -343,9 +350,9 @@ class Driver:
         """Begin a load for a request.
 
         Args:
-            resident, end: range of the request's blocks to load, without the last blocks to recompute.
-            block_ids: targets of the main group's blocks.
-            beside: of further groups, block hashes and block ids of each.
+            resident, end: range of the prompt's blocks to load.
+            block_ids: ids of the pool's blocks to load the main group's blocks into.
+            beside: for each further KV cache group, its number, block hashes, and ids of blocks to load into.
         """
         serving = self._serving[request_id]
         request, manager = serving.request, self.manager
@@ -387,7 +394,7 @@ class Driver:
                 exact.update(marked)
 
     def _lossy_tokens(self, jobs: Sequence[Transfer]) -> int:
-        """Return the tokens of a load's lossy blocks, of the group with the most."""
+        """Return the number of a load's lossy tokens, by the group with most lossy blocks."""
         lossy = (len(self._pool.marks.lossy(job.block_ids.tolist())) for job in jobs)
         return max(lossy, default=0) * self.manager.shape.block_tokens
 
@@ -397,7 +404,7 @@ class Driver:
         return () if load is None else load.answers.jobs
 
     def found(self, request_id: str) -> int:
-        """Return how many tokens of a request's prompt were resident or loaded."""
+        """Return the number of a prompt's tokens that were resident or loaded."""
         serving = self._serving.get(request_id)
         return (0 if serving is None else serving.found or 0) * self.manager.shape.block_tokens
 
@@ -421,7 +428,7 @@ class Driver:
         points: Sequence[PointParts] = (),
         ending: str = "",
     ) -> Outcome | None:
-        """Note the end of a request. Arguments as in `SessionManager.request_finished`."""
+        """Note the end of a request. Arguments: see `SessionManager.request_finished`."""
         found, serving = self.found(request_id), self._serving.pop(request_id, None)
         self._waiting.pop(request_id, None)
         if self._redis is not None:
@@ -450,7 +457,7 @@ class Driver:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, taken: int, now: float) -> Work:
-        """Return the orders of this step. taken: the most blocks taken out of the queue by requests."""
+        """Return the orders of this step. taken: the most blocks that its requests have taken from the free queue."""
         manager = self.manager
         self._taken, self._was_answered = taken, False
         self._overwritten += taken
@@ -492,7 +499,7 @@ class Driver:
     def _smallest_first(self, loads: Sequence[Transfer]) -> Sequence[Transfer]:
         """Return loads by the bytes of their request, prefetches last.
 
-        Engines handle loads in order, an earlier step's first. A large load is passed by loads of the same step.
+        Workers begin loads in order, those of an earlier step first. Only loads of the same step pass a large one.
         """
         groups, nbytes = self.manager.shape.groups, Counter[str | None]()
         for job in loads:
@@ -500,10 +507,10 @@ class Driver:
         return sorted(loads, key=lambda job: (job.request_id is None, nbytes[job.request_id]))
 
     def _expect_burst(self, taken: int) -> None:
-        """Set the watermarks so that the most blocks of a step are saved beforehand.
+        """Set the watermarks so that a step like the largest recent one takes saved blocks only.
 
-        Otherwise a prompt with a large part of the pool overwrites the head of a session with a saved tail, useless
-        then.
+        Otherwise a prompt that takes much of the pool may overwrite the unsaved head of a session. Its saved tail is
+        worthless then.
         """
         blocks, self._taking = max(self._taking, taken), 0
         if not blocks:
@@ -518,9 +525,7 @@ class Driver:
         self._ordered = Work()
 
     def wanted(self, now: float) -> int:
-        """Return the number of blocks to save because memory is short; 0 if memory suffices or nothing could be
-        saved.
-        """
+        """Return the number of blocks to save because memory is short; 0 if it is not, or if none was to save."""
         storing = self.manager.blocks.storing
         short = self._low - storing
         if short <= 0 or now < self._looks_after or (left := self.runway.length(short)) >= short:
@@ -529,7 +534,7 @@ class Driver:
 
     @property
     def _first_waiting(self) -> int:
-        """Number of blocks for the longest waiting request; 0 without a waiting request."""
+        """Number of blocks that the longest waiting request needs; 0 if none waits."""
         return next(iter(self._waiting.values()), 0)
 
     @property
@@ -542,7 +547,7 @@ class Driver:
         """Number of free blocks for stores to reference. Requests cannot have them until the blocks are gathered."""
         free, first = len(self._pool) - 2 * self._taken, self._first_waiting
         if first <= free:
-            free -= first  # a first in line too large to fit waits for running requests' blocks
+            free -= first  # if the first request does not fit, it waits for running requests' blocks
         window = self._window - self._holding
         return max(0, min(window, free, A_STEP - self.manager.blocks.storing))
 
@@ -561,7 +566,7 @@ class Driver:
     def _begin(self, plans: Iterable[StorePlan]) -> None:
         for plan in plans:
             job = plan.transfer
-            self.runway.taken(len(job))  # saved blocks to store again
+            self.runway.taken(len(job))  # a saved block that is stored again leaves the queue
             self._stores[job.job_id] = Store(plan, Answers([job], self._ranks), job.block_ids.tolist())
             self._granted.append(job)
 
@@ -581,7 +586,7 @@ class Driver:
     # -- results --------------------------------------------------------------------------------------
 
     def gathered(self, job_ids: Iterable[int]) -> None:
-        """Note a rank's gathering of these stores. The pool gets the blocks back once all ranks have gathered."""
+        """Note that a rank has gathered these stores' blocks. After all ranks have, the pool gets the blocks back."""
         for job_id in job_ids:
             if (store := self._stores.get(job_id)) is not None:
                 store.gathered += 1
@@ -625,7 +630,7 @@ class Driver:
             self.manager.stored(plan, nbytes, now, store.answers.seconds / len(plan.transfer), inner)
 
     def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Set[int] = frozenset()) -> None:
-        """Report the unsaved blocks of a store to the manager. torn: blocks partly written by some rank."""
+        """Tell the manager which blocks of a store are not saved. torn: those that some rank may have stored."""
         for is_void, is_torn in product((False, True), repeat=2):
             failed = [
                 at for at in causes if (RESET in causes[at] and store.is_void) is is_void and (at in torn) is is_torn
@@ -679,7 +684,7 @@ class Driver:
             self._pool.free(done)
 
     def _refuse_granted(self, now: float) -> None:
-        """Take back stores unknown to all workers."""
+        """Take back stores that no worker has been told of."""
         granted, self._granted = self._granted, []
         for job in granted:
             store = self._stores.pop(job.job_id)
@@ -698,10 +703,7 @@ class Driver:
         return ""
 
     def reset(self, now: float) -> str:
-        """Drop all KV, resident and saved.
-
-        Return the new location of compressed blocks, in the tiers' form.
-        """
+        """Drop all KV, resident and saved. Return the new namespace for `Tier.cleared`; empty without Redis."""
         for store in self._stores.values():
             store.is_void = True
         self.manager.reset()
@@ -731,7 +733,7 @@ class Driver:
     # -- after an error -------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Give back the blocks of jobs unknown to all workers. The tables are no longer to be trusted."""
+        """Give back the blocks of jobs that no worker has been told of. After the error, the tables may be wrong."""
         for job in chain(self._granted, self._ordered.stores):
             if (store := self._stores.pop(job.job_id, None)) is not None:
                 self._let_go(store)
@@ -740,7 +742,7 @@ class Driver:
         self._give_back()
 
     def drain(self, results: Iterable[TransferResult]) -> None:
-        """Give back the blocks of jobs ended since `abandon`."""
+        """Give back the blocks of jobs that ended after `abandon`."""
         for result in results:
             if (store := self._stores.get(result.job_id)) is None:
                 self._done += self.prefetcher.drain(result)
@@ -750,7 +752,7 @@ class Driver:
 
     @property
     def has_work(self) -> bool:
-        """True if a step is of use without any request."""
+        """True if a step would have something to do, though no request runs or waits."""
         told = self._redis is not None and self._redis.has_answers
         changed = bool(self.manager.table.changed) or bool(self._drops)
         looks = self._was_answered or self.prefetcher.was_settled
@@ -772,7 +774,7 @@ class Driver:
 
     @property
     def frees_soon(self) -> bool:
-        """True if running requests may wait for blocks to come free."""
+        """True while a prefetch holds blocks, which it gives back soon, so that vLLM need not preempt a request."""
         return self.prefetcher.load is not None
 
     @property

@@ -1,7 +1,7 @@
 """Events of an engine, in one stream: changes of sessions, blocks and stores.
 
-Histories of sessions, KV events, metrics, the log and traces subscribe. Subscribers change nothing in the heart. Times
-are seconds. Bytes are of all ranks together.
+Histories of sessions, KV events, metrics, the log, traces and the driver subscribe. Times are seconds. Bytes are of all
+ranks together.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,8 +16,8 @@ from manthan.manager.pool import Mark
 class DropCause(StrEnum):
     """Reason for dropping compressed blocks.
 
-    BUDGET: no room. REDUNDANT: no room, and the pool has the computed KV. FAILED: unreadable. ABANDONED: used by no
-    session. RESET: all KV is void. EXPIRED: too old. RELEASED: by the client's order.
+    BUDGET: no room. REDUNDANT: no room, and the pool has the computed KV. FAILED: the block cannot be read or stored.
+    ABANDONED: no session can use it any more. RESET: all KV is dropped. EXPIRED: past `ttl_s`. RELEASED: on demand.
     """
 
     BUDGET = auto()
@@ -33,8 +33,8 @@ class DropCause(StrEnum):
 class Turn:
     """A request of a session ended.
 
-    tokens, blocks: of the session. seconds: since the request came. found: prompt tokens resident or loaded. lossy:
-    found tokens that were decoded, or computed behind decoded ones.
+    tokens, blocks: number of the session's. seconds: time since the request came. found: number of the prompt's tokens
+    that were resident or loaded. lossy: number of found tokens that were decoded or derived.
     """
 
     session_id: str
@@ -49,10 +49,11 @@ class Turn:
 class Evicted:
     """A session went cold.
 
-    blocks, tokens: of the session. beside: blocks of further KV cache groups at the session's resume points.
-    pool_nbytes: of all these blocks in the pool. stored, stored_nbytes: newly saved blocks. cold_nbytes: of all
-    compressed blocks. exact: blocks with exact tokens. idle_s: since the last request. took_s: from the first store's
-    begin. is_pressed: True if memory was short, False if the session was idle for long enough.
+    blocks, tokens: number of the session's. beside: number of blocks of further KV cache groups at its resume points.
+    pool_nbytes: bytes of all these blocks in the pool. stored, stored_nbytes: number and bytes of newly saved blocks.
+    cold_nbytes: bytes of all these blocks, compressed. exact: number of blocks with exact tokens. idle_s: seconds from
+    the last request to the begin of the saving. took_s: seconds of the saving. is_pressed: True if memory was short,
+    False if the session was idle for long enough.
     """
 
     session_id: str
@@ -73,8 +74,9 @@ class Evicted:
 class Restored:
     """A load ended.
 
-    blocks: number to load. good: number before the first failure. beside: of further KV cache groups. nbytes: of the
-    compressed blocks. causes: of failures. request_id: the waiting request; None for a prefetch.
+    blocks: number of the session's blocks to load. good: number of these before the first failure. beside: number of
+    loaded blocks of further KV cache groups. nbytes: bytes of the compressed blocks. causes: causes of failures.
+    request_id: the request that waited; None for a prefetch.
     """
 
     session_id: str
@@ -122,9 +124,9 @@ class EncodingBegins:
 
 @dataclass(frozen=True, slots=True)
 class BlocksSaved:
-    """Every rank has stored these blocks. first: position of the first block in the session; positions are consecutive.
+    """Every rank has stored these consecutive blocks. first: position of the first one in the session.
 
-    seconds: for a block on the slowest rank; None if another engine stored the blocks.
+    seconds: time for a block on the slowest rank; None if another engine stored the blocks.
     """
 
     group: int
@@ -153,14 +155,14 @@ class BlocksTrimmed:
 
 @dataclass(frozen=True, slots=True)
 class StoreFailed:
-    """A block could not be stored. causes: reasons."""
+    """A block could not be stored. causes: causes on the ranks, which are labels of a metric."""
 
     causes: Collection[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Overwritten:
-    """The pool overwrote needed blocks of sessions before the blocks were saved."""
+    """The pool was found to have overwritten blocks of a session before they were saved. blocks: their number."""
 
     blocks: int
 
@@ -189,10 +191,10 @@ class StoreIsUp:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Measurement by a rank of the error that codecs add to KV of the model.
+    """Measurement by a rank of the error that codecs add to the model's KV.
 
-    measured: of each lossy codec, the configured codec first; none after a failure. compute_s: model's seconds to
-    compute a token of a prompt; 0 if unknown.
+    measured: for each lossy codec, the configured one first; empty if it failed. compute_s: seconds in which the model
+    computes a token of a prompt; 0 if unknown.
     """
 
     rank: int
@@ -206,9 +208,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Decision of the guard: the worst rank's verdict, and the index and name of the codec in use.
+    """The guard has decided on a codec, by the verdict of the worst rank.
 
-    is_new: True if another codec was in use before, or none was judged.
+    choice, codec: index and name of the codec from now on. is_new: True if it differs from the one before, or if this
+    is the first decision.
     """
 
     verdict: Verdict
@@ -218,13 +221,13 @@ class Judged:
 
     @property
     def is_slow(self) -> bool:
-        """True if the configured codec is faithful, and unused because decoding is slower than computing."""
+        """True if the configured codec is faithful, but not used, because decoding is slower than computing."""
         return self.choice > 0 and self.verdict.measured[0].is_faithful and self.verdict.is_slow(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Unjudged:
-    """The guard has no verdict any more."""
+    """The guard has withdrawn its decision, after a failure or with new weights."""
 
 
 Event: TypeAlias = (

@@ -23,7 +23,7 @@ class FrontTiers:
     def __init__(self, manager: SessionManager, tiers: Sequence[FrontTier]) -> None:
         self._table, self._blocks = manager.table, manager.blocks
         self._used: list[OrderedDict[str, None]] = [OrderedDict() for _ in tiers]
-        """By tier, ids of sessions with blocks in the tier, the most recently cold session last."""
+        """By tier, ids of sessions that have blocks in it, in the order in which they last went cold."""
         self.budgets = tuple(each.nbytes for each in tiers)
         """In bytes."""
         self.all_moved = (1 << len(tiers)) - 1
@@ -74,19 +74,19 @@ class FrontTiers:
                 del order[session_id]
 
     def read(self, rows: Rows) -> None:
-        """Note a read of blocks: the tiers in front of the tier of the read now have the blocks."""
+        """Note that blocks were read: if reads fill front tiers, those in front of where each block was have it now."""
         if self._fills_on_read:
             rows = rows[(self._blocks.moved[rows] & 1) > 0]
             moved = self._blocks.moved[rows]
             self._blocks.move(rows, moved & (moved + 1))
 
     def tier_of(self, row: int) -> int:
-        """Return the number of the fastest tier with a saved block."""
+        """Return the number of the fastest tier that has a saved block. row: of the block."""
         moved = int(self._blocks.moved[row])
         return (~moved & (moved + 1)).bit_length() - 1
 
     def has(self, tier: int, moved: int) -> bool:
-        """True if a tier has a block gone from the front tiers `moved`."""
+        """True if a tier has a block with this value of the column `moved`."""
         return not moved >> tier & 1 if tier < len(self) else self.keeps_behind or moved == self.all_moved
 
     def has_all(self, tier: int) -> bool:

@@ -13,22 +13,22 @@ from manthan.manager.session.blocks import MemoryShape
 from manthan.manager.session.manager import SessionManager
 
 COARSER = 0.8
-"""Share of each limit for the noise, below which a coarser codec replaces a finer codec again."""
+"""Share of each noise limit below which a coarser codec must stay to replace the finer codec in use."""
 
 
 class Choice(NamedTuple):
-    """Possible codec: the sizes of the codec's blocks, and the bytes of them in the tiers."""
+    """Codec that may be chosen: the sizes of its blocks, and the bytes that they can take in the tiers."""
 
     shape: MemoryShape
     capacity_nbytes: int
 
 
 class Guard:
-    """Chooses among codecs.
+    """Chooses the codec.
 
     Args:
-        choices: the configured codec first, then finer codecs; "exact", lossless, last.
-        ranks: number of measuring ranks.
+        choices: the configured codec, then finer codecs, and last "exact".
+        ranks: number of ranks that measure.
     """
 
     def __init__(self, manager: SessionManager, choices: Sequence[Choice], ranks: int) -> None:
@@ -39,7 +39,7 @@ class Guard:
         self._use(self._finest)
 
     def answered(self, verdicts: Sequence[Verdict]) -> None:
-        """Take each rank's newest measurement. The worst rank decides."""
+        """Take ranks' newest measurements. Once all ranks have measured, the worst one decides."""
         self._verdicts.update((verdict.rank, verdict) for verdict in verdicts)
         found = list(self._verdicts.values())
         if len(found) < self._ranks:
@@ -55,7 +55,7 @@ class Guard:
         self._manager.events(Judged(worst, choice, codec, choice != was))
 
     def offer(self, choice: Choice) -> None:
-        """Try a coarser codec first. The current codec stays until ranks have measured both."""
+        """Add a coarser codec, to be used if faithful. The codec in use stays until all ranks have measured it."""
         self._choices = [choice, *self._choices]
         self._finest += 1
         self._judged = None if self._judged is None else self._judged + 1

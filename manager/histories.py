@@ -14,7 +14,7 @@ from manthan.manager.session.table import Session
 
 EVENTS_A_SESSION = 64
 MOST_EVENTS = 65_536
-"""Events of all sessions together. Beyond the limit, the history without news for longest goes."""
+"""Most events of all sessions together. The history to which nothing was added for longest is dropped first."""
 
 
 class EventKind(StrEnum):
@@ -30,10 +30,11 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HistoryEvent:
-    """Readable event of a session.
+    """Event of a session, for people.
 
-    at: on the clock of `Histories`. text: a short sentence. tokens, blocks: of the session, or evicted, restored or
-    dropped. bytes: of compressed blocks. seconds: duration. saved_tokens: not computed.
+    at: time on the clock of `Histories`. text: a short sentence. tokens, blocks: number of the session's, or of those
+    evicted, restored or dropped. bytes: bytes of compressed blocks. seconds: duration. saved_tokens: number of tokens
+    found, which were not computed.
     """
 
     at: float
@@ -47,9 +48,7 @@ class HistoryEvent:
 
 
 class Histories:
-    """Histories of all sessions of an engine. Subscribes to the engine's stream of events. clock: returns a time in
-    seconds.
-    """
+    """Histories of an engine's sessions, from its stream of events. clock: returns a time in seconds."""
 
     def __init__(self, manager: SessionManager, clock: Callable[[], float]) -> None:
         self._table, self._block_tokens = manager.table, manager.shape.block_tokens

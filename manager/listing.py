@@ -19,15 +19,15 @@ from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session, SessionState, qualified
 
 MOST = 1000
-"""Sessions to search for a tenant's sessions."""
+"""Sessions of the policy's order that are searched for those of a tenant."""
 STATES = list(SessionState)
 
 
 class Sort(StrEnum):
     """Sort key of a list of sessions.
 
-    Bytes are estimates. A session's saved blocks are the first blocks. The pool has all blocks of the most recently
-    used sessions, as far as there is room, and only the unsaved blocks of all further sessions.
+    Sorting by bytes is by an estimate: the most recently used sessions, as many as fit, are taken to be resident whole,
+    and others to have only their unsaved blocks in the pool.
     """
 
     LAST_USED = auto()
@@ -42,8 +42,9 @@ class Sort(StrEnum):
 class Query(NamedTuple):
     """Filter and order of a list of sessions. A filter of None passes all.
 
-    bound: asking tenant, who sees only the tenant's sessions, under the tenant's names. tenant: of the sessions. tier:
-    name of a tier with some of the session's blocks. prefix: of ids. offset: sessions before the page.
+    bound: tenant that asks, and sees only its own sessions, with the ids that it gave. tenant: tenant of the sessions.
+    tier: name of a tier that has some of the session's blocks. prefix: begin of the ids. offset: number of sessions
+    before the page.
     """
 
     states: Collection[SessionState] | None = None
@@ -71,12 +72,12 @@ class Held:
 class SessionInfo:
     """Session as shown to users. Times are seconds, bytes are of all ranks together.
 
-    id: for a tenant, the tenant's name of the session. hot_blocks: resident blocks, of hot_bytes. cold_blocks: saved
-    blocks. cold_bytes: saved blocks and blocks of resume points in the tiers. tiers: with some of these, by name, the
-    fastest first. expected_return: as announced by the client, or by the tool's usual time. tool: awaited by the
-    client. parent: session behind this one, by the client's name. lossy_tokens: cached tokens of the last request,
-    decoded or computed behind decoded ones. level: of the coarsest compressed block; None without blocks, or for a
-    codec with a single level. engine: number of the data-parallel engine.
+    id: for a tenant that asks, without the tenant's prefix. hot_blocks, hot_bytes: resident blocks. cold_blocks: saved
+    blocks. cold_bytes: bytes of saved blocks and of resume points in the tiers. tiers: tiers with some of these, by
+    name, the fastest first. expected_return: time announced by the client, or estimated for the tool. tool: tool that
+    the client waits for. parent: name of the session that this one works for. lossy_tokens: number of the last
+    request's cached tokens that were decoded or derived. level: level of the coarsest compressed block; None without
+    blocks, or for a codec without refinements. engine: number of the data-parallel engine.
     """
 
     id: str
@@ -103,7 +104,7 @@ class SessionInfo:
 
 
 Key: TypeAlias = tuple[float | str, str]
-"""Session's value of the sort key, and id, so that pages do not overlap."""
+"""A session's value to sort by, and its id, so that no two are equal and pages do not overlap."""
 
 
 class Page(NamedTuple):
@@ -138,15 +139,12 @@ class Listing:
         return Page(len(chosen), page, [self.info(session, query.bound, offset) for session in sessions])
 
     def find(self, told_id: str, bound: str | None) -> Session | None:
-        """Return the session of an id. A tenant finds only the tenant's sessions, by the tenant's names."""
+        """Return the session of an id; None if there is none, or if it is not a session of tenant `bound`."""
         session = self._table.by_id.get(told_id if bound is None else qualified(told_id, bound))
         return session if session is not None and bound in (None, session.tenant) else None
 
     def order(self, bound: str | None) -> Iterator[str]:
-        """Yield ids of sessions in the order of the policy: the first loses saved blocks first.
-
-        A tenant's sessions are listed from among the first MOST.
-        """
+        """Yield ids of sessions in the policy's order, first victim first; for a tenant, of its own among MOST."""
         for session in islice(self._table.victims(), None if bound is None else MOST):
             if bound in (None, session.tenant):
                 yield session.session_id if bound is None else session.told_id
@@ -248,7 +246,7 @@ class Listing:
         return self._saved(session) * self._table.shape.cold_nbytes + points
 
     def _saved(self, session: Session) -> int:
-        """Return the number of saved first blocks. O(log n): nearly always, only first blocks are saved."""
+        """Return the number of saved first blocks, by bisection: a session's saved blocks are mostly its first."""
         rows, status = session.rows, self._blocks.status
         if session.is_cold:
             return len(rows)

@@ -70,7 +70,7 @@ class Marks:
         self._coarse.update(block_ids)
 
     def clear(self, block_ids: Iterable[int]) -> None:
-        """Forget the marks of newly allocated blocks."""
+        """Mark newly allocated blocks EXACT."""
         if self._owners:
             self.set(block_ids, Mark.EXACT, None)
 
@@ -87,8 +87,8 @@ class Marks:
         return self._owners[block_id] == asker[:2] and (len(asker) == 2 or block_id not in self._coarse)
 
 
-class Unsaved(NamedTuple):
-    """Free block with the only copy of the KV."""
+class FreeBlock(NamedTuple):
+    """Block of the free queue that the prefix cache still has."""
 
     group: int
     block_hash: bytes
@@ -138,11 +138,11 @@ class Pool(Protocol):
     def runway(self, most: int) -> int:
         """Return the number of free blocks before the first unsaved block, at most `most`."""
 
-    def unsaved(self, most: int) -> Iterator[Unsaved]:
+    def unsaved(self, most: int) -> Iterator[FreeBlock]:
         """Yield the unsaved blocks among the first `most` of the free queue, from the head on."""
 
-    def redundant(self, spare: int) -> Iterator[Unsaved]:
-        """Yield saved blocks the pool need not overwrite soon, the last to overwrite first.
+    def redundant(self, spare: int) -> Iterator[FreeBlock]:
+        """Yield saved blocks that the pool will not overwrite soon, the one that it overwrites last first.
 
         Args:
             spare: number of free saved blocks to leave out: the blocks overwritten first.

@@ -6,9 +6,7 @@ from collections import Counter
 
 
 class Sparing:
-    """Each subject is logged at the first event, and then at most once in `quiet_s` seconds, with a count.
-    Thread-safe.
-    """
+    """Says when to log: at a subject's first event, and then once in `quiet_s` seconds at most. Thread-safe."""
 
     def __init__(self, quiet_s: float) -> None:
         self._quiet_s, self._lock = quiet_s, threading.Lock()
@@ -16,7 +14,7 @@ class Sparing:
         self._quiet_until: dict[str, float] = {}
 
     def due(self, what: str) -> int:
-        """Count an event. Return the number of events since the last log line if a line is due; else 0."""
+        """Count an event of subject `what`. Return the number of events since the last line if one is due; else 0."""
         with self._lock:
             self._unsaid[what] += 1
             if time.monotonic() < self._quiet_until.get(what, 0.0):

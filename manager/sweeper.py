@@ -1,4 +1,4 @@
-"""Clock of the sweep: a background job that reports a due session."""
+"""Background job that wakes an engine without requests when an idle session is due to be saved."""
 
 import logging
 from collections.abc import Callable
@@ -7,25 +7,26 @@ from apscheduler.executors.debug import DebugExecutor
 from apscheduler.schedulers.background import BackgroundScheduler
 
 LATE_SHARE = 0.25
-"""Longest delay of a session's eviction, as a share of the idle time."""
+"""Longest delay of a due session's eviction, as a share of idle.after_s."""
 SHORTEST_S = 0.01
+"""Least seconds between two calls of `due`."""
 
 logger = logging.getLogger("vllm.manthan.sweeper")
 
 
 class Sweeper:
-    """Calls `due` periodically and, after True, calls `ring`. Both run on the job's thread.
+    """Calls `due` periodically, and `ring` if `due` returned True. Both run on the job's thread.
 
-    idle_after_s: time until sessions are due; see LATE_SHARE.
+    idle_after_s: seconds until an idle session is due. The period is LATE_SHARE of this.
     """
 
     def __init__(self, idle_after_s: float, due: Callable[[], bool], ring: Callable[[], None]) -> None:
         self._due, self._ring = due, ring
-        # The scheduler tells of each start and stop, and of each call that it leaves out since the last one is not
-        # over. Said here: vLLM undoes what is said before it is imported.
+        # APScheduler logs each start and stop, and each call that it skips because the last one still runs. Set here,
+        # because vLLM's import sets up logging anew.
         logger.setLevel(logging.ERROR)
-        # In UTC, so that nobody looks for the machine's time zone. On the scheduler's own thread, because Python shuts
-        # pools of threads before it ends, and an engine that is not shut down would be told so at each tick.
+        # UTC, because APScheduler would look for the machine's time zone. DebugExecutor runs jobs on the scheduler's
+        # thread. Python ends thread pools before a process that was not shut down: each tick would then be an error.
         self._scheduler = BackgroundScheduler(timezone="UTC", logger=logger, executors={"default": DebugExecutor()})
         self._scheduler.add_job(
             self._tick,
@@ -33,7 +34,7 @@ class Sweeper:
             seconds=max(LATE_SHARE * idle_after_s, SHORTEST_S),
             coalesce=True,
             max_instances=1,
-            misfire_grace_time=None,  # on a busy machine a late sweep is better than none
+            misfire_grace_time=None,  # on a busy machine a late call is better than none
         )
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Forms of work between scheduler and workers: a transfer, and the transfer's result on each rank."""
+"""Messages between scheduler and workers: a transfer, and its result on each rank."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,21 +11,21 @@ from manthan.manager.events import Restored
 from manthan.manager.pool import BlockName, Mark
 
 STORE_DOWN = "store_down"
-"""Cause of a failure without a meaning for the compressed blocks."""
+"""Cause of a failure after which the compressed blocks may still be there: the store does not answer."""
 RESET = "reset"
 """Cause of a transfer's early end: the prefix cache is reset."""
 NEEDED = "needed"
-"""Cause of a transfer's end before the begin: requests need the blocks. Not a failure."""
+"""Cause of a store that was given up before it began, because requests need its blocks. Not a failure."""
 JOB_BLOCKS = 64
-"""Most blocks of a store, gathered together and given back to the pool together."""
+"""Most blocks of a store. They are gathered together, and given back to the pool together."""
 
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Job that moves blocks of a KV cache group from the pool to the primary tier, or back.
+    """Job that moves blocks of a KV cache group from the pool to the tiers ("store"), or back ("load").
 
-    The blocks of a store are consecutive, and equal in codec, mark and tenant. A request's load is one job for each
-    group, all with the request's id and all in the same step.
+    The blocks of a store are consecutive, and have the same codec, mark and tenant. A request's load is one job for
+    each group, all with the request's id and all in the same step.
 
     job_id: unique in the engine's life.
     block_hashes: of the blocks, in the order of the tokens.
@@ -102,7 +102,7 @@ class Answers:
         self.results: list[TransferResult] = []
 
     def add(self, result: TransferResult) -> bool:
-        """True if all results are there now. The same result counts once."""
+        """Add a result, once. Return True if all results are there now."""
         if all(result is not other for other in self.results):
             self.results.append(result)
         return len(self.results) >= self._ranks * len(self.jobs)
@@ -138,7 +138,7 @@ class Answers:
 
 
 Weigh: TypeAlias = Callable[[Sequence[int]], int]
-"""Bytes of a block in the budget, from the bytes on each rank."""
+"""Function that returns the bytes a block takes of the whole budget, from its bytes on each rank."""
 
 
 def weighed(ranks: Iterable[Sequence[int]], weigh: Weigh) -> list[int]:

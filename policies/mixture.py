@@ -1,8 +1,8 @@
-"""Policy `returns` as configured by users: a prediction of returns, unless lru finds more.
+"""Policy that users name `returns`: it evicts by predicted returns, or by lru if more KV is found again that way.
 
-Shadows measure the finds of both. A shadow is a simulated cache on a sample of the sessions (C. Waldspurger et al.,
-"Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017: a cache scaled down together with its
-requests, chosen by a hash, finds about the share of the whole cache).
+Shadows measure what both find. A shadow is a simulated cache on a sample of the sessions (C. Waldspurger et al.,
+"Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017: if a hash chooses some of the requests,
+and the cache is smaller by the same factor, it finds about the same share of them).
 """
 
 from collections import OrderedDict
@@ -17,34 +17,34 @@ from manthan.policies.return_model import ReturnModel
 from manthan.policies.returns import Returns, ReturnsOptions
 
 DECAY = 0.5 ** (1 / 512)
-"""Weight of a finding after a further request: a half after 512."""
+"""Factor on the weight of what was found, at each later request: a half after 512."""
 SURE = 1.25
-"""Standard deviations by which a challenger must have found more than the leader.
+"""Number of standard deviations by which another policy must have found more than the leader, to replace it.
 
 Above 1, so that a single session does not change the leader.
 """
 SAMPLE = 512
-"""Sessions in the fullest shadow, up to the double."""
+"""Number of sessions in the fullest shadow. When it has twice as many, the sample is halved."""
 LOOK_EVERY = 8
-"""Sampled requests between two choices."""
+"""Sampled requests between two choices of the leader."""
 DRIFT = 0.02
-"""Part of the difference from the real room by which the shadows' room changes at each request for victims."""
+"""Weight of the room just measured in the moving average `Mixture._room`, at each call of `victims`."""
 
 
 class Contest:
-    """Choice of a leader among policies, by the bytes found at the same requests.
+    """Choice of a leader among policies, by the bytes of KV that each found at the same requests.
 
     A leader stays until another policy has surely found more. Two policies differ at few requests, and by whole
-    sessions. So each difference counts as one draw. The sum of the differences is compared with the root of the sum of
-    their squares, the standard deviation under pure chance.
+    sessions. Therefore each difference counts as one draw. The sum of the differences is compared with the root of the
+    sum of their squares, the standard deviation if both are equally good.
     """
 
     def __init__(self, names: Sequence[str], leader: str) -> None:
         self.names, self.leader = tuple(names), leader
         self.found = [0.0] * len(self.names)
-        """Bytes found by each policy, with decay."""
+        """Sum of the bytes found by each policy, with decay."""
         self._squares = dict.fromkeys(combinations(range(len(self.names)), 2), 0.0)
-        """Squared differences of two policies' findings, with decay."""
+        """By pair of policies, the sum of the squared differences of the bytes found, with decay."""
 
     def add(self, found: Sequence[float]) -> None:
         """Count the bytes found by each policy at a request, in the order of `names`."""
@@ -62,10 +62,10 @@ class Contest:
 
 
 class ShadowCache:
-    """Sessions in a simulated cache under `policy`, and bytes of each, without any KV.
+    """Simulated cache under `policy`: bytes of each session, without any KV.
 
-    Like in a real cache, the first victim loses only the tail that must go. A session chosen as the victim of the
-    session's own request keeps the part that fits.
+    As in a real cache, a victim loses only as much of its tail as must go. If the victim is the session that needs the
+    room, it keeps the part that fits.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -74,14 +74,11 @@ class ShadowCache:
         self.nbytes = 0
 
     def request(self, session: SessionView, known: float, capacity: float) -> float:
-        """Keep the session of an ended request, and make room for the session.
+        """Play an ended request: return the bytes found in the cache, then enter the session in full length.
 
         Args:
-            session: with the full length.
             known: bytes of the session that an unlimited cache would have found.
-            capacity: bytes.
-
-        Returns: the bytes found.
+            capacity: bytes of the cache.
         """
         found = min(self.kept.get(session.session_id, 0), known)
         self._keep(session.session_id, max(1, session.nbytes))
@@ -91,13 +88,13 @@ class ShadowCache:
         return found
 
     def forget(self, session_id: str) -> None:
-        """Drop a finished session. Ignore unknown ids."""
+        """Remove a session that is gone. Ignore unknown ids."""
         if session_id in self.kept:
             self._keep(session_id, 0)
             self.policy.forget(session_id)
 
     def inherit(self, session_id: str, origin: str) -> None:
-        """Give a session the KV of `origin`, after a continuation from the middle. The end of `origin` is worthless."""
+        """Give the bytes of `origin` to a session that went on from its middle. The end of `origin` is worthless."""
         if nbytes := self.kept.get(origin, 0):
             self.forget(origin)
             self._keep(session_id, nbytes)
@@ -121,11 +118,11 @@ class ShadowCache:
 
 
 class Mixture(EvictionPolicy):
-    """Follows the better of the prediction of returns (see `Returns`) and lru.
+    """Names the victims of lru, or of a prediction of returns (see `Returns`) while that finds more.
 
-    Shadows as large as the real cache measure the finds of each. lru is followed until the prediction has surely found
-    more, and so on (see `Contest`). With many sessions, shadows see a sample, chosen by a hash of the id, with room
-    scaled down alike. O(log n) an event.
+    Shadows as large as the real cache measure the bytes that each finds. lru leads until the prediction has surely
+    found more, and again if lru surely has (see `Contest`). With many sessions, shadows see a sample, chosen by a hash
+    of the id, with room scaled down alike. Each call takes O(log n).
     """
 
     name: ClassVar[str] = "returns"
@@ -143,17 +140,18 @@ class Mixture(EvictionPolicy):
         self._shadows = {name: ShadowCache(policy) for name, policy in policies.items()}
         self._contest = Contest(tuple(policies), "lru")
         self._running: dict[str, SessionView] = {}
-        """Sampled sessions with a single report of their present request."""
+        """Sampled sessions whose newest request was reported once so far, at its begin."""
         self._told: dict[str, tuple[int, float]] = {}
-        """Requests of sampled sessions at their last report to the shadows, and the sessions' begin."""
+        """By sampled session, `uses` and `created` when a request of it was last played in the shadows."""
         self._origins: dict[float, str] = {}
-        """Superseded sessions by their begin, common with the continuing session."""
+        """Superseded sessions by `created`. A session that goes on from one of them has the same `created`."""
         self._mask = 0
         """Bits of a session's hash that are 0 for sampled sessions."""
         self._room = 0.0
-        """Bytes in the real cache."""
+        """Bytes that the real cache holds when it is full, as a moving average."""
         self._looks = 0
         self._last = self._offered = ""
+        """Ids of the session used last, and of the victim that `victims` yielded last."""
 
     @classmethod
     def family(cls, options: Any = None) -> Callable[[], Self]:
@@ -173,7 +171,7 @@ class Mixture(EvictionPolicy):
     def forget(self, session_id: str) -> None:
         if session_id in self._present:
             self._left(session_id)
-            if session_id != self._offered:  # a victim stays in shadows: only this policy chose the victim
+            if session_id != self._offered:  # the real cache's victim stays in shadows, which choose their own
                 for shadow in self._shadows.values():
                     shadow.forget(session_id)
 
@@ -211,9 +209,9 @@ class Mixture(EvictionPolicy):
         return not self._mask or not crc32(session_id.encode()) & self._mask
 
     def _tell_shadows(self, session: SessionView) -> None:
-        """Play a request in the shadows once, at the request's end, because the finds are unknown before.
+        """Play a request in the shadows once, at its end, because its tokens are unknown before.
 
-        A caller of `used` once a request reveals the end of a request with the next request.
+        If each request is reported once only, a request is played when the next one is reported.
         """
         session_id = session.session_id
         before = self._running.pop(session_id, None)

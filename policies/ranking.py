@@ -9,9 +9,9 @@ Entry = tuple[float, float, str]
 
 
 class Ranking:
-    """Keys, least number first, of equals the least age. O(log n) an operation on average.
+    """Keys, the least number first, and of equal numbers the least age. Each call takes O(log n) on average.
 
-    A heap keeps outdated entries until they come to the front. The heap is rebuilt when most entries are outdated.
+    A heap keeps outdated entries until they come to the front. It is rebuilt when most of its entries are outdated.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Ranking:
         return None if entry is None else entry[0]
 
     def set(self, key: str, rank: float, age: float | None = None) -> None:
-        """Give a key a number. Among equals the least `age` comes first; the default is the order of `set`."""
+        """Give a key a number. Among equal numbers the least `age` is first; None stands for the order of calls."""
         self._entries[key] = entry = rank, next(self._count) if age is None else age, key
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + 64:
@@ -49,7 +49,7 @@ class Ranking:
         return self._heap[0] if self._heap else None
 
     def in_order(self) -> Iterator[str]:
-        """Keys in order. During an iteration keys may be removed, but none is set."""
+        """Yield the keys in order. During the iteration keys may be removed, but `set` must not be called."""
         passed = []
         try:
             while entry := self.first():

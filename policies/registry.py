@@ -1,4 +1,4 @@
-"""Policies by name: Manthan's, and policies of further packages under the entry point `manthan.policies`."""
+"""Policies by name: Manthan's own, and classes that other packages register as entry points `manthan.policies`."""
 
 import difflib
 import inspect
@@ -17,18 +17,20 @@ class UnknownPolicyError(ValueError):
 
 
 class BadPolicyError(ValueError):
-    """The object registered by a package is no policy."""
+    """Another package's policy cannot be loaded, or is not a complete policy."""
 
 
 def policy_names() -> list[str]:
-    """Names known to `get_policy`, sorted."""
+    """Return all names that `get_policy` knows, sorted. Other packages' policies are not loaded."""
     return sorted({*BUILTIN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def get_policy(name: str) -> type[EvictionPolicy]:
-    """Return the policy class `name`.
+    """Return the policy class of this name. A policy of another package is imported.
 
-    Raises: UnknownPolicyError, with a list of all names; BadPolicyError if another package's does not load or is none.
+    Raises:
+        UnknownPolicyError: no policy has this name. The message has all names.
+        BadPolicyError: another package's policy cannot be loaded, or is not a complete policy.
     """
     if name in BUILTIN:
         return BUILTIN[name]
@@ -40,6 +42,7 @@ def get_policy(name: str) -> type[EvictionPolicy]:
 
 
 def _load(point: EntryPoint) -> type[EvictionPolicy]:
+    """Return the policy class of an entry point. Raises BadPolicyError."""
     package = f" of the package {point.dist.name}" if point.dist else ""
     what = f"policy '{point.name}'{package}, {point.value},"
     try:

@@ -43,20 +43,21 @@ RECENT, LASTING = 0.3, 0.06
 HALF_LIVES = 2
 """Halvings of a request's weight over a window."""
 YOUNG_S = 30.0
-"""Seconds in which a single return is assumed of the youngest sessions."""
+"""Assumption about the first piece: one return in so many seconds of waiting, besides the returns that were seen."""
 ROUNDS = 32
-"""Estimates of a piece while all requests in the window are replaced, at most."""
+"""Most estimates of a piece in the time in which all requests of the window are replaced by newer ones."""
 LARGEST_STEP = 1.5
 """Largest change of a coefficient in a step of Newton's method."""
 
 
 @dataclass(slots=True)
 class History:
-    """Session's requests until now.
+    """Facts about a session's requests until now. A pause is the time between two requests.
 
-    number: of the last request among all. uses: the session's, at the last request. last, recent, lasting: logarithm of
-    the last pause, and two moving averages. longest: a fading maximum. said: seconds announced by the client behind the
-    last request. kept: the last pause in parts of the announced pause; -1 without an announcement.
+    number: number of the newest request, counted over all sessions. uses: `SessionView.uses` at that request. pauses:
+    number of pauses. last, recent, lasting: logarithm of the last pause's seconds, and two moving averages. longest:
+    maximum of the logarithms, which slowly falls. said: seconds until the return that the client announced. kept: the
+    last pause divided by the announced pause; -1 without an announcement.
     """
 
     number: int = -1
@@ -85,7 +86,7 @@ def said_s(session: SessionView) -> float | None:
 
 
 def features_of(session: SessionView, history: History) -> list[float]:
-    """Numbers behind the hazard, each about 0 on average and of the size of 1."""
+    """Return the features x of a session. Each is 0 on average, and about 1 in size."""
     answer, added = log1p(session.answer_tokens) / 2 - 2.5, log1p(session.added_tokens) / 2 - 3.5
     recent, tokens = history.recent - USUAL, log1p(session.tokens) / 2 - 5
     away, kept = said_s(session), history.kept
@@ -122,8 +123,8 @@ class ReturnModel:
 
     Args:
         window: number of requests to learn from.
-        refit_every: requests between two estimates of a piece, or the window's requests by ROUNDS if more. The pieces
-            take turns, so that no request waits long, and the cost of a request is the same for any window.
+        refit_every: requests between two estimates of a piece, or `window / ROUNDS` if that is more. The pieces take
+            turns, so that no request waits long, and the cost of a request is the same for any window.
         prior: number of returns needed to believe half of a coefficient of a rare feature.
     """
 
@@ -132,7 +133,7 @@ class ReturnModel:
         width = len(features_of(SessionView(""), History()))
         self._x = np.zeros((window, width))
         self._began, self._returned, self._weight = np.zeros(window), np.full(window, np.nan), np.zeros(window)
-        """Requests in a ring: features, begin, time of the return (NaN: none yet), and weight."""
+        """Requests of the window, by number modulo `window`: features, begin, return (NaN: none yet), and weight."""
         self.count = 0
         """Number of requests until now."""
         self._open: dict[str, History] = {}
@@ -142,12 +143,12 @@ class ReturnModel:
         self.coefficients[:, 0] = -np.log(_ENDS)
         """Coefficients by piece. Before the first estimate the hazard falls with age, free of any scale of time."""
         self._due, self._next = float(refit_every), 0
-        """Count at the next estimate of a piece, and number of the piece."""
+        """`count` at which the next piece is estimated, and this piece's number."""
         self._last: tuple[SessionView, list[float]] = SessionView(""), []
 
     def observe(self, session: SessionView) -> list[float]:
         """Learn from the begin or the end of a request. Return the index of the session for each piece of age."""
-        if session == self._last[0]:  # several orders of sessions hear of the same request
+        if session == self._last[0]:  # several policies share the model, and are told of the same request
             return self._last[1]
         history = self._open.setdefault(session.session_id, History())
         if history.uses != session.uses:
@@ -158,7 +159,7 @@ class ReturnModel:
         if history.number >= self.count - self._size:
             slot = history.number % self._size
             self._x[slot], self._began[slot], self._returned[slot] = x, session.last_used, np.nan
-            self._weight[slot] = max(1, session.tokens) ** 0.5  # long ones matter more, but not as their size
+            self._weight[slot] = max(1, session.tokens) ** 0.5  # a long session matters more, by the root of its length
         while self.count >= self._due:
             self._estimate(session.last_used)
         self._last = session, self.index(x)

@@ -16,20 +16,20 @@ class ReturnsOptions(PolicyOptions):
 
     window: int = Field(default=4096, ge=64, le=1 << 20, description="a number of requests to learn from, 64 or more")
     refit_every: int = Field(
-        default=64, ge=1, description="a number of requests between two estimates, at least, 1 or more"
+        default=64, ge=1, description="the least number of requests between two estimates, 1 or more"
     )
     prior: float = Field(default=8.0, gt=0, description="a number of returns above 0")
 
 
 class Returns(EvictionPolicy):
-    """Predicts the return of each session, and keeps the sessions with the most returns for their room.
+    """Predicts when each session returns, and keeps the sessions with the most returns for the room that they take.
 
-    Most sessions never return, and the rest return after times with a typical distribution. A model (see return_model)
-    learns both online from the features of a session. A session's worth is the Gittins index of waiting for the return:
-    returns per second of room, at the best moment to give up.
+    Most sessions never return. The others return after pauses of a typical distribution. A model (see return_model)
+    learns both from requests, by features of a session. A session's worth is the Gittins index of waiting for its
+    return: returns per second of room, if the wait ends at the best moment.
 
-    The index is constant in each piece of age. A session is ranked anew on the way into the next piece. O(1) a use
-    besides the ranking's O(log n), and O(log n) a victim and a passed piece.
+    Time since the last use, the age, is cut into pieces (AGES), and the index is constant in a piece. A session that
+    passes into the next piece is ranked anew. Each use, victim and passed piece takes O(log n).
     """
 
     name: ClassVar[str] = "returns"
@@ -42,10 +42,11 @@ class Returns(EvictionPolicy):
         self.model = model if model is not None else ReturnModel(o.window, o.refit_every, o.prior)
         self._now = 0.0
         self._index: dict[str, tuple[float, list[float]]] = {}
-        """Last use of each session, and the session's index by piece of age."""
+        """Time of each session's last use, and the session's index in each piece of age."""
         self._worth, self._passes = Ranking(), Ranking()
-        """Sessions by their index now, and by the time of passing into the next piece of age."""
+        """Sessions by their index now, and by the time at which they pass into the next piece of age."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
+        """Sessions that another went on from. They are the first victims."""
 
     @classmethod
     def family(cls, options: Any = None) -> Callable[[], Self]:
@@ -77,6 +78,7 @@ class Returns(EvictionPolicy):
         yield from self._worth.in_order()
 
     def _rank(self, session_id: str) -> None:
+        """Rank a session by its index in the present piece of age."""
         last_used, index = self._index[session_id]
         piece = 0
         while piece < len(AGES) and last_used + AGES[piece] < self._now:

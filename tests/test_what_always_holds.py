@@ -25,7 +25,7 @@ from talks import Talks, long_text
 
 from manthan.benchmarks.simulator.pool import SimulatedPool
 from manthan.manager.driver import HIGH_WATERMARK, LOW_WATERMARK
-from manthan.manager.pool import Unsaved
+from manthan.manager.pool import FreeBlock
 from manthan.manager.session.persist import WAIT_S, JournalLink, RedisLink
 from manthan.manager.tiers.journal import Journal
 from manthan.manager.tiers.redis_client import Circuit
@@ -182,11 +182,11 @@ class CountedPool(SimulatedPool):
         self.walks += 1
         return super().runway(most)
 
-    def unsaved(self, most: int) -> Iterator[Unsaved]:
+    def unsaved(self, most: int) -> Iterator[FreeBlock]:
         self.walks += 1
         return super().unsaved(most)
 
-    def redundant(self, spare: int) -> Iterator[Unsaved]:
+    def redundant(self, spare: int) -> Iterator[FreeBlock]:
         self.walks += 1
         return super().redundant(spare)
 

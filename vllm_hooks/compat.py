@@ -24,7 +24,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from manthan.manager.pool import Asker, BlockName, Mark, Marks, Owner, Unsaved
+from manthan.manager.pool import Asker, BlockName, FreeBlock, Mark, Marks, Owner
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ T = TypeVar("T")
 HALT_S = 2.0
 """Most seconds that a reset waits for transfers to end."""
 PAUSE_S = 1e-3
-"""Seconds between two steps of a reset, which leave the interpreter to threads that transfer."""
+"""Seconds between two steps during a reset, so that threads which transfer can run."""
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update")
 """Methods of workers that change weights, not always by the model's `load_weights`."""
 HARMLESS = (
@@ -62,7 +62,7 @@ HARMLESS = (
     *("check_health", "profile", "add_lora", "remove_lora", "pin_lora", "list_loras"),
     *("get_kv_connector_handshake_metadata", "reset_mm_cache", "reset_encoder_cache", "synchronize_device"),
 )
-"""Methods of workers that never change weights: each step's, and further frequent calls."""
+"""Methods of workers that never change weights: those of each step, and others that are called often."""
 WRAPPED = {
     "vllm.engine.arg_utils.EngineArgs.add_cli_args": "Plugins have no way to add flags.",
     "vllm.engine.arg_utils.EngineArgs.from_cli_args": "The flags choose the connector and the server's middleware.",
@@ -93,16 +93,17 @@ WRAPPED = {
         "Blocks computed behind decoded ones are marked."
     ),
 }
-"""Functions of vLLM replaced by Manthan, and the reason for each. Tests compare their signatures."""
-# Every process of vLLM loads plugins: what only some of them need is imported where it is used.
+"""Functions of vLLM that Manthan replaces, and the reason for each. Tests compare their signatures."""
+# Every process of vLLM imports this module. Modules that only some processes need are imported inside functions.
 
 
 def wrap(name: str, owner: Any, make: Callable[[Any], Any], kind: Callable[[Any], Any] = lambda made: made) -> None:
-    """Replace a function of vLLM by the result of `make` for the function, once.
+    """Replace a function of vLLM, unless it was replaced before.
 
     Args:
         name: key in `WRAPPED`.
-        owner: class, module or object with the function.
+        owner: class, module or object that has the function.
+        make: takes vLLM's function, and returns the function to use instead.
         kind: `staticmethod` or `classmethod`, if the function is either.
     """
     assert name in WRAPPED, name
@@ -119,7 +120,7 @@ def wrap(name: str, owner: Any, make: Callable[[Any], Any], kind: Callable[[Any]
 
 
 def register_connector(name: str, module: str) -> bool:
-    """Register a connector by the name of the class and of the module. Return True if the name was new."""
+    """Register a connector. name: of the class. module: that has the class. Return True if the name was new."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if name in KVConnectorFactory._registry:
@@ -134,13 +135,13 @@ def extend_engine_args(
     precheck: "Callable[[EngineArgs, bool], None]",
     check: "Callable[[VllmConfig, bool], None]",
 ) -> None:
-    """Add flags to vLLM's command line, and checks to the making of each engine's configuration.
+    """Add flags to vLLM's command line, and check each engine's configuration when it is made.
 
     Args:
-        add_flags: adds to the parser.
+        add_flags: adds flags to the parser, and returns it.
         read_flags: may change the parsed arguments before vLLM reads them.
-        precheck: gets each engine's arguments, and True for a command line.
-        check: gets each engine's configuration before any process starts, and True for a command line.
+        precheck: called with each engine's arguments, and True if they are from a command line.
+        check: called with each engine's configuration before any process starts, and True as above.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -176,7 +177,7 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", para
     """Have each request's `params_key`, and the session's id, checked before the engine gets the request.
 
     Args:
-        check: returns the new value of `params_key`. An exception refuses the request.
+        check: takes configuration, value of `params_key` and session's id; returns the new value, or raises to refuse.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -197,7 +198,7 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", para
 
 
 async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
-    """Return the answers of all engine cores behind `app.state.engine_client` to the call `name`; None if dead."""
+    """Return all engine cores' answers to the call `name`; None if one is dead. client: `app.state.engine_client`."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -207,9 +208,9 @@ async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
 
 
 def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
-    """Return vLLM's check of a request's API key; None for a server without keys.
+    """Return vLLM's function that checks a request's API key; None for a server without keys.
 
-    vLLM checks only some paths, such as /v1.
+    vLLM itself checks only some paths, such as /v1.
     """
     from vllm import envs
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -224,7 +225,7 @@ def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
 
 
 def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
-    """Return media under a digest of the content instead of the client's name."""
+    """Return an image, video or audio with a digest of its content as identifier instead of the client's name."""
     from vllm.multimodal.hasher import MultiModalHasher
 
     if feature.data is None:
@@ -238,7 +239,7 @@ def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
 
 @functools.cache
 def _manager_of(spec: "KVCacheSpec") -> "SingleTypeKVCacheManager":
-    """Return vLLM's manager of a group with this spec, on a new pool."""
+    """Return a new manager of vLLM for a KV cache group with this spec, to ask it about windows and states."""
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_spec
 
@@ -255,20 +256,20 @@ def _manager_of(spec: "KVCacheSpec") -> "SingleTypeKVCacheManager":
 
 
 def skipped_tokens(spec: "KVCacheSpec", tokens: int) -> int:
-    """Number of first tokens whose blocks vLLM neither looks up nor allocates for a prefix of `tokens`."""
+    """Number of first tokens of a prefix of `tokens` tokens whose blocks vLLM neither looks up nor allocates."""
     return int(_manager_of(spec).get_num_skipped_tokens(tokens))
 
 
 def tokens_to_load(request: "Request") -> int:
-    """Number of tokens to load by all connectors for a newly admitted request; 0 after a preemption."""
+    """Number of tokens that all connectors load for a newly admitted request; 0 after a preemption."""
     stats = request.prefill_stats
     return 0 if stats is None or request.num_preemptions else stats.num_external_cached_tokens
 
 
 def _under_construction(kind: type) -> Any:
-    """Return the object of class `kind` whose method is innermost on the stack; None without any.
+    """Return the object of class `kind` whose method is innermost on the call stack; None if there is none.
 
-    vLLM builds connectors inside constructors.
+    vLLM makes connectors inside the constructors of its scheduler and its engine core.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -282,7 +283,8 @@ def _under_construction(kind: type) -> Any:
 def replace_waiting(queue: "ReturnsFirstQueue") -> "Scheduler | None":
     """Make `queue` the `waiting` of the scheduler under construction, and return the scheduler.
 
-    Return None, and replace nothing, if `waiting` has an unknown class. vLLM always drains `kv_holding_waiting` first.
+    Return None, and replace nothing, if `waiting` has an unknown class. vLLM's second queue, `kv_holding_waiting`, goes
+    before it and stays.
     """
     from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -295,13 +297,13 @@ def replace_waiting(queue: "ReturnsFirstQueue") -> "Scheduler | None":
 
 
 class Core:
-    """Engine core under construction, with sleeps and resets of the prefix cache.
+    """The engine core around the connector: wakes it, and hears of its sleeps and resets of the prefix cache.
 
-    vLLM resets only while no block is referenced, so Manthan releases all blocks first. vLLM announces a sleep to
-    connectors like any pause. Without an engine core, nothing is replaced.
+    vLLM resets only while no block is referenced, so that Manthan must release all blocks first. Connectors cannot
+    tell a sleep from another pause. Without an engine core, nothing is replaced.
 
     Args:
-        half: told before and after a reset, through `half.ask`, so that nothing is raised.
+        half: told before and after a reset, through `half.ask`, so that no exception gets out.
     """
 
     def __init__(self, half: "SchedulerHalf") -> None:
@@ -310,12 +312,12 @@ class Core:
         self._half = half
         self._tell = functools.partial(half.ask, otherwise=None)
         self.is_halting = False
-        """True while transfers are waited for."""
+        """True while a reset waits for transfers to end."""
         self.is_pausing = False
-        """True while vLLM resets because the engine comes to rest."""
+        """True while vLLM resets the prefix cache because the engine is paused."""
         self._core = core = _under_construction(EngineCore)
         self._inputs: queue.Queue[Any] | None = core.input_queue if isinstance(core, EngineCoreProc) else None
-        """Queue of an idle engine; None for an engine stepped by the caller."""
+        """Queue on which an idle engine waits; None if the caller steps the engine."""
         if core is not None:
             self._call = core.model_executor.collective_rpc
             wrap("vllm.v1.engine.core.EngineCore.reset_prefix_cache", core, self._halted)
@@ -329,9 +331,7 @@ class Core:
             self._inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     def offer(self, name: str, method: Callable[..., Any]) -> None:
-        """Answer `ask_cores` with `method`, between two steps on the scheduler's thread. Results must be known to
-        msgpack.
-        """
+        """Have `method` answer `ask_cores`, on the scheduler's thread between steps. msgpack encodes its results."""
         if self._core is not None:
             setattr(self._core, name, method)
 
@@ -343,12 +343,12 @@ class Core:
     ) -> None:
         """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media's content.
 
-        vLLM hashes a request on a separate thread, before connectors see the request.
+        vLLM hashes a request on a thread of its own, before connectors see the request.
 
         Args:
-            salt: returns a request's cache salt, given the request's `params_key`, envelope, client's salt and adapter,
-                and True if all media are at hand.
-            by_content: True if hashes hold the content of media instead of the clients' names.
+            salt: returns a request's cache salt; takes its `params_key`, kv_hints, the client's salt and the adapter,
+                and True if the content of all media is known.
+            by_content: True if hashes cover the content of media instead of the clients' names.
         """
         if (core := self._core) is None:  # in tests, requests are made without a core
             return
@@ -372,7 +372,7 @@ class Core:
 
     @property
     def is_asleep(self) -> bool:
-        """True if memory is freed: the KV cache's, or all."""
+        """True while the engine sleeps, so that the memory of the KV cache, or all memory, is freed."""
         return self._core is not None and bool(self._core.model_executor.is_sleeping)
 
     @property
@@ -386,7 +386,7 @@ class Core:
     def ask(self, about_weights: Callable[[Any], T]) -> list[T] | None:
         """Return the result of `about_weights` on each worker; None without an engine core.
 
-        Raises the executor's exceptions, for example when a worker has died. An exception does not mean new weights.
+        Raises the executor's exceptions, for example if a worker has died. This call does not count as a user's.
         """
         return None if self._core is None else list(self._call(about_weights))
 
@@ -445,8 +445,8 @@ class Core:
     def _come_to_rest(self, may_preempt: bool) -> bool:
         """Run steps without compute until every transfer has ended. Return False after `HALT_S`.
 
-        Workers answer only within steps. If the caller steps the engine, the outputs of these steps are lost. Running
-        requests are preempted first, so that vLLM recomputes their work in flight.
+        Workers answer only within steps. If the caller steps the engine, it never gets the outputs of these steps.
+        Therefore running requests are preempted first, so that vLLM computes these outputs again.
         """
         from vllm.v1.core.sched.interface import PauseState
 
@@ -474,7 +474,7 @@ class Core:
             scheduler.set_pause_state(before)
 
     def _recompute_waiting(self) -> None:
-        """Free the blocks of waiting requests with loaded KV. The requests begin anew."""
+        """Free the blocks of waiting requests whose KV was loaded. The requests begin anew."""
         from vllm.v1.request import RequestStatus
 
         scheduler = self._core.scheduler
@@ -490,7 +490,7 @@ class Core:
             scheduler.waiting.prepend_request(request)
 
     def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Tell the scheduler half of each call of workers. A call may load weights; a level-1 sleep keeps them."""
+        """Tell the scheduler half when workers are called, because the call may load weights, or be a sleep."""
 
         def with_notice(method: Any, *args: Any, **kwargs: Any) -> Any:
             level = (kwargs.get("kwargs") or {}).get("level")
@@ -509,7 +509,7 @@ class Core:
 
 
 def watch_lookups(pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
-    """Serve each request only cached blocks within the request's rights. Mark blocks computed behind decoded blocks."""
+    """Have vLLM find only cached blocks that may serve the request. Mark blocks computed behind decoded ones."""
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
@@ -521,7 +521,7 @@ def watch_lookups(pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> Non
 
 
 def _asking(is_enabled: Callable[..., bool]) -> Callable[..., bool]:
-    """Note the request of a lookup. vLLM calls `is_enabled` before each lookup."""
+    """Note whose request looks blocks up. vLLM calls `is_enabled` before each lookup."""
 
     def enabled_for(self: Any, request: Any) -> bool:
         watched: Watched | None = getattr(self.block_pool, "manthan", None)
@@ -553,7 +553,7 @@ def _marking(cache_blocks: Callable[..., None]) -> Callable[..., None]:
 
 
 class Watched:
-    """Block pool with watched lookups and entries."""
+    """Block pool whose lookups and new entries are watched; see `watch_lookups`."""
 
     def __init__(self, pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
         self._pool, self.marks, self.half = pool, marks, half
@@ -577,20 +577,20 @@ class Watched:
         return get_served
 
     def found(self, request: Any, managers: Sequence[Any]) -> None:
-        """Report the blocks found by vLLM for a request."""
+        """Report to the scheduler half which blocks vLLM has found for a request."""
         tables = [manager.req_to_blocks.get(request.request_id, ()) for manager in managers] if self.marks else []
         block_ids = [[block.block_id for block in blocks] for blocks in tables]
         self.half.ask(self.half.found, request, block_ids, otherwise=None)
 
     def copied(self, managers: Sequence[Any]) -> None:
-        """Mark each copy (copy-on-write) of a lossy block."""
+        """Give blocks that vLLM copies from lossy blocks (copy-on-write) the marks of these."""
         for manager in managers:
             for source, copy in manager._pending_cow_copies:
                 if self.marks[source.block_id]:
                     self.marks.copy(source.block_id, copy.block_id)
 
     def cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
-        """Mark a request's blocks from `first` on. Evict lossy blocks whose hash an exact block now has."""
+        """Mark a request's blocks from `first` on. If one is exact, take lossy blocks of its hash out of the cache."""
         new = [block for block in blocks[first:] if block.block_hash is not None and not block.is_null]
         if not new:
             return
@@ -639,9 +639,9 @@ class VllmPool:
     """vLLM's block pool, as `manthan.manager.pool.Pool` describes.
 
     Args:
-        main: KV cache group with ordered blocks.
-        block_tokens: tokens of a block, by group.
-        event: returns the KV event of a stored block, by name and medium; None if events are off.
+        main: number of the KV cache group whose saved blocks are overwritten in order.
+        block_tokens: number of tokens in a block, by group.
+        event: returns the KV event of a stored block, given its name and the medium; None if events are off.
     """
 
     def __init__(
@@ -657,11 +657,11 @@ class VllmPool:
         self.marks: Marks = PoolMarks(pool.num_gpu_blocks, self._watch)
         self._free, self._saved = pool.free_block_queue, set[int]()
         self._kept: dict[int, KVCacheBlock] = {}
-        """Saved blocks in the order of the free queue, and some already gone from the queue."""
+        """Saved blocks in the order of the free queue. Some may have left the queue meanwhile."""
         self._finds: dict[int, WeakSet[Request]] = {}
-        """By block id, requests that count on a block."""
+        """By block id, requests that expect to find the block; see `count_on`."""
         self._bereft: set[Request] = set()
-        """Requests that counted on a block handed out since the last look."""
+        """Requests for `take_bereft`."""
         self._last_empty: KVCacheBlock | None = None
         """Last of the empty blocks at the head of the free queue; None if unknown."""
         wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._saved_first)
@@ -671,7 +671,7 @@ class VllmPool:
         self._pool._reuse_watchers.update(dict.fromkeys(block_ids, self._reused))
 
     def _reused(self, block: "KVCacheBlock") -> None:
-        """Forget everything about a block on reuse."""
+        """Forget all facts about a block, because the pool hands it out."""
         block_id = block.block_id
         self._saved.discard(block_id)
         self._kept.pop(block_id, None)
@@ -697,7 +697,7 @@ class VllmPool:
         self._watch([block_id])
 
     def take_bereft(self) -> "set[Request]":
-        """Return requests whose counted-on block the pool has handed out since the last call."""
+        """Return requests that counted on a block which the pool has handed out since the last call."""
         bereft, self._bereft = self._bereft, set()
         return bereft
 
@@ -758,12 +758,12 @@ class VllmPool:
                 return count - 1
         return count
 
-    def unsaved(self, most: int) -> Iterator[Unsaved]:
+    def unsaved(self, most: int) -> Iterator[FreeBlock]:
         for block in list(islice(self._free.iter_blocks_after(None), most)):
             if block.block_hash is not None and block.block_id not in self._saved:
                 yield _named(block)
 
-    def redundant(self, spare: int) -> Iterator[Unsaved]:
+    def redundant(self, spare: int) -> Iterator[FreeBlock]:
         used = [block for block_id in self._saved if (block := self._pool.blocks[block_id]).ref_cnt > 0]
         kept = [block for block in self._kept.values() if block.ref_cnt == 0 and block.block_hash is not None]
         later = kept[spare:][::-1]
@@ -775,7 +775,7 @@ class VllmPool:
         return [copy for name in names for copy in cached_blocks(self._pool, name)]
 
     def _saved_first(self, append: "Callable[[list[KVCacheBlock]], None]") -> Callable[..., None]:
-        """Insert freed saved blocks at their position of the queue. vLLM would append all cached blocks."""
+        """Put freed blocks that are saved before unsaved ones in the queue. vLLM would append all cached blocks."""
 
         def append_n(blocks: "list[KVCacheBlock]") -> None:
             saved = [block for block in blocks if block.block_id in self._saved]
@@ -822,18 +822,18 @@ class VllmPool:
 
 
 def _first_id(found: "KVCacheBlock | dict[int, KVCacheBlock] | None") -> int:
-    """Id of vLLM's first block for a hash; -1 without a block."""
+    """Return the id of vLLM's first block of a hash; -1 if there is none."""
     block = next(iter(found.values())) if isinstance(found, dict) else found
     return -1 if block is None else block.block_id
 
 
-def _named(block: "KVCacheBlock") -> Unsaved:
+def _named(block: "KVCacheBlock") -> FreeBlock:
     assert block.block_hash is not None
-    return Unsaved(get_group_id(block.block_hash), get_block_hash(block.block_hash), block.block_id)
+    return FreeBlock(get_group_id(block.block_hash), get_block_hash(block.block_hash), block.block_id)
 
 
 def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":
-    """Plan the KV cache of a built model, like an engine core with much memory. Raises vLLM's exceptions."""
+    """Return the KV cache that vLLM would plan for a built model with much memory. Raises vLLM's exceptions."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core import kv_cache_utils
@@ -857,7 +857,7 @@ def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":
 
 
 def rotary_modules(head_dim: int) -> list[Any]:
-    """Return this process's rotary embeddings with tables for heads of size `head_dim`."""
+    """Return this process's modules for RoPE that have tables, for heads of `head_dim` numbers."""
     from vllm.model_executor.layers import rotary_embedding as made
 
     modules = [each for each in made._ROPE_DICT.values() if getattr(each, "cos_sin_cache", None) is not None]
@@ -865,7 +865,7 @@ def rotary_modules(head_dim: int) -> list[Any]:
 
 
 def changed_base(module: Any) -> float | None:
-    """Base of a rotary embedding's frequencies, if vLLM changed the base for the longest prompt (dynamic NTK)."""
+    """Return the base of a module's frequencies, if vLLM changed it for the longest prompt (dynamic NTK); else None."""
     from vllm.model_executor.layers.rotary_embedding import dynamic_ntk_alpha_rope, dynamic_ntk_scaling_rope
 
     power = module.rotary_dim / (module.rotary_dim - 2) if module.rotary_dim > 2 else 1.0
@@ -881,22 +881,22 @@ def write_latents(
     module: Any, latents: "torch.Tensor", keys: "torch.Tensor", cache: "torch.Tensor", slots: Any
 ) -> None:
     """Write latents [tokens, numbers] and RoPE's part of keys [tokens, 1, numbers] as a layer's backend does (MLA)."""
-    scale = getattr(module, "_k_scale", None)  # the CPU's takes none; a cache that is not quantized has no use for it
+    scale = getattr(module, "_k_scale", None)  # only backends of quantized caches use it
     cache = cache.squeeze(1) if cache.ndim == 4 else cache  # without heads, like the layer
     module.impl.do_kv_cache_update(latents, keys, cache, slots, getattr(module, "kv_cache_dtype", "auto"), scale)
 
 
 def parts_of(name: str, tensor: "torch.Tensor") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield the tensors in memory that make up a tensor; torchao's have several."""
+    """Yield the plain tensors that make up a tensor: several for torchao's quantized ones."""
     from vllm.model_executor.model_loader.weight_checksum import _tensors
 
     yield from ((each, part.detach()) for each, part in _tensors(name, tensor))
 
 
 def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield a model's parameters and persistent buffers by name, as tensors in memory.
+    """Yield a model's parameters and persistent buffers by name, as plain tensors.
 
-    Transient buffers are derived from parameters and configuration.
+    Other buffers are left out, because they are computed from parameters and configuration.
     """
     persistent = model.state_dict(keep_vars=True).keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -907,7 +907,7 @@ def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]"
 def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], None]") -> None:
     """Have `made` called with each model of this process, before the weights are loaded.
 
-    An inner model is loaded with the outer model, and `made` is not called.
+    A model inside another one is loaded with the outer one, so that `made` is called with the outer one only.
     """
     from vllm.model_executor.model_loader import utils
 
@@ -930,7 +930,7 @@ def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], Non
         return initialize_watched
 
     package = utils.__name__.rpartition(".")[0]
-    for module in list(sys.modules.values()):  # each loader imports the function under a separate name
+    for module in list(sys.modules.values()):  # each loader's module has imported the function by its name
         if getattr(module, "__name__", "").startswith(package) and getattr(module, "initialize_model", None) is theirs:
             wrap(name, module, watched)
 

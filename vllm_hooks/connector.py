@@ -1,4 +1,4 @@
-"""KV connector loaded by vLLM: hands each call to the half in this process."""
+"""KV connector that vLLM loads: passes each call on to the scheduler half or the worker half of this process."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,23 +39,28 @@ U = TypeVar("U")
 
 
 class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
-    """Compresses and restores idle sessions. KVConnectorBase_V1 says when vLLM calls each method.
+    """Saves and restores sessions. KVConnectorBase_V1 says when vLLM calls each method, and with what.
 
-    SupportsHMA is declared so that vLLM keeps groups of layers apart.
+    SupportsHMA has vLLM keep its KV cache groups: without it, all layers would become one group.
+
+    Args:
+        role: SCHEDULER in the engine core, which makes `scheduler`; WORKER on each rank, which makes `worker`.
+
+    Raises: UnsupportedError for a model or a setting of vLLM that Manthan does not support.
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config)
         self._is_broken = False
-        """True once the scheduler half has raised. From then on the half is not called."""
+        """True once the scheduler half has raised an exception. From then on `_ask` does not call it."""
         self._promised: dict[str, Sequence[int]] = {}
-        """By request id, blocks of loads awaited by vLLM and unknown to all workers."""
+        """By request id, ids of the blocks of loads that vLLM waits for and no worker has been told of."""
         self._logged: set[str] = set()
         self._errors: list[str] = []
-        """Calls of the worker half that raised since the last report."""
+        """Names of the worker half's methods that raised an exception since the last report."""
         self._told_blocks: set[int] = set()
-        """Blocks of loads reported to vLLM in this step."""
+        """Ids of blocks that could not be loaded, to report to vLLM in this step."""
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, self._ask)
         else:
@@ -63,14 +68,14 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a cache: unstored blocks are recomputed
+        return False  # blocks that are not stored are computed again
 
     # -- errors ---------------------------------------------------------------------------------------
 
     def _ask(self, call: Callable[..., T], *args: Any, otherwise: U) -> T | U:
         """Return the scheduler half's answer; `otherwise` from the first exception on.
 
-        An exception of Manthan never ends the engine. After an exception the books may be half changed.
+        An exception of Manthan never ends the engine. After it, the scheduler half's tables may be half changed.
         """
         if self._is_broken:
             return otherwise
@@ -79,7 +84,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception:
             self._is_broken = True
             name = call.__name__
-            logger.exception("Manthan: an error in %s: vLLM serves as without Manthan until it is started again.", name)
+            logger.exception("Manthan: an error in %s: vLLM serves as without Manthan until the next start.", name)
             self._try(self.scheduler.give_up, otherwise=None)
             self._count(name)
             return otherwise
@@ -188,11 +193,11 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register_kv_caches(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """Wait, because vLLM 0.33 takes the cache's memory away (sleep mode). Addresses stay."""
+        """Wait for transfers, because vLLM 0.33 then frees the cache's memory (sleep mode), but not its addresses."""
         self.worker.engine.wait()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step. vLLM may call `start_load_kv` after the forward pass."""
+        """Begin a step. This call comes before the forward pass; `start_load_kv` may come after it."""
         assert isinstance(connector_metadata, ManthanMetadata)
         super().bind_connector_metadata(self.worker.of_this_rank(connector_metadata))
         for each in (self.worker.guard, self.worker.calibrator):
@@ -206,15 +211,15 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             engine.fail(metadata.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Restores are asynchronous: no layer waits for a restore."""
+        """Do nothing: vLLM computes a request only after its load has ended, so that no layer waits."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: stores read whole blocks after the step, not layer by layer."""
 
     def wait_for_save(self) -> None:
-        """Begin stores, behind the step's forward passes, because a step may store the blocks it computes.
+        """Begin stores after the step's forward pass, because a step may store blocks that it computes.
 
-        The blocks are referenced until the stores end, so there is nothing to wait for.
+        There is no wait, because the blocks stay referenced until they are gathered.
         """
         metadata, engine = self._metadata, self.worker.engine
         if self._try(engine.submit_stores, metadata, otherwise=False) is False:

@@ -34,7 +34,7 @@ logger = init_logger("vllm.manthan")
 
 
 PATIENCE_S = 10.0
-"""Seconds for an engine of a killed server to end, and to unlock the folder."""
+"""Most seconds to wait until the engine of a killed server has ended and unlocked the folder."""
 
 
 def check_disk(vllm_config: "VllmConfig") -> None:
@@ -51,8 +51,11 @@ def check_disk(vllm_config: "VllmConfig") -> None:
 
 
 def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int) -> ArenaTier:
-    """Return a rank's part, of `nbytes`. name: of the namespace. Raises ConfigError if another server holds the
-    disk.
+    """Return a rank's tier on disk. Raises ConfigError if another server uses the folder.
+
+    Args:
+        name: name of the namespace.
+        nbytes: budget of all ranks.
     """
     shard = Shard(parallel.rank, parallel.world_size)
     return open_rank(_root(config, parallel), name, shard, nbytes // parallel.world_size)
@@ -61,9 +64,7 @@ def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbyt
 def open_left(
     config: ManthanConfig, parallel: "ParallelConfig", name: str, sharding: Sharding
 ) -> tuple[list[dict[Shard, ArenaTier]], list[ArenaTier]]:
-    """Return blocks left by servers with different numbers of ranks: shards this rank reads, and shards only to
-    drop.
-    """
+    """Return tiers of blocks left by servers with other numbers of ranks, for `ShardedTier`: `others`, and `copies`."""
     root, rank, ranks = _root(config, parallel), parallel.rank, parallel.world_size
     sources, copies = list[dict[Shard, ArenaTier]](), list[ArenaTier]()
     for count in counts_in(root / name):
@@ -77,10 +78,10 @@ def open_left(
 
 
 class DiskBooks:
-    """Lock of the folder, and the journal. Ranks have opened their files before. name: of the namespace.
+    """Lock of the folder, and the journal. Ranks must have opened their tiers before. name: name of the namespace.
 
     Raises:
-        ConfigError: Another server has the folder.
+        ConfigError: Another server uses the folder.
     """
 
     def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str, sharding: Sharding) -> None:
@@ -102,12 +103,12 @@ class DiskBooks:
     def link(
         self, manager: SessionManager, fronts: Sequence[FrontTier], notes: MutableMapping[BlockName, bytes] | None
     ) -> JournalLink:
-        """Return the writer of the journal; see `JournalLink`."""
+        """Return the link of the engine's sessions to the journal. Args: see `JournalLink`."""
         sealer = Sealer(self._keys, self._folder.name) if self._keys else None
         return JournalLink(Journal(self._folder, sealer), manager, fronts, notes)
 
     def adopt(self, link: JournalLink) -> None:
-        """Enter the sessions left by an earlier server. The driver must listen by then, and drops all unused blocks."""
+        """Enter an earlier server's sessions; see `JournalLink.adopt`."""
         began = time.monotonic()
         left = [self._left(count) for count in self._counts if count != self._ranks]
         others = {name: sum(sizes.get(name, 0) for sizes in left) for sizes in left for name in sizes}
@@ -133,7 +134,7 @@ class DiskBooks:
             )
 
     def _left(self, count: int) -> dict[BlockName, int]:
-        """Return the room of each block of a server with `count` ranks; 0 for a block with a missing shard."""
+        """Return the bytes that each block of a server with `count` ranks takes; 0 if one of its shards is missing."""
         other = self._sharding.with_ranks(count // self._sharding.stages)
         ranks = [found_in(self._folder, Shard(rank, count)) for rank in range(count)]
         names = dict.fromkeys(name for rank in ranks for name in rank)
@@ -147,7 +148,7 @@ class DiskBooks:
 
 
 def _end_with_parent() -> None:
-    """End this process after the parent server, because otherwise no new server could lock the folder."""
+    """End this process when its parent, the server, has ended. Otherwise no new server could lock the folder."""
 
     def watch(parent: ParentProcess) -> None:
         parent.join()

@@ -46,7 +46,7 @@ class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
     Args:
         parent: hash of the previous block.
         tokens: tokens of the block.
-        extra_keys: further content of the hash, as in vLLM's events.
+        extra_keys: what the block's hash covers besides tokens, as in vLLM's events.
         source: LoRA adapter's number and name, and the session id of the request.
     """
 
@@ -57,7 +57,7 @@ class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class Kind(NamedTuple):
-    """KV cache group: tokens of a block, and the names in vLLM's events."""
+    """KV cache group in vLLM's events: tokens in a block, name of its kind, and tokens of its window."""
 
     tokens: int
     name: str
@@ -72,14 +72,14 @@ class KvEvents:
     """KV events of an engine's saved blocks. Subscribes to the engine's stream of events.
 
     Args:
-        place: name of the tier with all saved blocks.
+        place: name of the tier that has all saved blocks; a key of PLACES.
     """
 
     def __init__(self, manager: SessionManager, groups: "Groups", kv_cache_config: "KVCacheConfig", place: str) -> None:
         self.notes: dict[BlockName, bytes] = {}
         """Packed notes by group and hash. A journal adds the notes of an earlier engine's blocks.
 
-        Blocks of all groups with the same tokens have the same hash, and a common note, under the main group.
+        Blocks of different groups with the same tokens have the same hash, and one note, under the main group.
         """
         self._blocks, self._groups = manager.blocks, groups
         self._main, self._session_group = groups.main.index, manager.shape.session_group
@@ -92,14 +92,14 @@ class KvEvents:
         self._changed: dict[BlockName, int | None] = {}
         """Position of each block saved since the last `take`; None for a dropped block."""
         self._told: dict[BlockName, None] = {}
-        """Blocks reported to subscribers as stored."""
+        """Blocks that subscribers know as stored."""
         self.repeats = False
-        """True to have `take` report all stored blocks again, because vLLM reports all blocks as cleared."""
+        """True to have `take` report all stored blocks again, because vLLM has told subscribers to forget all."""
         manager.events.subscribe(self)
 
     @property
     def has_news(self) -> bool:
-        """True if there may be something to tell."""
+        """True if `take` may have events."""
         return self.repeats or bool(self._changed)
 
     def __call__(self, event: Event) -> None:
@@ -113,7 +113,7 @@ class KvEvents:
     # -- requests -------------------------------------------------------------------------------------
 
     def remember(self, request: "Request", blocks: int, parts: "Iterable[Part]" = ()) -> None:
-        """Note the tokens of the request's first blocks and of `parts`, as far as sessions have the blocks."""
+        """Note what events say of the request's first blocks and of `parts`, if sessions have these blocks."""
         size = self._kinds[self._main].tokens
         self._remember(request, self._main, [(at * size, (at + 1) * size) for at in range(blocks)])
         for part in parts:
@@ -121,7 +121,7 @@ class KvEvents:
                 self._remember(request, part.group, [(part.first_token, part.end)])
 
     def _remember(self, request: "Request", group: int, spans: Sequence[tuple[int, int]]) -> None:
-        """Note blocks of a group, by first token and end."""
+        """Note blocks of a group. spans: first token and end of each."""
         spans = [span for span in spans if (group, self._hash_at(request, span[1])) not in self.notes]
         hashes = [self._hash_at(request, end) for _, end in spans]
         for row, name, (first, end) in zip(self._find_rows(group, hashes).tolist(), hashes, spans, strict=True):
@@ -151,7 +151,7 @@ class KvEvents:
         return self._blocks.find(self._session_group if group == self._main else group, hashes)
 
     def _prune(self) -> None:
-        """Forget notes of blocks no longer in the table."""
+        """Forget notes of blocks that have left the table."""
         for group, hashes in _by_group(self.notes).items():
             for name, row in zip(hashes, self._find_rows(group, hashes).tolist(), strict=True):
                 if row < 0:
@@ -160,7 +160,7 @@ class KvEvents:
     # -- events ---------------------------------------------------------------------------------------
 
     def take(self) -> list[KVCacheEvent]:
-        """Return the changes since the last call."""
+        """Return events for the blocks saved and dropped since the last call."""
         changed, self._changed = self._changed, {}
         stored, removed = dict[BlockName, int](), list[BlockName]()
         for name, position in changed.items():
@@ -185,7 +185,7 @@ class KvEvents:
         return events
 
     def event(self, name: BlockName, medium: str) -> BlockStored | None:
-        """Return the event of a block stored in a medium; None if the tokens are unknown."""
+        """Return the event of a block stored in a medium; None if the block's tokens are unknown."""
         note = self._find(name)
         return None if note is None else self._begun(name, note, medium)
 
@@ -200,7 +200,7 @@ class KvEvents:
             return None
 
     def _stored(self, names: Iterable[BlockName]) -> list[BlockStored]:
-        """Return an event for each run of blocks from the same session and adapter."""
+        """Return an event for each run of consecutive blocks of one session and adapter."""
         events: list[BlockStored] = []
         ends: dict[tuple[object, ...], BlockStored] = {}  # runs, by group, last hash and source
         for name in names:

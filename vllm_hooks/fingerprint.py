@@ -24,12 +24,12 @@ def fingerprint(
     facts: ModelFacts = NO_FACTS,
     sharding: Sharding = ONE_RANK,
 ) -> bytes:
-    """Return 16 bytes over everything that decides the meaning of this rank's blocks, except the blocks' heads.
+    """Return a digest of everything that decides what this rank's blocks mean, except which heads a shard has.
 
     Args:
-        namespace: name of a store that outlives the engine. The name covers the model, otherwise `compute_hash` does.
-        facts: properties of the model for the codec.
-        sharding: shares of the ranks in a block.
+        namespace: name of a store that outlives the engine, which stands for the model; empty for other stores.
+        facts: properties of the model that the codec uses.
+        sharding: division of blocks among ranks.
     """
     model, rank = vllm_config.model_config, vllm_config.parallel_config.rank
     parts: dict[str, object] = {
@@ -85,7 +85,7 @@ def _identity(model: "ModelConfig") -> dict[str, object]:
 
 
 def _settings(config: object) -> object:
-    """Return a model's configuration without path and the writer's version."""
+    """Return a model's configuration without its path, and without the version of Transformers that wrote it."""
     if not isinstance(config, dict):
         return config
     named = {key: value for key, value in config.items() if not str(key).startswith("_")}
@@ -93,7 +93,7 @@ def _settings(config: object) -> object:
 
 
 def _code(model: "ModelConfig") -> str:
-    """Digest of the Python files in the model's folder, run by --trust-remote-code; empty without files."""
+    """Digest of the Python files in the model's folder, which --trust-remote-code runs; empty without files."""
     folder = _folder(model.model, model.revision)
     if folder is None or not folder.is_dir():
         return ""
@@ -111,5 +111,5 @@ def _folder(model: str, revision: str | None) -> Path | None:
 
     try:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception:  # a different source, without code to run
+    except Exception:  # not a model of the hub: no Python files to run
         return None

@@ -1,6 +1,6 @@
-"""KV cache groups of a model: stored form of each, and blocks of each at a resume point.
+"""KV cache groups of a model: how each is stored, and which of its blocks a resume point needs.
 
-`SPECS` has an entry for each class of vLLM's KV cache specs. A group unknown to all codecs is stored as bytes.
+`SPECS` has an entry for each class of vLLM's KV cache specs. A group whose layout no codec knows is stored as bytes.
 """
 
 import math
@@ -28,23 +28,23 @@ EVERY = 1 << 40
 
 
 class StoredAs(StrEnum):
-    """Stored form of a KV cache group's blocks."""
+    """How a KV cache group's blocks are stored."""
 
     CODED = "coded"
-    """By the configured codec if a codec knows the layers' layout; else as bytes."""
+    """By the configured codec, if it knows the layers' layout; else as bytes."""
     BYTES = "bytes"
     NOTHING = "nothing"
     """Not at all, because vLLM does not look for such blocks in the prefix cache."""
     REFUSED = "refused"
-    """Not at all, although requests need the blocks."""
+    """Not at all, though requests need the blocks: such a model is refused at start."""
 
 
 class SpecEntry(NamedTuple):
-    """Stored form of groups with one class of specs.
+    """How groups whose specs are of one class are stored.
 
     Args:
-        reach: returns the number of tokens a layer looks back, the current token included.
-        is_coded: returns True if a codec knows the layout, given spec, dtype's name and the model's latents.
+        reach: returns the number of tokens that a layer looks back, the current token included.
+        is_coded: returns True if a codec knows the layout; takes spec, name of the dtype and the model's latents.
     """
 
     stored: StoredAs
@@ -60,9 +60,9 @@ def _has_keys_and_values(spec: Any, dtype: str, latents: Latents) -> bool:
 
 
 def _has_latents(spec: Any, dtype: str, latents: Latents) -> bool:
-    """True if a block has a latent for each token and RoPE's part of the key, and no padding.
+    """True if a block has, for each token, a latent and the part of the key with RoPE, and nothing else.
 
-    Both are in the model's dtype, or in fp8. The packed layouts of sparse attention take more bytes, or fewer.
+    Both are in the model's dtype, or in fp8. The packed layouts of sparse attention have other sizes.
     """
     from vllm.v1.kv_cache_interface import SparseCacheRole
 
@@ -95,12 +95,11 @@ SPECS: Mapping[str, SpecEntry] = {
     "HiSparseResidentSpec": SpecEntry(StoredAs.NOTHING),
     "CrossAttentionSpec": SpecEntry(StoredAs.REFUSED),
 }
-"""Entries by name of vLLM's class, because releases have different classes. A class without an entry uses the
-base's."""
+"""Entries by the name of vLLM's class, because releases have different classes."""
 
 
 def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
-    """Entry of the spec's class, or else of the nearest base with an entry, then stored as bytes; None without any."""
+    """Return the entry of the spec's class; else its nearest base's, with BYTES for CODED; None if none has one."""
     names = [each.__name__ for each in type(spec).__mro__]
     found = next((SPECS[name] for name in names if name in SPECS), None)
     if found is None or names[0] in SPECS or found.stored is not StoredAs.CODED:
@@ -120,11 +119,11 @@ class Context(NamedTuple):
         return cls(ranks, parallel.cp_kv_cache_interleave_size) if ranks > 1 else ALONE
 
     def first_tokens(self, tokens: int) -> int:
-        """Most tokens of a rank among a session's first `tokens`."""
+        """Return the most tokens that a rank has of a session's first `tokens` tokens."""
         return -(-tokens // (self.run * self.ranks)) * self.run
 
     def of_a_rank(self, transfer: Transfer) -> Transfer:
-        """Return a transfer with tokens counted as on a single rank."""
+        """Return a transfer with numbers of tokens as one rank counts them."""
         first, exact = transfer.first_token // self.ranks, self.first_tokens(transfer.exact_tokens)
         return replace(transfer, first_token=first, exact_tokens=exact)
 
@@ -134,16 +133,17 @@ ALONE = Context()
 
 @dataclass(frozen=True)
 class KvCacheGroup:
-    """Stored KV cache group.
+    """KV cache group that is stored.
 
     Args:
         index: number among vLLM's groups.
-        spec: vLLM's spec of the layers, or of a single layer if blocks are bytes.
+        spec: vLLM's spec of the coded layers; of the first layer if blocks are stored as bytes.
         layers: number of layers. names: their names.
         cache_dtype: dtype of the numbers, as in --kv-cache-dtype; for a state, dtypes and shapes of the tensors.
-        layer_nbytes: bytes of a block in each layer, if blocks are opaque bytes.
-        latent: number of `head_size` numbers in the latent (MLA); 0 for keys and values.
-        beside: group of the remaining layers, stored as bytes in the same compressed blocks; None without any.
+        layer_nbytes: bytes of a block in each layer, if blocks are stored as bytes; else empty.
+        latent: how many of the `head_size` numbers are the latent (MLA); 0 for keys and values.
+        context: context parallelism.
+        beside: group of the other layers, stored as bytes in the same compressed blocks; None if there are none.
     """
 
     index: int
@@ -158,12 +158,12 @@ class KvCacheGroup:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a block, on all ranks of context parallelism together."""
+        """Number of tokens in a block, on all ranks of context parallelism together."""
         return int(self.spec.block_size) * self.context.ranks
 
     @property
     def is_packed(self) -> bool:
-        """True if blocks are opaque bytes."""
+        """True if blocks are stored as bytes."""
         return bool(self.layer_nbytes)
 
     @property
@@ -175,14 +175,14 @@ class KvCacheGroup:
 
     @property
     def dtype_name(self) -> str:
-        """Name of the numbers' kind. Kinds of equal size have different names."""
+        """Name that tells dtypes apart, also those of equal size."""
         if self.is_packed:
             return self.cache_dtype
         return FP8[self.cache_dtype].name if self.cache_dtype in FP8 else str(self.spec.dtype)
 
     @property
     def shape(self) -> list[int]:
-        """Layers, heads, head_dim, and a latent's numbers; or the bytes of each layer."""
+        """Number of layers, heads, head_dim, and a latent's numbers if any; or the bytes of each layer."""
         latent = [self.latent] if self.latent else []
         return list(self.layer_nbytes) or [self.layers, self.spec.num_kv_heads, self.spec.head_size, *latent]
 
@@ -194,9 +194,9 @@ class KvCacheGroup:
 
 
 class Part(NamedTuple):
-    """Block of another group at a resume point.
+    """Block of another group that a resume point needs.
 
-    at: number of the block within the group. first_token, end: positions of the first token, and after the last.
+    at: position of the block in the group. first_token, end: position of its first token, and behind its last one.
     """
 
     group: int
@@ -206,17 +206,16 @@ class Part(NamedTuple):
 
 
 class PointGroup(NamedTuple):
-    """Group with blocks needed at a resume point: every group but the main group, and a main group with a window.
+    """Group of which resume points need blocks: each stored group but the main group, and a main group with a window.
 
-    Args:
-        reach: number of tokens the layers look back, the current token included; 1 for states.
+    reach: number of tokens that the layers look back, the current token included; 1 for states.
     """
 
     group: KvCacheGroup
     reach: int
 
     def needed(self, tokens: int) -> Iterator[Part]:
-        """Blocks needed by a resume point at `tokens`, as vLLM allocates for a load. `tokens` fill blocks."""
+        """Yield the blocks that a resume point at `tokens` tokens needs, the same that vLLM allocates for a load."""
         size = self.group.tokens
         start = skipped_tokens(self.group.spec, tokens) // size
         return (Part(self.group.index, at, at * size, (at + 1) * size) for at in range(start, tokens // size))
@@ -227,10 +226,10 @@ class Groups(NamedTuple):
 
     Args:
         main: group whose blocks make up sessions; also among `at_points` if no group has full attention.
-        at_points: groups with blocks needed at resume points.
-        again: number of found blocks at a prefix's end to compute nevertheless; see `blocks_computed_again`.
-        unstored: tokens of a block of each unstored group.
-        replicas: number of consecutive ranks of tensor parallelism with the same blocks, as with latents (MLA).
+        at_points: groups of which resume points need blocks.
+        again: see `blocks_computed_again`.
+        unstored: for each group that is not stored, the tokens in a block.
+        replicas: number of consecutive tensor-parallel ranks that have the same blocks, as with latents (MLA).
         unit: number of tokens between two of vLLM's hashes; None for the greatest common divisor of all block sizes.
     """
 
@@ -243,12 +242,12 @@ class Groups(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True if a resume point needs all blocks of the main group, and not only a window."""
+        """True if resume points need all blocks of the main group, not only a window."""
         return len(self.others) == len(self.at_points)
 
     @property
     def is_even(self) -> bool:
-        """True if all groups have the main group's hashes: all are stored, and all blocks have equally many tokens."""
+        """True if the blocks of all stored groups have equally many tokens, and therefore the same hashes."""
         return self.is_whole and len(set(self._sizes)) == 1
 
     @property
@@ -273,36 +272,38 @@ class Groups(NamedTuple):
 
     @property
     def is_expected(self) -> bool:
-        """True if vLLM finds a prefetched session: all groups have the same hashes, and no window lacks a block.
+        """True if vLLM would find a prefetched session's blocks, so that prefetches are of use.
 
-        With a draft that recomputes blocks, vLLM accepts a window only with another block behind the window.
+        All groups must have the same hashes. With a draft that computes blocks again, vLLM accepts a window only if
+        there is another block behind it.
         """
         return self.is_even and not (self.again and any(1 < each.reach < EVERY for each in self.at_points))
 
     @property
     def last_tokens(self) -> int:
-        """Number of prompt tokens computed on a full hit: 1, or 0 if a block is recomputed and groups are several."""
+        """Number of prompt tokens that vLLM computes on a full hit: 1; 0 for several groups and `again`."""
         return 0 if self.again and self.others else 1
 
     def deepest(self, depth: int) -> int:
-        """Number of blocks, of a session's first `depth`, up to the last resume point; 0 without a resume point.
+        """Return the greatest depth up to `depth` at which a resume point may be; 0 if there is none.
 
-        Blocks of all groups end at a resume point. Blocks to recompute follow the resume point.
+        Blocks of all groups end `again` blocks before this depth.
         """
         end = depth - self.again
         end -= end % (self.resume_tokens // self.main.tokens)
         return end + self.again if end > 0 else 0
 
     def parts(self, depth: int) -> Iterator[Part]:
-        """Blocks of further groups needed behind `depth` found blocks of the main group, group by group."""
+        """Yield the blocks of further groups that a resume point at `depth` needs, group by group."""
         end = max(0, depth - self.again)
         tokens = end * self.main.tokens
         return (part for each in self.at_points for part in each.needed(tokens)) if end else iter(())
 
     def held(self, tokens: int, in_flight: int) -> int:
-        """Most blocks, of all groups, that a request with `tokens` uses, with `in_flight` tokens in computation.
+        """Return the most blocks, of all groups, that a request of `tokens` tokens uses.
 
-        A state has the last block, the next block, and a block for each proposed token. An unstored group is a buffer
+        in_flight: most tokens of a request in steps that vLLM has scheduled and that have not ended. A state has its
+        last block, the next one, and one for each token that a draft proposes. A group that is not stored is a buffer
         of one block.
         """
         main = -(-tokens // self.main.tokens) if self.is_whole else 0
@@ -314,13 +315,13 @@ class Groups(NamedTuple):
         return main + others + len(self.unstored) + self._proposed
 
     def taken(self, tokens: int, requests: int) -> int:
-        """Most blocks, of all groups, that a step takes to compute `tokens` of `requests`."""
+        """Return the most blocks, of all groups, that a step takes for `tokens` tokens of `requests` requests."""
         sizes = self._sizes if self.is_whole else self._sizes[1:]
         return sum(-(-tokens // size) + requests for size in sizes) + requests * self._proposed
 
     @property
     def _proposed(self) -> int:
-        """Number of a request's blocks of states behind proposed tokens."""
+        """Number of a request's blocks of states for tokens that a draft proposes."""
         return sum(getattr(each.group.spec, "num_speculative_blocks", 0) for each in self.at_points)
 
     @property
@@ -337,13 +338,13 @@ def groups_of(
 ) -> Groups:
     """Return the KV cache groups of a model.
 
-    The main group has full attention: a coded group if any, and among these the group with the largest blocks.
+    The main group has full attention if any has. It is a coded group if possible, and has the largest blocks.
 
     Args:
-        cache: vLLM's configuration of the cache; None for numbers of the model's kind.
-        latents: of the model.
-        context: context parallelism of groups with tokens spread over ranks.
-        as_bytes: numbers of groups to store as bytes whatever the specs.
+        cache: vLLM's configuration of the cache; None for a cache that is not quantized.
+        latents: sizes of the model's latents.
+        context: context parallelism, for groups whose tokens are spread over ranks.
+        as_bytes: numbers of groups that are stored as bytes in any case.
 
     Raises:
         UnsupportedError: for a group that requests need and that Manthan cannot store.
@@ -402,7 +403,7 @@ def is_mixed(kv_cache_config: "KVCacheConfig") -> bool:
 
 
 def on_all_ranks(told: Sequence[Groups]) -> Groups:
-    """Return groups with the layers of the largest rank, because stages of a pipeline may differ.
+    """Return groups, each as on the rank with most bytes of it, because stages of a pipeline may differ.
 
     Args:
         told: groups of each rank; see `worker.half.groups_of_worker`.
@@ -427,7 +428,7 @@ def on_all_ranks(told: Sequence[Groups]) -> Groups:
 
 
 def _one_of(spec: Any) -> Any:
-    """Spec of the first layer in a group of several shapes, like vLLM's scheduler sees."""
+    """Return the spec of a group's first layer, which vLLM's scheduler uses if layers have different shapes."""
     several = getattr(spec, "kv_cache_specs", None)
     return spec if several is None else next(iter(several.values()))
 
@@ -441,10 +442,7 @@ def _group(
     *,
     can_code: bool,
 ) -> KvCacheGroup:
-    """Return a group, with blocks of bytes for layers with an unknown layout.
-
-    pages: see `page_nbytes`.
-    """
+    """Return a group. Layers whose layout no codec knows are stored as bytes. pages: see `page_nbytes`."""
     names = tuple(group.layer_names)
     specs: Mapping[str, Any] = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(names, group.kv_cache_spec))
     several = set(specs.values())
@@ -473,7 +471,7 @@ def _group(
 
 
 UNIT = 16
-"""Unit of the sizes of compressed blocks' sections, in bytes, copied at once by kernels."""
+"""Bytes that kernels copy at once. Sizes of sections stored as bytes must be multiples."""
 
 
 def _is_coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> bool:
@@ -500,9 +498,9 @@ def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
 
 
 def page_nbytes(kv_cache_config: "KVCacheConfig") -> dict[str, tuple[int, int]]:
-    """Number of bytes of a block in each layer, and a number common to layers of one spec.
+    """Return for each layer the bytes of a block, and a number that is equal for layers of one spec.
 
-    Blocks or layers are adjacent in memory, so the smaller distance is the size of a page.
+    Either blocks or layers are adjacent in memory, so that the smaller distance is a block's size.
     """
     tensors = enumerate(kv_cache_config.kv_cache_tensors)
     return {name: (min(each.layer_stride, each.block_stride), n) for n, each in tensors for name in each.layers}

@@ -1,4 +1,4 @@
-"""Bytes of a block of this model: in vLLM's pool, and compressed."""
+"""Sizes of this model's blocks: bytes in vLLM's pool, and bytes compressed."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 HIGH_RATIO = 9
-"""Most compression of blocks without refinements for requests of high quality."""
+"""Largest compression ratio of a codec without refinements whose blocks serve requests with `quality: high`."""
 MOST = 0xFFFF
 """Largest dimension in a compressed block's header."""
 
 
 class Shards(NamedTuple):
-    """Parts of a block on all ranks.
+    """Number of ranks that each store a shard of a block, and facts about their tiers.
 
-    room: returns the most bytes of the budget for a compressed block. can_trim: True if tiers cut blocks.
+    room: returns the bytes that a compressed block takes of a tier's budget. can_trim: True if tiers cut blocks.
     """
 
     ranks: int
@@ -72,9 +72,9 @@ def block_format(
 def memory_shapes(
     codec: CodecConfig, groups: "Groups", shards: Shards, profile: Profile | None = None
 ) -> list[MemoryShape]:
-    """Return the sizes of blocks in the configured codec, then in the guard's alternatives.
+    """Return the sizes of blocks in the configured codec, then in each of the guard's alternatives.
 
-    The alternatives are the finer codecs and, last, exact tokens. Raises ConfigError.
+    The alternatives are the finer codecs and, last, blocks of exact tokens only. Raises ConfigError.
     """
     group, finer = groups.main, finer_codecs(codec.name)
     mains = [group_shape(codec, group, shards, profile)]
@@ -121,7 +121,7 @@ def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGro
 
     Args:
         name: main group's codec; None if every token is exact.
-        chosen: codec name in transfers; empty for the configured codec.
+        chosen: name of the main group's codec in `GroupShape.codec`; empty for the configured codec.
     """
     if group.is_packed:
         shape = group_shape(_renamed(codec, codec_of_other(EXACT, group, codec.state)), group, shards)
@@ -171,9 +171,9 @@ def rank_facts(profile: Profile | None, group: "KvCacheGroup", rank: int, ranks:
 
 
 def exact_counts(codec: CodecConfig, group: "KvCacheGroup") -> dict[int, int]:
-    """Possible numbers of exact first tokens in a block, each with the most of them on a rank.
+    """Return each possible number of a block's exact first tokens, with the most of these that one rank has.
 
-    The numbers are none, the rest of the sink, or all, in a head shared by sessions.
+    A block has no exact tokens; or those of `codec.sink_tokens` that fall into it; or all, if sessions share the block.
     """
     counts = 0, codec.sink_tokens % group.tokens, group.tokens
     return {exact: group.context.first_tokens(exact) for exact in counts}

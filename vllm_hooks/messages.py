@@ -16,32 +16,32 @@ from manthan.manager.transfer import Transfer, TransferResult
 class ManthanMetadata(KVConnectorMetadata):
     """Message from scheduler to worker.
 
-    Loads may begin at once, after `place` and `drops`. Stores begin when the step's KV is computed.
+    Loads may begin at once, after `place` and `drops` were obeyed. Stores begin when the step's KV is computed.
     """
 
     place: str | None = None
-    """Name of the emptied store to use from now on, because all earlier KV is void; None for no change."""
+    """Argument for `Tier.cleared`, because all earlier KV is dropped; None for no change."""
     drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()
     tokens: int = 0
-    """Number of tokens computed by the model in this step."""
+    """Number of tokens that the model computes in this step."""
     model_rests: bool = False
     """True if the model computes nothing in this step."""
     step: int = 0
     """Number of the step, counted from the engine's start."""
     failed: dict[str, Sequence[int]] = field(default_factory=dict)
-    """Blocks of loads promised to vLLM and given up, by the id of the waiting request."""
+    """By request id, blocks whose loads vLLM waits for, but which will not come; to report as failed."""
     cancels: bool = False
-    """True to answer jobs not begun as failed, because the prefix cache is reset."""
+    """True to answer jobs that have not begun as failed, because the prefix cache is reset."""
     may_calibrate: bool = False
-    """True if no request of the step has a tenant. The KV may then shape the model's profile."""
+    """True if a profile may be made from this step's KV, because no request in it has a tenant."""
     revokes: bool = False
-    """True to give up stores with unread blocks, because requests need the blocks."""
+    """True to give up stores whose blocks are not gathered yet, because requests need these blocks."""
 
 
 class Candidate(NamedTuple):
-    """Profile made from traffic. path: of its file. shape: sizes of blocks in its codec."""
+    """Profile made from traffic. path: its file. shape: sizes of blocks in its codec."""
 
     path: Path
     shape: MemoryShape
@@ -49,16 +49,16 @@ class Candidate(NamedTuple):
 
 @dataclass
 class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
-    """Message from worker to scheduler: transfers ended since the last step, on all ranks."""
+    """Message from worker to scheduler, with news since the last step. vLLM has all ranks' messages joined."""
 
     results: list[TransferResult] = field(default_factory=list)
     """Results, one for each job and rank."""
     gathered: list[int] = field(default_factory=list)
-    """Ids of stores whose blocks may leave the pool; once for each rank, never after the result."""
+    """Ids of stores whose blocks are gathered, so that the pool may reuse them; once a rank, not after the result."""
     verdicts: list[Verdict] = field(default_factory=list)
     candidate: Candidate | None = None
     errors: list[str] = field(default_factory=list)
-    """Calls of the worker half that raised."""
+    """Names of the worker half's methods that raised an exception."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ManthanWorkerMetadata":
         assert isinstance(other, ManthanWorkerMetadata)

@@ -11,13 +11,13 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 BOUND_S = 4.0
-"""Most seconds by which a request with much to compute stands behind the arrival."""
+"""Most seconds that a request stands back: it queues as if it had arrived so much later."""
 RETURNS = 32
-"""Number of last returns that tell if KV is lost before the next use."""
+"""Number of latest returns by which `Losses` judges."""
 MANY_LOST, FEW_LOST = 0.2, 0.1
-"""Shares of returns' blocks. Above the first, requests with much to compute are held back, until below the second."""
+"""Shares of returns' blocks whose KV was lost. Requests are held back from the first share on, until the second."""
 STEP_S = 0.05
-"""Most seconds of a step with several requests."""
+"""Seconds that a step with several requests should take at most."""
 LEAST_TOKENS = 1024
 """Tokens always allowed in a step. Steps with fewer tell little about a token's time."""
 DECAY = 0.8
@@ -25,7 +25,7 @@ DECAY = 0.8
 
 
 class _Entry(NamedTuple):
-    """Rank of a request. `tie` is unique, so that requests are never compared."""
+    """Position in the queue; the smallest entry is first. `tie` is unique, so that requests are never compared."""
 
     priority: int
     not_preempted: bool
@@ -50,28 +50,28 @@ class ReturnsFirstQueue(RequestQueue):
     def __init__(self, step_tokens: int, by_priority: bool) -> None:
         self._step_tokens, self._by_priority = step_tokens, by_priority
         self._heap: list[_Entry] = []
-        """Entries, and some outdated entries missing in `_entries`."""
+        """Entries, and outdated entries, which `_entries` does not have any more."""
         self._entries: dict[str, _Entry] = {}
         self._to_compute: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._front, self._back = count(-1, -1), count()
         self._bound_s = BOUND_S
 
     def hold_back(self, seconds: float) -> None:
-        """Set the bound: a request with much to compute stands at most `seconds` behind the arrival time."""
+        """Set the bound instead of `BOUND_S`: the most seconds that a request stands back."""
         if seconds != self._bound_s:
             self._bound_s = seconds
             for entry in list(self._entries.values()):
                 self._push(entry.request, entry.tie)
 
     def held(self, now: float) -> list[float]:
-        """Return the waits, in seconds, of requests more than `BOUND_S` behind their arrival."""
+        """Return how many seconds each request has waited that stands back by more than `BOUND_S`."""
         if self._bound_s <= BOUND_S:
             return []
         requests = ((entry.due, entry.request.arrival_time) for entry in self._entries.values())
         return [now - arrival for due, arrival in requests if due - arrival > BOUND_S]
 
     def update(self, request: Request, to_compute: int) -> None:
-        """Set a request's number of tokens to compute; until then all tokens count.
+        """Set a request's number of tokens to compute. Before the first call, all its tokens count.
 
         Do not call `update` between `peek_request` and `pop_request`, because vLLM expects both to name the same
         request.
@@ -111,7 +111,7 @@ class ReturnsFirstQueue(RequestQueue):
         self._push(request, next(self._back))
 
     def prepend_request(self, request: Request) -> None:
-        """Add a request, before all requests of equal rank."""
+        """Add a request, before all with the same priority and time."""
         self._push(request, next(self._front))
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
@@ -151,9 +151,10 @@ class ReturnsFirstQueue(RequestQueue):
 
 
 class Losses:
-    """Share of the last returns' blocks lost before the return.
+    """Share of blocks whose KV was lost before their session returned, among the latest returns.
 
-    The share is large when the live sessions exceed pool and tiers. Each recomputed session costs another session's KV.
+    The share is large if the live sessions' KV exceeds pool and tiers: then each session computed again takes the room
+    of another session's KV.
     """
 
     def __init__(self) -> None:
@@ -162,7 +163,7 @@ class Losses:
 
     @property
     def share(self) -> float:
-        """Lost blocks by known blocks."""
+        """Number of lost blocks divided by the number of known blocks."""
         return self._lost / max(1.0, self._known)
 
     def add(self, known: int, lost: int) -> bool:
@@ -207,10 +208,10 @@ class StepShares:
 
 
 class StepLimit:
-    """Most tokens of a step, by the time of earlier steps.
+    """Limit on the tokens of a step, chosen by how long earlier steps took.
 
-    A return waits for the running steps, so shorter steps serve returns sooner. On an H200 a step with 8,192 tokens of
-    an 8B model takes 290 ms. A lone request is not divided.
+    A return waits for the step that runs, so that shorter steps serve returns sooner. On an H200 a step with 8,192
+    tokens of an 8B model takes 290 ms. There is no limit for a request that is alone.
 
     Args:
         tokens: Most tokens of a step, as vLLM is configured.
@@ -221,7 +222,7 @@ class StepLimit:
         self._most, self._least = tokens, min(tokens, max(LEAST_TOKENS, 2 * block_tokens))
         self._seconds = self._tokens = 0.0
         self._last = 0, 0
-        """Tokens of the last two steps. During a step, vLLM may have scheduled the next."""
+        """Tokens of the last two steps. While a step runs, vLLM may have scheduled the next one already."""
         self._began = 0.0
 
     @property

@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def watch(vllm_config: "VllmConfig", model_config: "ModelConfig", model: "Module") -> None:
-    """Note the weights loaded into a model of an engine with Manthan."""
+    """Watch the weights that are loaded into a model, if its engine has Manthan. vLLM calls it before the load."""
     if is_on(vllm_config):
         from manthan.vllm_hooks.worker.weights import watch_model  # no other process needs torch
 
@@ -54,9 +54,9 @@ def watch(vllm_config: "VllmConfig", model_config: "ModelConfig", model: "Module
 
 
 def read_flags(args: argparse.Namespace) -> None:
-    """Turn parsed `--manthan-*` flags into the connector and the server's middleware.
+    """Turn `--manthan-*` flags into `kv_transfer_config` and the server's middleware. A bad flag ends the program.
 
-    Bad flags end the program with one sentence.
+    args: vLLM's parsed flags, changed here.
     """
     given = {flag: getattr(args, flag[2:].replace("-", "_"), None) for flag in (CONFIG_FLAG, *FLAG_KEYS)}
     flags = {flag: value for flag, value in given.items() if value is not None}
@@ -73,13 +73,20 @@ def read_flags(args: argparse.Namespace) -> None:
 
 
 def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
-    """Refuse arguments that replace Manthan in vLLM's configuration."""
+    """Refuse arguments with which vLLM would use another connector. from_command_line, Raises: see `check`."""
     with one_sentence() if from_command_line else nullcontext():
         check_arguments(arguments)
 
 
 def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
-    """Refuse unsupported models and settings, divide memory, and watch requests. No process runs yet."""
+    """Refuse unsupported models and settings, choose the codec, and set memory aside. No process of vLLM runs yet.
+
+    Args:
+        vllm_config: vLLM's configuration, changed here.
+        from_command_line: True to end the program with one sentence instead of raising.
+
+    Raises: ConfigError for what cannot be used.
+    """
     if not is_on(vllm_config):
         return
     with one_sentence() if from_command_line else nullcontext():
@@ -97,7 +104,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
 
 
 def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
-    """Add the group `Manthan` to vLLM's parser."""
+    """Add the group `Manthan` to vLLM's parser, and return the parser."""
     group = parser.add_argument_group("Manthan", "Session memory manager: any of these flags turns it on.")
     group.add_argument(CONFIG_FLAG, metavar="FILE", help="A YAML file of keys; the other flags go before it.")
     for key, flag in FLAGS.items():
@@ -107,7 +114,7 @@ def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """End the program like argparse: a single sentence, and no traceback."""
+    """Turn a ConfigError into the end of the program, with one sentence and no traceback, as argparse does."""
     try:
         yield
     except ConfigError as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 METHOD = "manthan_query"
 """Name of the call offered by the engine core."""
 ORDER = 50
-"""Number of named sessions of the policy's order."""
+"""Number of sessions shown of the policy's order."""
 UNKNOWN, NOT_NOW, ASLEEP = 404, 409, 503
 
 Answer = dict[str, Any]
@@ -42,11 +42,12 @@ class Queries:
         return to_json(self.answer(what, asked), inf_nan_mode="constants", fallback=str)
 
     def answer(self, what: str, asked: dict[str, Any]) -> Any:
-        """Return the answer to a question, or obey an order.
+        """Answer a question, or act on a session and return it.
 
         Args:
-            what: sessions, session, state, or an action on a session.
-            asked: arguments. `bound` is the asking tenant, None for a caller with access to all.
+            what: "sessions", "session" or "state"; or an action, see `Driver.steer`, or "release".
+            asked: arguments: `bound`, the tenant that asks, or None for access to all; fields of `Query` for
+                "sessions"; `id` for a session; `seconds` and `tool` for an action.
         """
         offset, bound = time.time() - time.monotonic(), asked["bound"]
         if what == "sessions":

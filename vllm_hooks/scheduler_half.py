@@ -1,4 +1,4 @@
-"""The scheduler half of the connector: vLLM's events to the driver, the driver's orders to messages."""
+"""Scheduler half of the connector: passes vLLM's calls to the driver, and the driver's orders to the workers."""
 
 import time
 from bisect import bisect_left
@@ -73,13 +73,13 @@ SOURCES = {
     "disk": CacheHitSource.DISK,
     "redis": CacheHitSource.EXTERNAL_UNSPECIFIED,
 }
-"""vLLM's name for the origin of loaded KV, by tier. There is none for a store on a network."""
+"""vLLM's name for the origin of loaded KV, by tier. vLLM has no name for a store on a network."""
 
 
 def _ending(request: "Request") -> str:
-    """Return the stop token of an answer, or else the last token before the end of sequence.
+    """Return the stop token of an answer, or else the last token before the end of sequence; empty if it was cut off.
 
-    Return nothing if the answer was cut off. A tool call ends with a different token than a text.
+    It tells kinds of answers apart: a tool call ends with another token than a text.
     """
     if str(request.get_finished_reason()) != "stop":
         return ""
@@ -87,10 +87,10 @@ def _ending(request: "Request") -> str:
 
 
 class SchedulerHalf:
-    """Scheduler half: decides and counts on the scheduler's thread, and never waits, encodes or stores.
+    """Scheduler half of the connector: decides, on the scheduler's thread. It never waits, encodes or does I/O.
 
     Args:
-        ask: calls a method of this class for vLLM, and raises nothing.
+        ask: calls a method of this class; see `ManthanConnector._ask`.
     """
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", ask: Callable[..., Any]) -> None:
@@ -160,34 +160,35 @@ class SchedulerHalf:
         self.driver: Driver
         self._requests: dict[str, Request] = {}
         self._waiting: ReturnsFirstQueue | None = None
-        """Scheduler's waiting requests; None for vLLM's queue."""
+        """The scheduler's waiting requests; None if vLLM's own queue is left in place."""
         self._losses = Losses()
         self._scheduler: Scheduler | None = None
         self._limit: StepLimit | None = None
+        """Limit on a step's tokens; None for vLLM's own."""
+        self._resident: dict[str, int] = {}
+        """Number of resident blocks, by id of a request that was matched and has no blocks allocated yet."""
         self._shares: StepShares | None = None
-        """Most tokens of a step; None for vLLM's choice."""
-        self._hot: dict[str, int] = {}
-        """Number of blocks found by vLLM, by id of a matched, unallocated request."""
         self._place: str | None = None
+        """Namespace for `Tier.cleared`, after a reset, until the workers are told."""
         self._step = 0
         self._deadline = inf
         self._drained_at: float | None = None
-        """Time of the engine's end, saved or not; None before the order to end."""
-        self._rung = False
+        """Time at which the engine ends, also if not all is saved; None before vLLM shuts it down, 0 after the end."""
+        self._rung = False  # True if the engine was woken, and has not run a step since
         self._weights: list[tuple[int, str]] | None = None
-        """State of the weights behind the cold sessions; None if unknown."""
+        """`weights_state` of each worker when the cold sessions were computed; None if unknown."""
         self._is_unsure = False
-        """True from a reset, a sleep or a load to the next request, because the weights may be new by then."""
+        """True from a reset, a sleep or a load of weights until the next request, because weights may have changed."""
         self._drops = False
-        """True from a pause that clears caches to the next request, unless the engine sleeps meanwhile."""
+        """True if cold sessions are dropped at the next request, because a pause has cleared vLLM's caches."""
         self._found = set[str]()
-        """Requests reported by `found` since vLLM's lookup."""
+        """Ids of requests for which vLLM has called `found`, until their blocks are allocated."""
         self._was_called = False
-        """True if workers were called for a caller since the last request. The call may have loaded weights."""
-        self._cancels = False
+        """True if a user of vLLM has called the workers since the last request, and so may have loaded weights."""
+        self._cancels = False  # True to have workers end running transfers early
         self._calibrates = bool(settings(vllm_config).get(CALIBRATES))
         self._candidate: Candidate | None = None
-        """Profile not approved by the guard yet."""
+        """Profile made from traffic that the guard has not approved yet."""
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         self._journal: JournalLink | None = None
@@ -200,13 +201,13 @@ class SchedulerHalf:
         found = self._core.ask(loaded_digest) or [""]
         if len(set(found)) > 1:
             raise UnsupportedError(
-                f"tiers.kind is {self.config.tiers.kind}, but ranks read different weights, so that nobody could tell "
-                "another model's blocks: use host or device."
+                f"tiers.kind is {self.config.tiers.kind}, but ranks read different weights, so that blocks of another "
+                "model could not be told apart: use host or device."
             )
         return str(found[0])
 
     def bind(self, pool: "BlockPool") -> None:
-        """Bind vLLM's block pool, available from now on."""
+        """Make the driver, now that vLLM has made its block pool."""
         if self.config.ordering == "returns":
             scheduling = self._vllm_config.scheduler_config
             waiting = ReturnsFirstQueue(scheduling.max_num_batched_tokens, scheduling.policy == "priority")
@@ -242,7 +243,7 @@ class SchedulerHalf:
         try:
             self._weights = self._core.ask(weights_state)
         except Exception as error:  # the engine continues after any error
-            logger.warning("Manthan: workers do not tell of their weights: %s: %s", type(error).__name__, error)
+            logger.warning("Manthan: the weights cannot be compared later: %s: %s", type(error).__name__, error)
         self._sweeper.start()
         if self._redis is not None:
             self._redis.start()
@@ -254,17 +255,17 @@ class SchedulerHalf:
         return self.driver.asker(request.request_id)
 
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
-        """Note the blocks found by vLLM for the request, by KV cache group."""
+        """Note the blocks that vLLM has found for the request in its prefix cache, by KV cache group."""
         self.driver.hits(request.request_id, block_ids)
         self._found.add(request.request_id)
 
     def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
-        """Mark blocks of the request, loaded or computed, on their entry into vLLM's prefix cache. Return True."""
+        """Mark blocks of the request as vLLM enters them into its prefix cache. Return True: no error."""
         self.driver.computed(request.request_id, block_ids)
         return True
 
     def _guard(self) -> Guard | None:
-        """Return the guard, a chooser of codecs by measurement; None if off."""
+        """Return the guard, which chooses the codec by measurements; None if it is off."""
         if not (codec := self.config.codec).guard:
             return None
         choices = [Choice(shape, self._capacity(shape)) for shape in self._shapes]
@@ -345,19 +346,19 @@ class SchedulerHalf:
         return np.array(prompt[len(prompt) // self._block_size * self._block_size :], np.int64).tobytes()
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
-        """Number of loadable tokens after the first `computed`, and True if the number is not zero.
+        """Return the number of tokens to load behind the first `computed`, and True if the load is asynchronous.
 
-        None asks vLLM to call again soon. Loads are asynchronous, because vLLM would compute on a synchronous load
-        before Manthan has checked the blocks. After a failed check vLLM drops only the current step's token, while
-        asynchronous scheduling has begun the next step on the same bad blocks.
+        None asks vLLM to call again soon. All loads are asynchronous, because vLLM would compute with the blocks of a
+        synchronous load before Manthan has checked them. If the check then failed, vLLM would drop only the current
+        step's token, while asynchronous scheduling has begun the next step with the same bad blocks.
         """
         self._begin_again()
-        hot = computed // self._block_size
+        resident = computed // self._block_size
         usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
-        blocks = self.driver.matched(request.request_id, hot, usable, self._blocks(request), time.monotonic())
+        blocks = self.driver.matched(request.request_id, resident, usable, self._blocks(request), time.monotonic())
         if blocks is None:
             return None, False
-        self._hot[request.request_id] = hot
+        self._resident[request.request_id] = resident
         return blocks * self._block_size, blocks > 0
 
     def _blocks(self, request: "Request") -> int:
@@ -365,15 +366,15 @@ class SchedulerHalf:
         return self.groups.held(request.num_tokens, self._vllm_config.max_in_flight_tokens)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
-        """Note the blocks allocated by vLLM, and load `tokens` tokens behind the found blocks."""
-        is_new = request.request_id in self._hot  # else the load has ended
-        hot = self._hot.pop(request.request_id, 0)
+        """Note the blocks that vLLM has allocated, and load `tokens` tokens behind the resident blocks."""
+        is_new = request.request_id in self._resident  # else the load has ended
+        resident = self._resident.pop(request.request_id, 0)
         brought = tokens_to_load(request) - tokens if is_new else 0  # by another connector
         usable = self.driver.usable(request.num_tokens)
         if self._events is not None and self._redis is not None:  # another engine may have stored the request's blocks
             self._events.remember(request, usable)
         taken = sum(map(len, blocks.blocks))
-        self.driver.admitted(request.request_id, hot, usable, taken, brought // self._block_size)
+        self.driver.admitted(request.request_id, resident, usable, taken, brought // self._block_size)
         was_found = request.request_id in self._found  # not if a connector loads: vLLM caches the blocks later
         self._found.discard(request.request_id)
         if not was_found:
@@ -382,13 +383,13 @@ class SchedulerHalf:
             self._handed(request.request_id, blocks, decoded)
         if tokens:
             block_ids = blocks.get_block_ids()
-            end, hot_tokens = hot + tokens // self._block_size, hot * self._block_size
+            end, resident_tokens = resident + tokens // self._block_size, resident * self._block_size
             found, others = end + self.groups.again, []
             for group, parts in groupby(self.groups.parts(found), attrgetter("group")):
-                cold, ids = [part for part in parts if part.first_token >= hot_tokens], block_ids[group]
+                cold, ids = [part for part in parts if part.first_token >= resident_tokens], block_ids[group]
                 named = [self._key_of(part, request) for part in cold]
                 others.append((group, named, [ids[part.at] for part in cold]))
-            self.driver.loading(request.request_id, hot, found, block_ids[self._group][hot:end], others)
+            self.driver.loading(request.request_id, resident, found, block_ids[self._group][resident:end], others)
             if self.telemetry.traces is not None:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
 
@@ -405,17 +406,17 @@ class SchedulerHalf:
 
     def loaded_into(self, request_id: str, block_ids: Sequence[int], tokens: int) -> Sequence[int]:
         """Return the blocks of the main group written by a request's load of `tokens`."""
-        hot = self._hot.get(request_id, 0)
-        return block_ids[hot : hot + tokens // self._block_size]
+        resident = self._resident.get(request_id, 0)
+        return block_ids[resident : resident + tokens // self._block_size]
 
     def sources(self, request: "Request", tokens: int) -> dict[CacheHitSource, int]:
         """Number of the request's `tokens` tokens to load, by origin."""
         return {SOURCES[tier]: count for tier, count in self._tiers(request.request_id, tokens).items()}
 
     def _tiers(self, request_id: str, tokens: int) -> dict[str, int]:
-        """Number of the tokens of a load by tier, by the manager's books.
+        """Return the number of a load's tokens by tier, as estimated by `FrontTiers`.
 
-        Where resume points need a window's last blocks only, all tokens count for the slowest tier.
+        In a model whose blocks are stored for resume points only, all tokens count for the slowest tier.
         """
         blocks, fronts, names = self.manager.blocks, self.driver.fronts, self.config.tiers.tier_names
         jobs = self.driver.loads_of(request_id)
@@ -436,8 +437,8 @@ class SchedulerHalf:
         return {tier: count for tier, count in counts.items() if count}
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
-        """Note the end of a request with KV for `blocks` blocks. Return the answer to the client's hints."""
-        self._hot.pop(request.request_id, None)
+        """Note the end of a request that has `blocks` blocks. Return the answer to the client's hints."""
+        self._resident.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
         self._hold_back(*self.driver.missed(request.request_id))
         if self._limit is not None and self._scheduler is not None and not self._requests:
@@ -463,10 +464,10 @@ class SchedulerHalf:
         return answer_to(hints_of(request), outcome)
 
     def _entered(self, keys: "Sequence[BlockHash]") -> int:
-        """Number of blocks, of `keys`, in vLLM's prefix cache.
+        """Return how many first blocks of `keys` are in vLLM's prefix cache, which may lack the last ones.
 
-        vLLM enters blocks when the next step is scheduled. The last blocks may be missing, if proposed tokens filled
-        them in the last step, or if a draft may read them again.
+        vLLM enters blocks when it schedules the next step. The last blocks are missing if tokens of a draft filled them
+        in the last step, or if a draft may read them again.
         """
         entered, config = len(keys), self._vllm_config
         late = config.num_speculative_tokens + config.num_prefill_lookahead_tokens
@@ -490,7 +491,7 @@ class SchedulerHalf:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, scheduled_tokens: int, scheduled_requests: int) -> ManthanMetadata:
-        """Return the workers' orders for a step with `scheduled_tokens` tokens of compute."""
+        """Return the workers' orders for a step, in which vLLM computes `scheduled_tokens` tokens."""
         self._rung = False
         if self.is_out_of_use and not scheduled_tokens:
             return ManthanMetadata(model_rests=True)
@@ -540,12 +541,12 @@ class SchedulerHalf:
         self._set_deadline()
 
     def _gathered(self, report: ManthanWorkerMetadata) -> None:
-        """Take note of gathered stores exactly once, even if a later call raises."""
+        """Note which stores are gathered. Clear them in the report, so that `drain` does not note them again."""
         gathered, report.gathered = report.gathered, []
         self.driver.gathered(gathered)
 
     def _approve(self, path: Path) -> None:
-        """Rename the file of a used profile for the next start."""
+        """Give the profile's file, which the guard has approved, the name under which the next start finds it."""
         self._candidate, named = None, path.with_suffix(".safetensors")
         try:
             path.replace(named)
@@ -554,7 +555,7 @@ class SchedulerHalf:
             logger.warning("Manthan: a profile made from traffic is used, and not kept: %s", error)
 
     def _named(self, candidate: Candidate) -> Candidate:
-        """Return a candidate with the codec named in transfers. Blocks of further groups stay unchanged."""
+        """Return the candidate with its codec's name in the main group's shape. Other groups keep their codecs."""
         main = replace(candidate.shape.groups[candidate.shape.main], codec=CALIBRATED)
         groups = {**self._shape.groups, candidate.shape.main: main}
         return candidate._replace(shape=replace(candidate.shape, groups=groups))
@@ -594,7 +595,7 @@ class SchedulerHalf:
         return False
 
     def take_events(self) -> "Sequence[KVCacheEvent]":
-        """Return events of blocks that became restorable or unrestorable since the last call."""
+        """Return KV events for the blocks saved and dropped since the last call."""
         return () if self._events is None else self._events.take()
 
     # -- resets and sleep -----------------------------------------------------------------------------
@@ -608,7 +609,7 @@ class SchedulerHalf:
         logger.info("Manthan: the cold store is emptied.")
 
     def halt(self) -> None:
-        """Begin no transfer, and end running transfers as soon as safety allows."""
+        """Begin no transfer, and have workers end running transfers early."""
         self._cancels = True
         self.driver.halt(time.monotonic())
 
@@ -617,7 +618,7 @@ class SchedulerHalf:
         return self.driver.is_moving
 
     def go_on(self, was_reset: bool) -> None:
-        """Undo `halt`. After a reset nothing is begun until a request comes, because weights may change up to then."""
+        """Undo `halt`. No transfer begins until a request comes, because weights may change until then."""
         self._cancels, self._is_unsure = False, True
         if was_reset:
             self.telemetry.changed.update(self.manager.table.by_id)
@@ -642,17 +643,17 @@ class SchedulerHalf:
         return self._core.is_asleep
 
     def adapter_loaded(self, adapter: "LoRARequest") -> None:
-        """Workers are about to read an adapter's files."""
+        """Note the content of a LoRA adapter's files, which workers are about to read."""
         self._salts.adapters.content(adapter)
 
     def paused(self, drops: bool) -> None:
-        """Note the engine's rest. drops: True if cold sessions are to go, unless the engine sleeps."""
+        """Note that the engine is paused. drops: True to drop cold sessions at the next request."""
         self._drops = drops
 
     def _begin_again(self) -> None:
-        """Drop cold sessions if the weights have changed since their compute, because a request is about to be served.
+        """Drop cold sessions if the weights are not those that computed them. Called before a request is served.
 
-        Weights may change before or after a reset.
+        This comes so late because weights may be loaded before or after a reset.
         """
         self.driver.rests = False
         self._heed_calls()
@@ -667,17 +668,17 @@ class SchedulerHalf:
             self.reset()
 
     def called(self, has_loaded: bool) -> None:
-        """Take note of a caller's call of the workers. has_loaded: True for a load of weights."""
+        """Note that a user of vLLM has called the workers. has_loaded: True if the call has loaded weights."""
         self._was_called = True
         if has_loaded:
             self._weights, self._is_unsure = None, True
 
     def doubt(self) -> None:
-        """Take note of a failed reset, because new weights may have been the reason for the reset."""
+        """Note that a reset has failed. New weights may have been the reason for it."""
         self._is_unsure = True
 
     def _heed_calls(self) -> None:
-        """Ask the workers if a call has loaded weights."""
+        """Ask the workers if a call since the last request has loaded weights."""
         if self._was_called and not self._is_unsure:
             before = None if self._weights is None else [count for count, _ in self._weights]
             self._is_unsure = self._core.ask(loads) != before
@@ -686,12 +687,12 @@ class SchedulerHalf:
     # -- after an error -------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Keep nothing that vLLM's requests need. From now on vLLM serves without Manthan."""
+        """Give back the blocks that Manthan references. From now on vLLM serves without Manthan."""
         self._sweeper.stop()
         self.driver.abandon()
 
     def drain(self, report: ManthanWorkerMetadata) -> None:
-        """Give back the blocks of transfers ended since `give_up`."""
+        """Give back the blocks of transfers that ended after `give_up`."""
         self._gathered(report)
         self.driver.drain(report.results)
 

@@ -1,4 +1,4 @@
-"""Codec of an engine: settled once, before processes start, and equal in all of them."""
+"""Choice of an engine's codec, made once before vLLM starts processes, so that all of them have the same."""
 
 import logging
 from functools import cache
@@ -26,15 +26,16 @@ logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST, FAULT = "manthan_codec_asked", "manthan_profile_digest", "manthan_kernel_fault"
 CALIBRATES = "manthan_profile_to_make"
-"""Keys in the settings that vLLM carries to its processes. The last one has the path of a profile."""
+"""Keys in the settings that vLLM hands to its processes: the codec as configured, the profile's digest, why kernels
+cannot be compiled, and the path of a profile to make from traffic; each empty if there is none."""
 PROBE_S = 60.0
-"""Most seconds to compile a kernel for a try."""
+"""Most seconds to compile a kernel, to see if the compiler works."""
 AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
-"""Codec of exact blocks."""
+"""Values of `codec` for blocks that are kept bit for bit."""
 
 
 def settle_codec(vllm_config: "VllmConfig") -> None:
-    """Replace the configured codec and profile by the resolved codec and profile, once or again. Raises ConfigError."""
+    """Choose codec and profile, and write them into the settings. May be called again. Raises ConfigError."""
     extra, model, parallel = settings(vllm_config), vllm_config.model_config, vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
     if FAULT not in extra:
@@ -72,7 +73,7 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
 
 
 def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
-    """Return the path of a profile to make from traffic; empty for none. Log the cause."""
+    """Return the path of a profile to make from traffic; if none can be made, log why and return an empty path."""
     from vllm.platforms import current_platform
 
     extra, model, parallel = settings(vllm_config)[EXTRA_KEY], vllm_config.model_config, vllm_config.parallel_config
@@ -110,7 +111,7 @@ def kernel_fault() -> str:
 
 
 def _compiled(architecture: str) -> str:
-    """Compile an empty kernel in a separate process. Return the cause of a failure."""
+    """Compile an empty kernel in a separate process. Return the reason for a failure; empty for none."""
     forks = get_context("fork")
     answers, answer = forks.Pipe(duplex=False)
     try:
@@ -137,7 +138,10 @@ def _compile(architecture: str, answer: "Connection") -> None:
 
 
 def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
-    """Return the codec to use when no profile fits the blocks. Raises ConfigError if a profile was required."""
+    """Return the codec to use when no profile can be used. Raises ConfigError if the configuration requires one.
+
+    why: completes the sentence "codec.profile is X ... auto or wht-5x", from the comma to "use".
+    """
     if needs_profile(asked.name) or asked.profile:
         what = f"codec.profile is {asked.profile}" if asked.profile else f"codec.name is {asked.name}"
         raise ConfigError(f"{what}{why} {AUTO} or {PLAIN}")

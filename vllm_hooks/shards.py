@@ -1,4 +1,4 @@
-"""Shares of an engine's ranks in a block: each rank has some heads of a stage's layers, or the same as another rank."""
+"""Shards of a block on an engine's ranks: a rank has some heads of its stage's layers, or the same as another rank."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 MOST_PARTS = 16
-"""Most parts of a block in a lookup of blocks with a different number of parts."""
+"""Most parts of other engines' blocks that are looked for."""
 
 
 class Sharding(NamedTuple):
-    """Shares of the ranks of an engine.
+    """Division of blocks among an engine's ranks.
 
     Args:
-        stages: number of stages of the pipeline.
-        ranks: number of ranks of a stage.
-        parts: number of ranks with different blocks. Consecutive ranks have the same.
-        heads: number of KV heads of the model; 1 if all ranks of a stage have the same, and 0 if only engines with
-            equal ranks can read the blocks.
+        stages: number of pipeline stages.
+        ranks: number of ranks in a stage.
+        parts: number of different shards in a stage. Consecutive ranks have the same.
+        heads: number of KV heads of the model; 1 if all ranks of a stage have the same; 0 if only engines with as many
+            ranks can read the blocks.
     """
 
     stages: int = 1
@@ -53,16 +53,16 @@ class Sharding(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Number of ranks with the same blocks."""
+        """Number of ranks that have the same shard."""
         return self.ranks // self.parts
 
     def shard(self, rank: int) -> Shard:
-        """Return a rank's shard. Ranks with the same blocks store them once."""
+        """Return a rank's shard, of those of all stages."""
         stage, within = divmod(rank, self.ranks)
         return Shard(stage * self.parts + within // self.copies, self.stages * self.parts)
 
     def is_first(self, rank: int) -> bool:
-        """True if no rank before has the same."""
+        """True if no rank before this one has the same shard."""
         return rank % self.ranks % self.copies == 0
 
     def first_head(self, rank: int) -> int:
@@ -70,7 +70,7 @@ class Sharding(NamedTuple):
         return rank % self.ranks // self.copies * (self.heads // self.parts)
 
     def with_ranks(self, ranks: int) -> "Sharding":
-        """Return the shares of another number of ranks of a stage."""
+        """Return the division among another number of ranks in a stage."""
         return self._replace(ranks=ranks, parts=min(ranks, self.heads))
 
     def sources(self, rank: int, other: "Sharding") -> list[int]:
@@ -81,7 +81,7 @@ class Sharding(NamedTuple):
         return [stage * other.ranks + part * other.copies for part in needed]
 
     def others(self) -> list["Sharding"]:
-        """Return the shares of engines without copies whose blocks are readable, except this engine's shares."""
+        """Return other divisions whose blocks this engine can read, each with as many ranks in a stage as shards."""
         some = range(1, min(self.heads, MOST_PARTS) + 1)
         return [self.with_ranks(count) for count in some if self.heads % count == 0 and count != self.parts]
 
@@ -108,9 +108,9 @@ def _said(config: object) -> Iterator[object]:
 
 
 def reads_others(vllm_config: "VllmConfig", sharding: Sharding) -> bool:
-    """True if this engine reads blocks of engines with different numbers of ranks.
+    """True if this engine reads blocks of engines with other numbers of ranks.
 
-    GPU kernels decode only a rank's whole blocks, and a profile fits one number of ranks.
+    It does not on a GPU, whose kernels decode only whole blocks of a rank, nor with a profile, which fits one number.
     """
     codec = from_vllm_config(vllm_config).codec
     return sharding.heads > 0 and not is_on_gpu(vllm_config) and not needs_profile(codec.name)

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 LOAD_THREADS = 2
-"""Threads of a worker that read the store: for requests, and for prefetches."""
+"""Threads of a worker that read Redis: one for requests, and one for prefetches."""
 
 
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups", weights: str) -> Namespace:
-    """Return a namespace common to all engines with mutually readable blocks. Each block names its codec.
+    """Return the namespace of lasting blocks. Engines that can read each other's blocks have the same.
 
-    weights: digest of all loaded weights.
+    It does not depend on the codec, which each block names. weights: digest of all loaded weights.
     """
     group = groups.main
     sharding = Sharding.of(vllm_config, groups)
@@ -62,13 +62,13 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
 
 
 def _identity(group: "KvCacheGroup", sharding: Sharding) -> list[object]:
-    """Return the facts that tell groups apart, whatever the number of layers on a rank."""
+    """Return facts about a group's blocks that are the same for each number of pipeline stages."""
     shape = group.shape if group.is_packed else [sharding.heads or group.shape[1], *group.shape[2:]]
     return [group.index, group.dtype_name, group.tokens, shape]
 
 
 def engine_name() -> str:
-    """Return host, process and a random number of this start."""
+    """Return a name for this engine: host, process id and random digits."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
@@ -80,7 +80,7 @@ def make_sessions(
     ring: Callable[[], None],
     sharding: Sharding,
 ) -> RedisSessions:
-    """Return the books of sessions in Redis. ring: called on the books' thread when an answer is there."""
+    """Return the engine's sessions in Redis. owner: name of the engine. ring: called, on any thread, to wake it."""
     others = sharding.others() if reads_others(vllm_config, sharding) else []
     facts = {"model": vllm_config.model_config.model, "codec": config.codec.name, "engine": owner}
     keys = keys_of(config.sealing)
@@ -97,10 +97,10 @@ def make_sessions(
 
 
 def check_redis(vllm_config: "VllmConfig") -> None:
-    """Log in a sentence if the server does not answer, or would refuse writes when full.
+    """Log a warning if Redis does not answer, or would refuse writes when full.
 
     Raises:
-        ConfigError: The server refuses us, or is too old.
+        ConfigError: Redis refuses the user or password, or is too old.
     """
     config = from_vllm_config(vllm_config)
     if not config.tiers.is_shared:
@@ -114,7 +114,7 @@ def check_redis(vllm_config: "VllmConfig") -> None:
 
 
 def make_redis(config: ManthanConfig, namespace: Namespace, sharding: Sharding, rank: int) -> RedisTier:
-    """Return a rank's blocks in Redis. The first of ranks with equal blocks writes them."""
+    """Return a rank's tier in Redis. Of ranks that have the same blocks, only the first writes them."""
     client = connect(config.tiers.redis, threads=CPU_ENCODE_THREADS + LOAD_THREADS + AHEAD_THREADS)
     shard, is_first = sharding.shard(rank), sharding.is_first(rank)
     return RedisTier(client, Circuit(), namespace, shard, config.tiers.redis.ttl_s, is_first)

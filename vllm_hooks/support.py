@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 VLLM = ">=0.32,<0.34"
-"""Releases of vLLM with insides known to Manthan; see docs/compatibility.md."""
+"""Releases of vLLM whose private parts Manthan knows; see docs/compatibility.md."""
 RELEASES = ("0.32", "0.33")
 DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods of --speculative-config with a draft whose KV is stored with the model's."""
 NOT_BESIDE = {CONNECTOR, "DecodeBenchConnector", "HiSparseConnector", SEVERAL}
-"""Connectors refused together with Manthan. They make KV up, keep KV outside of vLLM's blocks, or are several."""
+"""Connectors refused together with Manthan: a second Manthan, a MultiConnector inside of one, and two others.
+
+DecodeBenchConnector makes KV up, and HiSparseConnector keeps KV outside of vLLM's blocks.
+"""
 
 
 class UnsupportedError(ConfigError):
@@ -27,7 +30,7 @@ class UnsupportedError(ConfigError):
 
 
 def check_arguments(arguments: "EngineArgs") -> None:
-    """Refuse arguments that replace Manthan in vLLM's configuration. Raises UnsupportedError."""
+    """Raise UnsupportedError for arguments with which vLLM would use another connector instead of Manthan."""
     size = arguments.kv_offloading_size
     if size is not None and is_on(arguments):
         raise UnsupportedError(
@@ -37,7 +40,7 @@ def check_arguments(arguments: "EngineArgs") -> None:
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
-    """Refuse an unsupported configuration of vLLM. Raises UnsupportedError."""
+    """Raise UnsupportedError for a model or a setting of vLLM that Manthan does not support."""
     import vllm
     from vllm import envs
     from vllm.platforms import current_platform
@@ -107,7 +110,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
 
 
 def check_version(version: str) -> None:
-    """Refuse another release of vLLM. Raises UnsupportedError. A build without a version is let in."""
+    """Raise UnsupportedError for another release of vLLM. A build whose version is no number is accepted."""
     release = re.match(r"\d+\.\d+", version)
     if release and release[0] not in RELEASES:
         raise UnsupportedError(
@@ -117,7 +120,7 @@ def check_version(version: str) -> None:
 
 
 def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig) -> str:
-    """Sentence refusing this --prefix-caching-hash-algo for the store or the tenants; empty for a good algorithm."""
+    """Return why this --prefix-caching-hash-algo is refused for the store or the tenants; empty if it is not."""
     is_apart = tenants.isolate and bool(tenants.header or tenants.shares)
     if not (store.is_lasting or is_apart) or "xxhash" not in algorithm:
         return ""
@@ -129,7 +132,7 @@ def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig) -> 
 
 
 class Latents(NamedTuple):
-    """Numbers of a token's latent in a layer (MLA), and of the key's part turned by RoPE; 0 for keys and values."""
+    """Sizes of a token's latent in a layer (MLA), and of the part of the key with RoPE; 0 for keys and values."""
 
     numbers: int = 0
     turned: int = 0
@@ -142,12 +145,12 @@ class Latents(NamedTuple):
 
 
 def has_draft(vllm_config: "VllmConfig") -> bool:
-    """True if a proposing draft has layers in the KV cache."""
+    """True if the draft of speculative decoding has layers in the KV cache."""
     speculative = vllm_config.speculative_config
     return speculative is not None and bool(speculative.uses_draft_kv_cache())
 
 
 def blocks_computed_again(vllm_config: "VllmConfig") -> int:
-    """Number of blocks at a hit's end that vLLM recomputes: 1 for a draft that reads the next token."""
+    """Number of blocks at the end of a prefix cache hit that vLLM computes again: 1 for some drafts, such as EAGLE."""
     speculative = vllm_config.speculative_config
     return int(speculative is not None and speculative.use_eagle_block_drop())

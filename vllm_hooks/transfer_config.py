@@ -1,4 +1,4 @@
-"""Manthan's configuration inside vLLM's: to a KVTransferConfig and back."""
+"""Manthan's configuration inside vLLM's `kv_transfer_config`: how it gets there, and how it is read."""
 
 import dataclasses
 import math
@@ -17,13 +17,13 @@ CONNECTOR = "ManthanConnector"
 CONNECTOR_MODULE = "manthan.vllm_hooks.connector"
 EXTRA_KEY = "manthan"
 ABORTS_KEY = "manthan_aborts_at_shutdown"
-"""True if vLLM was not asked to let requests end after SIGTERM."""
+"""Key of True if vLLM is to abort requests at once after SIGTERM, though Manthan has set its shutdown_timeout."""
 END_S = 5
-"""Seconds of vLLM's engine to end, besides the seconds to save sessions."""
+"""Seconds that vLLM's engine gets to end, besides the seconds to save sessions."""
 SOURCES_KEY = "manthan_sources"
-"""Key of the source of each value."""
+"""Key of the sources of values; see `Resolved`."""
 SEVERAL = "MultiConnector"
-"""Connector of vLLM with several connectors, under the key ENTRIES."""
+"""vLLM's connector that combines several, which its settings have under the key ENTRIES."""
 ENTRIES = "connectors"
 
 
@@ -33,13 +33,13 @@ def kv_transfer_config(
     """Return the `LLM(kv_transfer_config=…)` that turns Manthan on.
 
     Args:
-        config_file: a YAML file.
-        beside: another connector to use as well.
-        options: keys of the configuration, or flags, before the file and the environment. Nested keys are mappings:
-            `tiers={"max_bytes": "8GiB"}`.
+        config_file: path of a YAML file.
+        beside: configuration of another connector to use as well.
+        options: keys of the configuration, or flags. They override the environment and the file. Nested keys are
+            mappings: `tiers={"max_bytes": "8GiB"}`.
 
     Raises:
-        ConfigError: for an unusable configuration, or an unregistered policy, codec or cold store.
+        ConfigError: for a configuration that cannot be used, or an unknown policy, codec or kind of tier.
     """
     from vllm.config import KVTransferConfig
 
@@ -55,9 +55,10 @@ def kv_transfer_config(
 
 
 def together(other: "KVTransferConfig | None", own: "KVTransferConfig") -> "KVTransferConfig":
-    """Add Manthan to the connectors of `other`: over Manthan's entry there, or else as the last.
+    """Return `other` with Manthan added as the last connector. An entry of Manthan in `other` is replaced.
 
-    A request's KV comes from the first connector with a hit, and another engine has computed more than Manthan kept.
+    A request's KV comes from the first connector that has some. Manthan is last, because the others get KV from an
+    engine that has computed the whole prompt.
     """
     if other is None or other.kv_connector == CONNECTOR:
         return own
@@ -75,7 +76,7 @@ def together(other: "KVTransferConfig | None", own: "KVTransferConfig") -> "KVTr
 
 
 def _entry(transfer: "KVTransferConfig") -> dict[str, Any]:
-    """Return a connector as an entry of several, without the engine's name, common to all."""
+    """Return a connector's configuration as an entry of ENTRIES, without engine_id, which all entries share."""
     fields = {field.name: getattr(transfer, field.name) for field in dataclasses.fields(transfer)}
     return {name: value for name, value in fields.items() if name != "engine_id" and value is not None}
 
@@ -86,7 +87,7 @@ def others(transfer: "KVTransferConfig") -> list[str]:
         return []
     names = [str(each.get("kv_connector")) for each in transfer.kv_connector_extra_config.get(ENTRIES, ())]
     if CONNECTOR in names:
-        names.remove(CONNECTOR)  # once: a second entry is another connector
+        names.remove(CONNECTOR)  # only one: a second entry counts as another connector
     return names
 
 
@@ -106,7 +107,7 @@ def is_on(config: "VllmConfig | EngineArgs | Namespace") -> bool:
 
 
 def settings(config: "VllmConfig | Namespace") -> dict[str, Any]:
-    """Return Manthan's settings inside vLLM's configuration, to be read and written. Manthan is on."""
+    """Return the dict of Manthan's settings inside vLLM's configuration, which may be changed. Manthan must be on."""
     for entry in _entries(config):
         found: dict[str, Any] = entry.setdefault("kv_connector_extra_config", {})
         return found
@@ -116,16 +117,16 @@ def settings(config: "VllmConfig | Namespace") -> dict[str, Any]:
 
 
 def complete(config: "VllmConfig | Namespace") -> None:
-    """Complete a hand-written entry for Manthan. Raises ConfigError."""
+    """Add defaults to Manthan's settings, if a user wrote them into `kv_transfer_config`. Raises ConfigError."""
     transfer, extra = config.kv_transfer_config, settings(config)
     assert transfer is not None
     extra[EXTRA_KEY] = resolve_config(env={}, flags=extra.get(EXTRA_KEY, {})).config.model_dump(mode="json")
     for entry in _entries(config):
-        entry["kv_load_failure_policy"] = transfer.kv_load_failure_policy  # only the policy of all together counts
+        entry["kv_load_failure_policy"] = transfer.kv_load_failure_policy  # vLLM heeds only the outer one
 
 
 def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
-    """Return Manthan's configuration, in any process of the engine."""
+    """Return Manthan's configuration. Manthan must be on."""
     return ManthanConfig.model_validate(settings(config)[EXTRA_KEY])
 
 
@@ -144,7 +145,7 @@ def settings_of(config: "VllmConfig | Namespace") -> dict[str, dict[str, Any]]:
 
 
 def leave_time_to_drain(vllm_config: "VllmConfig") -> None:
-    """Have vLLM's server wait for engines after SIGTERM, so that sessions are saved to a lasting tier."""
+    """Have vLLM's server wait for its engines after SIGTERM, so that they can save sessions to a lasting tier."""
     tiers = from_vllm_config(vllm_config).tiers
     if tiers.is_lasting and tiers.drain_s and not vllm_config.shutdown_timeout:
         settings(vllm_config)[ABORTS_KEY] = True
@@ -152,13 +153,13 @@ def leave_time_to_drain(vllm_config: "VllmConfig") -> None:
 
 
 def abort_at_shutdown(vllm_config: "VllmConfig") -> None:
-    """Have this engine abort requests at once after SIGTERM, like vLLM without a timeout."""
+    """Undo `leave_time_to_drain` for requests: have this engine abort them at once after SIGTERM."""
     if settings(vllm_config).get(ABORTS_KEY):
         vllm_config.shutdown_timeout = 0
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:
-    """True if blocks are encoded on the GPU, with ranges of addresses as tiers."""
+    """True if the codec runs on the GPU, whose tiers keep blocks at addresses."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cuda() and from_vllm_config(vllm_config).codec.backend != "numpy"

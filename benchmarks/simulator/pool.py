@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-from manthan.manager.pool import BlockName, Marks, Unsaved
+from manthan.manager.pool import BlockName, FreeBlock, Marks
 
 
 class SimulatedPool:
@@ -145,19 +145,19 @@ class SimulatedPool:
     def runway(self, most: int) -> int:
         return min(most, len(self._empty) + len(self._kept))
 
-    def unsaved(self, most: int) -> Iterator[Unsaved]:
+    def unsaved(self, most: int) -> Iterator[FreeBlock]:
         before = len(self._empty) + len(self._kept)
         return (self._named(block) for block in list(islice(self._rest, max(0, most - before))))
 
-    def redundant(self, spare: int) -> Iterator[Unsaved]:
+    def redundant(self, spare: int) -> Iterator[FreeBlock]:
         used = [block for block in self._saved if self._users[block]]
         later = list(islice(reversed(self._kept), max(0, len(self._kept) - spare)))
         return (self._named(block) for block in chain(used, later))
 
-    def _named(self, block: int) -> Unsaved:
+    def _named(self, block: int) -> FreeBlock:
         name = self._name[block]
         assert name is not None
-        return Unsaved(*name, block)
+        return FreeBlock(*name, block)
 
     def _blocks_of(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
         """Return all blocks with these hashes."""

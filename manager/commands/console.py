@@ -4,7 +4,7 @@ from rich.console import Console
 
 
 def make_console() -> Console:
-    """Return standard output. Without a terminal a row stays on one line, for grep."""
+    """Return a console on standard output. If it is no terminal, no row is wrapped, so that grep works."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 1_000_000

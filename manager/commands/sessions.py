@@ -21,9 +21,9 @@ from manthan.manager.listing import Sort
 KEY_ENV = "VLLM_API_KEY"
 TIMEOUT_S = 30.0
 
-Url = Annotated[str, typer.Option("--url", metavar="URL", help="Of vLLM's server.")]
+Url = Annotated[str, typer.Option("--url", metavar="URL", help="Address of vLLM's server.")]
 Tenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Tenant of the session.")]
-Id = Annotated[str, typer.Argument(metavar="SESSION", help="Its id, as `list` shows it.")]
+Id = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id, as `list` shows it.")]
 COLUMNS = (
     *("id", "parent", "tenant", "state", "tokens", "hot_bytes"),
     *("tiers", "level", "last_used", "requests", "pinned"),
@@ -32,7 +32,7 @@ LOCAL = "http://127.0.0.1:8000"
 
 
 class AskError(Exception):
-    """Error of a request to a server, in a single sentence."""
+    """A server refused a request or did not answer. The message is one sentence for the user."""
 
 
 app = typer.Typer(no_args_is_help=True, help=f"Sessions of a running server; its API key is read from {KEY_ENV}.")
@@ -41,10 +41,10 @@ app = typer.Typer(no_args_is_help=True, help=f"Sessions of a running server; its
 @app.command("list")
 def list_(
     url: Url = LOCAL,
-    state: Annotated[str, typer.Option(help="Only these, with commas: active, idle, cold.")] = "",
-    tenant: Annotated[str, typer.Option(metavar="NAME", help="Only this tenant's.")] = "",
-    sort: Annotated[Sort, typer.Option(help="By what.")] = Sort.LAST_USED,
-    limit: Annotated[int, typer.Option(min=1, max=500, help="At most this many.")] = 100,
+    state: Annotated[str, typer.Option(help="List only these states, with commas: active, idle, cold.")] = "",
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="List only this tenant's sessions.")] = "",
+    sort: Annotated[Sort, typer.Option(help="Order of the list.")] = Sort.LAST_USED,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="List at most this many.")] = 100,
 ) -> None:
     """List the sessions of a server."""
     query = {"state": state, "tenant": tenant, "sort": str(sort), "limit": limit}
@@ -59,7 +59,7 @@ def list_(
 
 @app.command()
 def show(session: Id, url: Url = LOCAL, tenant: Tenant = "") -> None:
-    """Show a session and the session's history."""
+    """Show a session, and what happened to it."""
     answer, table = _ask(url, _path(session, tenant)), Table(box=None, show_header=False)
     life = answer.pop("life")
     for name, value in answer.items():
@@ -73,11 +73,11 @@ def show(session: Id, url: Url = LOCAL, tenant: Tenant = "") -> None:
 def pin(
     session: Id,
     url: Url = LOCAL,
-    seconds: Annotated[float | None, typer.Option(min=0.001, help="For how long; without it for good.")] = None,
-    off: Annotated[bool, typer.Option("--off", help="Pin it no longer.")] = False,
+    seconds: Annotated[float | None, typer.Option(min=0.001, help="End the pin after this time.")] = None,
+    off: Annotated[bool, typer.Option("--off", help="End the pin now.")] = False,
     tenant: Tenant = "",
 ) -> None:
-    """Keep a session's compressed blocks whatever comes."""
+    """Pin a session: its compressed blocks are not dropped to make room."""
     action, body = ("unpin", {}) if off else ("pin", {"seconds": seconds})
     answer = _ask(url, f"{_path(session, tenant)}/{action}", body)
     typer.echo(f"{answer['id']} is {'pinned' if answer['pinned'] else 'not pinned'}; it is {answer['state']}.")
@@ -85,12 +85,12 @@ def pin(
 
 @app.command()
 def release(session: Id, url: Url = LOCAL, tenant: Tenant = "") -> None:
-    """Forget a session, resident and saved."""
+    """Forget a session, and erase its resident and compressed blocks."""
     typer.echo(f"{_ask(url, f'{_path(session, tenant)}/release', {})['id']} is forgotten.")
 
 
 def _ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Return the server's answer, or end the program with a single sentence."""
+    """Return the server's answer. On an error print one sentence, and end the program with status 1."""
     try:
         return ask(url, path, body)
     except AskError as error:
@@ -99,11 +99,16 @@ def _ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Return the answer of Manthan's API at server `url`. Raises AskError.
+    """Send a request to Manthan's API, with the API key of VLLM_API_KEY.
 
     Args:
-        path: behind /manthan.
-        body: of a POST; None for a GET.
+        url: address of vLLM's server, with or without /v1.
+        path: path below /manthan, such as /sessions.
+        body: JSON object to POST; None for a GET.
+
+    Returns: the answer's JSON; docs/api.md has the fields.
+
+    Raises: AskError for a refusal, or if no server with Manthan answers.
     """
     headers, key = {"Content-Type": "application/json"}, os.environ.get(KEY_ENV)
     if key:
@@ -116,7 +121,7 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     except HTTPError as error:
         try:
             told = str(json.loads(error.read())["error"]["message"])
-        except (ValueError, LookupError, TypeError):  # an answer of a different program
+        except (ValueError, LookupError, TypeError):  # another program, or vLLM without Manthan, has answered
             told = f"The server at {url} has no /manthan: is Manthan on, with its API? ({error})"
         raise AskError(told) from None
     except (OSError, HTTPException) as error:
@@ -126,11 +131,12 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def _path(session: str, tenant: str) -> str:
-    """Return the path of a session. A client with access to all tenants' sessions names the tenant as well."""
+    """Return the path of a session below /manthan. tenant: only for a client that may see all tenants' sessions."""
     return f"/sessions/{quote(f'{tenant}/{session}' if tenant else session, safe='')}"
 
 
 def _value(name: str, value: Any) -> str:
+    """Return a field of the API as text to show."""
     if name.endswith("_bytes"):
         return ByteSize(value).human_readable() if value else "0B"
     if value is None:

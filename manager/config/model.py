@@ -16,7 +16,7 @@ from manthan.manager.config.removed import KINDS
 
 
 class ConfigError(ValueError):
-    """Error of a configuration, in a sentence for the author."""
+    """Mistake in a configuration, in a sentence for its author."""
 
 
 def _no_bool(value: object) -> object:
@@ -37,7 +37,7 @@ REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 def _redis_url(url: str) -> str:
-    """Refuse a URL with faults visible without a connection, and a password, because logs would show the password."""
+    """Refuse a URL that is wrong on its face, or has a password, because logs would show the password."""
     try:
         parts = urlsplit(url)
         is_whole = bool(parts.path if parts.scheme == "unix" else parts.hostname)
@@ -55,12 +55,12 @@ RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 
 
 def _from_json(value: object) -> object:
-    """Read a mapping, encoded as JSON in the environment."""
+    """Return a mapping. In an environment variable it is JSON."""
     return json.loads(value) if isinstance(value, str) else value
 
 
 def _names(value: object) -> object:
-    """Split a list of names, separated by commas in the environment."""
+    """Return a list of names. In an environment variable they are separated by commas."""
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
@@ -119,7 +119,7 @@ class PolicyConfig(_Group):
 
 
 class IdleConfig(_Group):
-    """Conditions for saving an idle session."""
+    """Which idle sessions are saved, and when."""
 
     shorthand = "after_s"
 
@@ -130,7 +130,7 @@ class IdleConfig(_Group):
 
 
 class CodecConfig(_Group):
-    """Codec, the codec's processor, and the number of a session's exact tokens."""
+    """Codec of compressed blocks, the processor that it runs on, and the tokens kept exact."""
 
     shorthand = "name"
 
@@ -158,7 +158,7 @@ class DiskConfig(_Group):
 
 
 class RedisConfig(_Group):
-    """Redis (or Valkey) server of `tiers.kind` redis. The password is never included."""
+    """Redis (or Valkey) server of `tiers.kind` redis. The URL has no password."""
 
     shorthand = "url"
 
@@ -204,7 +204,7 @@ class TiersConfig(_Group):
 
     @property
     def places(self) -> Sequence[str]:
-        """Tiers to read, the fastest first. The last has all blocks."""
+        """Names of the tiers that blocks are read from, the fastest first. The last one has all blocks."""
         front = {"host": self.front_bytes, "disk": self.front_disk_bytes}
         return (*(tier for tier, nbytes in front.items() if nbytes), self.kind)
 
@@ -230,12 +230,12 @@ class TiersConfig(_Group):
 
     @property
     def front_bytes(self) -> int:
-        """RAM in front of slower tiers."""
+        """Bytes of RAM in front of a disk or Redis."""
         return self.host_bytes if self.is_lasting else 0
 
     @property
     def front_disk_bytes(self) -> int:
-        """Disk in front of Redis."""
+        """Bytes of disk in front of Redis."""
         return self.disk_bytes if self.is_shared else 0
 
     @model_validator(mode="after")
@@ -270,7 +270,7 @@ class ApiConfig(_Group):
 
 
 class TenantsConfig(_Group):
-    """Shares of the cold store for tenants, the naming of a request's tenant, and the content that tenants share."""
+    """Tenants: their shares of the cold store, the header that names a request's tenant, and if they share blocks."""
 
     shares: Shares = Field(
         default={},
@@ -283,7 +283,7 @@ class TenantsConfig(_Group):
 
 
 class SealingConfig(_Group):
-    """Keys that seal compressed blocks and books on a disk and in Redis."""
+    """Keys that seal compressed blocks and the journal on a disk, and blocks in Redis."""
 
     shorthand = "key_file"
 
@@ -328,7 +328,7 @@ class ManthanConfig(_Model):
 
 
 def _walk(model: type[_Model], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the fields of a model and of all groups by dotted name. A group comes before the group's fields."""
+    """Yield the fields of a model and of all groups, by dotted name. A group comes before its own fields."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         if (group := _group(field)) is not None:
@@ -343,7 +343,7 @@ def _group(field: FieldInfo) -> type[_Group] | None:
 GROUPS: dict[str, type[_Group]] = {
     key: group for key, field in _walk(ManthanConfig) if (group := _group(field)) is not None
 }
-"""Nested models by their key."""
+"""Models of groups of keys, by dotted name, such as `tiers` and `tiers.disk`."""
 
 FIELDS = {key: field for key, field in _walk(ManthanConfig) if key not in GROUPS}
 """Fields with a value, by dotted name: `idle.after_s`, `tiers.max_bytes`."""

@@ -1,4 +1,4 @@
-"""Choice of a model's codec and profile from the configuration, and the paths of profiles, by the model's content."""
+"""Choice of a model's codec and profile by the configuration, and paths of profiles, which depend on the weights."""
 
 import hashlib
 import json
@@ -19,14 +19,14 @@ from manthan.manager.config.model import CodecConfig, ConfigError
 logger = logging.getLogger("vllm.manthan")
 
 AUTO = "auto"
-"""Name for CALIBRATED if the model has a profile, else for PLAIN."""
+"""Value of codec.name that stands for CALIBRATED if the model has a profile, and else for PLAIN."""
 CALIBRATED, PLAIN = "klt-8x", "wht-5x"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 @dataclass(frozen=True)
 class ChosenCodec:
-    """Codec's name, and the model's profile and the profile's path if the codec needs a profile."""
+    """Name of a codec, and the profile with its path if the codec needs one."""
 
     name: str
     path: Path | None = None
@@ -36,16 +36,15 @@ class ChosenCodec:
 def choose_codec(
     config: CodecConfig, model: str, ranks: int = 1, has_latents: bool = False, revision: str | None = None
 ) -> ChosenCodec:
-    """Return the codec of a model. A profile without a configured path is looked up in the folder of `manthan
-    calibrate`.
+    """Return the codec of a model. If no profile is configured, `manthan calibrate`'s folder is searched for one.
 
     Args:
         ranks: Number of tensor-parallel ranks.
-        has_latents: True if the model caches latents (MLA). All ranks have the same latents. AUTO is PLAIN without a
-            named profile, because no calibrated codec was tried on a trained model with latents.
+        has_latents: True if the model caches latents (MLA), which are the same on all ranks. AUTO is then PLAIN unless
+            a profile is configured, because no calibrated codec was tried on a trained model with latents.
 
     Raises:
-        ConfigError: The profile is missing, cannot be read, is for a different number of ranks, or lacks the preset.
+        ConfigError: The profile is missing, cannot be read, is for another number of ranks, or lacks the codec.
     """
     is_auto = config.name == AUTO
     name = CALIBRATED if is_auto else config.name
@@ -76,7 +75,7 @@ def choose_codec(
 
 
 def load_profile(path: Path, ranks: int) -> Profile:
-    """Return the profile of a file. Raises ConfigError if the profile does not suit the number of ranks."""
+    """Return the profile in a file. Raises ConfigError if it does not fit the number of ranks."""
     try:
         profile = Profile.load(path)
         profile.for_rank(0, ranks)
@@ -86,11 +85,11 @@ def load_profile(path: Path, ranks: int) -> Profile:
 
 
 def check_profile(chosen: ChosenCodec, model: str, layers: int, heads: int, head_dim: int, latent: int = 0) -> None:
-    """Raise ConfigError for a profile of another shape.
+    """Raise ConfigError if the profile was made for another shape of KV.
 
     Args:
-        heads: KV heads of all ranks, or pieces of a latent.
-        latent: numbers of a latent; 0 for keys and values.
+        heads: number of KV heads of all ranks, or of pieces of a latent.
+        latent: number of numbers in a latent; 0 for keys and values.
     """
     if chosen.profile is None:
         return
@@ -122,20 +121,20 @@ def profiles_folder() -> Path:
 
 
 def profile_path(model: str, ranks: int = 1, revision: str | None = None) -> Path:
-    """Path of the profile of a model, a folder or a name on the Hugging Face Hub, for `ranks` tensor-parallel ranks."""
+    """Return the path of a model's profile for `ranks` tensor-parallel ranks. model: a folder, or a name of the hub."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", Path(model).name if Path(model).exists() else model).strip("-").lower()
     split = f"-tp{ranks}" if ranks > 1 else ""
     return profiles_folder() / f"{slug}-{_identity(model, revision)[:16]}{split}.safetensors"
 
 
 def has_weights(model: str, revision: str | None = None) -> bool:
-    """True if the model's weights are on this machine, so a profile can be matched with the weights."""
+    """True if the model's weights are on this machine, so that the path of its profile depends on them."""
     folder = model_folder(model, revision)
     return folder is not None and bool(_weights(folder))
 
 
 def _identity(model: str, revision: str | None) -> str:
-    """Digest of the configuration and of all bytes of the weights, or of the name where there is no folder."""
+    """Digest of the model's configuration and of all bytes of its weights; of its name if there is no folder."""
     folder = model_folder(model, revision)
     if folder is None:
         return hashlib.sha256(f"{model} {revision}".encode()).hexdigest()
@@ -160,12 +159,12 @@ def _content(path: Path, changed: int) -> str:
 
 
 def model_folder(model: str, revision: str | None) -> Path | None:
-    """Folder of a model's files: the model's path, or the hub's cache; None for another source."""
+    """Return the folder of a model's files: its path, or in the hub's cache; None if it is in neither."""
     if Path(model).is_dir():
         return Path(model)
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception:  # not there, or another source: the name has to suffice
+    except Exception:  # not in the cache, or not from the hub
         return None

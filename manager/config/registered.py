@@ -15,16 +15,16 @@ from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, get_
 
 
 class ChosenPolicy(NamedTuple):
-    """Policy, and the options for the constructor."""
+    """Class of the configured policy, and the options to make it with."""
 
     policy: type[EvictionPolicy]
     options: PolicyOptions
 
 
 def check_registered(resolved: Resolved) -> None:
-    """Raise ConfigError for an unknown policy, policy's option, codec or cold store.
+    """Raise ConfigError for an unknown policy, option of a policy, codec or kind of tier.
 
-    Raise ConfigError also for an invalid value of an option, and for a policy that cannot be loaded.
+    Raise it also for a wrong value of an option, and for a policy that cannot be loaded.
     """
     config, sources = resolved
     policy = config.policy
@@ -68,7 +68,7 @@ def _sentence(
         source, hint = _source(sources, f"policy.{unknown[0]}"), nearest(unknown[0], fields)
         return f"{source}unknown {config.name} option '{unknown[0]}'{hint}"
     first = first_mistake(error)
-    if not first.key:  # a validator over several keys
+    if not first.key:  # from a validator of several keys
         written = ", ".join(dict.fromkeys(s for key, s in sources.items() if key.startswith("policy.")))
         return f"{f'{written}: ' if written else ''}policy {config.name}: {first.said}"
     option = first.field

@@ -1,11 +1,11 @@
-"""Removed and renamed keys. Start-up logs a sentence for each such key in the configuration."""
+"""Removed and renamed keys, for which start-up logs a warning."""
 
 REMOVED = {
     "api.page": "the live page is there where the API is, see api.enabled",
     "codec.calibrate": "a profile comes from `manthan calibrate MODEL`",
     "codec.window_tokens": "a session's last tokens are in vLLM's pool, exact, until it needs their room",
-    "cold_store.tiers": "tiers in front of that of tiers.kind are those with host_bytes and disk_bytes",
-    "disk.sync_s": "what was written is on the disk 5 s later",
+    "cold_store.tiers": "set tiers.host_bytes and tiers.disk_bytes for tiers in front of that of tiers.kind",
+    "disk.sync_s": "writes are synced to the disk within 5 s",
     "disk.timeout_s": "a restore waits for the disk for 10 s",
     "encode_threads": "one thread encodes, or four where the CPU encodes for a GPU",
     "hot_pool": "when under a tenth of the KV pool is free of unsaved blocks, sessions are evicted until a quarter is",
@@ -21,7 +21,7 @@ REMOVED = {
     "redis.connections": "each process has as many connections as threads that use them",
     "redis.password_env": "the password is read from MANTHAN_REDIS_PASSWORD",
     "redis.password_file": "the password is read from MANTHAN_REDIS_PASSWORD",
-    "redis.required": "an engine serves without Redis until it answers",
+    "redis.required": "an engine serves without Redis until Redis answers",
     "redis.timeout_s": "name it in tiers.redis.url, as in redis://HOST?socket_timeout=2",
     "redis.tls_ca_file": "name it in tiers.redis.url, as in rediss://HOST?ssl_ca_certs=PATH",
     "redis.tls_cert_file": "name it in tiers.redis.url, as in rediss://HOST?ssl_certfile=PATH",
@@ -52,10 +52,10 @@ RENAMED = {
     "quotas.header": "tenants.header",
     "quotas.isolate": "tenants.isolate",
 }
-"""Old names of keys, and their names. Values under an old name count."""
+"""New names of keys by old names. A value under the old name still takes effect."""
 
 KINDS = {
     "tiered": "name the last tier, disk or redis, and the bytes of those in front of it, tiers.host_bytes and "
     "tiers.disk_bytes",
 }
-"""Removed values of tiers.kind, and their successors. Start-up ends with the sentence."""
+"""Removed values of tiers.kind, and what to set instead. Start-up ends with this sentence as an error."""

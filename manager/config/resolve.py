@@ -1,8 +1,8 @@
-"""Resolution of a configuration: flags over environment over YAML over defaults.
+"""Configuration from flags, which override environment variables, which override a YAML file, and defaults.
 
     config, sources = resolve_config("configs/default.yaml", flags={"--manthan-idle-after": 60})
 
-Every mistake is a ConfigError of a single sentence: the source, the key, the value and the right kind of value.
+A mistake raises ConfigError. Its message is one sentence with source, key and value, and says what would be right.
 """
 
 import logging
@@ -31,18 +31,22 @@ KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|
 """Variables put into every pod of a namespace by a Service named `manthan` or `manthan-redis`."""
 DEFAULT, ARGUMENT = "default", "argument"
 LONG_UNSAVED_S = 30
+"""Most seconds of idle.after_s without a warning at start-up."""
 OLD_GROUPS = {old.rpartition(".")[0] for old in RENAMED} - {""}
 
 
 class Resolved(NamedTuple):
-    """Configuration. sources: by dotted key, the value's source: flag, variable, file or `default`."""
+    """Configuration. sources: by dotted key, the name of the flag, variable or file with the value, or `default`.
+
+    A value in `flags` that is no flag has the source `argument`.
+    """
 
     config: ManthanConfig
     sources: dict[str, str]
 
 
 class _Given(NamedTuple):
-    """Value from a source. old: the key's old name, if the source uses the old name."""
+    """Value, and its source; see `Resolved`. old: the old name of a renamed key, if the source uses it."""
 
     value: object
     source: str
@@ -58,12 +62,14 @@ def resolve_config(
     env: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> Resolved:
-    """Return the configuration and the source of every value. Raises ConfigError.
+    """Return the configuration and the source of every value. Unknown variables and old keys are logged.
 
     Args:
         path: YAML file.
         env: Variables; os.environ unless given. `MANTHAN_TIERS__MAX_BYTES` is `tiers.max_bytes`.
-        flags: Options of `vllm serve`, or dotted keys. None means not given.
+        flags: Values by flag of `vllm serve`, or by dotted key. A value of None counts as not given.
+
+    Raises: ConfigError for an unreadable file, an unknown key in the file, or a wrong value.
     """
     env, given = os.environ if env is None else env, dict[str, _Given]()
     file = [] if path is None else [(str(key), value, str(path)) for key, value in _read_yaml(path).items()]
@@ -95,7 +101,7 @@ def resolve_config(
 
 
 def kind_of_source(source: str) -> str:
-    """Return "flag", "file", "environment", "argument" or "default"."""
+    """Return the kind of a source of `Resolved`: "flag", "file", "environment", "argument" or "default"."""
     if source in (DEFAULT, ARGUMENT):
         return source
     return "flag" if source in FLAG_KEYS else "environment" if source.startswith(ENV_PREFIX) else "file"
@@ -110,7 +116,7 @@ def _read_yaml(path: str | Path) -> dict[object, object]:
         mark = error.problem_mark
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{path}: is not valid YAML: {error.problem}{where}") from None
-    except (yaml.YAMLError, ValueError, RecursionError):  # no text, an impossible date, brackets without end
+    except (yaml.YAMLError, ValueError, RecursionError):  # bytes that are no text, a wrong date, too many brackets
         raise ConfigError(f"{path}: is not valid YAML") from None
     if values is None:
         return {}
@@ -129,7 +135,7 @@ def _warn_once(sentence: str) -> None:
 
 
 def _leaves(key: str, value: object, source: str) -> _Leaves:
-    """Yield the values of FIELDS set by `key: value`. Replace shorthands and old names."""
+    """Yield key and value of each of FIELDS that `key: value` sets, with shorthands and old names replaced."""
     group = GROUPS.get(key)
     if key in REMOVED:
         _warn_once(f"Manthan: {source}: {key} has no effect any more: {REMOVED[key]}")
@@ -158,7 +164,7 @@ def _is_known(key: str) -> bool:
 
 
 def _override(given: dict[str, _Given], layer: _Leaves) -> None:
-    """Lay `layer` over `given`. A policy that replaces another policy does not inherit options."""
+    """Override values of `given` by `layer`. A policy with another name does not get the earlier policy's options."""
     above: dict[str, _Given] = {}
     for key, one in layer:
         for other in (above.get(key), given.get(key)):
@@ -186,10 +192,11 @@ def _nested(given: Mapping[str, _Given]) -> dict[str, Any]:
 
 
 def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
+    """Return the message for pydantic's first error."""
     key, _, _, said = first_mistake(error)
-    if not key or key in GROUPS:  # a validator over several keys, with their names
+    if not key or key in GROUPS:  # from a validator of several keys, which names them
         return f"{', '.join(dict.fromkeys(given[name].source for name in given if name in said))}: {said}"
-    while key not in given:  # inside of a mapping as a value
+    while key not in given:  # the mistake is inside a value that is a mapping
         key = key.rpartition(".")[0]
     value, source, _ = given[key]
     return f"{source}: {must_be(key, FIELDS[key].description, value)}"

@@ -1,4 +1,4 @@
-"""Sentences about mistakes, each with the right kind of value."""
+"""Sentences about mistakes of users. Each says what would be right."""
 
 import difflib
 import re
@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 
 class Mistake(NamedTuple):
-    """First error found by pydantic.
+    """First error that pydantic found.
 
     Args:
-        key: Dotted key; empty if a validator compares several.
+        key: Dotted key; empty if the error is from a validator that compares several keys.
         value: Value given for the key.
         kind: pydantic's name of the error, such as missing.
         said: Sentence of the validator.
@@ -29,7 +29,7 @@ class Mistake(NamedTuple):
 
 
 def first_mistake(error: ValidationError) -> Mistake:
-    """Return the first error only, because people mend errors in turn."""
+    """Return the first error only, because people mend one error after the other."""
     first = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
     return Mistake(key, first["input"], first["type"], first["msg"].removeprefix("Value error, "))
@@ -40,9 +40,9 @@ def written(value: object) -> str:
 
 
 def must_be(key: str, right: str | None, value: object, show: Callable[[object], str] = written) -> str:
-    """Return the sentence about a wrong value. right: the expected kind, behind "must be"."""
+    """Return the sentence about a wrong value. right: completes "KEY must be". show: returns the value as text."""
     shown = show(value)
-    if key == "tiers.redis.url" and re.search("[@?]", str(value)):  # may contain a password
+    if key == "tiers.redis.url" and re.search("[@?]", str(value)):  # the value may have a password
         shown = "a URL with '@' or '?' in it"
     return f"{key} must be {right}, not {shown}"
 

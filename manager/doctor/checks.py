@@ -1,4 +1,4 @@
-"""Checks of the machine and of Redis, for `manthan doctor`. Each returns findings of a single sentence."""
+"""Checks of the machine and of Redis, for `manthan doctor`. Each finding is one sentence."""
 
 import os
 import resource
@@ -19,9 +19,9 @@ from manthan.manager.tiers.redis_client import check, connect, pipelined
 MOUNTS = Path("/proc/self/mounts")
 IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
 REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "afs", "fuse.")
-"""Prefixes of the names of file systems with files on remote machines."""
+"""Names of file systems whose files are on other machines begin so."""
 REDIS_COMMANDS = "DEL, HSET f 1, HGET f, PEXPIREAT 1, SET 1 PX 1000, GET, STRLEN, EXISTS, UNLINK"
-"""Commands sent to Redis by engines, once each, without the key."""
+"""Commands that engines send to Redis, to try once each. The key is to be added behind each first word."""
 
 
 class Grade(StrEnum):
@@ -34,7 +34,7 @@ class Grade(StrEnum):
 
 
 class Finding(NamedTuple):
-    """Result of a check. said: a single sentence; for a fault, with the remedy."""
+    """Result of a check. said: one sentence; if something is wrong, it says what to do."""
 
     check: str
     mark: Grade
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def check_memlock(store: TiersConfig, has_gpu: bool) -> Finding:
-    """Compare the RAM to pin for a GPU with the memlock limit."""
+    """Check that the limit for locked memory (memlock) allows the RAM that is pinned for a GPU."""
     name = "memlock"
     wanted = store.max_bytes if store.kind == "host" else store.front_bytes or store.host_bytes
     if not has_gpu or not wanted:
@@ -60,7 +60,7 @@ def check_memlock(store: TiersConfig, has_gpu: bool) -> Finding:
 
 
 def check_disk(config: ManthanConfig) -> Finding:
-    """Check the folder of a cold store on disk: there, writable, local, and large enough."""
+    """Check that the folder of a disk tier exists, can be written, is on a local disk, and has enough room."""
     name, store, path = "disk", config.tiers, config.tiers.disk.path
     if not store.is_on_disk:
         return Finding(name, Grade.SKIPPED, f"tiers.kind is {store.kind}, which keeps nothing on a disk.")

@@ -1,7 +1,7 @@
 """Check of a chat template: the next turn's prompt must repeat the previous turn's tokens.
 
-A session's KV is of the tokens of a prompt and of the model's answer. The next prompt is rendered anew from messages.
-The KV matches up to the first different token. All later tokens are computed.
+A session has the KV of a prompt's tokens and of the model's answer. The next prompt is rendered anew from messages. Its
+tokens find KV up to the first that differs. All later tokens are computed.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ THOUGHT = "The user asks for a capital. Of France that is Paris, so I say so in 
 ANSWER = "The capital of France is Paris."
 NEXT = "And which one is that of Italy?"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Names of a message's thinking in templates."""
+"""Fields of a message in which templates look for the model's thinking."""
 A_DAY = 27 * 60
-"""Minutes of a day and some hours."""
+"""Minutes until the next turn, on another day and at another hour."""
 BEGINNING = datetime(2026, 1, 5, 9, 30)
 """Begin of a conversation, for templates with a date."""
 AROUND = 8
@@ -72,7 +72,7 @@ class Parting(NamedTuple):
     """First difference between a turn and the next prompt.
 
     Args:
-        of: Name of the try.
+        of: Name of the kind of answer.
         kept: Number of the turn's `tokens` at the begin of the next prompt.
         before: Text before the difference.
         was: Text of the turn from there on.
@@ -88,7 +88,7 @@ class Parting(NamedTuple):
 
     @property
     def rewrites(self) -> bool:
-        """True if the prompt repeats less than all. The last token may merge with the text behind."""
+        """True if the prompt does not repeat the turn. The last token does not count: it may merge with later text."""
         return self.kept < self.tokens - 1
 
 
@@ -154,7 +154,7 @@ def check_template(renderer: Renderer) -> Finding:
         Grade.WRONG,
         f"it rewrites history ({worst.of}): the next prompt repeats {worst.kept} of a turn's {worst.tokens} tokens, up "
         f"to {worst.before!r}, and goes on with {worst.comes!r} where {worst.was!r} was{f' ({also})' if also else ''}; "
-        "what is behind that is computed anew in each turn: use a template that only appends (--chat-template).",
+        "each turn computes all later tokens again: use a template that only appends (--chat-template).",
     )
 
 

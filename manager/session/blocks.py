@@ -20,7 +20,7 @@ Mask: TypeAlias = NDArray[np.bool_]
 
 NO_ROWS: Rows = np.zeros(0, np.int32)
 NO_GROUP = -1
-"""Group of the blocks of sessions without compressed blocks."""
+"""Group of sessions' blocks in a model that stores blocks for resume points only; see `MemoryShape.stores_main`."""
 NOBODY = "\0"
 """Tenant of blocks stored by another engine. They count towards no share, and no tenant can have this name."""
 
@@ -28,10 +28,11 @@ SAVED, STORING = 1, 2
 MOST_INNER = 4
 """Most refinements of a block."""
 HIGH, LOSSLESS = 2, 4
-"""Least levels of a block for requests of high quality, and of a lossless block."""
-_EMPTY, _GONE = -1, -2  # in the index
+"""Least level of a block for requests with `quality: high`, and level of a block that keeps every bit."""
+_EMPTY, _GONE = -1, -2  # slots of the hash index: never used, and freed
 _FIRST_ROWS = 256
-_AT_ONCE = 1 << 18
+_AT_ONCE = 1 << 18  # rows entered into a new index at a time
+# Odd constants that spread a block hash's words over the index.
 _SPREAD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
 _COLUMNS = {
     "group": np.int8,
@@ -68,11 +69,11 @@ LEVELS = Level(0.032, 20), Level(0.0075, 12), Level(0.00096, 8), Level(0.00012, 
 class GroupShape:
     """Sizes of a block of a KV cache group, all ranks together.
 
-    tokens: of a block. pool_nbytes: bytes in the pool. bounds: the most bytes of a compressed block, by the number of
-    exact first tokens; 0 is always there. typical: bytes to expect without exact tokens; 0 for the bound. codec: name
-    of the codec; empty for the configured codec. is_lossless: True if the codec keeps every bit. levels: of a new
-    block, 1 without refinements to cut. level: of a block with unknown refinements; a block without refinements has the
-    level of about equal fineness.
+    tokens: number of tokens in a block. pool_nbytes: bytes in the pool. bounds: the most bytes of a compressed block,
+    by its number of exact first tokens; always has 0. typical: bytes to expect without exact tokens; 0 for the bound.
+    codec: name of the codec; empty for the configured codec. is_lossless: True if the codec keeps every bit. levels:
+    number of levels of a new block: 1, and 1 for each refinement. level: level of a block whose refinements are
+    unknown; for a codec without refinements, the level of LEVELS with about the same divergence.
     """
 
     tokens: int
@@ -98,8 +99,8 @@ class GroupShape:
 class MemoryShape:
     """Sizes of the blocks of all stored KV cache groups.
 
-    main: the group whose block hashes make up sessions. stores_main: False if no layer looks back over a whole session,
-    so blocks are stored for resume points only.
+    main: the group whose block hashes make up sessions. stores_main: False if no layer looks back over a whole session.
+    Then only blocks of resume points are stored.
     """
 
     groups: Mapping[int, GroupShape]
@@ -160,14 +161,14 @@ class BlockTable:
     A row without any of these is freed. Columns, readable by all:
 
     group, depth: KV cache group, and position among the blocks of the session and group.
-    users: number of sessions, or resume points, with the block.
-    holds: number of requests with the block in the prompt.
+    users: number of sessions, or resume points, that have the block.
+    holds: number of running requests that have the block in their prompt.
     pins: number of loads reading the block now. A pinned block is never dropped.
     status: SAVED if every rank has the block in a tier, STORING during a store.
     nbytes, exact, mark: of the compressed block: size, number of exact tokens, and mark of the encoded KV.
     level: number of refinements of the compressed block; see `GroupShape.level` for a block without refinements.
-    inner: bytes of the first part, of two parts, and so on, without the total; 0 behind the last.
-    reserved: most bytes of the store under way.
+    inner: bytes of the first part, of the first two parts, and so on, without the total; then zeros.
+    reserved: bytes reserved for the store under way, the most that it may take.
     tenant: number of the tenant whose share counts the block, see `tenant_number`.
     origin: number of a session with the block; 0 if unknown.
     moved: bit n is set if the block has left front tier n, by estimate. The fastest tier is 0.
@@ -204,7 +205,7 @@ class BlockTable:
         self.saved_nbytes = 0
         """Bytes of compressed blocks in the tiers."""
         self.reserved_nbytes = 0
-        """Most bytes of stores under way."""
+        """Bytes reserved for stores under way."""
         self.saved_blocks: dict[int, int] = {}
         """Number of saved blocks by group."""
         self.storing = 0
@@ -212,16 +213,16 @@ class BlockTable:
         self.exact_blocks = 0
         """Number of saved blocks with exact tokens."""
         self._refined = np.zeros(MOST_INNER + 1, np.int64)
-        """Number of saved blocks, by number of refinements left to cut."""
+        """Number of saved blocks, by their number of refinements."""
         self.moved_nbytes = [0] * 8
-        """Bytes of saved blocks gone from each front tier."""
+        """For each front tier, bytes of saved blocks that have left it, by estimate."""
 
     def __len__(self) -> int:
         return len(self._free) - self._free_count
 
     @property
     def memory(self) -> int:
-        """Bytes of the table."""
+        """Bytes of memory that the table takes."""
         columns = sum(getattr(self, name).nbytes for name in _COLUMNS)
         return int(columns + self._hashes.nbytes + self._index.nbytes + self._free.nbytes)
 
@@ -244,10 +245,11 @@ class BlockTable:
         return int(self.find(group, [block_hash])[0])
 
     def enter(self, group: int, block_hashes: Sequence[bytes], depths: ArrayLike) -> Rows:
-        """Return the rows of these different blocks of a group, with a new row for each unknown block.
+        """Return the rows of blocks of a group. Unknown blocks get new rows.
 
         Args:
-            depths: of each block, or of the first if blocks are consecutive.
+            block_hashes: none twice.
+            depths: depth of each block, or of the first if the blocks are consecutive.
 
         Raises:
             ValueError: Block hashes have different lengths.
@@ -291,7 +293,7 @@ class BlockTable:
         return np.frombuffer(joined, np.uint64).reshape(-1, width)
 
     def _slots(self, groups: ArrayLike, words: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the index's first slot for each block."""
+        """Return the slot of the index at which the search for each block begins."""
         spread = _SPREAD[np.arange(words.shape[1]) % len(_SPREAD)]
         mixed = (words * spread).sum(axis=1, dtype=np.uint64) + np.asarray(groups, np.int64).astype(np.uint64)
         mixed = (mixed ^ (mixed >> np.uint64(32))) * _SPREAD[0]
@@ -363,41 +365,41 @@ class BlockTable:
     # -- users of a block ----------------------------------------------------------------------------
 
     def use(self, rows: Rows, by: int) -> None:
-        """Add `by` to the users of different rows; free unneeded rows."""
+        """Add `by` to the users of rows, none twice; free unneeded rows."""
         self.users[rows] += by
         if by < 0:
             self.free_unneeded(rows)
 
     def hold(self, rows: Rows, by: int) -> None:
-        """Add `by` to the holds of different rows; free unneeded rows."""
+        """Add `by` to the holds of rows, none twice; free unneeded rows."""
         self.holds[rows] += by
         if by < 0:
             self.free_unneeded(rows)
 
     def pin(self, rows: Rows, by: int) -> None:
-        """Add `by` to the pins of different rows; free unneeded rows."""
+        """Add `by` to the pins of rows, none twice; free unneeded rows."""
         self.pins[rows] += by
         if by < 0:
             self.free_unneeded(rows)
 
     def belong(self, rows: Rows, session: int) -> None:
-        """Note the session of rows without a known session."""
+        """Set `origin` to the number `session` in rows without an origin."""
         unknown = rows[self.origin[rows] == 0]
         self.origin[unknown] = session
 
     def leave(self, rows: Rows, session: int) -> None:
-        """Forget the session of these rows."""
+        """Clear `origin` in rows where it is the number `session`."""
         own = rows[self.origin[rows] == session]
         self.origin[own] = 0
 
     def free_unneeded(self, rows: Rows) -> None:
-        """Free the unneeded rows of `rows`."""
+        """Free the rows among `rows` that nothing uses, holds, pins, saves or stores."""
         needed = (self.users[rows] > 0) | (self.holds[rows] > 0) | (self.pins[rows] > 0) | (self.status[rows] > 0)
         gone = rows[~needed]
         if not len(gone):
             return
         self._index[self._slot[gone]] = _GONE
-        self.group[gone] = -128  # without a group: a probe passes over the row
+        self.group[gone] = -128  # no group's number, so that `_probe` never finds the row
         self._free[self._free_count : self._free_count + len(gone)] = gone
         self._free_count += len(gone)
 
@@ -427,7 +429,7 @@ class BlockTable:
         return droppable
 
     def reserve(self, rows: Rows, bounds: ArrayLike, tenant: str) -> None:
-        """Begin to store rows of at most `bounds` bytes each. A saved block is to be replaced."""
+        """Note the begin of a store of rows. bounds: most bytes of each. A row saved already will be replaced."""
         new = rows[(self.status[rows] & SAVED) == 0]
         self.tenant[new] = self.tenant_number(tenant)
         self.status[rows] |= STORING
@@ -437,12 +439,12 @@ class BlockTable:
         self.reserved_nbytes += int(self.reserved[rows].sum(dtype=np.int64))
 
     def unreserve(self, rows: Rows) -> None:
-        """End a failed store. An earlier saved block stays."""
+        """Note the failure of a store. A block saved before stays."""
         self._end_store(rows)
         self.free_unneeded(rows)
 
     def refined(self, level: int) -> int:
-        """Return the number of saved blocks that can be cut to below a level."""
+        """Return the number of saved blocks with at least `level` refinements, which can be cut to fewer."""
         return int(self._refined[level:].sum())
 
     def save(
@@ -455,14 +457,14 @@ class BlockTable:
         level: ArrayLike = 0,
         inner: ArrayLike = 0,
     ) -> None:
-        """Note rows saved by every rank.
+        """Note that every rank has saved these rows. Arguments are for each row, or one for all.
 
         Args:
-            nbytes: of each compressed block.
-            exact: number of exact tokens of each.
-            mark: of the encoded KV of each.
-            tenant: paying tenant; None for the tenant of the store's begin.
-            level, inner: of each.
+            nbytes: bytes of the compressed block on all ranks.
+            exact: number of exact tokens.
+            mark: `Mark` of the encoded KV.
+            tenant: tenant whose share counts the rows; None for the tenant given to `reserve`.
+            level, inner: see the columns.
         """
         if tenant is not None:
             self.tenant[rows] = self.tenant_number(tenant)
@@ -474,7 +476,7 @@ class BlockTable:
         self._count(rows, +1)
 
     def trim(self, rows: Rows, level: int) -> None:
-        """Note saved rows cut to a level below their own."""
+        """Note that saved rows were cut to `level` refinements; each had more."""
         moved = self.moved[rows]
         self._uncount(rows)
         self.status[rows] |= SAVED
@@ -490,7 +492,7 @@ class BlockTable:
         self.free_unneeded(rows)
 
     def move(self, rows: Rows, moved: ArrayLike) -> None:
-        """Set the front tiers left by saved rows."""
+        """Set `moved` of saved rows; see the column."""
         for tier, sign in ((tier, sign) for tier in range(8) for sign in (-1, +1)):
             bits = self.moved[rows] if sign < 0 else np.broadcast_to(np.asarray(moved, np.uint8), rows.shape)
             nbytes = self.nbytes[rows][(bits >> tier & 1) > 0]
@@ -562,7 +564,12 @@ def common_prefix(rows: Rows, others: Rows) -> int:
 
 
 def runs(rows: Rows, keys: Collection[NDArray[np.generic]], depths: NDArray[np.int32], most: int) -> list[slice]:
-    """Return slices of rows with consecutive depths and equal keys, of `most` rows at most."""
+    """Return slices of `rows` of consecutive depths and equal keys, of `most` rows at most.
+
+    Args:
+        keys: arrays with a value for each row.
+        depths: depth of each row.
+    """
     breaks = np.zeros(len(rows) + 1, np.bool_)
     breaks[0] = breaks[-1] = True
     breaks[1:-1] = np.diff(depths) != 1

@@ -46,7 +46,7 @@ def _printable(name: str) -> str:
 
 
 def check_session_id(session_id: str | None) -> None:
-    """Raise HintError for a session's id too long or unprintable, because logs and a page show the id."""
+    """Raise HintError for a session's id that is too long or not printable, because logs and a page show it."""
     if session_id and (len(session_id) > LONGEST_NAME or not session_id.isprintable()):
         shown = reprlib.repr(session_id)
         raise HintError(f"session_id must have at most {LONGEST_NAME} printable characters, not {shown}")
@@ -89,16 +89,16 @@ class TokenRange(BaseModel):
 
 
 class Hints(BaseModel):
-    """Hints of a request for the session. None, false or empty says nothing, and earlier hints hold.
+    """Hints of a request about its session. A hint that is None, false or empty changes nothing.
 
-    pin: True keeps the compressed blocks whatever comes; False ends a pin. keep: ranges of tokens, each kept for a
-    time. ttl_s: seconds after the last use until the session is forgotten. priority: sessions of lower priority go
-    before any of higher priority, under every policy; 0 by default. release: drop the session at this request's end.
-    expect_return_s: seconds until the client is back, about. tool: tool the client waits for, with seconds learned from
-    earlier waits of sessions for the tool. prefetch: ids of sessions about to be used. parent_session_id: session that
-    this session works for. tenant: payer of the session. quality: "exact" if this request takes only exactly computed
-    KV, "high" for KV decoded from blocks of level `HIGH` or finer too, "any" for all decoded KV. store: False if no KV
-    of this request and of later requests of the session may reach a tier, True if allowed again.
+    pin: True keeps the compressed blocks when others are dropped; False ends a pin. keep: ranges of tokens, each kept
+    for a time. ttl_s: seconds after the last use until the session is forgotten. priority: sessions of lower priority
+    are dropped before those of higher priority, under every policy; 0 by default. release: drop the session at this
+    request's end. expect_return_s: approximate seconds until the client returns. tool: tool that the client waits for;
+    the seconds are learned from earlier waits for it. prefetch: ids of sessions about to be used. parent_session_id:
+    session that this session works for. tenant: tenant that the session belongs to. quality: "exact" if this request
+    takes exact KV only, "high" for KV decoded from blocks of level `HIGH` or finer too, "any" for all decoded KV.
+    store: False if no KV of this and later requests of the session may reach a tier; True to allow it again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -163,9 +163,9 @@ NO_HINTS = Hints()
 
 
 def parse_hints(value: object) -> Hints:
-    """Return the hints under `WHERE` of a request; a hint of null counts as absent.
+    """Return the hints of a request. value: mapping under `WHERE` of the request, or None. A hint of null is absent.
 
-    Raises HintError for unknown hints, with the nearest valid name, for invalid values, and for contradictory hints.
+    Raises: HintError for an unknown hint, a wrong value, or hints that contradict each other.
     """
     if value is None:
         return NO_HINTS
@@ -190,21 +190,21 @@ def _sentence(error: ValidationError, value: Mapping[str, object]) -> str:
 
 
 LAST_PAUSES = 32
-"""Number of counted last pauses of a tool."""
+"""Number of a tool's latest pauses that count."""
 ENOUGH_PAUSES = 3
-"""Number of pauses before a tool's duration is told."""
+"""Least number of pauses from which a tool's duration is estimated."""
 SURE_PAUSES = 8
-"""Least number of pauses for prefetches of sessions that wait for a tool."""
+"""Least number of pauses for a prefetch of a session that waits for the tool."""
 SURE_RATIO = 2.0
-"""Largest ratio of the pauses' quartiles for such prefetches."""
+"""Largest ratio of the pauses' third quartile to the first for such a prefetch."""
 MOST_TOOLS = 4096
-"""Most remembered tools of all tenants. Tools without a wait for longest are forgotten."""
+"""Most tools remembered, of all tenants. The tool with the oldest last return is forgotten first."""
 
 
 class ToolTimes:
-    """Pauses of sessions with a known awaited tool, from a request's end to the next begin.
+    """Pauses of sessions that waited for a tool: seconds from a request's end to the next request's begin.
 
-    No tenant learns of another tenant's pauses.
+    Each tenant's tools have pauses of their own.
     """
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class ToolTimes:
         return len(self._pauses)
 
     def took(self, tenant: str, tool: str, seconds: float) -> None:
-        """Note the return of a tenant's session from a tool."""
+        """Note that a tenant's session returned after waiting so many seconds for a tool."""
         pauses = self._pauses.setdefault((tenant, tool), deque(maxlen=LAST_PAUSES))
         self._pauses.move_to_end((tenant, tool))
         pauses.append(seconds)
@@ -227,7 +227,7 @@ class ToolTimes:
         return median(pauses) if len(pauses) >= ENOUGH_PAUSES else None
 
     def is_sure(self, tenant: str, tool: str) -> bool:
-        """True if a tool's pauses are alike enough to prefetch the waiting sessions."""
+        """True if a tool's pauses differ so little that sessions which wait for it can be prefetched."""
         pauses = self._pauses.get((tenant, tool), ())
         if len(pauses) < SURE_PAUSES:
             return False
@@ -236,11 +236,12 @@ class ToolTimes:
 
 
 class SaidBySession:
-    """Obeys hints, or refuses to: pins, times to live, expected returns.
+    """Does what hints ask for, or refuses it: pins, times to live, expected returns.
 
     Args:
-        pin: pins a session and returns the reason for a refusal. unpin: ends the pin. keep: pins only first tokens.
-        forget: keeps nothing of a session.
+        pin: pins a session; returns the reason for a refusal, or nothing. unpin: ends the pin.
+        keep: pins so many first tokens; returns like `pin`.
+        forget: drops all of a session.
         ttl_s: default seconds after the last use until a session is forgotten; None for never.
     """
 
@@ -256,13 +257,13 @@ class SaidBySession:
         self._table, self._pin, self._unpin, self._keep = table, pin, unpin, keep
         self._forget, self._ttl_s = forget, ttl_s
         self.ttls, self.pins = Deadlines(), Deadlines()
-        """Times at which sessions are forgotten, and at which pins or the first kept ranges end."""
+        """For each session, the times at which it is forgotten, and at which its pin or a kept range next ends."""
         self._tools = ToolTimes()
         self.expected: Callable[[Session, float], None] = lambda session, now: None
-        """Called when a session's expected return changes. Set by a prefetcher."""
+        """Called with session and time when a session's expected return changes. The prefetcher sets it."""
 
     def take(self, session: Session, hints: Hints, now: float) -> str:
-        """Obey a request's hints. Return the refusal, in a sentence."""
+        """Do what a request's hints ask for. Return the reason for a refusal, in a sentence; empty for none."""
         refused = ""
         if hints.pin or (session.is_pinned and hints.pin is None):
             refused = self.pin(session, session.pinned_until if hints.pin is None else None)
@@ -281,7 +282,7 @@ class SaidBySession:
         return refused or refused_range
 
     def await_return(self, session: Session, seconds: float | None, tool: str, since: float) -> None:
-        """Note the time of a client's return: `seconds` after `since`, or the tool's end, if known."""
+        """Note when the client returns: `seconds` after `since`, or if None, when the tool usually ends, if known."""
         session.tool, session.is_sure = tool, seconds is not None or self._tools.is_sure(session.tenant, tool)
         if seconds is None:
             seconds = self._tools.expected(session.tenant, tool)
@@ -289,28 +290,29 @@ class SaidBySession:
         self.expected(session, since)
 
     def returned(self, session: Session, now: float) -> None:
-        """Note a request's begin on a session without requests."""
+        """Note that a request begins in a session without running requests."""
         if session.tool:
             self._tools.took(session.tenant, session.tool, max(0.0, now - session.last_used))
             session.tool = ""
 
     def pin(self, session: Session, until: float | None) -> str:
-        """Pin a session until `until`, None for good, or renew the pin as the session grows. Return the reason of a
-        refusal.
-        """
+        """Pin a session, or its new blocks, until time `until`; None for no end. Return the reason for a refusal."""
         refused = self._pin(session)
         session.pinned_until = None if refused else until
         self._renew(session)
         return refused
 
     def unpin(self, session: Session) -> None:
-        """Take a pin back."""
+        """End a session's pin."""
         session.pinned_until = None
         self._unpin(session)
         self._renew(session)
 
     def _renew(self, session: Session, now: float = -inf) -> str:
-        """Keep the unexpired ranges. Return the reason of a refusal. KV is useless without all earlier KV."""
+        """Pin up to the end of the last range not expired, because KV is worthless without all earlier KV.
+
+        Return the reason for a refusal; empty for none.
+        """
         session.keeps = tuple(each for each in session.keeps if each[0] > now)
         refused = self._keep(session, max((end for _, end in session.keeps), default=0))
         if refused:
@@ -321,7 +323,7 @@ class SaidBySession:
         return refused
 
     def adopted(self, session: Session, was_pinned: bool, now: float) -> None:
-        """Take over the hints of a session of an earlier engine."""
+        """Obey the hints that a session had in an earlier engine."""
         if was_pinned:
             self._pin(session)
         self.expected(session, now)
@@ -341,6 +343,6 @@ class SaidBySession:
                 self._forget(session, DropCause.EXPIRED)
 
     def forget(self, session_id: str) -> None:
-        """Forget the hints of a finished session."""
+        """Forget the hints of a forgotten session."""
         self.ttls.set(session_id, None)
         self.pins.set(session_id, None)

@@ -55,33 +55,33 @@ from manthan.manager.transfer import JOB_BLOCKS, Transfer
 from manthan.policies import EvictionPolicy, PolicyOptions
 
 DOUBLINGS = 5
-"""Most doublings of the wait of a session without room in the tiers."""
+"""Most doublings of the wait until a session is saved again, after the tiers had no room for it."""
 SPARE_SHARE = 1 / 8
-"""Share of the budget for spare resume points of all sessions."""
+"""Share of the budget that the spare resume points of all sessions may take."""
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
-"""Orders of an operator that wait for the session's request."""
+"""Orders of an operator that are refused while a request of the session runs."""
 
 
 class Shares(NamedTuple):
     """Shares of the tiers' budget for all pinned sessions together and for each tenant.
 
-    "*" stands for each tenant without a separate share. 1 is the whole budget. A tenant's pinned sessions may take the
-    same part of the tenant's share.
+    "*" stands for each tenant without a share of its own. 1 is the whole budget. A tenant's pinned sessions may take
+    `pinned` of the tenant's share.
     """
 
     pinned: float = 0.25
     tenants: Mapping[str, float] = {}
     heads: float = 0.25
-    """Share for exact heads common to sessions."""
+    """Share for first blocks that sessions share, which are stored exact."""
 
     def of_tenant(self, tenant: str) -> float:
-        """Return the share of a tenant. Sessions without a tenant have no quota."""
+        """Return the share of a tenant; 1 for no tenant."""
         others = 1.0 if tenant in ("", NOBODY) else self.tenants.get("*", 1.0)
         return self.tenants.get(tenant, others)
 
 
 class PointParts(NamedTuple):
-    """Resume point as named by a driver: the depth, and group, block hash and position of each needed block."""
+    """Resume point: its depth, and group, block hash and position of each block of further groups that it needs."""
 
     depth: int
     parts: Sequence[tuple[int, bytes, int]]
@@ -89,10 +89,11 @@ class PointParts(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Request and match: the rows of the prompt's full blocks, looked up once.
+    """Running request.
 
-    tokens: of the prompt. own: number of first blocks brought by the session, or a session of the same name. Behind
-    these blocks the request takes exact blocks only. quality: of the KV taken.
+    hashes, rows: of the prompt's full blocks. tokens: number of the prompt's tokens. own: number of the prompt's first
+    blocks that the session has, or one of the same name; behind these, the request takes exact blocks only. quality:
+    see `Hints`.
     """
 
     request_id: str
@@ -113,7 +114,7 @@ class Request:
         return (*self.session.owner, "high") if self.quality == "high" else self.session.owner
 
     def has_brought(self, blocks: int) -> None:
-        """Note that another engine has served the named session the prompt's first `blocks` blocks."""
+        """Note that the session has the prompt's first `blocks` blocks in another engine. Only names tell this."""
         if self.session.name is not None and self.quality != "exact":
             self.own = max(self.own, blocks)
 
@@ -122,7 +123,7 @@ class Request:
 class StorePlan:
     """Store to begin. The pool's blocks are referenced already.
 
-    exact: number of exact tokens of each block. replaces: True for saved blocks.
+    exact: number of exact tokens of each block. replaces: for each block, True if it was saved before.
     """
 
     transfer: Transfer
@@ -132,8 +133,8 @@ class StorePlan:
 
 
 class Outcome(NamedTuple):
-    """Answer to a request's hints: the session's id in the tenant's form, True if pinned, and the refusal, in a
-    sentence or empty. lossy_tokens: lossy cached tokens of the prompt.
+    """Answer to a request's hints. session_id: id shown to the tenant. refused: reason for a refusal, in a sentence;
+    empty for none. lossy_tokens: number of the prompt's cached tokens that are decoded or derived.
     """
 
     session_id: str
@@ -143,8 +144,8 @@ class Outcome(NamedTuple):
 
 
 class StoresBegun(NamedTuple):
-    """Begun stores, of the first `taken` of some rows. is_gone: True if the pool has no exact or derived copy of the
-    next row. lost: number of rows absent from the pool.
+    """Stores begun, of the first `taken` of some rows. is_gone: True if they end because the next row's block is absent
+    from the pool, or decoded there. lost: number of rows whose blocks are absent from the pool.
     """
 
     plans: list[StorePlan]
@@ -154,9 +155,10 @@ class StoresBegun(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """Sessions by state, and contents of the tiers. pool_nbytes: bytes of the saved blocks in the pool.
+    """Numbers of sessions, by state, of complete resume points and of blocks, and bytes in the tiers.
 
-    unsaved_blocks: unsaved blocks of sessions and requests.
+    unsaved_blocks: of sessions and requests. exact_blocks: saved blocks with exact tokens. pool_nbytes: bytes that the
+    saved blocks take in the pool when resident.
     """
 
     sessions: dict[SessionState, int]
@@ -170,22 +172,23 @@ class Usage(NamedTuple):
 
 
 class SessionManager:
-    """Decides for an engine.
+    """Decides for an engine which blocks are stored, loaded and dropped.
 
     Args:
         policy: orders the sessions with compressed blocks.
+        shape: sizes of the blocks.
         capacity_nbytes: hard budget of the tiers, all ranks together.
-        idle_after_s: seconds after the last request at which a session is saved.
+        idle_after_s: seconds from a session's last request until it is saved.
         events: the engine's stream of events.
         min_tokens: shorter sessions are not tracked.
-        label: part of the ids of sessions without a name.
-        options: of the policy; None for the defaults.
-        sink_tokens: number of each session's exact first tokens.
-        quality: of requests without a hint.
+        label: part of the ids of sessions without a name, different for each engine.
+        options: options of the policy; None for the defaults.
+        sink_tokens: number of first tokens of each session that are kept exact.
+        quality: quality of requests without such a hint; see `Hints`.
         is_shared: True if several engines use the same tier.
-        ttl_s: seconds after the last use at which a session is forgotten; None for never.
-        is_exclusive: True if a full tier need not hold the pool's blocks.
-        levels: of blocks with refinements.
+        ttl_s: seconds from a session's last use until it is forgotten; None for never.
+        is_exclusive: True if tiers last no longer than the pool, so that a full tier need not hold resident blocks.
+        levels: levels of blocks with refinements, the base first.
     """
 
     pool: Pool
@@ -227,38 +230,33 @@ class SessionManager:
         self._is_shared, self._is_exclusive, self._levels = is_shared, is_exclusive, levels
         self._sink, self._wanted_sink = sink_tokens, sink_tokens
         self.due = Deadlines()
-        """When idle sessions are to be saved."""
+        """Times at which idle sessions are saved."""
         self.saving: dict[Session, None] = {}
         """Idle sessions being saved."""
         self._loading: dict[str, Rows] = {}
         """By id of a load, the pinned rows."""
         self._torn: set[int] = set()
-        """Rows in a load, to be dropped afterwards because a rank could not store them again."""
+        """Rows to drop once no load reads them, because only some ranks have stored them again."""
         self._pins: dict[Session, int] = {}
-        """Bytes counted for sessions with a pin or a kept head."""
+        """Bytes that each pinned session, or its kept ranges, count for in `Shares.pinned`."""
         self._heads: set[int] = set()
-        """Rows of shared, exactly stored heads."""
+        """Rows of blocks that sessions share and that are stored exact."""
         self.read: Callable[[Rows], None] = lambda rows: None
-        """Called with read rows. Set by the estimate of front tiers."""
+        """Called with rows that a load has read. `FrontTiers` sets it."""
         self._heirs: dict[Session, None] = {}
-        """Sessions that enter the policy's order again: their relatives no longer share their blocks."""
+        """Sessions to enter into the policy's order again, because relatives no longer share their blocks."""
         self._heads_only: dict[Session, None] = {}
-        """Sessions outside of the policy's order, because their remaining head is shared entirely."""
+        """Sessions outside of the policy's order, because relatives share all blocks that they have left."""
         self.spare = 0
-        """Number of saved blocks to maintain at the head of the pool's free queue."""
+        """Number of saved blocks that the head of the pool's free queue should have."""
         self._led: list[tuple[int, int]] = []
         """Number and resident depth of each session whose blocks the pool was last told to overwrite first."""
         self._left_out = 0
-        """Number of consecutive last returns without the last answer."""
+        """Number of latest consecutive returns whose prompts lack the last answer."""
         self.table.gone.append(self._forgotten)
 
     def bind(self, pool: Pool, spare: int, unkept: Callable[[], None]) -> None:
-        """Use this pool.
-
-        Args:
-            spare: number of saved blocks to maintain at the head of the free queue.
-            unkept: called when the number of blocks before the first unsaved block shrinks.
-        """
+        """Use this pool. spare: see the attribute. unkept: called when saved blocks become unsaved ones."""
         self.pool, self.spare, self._unkept = pool, spare, unkept
 
     def recode(self, shape: MemoryShape, capacity_nbytes: int, all_exact: bool = False) -> None:
@@ -281,12 +279,12 @@ class SessionManager:
         tenant: str = "",
         tail: bytes | None = None,
     ) -> Request:
-        """Find the session of a new request.
+        """Find or make the session of a new request.
 
         Args:
-            hashes: of the prompt's full blocks.
-            name: the client's name of the session; None without a name.
-            tokens: of the prompt; None for the blocks' tokens.
+            hashes: block hashes of the prompt's full blocks.
+            name: the client's name for the session; None without a name.
+            tokens: number of the prompt's tokens; None if there are none behind the full blocks.
             tail: the prompt's tokens behind the full blocks, as bytes; None if unknown.
         """
         rows = self.blocks.enter(self.shape.session_group, hashes, 0)
@@ -319,9 +317,9 @@ class SessionManager:
         return request
 
     def _leaves_answer_out(self, session: Session, hashes: Sequence[bytes], rows: Rows) -> bool:
-        """True if a longer prompt lacks the session's last answer. Learn if all prompts do.
+        """True if a prompt goes on from the session but lacks its last answer. Count such prompts.
 
-        Chat templates leave out the model's thinking. A single prompt with an answer ends the belief.
+        Some chat templates leave out the model's thinking. A single prompt with the answer sets the count to 0.
         """
         before = session.prompt_tokens // self.shape.block_tokens
         if session.requests or not session.answer or before >= len(hashes):
@@ -329,12 +327,12 @@ class SessionManager:
         if hashes[before] == session.answer:
             self._left_out = 0
             return False
-        is_left_out = common_prefix(session.rows, rows) >= before - 1  # else an earlier message is another
+        is_left_out = common_prefix(session.rows, rows) >= before - 1  # else an earlier message was changed
         self._left_out += is_left_out
         return is_left_out
 
     def _leave_answer(self, session: Session, length: int) -> None:
-        """Cut a session behind the last prompt. The pool overwrites the answer before unsaved blocks."""
+        """Cut a session at the end of its last prompt. The pool then overwrites the answer before unsaved blocks."""
         rows = session.rows[length:]
         hashes = self.blocks.hashes(rows[(self.blocks.users[rows] == 1) & (self.blocks.holds[rows] == 0)])
         self.cut(session, length, DropCause.ABANDONED)
@@ -353,15 +351,15 @@ class SessionManager:
         lossy: int = 0,
         ending: str = "",
     ) -> tuple[Outcome | None, list[StorePlan]]:
-        """Note the end of a request. Return the outcome of the hints, and stores of the resume points.
+        """Note the end of a request. Return the answer to its hints, None if unknown, and stores of resume points.
 
         Args:
-            hashes: of all computed blocks, prompt and answer.
-            tokens: of prompt and answer.
-            points: resume points in the pool now.
-            found: prompt tokens resident or loaded.
-            lossy: found tokens that were lossy.
-            ending: ending of the answer, such as a stop token; see `SessionView.ending`.
+            hashes: block hashes of all computed blocks, of prompt and answer.
+            tokens: number of tokens of prompt and answer; None if there are none behind the blocks.
+            points: resume points whose blocks the pool has now, the deepest first.
+            found: number of the prompt's tokens that were resident or loaded.
+            lossy: number of found tokens that were decoded or derived.
+            ending: how the answer ended, such as a stop token; see `SessionView.ending`.
         """
         request = self.requests.pop(request_id, None)
         if request is None:
@@ -403,7 +401,7 @@ class SessionManager:
             self.table.order_of[tenant] = Order(self._make_policy)
 
     def _home(self, session: Session, rows: Rows, now: float) -> Session:
-        """Return the session extended by these rows, after growth of sessions or with the known answer."""
+        """Return the session that these rows extend. Other sessions may have grown since the request came."""
         found = self.table.find(rows, session.name, session.tenant)
         if found is None:
             if not len(session.rows):
@@ -451,7 +449,7 @@ class SessionManager:
             self.due.set(session.session_id, now + self.idle_after_s)
 
     def _place(self, session: Session, points: Sequence[PointParts]) -> list[StorePlan]:
-        """Enter resume points of a session, and begin to store their blocks."""
+        """Enter resume points of a session, the deepest first, and begin to store their blocks."""
         wanted = [point for point in points if point.depth >= self.min_blocks]
         if not wanted or session.stays_out:
             return []
@@ -479,9 +477,7 @@ class SessionManager:
         return rows
 
     def _store_parts(self, rows: Rows, session: Session) -> tuple[list[StorePlan], bool]:
-        """Begin to store blocks of further groups. Return the stores, and True if all needed blocks are being
-        stored.
-        """
+        """Begin to store blocks of further groups. Return the stores, and False if some could not begin."""
         plans: list[StorePlan] = []
         for group in np.unique(self.blocks.group[rows]).tolist():
             needed = rows[(self.blocks.group[rows] == group) & (self.blocks.status[rows] == 0)]
@@ -494,10 +490,10 @@ class SessionManager:
     # -- loads ----------------------------------------------------------------------------------------
 
     def match(self, request: Request, resident: int, usable: int) -> int:
-        """Return the number of loadable blocks behind the request's resident blocks.
+        """Return the number of blocks to load behind the request's `resident` blocks, up to block number `usable`.
 
-        The blocks are saved, without a gap, and as fine as the request's quality demands. Behind the blocks brought by
-        the session, they are exact. If resume points are needed, the blocks end at a resume point.
+        The blocks are saved, without a gap, and as fine as the request's quality demands. Behind `Request.own` they are
+        exact. If resume points are needed, the blocks end at a resume point.
         """
         blocks, rows, is_high = self.blocks, request.rows[resident:usable], request.quality == "high"
         length = blocks.saved_prefix(rows)
@@ -527,9 +523,9 @@ class SessionManager:
         return is_exact
 
     def _is_whole(self, rows: Rows) -> Mask:
-        """Return a mask of the saved rows that keep every encoded bit.
+        """Return a mask of the saved rows that decode, bit for bit, to what was encoded.
 
-        A block being stored again is excluded, because some rank may have a lossy copy by now.
+        Blocks that are being stored again do not count, because some rank may have a lossy copy by now.
         """
         is_whole = np.zeros(len(rows), np.bool_)
         for number, group in self.shape.groups.items():
@@ -549,11 +545,11 @@ class SessionManager:
         return beside
 
     def load_finished(self, load_id: str, failed: Iterable[BlockName] = ()) -> None:
-        """Unpin the rows of a load. failed: unreadable blocks, to be dropped."""
+        """Unpin the rows of a load. failed: blocks that could not be read, and are dropped."""
         rows = self._loading.pop(load_id, NO_ROWS)
         blocks = self.blocks
         bad = [row for group, block_hash in failed if (row := blocks.row(group, block_hash)) >= 0]
-        blocks.hold(rows, +1)  # freed at the end only
+        blocks.hold(rows, +1)  # so that no row is freed before the end
         blocks.pin(rows, -1)
         torn = self._torn.intersection(rows[blocks.pins[rows] == 0].tolist())
         self._torn -= torn
@@ -565,7 +561,7 @@ class SessionManager:
         blocks.hold(rows, -1)
 
     def _lose(self, rows: Rows) -> None:
-        """Drop useless compressed blocks, and all blocks useless without them. The rows are held."""
+        """Drop compressed blocks that cannot be used, and blocks behind them. The caller holds the rows."""
         used = rows[self.blocks.users[rows] > 0]
         self._drop(rows[self.blocks.is_droppable(rows)], DropCause.FAILED)
         for row in used.tolist():
@@ -574,9 +570,9 @@ class SessionManager:
             self._end_sessions_before(row)
 
     def loaded_marks(self, rows: Rows) -> list[Mark]:
-        """Return the marks of resident blocks after a load of these rows.
+        """Return the marks that the pool's blocks get when these rows are loaded into them.
 
-        Another engine may have replaced a shared block by a block of a different codec.
+        With a shared tier all are DECODED, because another engine may have replaced a block by one of another codec.
         """
         if self._is_shared:
             return [Mark.DECODED] * len(rows)
@@ -589,8 +585,8 @@ class SessionManager:
         """Return the stores to begin now. The blocks are referenced until the driver gives them back.
 
         Args:
-            room: number of free blocks to reference at most.
-            wanted: number of blocks to save because memory is short; 0 if memory suffices.
+            room: most free blocks that stores may reference.
+            wanted: number of blocks to save because memory is short; 0 if it is not.
         """
         if self.due.first <= now:
             self._save_idle(now)
@@ -604,7 +600,7 @@ class SessionManager:
         return plans
 
     def _save_idle(self, now: float) -> None:
-        """Begin to save sessions idle for long enough."""
+        """Begin to save sessions that have been idle for long enough."""
         for session_id in list(self.due.pop_due(now)):
             session = self.table.by_id.get(session_id)
             if session is not None and not session.requests:
@@ -612,7 +608,7 @@ class SessionManager:
                 self._save_soon(session, now, is_pressed=False)
 
     def _forget_overwritten(self, session: Session, now: float) -> None:
-        """Cut a session kept out of the tiers before the first lost block, and check again later."""
+        """Cut a session that stays out of the tiers before its first lost block, and set a time to check it again."""
         if session.stays_out:
             rows, blocks = session.rows, self.blocks
             is_resident = np.array(self.pool.lookup(self.shape.main, blocks.hashes(rows))) >= 0
@@ -629,7 +625,7 @@ class SessionManager:
         return len(self.saving)
 
     def _save_soon(self, session: Session, now: float, *, is_pressed: bool) -> None:
-        """Save an idle session, as far as there is room each step."""
+        """Have each `plan_stores` save some of an idle session, until it is cold."""
         if session.stays_out or session.is_cold or session in self.saving:
             return
         self.due.set(session.session_id, None)
@@ -645,9 +641,7 @@ class SessionManager:
             self.table.touch(session)
 
     def _save(self, session: Session, room: int, now: float) -> list[StorePlan]:
-        """Begin to store a session's blocks, the first blocks first, because a tail is worth nothing without
-        the head.
-        """
+        """Begin to store a session's blocks, the first blocks first, because others are worthless without them."""
         blocks, rows = self.blocks, session.rows
         if self.points.is_needed and self._is_too_large(session):
             self.cut(session, 0, DropCause.BUDGET)
@@ -658,12 +652,12 @@ class SessionManager:
             makes_room = session.is_pinned or (session.is_pressed and not self._is_exclusive)
             begun = self._begin(needed, session, is_pressed=makes_room)
             plans = begun.plans
-            if begun.is_gone:  # blocks behind a lost block are useless
+            if begun.is_gone:  # blocks behind a lost block are worthless
                 if begun.lost:
                     self.events(Overwritten(begun.lost))
                 self.cut(session, int(blocks.depth[needed[begun.taken]]), DropCause.ABANDONED)
             elif begun.taken < len(needed):
-                if not session.refusals:  # saved blocks are overwritten by age, like all of a full tier
+                if not session.refusals:  # with a full tier, saved blocks are overwritten no earlier than unsaved
                     self.pool.forget(self.shape.main, blocks.hashes(rows[blocks.is_saved(rows)]))
                     self._unkept()
                 self._put_off(session, now)
@@ -674,7 +668,7 @@ class SessionManager:
         return plans
 
     def _is_too_large(self, session: Session) -> bool:
-        """True if an idle session with resume points exceeds empty tiers."""
+        """True if a session with resume points would not fit even into empty tiers."""
         blocks, rows = self.blocks, np.concatenate([session.rows, session.point_rows])
         taken = int(blocks.nbytes[rows].sum(dtype=np.int64) + blocks.reserved[rows].sum(dtype=np.int64))
         bound = self.shape.groups[self.shape.main].bounds[0]
@@ -682,16 +676,16 @@ class SessionManager:
         return taken + more > self.budget_nbytes
 
     def _put_off(self, session: Session, now: float, is_full: bool = True) -> None:
-        """Save a session later, because the tiers have no room, or a store failed."""
+        """Save a session later. is_full: True if the tiers have no room, False if a store failed otherwise."""
         self._stop_saving(session)
         session.refusals = min(session.refusals + is_full, DOUBLINGS)
         if not session.requests:
             self.due.set(session.session_id, now + self.idle_after_s * 2**session.refusals)
 
     def _save_next_overwritten(self, room: int, wanted: int, now: float) -> list[StorePlan]:
-        """Begin to store the unsaved blocks next to be overwritten, and save their idle sessions soon.
+        """Begin to store the unsaved blocks that the pool overwrites next, and have their idle sessions saved.
 
-        A session without room in the tiers is worth less than all blocks there, and is given up.
+        A session for which no room can be made is worth less than all in the tiers, and its rest is given up.
         """
         if not self.shape.stores_main:
             return []
@@ -728,7 +722,7 @@ class SessionManager:
         return plans
 
     def _origins(self, rows: Rows) -> NDArray[np.int32]:
-        """Return the number of a session of each row, 0 for none."""
+        """Return the number of a session with the block of each row; 0 for none."""
         for row in rows[self.blocks.origin[rows] == 0].tolist():
             if not self.blocks.origin[row]:
                 for session in islice(self.table.holders(row, int(self.blocks.depth[row])), 1):
@@ -738,7 +732,7 @@ class SessionManager:
     def save_running(self, request_id: str, computed: int, most: int, now: float) -> list[StorePlan]:
         """Begin to store up to `most` of the first `computed` blocks of a running request's prompt.
 
-        Memory is short, and the blocks would be overwritten right after the request's end.
+        Called when memory is short, because the blocks would be overwritten soon after the request's end.
         """
         request = self.requests.get(request_id)
         if request is None or not self.shape.stores_main or self.points.is_needed:
@@ -750,11 +744,12 @@ class SessionManager:
         return self._begin(needed, request.session, is_pressed=not self._is_exclusive).plans if len(needed) else []
 
     def _begin(self, rows: Rows, session: Session, *, is_pressed: bool, exact: int | None = None) -> StoresBegun:
-        """Begin to store rows of a group, in the order of their depths, as far as resident and within the budget.
+        """Begin to store the first of some rows, up to the first that is not resident, or decoded, or does not fit.
 
         Args:
-            is_pressed: True if sessions worth less make room.
-            exact: number of exact tokens of each; None for the configured number.
+            rows: rows of one group, in the order of their depths.
+            is_pressed: True if blocks of sessions that are worth less may be dropped to make room.
+            exact: number of exact tokens of each block; None for the configured number.
         """
         if not len(rows):
             return StoresBegun([], 0)
@@ -772,7 +767,7 @@ class SessionManager:
         needed, before = rows, self.blocks.saved_nbytes
         self.blocks.hold(needed, +1)
         fits = self._make_room(bounds, session, is_pressed) if length else 0
-        if self.blocks.saved_nbytes < before:  # to make room may release blocks
+        if self.blocks.saved_nbytes < before:  # blocks of the pool may have been released to make room
             fits = first_false(np.array(self.pool.lookup(group, hashes[:fits])) >= 0)
         self.pool.hold(ids[:fits])
         is_gone = is_gone and fits == length
@@ -806,7 +801,7 @@ class SessionManager:
         return StoresBegun(plans, fits, is_gone, lost)
 
     def _exact_tokens(self, rows: Rows, marks: NDArray[np.uint8], group: int, tenant: str) -> NDArray[np.int64]:
-        """Return how many of each block's first tokens are to be kept exact."""
+        """Return how many first tokens of each block are kept exact."""
         shape = self.shape.groups[group]
         left = self._sink - self.blocks.depth[rows].astype(np.int64) * shape.tokens
         counts = np.clip(left, 0, shape.tokens)
@@ -828,14 +823,15 @@ class SessionManager:
         seconds: float,
         inner: Mapping[int, Sequence[int]] = {},
     ) -> None:
-        """Note a plan's blocks stored by every rank, by index, and their bytes of the budget.
+        """Note which of a plan's blocks every rank has stored.
 
-        inner: bytes of blocks with refinements, by number of parts; see `TransferResult`.
+        nbytes: by index in the plan, bytes taken of the budget. seconds: a block's time on the slowest rank. inner: see
+        `TransferResult.inner`, for all ranks together.
         """
         blocks, transfer = self.blocks, plan.transfer
         good = np.array(sorted(nbytes), np.int64)
         dropped = plan.replaces[good] & ~blocks.is_saved(plan.rows[good])
-        if dropped.any():  # the drop of the older block may have removed the new block
+        if dropped.any():  # the older block was dropped meanwhile, and perhaps the new one with it
             self.store_failed(plan, good[dropped].tolist(), now, is_void=False, is_full=False)
             good = good[~dropped]
         rows = plan.rows[good]
@@ -853,7 +849,7 @@ class SessionManager:
             self._check_cold(session, now)
 
     def levels_of(self, rows: Rows, parts: Sequence[Sequence[int]]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-        """Return `level` and `inner` of blocks. parts: bytes of each block with fewer parts; empty if unknown."""
+        """Return columns `level` and `inner` of rows. parts: for each row, values of `inner`; empty if unknown."""
         level, inner = np.zeros(len(rows), np.uint8), np.zeros((len(rows), MOST_INNER), np.uint32)
         for number, group in self.shape.groups.items():
             level[self.blocks.group[rows] == number] = group.level
@@ -875,12 +871,12 @@ class SessionManager:
     def store_failed(
         self, plan: StorePlan, failed: Sequence[int], now: float, *, is_void: bool, is_full: bool, is_torn: bool = False
     ) -> None:
-        """Note a plan's blocks that a rank could not store, by index.
+        """Note which of a plan's blocks some rank could not store, by index in the plan.
 
         Args:
-            is_void: True if the KV is void since a reset.
+            is_void: True after a reset, which makes the KV worthless.
             is_full: True if there was no room.
-            is_torn: True if ranks may now have different copies of a saved block.
+            is_torn: True if some rank may have replaced a saved block, and another not.
         """
         blocks, rows = self.blocks, plan.rows[list(failed)]
         is_first = (blocks.status[rows] & STORING) == blocks.status[rows]  # without an older compressed block
@@ -907,7 +903,7 @@ class SessionManager:
             session.refused_until = now + self.idle_after_s * 2**session.refusals
 
     def _saved_mark(self, mark: Mark) -> Mark:
-        """Return the mark of a compressed block. Another engine may replace a shared block by a lossy block."""
+        """Return the mark to note for a block stored with `mark`. A shared tier's block may become another engine's."""
         return Mark.DERIVED if self._is_shared else mark
 
     def _note_stored(self, rows: Rows, now: float) -> None:
@@ -925,7 +921,7 @@ class SessionManager:
                     self._check_cold(session, now)
 
     def _check_cold(self, session: Session, now: float) -> None:
-        """Note a saved session as cold, if all blocks are saved."""
+        """Note that a session is cold, if all its blocks are saved."""
         blocks, rows = self.blocks, session.rows
         if not len(rows) or not blocks.is_saved(rows).all():
             return
@@ -962,18 +958,14 @@ class SessionManager:
         session.stored = session.stored_nbytes = 0
 
     def lead_overwritten(self, most: int) -> None:
-        """Have the pool overwrite saved blocks in the policy's order: tails first, shared heads last.
-
-        Args:
-            most: number of blocks to put in order.
-        """
+        """Have the pool overwrite `most` saved blocks next, in the policy's order: tails first, shared heads last."""
         if not self.shape.stores_main:
             return
         chosen, rows, count = [], list[Rows](), 0
         for session in self.table.resident_victims():
             if count >= most:
                 break
-            if not session.is_cold:  # a full tier has no room: many may wait
+            if not session.is_cold:  # with a full tier, many sessions may wait to be saved
                 continue
             depth = self._resident_depth(session.rows)
             if not depth:
@@ -992,7 +984,7 @@ class SessionManager:
             self.pool.lead(self.shape.main, self.blocks.hashes(ordered))
 
     def _resident_depth(self, rows: Rows) -> int:
-        """Return the number of resident leading blocks. O(log n): sessions lose their last blocks first."""
+        """Return the number of resident first blocks, by bisection: sessions lose their last blocks first."""
 
         def is_gone(at: int) -> bool:
             return self.pool.lookup(self.shape.main, self.blocks.hashes(rows[at : at + 1])) == [-1]
@@ -1002,10 +994,10 @@ class SessionManager:
     # -- heads common to sessions ---------------------------------------------------------------------
 
     def _replace_heads(self, session: Session) -> list[StorePlan]:
-        """Store the shared head of a session again, exact, if the pool has an exact copy.
+        """Begin to store the blocks at a session's begin that sessions share again, exact, if the pool has them exact.
 
-        The most shared blocks are kept exact, within their share of the budget. A block makes way for a more widely
-        shared block: the first is stored again, lossy.
+        Such blocks have a share of the budget. If it is full, blocks of fewer sessions make room for those of more
+        sessions, and are stored lossy again.
         """
         blocks, rows, shape = self.blocks, session.rows, self.shape.groups[self.shape.main]
         if not self.shape.stores_main or shape.tokens not in shape.bounds or not self.shares.heads:
@@ -1028,7 +1020,7 @@ class SessionManager:
         return plans
 
     def _demote(self, users: int, needed: int, session: Session) -> list[StorePlan]:
-        """Store less widely shared blocks again, lossy, until their exact copies free `needed` bytes."""
+        """Begin to store exact blocks of fewer than `users` sessions again, lossy, until that frees `needed` bytes."""
         blocks, plans = self.blocks, list[StorePlan]()
         for row in sorted(self._heads, key=lambda row: (blocks.users[row], -blocks.depth[row])):
             rows = np.array([row], np.int32)
@@ -1044,11 +1036,11 @@ class SessionManager:
         return plans
 
     def _payer(self, session: Session) -> int:
-        """Return the number of a session's tenant. A block stored again must fit into the tenant's share."""
+        """Return the number of a session's tenant, whose share counts the blocks that the session stores again."""
         return self.blocks.tenant_number(session.tenant)
 
     def _heads_left(self, tenant: str) -> float:
-        """Return the bytes left of the heads' share. A tenant with a quota has a separate part."""
+        """Return the bytes left of `Shares.heads`, and for a tenant with a quota, of the tenant's part of it."""
         blocks, tokens = self.blocks, self.shape.block_tokens
         self._heads = {
             row
@@ -1064,19 +1056,19 @@ class SessionManager:
         return left
 
     def _pool_marks(self, rows: Rows) -> NDArray[np.uint8]:
-        """Return the marks of the pool's copies of rows of a group; DECODED for an absent copy."""
+        """Return the marks of the pool's blocks for rows of one group; DECODED for an absent block."""
         ids = self.pool.lookup(self.pool_group(int(self.blocks.group[rows[0]])), self.blocks.hashes(rows))
         return np.array([self.pool.marks[at] if at >= 0 else Mark.DECODED for at in ids], np.uint8)
 
     def pool_group(self, group: int) -> int:
-        """Return the pool's group for a row's group."""
+        """Return the KV cache group of a row's block in the pool. group: value of the row's column `group`."""
         return self.shape.main if group == NO_GROUP else group
 
     # -- the budget -----------------------------------------------------------------------------------
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes of the budget neither taken nor reserved."""
+        """Bytes of the budget that are neither taken nor reserved."""
         return self.budget_nbytes - self.blocks.taken_nbytes
 
     def left_to(self, tenant: str) -> int:
@@ -1086,10 +1078,10 @@ class SessionManager:
         return int(share * self.budget_nbytes) - used
 
     def _make_room(self, bounds: NDArray[np.int64], session: Session, is_pressed: bool) -> int:
-        """Drop compressed blocks until the sizes fit, or until only blocks of worthier sessions remain.
+        """Drop compressed blocks until blocks of these sizes fit, or until only sessions that are worth more have any.
 
-        Return the number of first sizes that fit together. A tenant without a rest of the share makes room among the
-        tenant's blocks.
+        Return the number of first sizes that fit together. If a tenant's share is full, only the tenant's own blocks
+        make room.
         """
         total = np.cumsum(bounds)
         wanted, tenant = int(total[-1]), session.tenant
@@ -1108,11 +1100,11 @@ class SessionManager:
         return int(np.searchsorted(total, min(wanted, self.free_nbytes), side="right"))
 
     def _trim_until(self, short: Callable[[], int], tenant: str | None = None) -> None:
-        """Cut refinements of one tenant's sessions or of all, until nothing is short or there are none.
+        """Cut refinements of a tenant's sessions or of all, until `short` returns 0 or less, or none are left.
 
-        Those go first that lower fidelity least, by divergence, chance of a return, and bytes. At each level sessions
-        go in the policy's order. The chance that the n-th likeliest is read is taken for n ** -0.5, because the pool
-        has the likeliest: the session whose turn it is has about as many likelier blocks as there are of its level.
+        Cut first the level whose loss costs least: added divergence, times the chance that a block is read, for each
+        byte freed. At a level, sessions are cut in the policy's order. The chance is estimated as n ** -0.5, where n is
+        the number of blocks of the level: about so many are likelier to be read than those of the session to cut.
         """
         levels, victims = self._levels, dict[int, Iterator[Session]]()
         for level in range(1, len(levels)):
@@ -1135,7 +1127,7 @@ class SessionManager:
                 victims = {each: some for each, some in victims.items() if self.blocks.refined(each)}
 
     def _trim(self, victim: Session, level: int, short: int) -> None:
-        """Cut a session's own blocks to below a level, tails first, until `short` bytes are free or all are cut."""
+        """Cut blocks that only this session has to below `level` refinements, tails first, to free `short` bytes."""
         blocks, rows = self.blocks, victim.rows[victim.kept :]
         if not victim.kept:
             own_points = [point.rows for point in victim.points if len(point.sessions) == 1]
@@ -1157,11 +1149,14 @@ class SessionManager:
     def _drop_until(
         self, short: Callable[[], int], session: Session, tenant: str | None = None, *, is_pressed: bool = False
     ) -> None:
-        """Drop in the policy's order, of a tenant or of all, until nothing is short or the session's turn has come."""
+        """Drop blocks of sessions, of a tenant or of all, in the policy's order, until `short` returns 0 or less.
+
+        Stop if `session`, which needs the room, is the next victim.
+        """
         if short() <= 0:
             return
         while True:
-            while self._heirs:  # no session may enter the order in the loop below
+            while self._heirs:  # entered here, because none may enter the order during the loop below
                 heir, _ = self._heirs.popitem()
                 self._heads_only.pop(heir, None)
                 self.table.enter_order_again(heir)
@@ -1174,12 +1169,11 @@ class SessionManager:
                 return
 
     def _drop_tail(self, victim: Session, short: int, is_pressed: bool) -> None:
-        """Drop compressed blocks from a session's tail until `short` bytes are free, or the session has no more to
-        give.
+        """Drop compressed blocks from a session's tail until `short` bytes are free, or the session has none to drop.
 
-        Blocks computed by the model stay in the pool, because they can be stored again. Decoded blocks go. If memory is
-        short, all go, because blocks of little worth would be stored again and again on being overwritten. The head
-        common with a relative goes with the last tail of both.
+        The session keeps resident blocks that were computed, because these can be stored again, but not decoded ones.
+        If memory is short, it keeps neither: blocks of little worth would be stored again whenever they are about to be
+        overwritten. First blocks that relatives share are dropped after the tails of all these relatives.
         """
         before = self.free_nbytes
         self.points.leave_spare(victim, DropCause.BUDGET)
@@ -1197,7 +1191,7 @@ class SessionManager:
                 if not own.any() and floor == kept:
                     self.table.leave_order(victim)
                     self._heads_only[victim] = None
-                    if was_cold:  # relatives do not report when they leave the rest to this session alone
+                    if was_cold:  # nothing tells when relatives stop sharing the rest
                         self.cut(victim, floor, DropCause.BUDGET)
                 return
         freed = np.cumsum(np.where(own, blocks.nbytes[rows], 0)[floor:][::-1].astype(np.int64))
@@ -1230,9 +1224,9 @@ class SessionManager:
             self.cut(victim, end, DropCause.BUDGET)
 
     def _family_head(self, session: Session) -> int:
-        """Return the number of first blocks common with a living relative.
+        """Return the number of a session's first blocks that a relative shares and still needs.
 
-        A living relative has a request, or blocks to give in turn, or blocks kept for the client.
+        Such a relative is pinned, keeps ranges, or is in the policy's order. Its running prompts count, too.
         """
         shared = 0
         for one in self.table.relatives(session):
@@ -1242,20 +1236,20 @@ class SessionManager:
         return shared
 
     def _give_up(self, session: Session, length: int) -> None:
-        """Cut a session. The pool next overwrites the unused blocks of the rest."""
+        """Cut a session to `length` blocks. The pool overwrites the rest next, unless it is used."""
         cut = session.rows[length:]
         hashes = self.blocks.hashes(cut[(self.blocks.users[cut] == 1) & (self.blocks.holds[cut] == 0)])
         self.cut(session, length, DropCause.BUDGET)
         self.pool.release(self.shape.main, hashes)
 
     def _save_later(self, session: Session) -> None:
-        """Note a session's loss of compressed blocks with KV still in the pool."""
+        """Note that a session has lost compressed blocks which the pool still has, and save it again later."""
         self.table.set_cold(session, False)
         if not session.requests:
             self.due.set(session.session_id, session.last_used + self.idle_after_s)
 
     def _drop_redundant(self, short: int) -> None:
-        """Drop compressed blocks with computed KV in the pool, the last to be overwritten first."""
+        """Drop compressed blocks whose computed KV is resident, first those that the pool overwrites last."""
         blocks, main, marks = self.blocks, self.shape.main, self.pool.marks
         found = (each for each in self.pool.redundant(self.spare) if each.group == main)
         names = (each.block_hash for each in found if marks[each.block_id] is not Mark.DECODED)
@@ -1278,7 +1272,7 @@ class SessionManager:
     def cut(self, session: Session, length: int, cause: DropCause) -> None:
         """Shorten a session to the first `length` blocks, or to a resume point if cold or being saved.
 
-        Compressed blocks without another user are dropped, and decoded KV goes with them.
+        Compressed blocks that nothing else uses are dropped, and resident blocks of decoded KV with them.
         """
         blocks = self.blocks
         if session.is_cold or session in self.saving:
@@ -1292,7 +1286,7 @@ class SessionManager:
         last = cut[blocks.users[cut] == 1]
         self._release_decoded(last)
         dropped = last[blocks.is_droppable(last)]
-        self.table.truncate(session, length)  # a saved row stays until dropped
+        self.table.truncate(session, length)  # frees no saved row: `_drop` does
         self._drop(dropped, cause)
         single = cut[blocks.users[cut] == 1]
         heirs += [one for one in self._heads_only if len(single) and np.isin(single, one.rows).any()]
@@ -1304,14 +1298,14 @@ class SessionManager:
             self.said.forget(session.session_id)
 
     def _end_at_point(self, session: Session, is_leaving: bool = False) -> int:
-        """Cut a cold or soon saved session behind the deepest resume point. Return the length."""
+        """Cut a session at its deepest resume point, if it is cold or `is_leaving`. Return its number of blocks."""
         length = self.points.deepest(session, len(session.rows))
         if length < len(session.rows) and (session.is_cold or is_leaving):
             self.cut(session, length, DropCause.ABANDONED)
         return len(session.rows)
 
     def _end_sessions_before(self, row: int) -> None:
-        """Cut all sessions before an unreadable block, unless the block is computed, or about to be."""
+        """Cut all sessions before a block that cannot be read, unless it is resident and computed, or will be."""
         rows = np.array([row], np.int32)
         if self.blocks.group[row] != self.shape.session_group:
             return
@@ -1325,7 +1319,7 @@ class SessionManager:
                 self.cut(session, depth, DropCause.ABANDONED)
 
     def _release_decoded(self, rows: Rows) -> None:
-        """Have the pool overwrite decoded KV of blocks without a session."""
+        """Have the pool overwrite those of these rows' blocks next that have decoded KV."""
         if len(rows) and self.pool.marks:
             group = self.pool_group(int(self.blocks.group[rows[0]]))
             hashes = self.blocks.hashes(rows)
@@ -1341,7 +1335,7 @@ class SessionManager:
             self.events(Lost(session.session_id, len(rows), nbytes, cause))
 
     def _drop(self, rows: Rows, cause: DropCause) -> None:
-        """Drop the compressed blocks of saved rows without a load."""
+        """Drop the compressed blocks of rows, all saved and not pinned."""
         for number in np.unique(self.blocks.group[rows]).tolist():
             of_group = rows[self.blocks.group[rows] == number]
             if number != NO_GROUP:
@@ -1352,12 +1346,12 @@ class SessionManager:
             self.blocks.drop(of_group)
 
     def _drop_unneeded(self, rows: Rows) -> None:
-        """Drop the compressed blocks of rows without a session or a running request."""
+        """Drop the compressed blocks of rows that no session and no running request has."""
         unneeded = rows[(self.blocks.users[rows] == 0) & (self.blocks.holds[rows] == 0)]
         self._drop(unneeded[self.blocks.is_droppable(unneeded)], DropCause.ABANDONED)
 
     def forget_session(self, session: Session, cause: DropCause) -> None:
-        """Keep nothing of a session: no compressed blocks, no KV without another user, and no name."""
+        """Drop all of a session: its compressed blocks, resident blocks that nothing else uses, and its name."""
         hashes = self.blocks.hashes(session.rows)
         own = (self.blocks.users[session.rows] == 1) & (self.blocks.holds[session.rows] == 0)
         self.table.forget_tip(session)
@@ -1374,7 +1368,7 @@ class SessionManager:
         self.said.forget(session.session_id)
 
     def disown(self, names: Iterable[BlockName]) -> None:
-        """Drop unneeded blocks of the tiers."""
+        """Have the tiers drop blocks that the table does not have."""
         by_group: dict[int, list[bytes]] = {}
         for group, block_hash in names:
             by_group.setdefault(group, []).append(block_hash)
@@ -1382,10 +1376,7 @@ class SessionManager:
             self.events(BlocksDropped(group, hashes, DropCause.ABANDONED))
 
     def reset(self) -> None:
-        """Forget all KV, resident and saved, because the weights changed, or by request.
-
-        The driver answers stores under way with `is_void`.
-        """
+        """Drop all KV, resident and saved. The driver later ends stores under way by `store_failed` with `is_void`."""
         for load_id in list(self._loading):
             self.load_finished(load_id)
         for session in list(self.table.by_id.values()):
@@ -1393,13 +1384,13 @@ class SessionManager:
                 self.cut(session, 0, DropCause.RESET)
         for session in list(self.saving):
             self._stop_saving(session)
-        rows = self.blocks.rows()  # of running requests
+        rows = self.blocks.rows()  # the rest are rows of running requests
         self._drop(rows[self.blocks.is_droppable(rows)], DropCause.RESET)
         if self.table.changed is not None:
             self.table.changed = {}
 
     def forget_resident(self, now: float) -> None:
-        """Keep saved blocks, after the pool has lost all KV."""
+        """Note that the pool has lost all KV. Sessions keep their saved blocks."""
         for session in list(self.table.by_id.values()):
             if session.session_id not in self.table.by_id:
                 continue
@@ -1414,7 +1405,7 @@ class SessionManager:
     # -- pins -----------------------------------------------------------------------------------------
 
     def _pin(self, session: Session) -> str:
-        """Pin a session, or renew the pin as the session grows. Return the reason of a refusal, in a sentence."""
+        """Pin a session, or its new blocks, too. Return the reason for a refusal, in a sentence; empty for none."""
         self.points.leave_spare(session, DropCause.ABANDONED)
         needed = self._pin_nbytes(session.rows, session.point_rows)
         if refused := self._pin_refusal("pin", session, needed):
@@ -1429,9 +1420,9 @@ class SessionManager:
         return ""
 
     def _keep(self, session: Session, tokens: int) -> str:
-        """Keep a session's first tokens, like a pin keeps all. Return the reason of a refusal, in a sentence.
+        """Keep a session's first tokens, as a pin keeps all. Return the reason for a refusal; empty for none.
 
-        If resume points are needed, the whole session is kept, because the last resume point is at the end.
+        If resume points are needed, the whole session is kept, because its deepest resume point is at the end.
         """
         rows, before, refused = session.rows, session.kept, ""
         most = len(rows) if tokens and self.points.is_needed else -(-tokens // self.shape.block_tokens)
@@ -1451,9 +1442,9 @@ class SessionManager:
         return refused
 
     def _pin_nbytes(self, rows: Rows, beside: Rows) -> int:
-        """Return the bytes counted for a pinned session: blocks, and blocks of further groups.
+        """Return the bytes that a pin counts for: rows of a session, and rows `beside` of its resume points.
 
-        A shared head is kept exact within the heads' share, so the head counts with the size in the configured codec.
+        A block that is exact because sessions share it counts with its size in the configured codec.
         """
         of_points = int(self.blocks.nbytes[beside].sum() + self.blocks.reserved[beside].sum())
         if not self.shape.stores_main:
@@ -1468,7 +1459,7 @@ class SessionManager:
         return of_points + int(counted.sum())
 
     def _pin_refusal(self, hint: str, session: Session, needed: int) -> str:
-        """Return the reason for a refused pin, in words that reveal nothing of further tenants."""
+        """Return why a pin is refused, without a number of other tenants; empty if it is not. hint: pin or keep."""
         others = sum(nbytes for other, nbytes in self._pins.items() if other is not session)
         tenant = session.tenant
         own = sum(nbytes for other, nbytes in self._pins.items() if other is not session and other.tenant == tenant)
@@ -1496,12 +1487,13 @@ class SessionManager:
     # -- orders and questions -------------------------------------------------------------------------
 
     def steer(self, what: str, session: Session, now: float, seconds: float | None = None, tool: str = "") -> str:
-        """Obey an operator's order for a session. Return the reason of a refusal, in a sentence.
+        """Obey an operator's order for a session. Return the reason for a refusal, in a sentence; empty for none.
 
         Args:
-            what: evict, expect, pin, unpin or release.
-            seconds: from `now` to the end of a pin, None for good; or to the client's return, None to wait for the
-                tool.
+            what: "evict", "expect", "pin", "unpin" or "release".
+            seconds: for "pin", seconds from `now` until the pin ends, None for no end; for "expect", seconds until the
+                client returns, None if only the tool is known.
+            tool: for "expect", the tool that the client waits for; empty for none.
         """
         if session.requests and what in AFTERWARDS:
             return f"a request of it runs; it can {AFTERWARDS[what]} when that has ended"
@@ -1522,11 +1514,11 @@ class SessionManager:
         return ""
 
     def unsaved(self, rows: Rows) -> int:
-        """Return the number of blocks, with a session, neither saved nor being stored."""
+        """Return the number of rows that a session has and that are neither saved nor being stored."""
         return int(((self.blocks.users[rows] > 0) & (self.blocks.status[rows] == 0)).sum())
 
     def usage(self) -> Usage:
-        """Return the contents of the tiers now."""
+        """Return numbers of sessions and blocks, and the tiers' bytes, as of now."""
         blocks, groups = self.blocks, self.shape.groups
         saved = {group: count for group, count in blocks.saved_blocks.items() if group != NO_GROUP}
         return Usage(

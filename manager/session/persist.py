@@ -1,6 +1,6 @@
-"""Sessions and blocks that outlive an engine, in a journal on disk, or common to engines, in Redis.
+"""Links of an engine's sessions to the next engine, by a journal on disk, and to other engines, by Redis.
 
-Neither link ever waits. Threads of the journal and of Redis do the I/O.
+A link never waits: threads of the journal and of the Redis client do the I/O.
 """
 
 import time
@@ -23,26 +23,26 @@ from manthan.manager.tiers.redis_sessions import LookupResult, RedisSessions, Se
 from manthan.manager.transfer import on_each
 
 WAIT_S = 0.005
-"""Most seconds that a ready request waits for a lookup."""
+"""Most seconds that a request, otherwise ready to run, waits for Redis to say which of its blocks exist there."""
 HISTORY = (
     *("name", "tenant", "uses", "gap", "tokens", "added_tokens", "answer_tokens", "left_tokens"),
     *("prompt_depth", "prompt_end", "ttl_s", "priority", "stays_out"),
 )
 """Attributes of a session copied unchanged into the journal."""
 TIMES = ("created", "last_used", "expected")
-"""Attributes in the journal as Unix seconds."""
+"""Attributes of a session with times; in the journal, Unix seconds."""
 FACTS = (*HISTORY, *TIMES, "is_pinned")
 
 
 class _Link:
-    """Enters blocks of the last tier stored by a different engine.
+    """Base of the links: enters blocks that another engine has stored in the last tier, a disk or Redis.
 
-    fronts: tiers in front of the last. They have none of these blocks.
+    fronts: tiers in front of the last. They have none of these blocks yet.
     """
 
     def __init__(self, manager: SessionManager, fronts: Sequence[FrontTier]) -> None:
         self._manager, self._all_moved = manager, (1 << len(fronts)) - 1
-        manager.table.take_changes()  # the table keeps changes from now on
+        manager.table.take_changes()  # the first call makes the table note changes
 
     def _enter_saved(
         self,
@@ -53,12 +53,15 @@ class _Link:
         tenant: str,
         inner: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Save rows, like `BlockTable.save`, of sessions' blocks not stored by this engine."""
+        """Mark rows as saved if a session uses them and this engine has not stored them. Args: see `BlockTable.save`.
+
+        inner: by row, the bytes of the first part, of two parts, and so on; may be shorter than `rows`.
+        """
         blocks = self._manager.blocks
         is_new = (blocks.status[rows] == 0) & (blocks.users[rows] > 0)
         new = rows[is_new]
         nbytes, exact, marks = (np.broadcast_to(values, rows.shape)[is_new] for values in (nbytes, exact, marks))
-        known = [sizes for sizes, is_of_use in zip(inner, is_new.tolist(), strict=False) if is_of_use]
+        known = [sizes for sizes, is_taken in zip(inner, is_new.tolist(), strict=False) if is_taken]
         blocks.save(new, nbytes, exact, marks, tenant, *self._manager.levels_of(new, known))
         blocks.move(new, self._all_moved)
         self._manager.announce(new[blocks.group[new] != NO_GROUP])
@@ -68,9 +71,10 @@ class _Link:
 
 
 class Adopted(NamedTuple):
-    """Number of sessions now cold, of the journal's (written), and saved blocks and bytes, of all ranks.
+    """Result of `JournalLink.adopt`.
 
-    dropped: blocks without a session, or missing on a rank.
+    sessions: number of sessions entered, now cold. written: number of sessions in the journal. blocks: number of saved
+    blocks. nbytes: their bytes on all ranks. dropped: number of blocks without a session, or missing on a rank.
     """
 
     sessions: int
@@ -81,7 +85,7 @@ class Adopted(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """Session of an earlier engine, as far as the blocks exist. Times are seconds on this engine's clock."""
+    """Session of an earlier engine, cut at the first missing block. Times are seconds on this engine's clock."""
 
     session_id: str
     facts: Mapping[str, Any]
@@ -100,13 +104,13 @@ class _Left(NamedTuple):
 
 
 class JournalLink(_Link):
-    """Writes down sessions for the next engine, and adopts an earlier engine's.
+    """Writes sessions to the journal for the next engine, and enters those of an earlier engine.
 
     In the journal, times are Unix seconds.
 
     Args:
-        fronts: tiers in front of the last.
-        notes: by block, bytes to write with the block for other readers; None without notes.
+        fronts: tiers in front of the disk.
+        notes: by block, bytes to keep with it in the journal: what KV events say of it. None without KV events.
         clock: returns Unix seconds.
     """
 
@@ -121,28 +125,28 @@ class JournalLink(_Link):
         super().__init__(manager, fronts)
         self._journal, self._notes, self._clock = journal, notes, clock
         self._told: dict[str, int | None] = {}
-        """By session id, the digest of the journal's blocks; None if the journal and the session differ."""
+        """By session id, the `_digest` of the blocks in the journal; None if the session has different blocks now."""
         self._inner: Mapping[BlockName, Sequence[int]] = {}
         """See `adopt`."""
-        self._is_void = False
+        self._is_reset = False
         self.close = journal.close
 
     def tell(self, now: float) -> None:
-        """Write down the changes since the last call."""
+        """Hand the sessions changed since the last call to the journal's thread."""
         changes = self._manager.table.take_changes()
-        if not self._is_void:
+        if not self._is_reset:
             self._journal.tell(list(self._records(changes, now)))
 
     def reset(self) -> None:
-        """Forget all sessions, and write no more, because the next engine may have different weights."""
-        self._is_void = True
+        """Empty the journal, and write no more, because this engine's weights may no longer be those of its start."""
+        self._is_reset = True
         self._journal.clear()
 
     def _records(self, changes: Iterable[tuple[str, Session | None]], now: float) -> Iterator[JournalSession]:
         offset = self._clock() - now
         for session_id, session in changes:
             if session is not None and session.saving_since is not None:
-                continue  # the request's end changes the session again
+                continue  # the end of the saving changes the session again
             rows, points = (NO_ROWS, []) if session is None else self._saved(session)
             if session is None or not len(rows):
                 if session_id in self._told:
@@ -163,7 +167,7 @@ class JournalLink(_Link):
         return rows, standing
 
     def _digest(self, rows: Rows, points: Sequence[ResumePoint]) -> int:
-        """Return a digest of a session's saved blocks, different after any change."""
+        """Return a hash of a session's saved blocks, exact tokens and marks, to detect a change."""
         blocks = self._manager.blocks
         ends = blocks.hashes(np.array([*rows[-1:].tolist(), *(point.row for point in points)], np.int32))
         return hash((*ends, blocks.exact[rows].tobytes(), blocks.mark[rows].tobytes()))
@@ -187,14 +191,15 @@ class JournalLink(_Link):
         others: Mapping[BlockName, int] | None = None,
         inner: Mapping[BlockName, Sequence[int]] | None = None,
     ) -> Adopted:
-        """Enter sessions with blocks on every rank as cold sessions, and drop all remaining blocks.
+        """Enter the journal's sessions as cold, up to the first block missing on a rank. Drop all remaining blocks.
 
-        Recently used sessions go first, and heads before tails, as far as the budget and the shares have room. The
-        driver must have subscribed to the events by now.
+        The budget and the tenants' shares may not have room for all. The most recently used sessions are entered first,
+        and of each session the first blocks. The driver must have subscribed to the events by now.
 
         Args:
-            ranks: of each rank, by block, the bytes of the rank's part of the budget.
-            others: by block of an engine with a different number of ranks, the total bytes; 0 for a missing shard.
+            ranks: for each rank, by block, the bytes taken of the rank's part of the budget.
+            now: seconds on this engine's clock.
+            others: by block of an engine with another number of ranks, the bytes of all shards; 0 if one is missing.
             inner: by block with refinements, the bytes of one part, of two, and so on, without the total.
         """
         self._inner = inner or {}
@@ -222,14 +227,14 @@ class JournalLink(_Link):
         return Adopted(len(entered), len(written), usage.saved_blocks, usage.saved_nbytes, len(strays))
 
     def _unchanged(self, written: JournalSession) -> int | None:
-        """Return the digest of a session's saved blocks; None if the journal has different blocks."""
+        """Return the digest of an entered session's saved blocks; None if they differ from the journal's."""
         session = self._manager.table.by_id.get(written.session_id)
         if session is None or self._saved_blocks(*self._saved(session)) != written.saved:
             return None
         return self._digest(*self._saved(session))
 
     def _left(self, written: JournalSession, sizes: Mapping[BlockName, int], offset: float) -> _Left | None:
-        """Return the rest of a session; None if useless, or if the facts are damaged."""
+        """Return a session without missing blocks; None if nothing can be restored, or if the facts are damaged."""
         shape, saved, there = self._manager.shape, written.saved or GONE, sizes.keys()
         blocks = list(takewhile(lambda block: not shape.stores_main or block.name in there, saved.blocks))
         points = [point for point in saved.points if there >= {part.name for part in point.parts}]
@@ -286,7 +291,7 @@ class JournalLink(_Link):
         self._enter_saved(rows, nbytes, [block.exact for block in blocks], marks, tenant, inner)
 
     def _fitting(self, left: _Left, sizes: Mapping[BlockName, int]) -> int:
-        """Return the length of a session's head that fits, up to a resume point if needed."""
+        """Return the number of a session's first blocks that fit; if needed, cut to a resume point."""
         room = min(self._manager.free_nbytes, self._manager.left_to(left.facts["tenant"]))
         taken = np.cumsum(self._missing(left.blocks, sizes))
         if not self._manager.points.is_needed:
@@ -298,7 +303,7 @@ class JournalLink(_Link):
         return 0
 
     def _missing(self, blocks: Sequence[JournalBlock], sizes: Mapping[BlockName, int]) -> NDArray[np.int64]:
-        """Return the bytes of each block not yet saved for earlier sessions."""
+        """Return the bytes that each block will add; 0 for a block saved already, for another session."""
         names = [block.name for block in blocks]
         return np.where(self._manager.blocks.are_saved(names), 0, [sizes.get(name, 0) for name in names])
 
@@ -315,9 +320,9 @@ def _facts(session: Session, offset: float) -> dict[str, object]:
 
 @dataclass(slots=True)
 class _PromptLookup:
-    """Lookup of a request's `hashes` behind the first `first`.
+    """Question to Redis: which of a request's blocks, `hashes[first:]`, exist there.
 
-    deadline: time at which the request continues without an answer; None until the request could begin.
+    deadline: time at which the request continues without an answer; None until nothing else keeps it waiting.
     """
 
     request: Request
@@ -327,12 +332,12 @@ class _PromptLookup:
 
 
 class RedisLink(_Link):
-    """Looks up blocks stored by other engines, and publishes this engine's sessions.
+    """Looks up blocks stored by other engines in Redis, and publishes this engine's sessions there.
 
     Args:
         fronts: tiers in front of Redis.
-        needed: returns group and position of each block of further groups needed behind a number of blocks; None for a
-            model without such groups.
+        needed: returns the blocks of further KV cache groups needed to continue behind a number of blocks, each as
+            group and position. None for a model with a single group.
     """
 
     def __init__(
@@ -358,9 +363,10 @@ class RedisLink(_Link):
         return self._sessions.is_up
 
     def look_up(self, request: Request, usable: int) -> None:
-        """Ask for a new request's blocks absent from this engine.
+        """Ask Redis for a new request's blocks, from the first that is neither resident nor saved here.
 
-        usable: number of the prompt's loadable first blocks.
+        Args:
+            usable: number of the prompt's first blocks that may be loaded: the last token is always computed.
         """
         manager, hashes, session_id = self._manager, request.hashes[:usable], request.session.session_id
         main, marks = manager.shape.main, manager.pool.marks
@@ -383,7 +389,7 @@ class RedisLink(_Link):
         return [(group, hashes[at], at) for group, at in needed]
 
     def awaits(self, request_id: str, now: float) -> bool:
-        """True if a ready request should wait for the lookup, for WAIT_S at most."""
+        """True if a request, otherwise ready to run, should still wait for Redis: WAIT_S seconds at most."""
         lookup = self._lookups.get(request_id)
         if lookup is None:
             return False
@@ -400,7 +406,7 @@ class RedisLink(_Link):
         self._lookups.pop(request_id, None)
 
     def hear(self) -> None:
-        """Enter the blocks found since the last call."""
+        """Enter the blocks that Redis was found to have since the last call."""
         for request_id, result in self._sessions.take().items() if self.has_answers else ():
             if (lookup := self._lookups.pop(request_id, None)) is None:
                 continue
@@ -411,7 +417,7 @@ class RedisLink(_Link):
             self._manager.events(LookedUp(lookup.request.session.session_id, "found" if is_of_use else "nothing"))
 
     def _found(self, lookup: _PromptLookup, result: LookupResult) -> None:
-        """Enter blocks stored by another engine. Because their mark is unknown, they count as derived."""
+        """Enter blocks stored by another engine. They count as derived, because their marks are not known here."""
         manager, session = self._manager, lookup.request.session
         rows = lookup.request.rows[: lookup.first + len(result.sizes)]
         known = common_prefix(session.rows, rows)
@@ -426,7 +432,7 @@ class RedisLink(_Link):
             manager.points.stored(others.tolist())
 
     def tell(self, drops: Iterable[BlocksDropped], now: float) -> None:
-        """Publish the changed sessions since the last call, and dropped blocks."""
+        """Publish the sessions changed since the last call, and the drops."""
         offset, changes = time.time() - now, self._manager.table.take_changes()
         self._sessions.tell([self._record(session_id, session, offset) for session_id, session in changes], drops)
 
@@ -452,6 +458,6 @@ class RedisLink(_Link):
         return SessionRecord(session_id, fields, session.last_used + offset, list(zip(*columns, strict=True)))
 
     def reset(self) -> str:
-        """Return the name of the new namespace for blocks."""
+        """Begin a new namespace for blocks in Redis, and return its name. Nothing stored before is found there."""
         self._lookups.clear()
         return self._sessions.reset()

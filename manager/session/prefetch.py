@@ -1,4 +1,4 @@
-"""Prefetches of expected sessions before their request: room, blocks, loads, and the pool's prefix cache."""
+"""Prefetches: loads of expected sessions into the pool's prefix cache before their request comes."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +17,14 @@ from manthan.manager.session.table import Deadlines, Session, qualified
 from manthan.manager.transfer import RESET, STORE_DOWN, Answers, Transfer, TransferResult
 
 LEAD_S = 2.0
-"""Seconds by which a prefetch precedes the expected return, at most half of the idle time. An earlier restore would
-be evicted again before the request."""
+"""Seconds by which a prefetch precedes the expected return, but at most half of idle.after_s. A session restored
+earlier might be overwritten again before the request."""
 LOOKED_AT = 64
 """Number of expected sessions checked at a time."""
 RETRY_S = 0.1
-"""Seconds until room is looked for again where there was none."""
+"""Seconds until the next search for room, after a search found none."""
 PATIENCE = 2.0
-"""Multiple of the idle time during which a session named by a client, or late, is worth a prefetch."""
+"""Time, in multiples of idle.after_s, for which a session is prefetched after a client named it, or if it is late."""
 
 
 def lead_s(idle_after_s: float) -> float:
@@ -33,7 +33,7 @@ def lead_s(idle_after_s: float) -> float:
 
 
 class _Awaited(NamedTuple):
-    """Session to prefetch, unless used before. uses: number of uses at the announcement."""
+    """Session to prefetch before time `late`, if it was not used since `uses` was `Session.uses`."""
 
     late: float
     uses: int
@@ -43,8 +43,9 @@ class _Awaited(NamedTuple):
 class _Load:
     """Prefetch under way.
 
-    rows: of the session and the resume point. block_ids: of the rows, all referenced, resident blocks too. is_loaded:
-    True for each block being loaded. marks: of the rows, as saved at the load's begin.
+    rows: rows of the session's and the resume point's blocks. block_ids: the pool's block of each row, all referenced.
+    is_loaded: for each row, False if its block was resident. marks: mark of each row at the load's begin. is_void: True
+    after a reset.
     """
 
     session_id: str
@@ -57,12 +58,12 @@ class _Load:
     is_void: bool = False
 
     def brings(self, row: int) -> bool:
-        """True if a session with this block will soon be resident, so a request should not load the block too."""
+        """True if this load will make the block with this row resident, so that a request need not load it."""
         return not self.is_void and bool((self.rows == row).any())
 
 
 class _Ready(NamedTuple):
-    """Prefetched session without a request since."""
+    """Session that was prefetched and has had no request since."""
 
     session_id: str
     number: int
@@ -70,12 +71,13 @@ class _Ready(NamedTuple):
 
 
 class Prefetcher:
-    """Loads a session at a time, so that a request never waits for a foreign session.
+    """Loads one session at a time, so that a request waits at most for the prefetch of its own session.
 
     Args:
-        runway: returns the number of free blocks before the first unsaved block, up to a number.
-        taken: is told the number of blocks the pool may have handed out.
-        spare: free blocks left to requests.
+        runway: returns the number of free blocks before the first unsaved block, exact below a given number.
+        taken: called with the most blocks that the pool may have handed out.
+        ranks: number of ranks, each of which answers every transfer.
+        spare: number of free blocks left to requests.
         lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
     """
 
@@ -94,7 +96,7 @@ class Prefetcher:
         self._lead_s = lead_s
         self._main = manager.shape.main
         self.expected = Deadlines()
-        """Times at which expected sessions become sessions to load."""
+        """For each expected session, the time from which it is in `to_load`."""
         self.to_load: OrderedDict[str, _Awaited] = OrderedDict()  # by session id
         self.load: _Load | None = None
         """The prefetch under way."""
@@ -103,7 +105,7 @@ class Prefetcher:
         self.look_at = inf
         """Time of the next look for room; infinity if there is none."""
         self.was_settled = False
-        """True if a result came since the last step: another session's turn may have come."""
+        """True if a prefetch has ended since the last step, so that another may begin."""
         manager.said.expected = self._look_out
         manager.table.gone.append(self._forget)
 
@@ -120,7 +122,7 @@ class Prefetcher:
             self.expected.set(session.session_id, None if expected is None else max(now, expected - self._lead_s))
 
     def expect(self, told_ids: Iterable[str], tenant: str, now: float) -> None:
-        """Note a client's announced use of sessions. Foreign and active sessions are ignored."""
+        """Note that a client is about to use sessions. Unknown ids, other tenants' and active sessions are ignored."""
         if not self.is_on:
             return
         late = now + PATIENCE * self._manager.idle_after_s
@@ -134,9 +136,9 @@ class Prefetcher:
         self.to_load.pop(session.session_id, None)
 
     def _awaited(self, now: float) -> list[Session]:
-        """Return cold sessions to prefetch, among the first LOOKED_AT.
+        """Return cold sessions to prefetch, among the first LOOKED_AT of `to_load`.
 
-        An idle session may go cold before the expected return, and lets further sessions go ahead.
+        A session that is still idle stays in `to_load`, behind the others, because it may go cold before its return.
         """
         table = self._manager.table
         for session_id in self.expected.pop_due(now):
@@ -164,7 +166,10 @@ class Prefetcher:
     # -- requests -------------------------------------------------------------------------------------
 
     def admitted(self, rows: Rows, resident: int, usable: int) -> None:
-        """Note a request's allocation of blocks. resident: number of resident blocks, at most `usable`."""
+        """Note that vLLM has allocated a request's blocks, of which the first `resident` were resident.
+
+        The prefetch of a session was of use if the request found all blocks in common, or all `usable` ones.
+        """
         first = next((row for row in rows[:resident][::-1].tolist() if row in self.ready), None)
         if first is None:
             return
@@ -175,11 +180,7 @@ class Prefetcher:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, now: float, waiting: int) -> Sequence[Transfer]:
-        """Return the loads to begin, if a session is due and blocks can be spared.
-
-        Args:
-            waiting: number of blocks for waiting requests.
-        """
+        """Return the loads to begin, if a session is due and there is room. waiting: blocks for waiting requests."""
         if self.load is not None or not self.is_on:
             return []
         self.was_settled = False
@@ -203,7 +204,7 @@ class Prefetcher:
         return jobs
 
     def _fitting(self, now: float, most: int) -> list[Session]:
-        """Return the sessions to prefetch, without sessions larger than any possible room."""
+        """Return the sessions to prefetch. Sessions of more than `most` blocks will never fit, and are given up."""
         sessions = self._awaited(now)
         for session in sessions:
             if self._size(session) > most:
@@ -282,10 +283,9 @@ class Prefetcher:
         manager.events(ended.answers.restored(ended.session_id, self._main, manager.points.is_needed))
 
     def _enter(self, ended: _Load, names: Sequence[BlockName], failed: Iterable[BlockName]) -> None:
-        """Enter loaded blocks into the prefix cache, up to the first failed or unused block.
+        """Enter loaded blocks into the prefix cache, up to the first that failed or that no session needs any more.
 
-        vLLM treats a computed block alike. If a request has computed a block meanwhile, the computed block is
-        referenced instead.
+        If a request has computed the same block meanwhile, that block is kept and the loaded one is freed.
         """
         manager, blocks = self._manager, self._manager.blocks
         bad, session = set(failed), manager.table.by_number.get(ended.number)
@@ -311,14 +311,14 @@ class Prefetcher:
             self._pool.cache(ended.block_ids[at], group, block_hash, int(blocks.depth[row]))
 
     def _still_there(self) -> dict[int, _Ready]:
-        """Return the prefetched sessions, without finished or used sessions."""
+        """Return the prefetched sessions that are not forgotten."""
         table = self._manager.table
         return {row: ready for row, ready in self.ready.items() if ready.number in table.by_number}
 
     # -- the end --------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Note that all KV is void. Blocks of the load under way do not enter the prefix cache."""
+        """Note that all KV was dropped. Blocks of the load under way will not enter the prefix cache."""
         self.ready.clear()
         if self.load is not None:
             self.load.is_void = True
@@ -337,5 +337,5 @@ class Prefetcher:
 
 
 def _load_id(session_id: str) -> str:
-    """Return the id of a prefetch among the loads of requests."""
+    """Return the id of a prefetch where the manager expects a request's id."""
     return f"prefetch of {session_id}"

@@ -6,9 +6,9 @@ A session keeps the deepest resume point, and the resume point at the end of the
 another answer. Until all blocks are saved, the session also keeps the deepest loadable resume point.
 
 Ends of earlier prompts are spare points. A client whose template drops earlier thinking returns to a spare point. Spare
-points have a share of the budget. Beyond the share the session with the most spare points gives one up. Of a session's
-older points, one remains in each stretch of blocks, and stretches double in length with the distance from the session's
-end.
+points have a share of the budget. If they take more, the session whose spare points take most bytes gives one up. Of
+the session's older points, one remains in each stretch of blocks. A stretch is as long as the greatest power of two up
+to its distance from the session's end.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,10 +27,10 @@ class ResumePoints:
     """All resume points, and their sessions.
 
     Args:
-        is_needed: True if the model has groups in need of resume points.
-        drop: drops unused saved blocks.
-        touch: is told of sessions with changed resume points.
-        spare_nbytes: returns the most bytes for spare points of all sessions.
+        is_needed: True if the model has windows or states, so that it needs resume points.
+        drop: drops saved blocks that no point uses any more.
+        touch: called with each session whose resume points change.
+        spare_nbytes: returns the most bytes for the spare points of all sessions.
     """
 
     def __init__(
@@ -46,27 +46,28 @@ class ResumePoints:
         self._spare: dict[Session, list[ResumePoint]] = {}
         """Spare points by session, the deepest last."""
         self._taken: dict[Session, int] = {}
-        """Bytes of a session's spare points unneeded by all further points."""
+        """Bytes of the blocks that only the session's spare points use."""
         self._at: dict[int, ResumePoint] = {}
+        """Points by `ResumePoint.row`."""
         self._standing: set[int] = set()
-        """Rows of the standing points."""
+        """`ResumePoint.row` of the standing points, whose blocks are all saved."""
         self._of: dict[int, dict[int, ResumePoint]] = {}
-        """By row of a further group's block, the points with the block, by their rows."""
+        """By row of a further group's block, the points that need it, by `ResumePoint.row`."""
 
     def __len__(self) -> int:
         return len(self._at)
 
     @property
     def standing(self) -> int:
-        """Number of completely saved points."""
+        """Number of points whose blocks are all saved."""
         return len(self._standing)
 
     def at(self, row: int) -> ResumePoint | None:
-        """Return the point behind a session's block."""
+        """Return the point behind a session's block, given by its row; None if there is none."""
         return self._at.get(row)
 
     def stands(self, point: ResumePoint) -> bool:
-        """True if everything of a point is saved."""
+        """True if a point's blocks of further groups are all saved."""
         return bool(self._blocks.is_saved(point.rows).all())
 
     def place(self, session: Session, depth: int, rows: Rows) -> ResumePoint:
@@ -87,19 +88,22 @@ class ResumePoints:
         return point
 
     def deepest(self, session: Session, length: int) -> int:
-        """Return the depth of the deepest point, stored or being stored, among the first `length` blocks."""
+        """Return the depth, `length` at most, of a session's deepest point, stored or being stored; 0 without one.
+
+        Return `length` for a model without resume points.
+        """
         if not self.is_needed:
             return length
         return max((point.depth for point in session.points if point.depth <= length), default=0)
 
     def cut(self, session: Session, length: int, cause: DropCause) -> None:
-        """Have a session leave the points behind the first `length` blocks."""
+        """Take the points behind its first `length` blocks from a session."""
         for point in [point for point in session.points if point.depth > length]:
             self.leave(session, point, cause)
         self._bound()
 
     def leave(self, session: Session, point: ResumePoint, cause: DropCause) -> None:
-        """Have a session leave a point. Blocks unneeded afterwards are dropped."""
+        """Take a point from a session. Drop the blocks that nothing needs afterwards."""
         self._touch(session)
         session.points = tuple(each for each in session.points if each is not point)
         spare = [each for each in self._spare.get(session, ()) if each is not point]
@@ -132,7 +136,7 @@ class ResumePoints:
                 self.tidy(session)
 
     def tidy(self, session: Session) -> None:
-        """Have a session leave points made worthless by a deeper point, except spare points."""
+        """Take the points from a session that a deeper point makes worthless, except spare points."""
         standing = [point for point in session.points if self.stands(point)]
         if len(standing) < 2:
             return
@@ -149,22 +153,18 @@ class ResumePoints:
         self._bound()
 
     def leave_spare(self, session: Session, cause: DropCause) -> None:
-        """Have a session leave all spare points."""
+        """Take all spare points from a session."""
         for point in self._spare.get(session, []):
             self.leave(session, point, cause)
         self._bound()
 
     def _bound(self) -> None:
-        """Have sessions leave spare points until the rest is within the share. Leaving a point may cost sharers
-        more.
-        """
+        """Take spare points from sessions until the rest is within the share."""
         while sum(self._taken.values()) > self._spare_nbytes():
             self._leave_spare(max(self._taken, key=self._taken.__getitem__))
 
     def _set_spare(self, session: Session, points: list[ResumePoint]) -> None:
-        """Note the spare points, without the deepest standing point, because a session may depend on that point
-        alone.
-        """
+        """Note a session's spare points, but not the deepest standing point, because no other may be complete."""
         self._spare.pop(session, None)
         self._taken.pop(session, None)
         deepest = next((point for point in reversed(session.points) if self.stands(point)), None)
@@ -175,11 +175,11 @@ class ResumePoints:
             self._taken[session] = int(self._blocks.nbytes[rows[self._blocks.users[rows] == 1]].sum(dtype=np.int64))
 
     def recount(self, session: Session) -> None:
-        """Count the bytes of a session's spare points again, because blocks were cut."""
+        """Count the bytes of a session's spare points again, after refinements of its blocks were cut."""
         self._set_spare(session, self._spare.get(session, []))
 
     def _leave_spare(self, session: Session) -> None:
-        """Have a session leave the least missed spare point."""
+        """Take a spare point from a session: the second in a stretch of blocks (see above), or else the first one."""
         points, end, stretches = self._spare[session], session.points[-1].depth, set[tuple[int, int]]()
         for point in points:
             length = 1 << (max(1, end - point.depth).bit_length() - 1)
@@ -192,7 +192,7 @@ class ResumePoints:
         self.leave(session, point, DropCause.ABANDONED)
 
     def lose(self, row: int, cause: DropCause) -> list[Session]:
-        """Remove the points with a lost block. Return their sessions."""
+        """Remove the points that need a lost block. Return the sessions that had them. row: of the block."""
         found: dict[Session, None] = {}
         for point in list(self._of.get(row, {}).values()):
             for session in list(point.sessions):

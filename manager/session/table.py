@@ -1,4 +1,4 @@
-"""Sessions: by id, by name, by their last block, and in the order of the policy. Only this module changes their blocks.
+"""Sessions: by id, by name, by last block, and in the policy's order. Only this module changes a session's blocks.
 
 A session is a growing list of blocks. A block hash covers the whole prefix, so a block has the same position in every
 session.
@@ -7,6 +7,7 @@ session.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from enum import StrEnum, auto
+from hashlib import blake2b
 from itertools import count, islice
 from math import inf
 
@@ -27,9 +28,9 @@ from manthan.policies import EvictionPolicy, SessionView
 from manthan.policies.ranking import Ranking
 
 REMEMBERED = 1024
-"""Least number of remembered sessions without KV. More if more sessions have KV."""
+"""Number of sessions that are still recognized when their KV is gone; two more for each session with KV."""
 MOST_RELATIVES = 64
-"""Most sessions of a family, because each drop checks all of them. Later sessions are not relatives."""
+"""Most sessions of a family (see `SessionTable.join`), because each drop checks all of them. Later ones do not join."""
 
 _NO_REQUESTS: frozenset[str] = frozenset()
 
@@ -43,10 +44,11 @@ class SessionState(StrEnum):
 
 
 class ResumePoint(Struct, eq=False, gc=False):
-    """Blocks of further KV cache groups needed to continue behind a block: a window's last blocks, or a state.
+    """Blocks of further KV cache groups needed to go on behind a session's block: a window's last blocks, or a state.
 
-    row: of the block. depth: number of blocks before the point. rows: of the further groups' blocks. ends_prompt: True
-    if a prompt ended at the point.
+    row: row number of the session's block in the BlockTable. depth: number of the session's blocks up to the point.
+    rows: row numbers of the further groups' blocks. ends_prompt: True if a prompt ended at the point. sessions: the
+    sessions with the point; the values are unused.
     """
 
     row: int
@@ -62,8 +64,9 @@ class Session(Struct, eq=False, gc=False):
     Python's garbage collector ignores sessions, because a full collection would take seconds with many sessions. So
     every reference cycle through a session must be broken when the session is forgotten.
 
-    name: the client's; None without a name. number: of all sessions of this engine. rows: of the session's blocks.
-    Times are seconds on the engine's monotonic clock.
+    name: given by the client; None without a name. number: counts this engine's sessions, and is never used again.
+    rows: row numbers of the session's blocks in the BlockTable. requests: ids of the running requests. Times are
+    seconds on the engine's monotonic clock.
     """
 
     session_id: str
@@ -73,7 +76,7 @@ class Session(Struct, eq=False, gc=False):
     created: float
     last_used: float
     owner: Owner = ("", "")
-    """Tenant and name, or number of a session without a name, common to the branches of a named session.
+    """Tenant, and name or, without a name, number. All branches of a named session have the same owner.
 
     A nameless session that repeats an older session's whole prompt has the older session's owner.
     """
@@ -89,7 +92,7 @@ class Session(Struct, eq=False, gc=False):
     refused_until: float = 0.0
     """Time until which the session is not saved, after a failed store."""
     saving_since: float | None = None
-    """Begin of the saving; None if the session is not being saved."""
+    """Time at which the saving of all blocks began; None if the session is not being saved."""
     is_pressed: bool = False
     """True if the session is being saved because memory is short."""
     stored: int = 0
@@ -116,9 +119,9 @@ class Session(Struct, eq=False, gc=False):
     is_pinned: bool = False
     pinned_until: float | None = None
     keeps: tuple[tuple[float, int], ...] = ()
-    """End of time and number of first tokens of each kept range."""
+    """For each range kept at a client's wish, the time at which it ends, and its number of first tokens."""
     kept: int = 0
-    """Number of first blocks kept for the ranges; 0 for a pinned session."""
+    """Number of first blocks never dropped because of `keeps`; 0 for a pinned session."""
     ttl_s: float | None = None
     priority: int = 0
     expected: float | None = None
@@ -129,27 +132,27 @@ class Session(Struct, eq=False, gc=False):
     stays_out: bool = False
     """True if no KV of the session may reach a tier."""
     parent: str | None = None
-    """Name of the session that this session works for, possibly unknown."""
+    """Name of the session that this session works for. There may be no session of this name."""
     family: str | None = None
     """Name of the first ancestor, in a family of several; see `SessionTable.join`."""
     answer: bytes = b""
-    """Hash of the first full block with the last answer; empty for none."""
+    """Hash of the first full block that has a token of the last answer; empty for none."""
     prompt_end: str = ""
-    """Number of full blocks of the last prompt, and the tokens behind them; empty if unknown."""
+    """Number of the last prompt's full blocks, and a digest of the tokens behind them; empty if unknown."""
 
     def __post_init__(self) -> None:
         self.owner = self.tenant, f"#{self.number}" if self.name is None else f"={self.name}"
 
     @property
     def state(self) -> SessionState:
-        """State for users."""
+        """State shown to users."""
         if self.requests:
             return SessionState.ACTIVE
         return SessionState.COLD if self.is_cold else SessionState.IDLE
 
     @property
     def told_id(self) -> str:
-        """Id for the tenant."""
+        """Id shown to the tenant: `session_id` without the tenant's prefix."""
         return self.session_id.removeprefix(_prefix(self.tenant, self.session_id))
 
     @property
@@ -163,19 +166,19 @@ class Session(Struct, eq=False, gc=False):
 
 
 def qualified(told_id: str, tenant: str) -> str:
-    """Return a session's id among all tenants' sessions. The id is unique for tenant and told id."""
+    """Return a session's id among all tenants' sessions. Two tenants' sessions never have the same id."""
     return _prefix(tenant, told_id) + told_id
 
 
 def _prefix(tenant: str, name: str) -> str:
-    """Return the prefix of a tenant's session names; without a tenant, only for names that look like a tenant's."""
+    """Return the prefix of a tenant's session ids. Without a tenant, "/" for a name with a slash, and else none."""
     if tenant:
         return tenant.replace("%", "%25").replace("/", "%2F") + "/"
     return "/" if "/" in name else ""
 
 
 class Deadlines:
-    """A time for each session id. O(log n) an event. Times are seconds on the engine's clock."""
+    """A time for each session id. Each call takes O(log n). Times are seconds on the engine's clock."""
 
     def __init__(self) -> None:
         self._when = Ranking()
@@ -199,7 +202,7 @@ class Deadlines:
             self._look()
 
     def pop_due(self, now: float) -> Iterator[str]:
-        """Yield ids of due sessions, each once."""
+        """Yield the ids of sessions whose time has come, and remove them."""
         while (first := self._when.first()) is not None and first[0] <= now:
             self._when.discard(first[2])
             self._look()
@@ -211,7 +214,11 @@ class Deadlines:
 
 
 class Order:
-    """Sessions in the policy's order, all of a lower priority before a higher priority."""
+    """Sessions in the order of losing blocks: lower priorities first, and within a priority in the policy's order.
+
+    Args:
+        make_policy: makes the policy's instance for a priority.
+    """
 
     def __init__(self, make_policy: Callable[[], EvictionPolicy]) -> None:
         self._make_policy = make_policy
@@ -233,7 +240,7 @@ class Order:
         self._levels[priority].used(view)
 
     def leave(self, session_id: str, *, evicted: bool = False) -> None:
-        """Take a session out. evicted: True if chosen as the victim. Unknown ids are ignored."""
+        """Take a session out. evicted: True if the policy chose it. Unknown ids are ignored."""
         if (level := self._level_of.pop(session_id, None)) is not None:
             policy = self._levels[level]
             (policy.evicted if evicted else policy.forget)(session_id)
@@ -244,15 +251,15 @@ class Order:
             self._levels[level].superseded(session_id)
 
     def victims(self) -> Iterator[str]:
-        """Yield session ids in the order of eviction. Sessions may leave during the iteration."""
+        """Yield session ids, first victim first. Sessions may leave during the iteration."""
         for policy in list(self._levels.values()):
             yield from policy.victims()
 
 
 class SessionsBy:
-    """Sessions by a key with few sessions each, in the order of arrival.
+    """Sessions by a key, those of a key in the order of `add`.
 
-    A session alone under a key has no separate container, so Python's garbage collector has less to visit.
+    Most keys have one session. Such a session has no container, so that Python's garbage collector has less to visit.
     """
 
     def __init__(self) -> None:
@@ -278,7 +285,7 @@ class SessionsBy:
             self._others.setdefault(key, {})[session] = None
 
     def remove(self, key: object, session: Session) -> None:
-        """Take out a contained session."""
+        """Take out a session. The key must have the session."""
         others = self._others.get(key, {})
         if self._first[key] is not session:
             del others[session]
@@ -292,13 +299,13 @@ class SessionsBy:
 
 
 class SessionTable:
-    """All sessions with blocks or a request, and remembered sessions without. No tenant finds a foreign session.
+    """All sessions with blocks or a request, and remembered sessions without. A tenant's requests find its own only.
 
-    Named sessions are found by requests of the same name, and by requests without a name.
+    A request with a name finds sessions of this name. A request without a name finds all of the tenant's sessions.
 
     Args:
-        make_policy: makes an instance of the policy for each order.
-        label: part of the ids of sessions without a name, to tell engines apart.
+        make_policy: makes an instance of the policy.
+        label: part of the ids of sessions without a name, different for each engine.
     """
 
     def __init__(
@@ -309,20 +316,20 @@ class SessionTable:
         self.by_number: dict[int, Session] = {}
         self.states: Counter[SessionState] = Counter()
         self.order = Order(make_policy)
-        """Sessions with compressed blocks to give, unpinned and not yet emptied in their turn."""
+        """Unpinned sessions with compressed blocks to drop. A session leaves once it was evicted."""
         self.resident = Order(make_policy)
-        """Sessions with possible blocks in the pool: used since the last check found none."""
+        """Sessions that may have resident blocks: used since a check last found no resident block."""
         self.order_of: dict[str, Order] = {}
-        """Order of each tenant with a quota and sessions."""
+        """The same as `order`, for each tenant with a quota and sessions."""
         self.refined = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
-        """Sessions with possible blocks to cut to below a level, by tenant with a quota, or None for all, and level.
+        """Unpinned sessions that may have blocks with at least so many refinements as the key's number.
 
-        Empty for a codec with a single level.
+        The key also has a tenant with a quota, or None for all tenants. Empty for a codec without refinements.
         """
         self.changed: dict[str, None] | None = None
-        """Ids of changed sessions; None without a reader."""
+        """Ids of sessions changed since `take_changes`; None before the first call."""
         self.gone: list[Callable[[Session], None]] = []
-        """Called with each forgotten session."""
+        """Functions to call with each forgotten session."""
         self._numbers = count(1)
         self._ending = SessionsBy()
         """Sessions with blocks, by the row of their last block."""
@@ -332,10 +339,10 @@ class SessionTable:
         self._families: dict[tuple[str, str], dict[Session, None]] = {}
         """Sessions with a parent or a child, by tenant and the name of their first ancestor."""
         self._prompts: dict[bytes, Session] = {}
-        """Last session with a prompt, by `_prompt_key`."""
+        """Last session that asked a prompt, by `_prompt_key`."""
         self._prompt_of: dict[Session, bytes] = {}
         self._remembered: dict[bytes, Session] = {}
-        """Sessions by tenant and tip, sessions without blocks included. The oldest are forgotten, several at a time."""
+        """Sessions by tenant and `Session.tip`, with or without blocks. The oldest are removed, several at once."""
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
         self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, as a secret
         self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
@@ -343,22 +350,22 @@ class SessionTable:
     # -- sessions -------------------------------------------------------------------------------------
 
     def create(self, name: str | None, tenant: str, now: float, session_id: str = "") -> Session:
-        """Enter a new session without blocks. session_id: the id, if known."""
+        """Enter a new session without blocks. session_id: the id; empty for a new id."""
         session = Session(session_id or self._new_id(name, tenant), name, tenant, next(self._numbers), now, now)
         session.stays_out = any(other.stays_out for other in self._alike(session))
         self._enter(session)
         return session
 
     def _alike(self, session: Session) -> Iterable[Session]:
-        """Return the client's sessions of the same name."""
+        """Return the tenant's sessions of the same name, the session itself included once entered."""
         return () if session.name is None else self._called(session.name, session.tenant)
 
     def _called(self, name: str | None, tenant: str) -> Iterable[Session]:
-        """Return a tenant's sessions of the name, or all."""
+        """Return a tenant's sessions of the name; without a name, all of the tenant's."""
         return self._of_tenant.get(tenant, ()) if name is None else self._named.get((tenant, name))
 
     def stay_out(self, session: Session, stays_out: bool) -> None:
-        """Keep a session, and sessions of the same name, out of the tiers, or no longer."""
+        """Set `stays_out` of a session, and of all the tenant's sessions of the same name."""
         for one in (session, *self._alike(session)):
             one.stays_out = stays_out
             self.touch(one)
@@ -369,7 +376,7 @@ class SessionTable:
         self._of_tenant[session.tenant][session] = None
         if session.name is not None:
             self._named.add((session.tenant, session.name), session)
-        if session.parent is not None:  # a remembered session
+        if session.parent is not None:  # a remembered session is entered again
             self.join(session, session.parent)
         elif session.name is not None and (session.tenant, session.name) in self._families:
             self._join(session, session.name)
@@ -377,7 +384,7 @@ class SessionTable:
     def join(self, session: Session, parent: str) -> None:
         """Note the parent of a session, by name. An ancestor and all descendants are a family.
 
-        The parent may stay unknown. Sessions in a circle of names are relatives.
+        There may be no session of the parent's name. Sessions that name each other in a circle are one family.
         """
         session.parent = parent
         parents = list(islice(self._named.get((session.tenant, parent)), MOST_RELATIVES))
@@ -388,7 +395,7 @@ class SessionTable:
 
     def _join(self, session: Session, family: str) -> None:
         if session.family != family:
-            for one in self.relatives(session):  # blocks kept for each other may go
+            for one in self.relatives(session):  # blocks kept for the family's sake may be dropped now
                 self.enter_order_again(one)
             self.enter_order_again(session)
             self._leave_family(session)
@@ -405,7 +412,7 @@ class SessionTable:
             session.family = None
 
     def relatives(self, session: Session) -> list[Session]:
-        """Return the rest of the session's family."""
+        """Return the other sessions of the session's family."""
         found = () if session.family is None else self._families[session.tenant, session.family]
         return [one for one in found if one is not session]
 
@@ -415,7 +422,7 @@ class SessionTable:
             self.changed[session.session_id] = None
 
     def take_changes(self) -> list[tuple[str, Session | None]]:
-        """Return the sessions changed since the last call, by id; None for a finished session."""
+        """Return id and session of each session changed since the last call; None for a forgotten session."""
         taken, self.changed = self.changed or {}, {}
         return [(session_id, self.by_id.get(session_id)) for session_id in taken]
 
@@ -457,7 +464,7 @@ class SessionTable:
         self.enter_order(session)
 
     def told(self, session: Session) -> None:
-        """Report a session with new facts to the policy again."""
+        """Report new facts about a session to the policy."""
         self.touch(session)
         if session.session_id in self.order:
             self.enter_order(session)
@@ -475,7 +482,7 @@ class SessionTable:
         self.set_cold(session, False)
 
     def truncate(self, session: Session, length: int) -> Rows:
-        """Cut a session to `length` blocks and return the rows cut off, partly free by now.
+        """Cut a session to `length` blocks and return the rows cut off. Rows that nothing else uses are freed already.
 
         A session without blocks is forgotten unless a request runs.
         """
@@ -516,16 +523,16 @@ class SessionTable:
     # -- the policy's order ---------------------------------------------------------------------------
 
     def victims(self, tenant: str | None = None) -> Iterator[Session]:
-        """Yield sessions, of a tenant or of all, in the order of losing compressed blocks."""
+        """Yield sessions, of a tenant or of all, in the order in which they lose compressed blocks."""
         order = self.order if tenant is None else self.order_of[tenant]
         return map(self.by_id.__getitem__, order.victims())
 
     def resident_victims(self) -> Iterator[Session]:
-        """Yield sessions, maybe resident, in the order of being overwritten."""
+        """Yield sessions that may have resident blocks, in the order in which vLLM should overwrite these."""
         return map(self.by_id.__getitem__, self.resident.victims())
 
     def enter_order(self, session: Session) -> None:
-        """Note the use of a session, or new compressed blocks to give."""
+        """Tell the policy of a session's use, or enter a session that has compressed blocks to drop again."""
         view = self._view(session)
         self.resident.used(view, session.priority)
         if session.is_pinned:
@@ -535,40 +542,40 @@ class SessionTable:
             order.used(view, session.priority)
 
     def enter_refined(self, session: Session) -> None:
-        """Note stored blocks of a session, with possible refinements."""
+        """Enter a session whose newly stored blocks may have refinements to cut."""
         levels = 0 if session.is_pinned else self.shape.groups[self.shape.main].levels
         for key in self._refined(session, levels):
             if session.session_id not in self.refined[key]:
                 self.refined[key].used(self._view(session), session.priority)
 
     def leave_refined(self, session: Session, level: int) -> None:
-        """Note a session without blocks to cut to below a level."""
+        """Take out a session that has no block left to cut to below `level` refinements."""
         for key in self._refined(session, MOST_INNER + 1, level):
             if key in self.refined:
                 self.refined[key].leave(session.session_id)
 
     def refined_victims(self, level: int, tenant: str | None) -> Iterator[Session]:
-        """Yield sessions, of a tenant or of all, in the order of cutting blocks to below a level."""
+        """Yield sessions, of a tenant or of all, in the order in which blocks are cut to below `level` refinements."""
         return map(self.by_id.__getitem__, self.refined[tenant, level].victims())
 
     def _refined(self, session: Session, levels: int, level: int = 1) -> Iterator[tuple[str | None, int]]:
-        """Yield the keys of a session's orders from a level on."""
+        """Yield the session's keys in `refined`, of the levels from `level` to below `levels`."""
         tenants = [None, session.tenant] if session.tenant in self.order_of else [None]
         return ((tenant, each) for tenant in tenants for each in range(level, levels))
 
     def enter_order_again(self, session: Session) -> None:
-        """Note compressed blocks to give, if the session has left the order."""
+        """Enter a session that left the order and has compressed blocks to drop again."""
         if session.session_id not in self.order:
             self.enter_order(session)
 
     def leave_order(self, session: Session, *, evicted: bool = False) -> None:
-        """Note a session without blocks to give. evicted: True if all were given in the session's turn."""
+        """Take out a session without blocks to drop. evicted: True if they were dropped by the policy's choice."""
         for order in self._orders(session):
             order.leave(session.session_id, evicted=evicted)
         self.leave_refined(session, 1)
 
     def superseded(self, session: Session) -> None:
-        """Note another session's continuation from the middle of this session."""
+        """Tell the policy that another session continues from the middle of this session."""
         for order in (*self._orders(session), *self.refined.values(), self.resident):
             order.superseded(session.session_id)
 
@@ -578,8 +585,8 @@ class SessionTable:
             yield order
 
     def _view(self, session: Session) -> SessionView:
-        blocks, beside = len(session.rows), {int(row) for point in session.points for row in point.rows}
-        nbytes = self.blocks.nbytes[list(beside)].sum(dtype=int) if beside else 0
+        blocks, at_points = len(session.rows), {int(row) for point in session.points for row in point.rows}
+        nbytes = self.blocks.nbytes[list(at_points)].sum(dtype=int) if at_points else 0
         return SessionView(
             session.session_id,
             blocks * self.shape.block_tokens,
@@ -598,11 +605,16 @@ class SessionTable:
     # -- the session of a request ---------------------------------------------------------------------
 
     def attribute(self, hashes: Sequence[bytes], rows: Rows, name: str | None, tenant: str, now: float) -> Session:
-        """Return the session of a prompt.
+        """Return the session that a prompt belongs to, or a new session.
 
-        The result is the session extended by the prompt, a remembered session without KV, a session whose last answer
-        comes back changed, or a new session. A new session from the middle of an older session inherits the older one's
-        history, because the client changed an earlier message.
+        The prompt belongs to a session if it extends the session's blocks, also if their KV is gone, or if only the
+        session's last answer comes back changed. If the prompt continues from the middle of a session, the client has
+        changed an earlier message: the new session then inherits the older one's history.
+
+        Args:
+            hashes: block hashes of the prompt's full blocks.
+            rows: their rows.
+            name: the request's session name; None without a name.
         """
         found = self.find(rows, name, tenant)
         known = len(found.rows) if found is not None else 0
@@ -620,10 +632,10 @@ class SessionTable:
         return session
 
     def find(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
-        """Return the session with KV extended by a prompt. None means a new session, or a branch.
+        """Return the session with KV that a prompt extends; None for a new session, or a branch of a session.
 
-        A session of the name with the whole prompt is preferred, for a prompt asked again. Otherwise the result is the
-        longest session at the begin of the prompt.
+        The result is the longest session whose blocks are the prompt's first blocks. With a name, a session that has
+        more of the prompt goes before it if it has the whole prompt, because the prompt is then asked again.
         """
         used = self._used(rows)
         if name is None:
@@ -637,8 +649,8 @@ class SessionTable:
     def kept(self, session: Session, rows: Rows, name: str | None, tokens: int) -> int:
         """Return the number of blocks a session keeps when a prompt with these rows and tokens comes.
 
-        All, unless the last answer comes back changed: then the common first blocks. Such a prompt is longer than the
-        last prompt, and shorter than the last prompt with the answer.
+        The session keeps all blocks, unless its last answer comes back changed: then the first blocks that both have in
+        common. Such a prompt has more tokens than the last prompt, and not all the session's blocks.
         """
         length = common_prefix(session.rows, rows)
         if length < min(len(session.rows), len(rows)):
@@ -646,17 +658,18 @@ class SessionTable:
         is_next = name is not None and 0 < session.prompt_tokens < tokens and not session.requests
         return length if is_next else len(session.rows)
 
-    def own_blocks(
-        self, session: Session, hashes: Sequence[bytes], rows: Rows, tail: bytes | None, can_be_kin: bool = True
-    ) -> int:
-        """Return the number of a prompt's first blocks brought by the session, or by a session of the same name.
+    def own_blocks(self, session: Session, hashes: Sequence[bytes], rows: Rows, tail: bytes | None) -> int:
+        """Return the number of a prompt's first blocks that the session has, or a session of the same name.
 
-        Behind these blocks, the request takes exact blocks only. A nameless client that repeats a whole prompt counts
-        as the same client.
+        Behind these blocks, the request takes exact blocks only. A request without a name that repeats a session's
+        whole prompt counts as the same client's.
+
+        Args:
+            tail: the prompt's tokens behind the full blocks, as bytes; None if unknown.
         """
         if session.name is not None:
             return self._nearest(self._used(rows), session.name, session.tenant)[0]
-        if not len(session.rows) and can_be_kin and hashes and (end := prompt_end(hashes, tail)):
+        if not len(session.rows) and hashes and (end := prompt_end(hashes, tail)):
             origin = self._prompts.get(_prompt_key(session.tenant, hashes[-1], end))
             if origin is not None and len(origin.rows) >= len(hashes):
                 session.owner = origin.owner
@@ -664,11 +677,11 @@ class SessionTable:
         return common_prefix(session.rows, rows)
 
     def asks(self, session: Session, hashes: Sequence[bytes], tail: bytes | None) -> None:
-        """Note a session's newest prompt."""
+        """Note a session's newest prompt. tail: see `own_blocks`."""
         self.enter_prompt(session, hashes, prompt_end(hashes, tail))
 
     def enter_prompt(self, session: Session, hashes: Sequence[bytes], end: str) -> None:
-        """Note a session's newest prompt: the full blocks, and the end; see `Session.prompt_end`."""
+        """Note a session's newest prompt. hashes: of the full blocks. end: see `Session.prompt_end`."""
         self._forget_prompt(session)
         session.prompt_end = end
         if hashes and end:
@@ -681,11 +694,11 @@ class SessionTable:
             del self._prompts[key]
 
     def _used(self, rows: Rows) -> Rows:
-        """Return the leading rows with a session."""
+        """Return the rows up to the first that no session has."""
         return rows[: first_false(self.blocks.users[rows] > 0)]
 
     def _longest(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
-        """Return the longest session, of this name or any, with the last block among these rows."""
+        """Return the longest session, of this name or any, whose last block is among these rows."""
         for row in reversed(rows.tolist()):
             for session in self._ending.get(row, ()):
                 if session.tenant == tenant and name in (None, session.name):
@@ -693,7 +706,7 @@ class SessionTable:
         return None
 
     def _nearest(self, rows: Rows, name: str | None, tenant: str) -> tuple[int, Session | None]:
-        """Return the most first rows of a single session, of this name or any, and the session."""
+        """Return the session, of this name or any, with the most of these rows from the first on, and their number."""
         best, found = 0, None
         for session in self._called(name, tenant) if len(rows) else ():
             if best < len(session.rows) and session.rows[best] == rows[best]:
@@ -703,7 +716,7 @@ class SessionTable:
         return best, found
 
     def _is_common_start(self, session: Session, rows: Rows) -> bool:
-        """True if several sessions continue from this session's end, as from a system prompt."""
+        """True if a nameless session ends where other sessions go on, as at the end of a system prompt."""
         if session.name is not None or len(session.rows) == len(rows):
             return False
         return self._has_several(int(session.rows[-1]), len(session.rows) - 1, session.tenant)
@@ -714,10 +727,10 @@ class SessionTable:
         return row >= 0 and self.blocks.users[row] > 0 and self._holder(row, remembered.tenant) is not None
 
     def _with_changed_answer(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
-        """Return the session of the name whose whole last prompt, without the answer, the rows repeat.
+        """Return the session of the name whose whole last prompt, but not the answer, is at the begin of these rows.
 
-        The template has left out the model's thinking, or the client has changed the answer. Without a name, the client
-        may be a different client.
+        The template has left out the model's thinking, or the client has changed the answer. None without a name,
+        because the prompt may be a different client's.
         """
         if name is None:
             return None
@@ -728,10 +741,10 @@ class SessionTable:
         return origin if prompt and known >= prompt // self.shape.block_tokens else None
 
     def _inherit(self, session: Session, rows: Rows) -> None:
-        """Take over the history of the only session with the begin of these rows and a different continuation."""
+        """Take over the history of the only session that has the begin of these rows and then other blocks."""
         known = len(self._used(rows))
         origin = self._holder(int(rows[known - 1]), session.tenant) if known else None
-        if origin is None:  # only foreign tenants have all of the rows
+        if origin is None:  # only other tenants' sessions have all of the rows
             known, origin = self._nearest(rows[:known], None, session.tenant)
         if origin is None or known == len(origin.rows) or origin.requests:
             return
@@ -749,7 +762,7 @@ class SessionTable:
         return found
 
     def holders(self, row: int, depth: int, tenant: str | None = None) -> Iterator[Session]:
-        """Yield the sessions, of a tenant or all, with the block. A scan."""
+        """Yield the sessions, of a tenant or of all, with the block. The search visits each session."""
         some = self.by_id.values() if tenant is None else self._called(None, tenant)
         return (session for session in some if session.has(row, depth))
 
@@ -765,10 +778,10 @@ class SessionTable:
         if len(session.rows):
             self._ending.remove(int(session.rows[-1]), session)
 
-    # -- sessions possibly without KV ------------------------------------------------------------------
+    # -- remembered sessions, with or without KV -------------------------------------------------------
 
     def remember(self, session: Session) -> None:
-        """Note the block by which a session will be recognized, at a request's end."""
+        """Note the session's last block at the end of a request. A later prompt with it belongs to the session."""
         self.forget_tip(session)
         if len(session.rows):
             session.tip = self.blocks.hashes(session.rows[-1:])[0]
@@ -781,18 +794,18 @@ class SessionTable:
                 del self._remembered[tip]
 
     def forget_tip(self, session: Session) -> None:
-        """Remember a session no longer."""
+        """Undo `remember`."""
         tip = session.tenant.encode() + session.tip
         if self._remembered.get(tip) is session:
             del self._remembered[tip]
 
     def _recall(self, hashes: Sequence[bytes], name: str | None, tenant: str) -> Session | None:
-        """Return the remembered session, of this name or any, with the longest conversation extended by `hashes`."""
+        """Return the remembered session, of this name or any, whose last block is the latest among `hashes`."""
         found = map(self._remembered.get, map(tenant.encode().__add__, reversed(hashes)))
         return next((one for one in found if one is not None and name in (None, one.name)), None)
 
     def _revive(self, session: Session) -> None:
-        """Enter a remembered session again, new except for the history."""
+        """Enter a remembered session again. The history and the hints stay."""
         if session.session_id in self.by_id:
             session.session_id = self._new_id(session.name, session.tenant)
         session.is_cold, session.saving_since = False, None
@@ -810,8 +823,8 @@ class SessionTable:
 
 
 def prompt_end(hashes: Sequence[bytes], tail: bytes | None) -> str:
-    """Return the distinction between prompts with the same full blocks; see `Session.prompt_end`."""
-    return "" if tail is None else f"{len(hashes)}:{tail.hex()}"
+    """Return `Session.prompt_end`, which differs for prompts with the same full blocks. tail: see `own_blocks`."""
+    return "" if tail is None else f"{len(hashes)}:{blake2b(tail, digest_size=16).hexdigest()}"
 
 
 def _prompt_key(tenant: str, last: bytes, end: str) -> bytes:

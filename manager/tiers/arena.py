@@ -1,8 +1,8 @@
 """Allocator of blocks of different sizes in a single range of addresses, by best fit.
 
-A block gets one extent if a hole is large enough: the smallest such hole, and among equal holes the lowest. Else the
-block gets several extents, the largest holes first, so that all free bytes can be used. Less than GRANULE bytes a block
-are lost. Blocks of equal size leave holes of whole blocks, and are never in pieces.
+A hole is a run of free addresses. A block gets one extent if a hole is large enough: of the smallest such hole, and
+among equal holes the lowest. Else it gets several extents, of the largest holes first, so that all free bytes can be
+used. Less than GRANULE bytes a block are lost. Blocks of equal size leave holes of whole blocks, and have one extent.
 
 In an arena filled to the last byte with blocks of many sizes, a block lies in hundreds of extents. With a fiftieth of
 the bytes free, a block lies in one or two; see `usable`.
@@ -24,12 +24,12 @@ class Extent(NamedTuple):
 
 
 def room(nbytes: int) -> int:
-    """Return the bytes of a block in the arena: `nbytes` rounded up to a multiple of GRANULE."""
+    """Return the bytes that a block takes in the arena: `nbytes` rounded up to a multiple of GRANULE."""
     return -(-nbytes // GRANULE) * GRANULE
 
 
 def usable(nbytes: int) -> int:
-    """Return the bytes of an arena for blocks, so that holes stay large."""
+    """Return how many of an arena's bytes blocks should take at most, so that holes stay large."""
     return nbytes - nbytes // 50
 
 
@@ -45,7 +45,7 @@ def split(extents: Iterable[Extent], nbytes: int) -> tuple[tuple[Extent, ...], l
 
 
 class Arena:
-    """Books of addresses from 0 on, without memory. Not thread-safe.
+    """Knows which addresses, from 0 on, are free. Has no memory behind them. Not thread-safe.
 
     Args:
         nbytes: Number of addresses, rounded down to a multiple of GRANULE. `join` adds more.
@@ -56,7 +56,7 @@ class Arena:
         """Number of addresses."""
         self.available = 0
         """Number of free bytes, in all holes."""
-        # Holes never touch each other: by start, by end, and by size. Starts and sizes are sorted.
+        # Holes by start, by end and by size. Starts and sizes are sorted. Two holes never touch each other.
         self._size_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
         self._starts: dict[int, list[int]] = {}
@@ -81,9 +81,9 @@ class Arena:
         return None if size > self.available else self._in_pieces(size)
 
     def allocate_some(self, nbytes: int, count: int) -> list[tuple[Extent, ...]]:
-        """Return the extents of up to `count` blocks of `nbytes` bytes, equal to repeated calls of `allocate`.
+        """Return the extents of up to `count` blocks of `nbytes` bytes, the same that repeated `allocate` would give.
 
-        A hole is cut up at once, because the rest is the best fit for the next block.
+        One hole serves several blocks, because the rest of a hole is the best fit for the next block.
         """
         size = room(nbytes)
         found: list[tuple[Extent, ...]] = []
@@ -122,7 +122,7 @@ class Arena:
         return tuple(taken)
 
     def _take(self, size: int, most: int) -> Extent:
-        """Take the begin of the lowest hole of `size` bytes, at most `most` bytes."""
+        """Take up to `most` first bytes of the lowest hole of `size` bytes."""
         start = self._starts[size][0]
         self._remove(start)
         taken = Extent(start, min(size, most))

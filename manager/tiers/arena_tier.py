@@ -1,4 +1,4 @@
-"""Tiers with blocks at addresses and a hard budget: their base, and the tier in RAM."""
+"""Tiers that keep blocks at addresses, within a hard budget: their base, and the tier in RAM."""
 
 import threading
 from abc import abstractmethod
@@ -21,14 +21,15 @@ CHUNK = 64 << 20
 
 @dataclass(slots=True, eq=False)
 class Placed:
-    """Block at addresses.
+    """Block, or the end of a block that was cut off, and its addresses.
 
     Args:
-        nbytes: Size of the block, without the tier's additions.
-        digest: None if unknown, because the block was cut.
+        nbytes: Size of the block, without headers that the tier adds.
+        digest: Checksum in a disk tier; None if unknown, because the block was cut.
+        sequence: Number of the write in a disk tier.
         is_dropped: True if the block was dropped, or cut.
-        inner: Ends of all parts but the last.
-        cut: Of a cut-off end: name and kept part of the block.
+        inner: Ends, in bytes, of all parts but the last.
+        cut: For an end that was cut off, name and rest of its block; else None.
     """
 
     extents: tuple[Extent, ...]
@@ -41,13 +42,14 @@ class Placed:
 
 
 class ArenaTier(Tier):
-    """Keeps the books of blocks, and erases dropped blocks.
+    """Knows which block is at which addresses, and erases dropped blocks.
 
-    The bytes of a dropped block, or of a cut-off end, are erased on a thread, or by the put in need of the room. They
+    The bytes of a dropped block, or of a cut-off end, are erased on a thread, or by a put that needs the room. They
     count as free at once. The addresses are used again only after the erasure.
 
     Args:
-        max_bytes: Budget, held at every moment.
+        max_bytes: Budget, never exceeded.
+        arena: Addresses that blocks can get.
     """
 
     can_trim = True
@@ -55,12 +57,12 @@ class ArenaTier(Tier):
     def __init__(self, max_bytes: int, arena: Arena) -> None:
         self.max_bytes = max_bytes
         self.peak = 0
-        """Largest number of taken bytes."""
+        """Largest number of bytes ever taken."""
         self._lock = threading.Lock()
-        """Lock of all attributes below. No I/O under the lock."""
+        """Held to read or change the attributes below, but never during I/O."""
         self._arena = arena
         self._blocks: dict[Name, Placed] = {}
-        self._writing: dict[Name, object] = {}  # by block, the writing put
+        self._writing: dict[Name, object] = {}  # by block, an object for the put that writes it
         self._dropped: deque[Placed] = deque()
         self._dropped_nbytes = 0  # bytes of dropped blocks not yet erased
         self._erasing = threading.Lock()
@@ -69,21 +71,21 @@ class ArenaTier(Tier):
 
     @abstractmethod
     def _write(self, name: Name, placed: Placed, buf: Buffer) -> str | None:
-        """Write a block, and complete `placed`. Returns a cause for a failure."""
+        """Write a block, and set digest and sequence of `placed`. Return the cause of a failure, or None."""
 
     @abstractmethod
     def _erase(self, extents: tuple[Extent, ...]) -> None:
         """Overwrite the bytes at these addresses."""
 
     def _shorten(self, name: Name, placed: Placed) -> None:
-        """Write down the size of a cut block, before the end is erased."""
+        """Store the new size of a cut block on the medium, before its end is erased."""
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         causes = {key: self._put((group, key), buf) for key, buf in blocks.items()}
         return {key: cause for key, cause in causes.items() if cause is not None}
 
     def _put(self, name: Name, buf: Buffer) -> str | None:
-        """Return a cause if the block is not stored."""
+        """Store a block. Return the cause if it is not stored, or None."""
         mine = object()
         with self._lock:
             self._remove(name)
@@ -147,10 +149,10 @@ class ArenaTier(Tier):
 
     @property
     def usable(self) -> int:
-        """Most bytes for blocks: some free bytes keep holes large."""
+        """Most bytes that blocks can take. The rest stays free, so that free extents stay large."""
         return usable(self._arena.nbytes)
 
-    # -- books; the caller holds the lock ---------------------------------------------------------------
+    # -- the caller holds the lock ----------------------------------------------------------------------
 
     def _remove(self, name: Name) -> None:
         self._writing.pop(name, None)
@@ -181,12 +183,12 @@ class ArenaTier(Tier):
                 needs = self._arena.available + self._dropped_nbytes >= nbytes
             if extents is not None or not needs:
                 return extents
-            if not self._erase_one():  # another thread's erasure has freed bytes now
+            if not self._erase_one():  # another thread has erased the rest meanwhile
                 with self._lock:
                     return self._take(nbytes)
 
     def _erase_one(self) -> bool:
-        """Erase the block, or cut-off end, dropped first; False without any."""
+        """Erase the block, or the cut-off end, that was dropped first. Return False if there is none."""
         with self._erasing:
             with self._lock:
                 if not self._dropped:
@@ -225,7 +227,7 @@ class RamTier(ArenaTier):
         if placed is None:
             return None
         buf = np.concatenate([np.empty(0, np.uint8), *self._pieces(placed.extents, placed.nbytes)])
-        with self._lock:  # after a drop meanwhile, the bytes may be another block's
+        with self._lock:  # if the block was dropped meanwhile, the bytes may be those of another block
             return buf if self._blocks.get(name) is placed else None
 
     def close(self) -> None:

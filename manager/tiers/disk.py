@@ -13,13 +13,13 @@ A record begins at a multiple of PAGE with a header of HEADER bytes, little-endi
 The body, a compressed block, follows through the extents. The first extent begins at the header, so bytes that only
 look like a header are not taken for a header.
 
-A process may be killed at any moment: the body is written before the header, and the page cache is the system's. A
-power failure costs the blocks written in the last SYNC_S seconds, because an incomplete body is a miss. Of two records
-of a block, or overlapping records, the record with the higher sequence holds.
+A process may be killed at any moment: the body is written before the header, and the system still writes its page cache
+to the disk. A power failure costs the blocks written in the last SYNC_S seconds: a body that does not match its digest
+counts as absent. Of two records of a block, or of two that overlap, the one with the higher sequence is valid.
 
-A dropped block is hole-punched, or overwritten if the file system cannot punch holes. The end of a cut block is erased
-after the new header is written. If a process is killed before, the next process finds the record again. The opener of a
-tier drops blocks unneeded by sessions. Bytes outside of records are erased on opening.
+A dropped block is erased by punching a hole, or overwritten if the file system has no holes. The end of a cut block is
+erased after the new header is written. If a process is killed before it has erased a block, the next process finds the
+record again. Whoever opens a tier drops the blocks that no session needs. Opening erases the bytes outside of records.
 """
 
 import errno
@@ -63,22 +63,22 @@ assert _INNER_AT + _INNER.size <= _END
 DISK = "disk"
 """Cause of a failure of the disk."""
 SYNC_S, CLOSE_S = 5.0, 5.0
-"""Seconds between two syncs, and of the last wait for an unresponsive disk."""
+"""Seconds between two syncs, and most seconds that `close` waits for the disk."""
 READERS, WRITERS, AHEAD = 8, 4, 16
-"""Threads, and runs of blocks read ahead for a reader."""
+"""Threads that read, threads that write, and runs of blocks that `read` has the threads read ahead."""
 RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20
-"""Bytes read at once by a thread, and bytes searched at once."""
+"""Most bytes of a run of several blocks, read by one thread; bytes searched for a record at a time."""
 QUIET_S = 60.0
 """Seconds between two log lines about failures of many blocks."""
 
 
 def room(nbytes: int) -> int:
-    """Return the bytes of a block in the file: whole pages."""
+    """Return the bytes that a block of `nbytes` bytes takes in the file, in whole pages."""
     return _pages(HEADER + nbytes)
 
 
 def usable(max_bytes: int) -> int:
-    """Return the bytes of a budget for blocks."""
+    """Return the bytes of a budget that blocks can take."""
     return arena.usable(max_bytes) // PAGE * PAGE
 
 
@@ -90,8 +90,8 @@ class DiskTier(ArenaTier):
     """Tier of a rank in a folder on disk, made if missing.
 
     Args:
-        timeout_s: Seconds that a reader waits for the disk in all, and a writer for each block.
-        is_left: True for the folder of an earlier server, which several ranks read and drop from. None writes there.
+        timeout_s: Most seconds that one `read` waits for the disk, and `put_all` for each block.
+        is_left: True for the folder of an earlier server, from which several ranks read and drop, and none writes.
 
     Raises:
         BlockingIOError: Another process uses the folder.
@@ -159,7 +159,7 @@ class DiskTier(ArenaTier):
                 job.cancel()
 
     def cleared(self, place: str) -> "DiskTier":
-        """Return this tier. The file loses the name before a block is put again."""
+        """Return this tier. The file loses its name before a block is put again, so that no process finds it later."""
         super().cleared(place)
         self._is_apart = True
         return self
@@ -225,7 +225,7 @@ class DiskTier(ArenaTier):
         return None
 
     def _read_body(self, placed: Placed, memory: Buffer) -> None:
-        """Raises OSError."""
+        """Read a block's body into `memory`. Raises OSError."""
         at = 0
         for start, size in _body(placed):
             at += os.preadv(self._fd, [memory[at : at + size].data], start)
@@ -250,7 +250,7 @@ class DiskTier(ArenaTier):
         return None
 
     def _erase(self, extents: tuple[Extent, ...]) -> None:
-        """Erase the extents. The header, in the first extent, goes first."""
+        """Erase the extents, the first one before the others, because it has the header."""
         self._is_dirty = True
         try:
             for extent in extents:
@@ -288,7 +288,7 @@ class DiskTier(ArenaTier):
         return None if self._arena.used + nbytes > self.max_bytes // PAGE * PAGE else super()._take(nbytes)
 
     def _leave(self) -> None:
-        """Take the file's name away, once all was cleared. Raises OSError."""
+        """Remove the file's name after `cleared`. Raises OSError."""
         if self._is_apart and self._path.exists():
             self._path.unlink(missing_ok=True)
             sync_folder(self.folder)
@@ -298,7 +298,7 @@ class DiskTier(ArenaTier):
             self._sync()
 
     def _sync(self) -> None:
-        """Make writes and erasures survive a stop of the machine."""
+        """Write all changes of the file to the disk itself, so that they outlast a crash of the machine."""
         try:
             self._leave()
             if self._is_dirty:
@@ -306,7 +306,7 @@ class DiskTier(ArenaTier):
                 os.fdatasync(self._fd)
         except OSError as error:
             self._is_dirty = True
-            self._complain(f"what was written may not last: {error.strerror}")
+            self._complain(f"a crash of the machine may lose the last writes: {error.strerror}")
 
     def _finish(self) -> None:
         self._writers.shutdown(wait=True, cancel_futures=True)
@@ -324,7 +324,7 @@ class DiskTier(ArenaTier):
 
 
 class _Wanted(NamedTuple):
-    """Block to read, None if absent, and memory of the block's size."""
+    """Block to read, or None if absent, and memory of the block's size to read it into."""
 
     placed: Placed | None
     memory: Buffer
@@ -398,7 +398,7 @@ def _parsed(head: bytes, at: int) -> _Record | None:
 
 
 def _body(placed: Placed) -> Iterator[Extent]:
-    """Yield where the body lies."""
+    """Yield the extents of a block's body, which begins behind the header."""
     left, skip = placed.nbytes, HEADER
     for start, size in placed.extents:
         yield Extent(start + skip, min(left, size - skip))
@@ -407,4 +407,4 @@ def _body(placed: Placed) -> Iterator[Extent]:
 
 
 def _digest(body: Buffer) -> int:
-    return xxhash.xxh3_64(body.data).intdigest()  # an object lets further threads run meanwhile
+    return xxhash.xxh3_64(body.data).intdigest()  # unlike xxh3_64_intdigest, it releases Python's lock meanwhile

@@ -1,4 +1,4 @@
-"""Files and folders of a disk tier: made for their owner only, set aside if damaged, and erased."""
+"""Files and folders of a disk tier. Only their owner may read them. Damaged ones are renamed to `.bad`."""
 
 import ctypes
 import errno
@@ -11,13 +11,13 @@ from typing import IO
 
 logger = logging.getLogger("vllm.manthan.disk")
 
-ERASE_BYTES = 1 << 20
+ERASE_BYTES = 1 << 20  # overwritten at a time
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _FALLOCATE = ctypes.CDLL(None).fallocate
 _FALLOCATE.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
-"""Errors without a meaning for a file."""
+"""Errors of the disk or of the process, which say nothing about the file."""
 
 
 def is_damage(error: OSError) -> bool:
@@ -26,7 +26,7 @@ def is_damage(error: OSError) -> bool:
 
 
 def set_aside(path: Path, why: object) -> bool:
-    """Rename a damaged file or folder to `.bad`, over an earlier `.bad`. Return False for a failure."""
+    """Rename a damaged file or folder to `.bad`, and remove an earlier `.bad`. Return False if this fails."""
     bad, why = path.with_name(f"{path.name}.bad"), " ".join(str(why).split())  # one line
     try:
         if bad.is_dir() and not bad.is_symlink():
@@ -69,10 +69,13 @@ def lock(path: Path, is_shared: bool = False) -> IO[bytes]:
     """Lock a file, opened by `open_file`.
 
     Args:
-        is_shared: True if several processes may hold a shared lock.
+        is_shared: True for a lock that several processes may hold at once.
 
-    Returns: the file, locked until closed. Raises: BlockingIOError if another process holds the lock, or another user
-    owns the file; OSError if opening fails.
+    Returns: the file, locked until closed.
+
+    Raises:
+        BlockingIOError: another process holds the lock, or the file belongs to another user.
+        OSError: the file cannot be opened.
     """
     is_ours = not path.exists() or path.stat().st_uid == os.geteuid()
     if not (is_ours or os.access(path, os.R_OK | os.W_OK, effective_ids=True)):
@@ -87,7 +90,7 @@ def lock(path: Path, is_shared: bool = False) -> IO[bytes]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of a folder's files last if the machine stops. Raises OSError."""
+    """Write the names of a folder's files to the disk, so that they outlast a crash of the machine. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -96,14 +99,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_all(fd: int, data: memoryview, at: int) -> None:
-    """Write data at an offset. Raises OSError."""
+    """Write all of `data` at offset `at` of a file. Raises OSError."""
     while data:
         done = os.pwritev(fd, [data], at)
         data, at = data[done:], at + done
 
 
 def erase(fd: int, start: int, nbytes: int) -> None:
-    """Punch a hole, or write zeros where the file system has no holes. Raises OSError."""
+    """Erase bytes of a file by punching a hole; by zeros if the file system has no holes. Raises OSError."""
     if not _FALLOCATE(fd, _KEEP_SIZE | _PUNCH_HOLE, start, nbytes):
         return
     for at in range(start, start + nbytes, ERASE_BYTES):

@@ -1,11 +1,11 @@
 """Folder of a server's compressed blocks.
 
-    PATH/lock                        locked by the server that uses the folder; ids of the process and the parent
-    PATH/NAME/                       blocks of one model and configuration; see `Namespace` PATH/NAME/sessions.sqlite
-    the sessions; see `manthan.manager.tiers.journal` PATH/NAME/rank-N-of-M/           one rank's blocks, of M ranks;
-    see `manthan.manager.tiers.disk`
+    PATH/lock                    locked by the server that uses the folder; has ids of the process and its parent
+    PATH/NAME/                   namespace: all of one model and configuration; see `Namespace`
+    PATH/NAME/sessions.sqlite    the journal of sessions; see `manthan.manager.tiers.journal`
+    PATH/NAME/rank-N-of-M/       blocks of rank N, from 0, of M ranks; see `manthan.manager.tiers.disk`
 
-The first data-parallel replica uses PATH. Each further replica has a folder PATH/replica-N with the same contents.
+The first data-parallel replica uses PATH. Replica N has a folder PATH/replica-N with the same contents.
 """
 
 import errno
@@ -39,7 +39,7 @@ class FolderBusyError(ConfigError):
 
 
 class NoTier(RamTier):
-    """Tier without room, for an unusable disk."""
+    """Tier without room, for a disk that cannot be used."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -49,10 +49,9 @@ class NoTier(RamTier):
 
 
 def check_folder(path: str, patience_s: float = 0.0) -> None:
-    """Raise ConfigError for a folder unusable, or in use by another server.
+    """Raise ConfigError if the folder cannot be used, or if another server uses it.
 
-    Args:
-        patience_s: Seconds to wait for the end of processes of a killed server.
+    patience_s: Most seconds to wait until processes of a killed server have ended.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -77,10 +76,11 @@ def check_folder(path: str, patience_s: float = 0.0) -> None:
 
 
 def open_root(path: Path) -> IO[bytes] | None:
-    """Lock the folder for this process, and make the folder if missing.
+    """Lock the folder for this process. Make it if missing.
 
-    Returns: the file, locked until closed; None if no file can be made. Raises: ConfigError if another server uses the
-    folder.
+    Returns: the lock's file, locked until closed; None if no file can be made.
+
+    Raises: ConfigError if another server uses the folder.
     """
     try:
         if not path.is_dir():
@@ -125,9 +125,9 @@ def counts_in(folder: Path) -> list[int]:
 
 
 def found_in(folder: Path, shard: Shard) -> dict[Name, list[int]]:
-    """Return the room of each block of a rank, even if another process has the rank's tier open.
+    """Return the bytes that each block of a rank takes, even if another process has the rank's tier open.
 
-    The room is a list: of the first part, of two parts, and so on to all.
+    The list has the bytes of the block's first part, of its first two parts, and so on to all.
     """
     found: dict[Name, list[int]] = {}
     with suppress(OSError):
@@ -141,10 +141,10 @@ def found_in(folder: Path, shard: Shard) -> dict[Name, list[int]]:
 
 
 def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, int]:
-    """Remove Manthan's folders of names other than `name`, and under `name` folders of unread ranks.
+    """Remove Manthan's folders of other namespaces than `name`, and in this one, folders of ranks that cannot be read.
 
     Args:
-        counts: Numbers of ranks of the servers to read.
+        counts: Numbers of ranks of servers whose blocks can be read.
 
     Returns: Names and bytes of removed folders.
     """
@@ -164,7 +164,7 @@ def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, in
 
 
 def _is_ours(path: Path) -> bool:
-    """True if the file is unlocked, or locked by a process of this server: this process, a child or a sibling."""
+    """True if the file is not locked, or if this process, a child or a sibling has locked it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -1,7 +1,7 @@
-"""Sessions of this engine on disk, in SQLite, for the next process.
+"""Journal: an engine's sessions on disk, in SQLite, for the next engine.
 
-The scheduler's thread only leaves records here. A thread writes them, the last record of each session. A killed process
-loses unwritten records. The next process drops blocks without a session.
+The scheduler's thread only hands records over. A thread writes the latest record of each session. A killed process
+loses records not yet written. The next engine drops blocks without a session.
 """
 
 import logging
@@ -25,10 +25,10 @@ logger = logging.getLogger("vllm.manthan.disk")
 
 JOURNAL = "sessions.sqlite"
 SCHEMA = 7
-"""Version. A journal of a different version is begun anew."""
+"""Version of the format. A journal of another version is emptied."""
 CLOSE_S = 5.0
 REST_S = 1.0
-"""Seconds until a failed write is tried again."""
+"""Seconds until the next try after a failed write."""
 TABLE = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
@@ -36,24 +36,24 @@ CREATE TABLE IF NOT EXISTS sessions (
     saved BLOB NOT NULL   -- JSON: blocks and resume points
 ) WITHOUT ROWID"""
 ID = "id"
-"""Field of sealed facts: the session's id. The row has a different name."""
+"""Field of sealed facts with the session's id, because the row's id is then a digest."""
 ABOUT = ("journal",)
-"""Names bound to sealed rows, besides their ids."""
+"""First part of the name to which sealed rows are bound; see `Sealer.seal`."""
 FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
-"""Exceptions of SQLite and the disk. UnicodeDecodeError is of names in a damaged schema."""
+"""Exceptions of SQLite and the disk. A damaged schema may raise UnicodeDecodeError."""
 UNREADABLE = (msgspec.MsgspecError, KeyError, AttributeError, SealError)
 
 
 def _below(most: int) -> msgspec.Meta:
-    """Return the bound of a number, because a damaged row may exceed the bound."""
+    """Return a check that a number is from 0 to below `most`. Damaged rows may have others."""
     return msgspec.Meta(ge=0, lt=most)
 
 
 class JournalBlock(NamedTuple):
     """Saved block of a session, or of a resume point.
 
-    position: among the blocks of the session and group. exact: number of exact first tokens. mark: see
-    `manthan.manager.pool.Mark`. note: bytes written with the block for other readers.
+    position: position in the session, among the group's blocks. exact: number of exact first tokens. mark: see
+    `manthan.manager.pool.Mark`. note: what KV events say of the block; see `KvEvents.notes`.
     """
 
     block_hash: bytes
@@ -89,7 +89,7 @@ GONE = SavedBlocks(())
 class JournalSession:
     """Session for the next process.
 
-    facts: of JSON's types. saved: None to leave the earlier record; without blocks for a finished session.
+    facts: values that JSON can hold. saved: None if unchanged since the last record; no blocks to remove the session.
     """
 
     session_id: str
@@ -100,7 +100,7 @@ class JournalSession:
 class Journal:
     """Journal in a folder.
 
-    A damaged journal is set aside, and a new journal is begun. If opening fails, only this process knows the sessions.
+    A damaged journal is set aside, and a new one is begun. If no file can be opened, sessions end with this process.
 
     Args:
         sealer: seals rows; None to write plain rows.
@@ -117,7 +117,7 @@ class Journal:
         self._thread.start()
 
     def sessions(self) -> Iterator[JournalSession]:
-        """Yield all written sessions. Unreadable sessions are left out, and removed."""
+        """Yield all sessions in the journal. Remove those that cannot be read."""
         bad = []
         for row_id, facts, saved in self._rows():
             try:
@@ -133,14 +133,14 @@ class Journal:
                 self._db.executemany("DELETE FROM sessions WHERE id = ?", bad)
 
     def _rows(self) -> Iterator[tuple[Any, ...]]:
-        """Yield rows up to the first row unreadable for SQLite."""
+        """Yield rows up to the first that SQLite cannot read."""
         try:
             yield from self._db.execute("SELECT id, facts, saved FROM sessions")
         except FAULTS as error:
             logger.warning("Manthan: %s: sessions cannot be read: %s", self.path, error)
 
     def tell(self, sessions: Iterable[JournalSession]) -> None:
-        """Have the sessions written."""
+        """Have the thread write the sessions."""
         with self._wake:
             for session in sessions:
                 before = self._news.get(session.session_id)
@@ -180,7 +180,7 @@ class Journal:
                     for session_id, session in news.items():
                         if self._news.get(session_id) is session:
                             del self._news[session_id]
-            except FAULTS as error:  # a full disk, most likely; the sessions live on in this process
+            except FAULTS as error:  # most likely a full disk; the records stay in `_news`
                 if not self._rest_s:
                     logger.warning("Manthan: %s: sessions are not written until that is possible: %s", self.path, error)
                 self._rest_s = REST_S
@@ -268,7 +268,7 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _set_aside(path: Path, error: Exception) -> bool:
-    """Rename a damaged journal and SQLite's further files. Return False for a failure."""
+    """Rename a damaged journal, and SQLite's other files of it. Return False if that fails."""
     if not set_aside(path, error):
         return False
     for end in ("-wal", "-shm"):

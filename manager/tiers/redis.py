@@ -1,4 +1,4 @@
-"""Tier in Redis, common to engines."""
+"""Tier in Redis, which several engines may share."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,19 +15,19 @@ from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Tier, TierError
 
 BATCH_BYTES = 4 << 20
-"""Bytes moved by a pipeline, about."""
+"""Approximate bytes of a batch: the blocks that one pipeline moves."""
 FIRST_NBYTES = 256 << 10
-"""Assumed size of a block before the first block is seen."""
+"""Bytes of a block that are assumed before the first block is seen."""
 AHEAD_THREADS = 2
-"""Threads that fetch the next batch during decoding: for restores and for prefetches."""
+"""Threads that fetch a batch while the one before is decoded: one for restores, and one for prefetches."""
 
 
 class RedisTier(Tier):
-    """Tier of a shard of each block in a namespace. The server evicts blocks, so any may be missing at any time.
+    """Tier of one shard of each block in a namespace. Redis may evict any block at any time.
 
     Args:
-        ttl_s: Seconds from a session's last use to the expiry. `RedisSessions` renews the blocks.
-        writes: False if another rank writes the same blocks. The tier then only reads.
+        ttl_s: Seconds from a session's last use until its blocks expire. `RedisSessions` renews them.
+        writes: False if another rank writes the same blocks, so that this tier only reads.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RedisTier(Tier):
         self._namespace, self._shard = namespace, shard
         self._ttl_ms = round(1000 * FIRST_TTL * ttl_s)
         self._fetchers = ThreadPoolExecutor(AHEAD_THREADS, "manthan-fetch")
-        self._nbytes: dict[int, int] = {}  # size of a group's latest blocks
+        self._nbytes: dict[int, int] = {}  # by KV cache group, the mean size of the latest blocks
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         refused: dict[bytes, str] = {}
@@ -58,7 +58,7 @@ class RedisTier(Tier):
         return refused
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
-        """See Tier. While a batch is used, a second thread fetches the next."""
+        """See Tier. While the caller uses a batch, another thread fetches the next one."""
         left, done = iter(keys), 0
 
         def begin() -> Future[list[bytes | None]] | None:
@@ -71,7 +71,7 @@ class RedisTier(Tier):
                 values = ahead.result()
                 ahead = begin()
                 values.reverse()
-                while values:  # each block is freed after use, so that the next batch gets the memory
+                while values:  # each block's memory is freed after its use, for the next batch
                     value, done = values.pop(), done + 1
                     yield None if value is None else np.frombuffer(value, np.uint8)
         except TierError as error:
@@ -91,7 +91,7 @@ class RedisTier(Tier):
         """Do nothing, because other engines may use the blocks. `RedisSessions` deletes blocks."""
 
     def cleared(self, place: str) -> "RedisTier":
-        """Return the tier of another namespace. Blocks under way still go to the old namespace."""
+        """See Tier. Puts that have not ended still write into the old namespace."""
         other = copy(self)
         other._namespace = Namespace(self._namespace.prefix, place)
         return other
@@ -122,7 +122,7 @@ class RedisTier(Tier):
         return values
 
     def _ask(self, commands: Sequence[tuple[object, ...]]) -> list[Any]:
-        """Return answers in order. An error of full memory is an answer; all further errors are raised."""
+        """Return answers in order. An error that the memory is full is an answer. Raises TierError for other errors."""
         with self._circuit.guard():
             answers = pipelined(self._client, commands, raise_on_error=False)
             for answer in answers:

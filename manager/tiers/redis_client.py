@@ -1,4 +1,4 @@
-"""Connections to Redis, and a circuit breaker: an unresponsive server costs a single timeout, not thousands."""
+"""Connections to Redis, and a circuit breaker, so that a server that hangs costs one timeout, not thousands."""
 
 import os
 import random
@@ -23,7 +23,7 @@ Client: TypeAlias = Any  # redis.Redis: its annotations leave open what is bytes
 TIMEOUT_S = 2.0
 """Seconds to wait for a connection or an answer, unless the URL has a socket_timeout."""
 RETRIES = 1
-BREAK_FIRST_S, BREAK_MOST_S = 0.25, 4.0
+BREAK_FIRST_S, BREAK_MOST_S = 0.25, 4.0  # see Circuit
 OLDEST_VERSION = 7
 BATCH = 512
 """Commands in a pipeline, at most."""
@@ -34,10 +34,10 @@ class RedisUnreachableError(ConfigError):
 
 
 class Circuit:
-    """Let no command through for a while after a failure. The while doubles with each failure, with jitter.
+    """Circuit breaker. After a failure no command is sent for some time, which doubles with each failure, with jitter.
 
     Args:
-        ring: Called, on any thread, when the state changes.
+        ring: Called, on any thread, when `is_up` changes.
     """
 
     def __init__(self, ring: Callable[[], None] = lambda: None) -> None:
@@ -66,7 +66,7 @@ class Circuit:
         except OutOfMemoryError as error:
             self._answered()
             raise TierError(str(error), STORE_FULL) from None
-        except (RedisError, OSError) as error:  # busy, loading and read only are answers, but useless
+        except (RedisError, OSError) as error:  # errors such as BUSY, LOADING and READONLY are answers, but of no use
             self._failed(f"{type(error).__name__}: {error}")
             raise TierError(str(error), STORE_DOWN) from None
         self._answered()

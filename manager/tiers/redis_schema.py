@@ -20,17 +20,17 @@ from manthan.manager.tiers.shards import Shard
 FALL, HALF = 0.25, 512
 """Reduction of the time to live at the end of an endless session, as a share; half as much at depth HALF."""
 SAMPLES = 64
-"""Most block hashes in a session's hash, by their first bytes."""
+"""Most block hashes in the Redis hash of a session. Each is cut to its first bytes."""
 FIRST_TTL = 0.5
-"""Share of the time to live at a block's store, until the session is written."""
+"""Share of the time to live that a block has from its store until its session is written."""
 
 
 @dataclass(frozen=True)
 class Namespace:
     """Part of a Redis, or of a disk, for a single model.
 
-    prefix: of all names in Redis. name: last name of the model, and a digest of every fact behind the compressed
-    blocks.
+    prefix: begin of all names in Redis. name: last part of the model's name, and a digest of every fact that decides
+    what the compressed blocks mean.
     """
 
     prefix: str
@@ -38,13 +38,13 @@ class Namespace:
 
     @classmethod
     def of(cls, prefix: str, model: str, identity: Mapping[str, object]) -> "Namespace":
-        """Return the namespace of a model. identity: every fact behind the blocks."""
+        """Return the namespace of a model. identity: every fact that decides what the compressed blocks mean."""
         text = json.dumps(identity, sort_keys=True, default=str)
         slug = re.sub(r"[^a-z0-9.]+", "-", model.rstrip("/").rpartition("/")[2].lower()).strip("-")[:40]
         return cls(prefix, f"{slug or 'model'}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
 
     def session(self, session_id: str) -> str:
-        """Return the key of a session's hash. Special characters of a shell are percent-encoded."""
+        """Return the name of a session's Redis hash. Characters that a shell would interpret are percent-encoded."""
         return f"{self.prefix}{{{self.name}}}:session:{quote(session_id, safe='@~+,=/', errors='surrogatepass')}"
 
     def block(self, group: int, block_hash: bytes, shard: Shard) -> str:
@@ -53,7 +53,7 @@ class Namespace:
 
 
 def lives_s(ttl_s: float, depth: int) -> float:
-    """Time to live of the block at `depth`, in seconds from the session's last use."""
+    """Time to live of the block at `depth` of a session, in seconds from the session's last use."""
     return ttl_s * (1 - FALL * depth / (depth + HALF))
 
 

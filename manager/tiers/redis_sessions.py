@@ -1,7 +1,7 @@
-"""Sessions in Redis: lookups of blocks, a hash for each session, and times to live. All on a separate thread.
+"""Sessions in Redis: lookups of blocks, a Redis hash for each session, and times to live. One thread does all I/O.
 
-The engine's thread leaves lookups and records here and fetches answers. While Redis is down, records wait, the last
-record of each session, and are written when Redis is back.
+The scheduler's thread leaves lookups and records here and takes answers. While Redis is down, the latest record of each
+session waits, and is written when Redis is back.
 """
 
 import logging
@@ -27,29 +27,27 @@ Needed: TypeAlias = Callable[[int], Sequence[BlockName]]
 CLOSE_S = 5.0
 REST_S = 0.5
 RENEW = 1 / 16
-"""Share of the time to live after which the blocks of a used session are renewed."""
+"""Share of the time to live after which the blocks of a session that is in use are renewed."""
 FIRST, RUN, SWITCHES = 32, 256, 16
-"""First blocks of a lookup, so that an unknown prompt costs only a short question; blocks assumed to be of equal
-size; most changes to a different number of shards."""
+"""Blocks asked for first, so that a lookup of an unknown prompt is short; blocks that are taken to be as large as the
+first of them; most changes of the number of shards in a lookup."""
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
-"""Causes of drops that delete blocks, even if several engines use them. Drops for room delete none."""
+"""Causes for which dropped blocks are deleted, though other engines may use them; for lack of room they are not."""
 LASTING = (DropCause.EXPIRED, DropCause.RELEASED)
-"""Causes of drops carried out later if Redis is down."""
+"""Causes for which blocks are deleted later if Redis is down."""
 
 
 class StoredPoint(NamedTuple):
-    """Number of looked up blocks in front of a complete resume point, and the sizes of the further groups' blocks
-    there.
-    """
+    """Complete resume point: number of looked up blocks before it, and bytes of each block of further groups there."""
 
     blocks: int
     sizes: Sequence[int]
 
 
 class LookupResult(NamedTuple):
-    """Sizes of a prompt's stored blocks, up to the first absent block, and the deepest resume point among them.
+    """Answer to a lookup: bytes of the blocks up to the first absent one, and the deepest resume point among them.
 
-    sampled: the `redis_schema.sample` of the session's blocks, by the last engine of the session.
+    sampled: `redis_schema.sample` of the session's blocks, as the last engine that served it has written it.
     """
 
     sizes: Sequence[int] = ()
@@ -58,10 +56,10 @@ class LookupResult(NamedTuple):
 
 
 class SessionRecord(NamedTuple):
-    """Current session.
+    """Session as of now.
 
-    fields: of the hash; None for a forgotten session. used: Unix time of the last use. blocks: group, block hash and
-    position of each stored block.
+    fields: of the Redis hash; None for a forgotten session. used: Unix time of the last use. blocks: group, block hash
+    and position of each saved block.
     """
 
     session_id: str
@@ -79,13 +77,14 @@ class _Lookup(NamedTuple):
 
 
 class RedisSessions:
-    """Books of this engine's sessions in Redis. No call makes the engine's thread wait.
+    """This engine's sessions in Redis. No call waits.
 
     Args:
-        counts: numbers of shards of a block, this engine's first, and then the further readable numbers.
-        facts: fields of all hashes. `engine` names the writing engine.
-        answered: called on the books' thread when an answer is ready.
-        sealer: names sessions if blocks are sealed.
+        counts: numbers of shards that a block may have: this engine's first, then others that it can read.
+        ttl_s: seconds from a session's last use until its blocks expire.
+        facts: fields of all Redis hashes. `engine` names the engine that wrote the hash.
+        answered: called on this object's thread when an answer is ready.
+        sealer: turns sessions' ids into digests if blocks are sealed.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class RedisSessions:
         self._client, self._circuit, self._ttl_s = client, circuit, ttl_s
         self._counts = {count: [Shard(at, count) for at in range(count)] for count in counts}
         self._renews = {counts[0]}
-        """Numbers of shards of blocks stored or found by this engine."""
+        """Numbers of shards of the blocks that this engine has stored or found, and therefore renews."""
         self._base = self._namespace = namespace
         self._facts, self._answered, self._sealer = facts, answered, sealer
         self._wake = threading.Condition()
@@ -114,7 +113,7 @@ class RedisSessions:
         self._was_up, self._closing = True, False
         self._thread = threading.Thread(target=self._run, name="manthan-redis", daemon=True)
 
-    # -- the engine's thread --------------------------------------------------------------------------
+    # -- the scheduler's thread -----------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
@@ -122,11 +121,9 @@ class RedisSessions:
     def look_up(
         self, request_id: str, session_id: str, group: int, hashes: Sequence[bytes], needed: Needed | None = None
     ) -> bool:
-        """Ask for stored blocks of `hashes`. Return False if no answer will come.
+        """Ask which of the blocks `hashes` exist in Redis. Return False if no answer will come.
 
-        Args:
-            session_id: session of the request.
-            needed: called on another thread; None for a model without further groups.
+        needed: called on this object's thread; None for a model with a single KV cache group.
         """
         if not self._circuit.is_up:
             return False
@@ -136,7 +133,7 @@ class RedisSessions:
         return True
 
     def tell(self, records: Iterable[SessionRecord], drops: Iterable[BlocksDropped]) -> None:
-        """Leave records of changed sessions, and blocks dropped by this engine."""
+        """Hand over records of changed sessions, and blocks that this engine has dropped."""
         with self._wake:
             causes = DELETED if self._circuit.is_up else LASTING
             for drop in drops:
@@ -150,7 +147,7 @@ class RedisSessions:
                 self._wake.notify()
 
     def reset(self) -> str:
-        """Return the name of a new namespace. The KV may be of different weights from now on."""
+        """Begin a new namespace, because KV may be of different weights from now on. Return its name."""
         with self._wake:
             self._namespace = Namespace(self._base.prefix, f"{self._base.name}-{secrets.token_hex(4)}")
             self._answers |= {lookup.request_id: LookupResult() for lookup in self._lookups}
@@ -180,9 +177,9 @@ class RedisSessions:
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            logger.warning("Manthan: Redis does not answer; what was not told it yet is left untold.")
+            logger.warning("Manthan: Redis does not answer: the last changes of sessions are not written.")
 
-    # -- the books' thread ----------------------------------------------------------------------------
+    # -- this object's thread -------------------------------------------------------------------------
 
     @property
     def _is_behind(self) -> bool:
@@ -213,14 +210,14 @@ class RedisSessions:
             return LookupResult(sizes, point, sampled)
         except TierError:
             pass
-        except Exception:  # the request must get an answer, and this thread must live
+        except Exception:  # the request waits for an answer, and the thread must go on
             logger.exception("Manthan: a lookup in Redis failed")
         return LookupResult()
 
     def _found(self, namespace: Namespace, lookup: _Lookup) -> tuple[list[int], str]:
-        """Return sizes of the blocks up to the first absent block, each in all shards, and the session's sample.
+        """Return the bytes, of all shards, of each block up to the first absent one, and the session's sample.
 
-        If a block is absent in this engine's number of shards, the search continues in further numbers of shards.
+        A block that is absent in this engine's number of shards is searched for in the other numbers.
         """
         [sampled] = self._ask([("HGET", self._name(namespace, lookup.session_id), "hashes")])
         sizes = list[int]()
@@ -236,10 +233,10 @@ class RedisSessions:
         return sizes, (sampled or b"").decode()
 
     def _stored(self, namespace: Namespace, group: int, hashes: Sequence[bytes], count: int) -> list[int]:
-        """Return sizes of the first blocks stored in `count` shards.
+        """Return the bytes of each block up to the first that is not stored in `count` shards.
 
-        Blocks are counted in runs. Runs double until a run has a hole, and are then halved. The blocks of a run of RUN
-        are about as large as the first.
+        Redis counts the blocks of a run. Runs double until one is incomplete, and are then halved. Of RUN blocks, only
+        the first one's bytes are asked for.
         """
         names = [[namespace.block(group, each, shard) for shard in self._counts[count]] for each in hashes]
         good, run, grows = 0, FIRST, True
@@ -257,7 +254,7 @@ class RedisSessions:
         return [sizes[at // RUN] for at in range(good)]
 
     def _point(self, namespace: Namespace, count: int, needed: Needed) -> StoredPoint | None:
-        """Return the deepest complete resume point, up to `count` blocks: mostly the first tried."""
+        """Return the deepest complete resume point at most `count` blocks deep; mostly it is the first one tried."""
         tried = 1
         while count > 0:
             some = {at: needed(at) for at in range(count, max(0, count - tried), -1)}
@@ -270,7 +267,7 @@ class RedisSessions:
         return None
 
     def _sizes(self, namespace: Namespace, blocks: Sequence[BlockName]) -> list[int]:
-        """Return the bytes of each block in all shards; 0 for an absent block."""
+        """Return the bytes of each block, of all shards; 0 if it is absent."""
         sizes = dict.fromkeys(blocks, 0)
         for count, shards in self._counts.items():
             left = [block for block, nbytes in sizes.items() if not nbytes]
@@ -283,7 +280,7 @@ class RedisSessions:
         return list(sizes.values())
 
     def _try(self, namespace: Namespace) -> None:
-        """Write the rest, or test if Redis is back."""
+        """Write what is waiting, or ask Redis if it is back."""
         if self._circuit.wait_s:
             return
         try:
@@ -312,7 +309,7 @@ class RedisSessions:
         return namespace.session(self._sealer.name(session_id) if self._sealer is not None else session_id)
 
     def _save(self, namespace: Namespace, record: SessionRecord) -> None:
-        """Write a session's hash, and renew the blocks if there are more, or when due."""
+        """Write a session's Redis hash. Renew its blocks' times to live if there are new blocks, or after RENEW."""
         session_id = record.session_id
         name = self._name(namespace, session_id)
         if record.fields is None:

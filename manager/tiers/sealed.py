@@ -1,8 +1,8 @@
-"""Seals of compressed blocks and journals at rest, with AES-256-GCM.
+"""Encryption of compressed blocks and journals in storage ("sealing"), with AES-256-GCM.
 
-Without the key no reader can open sealed values, and no writer can forge them. The key file has a key on each line, 32
-random bytes in base64. The first key seals. All further keys are old keys, which still open. A tenant's key is derived
-from a key.
+Without the key nobody can open sealed values or forge them. The key file has a key on each line, 32 random bytes in
+base64. The first key seals. The others are old keys, with which values are still opened. Tenants' keys are derived
+from these.
 
 A sealed value is, little-endian:
 
@@ -38,7 +38,7 @@ OVERHEAD = _HEADER.size + 16
 
 
 class SealError(Exception):
-    """The value was not sealed under this name. `cause` is a metric label."""
+    """The value was not sealed under this name, or not with one of the keys. `cause` is a metric's label."""
 
     cause = "seal"
 
@@ -73,9 +73,9 @@ def keys_of(config: SealingConfig) -> tuple[bytes, ...]:
 
 
 class Sealer:
-    """Seal of the values of a namespace, `place`. keys: see `keys_of`.
+    """Seals and opens the values of a namespace, `place`. keys: see `keys_of`.
 
-    Each sealer draws a separate salt, so that the bound on random nonces (2^32 values a key) holds for each process.
+    Each sealer draws a salt of its own, so that the bound on random nonces (2^32 values a key) holds for each process.
     """
 
     def __init__(self, keys: Sequence[bytes], place: str) -> None:
@@ -83,18 +83,18 @@ class Sealer:
         self._by_mark = {derived(key, "mark of a key", nbytes=8): key for key in keys}
 
     def name(self, text: str) -> str:
-        """Return a keyed digest of a session's id. The digest changes only with the last key of the file."""
+        """Return a keyed digest of a session's id. It changes only if the last key of the file does."""
         return hmac.digest(derived(self.keys[-1], "names"), text.encode("utf-8", "surrogatepass"), "sha256")[:16].hex()
 
     def seal(self, data: Buffer | bytes, tenant: str, *about: bytes | str | int) -> bytes:
-        """Seal data of a tenant. about: parts of the name to bind."""
+        """Return data of a tenant, sealed. about: parts of the name under which alone it can be opened."""
         mark, nonce = derived(self.keys[0], "mark of a key", nbytes=8), secrets.token_bytes(12)
         head = _HEADER.pack(MAGIC, VERSION, mark, self._salt, nonce)
         view = data if isinstance(data, bytes) else data.data
         return head + self._cipher(mark, tenant, self._salt).encrypt(nonce, view, self._bound(head, about))
 
     def open(self, data: Buffer | bytes, tenant: str, *about: bytes | str | int) -> bytes:
-        """Return the data. Raises SealError for a value sealed for a different tenant or name."""
+        """Return the data of a sealed value. Raises SealError if it was sealed for another tenant or name."""
         view = data if isinstance(data, bytes) else data.data
         if len(view) < OVERHEAD:
             raise SealError("it is too short.")
@@ -117,12 +117,9 @@ class Sealer:
 
 
 class SealedTier(Tier):
-    """Tier with blocks sealed as a whole. Sealed blocks cannot be cut.
+    """Tier whose blocks are sealed as a whole, so that they cannot be cut. `read` yields a cause if one does not open.
 
-    `read` yields a cause for a block that does not open.
-
-    Args:
-        shard: Shard of the blocks, bound to the seal.
+    shard: Shard of the blocks, which is part of the name to which they are bound.
     """
 
     def __init__(self, inner: Tier, sealer: Sealer, shard: Shard) -> None:

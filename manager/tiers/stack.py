@@ -1,4 +1,4 @@
-"""Stack of a small, fast tier and a tier with all blocks."""
+"""Two tiers as one: a fast tier with some blocks in front of a tier with all blocks."""
 
 import threading
 from collections import OrderedDict
@@ -12,19 +12,19 @@ from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 
 class StackedTier(Tier):
-    """Recently stored or read blocks are read from the front. All blocks are written to the tier behind as well.
+    """Writes each block to both tiers, and reads it from the front tier if it was stored or read recently.
 
     Args:
-        front: RAM, or a disk, with a separate budget. The least recently used block makes room.
-        behind: The tier with all blocks, or a further stack.
+        front: RAM, or a disk, with a budget of its own. The least recently used block makes room.
+        behind: The tier with all blocks, or another stack.
     """
 
     def __init__(self, front: ArenaTier, behind: Tier) -> None:
         self.front, self.behind, self.can_trim = front, behind, behind.can_trim
         self._lock = threading.Lock()
-        """Lock of the order. No I/O under the lock."""
+        """Held to read or change `_order`, but never during I/O."""
         self._order: OrderedDict[Name, None] = OrderedDict.fromkeys(front.names())
-        """Blocks in front, least recently used first. Some may have been dropped meanwhile."""
+        """Blocks of the front tier, least recently used first. It may have dropped some meanwhile."""
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         refused = self.behind.put_all(group, blocks, tenant)
@@ -46,14 +46,14 @@ class StackedTier(Tier):
         self._touch(group, keys)
 
     def _touch(self, group: int, keys: Sequence[bytes]) -> None:
-        """Mark blocks as used now. Of blocks read together, tails make room first."""
+        """Mark blocks as used now. Of blocks read together, the last ones make room first."""
         with self._lock:
             for key in reversed(keys):
                 if (group, key) in self._order:
                     self._order.move_to_end((group, key))
 
     def _in_front(self, group: int, keys: Sequence[bytes], tenant: str) -> Iterator[Found]:
-        """Yield blocks. An evicted or unreadable block comes from behind."""
+        """Yield blocks from the front tier; from behind if they were dropped there meanwhile, or cannot be read."""
         for key, buf in zip(keys, self.front.read(group, keys, tenant), strict=True):
             yield buf if isinstance(buf, np.ndarray) else next(self.behind.read(group, [key], tenant))
 
@@ -82,11 +82,11 @@ class StackedTier(Tier):
         self.behind.close()
 
     def room(self, nbytes: int) -> int:
-        """Return the bytes of a block in the tier behind. The front has a separate budget."""
+        """See Tier. The budget is that of the tier behind."""
         return self.behind.room(nbytes)
 
     def _keep(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str) -> None:
-        """Put blocks in front, as far as they fit."""
+        """Put those blocks into the front tier that fit."""
         for key, buf in blocks.items():
             self.front.drop(group, [key])
             need = self.front.room(buf.nbytes)
@@ -97,7 +97,7 @@ class StackedTier(Tier):
                     self._order[group, key] = None
 
     def _make_room(self, need: int) -> bool:
-        """Drop blocks until `need` bytes are free in front. Returns False for a failure."""
+        """Drop blocks until `need` bytes are free in the front tier. Return False if they cannot be."""
         while need <= self.front.usable and self.front.used + need > self.front.usable:
             with self._lock:
                 if not self._order:

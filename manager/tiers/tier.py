@@ -1,4 +1,4 @@
-"""Interface of a tier of a rank's compressed blocks. docs/architecture.md has an example."""
+"""Interface of a tier: one store of a rank's compressed blocks. docs/architecture.md says how to add one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,14 +13,17 @@ from manthan.codec.errors import WireError
 Buffer: TypeAlias = NDArray[np.uint8]
 
 Found: TypeAlias = Buffer | str | None
-"""Result of reading a block: the bytes; a cause, a metric label; or None for an absent block."""
+"""Result of reading a block: uint8 [bytes]; the cause of a failure, which is a metric's label; None if absent."""
 
 STORE_FULL = "store_full"
 """Cause of a refusal: the bytes do not fit in the budget, or on the medium."""
 
 
 def part_ends(buf: Buffer) -> tuple[int, ...]:
-    """Ends of a block's parts: of the base, and of each refinement. A sealed or damaged block has a single part."""
+    """Return the ends, in bytes, of a block's parts: of the base, and of each refinement.
+
+    A sealed or damaged block counts as a single part.
+    """
     try:
         return tuple(wire.part_ends(buf))
     except WireError:
@@ -28,7 +31,7 @@ def part_ends(buf: Buffer) -> tuple[int, ...]:
 
 
 class TierError(Exception):
-    """Failure of a medium. `cause` is a metric label. No method of a tier raises a TierError."""
+    """Failure of a medium, inside a tier only: a tier's methods return `cause`, a metric's label, instead."""
 
     def __init__(self, message: str, cause: str) -> None:
         super().__init__(message)
@@ -38,11 +41,13 @@ class TierError(Exception):
 class Tier(ABC):
     """Compressed blocks by KV cache group and block hash.
 
-    A failure of the medium is a cause, used as a metric label. No method raises for a failure, and each ends within the
-    tier's timeout. A block is absent until the put has finished.
+    A failure of the medium is a cause, which becomes a metric's label. No method raises for a failure, and each ends
+    within the tier's timeout. A block is absent until `put_all` has ended.
 
     Threads: any number of threads call `put_all`, `read` and `absent` at once; these may wait for the medium. The
     model's thread calls `drop`, `trim` and `cleared`; these do no I/O.
+
+    In all methods `group` is a KV cache group's number, `keys` are block hashes, and `tenant` is empty for no tenant.
     """
 
     can_trim = False
@@ -53,52 +58,51 @@ class Tier(ABC):
         """Store blocks, each instead of the block with the same hash.
 
         Args:
-            blocks: uint8 [bytes] by block hash. The caller does not change them until the call ends.
-            tenant: Owner of the blocks, for a sealing tier.
+            blocks: Bytes by block hash. The caller does not change them until the call ends.
+            tenant: Owner of the blocks. A sealing tier encrypts with the tenant's key.
 
-        Returns: the cause for each unstored block. The hash then has the earlier block, or nothing.
+        Returns: the cause for each block that was not stored. The tier then has the earlier block, or none.
         """
 
     @abstractmethod
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """Yield a result for each block, in order.
 
-        The bytes never change, even if the block is dropped. They may be damaged in a medium without a checksum,
-        because the decoder checks each block.
+        Yielded bytes do not change later, even if the block is dropped. A tier need not detect damage, because the
+        decoder checks each block.
 
         Args:
-            keys: Block hashes.
-            tenant: Asking tenant.
+            tenant: Tenant that asks. A sealing tier opens its blocks only.
         """
 
     @abstractmethod
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the blocks surely absent from the tier; none if the medium does not answer."""
+        """Return the hashes of blocks that are surely absent; no hash if the medium does not answer."""
 
     @abstractmethod
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        """Remove blocks, and puts under way of the same hashes. Unknown hashes are ignored.
+        """Remove blocks, and cancel puts of the same hashes that have not ended. Unknown hashes are ignored.
 
         The blocks are absent from now on. A tier of a single engine erases the bytes soon, on a thread, and before the
-        room is used again. A tier common to engines keeps the bytes, and another part deletes released or expired
-        blocks.
+        room is used again. A tier that engines share (Redis) keeps the bytes, because others may need them.
+        `RedisSessions` deletes released and expired blocks there.
         """
 
     def trim(self, group: int, keys: Iterable[bytes], parts: int) -> None:  # noqa: B027 not all can
         """Keep the first `parts` parts of blocks; see `part_ends`.
 
-        Blocks with fewer parts and unknown hashes are ignored. The bytes behind are gone from now on, and are erased
-        like a dropped block's. A block must not be read during the cut, because the read may find nothing.
+        Blocks with fewer parts and unknown hashes are ignored. The other parts are absent from now on, and are erased
+        like a dropped block. The caller does not let a block be read meanwhile, because the read may find nothing.
         """
 
     @abstractmethod
     def cleared(self, place: str) -> "Tier":
-        """Return an empty tier to use from now on, possibly this tier. Puts under way are in neither.
+        """Return an empty tier to use from now on, possibly this tier. Blocks of unfinished puts are in neither.
 
-        No later process finds blocks put from now on, because the blocks may be of different weights.
+        Blocks put from now on are not found by later processes, because they may be of different weights.
 
         Args:
-            place: New name in a tier common to engines.
+            place: Name of the new namespace, for a tier that engines share.
         """
 
     @abstractmethod
@@ -107,12 +111,15 @@ class Tier(ABC):
 
     @abstractmethod
     def room(self, nbytes: int) -> int:
-        """Return the bytes of the budget for a block of `nbytes` bytes."""
+        """Return the bytes that a block of `nbytes` bytes takes of the budget."""
 
     def rooms(self, buf: Buffer) -> list[int]:
-        """Return the bytes of a block's first part, of two parts, and so on to all; only all if blocks stay whole."""
+        """Return the bytes taken of the budget by a block's first part, by its first two parts, and so on to all.
+
+        If `can_trim` is False, only the bytes of all parts.
+        """
         return [self.room(end) for end in (part_ends(buf) if self.can_trim else (buf.nbytes,))]
 
 
 TIER_KINDS = ("host", "device", "disk", "redis")
-"""Values of `tiers.kind`. The worker half manages "device", GPU memory, directly."""
+"""Values of `tiers.kind`. Blocks in GPU memory, "device", are not in a Tier, but in `vllm_hooks/worker/slabs.py`."""

@@ -81,7 +81,7 @@ class SteppedEngine:
             return metadata
 
         def noting_allocated(request: Any, block_ids: Any, tokens: int) -> None:
-            first = half._hot.get(request.request_id)
+            first = half._resident.get(request.request_id)
             if first is not None:  # otherwise a load has ended, and it goes on
                 more = tokens // self.block
                 self.found = [first, more]

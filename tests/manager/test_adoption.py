@@ -305,6 +305,7 @@ def test_requests_find_a_session_by_its_prompt_and_by_its_end() -> None:
     adopt(talks, left("anonymous-1", "a b c", 1.0, name=None, uses=7, prompt_end=prompt_end(hashes[:2], b"tail")))
     again = talks.manager.request_started("again", hashes[:2], None, 2.0, tail=b"tail")
     assert again.own == 2
+    assert b"tail".hex() not in again.session.prompt_end  # no token of a prompt reaches the journal
     other = talks.manager.request_started("other", hashes[:2], None, 2.0, tail=b"another")
     assert other.own == 0
     session = talks.session("anonymous-1")

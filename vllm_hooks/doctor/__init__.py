@@ -1,1 +1,1 @@
-"""`manthan doctor`: the command."""
+"""`manthan doctor`: the command, and its checks of the model."""

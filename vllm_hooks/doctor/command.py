@@ -1,4 +1,4 @@
-"""`manthan doctor`: check a server's requirements, and name the faults. Works without vLLM, too."""
+"""`manthan doctor`: checks what a server needs, and says what is wrong. Works without vLLM, too."""
 
 import json
 import os
@@ -43,10 +43,10 @@ def examine(
     of_families: Annotated[bool, typer.Option("--families", help="Print the stored form of each family.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check all requirements of a server; exit status 1 for a fault.
+    """Check what a server needs. The exit status is 1 if something is wrong.
 
-    With MODEL, also build the model without weights, and say how the KV caches are stored. Then render two turns of a
-    chat, and say where the prompts part.
+    With MODEL, also build the model without weights, and say how its KV caches are stored. Then render two turns of a
+    chat, and say from where on the second prompt differs from the first turn.
     """
     if of_families:
         from manthan.vllm_hooks.doctor.families import families_table  # needs torch, as vLLM does
@@ -96,7 +96,7 @@ def _examined(model: str, file: str, url: str, template: str) -> Iterator[Findin
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Send libraries' output to standard error, so that standard output has only the answer, and quieten vLLM."""
+    """Send libraries' output to standard error, so that standard output has the answer only. vLLM logs errors only."""
     kept, level = os.dup(1), os.environ.get(LOGGING)
     os.environ.setdefault(LOGGING, "ERROR")
     os.dup2(2, 1)
@@ -143,7 +143,7 @@ def _print(found: list[Finding]) -> None:
 
 
 def _check_host(url: str) -> Finding:
-    """Ask Manthan's API under this URL's host name. A server without a key may refuse the name."""
+    """Ask Manthan's API at this URL, because a server without a key may refuse the URL's host name."""
     try:
         ask(url, "/state")
     except AskError as error:

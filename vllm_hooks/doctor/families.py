@@ -1,6 +1,6 @@
-"""Families of models: the KV caches of each class of vLLM's registry, and the parts stored by Manthan.
+"""Families of models: for each model class of vLLM's registry that generates text, its KV caches and what is stored.
 
-`families.yaml` has the caches. A family is a class that generates text, from text or further inputs.
+A family is such a class. `families.yaml` has the caches of each.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,9 +15,9 @@ from manthan.vllm_hooks.groups import SPECS, StoredAs
 STORED: Mapping[str, str] = {
     name: "" if entry.stored is StoredAs.NOTHING else str(entry.stored) for name, entry in SPECS.items()
 }
-"""Stored form of a cache, by vLLM's spec class; empty for a cache without prefixes in vLLM."""
+"""How a cache is stored, by vLLM's spec class; empty for a cache whose prefixes vLLM does not cache."""
 DENSE = ("FullAttention", "MLAAttention")
-"""Caches with full attention, joined by vLLM into a single group."""
+"""Caches with full attention. vLLM joins them into one group."""
 SECTIONS = ("built", "read", "new")
 OUTCOMES = {
     "coded": "compressed",
@@ -25,7 +25,7 @@ OUTCOMES = {
     "bytes": "as bytes, not compressed",
     "refused": "refused, or nothing to store",
 }
-"""Outcomes of a family, and their words in documents."""
+"""How a family's KV is stored, by the name in the code, in the words of the documents."""
 
 
 class Family(NamedTuple):
@@ -44,9 +44,9 @@ class Family(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """Key in `OUTCOMES`, for KV. States do not count where there is any."""
+        """Key in `OUTCOMES`. In a family with KV and states, only the KV counts."""
         ways = {each: stored(each) for each in self.caches if stored(each)}
-        if any(each in ways for each in DENSE):  # all further attention is bytes in the same blocks
+        if any(each in ways for each in DENSE):  # other full attention is stored as bytes in the same blocks
             ways = {each: way for each, way in ways.items() if each in DENSE or _kind(each) not in DENSE}
         if self.uncached or "refused" in ways.values():
             return "refused"
@@ -55,9 +55,9 @@ class Family(NamedTuple):
 
 
 def stored(name: str) -> str:
-    """Return the stored form of a cache: "coded", "bytes" or "refused"; empty if unstored without a loss.
+    """Return how a cache is stored: "coded", "bytes" or "refused"; empty if it need not be stored.
 
-    A name with a part, such as "MLAAttention/indexer", means a shape unknown to all codecs.
+    A name with a slash, such as "MLAAttention/indexer", is a cache of a shape that no codec knows.
     """
     way = STORED[f"{_kind(name)}Spec"]
     return "bytes" if "/" in name and way == "coded" else way

@@ -1,4 +1,4 @@
-"""Check of a model: the KV caches, and the parts stored by Manthan. vLLM builds the model without weights."""
+"""Check of a model: its KV caches, and how each is stored. vLLM builds the model without weights."""
 
 import json
 import tempfile
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 LONG = 512
-"""Tokens of a block longer than many turns."""
+"""Most tokens between two resume points without a warning, because many turns are shorter than more."""
 MODEL, CACHE, RESUME = "model", "KV cache", "resume points"
 WAYS = {"coded": "compressed", "bytes": "as bytes", "refused": "refused", "": "not needed"}
 MARKS = {"coded": Grade.OK, "partly": Grade.WARNING, "bytes": Grade.WARNING, "refused": Grade.WRONG}
 
 
 def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
-    """Build a model, a folder or a name in Hugging Face's cache, and report each KV cache group's stored form.
+    """Build a model, and report how each KV cache group is stored.
 
-    file: the YAML file of --manthan-config.
+    model: a folder, or a name in Hugging Face's cache. file: the YAML file of --manthan-config.
     """
     try:
         names = _architectures(model)
@@ -64,7 +64,7 @@ def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
 
 
 def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCacheConfig]":
-    """Build a model of these classes on the meta device and plan the KV cache, by vLLM. Raises vLLM's exceptions."""
+    """Have vLLM build a model on the meta device and plan its KV cache. names: its classes. Raises any exception."""
     import torch
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
@@ -78,7 +78,7 @@ def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCache
     for name in names:
         known = ModelRegistry.models.get(name)
         if known is not None:
-            known.load_model_cls()  # so that a failed import names the missing package
+            known.load_model_cls()  # if an import fails here, the error names the missing package
     more: Any = {} if current_platform.is_cuda_alike() else {"hf_overrides": _without_quantization}
     vllm_config = EngineArgs(model=model, load_format="dummy", enforce_eager=True, **more).create_engine_config()
     with set_current_vllm_config(vllm_config), _one_rank():
@@ -91,7 +91,7 @@ def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCache
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """Make this process the only rank of a model during the build."""
+    """Make this process the only rank of a model while it is built."""
     import torch
     from vllm.distributed import parallel_state as state
     from vllm.platforms import current_platform
@@ -119,7 +119,7 @@ def _without_quantization(config: Any) -> Any:
 
 
 def _resumed(distance: int, longest: int) -> Finding:
-    """Say how many tokens lie between resume points, given the most tokens of a session."""
+    """Return the finding about resume points. distance: tokens between two. longest: most tokens of a session."""
     said = f"a session can be resumed every {distance:,} tokens"
     if distance >= longest:
         return Finding(RESUME, Grade.WRONG, f"{said}, but has at most {longest:,}: nothing of it is ever found again.")
@@ -130,7 +130,7 @@ def _resumed(distance: int, longest: int) -> Finding:
 
 
 class StoredGroup(NamedTuple):
-    """Codec of a group, bytes in vLLM's pool over compressed bytes, and the number of layers of bytes."""
+    """How a group is stored. ratio: bytes in vLLM's pool over compressed bytes. as_bytes: number of layers as bytes."""
 
     codec: str
     ratio: float
@@ -157,7 +157,7 @@ def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tupl
 
 
 def _said(group: "KVCacheGroupSpec", how: StoredGroup | None) -> tuple[Grade, str]:
-    """Return the grade of a group, and a description. how: None for an unstored group."""
+    """Return a group's grade, and a sentence about it. how: None if the group is not stored."""
     spec: Any = group.kv_cache_spec
     kind, layers = type(spec).__name__, len(group.layer_names)
     nbytes = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else layers)  # some specs count all layers
@@ -177,7 +177,7 @@ def _said(group: "KVCacheGroupSpec", how: StoredGroup | None) -> tuple[Grade, st
 
 
 def _by_class(name: str) -> Finding:
-    """Report the list of families' entry for a model's class."""
+    """Return the finding about a model's class from `families.yaml`, for a model that cannot be built."""
     family = families().get(name)
     if family is None:
         return Finding(CACHE, Grade.WRONG, f"{name} is no class that generates text in vLLM {' or '.join(RELEASES)}.")
@@ -194,7 +194,7 @@ def _architectures(model: str) -> list[str]:
 
         try:
             found = try_to_load_from_cache(model, "config.json")
-        except ValueError:  # no possible name
+        except ValueError:  # not a valid name
             found = None
         if not isinstance(found, str):
             raise FileNotFoundError("it is neither a folder nor in Hugging Face's cache")
@@ -202,7 +202,7 @@ def _architectures(model: str) -> list[str]:
 
 
 def _sentence(error: BaseException) -> str:
-    """Return the essential part of an error's text, in one line and without a stop."""
+    """Return the line of an error's text that says what is wrong, without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     said = lines[1] if "validation error" in lines[0] and len(lines) > 1 else lines[0]  # pydantic's first line is none
     return said.removeprefix("Value error, ").split(" [type=")[0].rstrip(".")[:200]

@@ -1,6 +1,6 @@
 """HTTP API: shows and steers sessions below /manthan, on vLLM's server and behind the server's API key.
 
-All engine cores are asked at once, a single core or several data-parallel ones. Sessions belong to one core each.
+Each request asks all engine cores at once; several cores are data-parallel. A session belongs to one core.
 """
 
 import asyncio
@@ -47,17 +47,18 @@ from manthan.vllm_hooks.queries import METHOD, ORDER, UNKNOWN, Answer
 from manthan.vllm_hooks.transfer_config import settings_of
 
 ANSWERED_S = 30.0
-"""Seconds for a core's answer, given between two steps."""
+"""Most seconds to wait for the engine cores. A core answers between two steps."""
 EVERY_S, RARELY, MOST_OFTEN = 2.0, 3, 100
-"""Seconds of a round of changes; every third round asks a core's costly questions, such as pages of more rows."""
+"""Seconds between two rounds of `/changes`. Costly questions, such as a page of more than MOST_OFTEN sessions, are
+asked in every third round only."""
 HOLDERS = 5
-"""Number of sessions shown with most bytes in the pool, and in the cold store."""
-LIKE_NOTHING = {"state": None, "tenant": None, "tier": None, "pinned": None, "prefix": "", "offset": 0}
+"""Number of sessions in the events `hot_bytes` and `cold_bytes`: those with the most bytes there."""
+NO_FILTER = {"state": None, "tenant": None, "tier": None, "pinned": None, "prefix": "", "offset": 0}
 Question: TypeAlias = Callable[[], Awaitable[Sessions | EngineState]]
-"""Asks the engine cores for a part of the changes."""
+"""Function that asks the engine cores for what an event of `/changes` shows."""
 STATUSES = {
-    401: "No API key, or a wrong one.",
-    403: "There is no API key, and the request's `Host` is not one of this server's.",
+    401: "The API key is missing or wrong.",
+    403: "The server has no API key, and the request's `Host` is not one of the server's names.",
     411: "The body's length is missing.",
     413: "The body is too long.",
     422: "A parameter or a body that cannot be used.",
@@ -65,21 +66,21 @@ STATUSES = {
 }
 OF_ONE = {404: "There is no such session, or it is another tenant's."}
 STEERED = OF_ONE | {
-    403: "A page of another site asks, and there is no API key.",
+    403: "A page of another site asks, and the server has no API key.",
     409: "Not possible now.",
     503: "The engine is dead, or sleeps.",
 }
 
 
 class ApiError(Exception):
-    """Refusal of a request, in one sentence. param: the wrong part of the request."""
+    """Refusal of a request, in one sentence. status: of HTTP. param: the wrong part of the request, if known."""
 
     def __init__(self, status: int, sentence: str, param: str | None = None) -> None:
         super().__init__(sentence)
         self.status, self.param = status, param
 
     def response(self) -> JSONResponse:
-        """Return the error in the form of vLLM's own."""
+        """Return the answer to the request, with the same JSON fields as vLLM's own errors."""
         kind = HTTPStatus(self.status).phrase
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.status}
         headers = {"WWW-Authenticate": "Bearer"} if self.status == HTTPStatus.UNAUTHORIZED else None
@@ -87,7 +88,7 @@ class ApiError(Exception):
 
 
 class ManthanRoute(APIRoute):
-    """Route with an `ApiError` as the answer to an invalid request."""
+    """Route that answers an `ApiError` or an invalid request by `ApiError.response`, instead of FastAPI's own form."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -104,7 +105,7 @@ class ManthanRoute(APIRoute):
 
 
 def _mistake(first: Mapping[str, Any]) -> ApiError:
-    """Error for the first mistake found by validation."""
+    """Return the error that says what is wrong. first: pydantic's first error about the request."""
     if first["type"] == "json_invalid":
         return ApiError(422, "The body is not valid JSON.", "body")
     if len(first["loc"]) == 1:
@@ -122,17 +123,15 @@ def _mistake(first: Mapping[str, Any]) -> ApiError:
 
 
 def make_router(args: Namespace) -> APIRouter:
-    """Return the routes of a server with flags `args`."""
-    shown = [Depends(HTTPBearer(auto_error=False))]  # in the schema; the gate checks the key
+    """Return the routes below /manthan. args: the flags of `vllm serve`."""
+    shown = [Depends(HTTPBearer(auto_error=False))]  # only for the schema: `Gate` checks the key
     router = APIRouter(
         prefix=PREFIX, tags=["manthan"], dependencies=shown, route_class=ManthanRoute, responses=_errors(STATUSES)
     )
     header = tenant_header(args)
 
     def bound_by(request: Request) -> str | None:
-        """Tenant named in the request's header. Such a tenant sees only the tenant's sessions. None without the
-        header.
-        """
+        """Tenant in the request's header: the request sees only this tenant's sessions. None without the header."""
         if not header or header not in request.headers:
             return None
         try:
@@ -141,7 +140,7 @@ def make_router(args: Namespace) -> APIRouter:
             raise ApiError(422, str(error), header) from None
 
     Bound = Annotated[str | None, Depends(bound_by)]  # noqa: N806
-    Id = Annotated[str, Path(description="of the session, percent-encoded")]  # noqa: N806
+    Id = Annotated[str, Path(description="id of the session, percent-encoded")]  # noqa: N806
 
     @router.get("/sessions", response_model=Sessions, summary="List sessions")
     async def sessions(request: Request, bound: Bound, asked: Annotated[SessionQuery, Query()]) -> Any:
@@ -176,9 +175,9 @@ def make_router(args: Namespace) -> APIRouter:
         rarely = RARELY if asked.limit > MOST_OFTEN else 1
         parts: dict[str, tuple[int, Question]] = {"state": (1, whole), "sessions": (rarely, page)}
         for sort in (Sort.HOT_BYTES, Sort.COLD_BYTES):
-            most = partial(page, **LIKE_NOTHING, sort=sort, order="desc", limit=HOLDERS)
+            most = partial(page, **NO_FILTER, sort=sort, order="desc", limit=HOLDERS)
             parts[sort] = (RARELY, most)
-        await whole()  # an error is an answer, not a stream
+        await whole()  # an error here is answered by a status, before the stream begins
         return Changes(told(parts))
 
     @router.get(
@@ -211,16 +210,16 @@ def make_router(args: Namespace) -> APIRouter:
         )
 
     add("evict", "Have a session go cold now, as if it were idle for long enough", 202, Nothing)
-    add("prefetch", "Have a session come back when there is room", 202, Nothing)
+    add("prefetch", "Restore a session when there is room", 202, Nothing)
     add("expect", "Announce the return of a session's client, or the awaited tool", 200, Expect, ...)
-    add("pin", "Keep a session's compressed blocks whatever comes", 200, Pin)
-    add("unpin", "Keep them no longer", 200, Nothing)
-    add("release", "Forget a session", 200, Nothing)
+    add("pin", "Keep a session's compressed blocks when others are dropped", 200, Pin)
+    add("unpin", "End a pin", 200, Nothing)
+    add("release", "Forget a session, and erase its blocks", 200, Nothing)
     return router
 
 
 class Changes(StreamingResponse):
-    """Response of server-sent events. No proxy may hold events back."""
+    """Response of server-sent events, with headers so that proxies pass each event on at once."""
 
     media_type = "text/event-stream"
 
@@ -229,10 +228,10 @@ class Changes(StreamingResponse):
 
 
 async def told(parts: Mapping[str, tuple[int, Question]]) -> AsyncIterator[str]:
-    """Yield each part as an event when it differs from the last one, and `now` at the end of each round.
+    """Yield server-sent events: each part when it has changed, and `now` at the end of each round.
 
     Args:
-        parts: name of an event, number of rounds between two questions, and the question.
+        parts: by name of the event, the number of rounds between two questions, and the question.
     """
     last: dict[str, BaseModel] = {}
     try:
@@ -258,10 +257,14 @@ def _errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
 
 
 async def ask_all(client: Any, what: str, asked: dict[str, Any]) -> list[Answer]:
-    """Return the answer of each engine core; see `Queries`. client: None for a server without an engine.
+    """Return the answer of each engine core, in the order of their numbers.
+
+    Args:
+        client: vLLM's engine client; None for a server without an engine.
+        what, asked: question and arguments; see `Queries.answer`.
 
     Raises:
-        ApiError: if there is no engine, or the engine is dead or silent.
+        ApiError: 503 if there is no engine, or if it is dead or does not answer in time.
     """
     if client is None:
         raise ApiError(503, "This server has no engine.")
@@ -275,7 +278,7 @@ async def ask_all(client: Any, what: str, asked: dict[str, Any]) -> list[Answer]
 
 
 async def list_sessions(client: Any, asked: dict[str, Any]) -> Answer:
-    """Return a page of the sessions of all cores."""
+    """Return a page of all cores' sessions, as JSON of `Sessions`. Args and Raises: see `ask_all`."""
     offset, limit = asked["offset"], asked["limit"]
     answers = await ask_all(client, "sessions", asked)
     if len(answers) == 1:
@@ -285,7 +288,13 @@ async def list_sessions(client: Any, asked: dict[str, Any]) -> Answer:
 
 
 async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
-    """Look at a session, or steer the session in all cores. Return the core's answer with the latest use."""
+    """Show a session or act on it, in each core that has it. Args: see `ask_all`.
+
+    Returns: the answer of the core that used the session last, with the core's number as `engine`.
+
+    Raises:
+        ApiError: as `ask_all`; 404 if no core has the session, and else 409 or 503 if each core that has it refuses.
+    """
     answers = await ask_all(client, what, asked)
     known = [answer | {"engine": engine} for engine, answer in enumerate(answers) if "refused" not in answer]
     if known:
@@ -295,7 +304,7 @@ async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
 
 
 def together(answers: Sequence[Answer], offset: int, limit: int, descending: bool) -> Answer:
-    """Merge the first pages of several cores into a page of all."""
+    """Return a page of all cores' sessions, from the first `offset + limit` sessions of each core, sorted."""
     rows = [
         [(key, shown | {"engine": engine}) for key, shown in zip(answer["keys"], answer["sessions"], strict=True)]
         for engine, answer in enumerate(answers)
@@ -306,7 +315,7 @@ def together(answers: Sequence[Answer], offset: int, limit: int, descending: boo
 
 
 def summed(answers: Sequence[Answer]) -> Answer:
-    """Add up the states of several cores. Settings are the first core's."""
+    """Return the sum of several cores' states. Settings are the same in all cores, and come from the first."""
     first = answers[0]
     if len(answers) == 1:
         return first
@@ -323,7 +332,7 @@ def summed(answers: Sequence[Answer]) -> Answer:
 
 
 def _added(parts: Iterable[Answer]) -> Answer:
-    """Add equally named numbers; keep the first part's texts."""
+    """Return the sums of numbers of the same name, and the first part's texts."""
     parts = list(parts)
     numbers: Counter[str] = Counter()
     for part in parts:

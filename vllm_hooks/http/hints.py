@@ -1,7 +1,7 @@
 """Hints on their way through vLLM: checked when a request comes in, and read when the request is scheduled.
 
-A request has `kv_transfer_params: {"manthan": {…}}`, checked when vLLM makes the engine's request. An orchestrator's
-hints are in vLLM's envelope, `kv_hints`. Such hints are advice, and never refuse a request.
+A client's hints are in `kv_transfer_params: {"manthan": {…}}`, and are checked when vLLM makes the engine's request. An
+orchestrator's hints are in vLLM's envelope `kv_hints`. These are advice: if they are wrong, the request is served.
 """
 
 import difflib
@@ -37,9 +37,9 @@ PARAMS = "kv_transfer_params"
 ANSWER = {"session_id", "pinned", "refused", "lossy_tokens"}
 """Keys of the answer to hints."""
 ACTION, ACTION_VERSION = "manthan.hints", "1.0"
-"""Action of vLLM's `kv_hints` with hints as the payload."""
+"""Action of vLLM's `kv_hints` whose payload is a mapping of hints, and the version known here."""
 CONTENT = "manthan-content-"
-"""Prefix of a cache salt with the content of an adapter; the request's remaining salt follows a slash."""
+"""Begin of a cache salt with a digest of an adapter's files. The request's own salt follows behind a slash."""
 
 _incoming: ContextVar["Incoming"] = ContextVar("manthan_incoming")
 _salt_key = secrets.token_bytes(16)
@@ -50,7 +50,7 @@ class RequestHintError(VLLMClientError, ValueError):
 
 
 class Incoming:
-    """Request on the way through the server. headers: as in ASGI."""
+    """Request on the way through the server. headers: pairs of name and value, as in ASGI."""
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         self.headers = headers
@@ -61,7 +61,7 @@ class Incoming:
 
 
 def keep(headers: Iterable[tuple[bytes, bytes]]) -> Incoming:
-    """Note a new request. The headers are at hand in the request's tasks from now on."""
+    """Note a new request's headers, which `tenant_in` finds in all of the request's tasks. Return the new object."""
     incoming = Incoming(headers)
     _incoming.set(incoming)
     return incoming
@@ -95,9 +95,13 @@ def tenant_header(config: "VllmConfig | Namespace") -> str:
 
 
 def checked_params(params: object, header: str) -> object:
-    """Return a request's kv_transfer_params, with the header's tenant. Raises HintError.
+    """Check the hints in a request's kv_transfer_params, and return these with the tenant added.
 
-    header: name of the header; empty for none.
+    Args:
+        params: value of kv_transfer_params: a mapping, or None.
+        header: name of the HTTP header that names the tenant; empty for none.
+
+    Raises: HintError for hints that cannot be used, or a hint `tenant` despite such a header.
     """
     hints = _hints_in(params)
     if not header:
@@ -135,9 +139,9 @@ def _is_answer(own: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def decoded_elsewhere(params: object) -> float:
-    """Number of a prompt's first tokens with KV possibly decoded in the engine that computed the prompt.
+    """Number of a prompt's first tokens whose KV may be decoded in the engine that computed the prompt.
 
-    The engine's answer does not name the lossy tokens, so all cached tokens count.
+    That engine's answer only says how many tokens are lossy, so that all its cached tokens count.
     """
     if not isinstance(params, Mapping) or not _is_answer(own := params.get(EXTRA_KEY)) or not own["lossy_tokens"]:
         return 0
@@ -149,7 +153,7 @@ def tenant_in(header: str) -> str:
     """Tenant in the header of the current request; empty without the header. Raises HintError."""
     headers = (_incoming.get(None) or Incoming()).headers
     values = {value for name, value in headers if name.lower() == header.lower().encode()}
-    if len(values) > 1:  # a gateway adds a header to the client's: which is which?
+    if len(values) > 1:  # if a gateway has added its header to the client's, nothing tells them apart
         raise HintError(f"the header {header} must be given once, not with {len(values)} different values")
     value = values.pop().decode("utf-8", "surrogateescape") if values else ""
     try:
@@ -168,9 +172,9 @@ def hints_of(request: "Request") -> Hints:
 
 
 def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
-    """Return the client's hints, and an orchestrator's hints without contradiction.
+    """Return the client's hints, and of an orchestrator's hints those that do not contradict them.
 
-    Unusable hints are left out. Of several actions with the same hint, the last counts.
+    Hints that cannot be used are left out. Of several actions with the same hint, the last counts.
     """
     try:
         hints = _hints_in(params)
@@ -181,7 +185,7 @@ def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
     said = _said(params)
     for action in reversed(envelope.actions):
         if action.action_type != ACTION:
-            continue  # of further components
+            continue  # an action for another component
         try:
             if action.action_version != ACTION_VERSION:
                 raise HintError(f"{ACTION} has version {action.action_version!r}, and must have {ACTION_VERSION}")
@@ -193,20 +197,20 @@ def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
             continue
         for name in [each for each in asked.given if each not in said]:
             given = {each: getattr(hints, each) for each in hints.given}
-            with suppress(HintError):  # contradicts a counted hint
+            with suppress(HintError):  # leave out a hint that contradicts others
                 hints = parse_hints(given | {name: getattr(asked, name)})
         said |= {name for name, value in action.payload.items() if value is not None}
     return hints
 
 
 def _said(params: object) -> set[str]:
-    """Names of the hints with a value from the client, or from the gateway's header."""
+    """Names of the hints to which the client, or a gateway by its header, gave a value."""
     own = params.get(EXTRA_KEY) if isinstance(params, Mapping) else None
     return {name for name, value in own.items() if value is not None} if isinstance(own, Mapping) else set()
 
 
 def tenant_of(request: "Request") -> str:
-    """Tenant of a request: named by the hints, else a digest of the secret cache salt; empty without either."""
+    """Return a request's tenant: by the hint, or a digest of the client's cache salt; empty without both."""
     named = hints_of(request).tenant
     if named or "tenant" in _said(request.kv_transfer_params):  # "" is the value of an absent header
         return named

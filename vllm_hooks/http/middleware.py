@@ -1,4 +1,4 @@
-"""ASGI middleware of a server: adds /manthan behind a gate, keeps headers, and answers refused streams by 400."""
+"""ASGI middleware of vLLM's server: routes below /manthan, hints in headers, and 400 for a refused streamed request."""
 
 import asyncio
 import ipaddress
@@ -22,26 +22,27 @@ App = Callable[..., Awaitable[None]]
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 LONGEST_BODY = 64 * 1024
-"""Bytes."""
+"""Most bytes of a request's body below /manthan."""
 MOST_HELD = 8
-"""Most held messages of a stream: some routes announce an answer before they make the answer."""
+"""Most messages of a stream to hold back. Some routes send several before they make the engine's request."""
 HOLD_S = 30.0
-"""Seconds after which a stream continues without a checked request: there may be none for the engine."""
+"""Most seconds to hold a stream back. Some streams never come with a request to the engine, which would be checked."""
 SAFE = ("GET", "HEAD", "OPTIONS")
+"""Methods that change nothing."""
 
 
 class Middleware:
-    """Middleware outside of vLLM's own."""
+    """Outermost middleware of the server: it sees requests before vLLM's own middleware does."""
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._has_begun = False
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
-        if not self._has_begun:  # the server's start: routes can be added, and flags are known
+        if not self._has_begun:  # the first call is the server's start: the app now has vLLM's flags
             self._has_begun = True
             add_api(scope["app"])
-        incoming = keep(scope["headers"]) if "headers" in scope else None  # of a WebSocket, too
+        incoming = keep(scope["headers"]) if "headers" in scope else None  # WebSockets have headers, too
         if incoming is None or scope.get("method") != "POST":
             await self._app(scope, receive, send)
             return
@@ -55,7 +56,11 @@ class Middleware:
 
 
 def add_api(app: FastAPI) -> None:
-    """Add the HTTP API and the live page to the server of an engine with Manthan, unless disabled."""
+    """Add the HTTP API and the live page to a server that runs Manthan, unless `api.enabled` is false.
+
+    Args:
+        app: vLLM's app. `app.state.args` has the server's flags.
+    """
     args = app.state.args
     if not is_on(args) or not (config := from_vllm_config(args).api).enabled:
         return
@@ -72,9 +77,10 @@ def add_api(app: FastAPI) -> None:
 
 
 class HeldAnswer:
-    """Answer that waits, if a stream, until the request is checked.
+    """Answer whose messages, if it is a stream, are held back until Manthan has checked the request's hints.
 
-    vLLM begins a streamed answer, with status 200, before the engine's request is made.
+    Without it a wrong hint could not be answered by 400: vLLM sends status 200 of a stream before it makes the
+    engine's request, in which hints are checked.
     """
 
     def __init__(self, incoming: Incoming, scope: dict[str, Any], receive: Any, send: Send) -> None:
@@ -82,7 +88,7 @@ class HeldAnswer:
         self._lock = asyncio.Lock()
         self._held: list[Message] | None = None
         self.is_refused = False
-        """True if the request was refused instead of the stream."""
+        """True once 400 was sent instead of the stream."""
 
     async def send(self, message: Message) -> None:
         """Send a message of the answer, or hold the message back."""
@@ -102,7 +108,7 @@ class HeldAnswer:
                 await self._send(message)
 
     async def go_on(self) -> None:
-        """Send the held messages."""
+        """Send the held messages, or 400 instead if the request was refused."""
         async with self._lock:
             await self._release()
 
@@ -128,10 +134,11 @@ class Gate:
     """Middleware that refuses forbidden requests below /manthan, before the body is read.
 
     Args:
-        has_key: True for headers with a valid API key of the server; None for a server without keys.
-        hosts: names of a server without keys, besides loopback and IP addresses. A hostile page whose name was made to
-            lead here (DNS rebinding) has a different name.
-        origins: sites whose pages may steer sessions on a server without keys.
+        app: the next middleware.
+        has_key: returns True for headers with a valid API key; None for a server without keys.
+        hosts: values of `Host` that a server without keys accepts, besides localhost and IP addresses. A hostile page
+            may have its own name resolve to this server (DNS rebinding), but that name is not among them.
+        origins: origins of pages that may pin and release sessions on a server without keys.
     """
 
     def __init__(
@@ -152,7 +159,7 @@ class Gate:
     def _check(self, method: str, path: str, headers: Headers) -> None:
         """Raise ApiError for a forbidden request."""
         if self._has_key is not None:
-            is_page = method in SAFE and path in PATHS  # a browser cannot send a key on opening a page
+            is_page = method in SAFE and path in PATHS  # a browser that opens a page sends no key
             if not is_page and not self._has_key(headers):
                 raise ApiError(401, "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.")
         else:
@@ -176,8 +183,9 @@ class Gate:
             raise ApiError(403, f"Host {reprlib.repr(host)} is not a name of this server: {right}.", "Host")
 
     def _check_origin(self, headers: Headers) -> None:
-        """Check the page's origin. See the Fetch standard on `Origin`, and on `Sec-Fetch-Site`, left out
-        without TLS.
+        """Raise ApiError if the request comes from a page of an origin that is not allowed.
+
+        See `Origin` and `Sec-Fetch-Site` in the Fetch standard. Browsers send the second only with TLS or to localhost.
         """
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site")
         is_own = site in ("same-origin", "none") if site else urlsplit(origin).netloc == headers.get("host")
@@ -187,7 +195,7 @@ class Gate:
 
 
 def _is_own(name: str) -> bool:
-    """True for a name no foreign site can have: loopback, or an IP address."""
+    """True for a name that no other site can have: a name of localhost, or an IP address."""
     try:
         return name == "localhost" or name.endswith(".localhost") or bool(ipaddress.ip_address(name))
     except ValueError:

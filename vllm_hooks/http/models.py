@@ -17,7 +17,7 @@ MOST_ROWS = 500
 FARTHEST = 1_000_000
 STATES = f"some of {', '.join(SessionState)}, with commas between them"
 RISING = (Sort.ID, Sort.STATE, Sort.EXPECTED)
-"""Keys that rise by default. All further keys begin with the largest."""
+"""Orders that begin with the smallest by default. All others begin with the largest."""
 
 
 def _states(text: str) -> list[str]:
@@ -139,7 +139,7 @@ class ErrorInfo(BaseModel):
 
 
 class Error(BaseModel):
-    """Error in the form of vLLM's own."""
+    """Error, with the same fields as vLLM's own."""
 
     error: ErrorInfo
 
@@ -154,15 +154,15 @@ class Nothing(BaseModel):
 
 
 class Pin(Nothing):
-    """Seconds to pin a session; null for good."""
+    """Seconds to pin a session; null to pin it until it is unpinned or released."""
 
     seconds: float | None = Field(default=None, gt=0, le=LONGEST_S, allow_inf_nan=False, description=SECONDS)
 
 
 class Expect(Pin):
-    """Seconds until the client's return, or the awaited tool, or both.
+    """Seconds until the client returns, or the tool that it waits for, or both.
 
-    A tool's seconds are those of the tenant's earlier sessions, when known.
+    With a tool alone, the seconds are learned from the tenant's earlier sessions that waited for it.
     """
 
     tool: ToolName = Field(default="", description=TOOL_NAME)

@@ -25,7 +25,7 @@ FILES = {
     if PurePath(file.name).suffix in KINDS
 }
 PATHS = frozenset({PREFIX, f"{PREFIX}/", *(f"{PREFIX}/{name}" for name in FILES)})
-"""Paths without an API key."""
+"""Paths that need no API key."""
 
 
 def page_router() -> APIRouter:

@@ -1,8 +1,8 @@
-"""Cache salts: tenants share no prefix in vLLM's cache, in the cold store or in KV events, nor do LoRA adapters.
+"""Cache salts, so that tenants share no block with each other, nor LoRA adapters of different content.
 
 vLLM hashes a request's `cache_salt` into the first block, and thereby into all later blocks. A tenant's salt is made of
-the tenant's name and the client's salt. A salt also holds the content of the request's adapter, because vLLM tells
-adapters apart by name and path only, and compressed blocks outlive the engine.
+the tenant's name and the client's salt. A salt also has a digest of the request's adapter, because vLLM tells adapters
+apart by name and path only, and compressed blocks outlive the engine.
 """
 
 import hashlib
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 MARK = "manthan-"
-"""Prefix of all salts made here. A client's salt with this prefix is replaced."""
+"""Begin of all salts made here. A client's salt that begins so is replaced."""
 NBYTES = 24
 PURPOSE = "cache salts of tenants"
 FILES = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
-"""Files of an adapter's folder behind the adapter's results."""
+"""Files of an adapter's folder that decide the adapter's results."""
 
 
 class Salts:
     """Cache salts of an engine.
 
     Args:
-        key: key of the digests, at most 64 bytes. Without the key, no reader can tell a tenant or a salt by a digest.
-        isolate: True if tenants have separate salts. If False, a client's salt that looks like a tenant's is still
-            replaced, because another engine may have stored blocks under the tenant's salt.
+        key: key of the digests, at most 64 bytes. Without it, a digest does not tell tenant or salt.
+        isolate: True if each tenant has a salt. If False, a client's salt that looks like a tenant's is replaced all
+            the same, because another engine may have stored blocks under that tenant's salt.
     """
 
     def __init__(self, key: bytes, isolate: bool) -> None:
@@ -56,8 +56,8 @@ class Salts:
     ) -> str | None:
         """Return the salt of a request with these kv_transfer_params, kv_hints, salt and LoRA adapter.
 
-        Args:
-            is_known: False if media of the prompt are missing, so that only this engine may have the request's blocks.
+        is_known: False if the content of the prompt's media is not known here, so that no other engine may use the
+        request's blocks.
         """
         tenant, own, salted = merged_hints(params, envelope).tenant if self._isolate else "", salt or "", salt
         if tenant or own.startswith(MARK):
@@ -70,9 +70,7 @@ class Salts:
 
 
 def salts_of(config: ManthanConfig) -> Salts:
-    """Return an engine's salts. If compressed blocks outlive the engine, all engines of the store have the same
-    salts.
-    """
+    """Return an engine's salts. If compressed blocks outlive the engine, all engines of the store have the same key."""
     store, isolate = config.tiers, config.tenants.isolate
     if keys := keys_of(config.sealing):
         return Salts(derived(keys[-1], PURPOSE), isolate)
@@ -83,7 +81,7 @@ def salts_of(config: ManthanConfig) -> Salts:
 
 
 class FileState(NamedTuple):
-    """State of a file, changed with the file. changed_ns: the file system's time, which no user can set."""
+    """State of a file, to detect a change. changed_ns: st_ctime_ns, a time of the file system that no user can set."""
 
     path: Path
     nbytes: int
@@ -94,7 +92,7 @@ class FileState(NamedTuple):
 class Adapters:
     """Digest of each adapter's files, by vLLM's number of the adapter.
 
-    vLLM may read the files at any time. So files changed after the creation of this object have no digest.
+    vLLM may read the files at any time. Therefore files that changed since this object was made have no digest.
     """
 
     def __init__(self) -> None:
@@ -102,7 +100,7 @@ class Adapters:
         self._known: dict[int, tuple[list[FileState], str]] = {}
 
     def content(self, adapter: "LoRARequest") -> str:
-        """Return the digest of the files; a name unique to this engine if vLLM may have read different files."""
+        """Return the digest of the files; if vLLM may have read other files, a name that no other engine has."""
         files = files_in(folder_of(adapter.lora_path))
         known = self._known.get(adapter.lora_int_id)
         if known is None or known[0] != files:
@@ -128,7 +126,7 @@ def folder_of(path: str) -> Path:
 
 
 def files_in(folder: Path) -> list[FileState]:
-    """Return the states of an adapter's files; none for a missing folder, or during a change."""
+    """Return the states of an adapter's files; none if the folder is missing, or changes meanwhile."""
     try:
         stats = [(path, path.stat()) for path in sorted({path for name in FILES for path in folder.glob(name)})]
     except OSError:
@@ -137,7 +135,7 @@ def files_in(folder: Path) -> list[FileState]:
 
 
 def digest_of(files: list[FileState]) -> str:
-    """Return the digest of the files' names and content; empty after a change meanwhile."""
+    """Return the digest of the files' names and content; empty if they change meanwhile."""
     digest = hashlib.sha256()
     try:
         for each in files:

@@ -135,13 +135,13 @@ def tell_verdict(found: "Judged") -> None:
     verdict = found.verdict
     said = ", then ".join(map(_fidelity, verdict.measured[: found.choice + 1]))
     if verdict.compute_s:
-        said += f"; the model computes one in {verdict.compute_s * 1e6:.3g} us"
+        said += f"; the model computes a token in {verdict.compute_s * 1e6:.3g} us"
     if found.choice == 0:
         logger.info("Manthan: codec %s is faithful on this model: %s", found.codec, said)
         return
     logger.warning(
-        "Manthan: codec %s %s, and %s; choose another with `codec: {name: ...}`, or have it "
-        "nevertheless with `guard: false` there. Measured: %s",
+        "Manthan: codec %s %s, and %s; choose another with `codec: {name: ...}`, or keep this one with "
+        "`codec: {guard: false}`. Measured: %s",
         verdict.measured[0].codec,
         "takes longer to decode than this model to compute" if found.is_slow else "is not faithful on this model",
         "all tokens are kept exact" if found.codec == EXACT else f"{found.codec} is used instead",
@@ -153,6 +153,6 @@ def _fidelity(found: "Fidelity") -> str:
     return (
         f"{found.codec} adds {found.logit_noise.mean():.2g} of noise to attention logits ({LOGIT_NOISE:g} is allowed), "
         f"{found.logit_noise.max():.2g} in layer {found.worst_layer} ({WORST_LOGIT_NOISE:g}), "
-        f"{found.value_noise.max():.2g} to values ({VALUE_NOISE:g}); {found.tokens} tokens, "
-        f"{found.decode_s * 1e6:.3g} us to decode one"
+        f"{found.value_noise.max():.2g} to values ({VALUE_NOISE:g}), measured on {found.tokens} tokens; a token takes "
+        f"{found.decode_s * 1e6:.3g} us to decode"
     )

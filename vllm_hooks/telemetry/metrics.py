@@ -1,4 +1,4 @@
-"""Metrics: collected by the scheduler half, carried by vLLM's stats, and shown by /metrics as vllm:manthan_…"""
+"""Metrics. The scheduler half collects them, vLLM's stats carry them, and /metrics shows them as vllm:manthan_…"""
 
 import collections
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ CALLS = (
     *("new_request", "match", "allocated", "step", "worker_output", "finished"),
     *("submit_loads", "submit_stores", "_transfer_results", "take_report"),
 )
-"""Calls of the scheduler half and of the worker half with caught exceptions."""
+"""Methods of the two halves whose exceptions are caught and counted."""
 
 
 class _Metric(NamedTuple):
@@ -147,7 +147,7 @@ class ManthanPromMetrics(KVConnectorPromMetrics):
             self._metrics[name] = kinds[metric.kind](
                 name=f"vllm:manthan_{name}", documentation=metric.text, labelnames=labels, **extra
             )
-            if metric.kind is not Gauge:  # Prometheus sees no increase by the first event of a series
+            if metric.kind is not Gauge:  # else Prometheus would not count the event with which a series begins
                 for engine in self.per_engine_labelvalues.values():
                     for value in metric.values if metric.label else ("",):
                         self._child(name, engine, value)

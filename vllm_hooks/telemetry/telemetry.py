@@ -1,4 +1,4 @@
-"""Events of an engine, for metrics, the log, histories of sessions, and traces if enabled."""
+"""Subscriber to an engine's events that feeds metrics, the log, histories of sessions, and traces."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -54,13 +54,13 @@ class Telemetry:
     ) -> None:
         self._manager, self.traces, self.histories = manager, traces, histories
         self.totals = dict.fromkeys(TOTALS, 0)
-        """Numbers since the start."""
+        """Numbers since the start, by the names in TOTALS."""
         self.changed: set[str] = set()
-        """Ids of sessions with new or lost blocks since the scheduler half's last look."""
+        """Ids of sessions that have gained or lost blocks since the scheduler half last took them."""
         self.store_is_up = True
         """True if the cold store answers."""
         self.held: Callable[[], Sequence[float]] = tuple
-        """Returns the waits of all held back requests, in seconds."""
+        """Returns for each request that is held back how many seconds it has waited."""
         self._judged: Judged | None = None
         """Last decision of the guard."""
         self._failures = Sparing(QUIET_S)
@@ -177,7 +177,7 @@ class Telemetry:
 
     @property
     def verdict(self) -> str:
-        """Verdict of the guard on the configured codec: none (yet), faithful, slow or unfaithful."""
+        """The guard's verdict on the configured codec: "none" (yet), "faithful", "slow", "unfaithful"."""
         found = self._judged
         if found is None:
             return "none"

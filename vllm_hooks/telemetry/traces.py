@@ -29,7 +29,7 @@ class Traces:
         self._tiers, self._none = tiers, Context()
         self._headers: dict[str, Mapping[str, str] | None] = {}  # by id of a running request
         self._begun: dict[str, tuple[int, Sequence[str]]] = {}
-        """Restores by request id: nanoseconds since 1970, and the tiers with the blocks."""
+        """By request id, when its restore began, in nanoseconds since 1970, and the tiers that have the blocks."""
 
     def began(self, request_id: str, headers: Mapping[str, str] | None) -> None:
         """Note a new request with trace headers `headers`."""
@@ -64,7 +64,7 @@ class Traces:
         self._span(f"manthan.{'restore' if request_id else 'prefetch'}", began, now, attributes, request_id)
 
     def evicted(self, eviction: "Evicted") -> None:
-        """A session is cold."""
+        """Send the span of an eviction."""
         now = time.time_ns()
         attributes = {
             "manthan.session_id": eviction.session_id,

@@ -1,4 +1,4 @@
-"""Blocks of the paged cache for reads, encodes, decodes and writes by the CPU."""
+"""Blocks of the paged cache as the CPU reads, encodes, decodes and writes them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -28,10 +28,9 @@ Copies: TypeAlias = list[Arrays]
 
 
 class PagedMemory(ABC):
-    """Paged cache read and written by the CPU.
+    """Paged cache that the CPU reads and writes.
 
-    Keys and values are [layers, heads, tokens, head_dim], bf16 and fp8 as their bits. `BlockShape` lists further
-    arrays.
+    Keys and values are [layers, heads, tokens, head_dim], bf16 and fp8 as their bits. `BlockShape.arrays` has all.
     """
 
     @abstractmethod
@@ -39,19 +38,17 @@ class PagedMemory(ABC):
         """Return a block's arrays."""
 
     def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
-        """Begin to gather a block. The returned function gives the block once the current stream has reached this
-        point.
-        """
+        """Begin to gather a block on the current stream. Return a function to call once the stream has done so."""
         found = self.gather(block_id)
         return lambda: found
 
     @abstractmethod
     def scatter(self, block_id: int, *numbers: Numbers) -> None:
-        """Write a block's arrays, and wait for the end of the writes."""
+        """Write a block's arrays, and wait until they are written."""
 
 
 class HostMemory(PagedMemory):
-    """Paged cache in this machine's memory, in the order of the CPU's attention kernels."""
+    """Paged cache in the CPU's memory, in the order that vLLM's attention kernels for the CPU use."""
 
     def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
         self._layers = [(_as_numpy(layer.rows), layer.keys, layer.values) for layer in layers]
@@ -60,7 +57,7 @@ class HostMemory(PagedMemory):
     def gather(self, block_id: int) -> Arrays:
         keys, values = (np.empty(shape, self._layers[0][0].dtype) for shape in self._shapes)
         for n, (rows, key_at, value_at) in enumerate(self._layers):
-            # mode="clip" spares numpy a buffer; all positions are in range.
+            # With mode="clip" numpy needs no buffer. All positions are in range.
             np.take(rows[block_id], key_at, out=keys[n].reshape(-1), mode="clip")
             np.take(rows[block_id], value_at, out=values[n].reshape(-1), mode="clip")
         return keys, values
@@ -73,7 +70,7 @@ class HostMemory(PagedMemory):
 
 
 class LatentMemory(PagedMemory):
-    """Paged cache of a GPU with latents (MLA). Blocks are copied unchanged, and sorted by the CPU."""
+    """Paged cache of a GPU with latents (MLA). Blocks are copied as they are, and the CPU sorts their numbers."""
 
     def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
         self._layers, self._shape = list(layers), shape
@@ -103,9 +100,9 @@ class LatentMemory(PagedMemory):
 
 
 class DeviceMemory(PagedMemory):
-    """Paged cache of a GPU. Each thread waits only for the thread's copies.
+    """Paged cache of a GPU, for one that shares the CPU's memory, and for comparison.
 
-    For GPUs with the CPU's memory, and for comparison.
+    Each thread waits for its own copies only.
     """
 
     def __init__(self, layout: PagedLayout) -> None:
@@ -127,11 +124,11 @@ class DeviceMemory(PagedMemory):
         _wait(device)
 
     def _both(self, block_id: int) -> torch.Tensor:
-        """Tensor [2, layers, heads, tokens, head_dim], on the device."""
+        """Return a block's keys and values [2, layers, heads, tokens, head_dim], on the device."""
         return torch.stack([torch.stack(self._views(block_id, at)) for at in self._layout.ats])
 
     def _views(self, block_id: int, at: int) -> list[torch.Tensor]:
-        """Tensor [heads, tokens, head_dim] of each layer."""
+        """Return views [heads, tokens, head_dim] of a block in each layer. at: begin of its keys, or of its values."""
         layout = self._layout
         shape = (layout.heads, layout.tokens, layout.head_dim)
         strides = (layout.head_stride, layout.token_stride, 1)
@@ -140,7 +137,7 @@ class DeviceMemory(PagedMemory):
 
 
 class PackedMemory(PagedMemory):
-    """Paged cache with opaque bytes as blocks, in the CPU's memory or a GPU's."""
+    """Paged cache whose blocks are stored as bytes, in the CPU's memory or a GPU's."""
 
     def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
         self._rows, self._shape = [layer.rows for layer in layers], shape
@@ -159,7 +156,7 @@ class PackedMemory(PagedMemory):
 
 
 class BesideMemory(PagedMemory):
-    """Paged cache with coded layers and layers of raw bytes."""
+    """Paged cache in which some layers are coded and the others are stored as bytes."""
 
     def __init__(self, coded: PagedMemory, others: PackedMemory) -> None:
         self._coded, self._others = coded, others
@@ -197,8 +194,8 @@ class CpuBlocks:
         """Compile all kernels now.
 
         Args:
-            format: format of jobs without a codec.
-            others: further readable formats, written if a job names the codec.
+            format: format for jobs that name no codec.
+            others: other formats that can be read, and are written if a job names their codec.
             exacts: possible numbers of exact first tokens of a block.
         """
         self.formats, self._memory, self.format, self._exacts = (format, *others), memory, format, exacts
@@ -213,18 +210,16 @@ class CpuBlocks:
         self.formats = (*self.formats, format)
 
     def format_of(self, buf: Buffer) -> BlockFormat:
-        """Return the format with a block's fingerprint. For an unknown fingerprint, return the first format, whose
-        checks fail.
-        """
+        """Return the format with a block's fingerprint; if none has it, the first, whose decoding refuses the block."""
         mark = np.frombuffer(buf, np.uint8)[wire.FINGERPRINT].tobytes()
         return next((format for format in self.formats if format.fingerprint == mark), self.formats[0])
 
     def gather(self, job: Transfer) -> Copies:
-        """Copy a store's paged blocks."""
+        """Return copies of a store's blocks in the paged cache."""
         return [self._memory.gather(block_id) for block_id in job.block_ids.tolist()]
 
     def encode(self, job: Transfer, copies: Copies) -> list[Buffer | str]:
-        """Return a store's compressed blocks; the cause for an unencodable block."""
+        """Return a store's compressed blocks; the cause instead of one that cannot be encoded."""
         shape, formats = self.format.shape, {"": self.format} | {each.codec: each for each in self.formats}
         format = formats["" if shape.is_raw else job.codec]
         told = zip(job.block_hashes, copies, job.first_tokens(shape.tokens), job.exacts(shape.tokens), strict=True)
@@ -238,17 +233,16 @@ class CpuBlocks:
         return encoded
 
     def decode(self, key: bytes, block_id: int, found: Found) -> str | None:
-        """Check a compressed block, in one or several shards, then write the numbers into a paged block.
+        """Check a compressed block, in one or several shards, and decode it into a block of the paged cache.
 
-        Returns:
-            Cause of a failure; None for a good block.
+        Returns: the cause of a failure; None for a good block.
         """
         if found is None or isinstance(found, str):
             return MISSING if found is None else found
         try:
             shards = [self.format_of(shard).decode_shard(shard, key=key) for shard in wire.split(found)]
             if any(shard.ignored for shard in shards):
-                return "checksum"  # the block's level counts damaged refinements
+                return "checksum"  # a refinement is damaged, so that the block has not the level noted for it
             numbers = self.format.joined(shards)
         except WireError as error:
             return error.cause

@@ -1,4 +1,4 @@
-"""Memory of the tiers: usable bytes, and the share of RAM and GPU memory withheld from vLLM."""
+"""Memory of the tiers: how much of it blocks can take, and how much RAM and GPU memory vLLM must leave."""
 
 import math
 from collections.abc import Callable, Collection
@@ -23,36 +23,36 @@ logger = init_logger("vllm.manthan")
 STAGING_BYTES = 32 << 20
 """Size of each staging buffer on the GPU for stores and for prefetches."""
 COPIES_BYTES = 128 << 20
-"""Most bytes of a rank's blocks copied by the CPU and not encoded yet."""
+"""Most bytes of a rank's blocks that the CPU has gathered and not encoded yet."""
 RESTORE_STAGING_BYTES = 128 << 20
-"""Size of a staging buffer for restores: large, because each chunk costs time of the model's thread."""
+"""Size of a staging buffer for restores. It is large, because each filling costs time of the model's thread."""
 RESTORE_STAGINGS = 2
-"""Number of staging buffers for restores. The next buffer is filled during decoding."""
+"""Number of staging buffers for restores: one is filled while the other is decoded."""
 PRIMARY_BYTES = 256 << 20
-"""Least RAM, with a GPU, of the primary tier in front of a secondary tier."""
+"""Least RAM of a rank, with a GPU, in front of a disk or Redis."""
 CPU_ENCODE_THREADS = 4
-"""Number of threads that encode on the CPU for a GPU, as on a GB10. vLLM's CPU build uses a single thread."""
+"""Number of threads that encode on the CPU for a GPU, as on a GB10. With vLLM's CPU build there is one."""
 STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
 """Size of all staging buffers."""
 
 
 class TierBytes(NamedTuple):
-    """Budget of each primary tier; 0 for none."""
+    """Bytes of a rank's tiers in GPU memory (device) and in RAM (host); 0 for none."""
 
     device: int
     host: int
 
     @classmethod
     def of_a_rank(cls, store: TiersConfig, ranks: int) -> "TierBytes":
-        """Return the budgets of a single rank of `ranks`."""
+        """Return the bytes of one of `ranks` ranks."""
         if store.kind == "device":
             return cls(store.max_bytes // ranks, store.host_bytes // ranks)
         return cls(0, store.max_bytes // ranks)
 
     def usable(self, sizes: Collection[int]) -> int:
-        """Number of bytes to promise to blocks of these sizes.
+        """Return how many bytes blocks of these sizes can surely take.
 
-        Blocks of several sizes leave a part of each tier free, so that holes stay large. A block lies in one tier.
+        With several sizes, a part of each tier stays free, so that free extents stay large. A block is in one tier.
         """
         device, host = (tier - tier % GRANULE for tier in self)
         if len(sizes) > 1:
@@ -61,11 +61,11 @@ class TierBytes(NamedTuple):
 
 
 def usable_nbytes(store: TiersConfig, ranks: int, sizes: Collection[int], in_arenas: bool) -> int:
-    """Number of bytes to promise to blocks of these sizes, on all ranks together.
+    """Return how many bytes blocks of these sizes can surely take, on all ranks together.
 
     Args:
-        sizes: bytes of a block on each rank.
-        in_arenas: True if a tier is a single range of addresses.
+        sizes: possible bytes of a block on a rank.
+        in_arenas: True if each tier is one range of addresses in a GPU's memory or in pinned RAM.
     """
     if store.places[-1] == "disk":
         return disk.usable(store.max_bytes // ranks) * ranks
@@ -73,13 +73,13 @@ def usable_nbytes(store: TiersConfig, ranks: int, sizes: Collection[int], in_are
 
 
 def room_in(config: ManthanConfig) -> Callable[[int], int]:
-    """Return the function from a compressed block's bytes to the most bytes of the budget."""
+    """Return the function from a compressed block's bytes to the bytes that it takes of the budget."""
     room = disk.room if config.tiers.places[-1] == "disk" else arena.room
     return (lambda nbytes: room(nbytes + OVERHEAD)) if config.sealing.key_file else room
 
 
 def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
-    """Return the tiers in front of the last, the fastest first, on all `ranks` together."""
+    """Return the tiers in front of the last, the fastest first, with the bytes of all ranks together."""
     if store.kind == "device" and store.host_bytes:
         return [FrontTier(int(store.max_bytes), fills_on_read=False)]
     budgets = [store.front_bytes] if store.front_bytes else []
@@ -89,9 +89,9 @@ def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
 
 
 def share_memory(vllm_config: "VllmConfig") -> None:
-    """Give vLLM the rest of `memory_bytes`, without the tiers in RAM, for weights, activations and the KV pool.
+    """Give vLLM what the tiers in RAM leave of `memory_bytes`, for weights, activations and the KV pool.
 
-    Raises ConfigError if CPU and GPU have separate memories, or for an impossible budget.
+    Raises: ConfigError if CPU and GPU have separate memories, or if the budget is too small or too large.
     """
     from vllm.platforms import current_platform
 
@@ -128,9 +128,9 @@ def share_memory(vllm_config: "VllmConfig") -> None:
 
 
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
-    """Take the tier on the device and the staging buffers out of the memory of vLLM's KV pool.
+    """Make vLLM's KV pool smaller by the tier in GPU memory and the staging buffers.
 
-    Raises ConfigError if the remaining memory is too small.
+    Raises: ConfigError if nothing would be left for vLLM.
     """
     from vllm.platforms import current_platform
 

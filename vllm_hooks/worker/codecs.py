@@ -1,4 +1,4 @@
-"""Codecs of a GPU's paged cache, found by KV cache group, name or number, or by a compressed block's header."""
+"""Codecs of a rank with a GPU: by KV cache group and name, by number, or by a compressed block's header."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +15,9 @@ class Codecs:
     """Codecs of a rank.
 
     Args:
-        codecs: configured codecs by KV cache group, the sessions' group first; all on one device.
-        make: makes a group's codec by name.
-        names: possible codec names in jobs.
+        codecs: configured codec of each KV cache group, the main group first; all on one device.
+        make: makes a group's codec by name; None if jobs name no other codec.
+        names: codec names that jobs may have.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Codecs:
 
     @property
     def first(self) -> int:
-        """KV cache group of the sessions' blocks."""
+        """Number of the main group."""
         return next(iter(self.by_group))
 
     @property
@@ -49,7 +49,7 @@ class Codecs:
         return self._others[group, name]
 
     def number(self, codec: PagedCodec) -> int:
-        """Return a codec's number in the tiers."""
+        """Return the number of a codec's name, which tiers keep with each block; counted from 0 in order of use."""
         name = codec.format.codec
         with self._lock:
             if name not in self._numbered:
@@ -61,9 +61,9 @@ class Codecs:
         return self.get(group, self._numbered[number])
 
     def look_into(self, group: int, buf: Buffer) -> tuple[int, int, int, int] | str:
-        """Return exact tokens, first token, mark and codec number of a block's header; the cause for a bad block.
+        """Return exact tokens, first token, mark and codec number from a block's header; the cause if it is bad.
 
-        Decoding compares the whole header with these numbers.
+        Decoding later compares the whole header with these numbers.
         """
         try:
             front, ends = wire.peek(buf), wire.part_ends(buf)
@@ -71,7 +71,7 @@ class Codecs:
             return error.cause
         try:
             exact = exact_of(wire.peek_sections(buf, front))
-        except SizeError:  # damaged, and the rest of the block says how
+        except SizeError:  # the block is damaged: the checks below find the cause
             exact = 0
         codecs = [self.get(group, name) for name in ("", *self.names)]
         codec = next((codec for codec in codecs if codec.format.fingerprint == front.fingerprint), codecs[0])

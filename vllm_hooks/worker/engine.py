@@ -1,4 +1,4 @@
-"""Interface of the engines, between blocks of a rank's paged cache and compressed blocks, and threads."""
+"""Base of the engines, which move blocks between a rank's paged cache and the tiers, and threads for them."""
 
 import multiprocessing
 import os
@@ -24,16 +24,19 @@ MISSING = "missing"
 REST_S = sys.getswitchinterval()
 """Most seconds that the model's thread pauses for a load, in a step without compute.
 
-Without a pause, such steps would take half of the interpreter's time from the loading thread.
+Without a pause, such steps would take half of Python's time from the thread that loads.
 """
 
 
 class CancelledError(Exception):
-    """End of a job without a fault. The argument is the cause, RESET without an argument."""
+    """Ends a job that is no longer wanted. The argument is the cause; RESET without one."""
 
 
 class Ended(NamedTuple):
-    """Ended loads: the requests, the requests with a failed load, and the bad blocks of all further requests."""
+    """Ended loads. requests: ids of their requests. failed: those of which nothing was loaded.
+
+    bad_blocks: ids of blocks that were not loaded, of the other requests.
+    """
 
     requests: set[str]
     failed: set[str]
@@ -41,14 +44,13 @@ class Ended(NamedTuple):
 
 
 class Engine:
-    """Worker of transfers: takes jobs, does them in the background, and reports ended jobs.
+    """Takes jobs, does them in the background, and reports ended jobs.
 
-    The base class does nothing, and serves until there is a KV cache. The caller is the model's thread. No method
-    raises, and no method waits unless the docstring says so.
+    The base class does nothing. It serves until there is a KV cache. The model's thread makes all calls. No method
+    raises, and none waits unless its docstring says so.
 
     Args:
-        fails_whole: True if a request's load fails as a whole. Otherwise only the blocks from the first bad block on
-            fail.
+        fails_whole: True if a request's load fails as a whole; False if only blocks from the first bad one on fail.
     """
 
     def __init__(self, fails_whole: bool = False) -> None:
@@ -57,23 +59,23 @@ class Engine:
         self._fails_whole = fails_whole
         self._lock = threading.Condition()
         self._begun = set[int]()
-        """Ids of the last step's jobs whose answer is ensured, even if submitting raises."""
+        """Ids of the last step's jobs that will be answered. `fail` answers the others, if submitting has raised."""
         self._open: dict[str, set[int]] = {}
-        """Loads under way, by request id."""
+        """By request id, ids of its loads under way."""
         self._bad: dict[str, set[int]] = {}
-        """Blocks unusable for vLLM, by request id."""
+        """By request id, ids of blocks that its ended loads did not fill."""
         self._report = ManthanWorkerMetadata()
         self._ended = Ended(set(), set(), set())
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
-        """Carry out a step's resets and drops, then begin the step's loads."""
+        """Obey a step's resets and drops, then begin the step's loads."""
         self._begun.clear()
         self._open_all(metadata.loads)
         self._prepare(metadata)
         self._begin(metadata.loads, self._load)
 
     def submit_stores(self, metadata: ManthanMetadata) -> None:
-        """Begin a step's stores, behind the model's work of the step."""
+        """Begin a step's stores, after the model's work of the step."""
         self._begin(metadata.stores, self._store)
 
     def _begin(self, jobs: Sequence[Transfer], begin: Callable[[Transfer], None]) -> None:
@@ -85,22 +87,22 @@ class Engine:
                 self._refuse(job, cause_of(error))
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
-        """Carry out resets, drops and revocations. Take note of the step."""
+        """Obey resets, drops and `revokes`. Note the step."""
 
     def _load(self, job: Transfer) -> None:
-        """Begin a load. Every load is answered, after an exception by the caller."""
+        """Begin a load, to be answered later. If this raises, the caller answers."""
 
     def _store(self, job: Transfer) -> None:
-        """Begin a store. Every store is answered, after an exception by the caller."""
+        """Begin a store, to be answered later. If this raises, the caller answers."""
 
     def wait(self) -> None:
-        """Wait until no begun job reads or writes the paged cache."""
+        """Wait until no job that has begun reads or writes the paged cache."""
 
     def shutdown(self) -> None:
         """Wait for the jobs under way, and free threads and memory."""
 
     def rest(self) -> None:
-        """Wait a moment if threads load blocks for a request. The model computes nothing now."""
+        """Wait REST_S at most if threads load blocks for a request. Called in steps without compute."""
         with self._lock:
             self._lock.wait_for(lambda: not self._awaits_threads(), REST_S)
 
@@ -115,38 +117,38 @@ class Engine:
             return taken
 
     def take_report(self) -> ManthanWorkerMetadata | None:
-        """Return the transfers ended since the last call, for the scheduler half; None without any."""
+        """Return the transfers ended since the last call, for the scheduler half; None if there are none."""
         with self._lock:
             taken, self._report = self._report, ManthanWorkerMetadata()
             return taken if taken.results or taken.gathered else None
 
     def fail(self, jobs: Sequence[Transfer]) -> None:
-        """Answer the last step's jobs not begun."""
+        """Answer those of the last step's jobs that have not begun."""
         self._open_all([job for job in jobs if job.direction == "load"])
         for job in jobs:
             if job.job_id not in self._begun:
                 self._refuse(job, "internal")
 
     def fail_requests(self, blocks: Mapping[str, Sequence[int]]) -> None:
-        """End loads awaited by vLLM without a job, given their blocks by request id."""
+        """End loads that vLLM waits for, but for which there is no job. blocks: ids by request id."""
         for request_id, block_ids in blocks.items():
             self._open.setdefault(request_id, set())
             self._end(request_id, -1, block_ids)
 
     def _open_all(self, loads: Iterable[Transfer]) -> None:
-        """Register all of a step's loads, so that no request ends before the last of the request's loads."""
+        """Note all of a step's loads, so that a request's load ends with the last of its jobs."""
         with self._lock:
             for job in loads:
                 if job.request_id is not None and job.job_id not in self._begun:
                     self._open.setdefault(job.request_id, set()).add(job.job_id)
 
     def _gathered(self, job: Transfer) -> None:
-        """Report the last read of the pool's blocks by a store, once, before the result."""
+        """Report, once and before its result, that a store needs the pool's blocks no longer."""
         with self._lock:
             self._report.gathered.append(job.job_id)
 
     def _refuse(self, job: Transfer, cause: str) -> None:
-        """Answer a job not begun."""
+        """Answer a job that has not begun."""
         if job.direction == "store":
             self._gathered(job)
         self._answer(TransferResult.refused(job, cause))
@@ -157,7 +159,7 @@ class Engine:
             self._report.results.append(result)
 
     def _loaded(self, job: Transfer, good: int) -> None:
-        """Note for vLLM the end of a load with `good` usable first blocks."""
+        """Note for vLLM that a load has ended. good: number of first blocks that were loaded."""
         if job.request_id is not None:
             self._end(job.request_id, job.job_id, job.block_ids[good:].tolist())
 
@@ -178,7 +180,7 @@ class Engine:
 
 
 def of_blocks(sizes: Sequence[int], count: int) -> NDArray[np.int64]:
-    """Return int64 [count]: the sizes, then 0 for all further blocks."""
+    """Return int64 [count]: the sizes of the first blocks, then 0 for the others."""
     nbytes = np.zeros(count, np.int64)
     nbytes[: len(sizes)] = sizes
     return nbytes
@@ -187,11 +189,11 @@ def of_blocks(sizes: Sequence[int], count: int) -> NDArray[np.int64]:
 def other_causes(
     job: Transfer, behind: Sequence[int], found: Found, values: Iterator[Found], store: Tier
 ) -> Mapping[int, str]:
-    """Causes of further unreadable blocks, so that a session does not fail once for each block.
+    """Return causes for blocks that cannot be read either, so that a session does not fail once for each of them.
 
     Args:
-        behind: positions in the job of the blocks behind the first bad block, with contents from `values`.
-        found: content of the first bad block.
+        behind: indices in the job of the blocks behind the first bad one. `values` yields what is read of them.
+        found: what was read of the first bad block.
     """
     if found is None:
         absent = set(store.absent(job.group, [job.block_hashes[at] for at in behind]))
@@ -202,7 +204,7 @@ def other_causes(
 
 
 def cause_of(error: Exception) -> str:
-    """Cause of a job's failure, for metrics. An unknown exception is logged."""
+    """Return the cause of a job's failure, a metric's label. Log an unexpected exception."""
     if isinstance(error, CancelledError):
         return str(error) or RESET
     if isinstance(error, TierError):
@@ -212,10 +214,9 @@ def cause_of(error: Exception) -> str:
 
 
 class JobThreads:
-    """Threads that do jobs in the order of submission. An exception of a job costs a line in the log.
+    """Threads that do jobs in the order of submission. If a job raises, this is logged.
 
-    Args:
-        cpus: CPUs of the threads; empty for the caller's CPUs.
+    cpus: CPUs that the threads may run on; empty for those of the caller.
     """
 
     def __init__(self, count: int, name: str, cpus: Collection[int] = ()) -> None:
@@ -239,7 +240,7 @@ class JobThreads:
             all_idle.wait()
 
     def shutdown(self) -> None:
-        """Drop the jobs not begun, and wait for the running jobs."""
+        """Drop the jobs that have not begun, and wait for the others."""
         try:
             while True:
                 self._jobs.get_nowait()
@@ -264,9 +265,9 @@ class JobThreads:
 
 
 def allowed_cpus() -> set[int]:
-    """CPUs of a CPU worker's parent process; empty if unknown.
+    """Return the CPUs that the parent process of a worker on the CPU may use; empty if unknown.
 
-    vLLM binds the worker to some of them. Threads with the worker's binding would run only while the model rests.
+    vLLM binds the worker to some of them, which the model keeps busy, so that other threads would wait for it.
     """
     parent = multiprocessing.parent_process()
     try:

@@ -26,7 +26,7 @@ from manthan.vllm_hooks.worker.engine import (
 )
 
 BATCH = 16
-"""Number of blocks encoded and stored at once by a thread."""
+"""Number of blocks that a thread encodes and stores together."""
 
 
 @dataclass(eq=False)
@@ -34,10 +34,10 @@ class Gathering:
     """Store under way.
 
     Args:
-        nbytes: bytes of each block. inner: bytes of fewer parts, see `TransferResult`.
+        nbytes, inner: see `TransferResult`.
         left: number of blocks neither stored nor refused yet.
-        is_begun: True once the first blocks are gathered.
-        is_given_up: True once the blocks are to be read no more.
+        is_begun: True once the first blocks are being gathered.
+        is_given_up: True if no more blocks may be gathered, because requests need them.
     """
 
     job: Transfer
@@ -53,16 +53,17 @@ class Gathering:
 
 
 class CpuEngine(Engine):
-    """Engine that encodes on the CPU's cores into a tier in the CPU's reach.
+    """Engine that encodes on the CPU's cores, for a cache in the CPU's memory or a GPU's.
 
-    Loads and prefetches have separate threads, so that they never wait behind stores. Blocks are gathered first.
+    Loads and prefetches have threads of their own, so that they never wait behind stores. A store gathers its blocks
+    before they are encoded, so that the pool has them back soon.
 
     Args:
-        blocks: codec and paged memory of each KV cache group.
-        store: primary tier, or a primary tier with secondary tiers behind.
-        encode_threads: number of encoding threads.
-        device: device of the paged cache. On a GPU, a job runs on a separate stream, behind the model's work so far.
-        staging_nbytes: most bytes of gathered blocks; a single block is always gathered.
+        blocks: formats and paged memory of each KV cache group.
+        store: the rank's tiers.
+        encode_threads: number of threads that encode.
+        device: device of the cache. On a GPU, a job runs on a stream of its own, behind the model's work so far.
+        staging_nbytes: most bytes of blocks gathered and not encoded; one part of a store is always gathered.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class CpuEngine(Engine):
         self._device = device
         cpus = allowed_cpus() if device.type == "cpu" else set()
         self._cancelled = threading.Event()
-        """Event that cancels the jobs since the last reset."""
+        """Set to cancel the jobs that began since the last reset."""
         self._ungathered: list[Gathering] = []
-        """Stores with blocks still to gather."""
+        """Stores that have blocks to gather yet."""
         self._staging_nbytes, self._staged = staging_nbytes, 0
         self._gatherers = JobThreads(1, "manthan-gather", cpus)
         self._encoders = JobThreads(encode_threads, "manthan-encode", cpus)
@@ -129,7 +130,7 @@ class CpuEngine(Engine):
     # -- store ----------------------------------------------------------------------------------------
 
     def _give_up(self) -> None:
-        """Give up the blocks not gathered yet, because requests need them now."""
+        """Give up blocks that are not gathered yet, because requests need them."""
         with self._lock:
             given_up, self._ungathered = self._ungathered, []
             for gathering in given_up:
@@ -140,7 +141,7 @@ class CpuEngine(Engine):
             self._refuse(job, NEEDED)
 
     def _gather(self, gathering: Gathering, model: torch.cuda.Event | None) -> None:
-        """Copy a store's blocks, some at a time, as the room for copies allows, and have them encoded."""
+        """Copy a store's blocks, some at a time, as `staging_nbytes` allows, and have them encoded."""
         job, blocks = gathering.job, self.blocks[gathering.job.group]
         step = max(1, min(BATCH, self._staging_nbytes // blocks.nbytes))
         for start in range(0, len(job), step):
@@ -172,13 +173,13 @@ class CpuEngine(Engine):
             self._ungathered = [other for other in self._ungathered if other is not gathering]
 
     def _leave(self, nbytes: int) -> None:
-        """Free `nbytes` of staging."""
+        """Note that `nbytes` bytes of copies are gone."""
         with self._lock:
             self._staged -= nbytes
             self._lock.notify_all()
 
     def _encode(self, gathering: Gathering, start: int, part: Transfer, copies: Copies) -> None:
-        """Encode some of a job's blocks, from the block at `start` on, and store them together."""
+        """Encode some of a store's blocks, from index `start` on, and put them into the tier together."""
         blocks, store, keys = self.blocks[part.group], gathering.store, part.block_hashes
         sizes: list[int] = []
         try:
@@ -198,7 +199,7 @@ class CpuEngine(Engine):
         self._settle(gathering, start, failed, sizes or [0] * len(part))
 
     def _settle(self, gathering: Gathering, start: int, failed: Mapping[int, str], sizes: Sequence[int] = ()) -> None:
-        """Note the outcome of some of a store's blocks. The last block answers the store."""
+        """Note what became of some of a store's blocks, from index `start` on. After the last one, answer the store."""
         with self._lock:
             gathering.nbytes[start : start + len(sizes)] = sizes
             gathering.failed.update(failed)
@@ -230,9 +231,7 @@ class CpuEngine(Engine):
     ) -> None:
         """Read and decode the blocks of a load.
 
-        Args:
-            sizes: Gets the bytes of each good block.
-            failed: Gets the cause of each unreadable or undecodable block.
+        sizes: gets the bytes of each good block. failed: gets the cause of each block that cannot be read or decoded.
         """
         blocks, keys = self.blocks[job.group], job.block_hashes
         values = store.read(job.group, keys, job.tenant)
@@ -255,7 +254,7 @@ def model_event(device: torch.device) -> torch.cuda.Event | None:
 
 @contextmanager
 def behind(model: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
-    """Run GPU work on a separate stream, behind an event of the model's stream."""
+    """Run GPU work of this context on a new stream, behind an event of the model's stream; None on a CPU."""
     if model is None:
         yield
         return

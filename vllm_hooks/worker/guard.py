@@ -1,4 +1,4 @@
-"""Guard on a rank: measures the loss of codecs on KV of the served model, on a separate thread."""
+"""Guard on a rank: measures the loss of codecs on KV of the served model, on a thread of its own."""
 
 import subprocess
 import sys
@@ -26,26 +26,28 @@ logger = init_logger("vllm.manthan.worker")
 BATCH = 16
 """Number of blocks measured together."""
 COMPILE_S = 300.0
-"""Most seconds that readiness waits for compiling kernels."""
+"""Most seconds that the server's readiness waits until kernels are compiled."""
 BATCHES = 4
-"""Number of measurements, of 64 blocks, for the first verdict. Later verdicts use up to twice as many."""
+"""Number of batches for the first verdict. Later verdicts use up to twice as many."""
 A_STEP = 4
-"""Most measured blocks of a step before the first verdict, so that several sessions contribute."""
+"""Most blocks of a step that are measured before the first verdict, so that several sessions contribute."""
 EVERY = 1000
-"""Number of encoded blocks for each measured block after the first verdict."""
+"""After the first verdict, one of so many stored blocks is measured."""
 LEAST_PROMPT = 128
-"""Least number of tokens of a step timed as a prompt."""
+"""Least tokens of a step that is timed as the computation of a prompt."""
 TIMED_STEPS = 32
-"""Number of timed steps."""
+"""Number of steps that are timed."""
 
 
 class RankGuard:
-    """Measurements of a rank.
+    """Measures codecs on a rank.
 
     Args:
-        formats: the configured format first, then the alternatives, finer ones last.
+        memory: the main group's paged cache, to take blocks from.
+        formats: the configured codec's, then the alternatives', the finest last.
         rope: RoPE of the model's keys; None if unknown.
-        decode_s: seconds to decode a token by codec, of the GPU's kernels; None if the CPU decodes.
+        device: device of the paged cache.
+        decode_s: by codec, seconds in which the GPU's kernels decode a token; None if the CPU decodes.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class RankGuard:
         self._prompts = Prompts(device)
 
     def warm_up(self) -> None:
-        """With a GPU, begin to compile the CPU's kernels while vLLM warms up. On a CPU the engine compiles them."""
+        """With a GPU, begin to compile the CPU's kernels, while vLLM warms up. On a CPU the engine has done so."""
         if self._device.type != "cpu":
             self._warm_up = threading.Thread(target=self._compile, name="manthan-warm-up", daemon=True)
             self._warm_up.start()
@@ -83,7 +85,7 @@ class RankGuard:
                 logger.warning("Manthan: the guard's kernels were not compiled in %g s.", COMPILE_S)
 
     def _compile(self) -> None:
-        """Compile into numba's cache in another process, because the compiler holds the GIL; without a cache, here."""
+        """Compile into numba's cache in another process, because it holds Python's lock; then load from there."""
         names = [format.codec for format in self._formats]
         command = [sys.executable, "-m", precompile.__name__, self._formats[0].shape.dtype.name, *names]
         with suppress(subprocess.TimeoutExpired):
@@ -92,13 +94,13 @@ class RankGuard:
             format.warm_up()
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
-        """Take note of a new step of the model."""
+        """Note that a step of the model begins."""
         if metadata.place is not None:
             self.reset()
         self._prompts.begin(metadata.tokens)
 
     def submit(self, jobs: Sequence[Transfer]) -> None:
-        """Copy some blocks of these stores on the model's stream. Measure the samples when enough are there."""
+        """Copy some blocks of these stores, on the model's stream. When BATCH are there, measure them."""
         self._prompts.end()
         group, tokens = self._formats[0].group, self._formats[0].shape.tokens
         ours = [(job, at) for job in jobs if job.group == group for at in range(len(job))]
@@ -125,7 +127,7 @@ class RankGuard:
             return taken
 
     def offer(self, format: BlockFormat) -> None:
-        """Measure a coarser codec first from now on."""
+        """Measure a coarser codec, too, from now on, and forget all measurements."""
         self._formats = [format, *self._formats]
         self.reset()
 
@@ -161,7 +163,7 @@ class RankGuard:
         except NothingToMeasureError:
             self._is_busy = False
             return
-        except Exception as error:  # a codec's or ours: the finest codec is used meanwhile
+        except Exception as error:  # whatever fails, the finest codec is used meanwhile
             logger.warning("Manthan: the codecs' loss on this model's KV cannot be measured: %s", error)
         with self._lock:
             self._is_busy = False
@@ -182,7 +184,7 @@ class RankGuard:
 
 
 class Prompts:
-    """Model's time to compute a token of a prompt: the fastest of the first steps.
+    """Measures in how many seconds the model computes a token of a prompt: the least of the first TIMED_STEPS steps.
 
     seconds: for a token; 0 until known.
     """

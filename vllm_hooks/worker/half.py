@@ -1,4 +1,4 @@
-"""Worker half of the connector: chooses the engine after the KV cache is known."""
+"""Worker half of the connector: makes the engine and the tiers once vLLM has allocated the KV cache."""
 
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -74,13 +74,13 @@ logger = init_logger("vllm.manthan.worker")
 
 @dataclass(frozen=True)
 class GroupCache:
-    """Blocks of a KV cache group.
+    """Cache of a KV cache group on this rank.
 
     Args:
-        layers: the layers' memory.
-        forms: formats of the compressed blocks, the configured format first.
-        exacts: possible numbers of exact first tokens.
-        beside: layers of raw bytes in a group with coded layers.
+        layers: memory of the layers that the codec encodes; of all layers if the group is stored as bytes.
+        forms: formats of the compressed blocks: of the configured codec, then of the guard's alternatives.
+        exacts: possible numbers of exact first tokens of a block.
+        beside: memory of the other layers of a group, which are stored as bytes.
         rope: RoPE of the keys; None if unknown.
     """
 
@@ -96,14 +96,14 @@ class GroupCache:
 
     @property
     def memory(self) -> PagedMemory:
-        """Paged cache for the CPU."""
+        """The cache as the CPU's codecs read and write it."""
         if self.shape.beside is None:
             return self.coded
         return BesideMemory(self.coded, PackedMemory(self.beside, self.shape.beside))
 
     @property
     def coded(self) -> PagedMemory:
-        """Paged cache without the layers of raw bytes."""
+        """The same without the layers stored as bytes, if the others are coded."""
         if self.shape.is_raw:
             return PackedMemory(self.layers, self.shape)
         if self.layers[0].rows.is_cpu:
@@ -114,14 +114,14 @@ class GroupCache:
 
     @property
     def layout(self) -> PagedLayout | RawLayout:
-        """Paged cache for a GPU. Raises UnsupportedError."""
+        """The cache as a GPU's codecs read and write it. Raises UnsupportedError."""
         if self.shape.is_raw:
             return RawLayout(tuple(layer.rows for layer in self.layers), self.shape)
         return paged_layout(self.layers, self.shape, self.beside)
 
 
 def running_half() -> "WorkerHalf":
-    """Return this process's worker half, also among several connectors."""
+    """Return this process's worker half, also if vLLM's MultiConnector has several connectors."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
@@ -131,27 +131,27 @@ def running_half() -> "WorkerHalf":
 
 
 def get_ready(worker: Any) -> None:
-    """Have a worker wait for compilations that run during vLLM's warm-up. Only then is the server ready."""
+    """Wait in a worker until kernels are compiled. The server reports that it is ready only afterwards."""
     if (guard := running_half().guard) is not None:
         guard.wait()
 
 
 def groups_of_worker(worker: Any) -> Groups:
-    """KV cache groups of a worker."""
+    """Return the KV cache groups as this worker found them; see `WorkerHalf._is_found`."""
     return running_half().groups
 
 
 class WorkerHalf:
-    """Worker half: chooses the engine for the device. Until then nothing happens."""
+    """Worker half of the connector. Until `register_kv_caches`, `engine` does nothing."""
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._know_groups()
         self.engine = Engine()
         self.guard: RankGuard | None = None
-        """None if the codec is not to be measured."""
+        """Measures the codec; None if `codec.guard` is off."""
         self.calibrator: Calibrator | None = None
-        """None if no profile is to be made from traffic."""
+        """Makes a profile from traffic; None if none is wanted."""
         self._candidate: Candidate | None = None
 
     def _know_groups(self, as_bytes: Container[int] = ()) -> None:
@@ -210,7 +210,7 @@ class WorkerHalf:
         return taken
 
     def of_this_rank(self, metadata: ManthanMetadata) -> ManthanMetadata:
-        """Return a message with the tokens of all transfers counted as on this rank."""
+        """Return the message with tokens counted as on this rank: with context parallelism it has only some of them."""
         if not self._contexts:
             return metadata
         stores, loads = (
@@ -232,16 +232,18 @@ class WorkerHalf:
         return self._layers(group.beside, kv_caches) if group.beside else ()
 
     def _is_found(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> bool:
-        """False for latents, or layers with raw bytes, to be coded but impossible to probe.
+        """False if the group should be coded, but this worker cannot find its layout in memory.
 
-        Such models have special attention, with possibly different writes. The scheduler asks for their groups.
+        Only groups with latents, or with layers stored as bytes, are tried: their attention may write in its own way.
+        The scheduler half asks the workers for the groups that are stored as bytes for this reason.
         """
         if group.beside is None and not group.latent:
             return True
         try:
             layers = self._layers(group, kv_caches)
             if not layers[0].rows.is_cpu:
-                paged_layout(layers, block_shape(group), self._beside(group, kv_caches)).kept(0)  # for kernels
+                # raises if kernels cannot address the cache
+                paged_layout(layers, block_shape(group), self._beside(group, kv_caches)).kept(0)
         except Exception as error:  # a backend raises anything
             logger.warning(
                 "Manthan: KV cache group %d is stored as bytes, because its layout cannot be found: %s: %s",
@@ -259,7 +261,7 @@ class WorkerHalf:
         codec = config.name if is_main else codec_of_other(config.name, group, config.state)
         if group.is_packed:
             return GroupCache(layers, [self._format(codec, group, NO_FACTS, namespace)], [0])
-        group = replace(group, layers=len(layers))  # layers with a common cache count once
+        group = replace(group, layers=len(layers))  # layers that share a cache count once
         rope, codecs = self._rope(group), (codec, *finer_codecs(codec))
         forms = [self._format(each, group, self._facts(each, group, rope), namespace) for each in codecs]
         return GroupCache(layers, forms, sorted(exact_counts(config, group).values()), beside, rope)
@@ -267,7 +269,7 @@ class WorkerHalf:
     def _rope(self, group: KvCacheGroup) -> Rope | None:
         """Return the RoPE of the group's layers; None if unknown.
 
-        Latents are not turned, and a rank of context parallelism has tokens of far positions.
+        Latents have no RoPE. With context parallelism, a rank's consecutive tokens do not have consecutive positions.
         """
         if group.latent or group.context.ranks > 1:
             return None
@@ -294,11 +296,11 @@ class WorkerHalf:
             raise ConfigError(str(error)) from None
 
     def _engine(self, groups: Mapping[int, GroupCache], store: Tier | None) -> Engine:
-        """Return the engine: on a GPU's cores, or on the CPU's from a cache in the CPU's memory or a GPU's.
+        """Return the engine: on the GPU; or on the CPU's cores, for a cache in the CPU's memory or a GPU's.
 
         Args:
             groups: caches by KV cache group, the main group first.
-            store: a secondary tier; None without a secondary tier.
+            store: the rank's tiers that outlive the engine; None if there are none.
         """
         tiers, codec, ranks = self._config.tiers, self._config.codec, self._vllm_config.parallel_config.world_size
         tier_bytes, fails_whole = TierBytes.of_a_rank(tiers, ranks), bool(self.groups.at_points)
@@ -325,7 +327,7 @@ class WorkerHalf:
 def codec_backend(wanted: str, device: torch.device) -> str:
     """Return "cuda" or "numpy": `wanted`, or for auto the choice for the KV cache's device.
 
-    A GPU with the CPU's memory (GB10) is better left to the model.
+    If a GPU shares the CPU's memory (GB10), the CPU encodes, so that the model has the GPU alone.
     """
     if wanted != "auto":
         return wanted
@@ -398,7 +400,7 @@ def _cuda_engine(
     finer: Sequence[str],
     secondary: Tier | None,
 ) -> Engine:
-    """Return an engine on the GPU. finer: further codecs whose blocks may be requested."""
+    """Return an engine on the GPU. finer: the guard's alternatives to the configured codec."""
     from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
     from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 

@@ -1,7 +1,7 @@
-"""Layout of keys and values, or latents (MLA), inside a block, found by probing the attention backend.
+"""Layout of keys and values, or latents (MLA), inside a block, found by a probe of the attention backend.
 
-At start the backend's cache-write operation writes each element's ordinal into a scratch block, one base-256 digit at a
-time, because every cache dtype but fp8 holds 0 to 255 exactly. fp8 gets one bit at a time.
+At start, the backend's own operation writes the number of each element into a block that nothing uses yet: one digit in
+base 256 at a time, because every dtype but fp8 holds 0 to 255 exactly. For fp8 it is one bit at a time.
 """
 
 import math
@@ -25,8 +25,8 @@ Index = NDArray[np.int64]
 
 SCRATCH_BLOCK = 1  # block 0 is vLLM's null block; no request owns any block yet
 ONE = 16.0
-"""Number written for a one in fp8. No usual scale turns the number to zero."""
-NOWHERE: Index = np.empty(0, np.int64)
+"""Number written for a bit of 1 in fp8. No usual scale of a layer makes it 0."""
+NOWHERE: Index = np.empty(0, np.int64)  # positions in blocks that are stored as bytes
 
 
 class Layer(NamedTuple):
@@ -34,8 +34,8 @@ class Layer(NamedTuple):
 
     Args:
         rows: [blocks, elements] in the order of memory; fp8 as uint8.
-        keys: positions in a row, in the order head, token, element; RoPE's part with latents.
-        values: positions of values, or of latents in pieces. Blocks of bytes have none.
+        keys: positions in a row, in the order head, token, element; with latents, of the part of the key with RoPE.
+        values: positions of values, or of the pieces of latents.
     """
 
     name: str
@@ -47,15 +47,15 @@ class Layer(NamedTuple):
 def probe_layers(
     caches: Mapping[str, torch.Tensor], modules: Mapping[str, Any], num_blocks: int, shape: BlockShape
 ) -> list[Layer]:
-    """Return the layers with a separate cache. Some models share a cache between layers.
+    """Return the layers that have a cache of their own, because in some models layers share one.
 
     Args:
-        caches: each layer's paged cache by layer name, blocks first.
-        modules: attention modules by the same names, with `impl`.
+        caches: by name of the layer, its paged cache [blocks, ...].
+        modules: by the same names, vLLM's attention modules.
         shape: shape of a block; the number of layers is ignored.
 
     Raises:
-        UnsupportedError: for an unknown layout.
+        UnsupportedError: for a layout that the probe cannot find.
     """
     distinct = {cache.data_ptr(): name for name, cache in reversed(list(caches.items()))}
     names = [name for name in caches if name in distinct.values()]
@@ -68,13 +68,14 @@ def probe_layers(
 
 
 def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Mapping[str, int]) -> list[Layer]:
-    """Return layers of bytes in vLLM's single allocation, whatever vLLM's views of the allocation.
+    """Return layers as bytes of vLLM's allocation, at the addresses that vLLM's configuration says.
 
     Args:
-        nbytes: bytes of a block in each layer of the group.
+        caches: by name of the layer, vLLM's view of its cache, or views.
+        nbytes: by name of the layer, bytes of a block.
 
     Raises:
-        UnsupportedError: if vLLM's views do not begin at the layers.
+        UnsupportedError: if a view does not begin at that address.
     """
     places = {name: (each, at) for each in config.kv_cache_tensors for at, name in enumerate(each.layers)}
     layers = []
@@ -95,9 +96,9 @@ def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Ma
 
 
 def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[Layer] = ()) -> PagedLayout:
-    """Return the layers as strides for GPU kernels. Raises UnsupportedError for irregular layers.
+    """Return the layout of layers for GPU kernels. Raises UnsupportedError if vectors are not at regular distances.
 
-    beside: the group's layers of raw bytes.
+    beside: the group's layers that are stored as bytes.
     """
     first = layers[0]
     keys, values = _run(first.keys, shape.numbers), _run(first.values, shape.value_numbers)
@@ -136,10 +137,7 @@ class _Strides(NamedTuple):
 
 
 def _run(positions: Index, numbers: tuple[int, int, int, int]) -> _Strides | None:
-    """Return the strides of a layer's positions; None for irregular positions.
-
-    numbers: shape of a block, [layers, heads, tokens, head_dim].
-    """
+    """Return the strides of a layer's positions; None if irregular. numbers: see `BlockShape.numbers`."""
     _, heads, tokens, head_dim = numbers
     found = positions.reshape(heads, tokens, head_dim)
     at = int(found[0, 0, 0])
@@ -151,7 +149,7 @@ def _run(positions: Index, numbers: tuple[int, int, int, int]) -> _Strides | Non
 
 
 def _block_rows(cache: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
-    """Return a layer's cache as [blocks, elements] over the same memory, in memory order."""
+    """Return a view [blocks, elements] of a layer's cache, in the order of memory. Raises UnsupportedError."""
     numel = cache[0].numel()
     dense = 1
     for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):

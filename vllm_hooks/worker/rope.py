@@ -1,4 +1,4 @@
-"""RoPE of the running model: the configuration, checked against vLLM's modules."""
+"""RoPE of the running model, from the model's configuration, if vLLM's own tables of cosines and sines agree."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,39 +17,42 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan.worker")
 
 CHECKED = tuple(range(0, 64, 7)) + tuple(range(64, 4097, 252))
-"""Positions for the comparison of cosines and sines."""
+"""Positions at which the cosines and sines are compared."""
 TOLERANCE = 2.0**-6
-"""Most difference of a cosine. vLLM's are in the model's dtype: bf16 is off by 2**-9, float32 angles by some 1e-3
-at the last position."""
+"""Largest accepted difference of a cosine or sine. vLLM's table is in the model's dtype: bf16 rounds by up to 2**-9.
+Angles in float32 change a cosine by about 1e-3 at the last position."""
 
 
 def running_rope(
     vllm_config: "VllmConfig", head_dim: int, tell: bool = True, layers: Sequence[str] = ()
 ) -> Rope | None:
-    """Return the RoPE of some layers, or of all. None if unknown, or if there are several kinds.
+    """Return the RoPE of some layers, or of all.
 
     Args:
         head_dim: head dimension of the layers.
-        tell: True to log the reason for None.
-        layers: names of the layers; empty for all.
+        tell: True to log a warning with the reason if the result is None.
+        layers: vLLM's names of the layers; empty for all.
+
+    Returns:
+        None without RoPE, if these layers have several kinds, or if vLLM's tables differ from the configuration.
     """
     kind = layer_type(vllm_config.model_config.hf_text_config, layers)
     modules = rotary_modules(head_dim)
     found = {_rope_of(vllm_config, module, kind) for module in modules}
     if kind:
-        found.discard(None)  # of layers of further kinds
+        found.discard(None)  # modules of the other kinds of layers do not match this kind's parameters
     rope = found.pop() if len(found) == 1 else None
     if rope is None and tell:
-        why = "vLLM turns them in another way than the configuration says" if modules else "vLLM has made no RoPE"
-        several = f"{len(found)} kinds of RoPE" if len(found) > 1 else why
-        logger.warning("Manthan: keys are coded as they are after RoPE, which is less exact: %s.", several)
+        why = "vLLM's RoPE differs from the model's configuration" if modules else "vLLM has made no RoPE"
+        why = f"these layers have {len(found)} kinds of RoPE" if len(found) > 1 else why
+        logger.warning("Manthan: keys are coded as they are after RoPE, which is less exact: %s.", why)
     return rope
 
 
 def layer_type(config: Any, layers: Sequence[str]) -> str:
-    """Return the kind of these layers in a Transformers configuration, such as sliding_attention.
+    """Return the kind of these layers in `layer_types` of a Transformers configuration, such as sliding_attention.
 
-    Empty for layers of several kinds, or if RoPE does not differ by kind.
+    Empty if the layers have several kinds, or if all kinds of layers have the same RoPE.
 
     Args:
         layers: vLLM's names, such as model.layers.3.self_attn.attn.
@@ -62,17 +65,17 @@ def layer_type(config: Any, layers: Sequence[str]) -> str:
 
 
 def _rope_of(vllm_config: "VllmConfig", module: Any, kind: str) -> Rope | None:
-    """Return the RoPE of vLLM's module; None if unknown. kind: see `layer_type`."""
-    turned, base, table = module.rotary_dim, changed_base(module), module.cos_sin_cache
+    """Return the RoPE of vLLM's module; None if its table differs from the configuration. kind: see `layer_type`."""
+    rotary_dim, base, table = module.rotary_dim, changed_base(module), module.cos_sin_cache
     if base is None:
         configured = Rope.of_config(vllm_config.model_config.hf_text_config, module.head_size, kind)
     else:
-        configured = Rope(tuple(base ** (-np.arange(0, turned, 2, dtype=np.float64) / turned)))
+        configured = Rope(tuple(base ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)))
     if configured is None:
         return None
     rope = replace(configured, interleaved=not module.is_neox_style)
-    places = np.array([place for place in CHECKED if place < len(table)], np.int64)
-    theirs = table[places].float().cpu().numpy()
-    ours = np.concatenate(rope.tables(places), axis=1) * np.float32(rope.scale)
+    positions = np.array([position for position in CHECKED if position < len(table)], np.int64)
+    theirs = table[positions].float().cpu().numpy()
+    ours = np.concatenate(rope.tables(positions), axis=1) * np.float32(rope.scale)
     is_same = theirs.shape == ours.shape and np.abs(theirs - ours).max() < TOLERANCE * max(1.0, rope.scale)
     return rope if is_same else None

@@ -32,10 +32,9 @@ class Staging:
 
 
 def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Tensor:
-    """Return the pieces to copy blocks by: int64 [3, n], source offsets, target offsets and sizes.
+    """Return the `n` copies that move blocks from `sources` to `targets`: int64 [3, n], in bytes.
 
-    Args:
-        nbytes: size of each block.
+    The rows are offsets in the source, offsets in the target, and sizes. nbytes: size of each block.
     """
     if max(map(len, sources)) == max(map(len, targets)) == 1:
         starts = [source[0].start for source in sources], [target[0].start for target in targets]
@@ -45,7 +44,7 @@ def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Ten
 
 
 def _pieces(source: tuple[Extent, ...], target: tuple[Extent, ...], left: int) -> Iterator[tuple[int, int, int]]:
-    """Pieces of a block. A piece ends at the end of either side's extent."""
+    """Yield the copies that move one block. Each ends where an extent of the source or of the target ends."""
     froms, tos = iter(source), iter(target)
     (at, here), (to, there) = next(froms), next(tos)
     while left:

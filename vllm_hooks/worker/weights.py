@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.manthan.worker")
 
-COLUMNS = 4096
-PIECE_BYTES = 2**24
+COLUMNS = 4096  # of the matrix in `_sums`
+PIECE_BYTES = 2**24  # hashed by a thread at a time
 THREADS = 4
 
 
@@ -28,7 +28,7 @@ class Loaded:
     """Weights read by loaders for the models of an engine in this process.
 
     Every rank reads all tensors of the files, so the digest is the same for every number of ranks. If a loader bypasses
-    `load_weights`, the model's tensors count. With an unreadable tensor the digest is unique to this engine.
+    `load_weights`, the model's tensors count. If a tensor cannot be read, no other engine has the same digest.
     """
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ class Loaded:
     def _digest_of(self, name: str, tensor: torch.Tensor) -> str:
         try:
             return " ".join(tensor_digest(part) for _, part in parts_of(name, tensor))
-        except Exception as error:  # a loader's invention: the model may be able to read the tensor
-            logger.warning("Manthan: weights cannot be told from others: %s: %s: %s", name, type(error).__name__, error)
+        except Exception as error:  # a loader may yield tensors of a class that only the model can read
+            logger.warning("Manthan: weight %s cannot be read, so that no other engine shares blocks: %r", name, error)
             return self._unknown
 
     def digest(self) -> str:
@@ -75,11 +75,11 @@ class Loaded:
 
 
 _loaded: dict[int, Loaded] = {}
-"""Weights by the id of an engine's transfer configuration, common to the engine's models."""
+"""Weights by the `id` of the engine's kv_transfer_config, which all models of an engine have in common."""
 
 
 def watch_model(vllm_config: "VllmConfig", model_config: "ModelConfig", model: torch.nn.Module) -> None:
-    """Note an engine's model before the load."""
+    """Watch the loads of an engine's model. Call before the first load."""
     is_main = model_config.runner_type != "draft"
     if is_main:
         _loaded[id(vllm_config.kv_transfer_config)] = Loaded()
@@ -114,7 +114,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _of_pieces(octets: memoryview) -> list[bytes]:
-    """Digests of a tensor's pieces, on several cores, because each makes only some GB a second."""
+    """Digests of a tensor's pieces, on several cores, because one core hashes only a few GB a second."""
     pieces = [octets[at : at + PIECE_BYTES] for at in range(0, len(octets), PIECE_BYTES)]
     if len(pieces) == 1:
         return [xxhash.xxh3_128_digest(pieces[0])]
@@ -130,7 +130,7 @@ def weights_state(worker: Any) -> tuple[int, str]:
 def weights_digest(worker: Any) -> str:
     """Digest of all parameters and persistent buffers of a worker's model.
 
-    The digest covers sums computed on the tensors' device, so that next to nothing is copied.
+    The digest is of sums computed on the tensors' device, so that only the sums are copied to the CPU.
     """
     digest = hashlib.blake2b(digest_size=16)
     seen = set()
