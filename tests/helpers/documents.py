@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 REPO = Path(__file__).parents[2]
 PROGRAMS = (
-    *("cd", "curl", "docker", "git", "head", "helm", "kubectl", "make", "manthan", "openssl", "pip", "printf"),
+    *("cd", "curl", "docker", "for", "git", "head", "helm", "kubectl", "make", "manthan", "openssl", "pip", "printf"),
     *("promtool", "pytest", "python", "redis-cli", "redis-server", "systemctl", "ulimit", "vllm"),
 )
 ON_A_GPU = re.compile(r"\bon a gpu$", re.IGNORECASE)
