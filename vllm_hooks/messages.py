@@ -56,6 +56,8 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     gathered: list[int] = field(default_factory=list)
     """Ids of stores whose blocks may leave the pool; once for each rank, never after the result."""
     verdicts: list[Verdict] = field(default_factory=list)
+    measured: dict[int, int] = field(default_factory=dict)
+    """Number of blocks that a rank's guard has looked at before the first verdict, by rank, where it changed."""
     candidate: Candidate | None = None
     errors: list[str] = field(default_factory=list)
     """Calls of the worker half that raised."""
@@ -66,6 +68,7 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
             self.results + other.results,
             self.gathered + other.gathered,
             self.verdicts + other.verdicts,
+            self.measured | other.measured,
             self.candidate or other.candidate,
             self.errors + other.errors,
         )

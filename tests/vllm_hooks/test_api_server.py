@@ -109,7 +109,7 @@ def test_the_state_of_the_whole(api) -> None:
     assert (state["policy"]["name"], state["policy"]["options"]) == ("lru", {})
     assert state["policy"]["order"] == ["acme/bob", "alice"]
     [tier] = state["store"].pop("tiers")
-    assert state["store"] == {"kind": "host", "up": True, "codec": "wht-5x", "verdict": "none"}
+    assert state["store"] == {"kind": "host", "up": True, "codec": "wht-5x", "verdict": "none", "measuring": None}
     assert tier == {"name": "host", "used_bytes": tier["used_bytes"], "budget_bytes": 64 << 20}
     assert tier["used_bytes"] == api.get("/sessions/alice")["cold_bytes"] > 0
     pool = state["pool"]

@@ -57,7 +57,10 @@ METRICS: dict[str, _Metric] = {
         "Noise of the configured codec in this model's KV: of logits, of the worst layer's logits, of values.",
         "of",
     ),
-    "codec_fallback": _Metric(Gauge, "1 if a finer codec is used because the configured one is not faithful, else 0."),
+    "codec_fallback": _Metric(
+        Gauge,
+        "1 if the guard found the configured codec unfaithful or slow, and a finer one is used, else 0.",
+    ),
     "compression_ratio": _Metric(Gauge, "Pool bytes of cold blocks over their compressed bytes."),
     "evictions": _Metric(Counter, "Sessions that went cold."),
     "restores": _Metric(Counter, "Requests that had blocks restored."),

@@ -41,7 +41,10 @@ export class Glance {
     tileOfReturns(totals, now.token_s);
     const cached = Math.max(0, totals.prompt_tokens - totals.computed_tokens);
     const lossy = cached ? `. Of the tokens from the cache ${share(totals.lossy_tokens, cached)} were lossy, the others exact` : "";
-    tile("quality", store.codec, `guard: ${store.verdict.replace("none", "no verdict yet")}${lossy}`, store.verdict === "unfaithful" ? "warn" : "");
+    const waits = store.measuring;
+    const guard = waits ? `${waits.codec} measured on ${waits.blocks} of ${waits.of} blocks; ${store.codec} until then`
+      : `guard: ${store.verdict.replace("none", "off, or no verdict yet")}`;
+    tile("quality", store.codec, `${guard}${lossy}`, store.verdict === "unfaithful" ? "warn" : "");
     this.chart("pool", "Pool", ["not saved", "others"]).add(now.now, [pool.session_bytes, used - pool.session_bytes], pool.bytes);
     for (const tier of store.tiers) {
       this.chart(tier.name, `Cold store: ${tier.name}`, ["used"]).add(now.now, [tier.used_bytes], tier.budget_bytes);
