@@ -65,7 +65,9 @@ class Queries:
             return self._state(bound)
         session = self._listing.find(asked["id"], bound)
         if session is None:
-            return _refused(UNKNOWN, f"There is no session {asked['id']!r}.")
+            least = self._half.config.idle.min_tokens
+            short = f" Sessions of fewer than {least} tokens are not kept (idle.min_tokens)." if least else ""
+            return _refused(UNKNOWN, f"There is no session {asked['id']!r}.{short}")
         shown = self._listing.info(session, bound, offset)
         if what == "session":
             histories = self._half.telemetry.histories

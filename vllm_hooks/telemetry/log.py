@@ -79,9 +79,11 @@ def printable(name: str) -> str:
 
 
 def tell_eviction(eviction: "Evicted") -> None:
+    """Log a session that went cold."""
+    before = eviction.blocks + eviction.beside - eviction.stored
     logger.info(
         "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens)%s, %s to %s (%.2fx), "
-        "%d encoded in %.0f ms%s",
+        "%d encoded in %.0f ms%s%s%s",
         printable(eviction.session_id),
         eviction.idle_s,
         eviction.blocks,
@@ -92,7 +94,9 @@ def tell_eviction(eviction: "Evicted") -> None:
         eviction.pool_nbytes / max(1, eviction.cold_nbytes),
         eviction.stored,
         eviction.took_s * 1e3,
+        f", {before} before" if before > 0 else "",
         f", {eviction.exact} with tokens kept exact" if eviction.exact else "",
+        ", because memory was short" if eviction.is_pressed else "",
     )
 
 

@@ -45,7 +45,7 @@ METRICS: dict[str, _Metric] = {
     "cold_bytes": _Metric(
         Gauge, "Bytes of compressed blocks in the tiers, of all KV cache groups, as its budget counts them."
     ),
-    "exact_blocks": _Metric(Gauge, "Cold blocks that keep all or some of their tokens exact."),
+    "exact_blocks": _Metric(Gauge, "Cold blocks stored with all or some of their tokens exact, whatever their mark."),
     "cold_budget_bytes": _Metric(Gauge, "The cold store's budget in bytes."),
     "held_requests": _Metric(
         Gauge, "Waiting requests that admission_s holds back, while sessions lose KV before they return."
@@ -70,7 +70,7 @@ METRICS: dict[str, _Metric] = {
     "encoded_blocks": _Metric(Counter, "Blocks encoded into the cold store, of all KV cache groups."),
     "encodings": _Metric(
         Counter,
-        "Blocks handed to the encoder, by mark: exact, derived (computed behind decoded blocks).",
+        "Blocks handed to the encoder, by the origin of their KV in the pool, whatever the codec.",
         "mark",
         values=("exact", "derived", "decoded"),
     ),

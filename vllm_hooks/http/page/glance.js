@@ -32,7 +32,7 @@ export class Glance {
     this.compare(now);
     tile("store", store.up ? "up" : "▲ DOWN", store.tiers.map((tier) => tier.name).join(", ") || store.kind, store.up ? "good" : "bad");
     tileOfTiers(store.tiers);
-    tile("pool", share(used, pool.bytes), `${bytes(used)} of ${bytes(pool.bytes)}`);
+    tile("pool", share(used, pool.bytes), `${bytes(used)} of ${bytes(pool.bytes)} in use or not saved; saved copies count as free`);
     tile("sessions", count(STATES.reduce((sum, state) => sum + now.sessions[state], 0)),
       STATES.map((state) => `${count(now.sessions[state])} ${state}`).join(", "));
     tile("failures", count(totals.failures), this.wrong.length
