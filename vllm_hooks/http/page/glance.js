@@ -81,7 +81,8 @@ export class Glance {
   // Who has most of `what`, hot_bytes or cold_bytes.
   holders(list, sessions, what) {
     const most = Math.max(1, ...sessions.map((session) => session[what]));
-    const lines = sessions.filter((session) => session[what] > 0).map((session) => {
+    const held = sessions.filter((session) => session[what] > 0).sort((a, b) => b[what] - a[what]); // the API estimates
+    const lines = held.map((session) => {
       const bar = make("i");
       bar.style.width = `${(session[what] / most) * 100}%`;
       return this.entry(session, make("span", {}, bytes(session[what])), make("span", { class: "share", "aria-hidden": "true" }, bar));
