@@ -33,8 +33,16 @@ if [ ! -x "$python" ]; then
 fi
 
 say "installing torch $torch (CPU)"
-# Platforms without +cpu builds, such as macOS, have plain ones that are CPU builds already.
-pip_install --extra-index-url "$cpu_index" "torch==$torch+cpu" 2>/dev/null || pip_install "torch==$torch"
+if ! pip_install --extra-index-url "$cpu_index" "torch==$torch+cpu"; then
+    # The plain torch of Linux on x86 is the CUDA build: 4 GB of libraries that vLLM's CPU build has no use for.
+    if [ "$(uname -sm)" = "Linux x86_64" ]; then
+        echo "torch $torch+cpu could not be installed from pip's indexes nor from $cpu_index:" \
+            "name an index that has it in PIP_EXTRA_INDEX_URL, or a folder in PIP_FIND_LINKS." >&2
+        exit 1
+    fi
+    # Platforms without +cpu builds, such as macOS, have plain ones that are CPU builds already.
+    pip_install "torch==$torch"
+fi
 
 say "installing vLLM (CPU) and the developer tools: a few minutes the first time"
 pip_install "setuptools>=77" wheel

@@ -239,7 +239,10 @@ def run_jobs(
     out: Path,
     console: Console,
 ) -> dict[str, Any]:
-    """Run each arm's requests in turn. The report is written after each arm, so that results outlive a broken run."""
+    """Run each arm's requests in turn. The report is written after each arm, so that results outlive a broken run.
+
+    Ctrl-C or SIGTERM ends the run; the report then has the arms that are done, if there are any.
+    """
     runs: list[dict[str, Any]] = []
     errors: dict[str, str] = {}
     report = new_report(benchmark, arguments, [], {}, errors) | about | {"runs": runs}
@@ -251,6 +254,13 @@ def run_jobs(
             console.print(error.log_tail, markup=False, soft_wrap=True)
             log = f" (log: {error.log})" if error.log else ""
             console.print(f"  {name} failed: {error}{log}", style="red", markup=False, soft_wrap=True)
+        except (KeyboardInterrupt, SystemExit):
+            if not runs:
+                raise
+            errors[name] = "stopped"
+            console.print(f"  Stopped during {name}: what was measured before follows.", markup=False, soft_wrap=True)
+            write_report(report, out)
+            break
         write_report(report, out)
     return report
 

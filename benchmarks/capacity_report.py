@@ -142,9 +142,19 @@ def where_table(report: dict[str, Any]) -> Table:
     """Return where Manthan's arms had KV: of more sessions than are kept, and of as many as there was KV of, before
     any returned and when each had returned once."""
     table = Table(title="Where KV is, MiB of bf16 (sessions)", box=SIMPLE, pad_edge=False, collapse_padding=True)
+    table.caption = (
+        "Of each arm, the first line is the run above; the others are one more run, with as many sessions as "
+    )
+    table.caption += "there was KV of, before any returned and after each returned once."
     for header in ("memory", "", "came", "returned"):
         table.add_column(header, justify="right" if header in ("memory", "came") else "left")
-    for header in ("X: computed,\nin the pool", "cR:\nin the tier", "in both", "X + cR\n- both", "kept"):
+    for header in (
+        "computed,\nin the pool",
+        "compressed,\nin the tier",
+        "in both",
+        "in either",
+        "found at\nnext return",
+    ):
         table.add_column(header, justify="right")
     table.add_column("decoded,\nin the pool", justify="right")
     for run in sorted(report["runs"], key=lambda run: run["budget"] or 0):

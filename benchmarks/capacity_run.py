@@ -222,11 +222,24 @@ def run(options: Namespace, plot_only: Sequence[Path], arguments: dict[str, Any]
             about = {"model": served.name, "tokens": tokens_of(options, served)}
             jobs = {shown(arm): partial(run_arm, options, served, arm) for arm in choose_arms(options, served, stack)}
         options.out.mkdir(parents=True, exist_ok=True)
+        console.print(f"  {duration(len(jobs), options.timeout)}", soft_wrap=True)
         report = run_jobs("capacity", jobs, about, arguments, options.out, console)
     path = options.out / "capacity.json"
     console.print(f"  {path}", soft_wrap=True)
     show(report, path.with_suffix(".png"), console)
     raise typer.Exit(1 if report["errors"] else 0)
+
+
+def duration(runs: int, timeout_s: float) -> str:
+    """Return how long the command may take.
+
+    After `timeout_s` an arm begins no further level, but ends the current one, and comes and returns once more.
+    """
+    longest = 2 * timeout_s / 60
+    return (
+        f"Runs: {runs}, an arm and a budget each, of half a minute to about {longest:.0f} minutes "
+        f"(--timeout {timeout_s:.0f}): together at most {runs * longest:.0f}. Ctrl-C shows what is done."
+    )
 
 
 def choose(options: Namespace, made_up_in: Path) -> Served:

@@ -62,7 +62,7 @@ def codec_used(log: Path) -> str:
         used = {"": codec, "all": EXACT}.get(instead, instead)
         return f"codec {codec} {verdict}, {used} is used"
     if finest := GUARD.findall(text):
-        return f"no verdict on codec {began[-1]}, {finest[-1]} is used"
+        return f"codec {finest[-1]} is used until {began[-1]} is measured on more blocks than there were in this run"
     return f"codec {began[-1]} is used, the guard is off"
 
 

@@ -15,7 +15,7 @@ from mkdocs.structure.pages import Page
 REPO = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)]*)?(\))")
 OUTSIDE = "repository/"
-ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+ROOT = ("README.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md", "SECURITY.md")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".service": "ini"}
 SHOWN = """---
 title: {path}

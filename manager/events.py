@@ -189,6 +189,10 @@ class StoreIsUp:
     is_up: bool
 
 
+FIRST_BLOCKS = 64
+"""Number of blocks that a rank measures for its first verdict."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Measurement by a rank of the error that codecs add to the model's KV.

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from manthan.manager.events import Event, Evicted, Lost, Parent, Pinned, Restored, Turn
+from manthan.manager.events import DropCause, Event, Evicted, Lost, Parent, Pinned, Restored, Turn
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session
 
@@ -74,12 +74,15 @@ class Histories:
         at, tokens_of = self._clock(), self._block_tokens
         match event:
             case Turn(session_id, tokens, blocks, seconds, found):
-                text = f"A request ended after {seconds:.3g} s with {tokens} tokens; {found} were not computed."
+                text = f"A request ended after {seconds:.3g} s with {tokens} tokens; "
+                text += f"{found} of the prompt were in the cache."
                 self._add(session_id, HistoryEvent(at, EventKind.TURN, text, tokens, blocks, None, seconds, found))
             case Evicted(session_id, blocks, tokens=tokens, cold_nbytes=nbytes, took_s=seconds):
+                why = "Memory was short. " if event.is_pressed else ""
+                before = ", the others before" if event.stored < blocks else ""
                 text = (
-                    f"Went cold in {seconds:.3g} s: {tokens} tokens, {_size(nbytes)} compressed "
-                    f"({event.stored} of {blocks} blocks encoded)."
+                    f"{why}Went cold in {seconds:.3g} s: {tokens} tokens, {_size(nbytes)} compressed "
+                    f"({event.stored} of {blocks} blocks encoded{before})."
                 )
                 self._add(session_id, HistoryEvent(at, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds))
             case Restored(session_id, _, good, nbytes=nbytes, seconds=seconds):
@@ -93,6 +96,10 @@ class Histories:
             case Lost(session_id, blocks, nbytes, cause):
                 tokens = blocks * tokens_of
                 text = f"Lost {_size(nbytes)} of compressed blocks, {tokens} tokens ({cause})."
+                if cause is DropCause.BUDGET:
+                    text = (
+                        f"Was cut for want of room: its last {tokens} tokens, {_size(nbytes)} compressed, are dropped."
+                    )
                 self._add(session_id, HistoryEvent(at, EventKind.DROPPED, text, tokens, blocks, nbytes))
             case Pinned(session_id, is_pinned=True):
                 self._add(session_id, HistoryEvent(at, EventKind.PINNED, "Was pinned."))

@@ -20,6 +20,7 @@ from documents import PROGRAMS, REPO, Command, commands, documents, paragraphs, 
 from reader import Reader
 from redis_server import RedisServer
 from typer.main import get_command
+from warm_server import warm_server
 
 from manthan.benchmarks.server import VllmServer
 from manthan.manager.cli import app
@@ -279,6 +280,19 @@ def is_manthan(one: Serve) -> bool:
 def speaks_http() -> Serve:
     """Return the server that `curl` commands ask."""
     return next(one for one in servers() if is_manthan(one) and REDIS_FLAG not in one)
+
+
+@pytest.mark.slow
+def test_one_session_goes_cold_and_comes_back(tmp_path: Path) -> None:
+    served, asked = [c for c in OURS if c.document == "docs/deployment.md" and re.search("--num-gpu|for name", c.text)]
+    reader = Reader(tmp_path / "reader", {}, {})
+    model = str(REPO / "tests" / "data" / "tiny-llama")
+    with warm_server(model, served.words[served.words.index("serve") + 2 :], tmp_path / "log") as server:
+        server.wait_until_ready(ANSWERED_S)
+        reader.types(asked.text.replace("tests/data/tiny-llama", model), more={HTTP: server.url})
+        server.kill()
+    cold = re.findall(r"session (\w+) (?:went cold|(restored) ([1-9]\d*) of \3 blocks)", server.log.read_text())
+    assert [found[:2] for found in cold[:4]] == [("alice", ""), ("bob", ""), ("carol", ""), ("alice", "restored")]
 
 
 def wait_until_cold(server: VllmServer) -> None:

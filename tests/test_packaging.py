@@ -1,6 +1,7 @@
 """The package as it is installed: nothing missing, nothing heavy imported, imports in one direction only."""
 
 import ast
+import os
 import subprocess
 import sys
 import tomllib
@@ -133,3 +134,21 @@ def test_our_packages_are_imported_by_their_full_name(folder: str) -> None:
     for path in python_files(REPO / folder):
         roots = {name.split(".")[0] for name in imported_modules(path, folder)}
         assert not roots & MAY_IMPORT.keys(), f"{folder}/{path.name} imports {roots & MAY_IMPORT.keys()}"
+
+
+@pytest.mark.parametrize(("platform", "is_refused"), [("Linux x86_64", True), ("Darwin arm64", False)])
+def test_no_cuda_torch_is_installed_for_the_tests(tmp_path: Path, platform: str, is_refused: bool) -> None:
+    """`make setup` where pip finds no torch of version +cpu: it ends with a sentence, or takes the platform's own."""
+    programs, python = tmp_path / "programs", tmp_path / "venv" / "bin" / "python"
+    pip = 'echo "$@" >>"$(dirname "$0")/asked"; case "$*" in *torch==*+cpu) exit 1;; *torch==*) exit 9;; esac'
+    for path, script in ((programs / "uname", f"echo {platform}"), (python, pip)):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    command = [REPO / ".ci" / "setup_venv.sh", tmp_path / "venv", tmp_path / "wheels"]
+    path = f"{programs}:{os.environ['PATH']}"
+    ended = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, timeout=60)
+    asked = (python.parent / "asked").read_text().splitlines()
+    assert any("torch==" in line and "+cpu" not in line for line in asked) != is_refused
+    assert ended.returncode == (1 if is_refused else 9)
+    assert ("+cpu could not be installed" in ended.stderr and "PIP_FIND_LINKS" in ended.stderr) == is_refused

@@ -251,7 +251,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> ManthanWorkerMetadata | None:
         guard = self.worker.guard
         report = self._try(self.worker.engine.take_report, otherwise=None) or ManthanWorkerMetadata()
-        report.verdicts = [] if guard is None else self._try(guard.take, otherwise=[])
+        if guard is not None:
+            report.verdicts = self._try(guard.take, otherwise=[])
+            report.measured = self._try(guard.take_progress, otherwise={})
         report.candidate = self.worker.take_candidate()  # after the verdicts, because one may be about the candidate
         report.errors, self._errors = self._errors, []
         return report if report != ManthanWorkerMetadata() else None

@@ -56,6 +56,8 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     gathered: list[int] = field(default_factory=list)
     """Ids of stores whose blocks are gathered, so that the pool may reuse them; once a rank, not after the result."""
     verdicts: list[Verdict] = field(default_factory=list)
+    measured: dict[int, int] = field(default_factory=dict)
+    """Number of blocks that a rank's guard has looked at before the first verdict, by rank, where it changed."""
     candidate: Candidate | None = None
     errors: list[str] = field(default_factory=list)
     """Names of the worker half's methods that raised an exception."""
@@ -66,6 +68,7 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
             self.results + other.results,
             self.gathered + other.gathered,
             self.verdicts + other.verdicts,
+            self.measured | other.measured,
             self.candidate or other.candidate,
             self.errors + other.errors,
         )

@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_json
 
 from manthan.manager.config.registered import choose_policy
+from manthan.manager.events import FIRST_BLOCKS
 from manthan.manager.listing import Listing, Query
-from manthan.vllm_hooks.http.models import CoreState, Policy, PoolState, SessionWithHistory, StoreState, TierState
+from manthan.vllm_hooks.http.models import (
+    CoreState,
+    Measuring,
+    Policy,
+    PoolState,
+    SessionWithHistory,
+    StoreState,
+    TierState,
+)
 
 if TYPE_CHECKING:
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
@@ -57,7 +66,9 @@ class Queries:
             return self._state(bound)
         session = self._listing.find(asked["id"], bound)
         if session is None:
-            return _refused(UNKNOWN, f"There is no session {asked['id']!r}.")
+            least = self._half.config.idle.min_tokens
+            short = f" Sessions of fewer than {least} tokens are not kept (idle.min_tokens)." if least else ""
+            return _refused(UNKNOWN, f"There is no session {asked['id']!r}.{short}")
         shown = self._listing.info(session, bound, offset)
         if what == "session":
             histories = self._half.telemetry.histories
@@ -85,8 +96,9 @@ class Queries:
             store=StoreState(
                 kind=self._store.kind,
                 up=half.telemetry.store_is_up,
-                codec=main.codec or config.codec.name,
+                codec=half.used_codec,
                 verdict=half.telemetry.verdict,
+                measuring=self._measuring(),
                 tiers=self._tiers(usage.saved_nbytes, usage.budget_nbytes),
             ),
             pool=PoolState(
@@ -100,6 +112,13 @@ class Queries:
             token_s=half.token_s,
             totals=half.telemetry.totals,
         )
+
+    def _measuring(self) -> Measuring | None:
+        """Return the guard's progress on a configured codec that is not used yet."""
+        half, name = self._half, self._half.config.codec.name
+        if half.guard is None or half.telemetry.verdict != "none" or name == half.used_codec:
+            return None
+        return Measuring(codec=name, blocks=half.telemetry.measured_blocks, of=FIRST_BLOCKS)
 
     def _tiers(self, saved: int, budget: int) -> list[TierState]:
         """Return each tier's part of `saved` and `budget` bytes."""

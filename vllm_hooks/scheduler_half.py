@@ -272,6 +272,12 @@ class SchedulerHalf:
         tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
         return Guard(self.manager, choices, self._ranks)
 
+    @property
+    def used_codec(self) -> str:
+        """Name of the codec of new blocks."""
+        shape = self.manager.shape
+        return shape.groups[shape.main].codec or self.config.codec.name
+
     def _capacity(self, shape: MemoryShape) -> int:
         """Number of bytes in the cold store for blocks of `shape`, on all ranks together."""
         store = self.config.tiers
@@ -534,6 +540,7 @@ class SchedulerHalf:
         if report.candidate is not None and self.guard is not None:
             self._calibrates, self._candidate = False, self._named(report.candidate)
             self.guard.offer(Choice(self._candidate.shape, self._capacity(self._candidate.shape)))
+        self.telemetry.measured(report.measured, self.config.codec.name, self.used_codec)
         self.driver.answered(report.results, time.monotonic(), report.verdicts)
         if self._candidate is not None and self.manager.shape is self._candidate.shape:
             self._approve(self._candidate.path)

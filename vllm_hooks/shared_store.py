@@ -82,7 +82,7 @@ def make_sessions(
 ) -> RedisSessions:
     """Return the engine's sessions in Redis. owner: name of the engine. ring: called, on any thread, to wake it."""
     others = sharding.others() if reads_others(vllm_config, sharding) else []
-    facts = {"model": vllm_config.model_config.model, "codec": config.codec.name, "engine": owner}
+    facts = {"model": vllm_config.model_config.model, "engine": owner}
     keys = keys_of(config.sealing)
     return RedisSessions(
         connect(config.tiers.redis),

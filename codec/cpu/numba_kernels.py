@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import boolean, float32, float64, int16, int32, int64, types, uint8, uint16, uint32, void
 
+from manthan.codec.gpu.kernel_cache import cache_folder
 from manthan.codec.rope import Floats
 from manthan.codec.tables import levels
 from manthan.codec.tables.frequencies import ESCAPE, LARGEST
@@ -34,14 +35,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def jit(*signatures: Any, **more: Any) -> Callable[[F], F]:
-    """Compile without the GIL and with IEEE division, cached on disk if possible."""
+    """Compile without the GIL and with IEEE division, cached on disk if possible.
+
+    The cache is not next to this file, because `pip uninstall` would leave the files and their folders.
+    """
 
     def compile_(function: F) -> F:
         options = {"nogil": True, "error_model": "numpy", **more}
+        given = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = given or str(cache_folder().with_name("numba"))
         try:
             compiled: F = numba.njit(*signatures, cache=True, **options)(function)
-        except RuntimeError:  # this folder and the user's cache are read-only
+        except RuntimeError:  # the user's cache and this folder are read-only
             compiled = numba.njit(*signatures, **options)(function)
+        finally:
+            numba.config.CACHE_DIR = given
         return compiled
 
     return compile_

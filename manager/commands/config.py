@@ -7,6 +7,7 @@ from pydantic import ByteSize
 from rich.table import Table
 from rich.text import Text
 
+from manthan.codec.registry import needs_profile
 from manthan.manager.commands.console import make_console
 from manthan.manager.config.model import FIELDS
 from manthan.manager.config.registered import check_registered, choose_policy
@@ -22,6 +23,13 @@ def check(file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file,
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
     make_console().print(_table(resolved))
+    codec = resolved.config.codec
+    if needs_profile(codec.name) and not codec.profile:
+        typer.echo(
+            f"codec.name is {codec.name}, which needs a profile of the model that is served: `manthan calibrate MODEL` "
+            "makes one in about two minutes.",
+            err=True,
+        )
 
 
 def _table(resolved: Resolved) -> Table:

@@ -55,6 +55,8 @@ def list_(
     make_console().print(table)
     if len(answer["sessions"]) < answer["total"]:
         typer.echo(f"{len(answer['sessions'])} of {answer['total']} sessions.")
+    if waits := measuring(_ask(url, "/state")["store"]):
+        typer.echo(f"Codec: {waits}.")
 
 
 @app.command()
@@ -128,6 +130,17 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         raise AskError(f"The server at {url} cannot be reached: {getattr(error, 'reason', error)}.") from None
     except ValueError as error:
         raise AskError(f"There is no server with Manthan at {url}: {error}.") from None
+
+
+def measuring(store: Mapping[str, Any]) -> str:
+    """Return the guard's progress on a configured codec that is not used yet; empty after the verdict.
+
+    Args:
+        store: of the API's state.
+    """
+    if not (waits := store["measuring"]):
+        return ""
+    return f"{waits['codec']} measured on {waits['blocks']} of {waits['of']} blocks; {store['codec']} until then"
 
 
 def _path(session: str, tenant: str) -> str:

@@ -66,7 +66,7 @@ def _sentence(
     unknown = [option for option in config.options if option not in fields]
     if unknown:
         source, hint = _source(sources, f"policy.{unknown[0]}"), nearest(unknown[0], fields)
-        return f"{source}unknown {config.name} option '{unknown[0]}'{hint}"
+        return f"{source}policy.{unknown[0]} is no option of policy {config.name}{hint}"
     first = first_mistake(error)
     if not first.key:  # from a validator of several keys
         written = ", ".join(dict.fromkeys(s for key, s in sources.items() if key.startswith("policy.")))

@@ -235,8 +235,8 @@ class RedisSessions:
     def _stored(self, namespace: Namespace, group: int, hashes: Sequence[bytes], count: int) -> list[int]:
         """Return the bytes of each block up to the first that is not stored in `count` shards.
 
-        Redis counts the blocks of a run. Runs double until one is incomplete, and are then halved. Of RUN blocks, only
-        the first one's bytes are asked for.
+        Blocks are counted in runs. Runs double until a run has a hole, and are then halved. The blocks of RUN are about
+        as large as the one in the middle. The first may be larger, because a session's first tokens are exact.
         """
         names = [[namespace.block(group, each, shard) for shard in self._counts[count]] for each in hashes]
         good, run, grows = 0, FIRST, True
@@ -248,10 +248,11 @@ class RedisSessions:
             grows = grows and found == len(some)
             good += len(some) // count if found == len(some) else 0
             run = 2 * run if grows else run // 2
-        firsts = range(0, good, RUN)
-        lengths = self._ask([("STRLEN", name) for at in firsts for name in names[at]])
+        middles = [min(at + RUN // 2, good - 1) for at in range(0, good, RUN)]
+        measured = [0, *middles] if good else []
+        lengths = self._ask([("STRLEN", name) for at in measured for name in names[at]])
         sizes = [sum(lengths[at : at + count]) for at in range(0, len(lengths), count)]
-        return [sizes[at // RUN] for at in range(good)]
+        return sizes[:1] + [sizes[1 + at // RUN] for at in range(1, good)]
 
     def _point(self, namespace: Namespace, count: int, needed: Needed) -> StoredPoint | None:
         """Return the deepest complete resume point at most `count` blocks deep; mostly it is the first one tried."""

@@ -1,15 +1,18 @@
 """`manthan bench capacity` on real servers, at a small size: figures, files, plots, mistakes."""
 
+import sys
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from bench_command import is_png, refusal, report, run
+from rich.console import Console
 
 from manthan.benchmarks import settle
+from manthan.benchmarks.arms import make_console, read_report, run_jobs
 from manthan.benchmarks.capacity_arms import make_arm, read_budgets, split
 from manthan.benchmarks.capacity_report import found_in, gains
-from manthan.benchmarks.capacity_run import where_held
+from manthan.benchmarks.capacity_run import duration, where_held
 from manthan.benchmarks.endpoint import ServerError
 from manthan.benchmarks.served import Served
 from manthan.benchmarks.server import VllmServer
@@ -199,3 +202,23 @@ def test_every_arm_has_the_same_budget(served: Served) -> None:
     size = float(arms["offload"].flags[-1])
     assert size == pytest.approx(arms["host"].memory.store_nbytes / 2**30, abs=1e-6)
     assert arms["redis"].manthan["tiers"]["redis"]["prefix"] != arms["tiered"].manthan["tiers"]["redis"]["prefix"]
+
+
+def test_a_run_that_is_stopped_has_what_was_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(_: Console) -> dict[str, Any]:
+        sys.exit(143)
+
+    def never(_: Console) -> dict[str, Any]:
+        raise AssertionError("it was stopped")
+
+    jobs = {"plain": lambda _: {"arm": "plain"}, "host": stopped, "device": never}
+    found = run_jobs("capacity", jobs, {}, {}, tmp_path, make_console())
+    assert (found["runs"], found["errors"]) == ([{"arm": "plain"}], {"host": "stopped"})
+    assert read_report(tmp_path / "capacity.json", "capacity")["runs"] == found["runs"]
+    assert "Stopped during host: what was measured before follows." in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run_jobs("capacity", {"host": stopped}, {}, {}, tmp_path, make_console())
+
+
+def test_how_long_it_may_take_is_said() -> None:
+    assert "(--timeout 300): together at most 60." in duration(6, 300)

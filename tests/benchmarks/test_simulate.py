@@ -95,7 +95,7 @@ def test_one_cache_and_the_share_of_the_gap_that_is_closed(short: Path, tmp_path
         (["--cold", "0"], "--cold 0 is less than a block of 512 tokens: give it more"),
         (["--hot", "100"], "--hot 100 is less than a block of 512 tokens: give it more"),
         (["--idle-after", "0"], "--idle-after must be a plain number of seconds above 0, such as 2, not 0.0"),
-        (["--policy", "lru:x=1"], "--policy lru:x=1: unknown lru option 'x' (there are none)"),
+        (["--policy", "lru:x=1"], "--policy lru:x=1: policy.x is no option of policy lru (there are none)"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str) -> None:

@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import kernel_folder
+import numba
 import pytest
 
+from manthan.codec.cpu import numba_kernels
 from manthan.codec.gpu.kernel_cache import KernelCache, cache_folder
 
 NAMED = ("13.0", "--gpu-architecture=sm_90", "source")
@@ -85,3 +87,9 @@ def test_it_lies_where_vllm_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert cache_folder() == Path("/var/cache/vllm/manthan/kernels")
     monkeypatch.setenv("VLLM_CACHE_ROOT", "~/models")
     assert cache_folder() == Path("/home/x/models/manthan/kernels")
+
+
+def test_the_cpu_s_kernels_are_not_kept_in_the_package() -> None:
+    """What numba writes there, `pip uninstall` would leave, and `import manthan` would find."""
+    assert Path(numba_kernels.encode._cache.cache_path).parent == cache_folder().parent / "numba"
+    assert not numba.config.CACHE_DIR, "other packages' kernels are kept as before"

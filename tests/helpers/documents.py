@@ -6,8 +6,8 @@ A command is
 - a line that begins with `$ ` between ```console fences, which show output too;
 - a line of an indented block, and code within a paragraph, that begins with a program's name and has an argument.
 
-It is marked as needing a GPU by a comment (`# needs a GPU`), by `(needs a GPU)` behind code within a paragraph, or by
-standing under a heading that ends with "on a GPU".
+It is marked as needing a GPU by a comment (`# needs a GPU`), by `<!-- needs a GPU -->` behind code within a paragraph,
+or by standing under a heading that ends with "on a GPU".
 """
 
 import re
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 REPO = Path(__file__).parents[2]
 PROGRAMS = (
-    *("cd", "curl", "docker", "git", "head", "helm", "kubectl", "make", "manthan", "openssl", "pip", "printf"),
+    *("cd", "curl", "docker", "for", "git", "head", "helm", "kubectl", "make", "manthan", "openssl", "pip", "printf"),
     *("promtool", "pytest", "python", "redis-cli", "redis-server", "systemctl", "ulimit", "vllm"),
 )
 ON_A_GPU = re.compile(r"\bon a gpu$", re.IGNORECASE)
@@ -123,7 +123,7 @@ def _listed(name: str, paragraph: Paragraph) -> Iterator[Command]:
 
 def _inline(name: str, paragraph: Paragraph) -> Iterator[Command]:
     text = "\n".join(paragraph.lines)
-    for code in re.finditer(r"`([^`]+)`(\s+\(needs a GPU\b)?", text):
+    for code in re.finditer(r"`([^`]+)`(<!-- needs a GPU -->)?", text):
         command = " ".join(code[1].split())
         if "…" not in command and _is_command(command, True) and len(_words(command)) > 1:
             line = paragraph.line + text.count("\n", 0, code.start())

@@ -39,6 +39,15 @@ def test_config_check_warns_of_unknown_variables_where_errors_go(tmp_path: Path)
     )
 
 
+def test_config_check_warns_of_a_codec_that_needs_a_profile(tmp_path: Path) -> None:
+    path = tmp_path / "manthan.yaml"
+    for codec, is_told in (("klt-8x", True), ("{name: klt-8x, profile: p}", False), ("wht-5x", False)):
+        path.write_text(f"codec: {codec}\n")
+        result = CliRunner().invoke(app, ["config", "check", str(path)])
+        assert result.exit_code == 0
+        assert ("`manthan calibrate MODEL`" in result.stderr) == is_told
+
+
 def test_config_check_says_what_is_wrong_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text("policy: lry")

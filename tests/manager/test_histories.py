@@ -4,7 +4,7 @@ import pytest
 from talks import Talks
 
 from manthan.manager import histories
-from manthan.manager.events import DropCause, Lost, Parent, Pinned, Restored
+from manthan.manager.events import DropCause, Evicted, Lost, Parent, Pinned, Restored
 from manthan.manager.histories import EVENTS_A_SESSION, EventKind, Histories, HistoryEvent
 
 
@@ -34,6 +34,8 @@ def test_a_life_is_told_in_order_with_numbers_and_words(talks: Looked) -> None:
     tell(Restored("a", 3, 2, 0, 250, 0.125, ["missing"], "r"))
     tell(Restored("a", 3, 3, 0, 300, 0.5, [], None))
     tell(Lost("a", 1, 100, DropCause.BUDGET))
+    tell(Lost("a", 2, 200, DropCause.FAILED))
+    tell(Evicted("a", 3, 0, 48, 900, 1, 100, 300, 0, 0.1, 0.5, True))
     tell(Pinned("a", True))
     tell(Pinned("a", False))
     tell(Parent("a", "b"))
@@ -41,15 +43,20 @@ def test_a_life_is_told_in_order_with_numbers_and_words(talks: Looked) -> None:
     assert [(event.kind, event.at) for event in life] == [
         ("turn", 0.0),
         ("evicted", 10.0),
-        *((kind, 30.0) for kind in ("restored", "prefetched", "dropped", "pinned", "unpinned", "parent")),
+        *(
+            (kind, 30.0)
+            for kind in ("restored", "prefetched", "dropped", "dropped", "evicted", "pinned", "unpinned", "parent")
+        ),
     ]
     assert {event.kind for event in life} == set(EventKind)
     assert [event.text for event in life] == [
-        "A request ended after 0 s with 49 tokens; 0 were not computed.",
+        "A request ended after 0 s with 49 tokens; 0 of the prompt were in the cache.",
         "Went cold in 0 s: 48 tokens, 300B compressed (3 of 3 blocks encoded).",
         "Came back in 0.125 s: 32 tokens out of 250B (missing).",
         "Came back before a request, in 0.5 s: 48 tokens out of 300B.",
-        "Lost 100B of compressed blocks, 16 tokens (budget).",
+        "Was cut for want of room: its last 16 tokens, 100B compressed, are dropped.",
+        "Lost 200B of compressed blocks, 32 tokens (failed).",
+        "Memory was short. Went cold in 0.5 s: 48 tokens, 300B compressed (1 of 3 blocks encoded, the others before).",
         "Was pinned.",
         "Is not pinned any more.",
         "Works for b.",

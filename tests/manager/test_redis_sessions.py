@@ -54,9 +54,9 @@ class Player:
         first = RedisTier(connect(self.config, 3), Circuit(), namespace, Shard(0, counts[0]), TTL_S)
         self.stores = [first.of(Shard(rank, counts[0])) for rank in range(counts[0])]
 
-    def store(self, hashes: Sequence[bytes], group: int = 0) -> None:
+    def store(self, hashes: Sequence[bytes], group: int = 0, nbytes: int = NBYTES) -> None:
         for rank, store in enumerate(self.stores):
-            bufs = {name: np.frombuffer((name + bytes([rank])) * 9, np.uint8)[:NBYTES] for name in hashes}
+            bufs = {name: np.frombuffer((name + bytes([rank])) * 20, np.uint8)[:nbytes] for name in hashes}
             assert store.put_all(group, bufs) == {}
 
     def tell(self, session_id: str, owned: Sequence[bytes] | None, used: float | None = None, **fields: object) -> None:
@@ -142,6 +142,17 @@ def test_blocks_of_other_numbers_of_ranks_are_found_behind_each_other(start: Sta
     assert reader.ask(hashes).sizes == [NBYTES * shards for shards in sizes[:end]]
     assert reader.ask(hashes[40:]).sizes == [NBYTES * shards for shards in sizes[40:end]]
     assert reader.ask(blocks("b", 5)).sizes == []
+
+
+def test_a_session_s_larger_first_block_is_not_taken_for_the_others(start: Start) -> None:
+    hashes, player = blocks("a", 600), start()
+    player.store(hashes[:1], nbytes=3 * NBYTES)
+    player.store(hashes[1:300])
+    player.store(hashes[300:], nbytes=2 * NBYTES)
+    sizes = player.ask(hashes).sizes
+    assert len(sizes) == 600
+    assert (sizes[0], {*sizes[1:256]}, {*sizes[256:]}) == (6 * NBYTES, {2 * NBYTES}, {4 * NBYTES})
+    assert player.ask(hashes[:1]).sizes == sizes[:1]
 
 
 def test_a_block_of_which_a_shard_is_missing_is_not_there(start: Start, server: RedisServer) -> None:

@@ -109,7 +109,7 @@ def test_the_state_of_the_whole(api) -> None:
     assert (state["policy"]["name"], state["policy"]["options"]) == ("lru", {})
     assert state["policy"]["order"] == ["acme/bob", "alice"]
     [tier] = state["store"].pop("tiers")
-    assert state["store"] == {"kind": "host", "up": True, "codec": "wht-5x", "verdict": "none"}
+    assert state["store"] == {"kind": "host", "up": True, "codec": "wht-5x", "verdict": "none", "measuring": None}
     assert tier == {"name": "host", "used_bytes": tier["used_bytes"], "budget_bytes": 64 << 20}
     assert tier["used_bytes"] == api.get("/sessions/alice")["cold_bytes"] > 0
     pool = state["pool"]
@@ -164,10 +164,13 @@ def test_a_tenant_sees_and_steers_its_own_only(api) -> None:
     for action in ACTIONS:
         assert beta.refused("POST", f"/sessions/bob/{action}", json=ACTIONS[action]) == (
             404,
-            "There is no session 'bob'.",
+            "There is no session 'bob'. Sessions of fewer than 64 tokens are not kept (idle.min_tokens).",
         )
         assert beta.refused("POST", f"/sessions/acme%2Fbob/{action}", json=ACTIONS[action])[0] == 404
-    assert beta.refused("GET", "/sessions/bob") == (404, "There is no session 'bob'.")
+    assert beta.refused("GET", "/sessions/bob") == (
+        404,
+        "There is no session 'bob'. Sessions of fewer than 64 tokens are not kept (idle.min_tokens).",
+    )
     assert nobody.refused("GET", "/sessions/acme%2Fbob")[0] == 404
     beta.post("/sessions/alice/release")
     assert (acme.ids(sort="id"), beta.ids(), nobody.ids()) == (["alice", "bob"], [], ["alice"])
@@ -248,7 +251,10 @@ def test_the_command_sees_pins_and_releases(api) -> None:
     assert sessions(api, "list")[1].splitlines()[2].split()[-1] == "True"
     assert sessions(api, "pin", "alice", "--off") == (0, "alice is not pinned; it is idle.\n")
     assert sessions(api, "release", "alice") == (0, "alice is forgotten.\n")
-    assert sessions(api, "show", "alice") == (1, "There is no session 'alice'.\n")
+    assert sessions(api, "show", "alice") == (
+        1,
+        "There is no session 'alice'. Sessions of fewer than 64 tokens are not kept (idle.min_tokens).\n",
+    )
 
 
 def test_the_command_says_what_is_wrong_in_a_sentence(api, plain_server) -> None:

@@ -1,12 +1,14 @@
 """`manthan doctor` on set-ups that are broken, one way each, on one that is not, and on servers."""
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from documents import REPO
 from redis_server import free_port
 from typer.testing import CliRunner
 from vllm_engine import MODEL
@@ -79,6 +81,12 @@ def host(url: str) -> tuple[str, str]:
 def test_servers_with_manthan_without_and_none(manthan_server: VllmServer, plain_server: VllmServer) -> None:
     none = f"http://127.0.0.1:{free_port()}"
     assert host(manthan_server.url) == ("ok", f"Manthan answers at {manthan_server.url}.")
+    _, found = examine("--url", manthan_server.url)
+    assert {"memlock", "disk", "Redis"}.isdisjoint(found), "they would be of this machine's defaults"
+    assert found["policy"]["said"] == "that server has lru; sessions are idle after 0.5 s."
+    assert re.fullmatch(r"wht-5x measured on \d+ of 64 blocks; wht-4x until then\.", found["codec"]["said"])
+    assert re.fullmatch(r"that server has host with \S+ of 64\.0MiB\.", found["tiers"]["said"])
+    assert "memlock" in examine("--url", manthan_server.url, "--config", REPO / "configs" / "demo.yaml")[1]
     for url, why in ((f"{plain_server.url}/v1", "has no /manthan"), (none, "cannot be reached: ")):
         mark, said = host(url)
         assert mark == "wrong"

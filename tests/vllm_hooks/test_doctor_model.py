@@ -1,12 +1,15 @@
 """`manthan doctor MODEL` on models without weights: KV caches, refusals, and models that cannot be built."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documents import REPO
 from latent_model import make_latent_model
 from small_configs import SMALL, small_config
 from torch.distributed import is_initialized
@@ -29,6 +32,15 @@ def said(model: str, *words: str) -> dict[str, tuple[str, str]]:
     """Mark and sentence of each finding."""
     done = CliRunner().invoke(app, ["doctor", "--json", model, *words])
     return {one["check"]: (one["mark"], one["said"]) for one in json.loads(done.stdout)["findings"]}
+
+
+def test_a_server_s_block_size_is_taken_and_vllm_is_silent() -> None:
+    model = str(REPO / "tests" / "data" / "tiny-llama")
+    program = "import sys; from manthan.manager.cli import app; app()"
+    command = [sys.executable, "-c", program, "doctor", model, "--block-size", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert "bytes a token, in blocks of 16: codec wht-5x" in " ".join(done.stdout.split())
+    assert done.stderr == ""
 
 
 def test_windows_beside_full_attention(tmp_path: Path) -> None:
@@ -109,6 +121,7 @@ def test_a_refusal_comes_with_the_caches(tmp_path: Path) -> None:
     found = said(small_config("WhisperForConditionalGeneration", tmp_path))
     mark, why = found["Manthan"]
     assert mark == "wrong"
+    assert found["KV cache 0"][1].endswith("not stored, because Manthan is refused for this model: see below.")
     assert "encoder-decoder" in why or "CrossAttentionSpec" in why
     assert any("CrossAttentionSpec" in sentence for _, sentence in found.values())
 

@@ -2,6 +2,7 @@
 
 import logging
 
+import logged
 import pytest
 
 from manthan.manager.events import Evicted, Restored
@@ -19,6 +20,14 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     tell_eviction(Evicted(name, 1, 0, 16, 500, 1, 100, 100, 0, 1.0, 0.1, False))
     tell_restore(Restored(name, 1, 1, 0, 100, 0.1, [], "r"), SHAPE)
     return sorted({*caplog.messages})  # each comes twice where other tests have changed handlers
+
+
+def test_what_was_encoded_before_and_why_so_soon_is_said() -> None:
+    with logged.said(logging.INFO) as said:
+        tell_eviction(Evicted("a", 62, 0, 1984, 62, 1, 1, 15, 0, 0.1, 0.005, True))
+        tell_eviction(Evicted("a", 62, 0, 1984, 62, 62, 15, 15, 1, 2.0, 0.005, False))
+    assert said[0].endswith("1 encoded in 5 ms, 61 before, because memory was short")
+    assert said[1].endswith("62 encoded in 5 ms, 1 with tokens kept exact")
 
 
 def test_names_are_escaped(lines: list[str]) -> None:

@@ -457,6 +457,23 @@ def test_one_look_says_what_it_gives_and_costs(crowded) -> None:
     assert "70%" in figures[1]
 
 
+class Unjudged(Crowd):
+    def _state(self, asked: dict[str, Any]) -> Any:
+        state = super()._state(asked)
+        state["store"] |= {"verdict": "none", "measuring": {"codec": "klt-8x", "blocks": 12, "of": 64}}
+        return state
+
+
+def test_a_picture_taken_when_the_page_is_loaded_shows_the_state(browser) -> None:
+    """As `chromium --headless --screenshot` takes it, without any wait."""
+    with serving(Unjudged(3)) as url, browser.new_page() as tab:
+        tab.goto(f"{url}/manthan/", wait_until="load")
+        assert tab.locator("[data-tile=pool] .figure").inner_text() == "60%"
+        assert tab.get_by_role("row").count() == 4
+        quality = tab.locator("[data-tile=quality]").inner_text()
+        assert "klt-8x measured on 12 of 64 blocks; wht-5x until then" in quality
+
+
 # -- who may --------------------------------------------------------------------------------------------
 
 

@@ -108,6 +108,8 @@ def test_no_secret_and_no_text_is_anywhere(
     metrics = httpx.get(f"{pair[1].url}/metrics").text
     keys = "\n".join(raw.scan_iter("*"))
     books = [raw.hgetall(key) for key in keys.split("\n") if raw.type(key) == "hash"]
+    assert books
+    assert not any("codec" in book for book in books), "each block names its own, which may be another"
     names = [name for seed in (0, 1, 2, 77) for name in table(seed).values]
     headers = str([raw_bytes.getrange(key, 0, 255) for key in raw_bytes.scan_iter("*:block:*")])
     for text in (logs, metrics, keys, str(books), headers):

@@ -19,6 +19,7 @@ from manthan.manager.events import (
     StoreFailed,
     StoreIsUp,
     Turn,
+    Unjudged,
 )
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
@@ -136,6 +137,18 @@ def test_events_are_counted() -> None:
     assert stats.data["gauges"]["cold_store_up"] == {"": 0.0}
     assert (telemetry.totals["prefetches"], telemetry.totals["failures"]) == (1, 3)
     assert telemetry.changed == {"b", "d", "e"}
+
+
+def test_the_slowest_rank_s_progress_is_logged_each_quarter_until_the_verdict() -> None:
+    talks = Talks()
+    telemetry = Telemetry(talks.manager)
+    with said(logging.INFO) as lines:
+        for blocks in ({0: 16, 1: 12}, {1: 16}, {0: 20}, {0: 64, 1: 31}, {1: 32}):
+            telemetry.measured(blocks, "klt-8x", "wht-4x")
+    assert lines == [f"Manthan: codec klt-8x measured on {n} of 64 blocks; wht-4x until then" for n in (16, 32)]
+    assert telemetry.measured_blocks == 32
+    talks.manager.events(Unjudged())
+    assert telemetry.measured_blocks == 0
 
 
 def test_what_is_not_saved_yet_is_hot() -> None:

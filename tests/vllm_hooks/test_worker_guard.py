@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manthan.codec.block import BlockFormat
-from manthan.manager.events import Verdict
+from manthan.manager.events import FIRST_BLOCKS, Verdict
 from manthan.vllm_hooks.connector import ManthanConnector
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker import guard
@@ -57,9 +57,14 @@ def world() -> Iterator[World]:
 def test_64_blocks_of_several_steps_make_the_first_verdict(world: World) -> None:
     world.encode(1000)
     assert len(world.guard._samples) == A_STEP
+    assert world.guard.take_progress() == {3: A_STEP}
+    assert world.guard.take_progress() == {}
     world.guard.reset()
+    assert world.guard.take_progress() == {3: 0}
     assert world.verdicts(BATCH * BATCHES // A_STEP - 1) == []
+    assert world.guard.take_progress() == {3: FIRST_BLOCKS - A_STEP}
     [found] = world.verdicts(1)
+    assert world.guard.take_progress() == {}
     assert found.rank == 3
     assert [(each.codec, each.is_faithful) for each in found.measured] == [("k3v3", True), ("wht-4x", True)]
     assert found.measured[0].decode_s > 0

@@ -1,6 +1,7 @@
 """`manthan doctor`: checks what a server needs, and says what is wrong. Works without vLLM, too."""
 
 import json
+import logging
 import os
 import platform
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ByteSize
 from rich.table import Table
 from rich.text import Text
 
 from manthan.manager.commands.console import make_console
-from manthan.manager.commands.sessions import KEY_ENV, AskError, ask
+from manthan.manager.commands.sessions import KEY_ENV, AskError, ask, measuring
 from manthan.manager.config.model import ConfigError
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import resolve_config
@@ -40,6 +42,7 @@ def examine(
     config: Annotated[str, typer.Option(metavar="FILE", help="The YAML file of --manthan-config.")] = "",
     url: Annotated[str, typer.Option(help=f"Ask this server, too; its API key is read from {KEY_ENV}.")] = "",
     chat_template: Annotated[str, typer.Option(metavar="FILE", help="As vLLM's --chat-template, for MODEL.")] = "",
+    block_size: Annotated[int | None, typer.Option(metavar="N", help="As vLLM's --block-size, for MODEL.")] = None,
     of_families: Annotated[bool, typer.Option("--families", help="Print the stored form of each family.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -53,7 +56,7 @@ def examine(
 
         typer.echo("\n".join(families_table()))
         return
-    found = list(_examined(model, config, url, chat_template))
+    found = list(_examined(model, config, url, chat_template, block_size))
     is_wrong = any(one.mark is Grade.WRONG for one in found)
     if as_json:
         typer.echo(json.dumps({"healthy": not is_wrong, "findings": [one._asdict() for one in found]}, indent=2))
@@ -62,7 +65,7 @@ def examine(
     raise typer.Exit(int(is_wrong))
 
 
-def _examined(model: str, file: str, url: str, template: str) -> Iterator[Finding]:
+def _examined(model: str, file: str, url: str, template: str, block_size: int | None) -> Iterator[Finding]:
     yield from _versions()
     try:
         resolved = resolve_config(file or None)
@@ -70,19 +73,22 @@ def _examined(model: str, file: str, url: str, template: str) -> Iterator[Findin
     except ConfigError as error:
         yield Finding("configuration", Grade.WRONG, str(error))
         return
-    yield check_memlock(resolved.config.tiers, _has_gpu())
-    yield check_disk(resolved.config)
-    yield from check_redis(resolved.config)
     if url:
-        yield _check_host(url)
+        yield from _check_server(url)
+    if url and not file:
+        yield Finding("machine", Grade.SKIPPED, "a server does not tell of its memlock and disk: give --config there.")
+    else:
+        yield check_memlock(resolved.config.tiers, _has_gpu())
+        yield check_disk(resolved.config)
+        yield from check_redis(resolved.config)
     if not model:
         yield Finding(TEMPLATE, Grade.SKIPPED, "give MODEL to see whether it rewrites history.")
         return
     if find_spec("torch"):  # else the first finding names the missing package
-        from manthan.vllm_hooks.doctor.model import check_model
-
         with _quiet():
-            yield from check_model(model, file or None)
+            from manthan.vllm_hooks.doctor.model import check_model
+
+            yield from check_model(model, file or None, block_size)
     if Path(model).is_dir() and not any(Path(model).glob("*token*")):
         yield Finding(TEMPLATE, Grade.SKIPPED, f"{model} has no tokenizer.")
         return
@@ -98,13 +104,17 @@ def _examined(model: str, file: str, url: str, template: str) -> Iterator[Findin
 def _quiet() -> Iterator[None]:
     """Send libraries' output to standard error, so that standard output has the answer only. vLLM logs errors only."""
     kept, level = os.dup(1), os.environ.get(LOGGING)
+    logger = logging.getLogger("vllm")
+    before = logger.level
     os.environ.setdefault(LOGGING, "ERROR")
+    logger.setLevel(os.environ[LOGGING])  # vLLM sets up its logging after it has begun to warn
     os.dup2(2, 1)
     try:
         yield
     finally:
         if level is None:
             del os.environ[LOGGING]
+        logger.setLevel(before)
         os.dup2(kept, 1)
         os.close(kept)
 
@@ -120,6 +130,10 @@ def _versions() -> Iterator[Finding]:
         yield Finding("vLLM", Grade.WRONG, str(error))
     else:
         yield Finding("vLLM", Grade.OK, f"{found}, of those that are supported ({VLLM}).")
+
+
+def _size(nbytes: int) -> str:
+    return ByteSize(nbytes).human_readable()
 
 
 def _has_gpu() -> bool:
@@ -142,10 +156,33 @@ def _print(found: list[Finding]) -> None:
     make_console().print(table, said, sep="\n")
 
 
-def _check_host(url: str) -> Finding:
-    """Ask Manthan's API at this URL, because a server without a key may refuse the URL's host name."""
+def _check_server(url: str) -> Iterator[Finding]:
+    """Ask Manthan's API under this URL's host name, which a server without a key may refuse, what is configured."""
     try:
-        ask(url, "/state")
+        state, config = ask(url, "/state"), ask(url, "/config")
     except AskError as error:
-        return Finding("Host", Grade.WRONG, str(error))
-    return Finding("Host", Grade.OK, f"Manthan answers at {url}.")
+        yield Finding("Host", Grade.WRONG, str(error))
+        return
+    yield Finding("Host", Grade.OK, f"Manthan answers at {url}.")
+    policy, store = state["policy"], state["store"]
+    options = "".join(f", {name} {value}" for name, value in policy["options"].items())
+    idle_s = config["idle.after_s"]["value"]
+    yield Finding(
+        "policy", Grade.OK, f"that server has {policy['name']}{options}; sessions are idle after {idle_s:g} s."
+    )
+    verdict, name = store["verdict"], config["codec.name"]["value"]
+    if waits := measuring(store):
+        yield Finding("codec", Grade.OK, f"{waits}.")
+    elif verdict in ("none", "faithful"):
+        yield Finding("codec", Grade.OK, f"that server has {name}; the guard's verdict: {verdict}.")
+    else:
+        yield Finding(
+            "codec", Grade.WARNING, f"that server has {name}, which is {verdict}, so it uses {store['codec']}."
+        )
+    tiers = ", ".join(
+        f"{tier['name']} with {_size(tier['used_bytes'])} of {_size(tier['budget_bytes'])}" for tier in store["tiers"]
+    )
+    if store["up"]:
+        yield Finding("tiers", Grade.OK, f"that server has {tiers}.")
+    else:
+        yield Finding("tiers", Grade.WRONG, f"that server has {tiers}, and its {store['kind']} does not answer.")

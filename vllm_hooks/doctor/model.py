@@ -24,10 +24,10 @@ WAYS = {"coded": "compressed", "bytes": "as bytes", "refused": "refused", "": "n
 MARKS = {"coded": Grade.OK, "partly": Grade.WARNING, "bytes": Grade.WARNING, "refused": Grade.WRONG}
 
 
-def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
-    """Build a model, and report how each KV cache group is stored.
+def check_model(model: str, file: str | None = None, block_size: int | None = None) -> Iterator[Finding]:
+    """Build a model, a folder or a name in Hugging Face's cache, and report each KV cache group's stored form.
 
-    model: a folder, or a name in Hugging Face's cache. file: the YAML file of --manthan-config.
+    file: the YAML file of --manthan-config. block_size: vLLM's --block-size; None for vLLM's own.
     """
     try:
         names = _architectures(model)
@@ -35,7 +35,7 @@ def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
         yield Finding(MODEL, Grade.WRONG, f"config.json of {model} cannot be read: {_sentence(error)}.")
         return
     try:
-        vllm_config, kv_cache_config = planned(model, names)
+        vllm_config, kv_cache_config = planned(model, names, block_size)
     except Exception as error:  # model classes raise anything
         yield Finding(MODEL, Grade.WARNING, f"it cannot be built here ({_sentence(error)}), so its class is looked up.")
         yield from map(_by_class, names)
@@ -57,13 +57,13 @@ def check_model(model: str, file: str | None = None) -> Iterator[Finding]:
     except ConfigError as error:
         refusals.append(str(error))
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        yield Finding(f"{CACHE} {index}", *_said(group, shapes.get(index)))
+        yield Finding(f"{CACHE} {index}", *_said(group, shapes.get(index), bool(refusals)))
     if shapes:
         yield _resumed(distance, vllm_config.model_config.max_model_len)
     yield from (Finding("Manthan", Grade.WRONG, said) for said in dict.fromkeys(refusals))
 
 
-def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCacheConfig]":
+def planned(model: str, names: Iterable[str] = (), block_size: int | None = None) -> "tuple[VllmConfig, KVCacheConfig]":
     """Have vLLM build a model on the meta device and plan its KV cache. names: its classes. Raises any exception."""
     import torch
     from vllm import EngineArgs
@@ -80,6 +80,8 @@ def planned(model: str, names: Iterable[str] = ()) -> "tuple[VllmConfig, KVCache
         if known is not None:
             known.load_model_cls()  # if an import fails here, the error names the missing package
     more: Any = {} if current_platform.is_cuda_alike() else {"hf_overrides": _without_quantization}
+    if block_size is not None:
+        more["block_size"] = block_size
     vllm_config = EngineArgs(model=model, load_format="dummy", enforce_eager=True, **more).create_engine_config()
     with set_current_vllm_config(vllm_config), _one_rank():
         dtype: Any = vllm_config.model_config.dtype
@@ -156,8 +158,11 @@ def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tupl
     return stores, groups.resume_tokens
 
 
-def _said(group: "KVCacheGroupSpec", how: StoredGroup | None) -> tuple[Grade, str]:
-    """Return a group's grade, and a sentence about it. how: None if the group is not stored."""
+def _said(group: "KVCacheGroupSpec", how: StoredGroup | None, is_refused: bool) -> tuple[Grade, str]:
+    """Return a group's grade, and a sentence about it. how: None if the group is not stored.
+
+    is_refused: True if Manthan cannot be used with the model.
+    """
     spec: Any = group.kv_cache_spec
     kind, layers = type(spec).__name__, len(group.layer_names)
     nbytes = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else layers)  # some specs count all layers
@@ -169,7 +174,8 @@ def _said(group: "KVCacheGroupSpec", how: StoredGroup | None) -> tuple[Grade, st
     if how is None and not spec.prefix_cacheable:
         return Grade.OK, f"{holds}not stored, because vLLM needs none of it for a prefix."
     if how is None:
-        return Grade.WARNING, f"{holds}not stored."
+        why = ", because Manthan is refused for this model: see below" if is_refused else ""
+        return Grade.WARNING, f"{holds}not stored{why}."
     if how.codec == EXACT:
         return Grade.OK if is_state else Grade.WARNING, f"{holds}kept as it is, {how.ratio:.1f} times smaller."
     raw = f", {how.as_bytes} of the layers as bytes" if how.as_bytes else ""

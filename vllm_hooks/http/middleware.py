@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import reprlib
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
+from vllm.logger import init_logger
 
 from manthan.vllm_hooks.compat import key_check
 from manthan.vllm_hooks.http.api import ApiError, make_router
@@ -18,6 +20,7 @@ from manthan.vllm_hooks.http.hints import Incoming, keep
 from manthan.vllm_hooks.http.page import PATHS, PREFIX, page_router
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
 
+logger = init_logger("vllm.manthan")
 App = Callable[..., Awaitable[None]]
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -74,6 +77,17 @@ def add_api(app: FastAPI) -> None:
     )
     app.include_router(make_router(args))
     app.include_router(page_router())
+    if address := address_of(args):
+        logger.info("Manthan: the live page is at %s%s/", address, PREFIX)
+
+
+def address_of(args: Namespace) -> str:
+    """Return the address at which a browser on this machine reaches the server; empty for a Unix socket."""
+    port, host = getattr(args, "port", None), getattr(args, "host", None) or ""
+    if not port or getattr(args, "uds", None):
+        return ""
+    host = "127.0.0.1" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http{'s' if getattr(args, 'ssl_keyfile', None) else ''}://{host}:{port}"
 
 
 class HeldAnswer:

@@ -78,16 +78,25 @@ class TierState(BaseModel):
     budget_bytes: int
 
 
+class Measuring(BaseModel):
+    """Configured codec before the guard's verdict: it was measured on `blocks` of `of` blocks."""
+
+    codec: str
+    blocks: int
+    of: int
+
+
 class StoreState(BaseModel):
     """Cold store. up: True if the store answers. codec: codec of new blocks.
 
-    verdict: the guard's on the configured codec: none, faithful, slow or unfaithful.
+    verdict: the guard's on the configured codec: none, faithful, slow or unfaithful. measuring: until there is one.
     """
 
     kind: str
     up: bool
     codec: str
     verdict: str
+    measuring: Measuring | None = None
     tiers: list[TierState]
 
 

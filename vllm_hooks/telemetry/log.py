@@ -10,6 +10,7 @@ from manthan.codec.cpu.exact import EXACT
 from manthan.codec.fidelity import LOGIT_NOISE, VALUE_NOISE, WORST_LOGIT_NOISE
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import ConfigError, ManthanConfig
+from manthan.manager.events import FIRST_BLOCKS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,9 +79,11 @@ def printable(name: str) -> str:
 
 
 def tell_eviction(eviction: "Evicted") -> None:
+    """Log a session that went cold."""
+    before = eviction.blocks + eviction.beside - eviction.stored
     logger.info(
         "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens)%s, %s to %s (%.2fx), "
-        "%d encoded in %.0f ms%s",
+        "%d encoded in %.0f ms%s%s%s",
         printable(eviction.session_id),
         eviction.idle_s,
         eviction.blocks,
@@ -91,7 +94,9 @@ def tell_eviction(eviction: "Evicted") -> None:
         eviction.pool_nbytes / max(1, eviction.cold_nbytes),
         eviction.stored,
         eviction.took_s * 1e3,
+        f", {before} before" if before > 0 else "",
         f", {eviction.exact} with tokens kept exact" if eviction.exact else "",
+        ", because memory was short" if eviction.is_pressed else "",
     )
 
 
@@ -127,7 +132,13 @@ def tell_held(share: float, bound_s: float, held: Sequence[float], are_many: boo
 
 def tell_guard(configured: str, finest: str) -> None:
     """Log the codec in use until the guard's verdict on the configured codec."""
-    logger.info("Manthan: codec %s is used until the loss of %s on this model's KV is measured", finest, configured)
+    said = "Manthan: codec %s is used until the loss of %s on this model's KV is measured, on %d blocks"
+    logger.info(said, finest, configured, FIRST_BLOCKS)
+
+
+def tell_progress(configured: str, blocks: int, used: str) -> None:
+    """Log how many blocks the guard has looked at before the first verdict."""
+    logger.info("Manthan: codec %s measured on %d of %d blocks; %s until then", configured, blocks, FIRST_BLOCKS, used)
 
 
 def tell_verdict(found: "Judged") -> None:

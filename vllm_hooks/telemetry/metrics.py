@@ -45,7 +45,7 @@ METRICS: dict[str, _Metric] = {
     "cold_bytes": _Metric(
         Gauge, "Bytes of compressed blocks in the tiers, of all KV cache groups, as its budget counts them."
     ),
-    "exact_blocks": _Metric(Gauge, "Cold blocks that keep all or some of their tokens exact."),
+    "exact_blocks": _Metric(Gauge, "Cold blocks stored with all or some of their tokens exact, whatever their mark."),
     "cold_budget_bytes": _Metric(Gauge, "The cold store's budget in bytes."),
     "held_requests": _Metric(
         Gauge, "Waiting requests that admission_s holds back, while sessions lose KV before they return."
@@ -57,7 +57,10 @@ METRICS: dict[str, _Metric] = {
         "Noise of the configured codec in this model's KV: of logits, of the worst layer's logits, of values.",
         "of",
     ),
-    "codec_fallback": _Metric(Gauge, "1 if a finer codec is used because the configured one is not faithful, else 0."),
+    "codec_fallback": _Metric(
+        Gauge,
+        "1 if the guard found the configured codec unfaithful or slow, and a finer one is used, else 0.",
+    ),
     "compression_ratio": _Metric(Gauge, "Pool bytes of cold blocks over their compressed bytes."),
     "evictions": _Metric(Counter, "Sessions that went cold."),
     "restores": _Metric(Counter, "Requests that had blocks restored."),
@@ -67,7 +70,7 @@ METRICS: dict[str, _Metric] = {
     "encoded_blocks": _Metric(Counter, "Blocks encoded into the cold store, of all KV cache groups."),
     "encodings": _Metric(
         Counter,
-        "Blocks handed to the encoder, by mark: exact, derived (computed behind decoded blocks).",
+        "Blocks handed to the encoder, by the origin of their KV in the pool, whatever the codec.",
         "mark",
         values=("exact", "derived", "decoded"),
     ),

@@ -1,10 +1,11 @@
 """Subscriber to an engine's events that feeds metrics, the log, histories of sessions, and traces."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from manthan.manager.events import (
+    FIRST_BLOCKS,
     BlocksDropped,
     BlocksSaved,
     BlocksTrimmed,
@@ -26,7 +27,7 @@ from manthan.manager.histories import Histories
 from manthan.manager.session.hints import Hints
 from manthan.manager.session.manager import Outcome, SessionManager
 from manthan.manager.sparing import Sparing
-from manthan.vllm_hooks.telemetry.log import logger, tell_eviction, tell_restore, tell_verdict
+from manthan.vllm_hooks.telemetry.log import logger, tell_eviction, tell_progress, tell_restore, tell_verdict
 from manthan.vllm_hooks.telemetry.metrics import ManthanStats
 from manthan.vllm_hooks.telemetry.traces import Traces
 
@@ -63,6 +64,8 @@ class Telemetry:
         """Returns for each request that is held back how many seconds it has waited."""
         self._judged: Judged | None = None
         """Last decision of the guard."""
+        self._measured: dict[int, int] = {}
+        """Blocks that each rank's guard has looked at before the first verdict."""
         self._failures = Sparing(QUIET_S)
         self._counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
@@ -97,6 +100,13 @@ class Telemetry:
             self.traces.ended(request.request_id)
         if outcome is not None and outcome.refused:
             self.count("pins_refused")
+
+    def measured(self, blocks: Mapping[int, int], configured: str, used: str) -> None:
+        """Note the progress of the ranks' guards before a verdict on the configured codec, and log each quarter."""
+        was = self.measured_blocks
+        self._measured |= blocks
+        if self.measured_blocks * 4 // FIRST_BLOCKS > was * 4 // FIRST_BLOCKS and self._judged is None:
+            tell_progress(configured, self.measured_blocks, used)
 
     # -- events ---------------------------------------------------------------------------------------
 
@@ -138,10 +148,12 @@ class Telemetry:
                 self.store_is_up = is_up
             case Judged():
                 self._judged = event
+                self._measured.clear()
                 if event.is_new:
                     tell_verdict(event)
             case Unjudged():
                 self._judged = None
+                self._measured.clear()
 
     def _failed(self, causes: Collection[str]) -> None:
         self._counters["failures"].update(causes)
@@ -182,6 +194,11 @@ class Telemetry:
         if found is None:
             return "none"
         return "faithful" if not found.choice else "slow" if found.is_slow else "unfaithful"
+
+    @property
+    def measured_blocks(self) -> int:
+        """Number of blocks, of `FIRST_BLOCKS`, that the slowest rank has looked at for the first verdict."""
+        return min(self._measured.values(), default=0)
 
     def take(self) -> ManthanStats | None:
         """Return the metrics since the last call; None if nothing happened."""

@@ -15,7 +15,7 @@ from manthan.codec.block import BlockFormat
 from manthan.codec.cpu import precompile
 from manthan.codec.fidelity import Fidelity, NothingToMeasureError, Sample, measure
 from manthan.codec.rope import Rope
-from manthan.manager.events import Verdict
+from manthan.manager.events import FIRST_BLOCKS, Verdict
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import Arrays, PagedMemory
@@ -23,12 +23,11 @@ from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
 
 logger = init_logger("vllm.manthan.worker")
 
-BATCH = 16
-"""Number of blocks measured together."""
+BATCH, BATCHES = 16, FIRST_BLOCKS // 16
+"""Number of blocks measured together, and of such measurements for the first verdict. Later ones use up to twice as
+many."""
 COMPILE_S = 300.0
 """Most seconds that the server's readiness waits until kernels are compiled."""
-BATCHES = 4
-"""Number of batches for the first verdict. Later verdicts use up to twice as many."""
 A_STEP = 4
 """Most blocks of a step that are measured before the first verdict, so that several sessions contribute."""
 EVERY = 1000
@@ -67,6 +66,7 @@ class RankGuard:
         self._samples: list[tuple[Callable[[], Arrays], Transfer]] = []
         self._seen = self._age = 0
         self._is_busy = self._was_judged = False
+        self._told = 0
         self._threads: JobThreads | None = None
         self._warm_up: threading.Thread | None = None
         self._prompts = Prompts(device)
@@ -125,6 +125,15 @@ class RankGuard:
         with self._lock:
             taken, self._verdicts = self._verdicts, []
             return taken
+
+    def take_progress(self) -> dict[int, int]:
+        """Return the number of blocks taken for the first verdict, by rank; nothing if it did not change."""
+        with self._lock:
+            blocks = len(self._samples) + BATCH * (len(self._found) + self._is_busy)
+            if self._was_judged or blocks == self._told:
+                return {}
+            self._told = blocks
+            return {self._rank: blocks}
 
     def offer(self, format: BlockFormat) -> None:
         """Measure a coarser codec, too, from now on, and forget all measurements."""

@@ -32,7 +32,7 @@ export class Glance {
     this.compare(now);
     tile("store", store.up ? "up" : "▲ DOWN", store.tiers.map((tier) => tier.name).join(", ") || store.kind, store.up ? "good" : "bad");
     tileOfTiers(store.tiers);
-    tile("pool", share(used, pool.bytes), `${bytes(used)} of ${bytes(pool.bytes)}`);
+    tile("pool", share(used, pool.bytes), `${bytes(used)} of ${bytes(pool.bytes)} in use or not saved; saved copies count as free`);
     tile("sessions", count(STATES.reduce((sum, state) => sum + now.sessions[state], 0)),
       STATES.map((state) => `${count(now.sessions[state])} ${state}`).join(", "));
     tile("failures", count(totals.failures), this.wrong.length
@@ -41,7 +41,10 @@ export class Glance {
     tileOfReturns(totals, now.token_s);
     const cached = Math.max(0, totals.prompt_tokens - totals.computed_tokens);
     const lossy = cached ? `. Of the tokens from the cache ${share(totals.lossy_tokens, cached)} were lossy, the others exact` : "";
-    tile("quality", store.codec, `guard: ${store.verdict.replace("none", "no verdict yet")}${lossy}`, store.verdict === "unfaithful" ? "warn" : "");
+    const waits = store.measuring;
+    const guard = waits ? `${waits.codec} measured on ${waits.blocks} of ${waits.of} blocks; ${store.codec} until then`
+      : `guard: ${store.verdict.replace("none", "off, or no verdict yet")}`;
+    tile("quality", store.codec, `${guard}${lossy}`, store.verdict === "unfaithful" ? "warn" : "");
     this.chart("pool", "Pool", ["not saved", "others"]).add(now.now, [pool.session_bytes, used - pool.session_bytes], pool.bytes);
     for (const tier of store.tiers) {
       this.chart(tier.name, `Cold store: ${tier.name}`, ["used"]).add(now.now, [tier.used_bytes], tier.budget_bytes);
@@ -78,7 +81,8 @@ export class Glance {
   // Who has most of `what`, hot_bytes or cold_bytes.
   holders(list, sessions, what) {
     const most = Math.max(1, ...sessions.map((session) => session[what]));
-    const lines = sessions.filter((session) => session[what] > 0).map((session) => {
+    const held = sessions.filter((session) => session[what] > 0).sort((a, b) => b[what] - a[what]); // the API estimates
+    const lines = held.map((session) => {
       const bar = make("i");
       bar.style.width = `${(session[what] / most) * 100}%`;
       return this.entry(session, make("span", {}, bytes(session[what])), make("span", { class: "share", "aria-hidden": "true" }, bar));
