@@ -10,7 +10,7 @@ from vllm.config import SchedulerConfig
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
-BOUND_S = 4.0
+BOUND_S = 10.0
 """Most seconds that a request stands back: it queues as if it had arrived so much later."""
 RETURNS = 32
 """Number of latest returns by which `Losses` judges."""

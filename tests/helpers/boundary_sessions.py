@@ -48,6 +48,9 @@ class Idle:
     def take(self) -> list[Any]:
         return []
 
+    def take_progress(self) -> dict[int, int]:
+        return {}
+
     def shutdown(self) -> None: ...
 
 

@@ -4,6 +4,7 @@ What a GPU's codec makes of them is compared with numpy, byte for byte."""
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,13 @@ def near(world: World, i: int) -> None:
             assert (x - y).square().mean().sqrt() < 0.005 * x.square().mean().sqrt()
 
 
+def resealed(block: np.ndarray) -> np.ndarray:
+    """The block with right checksums, of the base and of its refinements."""
+    ends = wire.part_ends(block)
+    bodies = [block[end + 16 : next] for end, next in pairwise(ends)]
+    return wire.refined(wire.seal(block[: ends[0]].copy()), bodies)
+
+
 def damaged(world: World) -> None:
     """Damage is told apart and not written."""
     assert world.encode() == [None] * 4
@@ -150,26 +158,26 @@ def damaged(world: World) -> None:
     for block, at in zip(blocks, (-9, 20, 70), strict=True):
         block[at] ^= 99
     for i, block in enumerate(blocks):
-        world.write(i, wire.seal(block) if i else block)
+        world.write(i, resealed(block) if i else block)
     before = world.bits.clone()
     assert world.decode() == ["checksum", "fingerprint", "key", None]
     world.check_others(before, TARGETS[3:])
 
 
 def damaged_and_sealed(world: World, alike: Alike, front: int) -> set[str | None]:
-    """Bytes that changed before the checksum was made, most of them among so many at the codes' `front`. What
-    numpy refuses is refused and not written; what it does not is decoded to the same. The causes."""
+    """Bytes of the base that changed before the checksum was made, most of them among so many at the codes' `front`.
+    What numpy refuses is refused and not written; what it does not is decoded to the same. The causes."""
     rng, found = np.random.default_rng(world.exact), set[str | None]()
     assert world.encode() == [None] * 4
-    blocks, start = [world.block(i) for i in range(4)], world.form.starts[-2]
+    blocks, start = [world.block(i) for i in range(4)], world.form.starts[-2:][0]
     for _ in range(50):
         for i, block in enumerate(blocks):
-            bad = block.copy()
+            bad, end = block.copy(), wire.part_ends(block)[0]
             for _ in range(rng.choice([1, 1, 3])):
-                least, most = (start, min(start + front, len(bad))) if rng.random() < 0.6 else (128, len(bad))
+                least, most = (start, min(start + front, end)) if rng.random() < 0.6 else (128, end)
                 at = rng.integers(least, most)
                 bad[at] = rng.choice([bad[at] ^ 1 << rng.integers(8), 255])
-            world.write(i, wire.seal(bad))
+            world.write(i, resealed(bad))
         world.bits[:, TARGETS] = 7
         for i, (cause, target) in enumerate(zip(world.decode(), TARGETS, strict=True)):
             assert (cause is not None) == world.is_refused(i)

@@ -103,7 +103,7 @@ class Waiting(SteppedEngine):
                 self.ask(prompt(300 + at, 40), f"{name}-{at}", 1)
             self.admitted, self.answers = [], {}
             self.base = time.time() - 30
-            self.add_all(130 + lost, 10.0)
+            self.add_all(130 + lost, BOUND_S + 3.0)
             report["gauges"].append(self.half.telemetry._gauges()["held_requests"][""])
             report[name] = self.serve()
         self.half.driver.missed = missed

@@ -142,7 +142,7 @@ class Ordered(RuleBasedStateMachine):
         self.queue.add_request(one)
         self.listed.append(one)
 
-    @rule(bound_s=st.sampled_from([BOUND_S, 4.0]))
+    @rule(bound_s=st.sampled_from([BOUND_S, 2 * BOUND_S]))
     def hold_back(self, bound_s: float) -> None:
         self.bound_s = bound_s
         self.queue.hold_back(bound_s)
