@@ -75,8 +75,9 @@ class SessionInfo:
     blocks. cold_bytes: saved blocks and blocks of resume points in the tiers. tiers: with some of these, by name, the
     fastest first. expected_return: as announced by the client, or by the tool's usual time. tool: awaited by the
     client. parent: session behind this one, by the client's name. lossy_tokens: cached tokens of the last request,
-    decoded or computed behind decoded ones. level: of the coarsest compressed block; None without blocks, or for a
-    codec with a single level. engine: number of the data-parallel engine.
+    decoded or computed behind decoded ones. exact: True if no block, resident or saved, is lossy. level: of the
+    coarsest compressed block; None without blocks, or for a codec with a single level. engine: number of the data-
+    parallel engine.
     """
 
     id: str
@@ -98,6 +99,7 @@ class SessionInfo:
     tool: str
     parent: str | None
     lossy_tokens: int
+    exact: bool = True
     level: int | None = None
     engine: int = 0
 
@@ -187,6 +189,7 @@ class Listing:
             tool=session.tool,
             parent=session.parent,
             lossy_tokens=session.lossy_tokens,
+            exact=bool(self._manager.is_exact(saved).all()) and not self._manager.pool.marks.lossy(resident),
             level=int(blocks.level[saved].min()) if len(saved) and shape.groups[shape.main].levels > 1 else None,
         )
 

@@ -45,7 +45,7 @@ class Queries:
         """Return the answer to a question, or obey an order.
 
         Args:
-            what: sessions, session, state, or an action on a session.
+            what: sessions, session, state, recheck, rechecked, or an action on a session.
             asked: arguments. `bound` is the asking tenant, None for a caller with access to all.
         """
         offset, bound = time.time() - time.monotonic(), asked["bound"]
@@ -54,6 +54,10 @@ class Queries:
             return {"total": page.total, "now": time.time(), "keys": page.keys, "sessions": page.sessions}
         if what == "state":
             return self._state(bound)
+        if what == "recheck":
+            return self._half.recheck()
+        if what == "rechecked":
+            return self._half.rechecked(asked["secret"], asked["divergence"], asked["is_same"])
         session = self._listing.find(asked["id"], bound)
         if session is None:
             return _refused(UNKNOWN, f"There is no session {asked['id']!r}.")

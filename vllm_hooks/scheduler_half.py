@@ -41,11 +41,12 @@ from manthan.vllm_hooks.memory import Shards, memory_shapes
 from manthan.vllm_hooks.messages import Candidate, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.queries import METHOD, Queries
+from manthan.vllm_hooks.rechecks import Rechecks
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
 from manthan.vllm_hooks.support import Latents, UnsupportedError
-from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_held
+from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_held, tell_rechecks
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import abort_at_shutdown, is_on_gpu, settings
@@ -144,6 +145,7 @@ class SchedulerHalf:
         self._fronts = fast_tiers(config.tiers, self._ranks)
         histories = Histories(self.manager, time.time) if config.api.enabled else None
         self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.tiers.places), histories)
+        self.rechecks = Rechecks(vllm_config, config.codec.guard and config.api.enabled)
         if config.api.enabled:
             self._core.offer(METHOD, Queries(self).reply)
         self._events: KvEvents | None = None
@@ -249,7 +251,7 @@ class SchedulerHalf:
 
     def asker(self, request: "Request") -> Asker | None:
         """Return the asker of the request; None for exact KV only."""
-        return self.driver.asker(request.request_id)
+        return self.rechecks.asker(request.request_id) or self.driver.asker(request.request_id)
 
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Note the blocks found by vLLM for the request, by KV cache group."""
@@ -257,7 +259,12 @@ class SchedulerHalf:
         self._found.add(request.request_id)
 
     def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
-        """Mark blocks of the request, loaded or computed, on their entry into vLLM's prefix cache. Return True."""
+        """Mark blocks of the request, loaded or computed, on their entry into vLLM's prefix cache.
+
+        Return False for a recheck's blocks: if lossy, they serve nobody.
+        """
+        if request.request_id in self.rechecks:
+            return False
         self.driver.computed(request.request_id, block_ids)
         return True
 
@@ -279,6 +286,8 @@ class SchedulerHalf:
     # -- requests -------------------------------------------------------------------------------------
 
     def new_request(self, request: "Request") -> None:
+        if self.rechecks.began(request.request_id):
+            return
         hints = hints_of(request)
         self._requests[request.request_id] = request
         self.telemetry.began(request, hints)
@@ -436,6 +445,9 @@ class SchedulerHalf:
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """Note the end of a request with KV for `blocks` blocks. Return the answer to the client's hints."""
         self._hot.pop(request.request_id, None)
+        if self.rechecks.ended(request.request_id):
+            self.driver.finished(request.request_id, (), time.monotonic(), 0)
+            return None
         self._requests.pop(request.request_id, None)
         self._hold_back(*self.driver.missed(request.request_id))
         if self._limit is not None and self._scheduler is not None and not self._requests:
@@ -453,6 +465,10 @@ class SchedulerHalf:
             if depth and self.groups.at_points
         ]
         now, ending = time.monotonic(), _ending(request)
+        if (asker := self.driver.returned(request.request_id)) is not None:
+            depth = self.driver.found(request.request_id) // self._block_size - self.groups.again
+            if depth > 0:
+                self.rechecks.offer(request, asker, self._keys(request)[:depth], depth * self._block_size)
         outcome = self.driver.finished(request.request_id, keys, now, request.num_tokens, points, ending)
         if self._events is not None:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.parts(depth)))
@@ -484,6 +500,28 @@ class SchedulerHalf:
 
     def _key_of(self, part: Part, request: "Request") -> bytes:
         return request.block_hashes[part.end // self.groups.hash_tokens - 1]
+
+    def recheck(self) -> dict[str, Any] | None:
+        """Return a restore for an API server to recheck; None without one, or if the engine is in use."""
+        found = self.rechecks.due
+        if found is None or self._requests or self.is_out_of_use:
+            return None
+        blocks = self.groups.held(len(found.prompt) + 1, self._vllm_config.max_in_flight_tokens)
+        if self.driver.runway.length(blocks) < blocks:  # KV that is not saved would be overwritten
+            return None
+        if -1 in self.pool.lookup(self._group, found.hashes):
+            self.rechecks.forget()
+            return None
+        return self.rechecks.take(found)
+
+    def rechecked(self, secret: str, divergence: float, is_same: bool) -> None:
+        """Take the result of a recheck. divergence: in nats. is_same: True if the first token is the same."""
+        if not self.rechecks.accept(secret):
+            return
+        self.telemetry.rechecked(divergence, is_same)
+        if self.guard is not None and (mean := self.guard.rechecked(divergence)) is not None:
+            tell_rechecks(mean)
+        self.steered()  # a step tells metrics
 
     # -- a step ---------------------------------------------------------------------------------------
 
@@ -601,6 +639,7 @@ class SchedulerHalf:
             return
         self.telemetry.changed.update(self.manager.table.by_id)
         self._place = self.driver.reset(time.monotonic())
+        self.rechecks.forget()
         logger.info("Manthan: the cold store is emptied.")
 
     def halt(self) -> None:
@@ -615,6 +654,7 @@ class SchedulerHalf:
     def go_on(self, was_reset: bool) -> None:
         """Undo `halt`. After a reset nothing is begun until a request comes, because weights may change up to then."""
         self._cancels, self._is_unsure = False, True
+        self.rechecks.forget()
         if was_reset:
             self.telemetry.changed.update(self.manager.table.by_id)
             self.driver.forget_resident(time.monotonic())

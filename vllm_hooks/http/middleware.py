@@ -16,6 +16,8 @@ from manthan.vllm_hooks.compat import key_check
 from manthan.vllm_hooks.http.api import ApiError, make_router
 from manthan.vllm_hooks.http.hints import Incoming, keep
 from manthan.vllm_hooks.http.page import PATHS, PREFIX, page_router
+from manthan.vllm_hooks.queries import METHOD
+from manthan.vllm_hooks.rechecks import Rechecker
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
 
 App = Callable[..., Awaitable[None]]
@@ -36,15 +38,18 @@ class Middleware:
     def __init__(self, app: App) -> None:
         self._app = app
         self._has_begun = False
+        self._rechecker = Rechecker()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
         if not self._has_begun:  # the server's start: routes can be added, and flags are known
             self._has_begun = True
-            add_api(scope["app"])
+            if add_api(scope["app"]):
+                self._rechecker.start(scope["app"].state, METHOD)
         incoming = keep(scope["headers"]) if "headers" in scope else None  # of a WebSocket, too
         if incoming is None or scope.get("method") != "POST":
             await self._app(scope, receive, send)
             return
+        self._rechecker.make_way()
         answer = HeldAnswer(incoming, scope, receive, send)
         try:
             await self._app(scope, receive, answer.send)
@@ -54,11 +59,14 @@ class Middleware:
                 raise
 
 
-def add_api(app: FastAPI) -> None:
-    """Add the HTTP API and the live page to the server of an engine with Manthan, unless disabled."""
+def add_api(app: FastAPI) -> bool:
+    """Add the HTTP API and the live page to the server of an engine with Manthan, unless disabled.
+
+    Return True if restores are to be rechecked.
+    """
     args = app.state.args
-    if not is_on(args) or not (config := from_vllm_config(args).api).enabled:
-        return
+    if not is_on(args) or not (config := (whole := from_vllm_config(args)).api).enabled:
+        return False
     hosts = {*config.hosts, getattr(args, "host", None) or ""} - {""}
     router: Any = app.router
     router.middleware_stack = Gate(  # behind vLLM's own middleware
@@ -69,6 +77,7 @@ def add_api(app: FastAPI) -> None:
     )
     app.include_router(make_router(args))
     app.include_router(page_router())
+    return whole.codec.guard
 
 
 class HeldAnswer:

@@ -98,6 +98,12 @@ class Telemetry:
         if outcome is not None and outcome.refused:
             self.count("pins_refused")
 
+    def rechecked(self, divergence: float, is_same: bool) -> None:
+        """Note a recheck's result."""
+        self.count("rechecks")
+        self.count("recheck_same_token", int(is_same))
+        self._observations["recheck_divergence"].append(divergence)
+
     # -- events ---------------------------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:
