@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 
 from manthan.manager.pool import Asker
 from manthan.vllm_hooks.compat import ask_cores
+from manthan.vllm_hooks.queries import METHOD
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,8 +97,8 @@ class Rechecks:
         The rest is as in `Restore`.
         """
         prompt = request.prompt_token_ids
-        is_plain = not (request.cache_salt or request.lora_request or request.mm_features)
-        if self._is_on and prompt is not None and is_plain and random.random() * EVERY < 1:
+        is_plain = request.prompt_embeds is None and not (request.lora_request or request.mm_features)
+        if self._is_on and prompt and is_plain and not request.cache_salt and random.random() * EVERY < 1:
             self._waiting = Restore(prompt, asker, hashes, least)
 
     @property
@@ -133,23 +134,23 @@ class Rechecker:
         self._task: asyncio.Task[None] | None = None
         self._run: asyncio.Task[None] | None = None
 
-    def start(self, state: Any, method: str) -> None:
-        """Begin to ask the engine cores behind `state.engine_client`. method: name of their call for questions."""
-        self._task = asyncio.get_running_loop().create_task(self._watch(state, method))
+    def start(self, state: Any) -> None:
+        """Begin to ask the engine cores behind `state.engine_client`."""
+        self._task = asyncio.get_running_loop().create_task(self._watch(state))
 
     def make_way(self) -> None:
         """End a running recheck; vLLM aborts the request."""
         if self._run is not None:
             self._run.cancel()
 
-    async def _watch(self, state: Any, method: str) -> None:
+    async def _watch(self, state: Any) -> None:
         while (client := getattr(state, "engine_client", None)) is not None:
             await asyncio.sleep(ASK_S)
             try:
-                answers = await ask_cores(client, method, "recheck", {"bound": None}) or []
+                answers = await ask_cores(client, METHOD, "recheck", {"bound": None}) or []
                 for rank, asked in enumerate(map(from_json, answers)):
                     if asked is not None:
-                        self._run = asyncio.ensure_future(_recheck(client, method, asked, rank, len(answers)))
+                        self._run = asyncio.ensure_future(_recheck(client, asked, rank, len(answers)))
                         await asyncio.wait({self._run})
                         if not self._run.cancelled():
                             self._run.result()
@@ -161,7 +162,7 @@ class Rechecker:
                 self._run = None
 
 
-async def _recheck(client: Any, method: str, asked: Mapping[str, Any], rank: int, ranks: int) -> None:
+async def _recheck(client: Any, asked: Mapping[str, Any], rank: int, ranks: int) -> None:
     """Compare the first token behind resident KV with the computed one, and tell the engine cores."""
     where = {"data_parallel_rank": rank} if ranks > 1 else {}
     cached, lossy = await _first(client, asked, LOSSY, where)
@@ -169,7 +170,7 @@ async def _recheck(client: Any, method: str, asked: Mapping[str, Any], rank: int
         return
     _, exact = await _first(client, asked, EXACT, where)
     found = {"divergence": divergence(exact, lossy), "is_same": max(exact, key=exact.get) == max(lossy, key=lossy.get)}
-    await ask_cores(client, method, "rechecked", {"bound": None, "secret": asked["secret"], **found})
+    await ask_cores(client, METHOD, "rechecked", {"bound": None, "secret": asked["secret"], **found})
 
 
 async def _first(client: Any, asked: Mapping[str, Any], name: str, where: dict[str, int]) -> tuple[int, Any]:

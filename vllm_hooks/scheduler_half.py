@@ -447,6 +447,10 @@ class SchedulerHalf:
         self._hot.pop(request.request_id, None)
         if self.rechecks.ended(request.request_id):
             self.driver.finished(request.request_id, (), time.monotonic(), 0)
+            if request.cache_salt:  # nobody else finds these blocks
+                for group in self.groups.stored:
+                    step = group.tokens // self.groups.hash_tokens
+                    self.pool.release(group.index, request.block_hashes[step - 1 :: step])
             return None
         self._requests.pop(request.request_id, None)
         self._hold_back(*self.driver.missed(request.request_id))

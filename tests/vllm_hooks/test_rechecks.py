@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 from api_client import ApiClient
 from pydantic_core import to_json
-from vllm_engine import MODEL, Table
+from vllm_engine import BLOCK, MODEL, Table
 from warm_server import RECHECKS, warm_server
 
 from manthan.benchmarks.server import VllmServer
 from manthan.vllm_hooks import rechecks
-from manthan.vllm_hooks.rechecks import Rechecker, divergence
+from manthan.vllm_hooks.rechecks import Rechecker, Rechecks, divergence
 
 FLAGS = ["--served-model-name", "tiny", "--block-size", "32", "--max-model-len", "2048", "--enforce-eager"]
 FLAGS += ["--num-gpu-blocks-override", "131", "--manthan-policy", "lru", "--manthan-idle-after", "0.3"]
 QUIET_S = 0.5
+DECIDES = ("cache_salt", "lora_request", "mm_features")
+"""Fields of a request that decide the answer, besides tokens."""
 
 
 def serve(tmp_path: Path, *flags: str) -> Iterator[ApiClient]:
@@ -37,7 +39,7 @@ def lossy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiClient]:
 
 def come_back(client: ApiClient, seed: int, **fields: Any) -> Any:
     """Have a session go cold and return. Return the answer."""
-    name, prompt = f"chat {seed}", Table(seed).question(1)[0]
+    name, prompt = f"chat {seed}", fields.pop("prompt", None) or Table(seed).question(1)[0]
     client.complete(name, prompt, model="tiny", temperature=0)
     client.wait_for_state(name, "cold")
     assert client.http.post("/reset_prefix_cache").json()["success"]
@@ -68,6 +70,15 @@ def test_a_lossy_restore_is_rechecked_once_and_leaves_no_trace(lossy: ApiClient)
         assert count(server) == before + 1, cold
 
 
+def test_what_a_recheck_computes_behind_decoded_kv_is_not_taken_for_exact(lossy: ApiClient) -> None:
+    """vLLM computes the last token of a prompt, and thereby the last block of a prompt of whole blocks."""
+    before, prompt = count(lossy.server), [100 + n % 97 for n in range(8 * BLOCK)]
+    come_back(lossy, 5, prompt=prompt)
+    wait_for(lossy, before + 1)
+    again = lossy.complete("chat 5", [*prompt, 7, 8, 9], model="tiny")  # type: ignore[arg-type]
+    assert again["kv_transfer_params"]["manthan"]["lossy_tokens"] == 8 * BLOCK
+
+
 @pytest.mark.parametrize("asked", [{"cache_salt": "mine"}, {"kv_transfer_params": {"manthan": {"quality": "exact"}}}])
 def test_no_salted_request_and_none_for_exact_kv_is_rechecked(lossy: ApiClient, asked: dict[str, Any]) -> None:
     """A restore after it is, so that the time was long enough."""
@@ -89,9 +100,10 @@ def test_users_are_answered_during_rechecks(lossy: ApiClient) -> None:
     lossy.server.wait_for(lambda: count(lossy.server) > before, 60, "recheck the last restore")
 
 
-def test_an_exact_codec_is_not_rechecked(tmp_path: Path) -> None:
-    (tmp_path / "exact.yaml").write_text("codec: {sink_tokens: 100000}")
-    for client in serve(tmp_path, "--manthan-config", str(tmp_path / "exact.yaml")):
+@pytest.mark.parametrize("codec", ["{sink_tokens: 100000}", "{guard: false}"])
+def test_exact_restores_are_not_rechecked_nor_any_without_the_guard(tmp_path: Path, codec: str) -> None:
+    (tmp_path / "manthan.yaml").write_text(f"codec: {codec}")
+    for client in serve(tmp_path, "--manthan-config", str(tmp_path / "manthan.yaml")):
         for seed in range(3):
             come_back(client, seed)
         assert count(client.server, "restores_total") == 3
@@ -136,7 +148,7 @@ def test_a_request_ends_a_running_recheck_and_the_next_one_is_made(monkeypatch: 
 
     async def run() -> None:
         client, rechecker = Client(), Rechecker()
-        rechecker.start(SimpleNamespace(engine_client=client), "ask")
+        rechecker.start(SimpleNamespace(engine_client=client))
         await until(lambda: client.salts)
         assert (client.ended, client.told) == (0, [])
         rechecker.make_way()
@@ -157,7 +169,7 @@ def test_a_prompt_whose_kv_is_gone_tells_nothing(monkeypatch: pytest.MonkeyPatch
     async def run() -> None:
         client, rechecker = Client(cached=32), Rechecker()
         client.go.set()
-        rechecker.start(SimpleNamespace(engine_client=client), "ask")
+        rechecker.start(SimpleNamespace(engine_client=client))
         await until(lambda: len(client.salts) == 3)
         assert (client.told, any(client.salts)) == ([], False)
 
@@ -181,3 +193,42 @@ def test_the_divergence_is_that_of_the_named_tokens_and_a_rest() -> None:
 
 def test_certain_tokens_diverge_finitely() -> None:
     assert 1 < divergence({1: 0.0, 2: -math.inf}, {3: 0.0, 2: -math.inf}) < 100
+
+
+# -- the engine core's side -------------------------------------------------------------------------------
+
+
+def test_a_result_counts_once_and_not_after_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rechecks, "EVERY", 1)
+    model = SimpleNamespace(max_logprobs=5, logprobs_mode="raw_logprobs")
+    core: Any = Rechecks(SimpleNamespace(model_config=model), True)  # type: ignore[arg-type]
+    request = SimpleNamespace(prompt_token_ids=[1, 2], prompt_embeds=None, **dict.fromkeys(DECIDES))
+
+    def take() -> dict[str, Any]:
+        core.offer(request, ("", "a"), [b"1"], 1)
+        taken: dict[str, Any] = core.take(core.due)
+        return taken
+
+    taken = take()
+    assert (taken["prompt"], taken["top"], core.due) == ([1, 2], 5, None)
+    assert not core.accept(""), "nor that of no recheck"
+    assert core.accept(taken["secret"])
+    assert not core.accept(taken["secret"])
+    taken = take()
+    core.forget()
+    assert not core.accept(taken["secret"])
+    assert not core.began(f"{taken['secret']}-lossy")
+
+
+@pytest.mark.parametrize("given", DECIDES)
+def test_a_request_with_more_than_tokens_is_not_remembered(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rechecks, "EVERY", 1)
+    model = SimpleNamespace(max_logprobs=-1, logprobs_mode="raw_logprobs")
+    core: Any = Rechecks(SimpleNamespace(model_config=model), True)  # type: ignore[arg-type]
+    request = SimpleNamespace(prompt_token_ids=[1], prompt_embeds=None, **dict.fromkeys(DECIDES) | {given: "some"})
+    core.offer(request, ("", "a"), [b"1"], 1)
+    assert core.due is None
+    core.offer(SimpleNamespace(**vars(request) | {given: None}), ("", "a"), [b"1"], 1)
+    assert core.due is not None
+    core.ended("a user's")
+    assert core.due is None, "the engine was not idle for long enough"

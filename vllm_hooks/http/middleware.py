@@ -16,7 +16,6 @@ from manthan.vllm_hooks.compat import key_check
 from manthan.vllm_hooks.http.api import ApiError, make_router
 from manthan.vllm_hooks.http.hints import Incoming, keep
 from manthan.vllm_hooks.http.page import PATHS, PREFIX, page_router
-from manthan.vllm_hooks.queries import METHOD
 from manthan.vllm_hooks.rechecks import Rechecker
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
 
@@ -44,7 +43,7 @@ class Middleware:
         if not self._has_begun:  # the server's start: routes can be added, and flags are known
             self._has_begun = True
             if add_api(scope["app"]):
-                self._rechecker.start(scope["app"].state, METHOD)
+                self._rechecker.start(scope["app"].state)
         incoming = keep(scope["headers"]) if "headers" in scope else None  # of a WebSocket, too
         if incoming is None or scope.get("method") != "POST":
             await self._app(scope, receive, send)
