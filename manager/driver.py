@@ -408,6 +408,11 @@ class Driver:
         serving = self._serving.get(request_id)
         return (0 if serving is None else serving.found or 0) * self.manager.shape.block_tokens
 
+    def returned(self, request_id: str) -> Asker | None:
+        """Return the asker of a request whose load brought lossy KV; None for any other request."""
+        serving = self._serving.get(request_id)
+        return serving.request.asker if serving is not None and serving.was_loaded and serving.lossy else None
+
     def missed(self, request_id: str) -> tuple[int, int]:
         """Return the number of a prompt's blocks known from earlier requests, and the number of known blocks not found.
 

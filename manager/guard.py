@@ -4,7 +4,9 @@ Blocks are encoded with the finest lossy codec until every rank has measured eno
 choice may change in both directions.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from manthan.codec.cpu.exact import EXACT
@@ -14,6 +16,9 @@ from manthan.manager.session.manager import SessionManager
 
 COARSER = 0.8
 """Share of each noise limit below which a coarser codec must stay to replace the finer codec in use."""
+
+RECHECKS, MOST_DIVERGENCE = 20, 0.25
+"""Number of the last rechecks that decide, and their largest mean divergence in nats."""
 
 
 class Choice(NamedTuple):
@@ -36,6 +41,10 @@ class Guard:
         self._finest = len(choices) - 2
         self._verdicts: dict[int, Verdict] = {}
         self._judged: int | None = None
+        self._divergences: deque[float] = deque(maxlen=RECHECKS)
+        self._coarsest = 0
+        """First choice that rechecks have not refused."""
+        self._used = self._finest
         self._use(self._finest)
 
     def answered(self, verdicts: Sequence[Verdict]) -> None:
@@ -45,9 +54,10 @@ class Guard:
         if len(found) < self._ranks:
             return
         if not all(verdict.measured for verdict in found):
-            self.reset()
+            self._unjudge()
             return
-        choice = next((at for at in range(self._finest + 1) if self._may_use(at, found)), self._finest + 1)
+        lossy = range(self._coarsest, self._finest + 1)
+        choice = next((at for at in lossy if self._may_use(at, found)), self._finest + 1)
         worst = max(found, key=lambda verdict: (verdict.is_slow(0), verdict.measured[0].excess))
         was, self._judged = self._judged, choice
         self._use(choice)
@@ -57,15 +67,38 @@ class Guard:
     def offer(self, choice: Choice) -> None:
         """Add a coarser codec, to be used if faithful. The codec in use stays until all ranks have measured it."""
         self._choices = [choice, *self._choices]
-        self._finest += 1
+        self._finest, self._used = self._finest + 1, self._used + 1
+        self._coarsest += self._coarsest > 0
         self._judged = None if self._judged is None else self._judged + 1
         self._verdicts.clear()
 
+    def rechecked(self, divergence: float) -> float | None:
+        """Take the divergence of a restore, in nats.
+
+        Return the mean of the last ones if the codec in use is refused because of them, else None.
+        """
+        if self._used > self._finest:
+            return None
+        self._divergences.append(divergence)
+        mean = fmean(self._divergences)
+        if len(self._divergences) < RECHECKS or mean <= MOST_DIVERGENCE:
+            return None
+        self._divergences.clear()
+        self._coarsest = self._used + 1
+        self._use(self._coarsest)
+        self.answered(())
+        return mean
+
     def reset(self) -> None:
-        """Forget all measurements, after a failure or with new weights."""
+        """Forget all measurements and rechecks, because weights may be new."""
+        self._divergences.clear()
+        self._coarsest = 0
+        self._unjudge()
+
+    def _unjudge(self) -> None:
         self._verdicts.clear()
         self._judged = None
-        self._use(self._finest)
+        self._use(max(self._finest, self._coarsest))
         self._manager.events(Unjudged())
 
     def _may_use(self, choice: int, found: Sequence[Verdict]) -> bool:
@@ -74,4 +107,5 @@ class Guard:
         return noise <= limit and not any(verdict.is_slow(choice) for verdict in found)
 
     def _use(self, choice: int) -> None:
+        self._used = choice
         self._manager.recode(*self._choices[choice], all_exact=choice > self._finest)

@@ -76,7 +76,7 @@ class SessionInfo:
     blocks. cold_bytes: bytes of saved blocks and of resume points in the tiers. tiers: tiers with some of these, by
     name, the fastest first. expected_return: time announced by the client, or estimated for the tool. tool: tool that
     the client waits for. parent: name of the session that this one works for. lossy_tokens: number of the last
-    request's cached tokens that were decoded or derived. level: level of the coarsest compressed block; None without
+    request's cached tokens that were decoded or derived. exact: True if no block, resident or saved, is lossy. level: level of the coarsest compressed block; None without
     blocks, or for a codec without refinements. engine: number of the data-parallel engine.
     """
 
@@ -99,6 +99,7 @@ class SessionInfo:
     tool: str
     parent: str | None
     lossy_tokens: int
+    exact: bool = True
     level: int | None = None
     engine: int = 0
 
@@ -185,6 +186,7 @@ class Listing:
             tool=session.tool,
             parent=session.parent,
             lossy_tokens=session.lossy_tokens,
+            exact=bool(self._manager.is_exact(saved).all()) and not self._manager.pool.marks.lossy(resident),
             level=int(blocks.level[saved].min()) if len(saved) and shape.groups[shape.main].levels > 1 else None,
         )
 

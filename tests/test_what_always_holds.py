@@ -256,7 +256,7 @@ def test_no_request_is_held_back_and_steps_do_not_walk_the_free_queue(load: Any,
     "return True",
 )
 @pytest.mark.invariant(
-    14, "manager/session/manager.py", "length = own + first_false(self._is_exact(rows[own:length]))", "pass"
+    14, "manager/session/manager.py", "length = own + first_false(self.is_exact(rows[own:length]))", "pass"
 )
 @pytest.mark.invariant(14, "manager/session/manager.py", "counts[: len(head)] = shape.tokens", "pass")
 @pytest.mark.parametrize("is_resident", [True, False])

@@ -54,7 +54,7 @@ class Queries:
         """Answer a question, or act on a session and return it.
 
         Args:
-            what: "sessions", "session" or "state"; or an action, see `Driver.steer`, or "release".
+            what: "sessions", "session", "state", "recheck" or "rechecked"; or an action, see `Driver.steer`, or "release".
             asked: arguments: `bound`, the tenant that asks, or None for access to all; fields of `Query` for
                 "sessions"; `id` for a session; `seconds` and `tool` for an action.
         """
@@ -64,6 +64,10 @@ class Queries:
             return {"total": page.total, "now": time.time(), "keys": page.keys, "sessions": page.sessions}
         if what == "state":
             return self._state(bound)
+        if what == "recheck":
+            return self._half.recheck()
+        if what == "rechecked":
+            return self._half.rechecked(asked["secret"], asked["divergence"], asked["is_same"])
         session = self._listing.find(asked["id"], bound)
         if session is None:
             least = self._half.config.idle.min_tokens

@@ -41,11 +41,12 @@ from manthan.vllm_hooks.memory import Shards, memory_shapes
 from manthan.vllm_hooks.messages import Candidate, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, StepLimit, StepShares
 from manthan.vllm_hooks.queries import METHOD, Queries
+from manthan.vllm_hooks.rechecks import Rechecks
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
 from manthan.vllm_hooks.support import Latents, UnsupportedError
-from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_held
+from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_held, tell_rechecks
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import abort_at_shutdown, is_on_gpu, settings
@@ -144,6 +145,7 @@ class SchedulerHalf:
         self._fronts = fast_tiers(config.tiers, self._ranks)
         histories = Histories(self.manager, time.time) if config.api.enabled else None
         self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.tiers.places), histories)
+        self.rechecks = Rechecks(vllm_config, config.codec.guard and config.api.enabled)
         if config.api.enabled:
             self._core.offer(METHOD, Queries(self).reply)
         self._events: KvEvents | None = None
@@ -252,7 +254,7 @@ class SchedulerHalf:
 
     def asker(self, request: "Request") -> Asker | None:
         """Return the asker of the request; None for exact KV only."""
-        return self.driver.asker(request.request_id)
+        return self.rechecks.asker(request.request_id) or self.driver.asker(request.request_id)
 
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Note the blocks that vLLM has found for the request in its prefix cache, by KV cache group."""
@@ -260,7 +262,12 @@ class SchedulerHalf:
         self._found.add(request.request_id)
 
     def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
-        """Mark blocks of the request as vLLM enters them into its prefix cache. Return True: no error."""
+        """Mark blocks of the request as vLLM enters them into its prefix cache.
+
+        Return False for a recheck's blocks: if lossy, they serve nobody.
+        """
+        if request.request_id in self.rechecks:
+            return False
         self.driver.computed(request.request_id, block_ids)
         return True
 
@@ -288,6 +295,8 @@ class SchedulerHalf:
     # -- requests -------------------------------------------------------------------------------------
 
     def new_request(self, request: "Request") -> None:
+        if self.rechecks.began(request.request_id):
+            return
         hints = hints_of(request)
         self._requests[request.request_id] = request
         self.telemetry.began(request, hints)
@@ -445,6 +454,13 @@ class SchedulerHalf:
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """Note the end of a request that has `blocks` blocks. Return the answer to the client's hints."""
         self._resident.pop(request.request_id, None)
+        if self.rechecks.ended(request.request_id):
+            self.driver.finished(request.request_id, (), time.monotonic(), 0)
+            if request.cache_salt:  # nobody else finds these blocks
+                for group in self.groups.stored:
+                    step = group.tokens // self.groups.hash_tokens
+                    self.pool.release(group.index, request.block_hashes[step - 1 :: step])
+            return None
         self._requests.pop(request.request_id, None)
         self._hold_back(*self.driver.missed(request.request_id))
         if self._limit is not None and self._scheduler is not None and not self._requests:
@@ -462,6 +478,10 @@ class SchedulerHalf:
             if depth and self.groups.at_points
         ]
         now, ending = time.monotonic(), _ending(request)
+        if (asker := self.driver.returned(request.request_id)) is not None:
+            depth = self.driver.found(request.request_id) // self._block_size - self.groups.again
+            if depth > 0:
+                self.rechecks.offer(request, asker, self._keys(request)[:depth], depth * self._block_size)
         outcome = self.driver.finished(request.request_id, keys, now, request.num_tokens, points, ending)
         if self._events is not None:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.parts(depth)))
@@ -493,6 +513,28 @@ class SchedulerHalf:
 
     def _key_of(self, part: Part, request: "Request") -> bytes:
         return request.block_hashes[part.end // self.groups.hash_tokens - 1]
+
+    def recheck(self) -> dict[str, Any] | None:
+        """Return a restore for an API server to recheck; None without one, or if the engine is in use."""
+        found = self.rechecks.due
+        if found is None or self._requests or self.is_out_of_use:
+            return None
+        blocks = self.groups.held(len(found.prompt) + 1, self._vllm_config.max_in_flight_tokens)
+        if self.driver.runway.length(blocks) < blocks:  # KV that is not saved would be overwritten
+            return None
+        if -1 in self.pool.lookup(self._group, found.hashes):
+            self.rechecks.forget()
+            return None
+        return self.rechecks.take(found)
+
+    def rechecked(self, secret: str, divergence: float, is_same: bool) -> None:
+        """Take the result of a recheck. divergence: in nats. is_same: True if the first token is the same."""
+        if not self.rechecks.accept(secret):
+            return
+        self.telemetry.rechecked(divergence, is_same)
+        if self.guard is not None and (mean := self.guard.rechecked(divergence)) is not None:
+            tell_rechecks(mean)
+        self.steered()  # a step tells metrics
 
     # -- a step ---------------------------------------------------------------------------------------
 
@@ -613,6 +655,7 @@ class SchedulerHalf:
             return
         self.telemetry.changed.update(self.manager.table.by_id)
         self._place = self.driver.reset(time.monotonic())
+        self.rechecks.forget()
         logger.info("Manthan: the cold store is emptied.")
 
     def halt(self) -> None:
@@ -627,6 +670,7 @@ class SchedulerHalf:
     def go_on(self, was_reset: bool) -> None:
         """Undo `halt`. No transfer begins until a request comes, because weights may change until then."""
         self._cancels, self._is_unsure = False, True
+        self.rechecks.forget()
         if was_reset:
             self.telemetry.changed.update(self.manager.table.by_id)
             self.driver.forget_resident(time.monotonic())

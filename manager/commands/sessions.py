@@ -2,8 +2,9 @@
 
 import json
 import os
+import time
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from http.client import HTTPException
 from typing import Annotated, Any
 from urllib.error import HTTPError
@@ -26,7 +27,7 @@ Tenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Tenant of
 Id = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id, as `list` shows it.")]
 COLUMNS = (
     *("id", "parent", "tenant", "state", "tokens", "hot_bytes"),
-    *("tiers", "level", "last_used", "requests", "pinned"),
+    *("tiers", "exact", "level", "last_used", "requests", "pinned"),
 )
 LOCAL = "http://127.0.0.1:8000"
 
@@ -64,6 +65,7 @@ def show(session: Id, url: Url = LOCAL, tenant: Tenant = "") -> None:
     """Show a session, and what happened to it."""
     answer, table = _ask(url, _path(session, tenant)), Table(box=None, show_header=False)
     life = answer.pop("life")
+    answer["age"] = str(timedelta(seconds=round(time.time() - answer["created"])))
     for name, value in answer.items():
         table.add_row(name, Text(_value(name, value)))
     for event in life:

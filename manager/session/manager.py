@@ -501,14 +501,14 @@ class SessionManager:
             length = first_false(~self.is_coarse(rows[:length]))
         own = max(0, request.own - resident)
         if self.shape.stores_main and length > own:
-            length = own + first_false(self._is_exact(rows[own:length]))
+            length = own + first_false(self.is_exact(rows[own:length]))
         if not self.points.is_needed:
             return length
         for end in range(length, 0, -1):
             point = self.points.at(int(rows[end - 1]))
             if point is None or not self.points.stands(point) or (is_high and self.is_coarse(point.rows).any()):
                 continue  # the point cannot be loaded, or is too coarse
-            if end <= own or self._is_exact(point.rows).all():
+            if end <= own or self.is_exact(point.rows).all():
                 return end
         return 0
 
@@ -517,7 +517,7 @@ class SessionManager:
         is_coarse: Mask = (self.blocks.level[rows] < HIGH) & ~self._is_whole(rows)
         return is_coarse
 
-    def _is_exact(self, rows: Rows) -> Mask:
+    def is_exact(self, rows: Rows) -> Mask:
         """Return a mask of the saved rows that decode, bit for bit, to KV computed from exact blocks."""
         is_exact: Mask = self._is_whole(rows) & (self.blocks.mark[rows] == Mark.EXACT)
         return is_exact

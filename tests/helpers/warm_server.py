@@ -18,6 +18,8 @@ from manthan.benchmarks.server import VllmServer
 
 LOOKUP_WAIT = "TEST_LOOKUP_WAIT_S"
 """Environment variable: the seconds that a request waits for Redis, where a test must not depend on the machine."""
+RECHECKS = "TEST_RECHECKS"
+"""Environment variable: if set, each restore is rechecked, after so many seconds without a request."""
 
 
 def warm_server(model: str, flags: Sequence[str], log: Path, env: dict[str, str] | None = None) -> VllmServer:
@@ -68,8 +70,11 @@ def _serve(command: Sequence[str], env: Mapping[str, str], log: str) -> None:
     from vllm.v1.engine import utils
 
     from manthan.manager.session import persist
+    from manthan.vllm_hooks import rechecks
 
     utils.get_mp_context = warm_vllm.forking
     persist.WAIT_S = float(os.environ.get(LOOKUP_WAIT, persist.WAIT_S))
+    if quiet_s := os.environ.get(RECHECKS):
+        rechecks.EVERY, rechecks.QUIET_S, rechecks.ASK_S = 1, float(quiet_s), 0.2
     sys.argv = list(command)
     main()

@@ -9,7 +9,7 @@ from talks import GROUP, IDLE_AFTER_S, SHAPE, Talks
 
 from manthan.codec.fidelity import LOGIT_NOISE, Fidelity
 from manthan.manager.events import Event, Judged, Unjudged, Verdict
-from manthan.manager.guard import Choice, Guard
+from manthan.manager.guard import MOST_DIVERGENCE, RECHECKS, Choice, Guard
 from manthan.manager.session.blocks import MemoryShape
 
 FINER = MemoryShape({0: replace(GROUP, bounds={0: 140, 4: 180, 16: 500}, codec="finer")})
@@ -151,3 +151,46 @@ def test_a_codec_that_is_offered_is_used_when_it_is_faithful_and_no_sooner() -> 
     world.guard.reset()
     assert world.manager.shape is FINER
     assert world.codecs == ["coarse", "coarse", "coarse", "offered", None]
+
+
+def recheck(world: World, *divergences: float) -> MemoryShape:
+    for each in divergences:
+        world.guard.rechecked(each)
+    return world.manager.shape
+
+
+def test_rechecks_that_diverge_on_average_refuse_a_codec_and_fewer_never_do() -> None:
+    world = World()
+    assert world.used(verdict(0.5)) is SHAPE
+    assert recheck(world, *[99.0] * (RECHECKS - 1)) is SHAPE
+    assert world.guard.rechecked(99.0) == 99
+    assert world.manager.shape is FINER
+    assert world.used(verdict(0.1)) is FINER, "the noise does not matter any more"
+    assert recheck(world, *[99.0] * (RECHECKS - 1)) is FINER, "of the finer codec nothing is known"
+    assert recheck(world, 99.0) is WHOLE
+    assert recheck(world, *[99.0] * RECHECKS) is WHOLE
+    assert world.used(Verdict(0)) is WHOLE, "nor a measurement that fails"
+    assert world.codecs == ["coarse", "finer", "finer", "exact", None]
+    world.guard.reset()
+    assert world.used(verdict(0.5)) is SHAPE, "other weights are others"
+
+
+def test_single_rechecks_that_diverge_refuse_nothing() -> None:
+    world = World()
+    assert world.used(verdict(0.5)) is SHAPE
+    assert recheck(world, *[0.0] * RECHECKS, 0.9 * RECHECKS * MOST_DIVERGENCE) is SHAPE
+    assert recheck(world, 0.2 * RECHECKS * MOST_DIVERGENCE) is FINER
+
+
+def test_rechecks_refuse_a_codec_before_the_first_verdict() -> None:
+    world = World(ranks=2)
+    assert recheck(world, *[1.0] * RECHECKS) is WHOLE
+    assert world.codecs == []
+
+
+def test_a_codec_coarser_than_a_refused_one_is_refused() -> None:
+    world = World()
+    assert world.used(verdict(0.5)) is SHAPE
+    assert recheck(world, *[1.0] * RECHECKS) is FINER
+    world.guard.offer(Choice(MemoryShape({0: replace(GROUP, codec="offered")}), 20_099))
+    assert world.used(Verdict(0, [fidelity("offered", 0.1), *verdict(0.1).measured])) is FINER

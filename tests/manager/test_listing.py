@@ -6,6 +6,7 @@ import pytest
 from talks import GROUP, Talks
 
 from manthan.manager.listing import Held, Listing, Query, Sort
+from manthan.manager.pool import Mark
 from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.table import SessionState
 
@@ -63,6 +64,10 @@ def test_what_is_told_of_a_session(talks: Talks) -> None:
     assert (idle.pinned, idle.expected_return) == (True, talks.now - 2.0 + 5.0)
     assert listing.info(talks.session("acme/c"), "acme", 100.0).id == "c"
     assert listing.info(talks.session("b"), None, 100.0).created == cold.created + 100.0
+    assert (cold.exact, idle.exact) == (False, True)
+    hashes = talks.manager.blocks.hashes(talks.session("acme/c").rows)
+    talks.pool.marks.set(talks.pool.lookup(0, hashes)[-1:], Mark.DERIVED, ("acme", "c"))
+    assert not listing.info(talks.session("acme/c")).exact, "computed behind decoded blocks"
     talks.overwrite()
     cold = listing.info(talks.session("b"))
     assert (cold.hot_blocks, cold.hot_bytes, cold.cold_blocks) == (0, 0, 3)

@@ -247,6 +247,8 @@ def test_the_command_sees_pins_and_releases(api) -> None:
     assert sessions(api, "list", "--state", "cold", "--sort", "id")[1].splitlines()[1].startswith(" acme/bob")
     status, shown = sessions(api, "show", "bob", "--tenant", "acme")
     assert (status, "went cold" in shown.lower(), "tokens" in shown) == (0, True, True)
+    facts = dict(line.split() for line in shown.splitlines() if len(line.split()) == 2)
+    assert (facts["exact"], facts["age"][:5]) == ("False", "0:00:")
     assert sessions(api, "pin", "alice", "--seconds", "60") == (0, "alice is pinned; it is idle.\n")
     assert sessions(api, "list")[1].splitlines()[2].split()[-1] == "True"
     assert sessions(api, "pin", "alice", "--off") == (0, "alice is not pinned; it is idle.\n")

@@ -179,6 +179,8 @@ def test_a_session_goes_cold_and_comes_back(server, table, tabs) -> None:
         "2 turns, 1 eviction, 1 restore. 544 tokens were not computed again"
     )
     expect(life.locator("#life-strip svg rect.cold")).to_have_count(1)
+    expect(life).to_contain_text("Qualitylossy, 544 tokens of the last prompt")
+    expect(life).to_contain_text("Age")
     path = f"{server.url}/manthan/sessions/there-and-back/expect"
     httpx.post(path, json={"tool": "compile"}, headers=AUTHORIZED).raise_for_status()
     expect(life).to_contain_text("–, after compile")

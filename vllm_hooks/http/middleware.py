@@ -18,6 +18,7 @@ from manthan.vllm_hooks.compat import key_check
 from manthan.vllm_hooks.http.api import ApiError, make_router
 from manthan.vllm_hooks.http.hints import Incoming, keep
 from manthan.vllm_hooks.http.page import PATHS, PREFIX, page_router
+from manthan.vllm_hooks.rechecks import Rechecker
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
 
 logger = init_logger("vllm.manthan")
@@ -40,15 +41,18 @@ class Middleware:
     def __init__(self, app: App) -> None:
         self._app = app
         self._has_begun = False
+        self._rechecker = Rechecker()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
         if not self._has_begun:  # the first call is the server's start: the app now has vLLM's flags
             self._has_begun = True
-            add_api(scope["app"])
+            if add_api(scope["app"]):
+                self._rechecker.start(scope["app"].state)
         incoming = keep(scope["headers"]) if "headers" in scope else None  # WebSockets have headers, too
         if incoming is None or scope.get("method") != "POST":
             await self._app(scope, receive, send)
             return
+        self._rechecker.make_way()
         answer = HeldAnswer(incoming, scope, receive, send)
         try:
             await self._app(scope, receive, answer.send)
@@ -58,15 +62,17 @@ class Middleware:
                 raise
 
 
-def add_api(app: FastAPI) -> None:
+def add_api(app: FastAPI) -> bool:
     """Add the HTTP API and the live page to a server that runs Manthan, unless `api.enabled` is false.
 
     Args:
         app: vLLM's app. `app.state.args` has the server's flags.
+
+    Returns: True if restores are to be rechecked.
     """
     args = app.state.args
-    if not is_on(args) or not (config := from_vllm_config(args).api).enabled:
-        return
+    if not is_on(args) or not (config := (whole := from_vllm_config(args)).api).enabled:
+        return False
     hosts = {*config.hosts, getattr(args, "host", None) or ""} - {""}
     router: Any = app.router
     router.middleware_stack = Gate(  # behind vLLM's own middleware
@@ -79,6 +85,7 @@ def add_api(app: FastAPI) -> None:
     app.include_router(page_router())
     if address := address_of(args):
         logger.info("Manthan: the live page is at %s%s/", address, PREFIX)
+    return whole.codec.guard
 
 
 def address_of(args: Namespace) -> str:

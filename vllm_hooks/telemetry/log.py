@@ -11,6 +11,7 @@ from manthan.codec.fidelity import LOGIT_NOISE, VALUE_NOISE, WORST_LOGIT_NOISE
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import ConfigError, ManthanConfig
 from manthan.manager.events import FIRST_BLOCKS
+from manthan.manager.guard import MOST_DIVERGENCE, RECHECKS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -157,6 +158,17 @@ def tell_verdict(found: "Judged") -> None:
         "takes longer to decode than this model to compute" if found.is_slow else "is not faithful on this model",
         "all tokens are kept exact" if found.codec == EXACT else f"{found.codec} is used instead",
         said,
+    )
+
+
+def tell_rechecks(mean: float) -> None:
+    """Log that a finer codec is used because of rechecks. mean: divergence in nats."""
+    logger.warning(
+        "Manthan: behind the last %d rechecked restores the first token diverges by %.2g nats on average "
+        "(%g is allowed): a finer codec is used from now on",
+        RECHECKS,
+        mean,
+        MOST_DIVERGENCE,
     )
 
 

@@ -10,6 +10,7 @@ from manthan.manager.events import DropCause
 from manthan.manager.session.hints import Hints
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_NATS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.25, 1.0, 3.0, 10.0)
 _BYTES = tuple(float(4**power) for power in range(5, 18))  # 1 KiB to 16 GiB
 FAILURE_CAUSES = (
     *("store_full", "store_down", "disk", "encode", "decode", "missing", "reset", "internal"),
@@ -75,6 +76,8 @@ METRICS: dict[str, _Metric] = {
         values=("exact", "derived", "decoded"),
     ),
     "lossy_tokens": _Metric(Counter, "Cached tokens of prompts that were decoded, or computed behind decoded ones."),
+    "rechecks": _Metric(Counter, "Lossy restores that were computed anew while the server was idle."),
+    "recheck_same_token": _Metric(Counter, "Of these, those whose likeliest first token is the same."),
     "restored_blocks": _Metric(Counter, "Blocks restored from the cold store, of all KV cache groups."),
     "dropped_blocks": _Metric(
         Counter, "Blocks dropped from the cold store, by cause.", "cause", values=tuple(DropCause)
@@ -103,6 +106,9 @@ METRICS: dict[str, _Metric] = {
     "restore_seconds": _Metric(Histogram, "Time to fetch and decode a restore.", None, _SECONDS),
     "restore_bytes": _Metric(Histogram, "Encoded bytes of a restore.", None, _BYTES),
     "encode_bytes": _Metric(Histogram, "Bytes of compressed blocks that an eviction made.", None, _BYTES),
+    "recheck_divergence": _Metric(
+        Histogram, "KL divergence in nats of the first token behind a restore from the computed one.", None, _NATS
+    ),
 }
 
 

@@ -108,6 +108,12 @@ class Telemetry:
         if self.measured_blocks * 4 // FIRST_BLOCKS > was * 4 // FIRST_BLOCKS and self._judged is None:
             tell_progress(configured, self.measured_blocks, used)
 
+    def rechecked(self, divergence: float, is_same: bool) -> None:
+        """Note a recheck's result."""
+        self.count("rechecks")
+        self.count("recheck_same_token", int(is_same))
+        self._observations["recheck_divergence"].append(divergence)
+
     # -- events ---------------------------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:

@@ -67,11 +67,19 @@ function facts(session) {
     ["Tokens", `${count(session.tokens)} in ${plural(session.blocks, "block")}`],
     ["In the pool", `${bytes(session.hot_bytes)} in ${plural(session.hot_blocks, "block")}`],
     ["In the cold store", `${bytes(session.cold_bytes)} in ${plural(session.cold_blocks, "block")}${where ? `, ${where}` : ""}`],
+    ["Quality", quality(session)],
+    ["Age", span(Math.max(0, Math.floor(serverNow() - session.created)))],
     ["Last used", `${ago(serverNow() - session.last_used)}, ${plural(session.requests, "request")}`],
     ["Expected", session.tool ? `${expected(session)}, after ${session.tool}` : expected(session)],
     ["Priority", String(session.priority)],
     ["Tenant", session.tenant || "nobody"],
   ];
+}
+
+function quality(session) {
+  const level = session.level === null ? "" : `, level ${session.level}`;
+  const last = session.lossy_tokens ? `, ${plural(session.lossy_tokens, "token")} of the last prompt` : "";
+  return session.exact ? "exact" : `lossy${level}${last}`;
 }
 
 function sum(events) {

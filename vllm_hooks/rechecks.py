@@ -1,0 +1,196 @@
+"""Rechecks: now and then a restore is computed anew while the server is idle, and the first tokens are compared.
+
+The engine core remembers the prompt of a request whose load brought lossy KV. An API server asks for the prompt, and
+generates a token twice: behind the KV that is still resident, and under a fresh cache salt, so that all is computed.
+"""
+
+import asyncio
+import math
+import random
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic_core import from_json
+from vllm import SamplingParams
+from vllm.logger import init_logger
+
+from manthan.manager.pool import Asker
+from manthan.vllm_hooks.compat import ask_cores
+from manthan.vllm_hooks.queries import METHOD
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.manthan")
+
+EVERY = 1000
+"""Number of restores for each recheck, on average."""
+QUIET_S = 5.0
+"""Seconds without a request before a recheck."""
+ASK_S = 5.0
+"""Seconds between two questions of an API server."""
+TOP = 20
+"""Number of compared tokens, the likeliest of each computation."""
+TINY = 1e-9
+LOSSY, EXACT = "lossy", "exact"
+"""Names of the two computations."""
+
+
+class Restore(NamedTuple):
+    """Restore to recheck. hashes: of the prompt's first blocks, which must still be resident. least: their tokens."""
+
+    prompt: Sequence[int]
+    asker: Asker
+    hashes: Sequence[bytes]
+    least: int
+
+
+class Rechecks:
+    """Rechecks of an engine core. At most one waits; a newer one replaces it.
+
+    Sessions, stores and metrics know nothing of a recheck's requests. Their ids begin with a secret of the core, so
+    that no client can name such a request.
+    """
+
+    def __init__(self, vllm_config: "VllmConfig", is_on: bool) -> None:
+        model = vllm_config.model_config
+        self._top = TOP if model.max_logprobs < 0 else min(TOP, model.max_logprobs)
+        self._is_on = is_on and self._top > 0 and model.logprobs_mode.endswith("logprobs")
+        self._waiting: Restore | None = None
+        self._taken: Restore | None = None
+        self._secret = ""
+        """Secret of the restore under recheck; empty for none."""
+        self._running: set[str] = set()
+        self._quiet_from = 0.0
+
+    def __contains__(self, request_id: str) -> bool:
+        """True for a running request of a recheck."""
+        return request_id in self._running
+
+    def began(self, request_id: str) -> bool:
+        """Note a new request. Return True for a recheck's."""
+        is_ours = bool(self._secret) and request_id.startswith(self._secret)
+        if is_ours:
+            self._running.add(request_id)
+        return is_ours
+
+    def asker(self, request_id: str) -> Asker | None:
+        """Return the asker of a recheck's request; None for exact KV only, and for all further requests."""
+        if self._taken is None or not request_id.startswith(f"{self._secret}-{LOSSY}"):
+            return None
+        return self._taken.asker
+
+    def ended(self, request_id: str) -> bool:
+        """Note the end of a request. Return True for a recheck's."""
+        if request_id in self._running:
+            self._running.remove(request_id)
+            return True
+        self._quiet_from = time.monotonic() + QUIET_S
+        return False
+
+    def offer(self, request: "Request", asker: Asker, hashes: Sequence[bytes], least: int) -> None:
+        """Remember one of `EVERY` ended requests with a lossy restore, if nothing but tokens decides the answer.
+
+        The rest is as in `Restore`.
+        """
+        prompt = request.prompt_token_ids
+        is_plain = request.prompt_embeds is None and not (request.lora_request or request.mm_features)
+        if self._is_on and prompt and is_plain and not request.cache_salt and random.random() * EVERY < 1:
+            self._waiting = Restore(prompt, asker, hashes, least)
+
+    @property
+    def due(self) -> Restore | None:
+        """Restore to recheck now; None without one, or before the engine was idle for a while."""
+        is_quiet = not self._running and time.monotonic() >= self._quiet_from
+        return self._waiting if is_quiet else None
+
+    def take(self, found: Restore) -> dict[str, Any]:
+        """Begin the recheck of the due restore. Return the question for an API server."""
+        self._waiting, self._taken, self._secret = None, found, f"manthan-{secrets.token_hex(16)}"
+        return {"secret": self._secret, "prompt": list(found.prompt), "least": found.least, "top": self._top}
+
+    def accept(self, secret: str) -> bool:
+        """True if the result of the restore under recheck may count, which ends the recheck."""
+        if not self._secret or secret != self._secret:
+            return False
+        self.forget()
+        return True
+
+    def forget(self) -> None:
+        """Forget all restores, because their KV is gone or the result is there."""
+        self._waiting, self._taken, self._secret = None, None, ""
+
+
+# -- the API server -----------------------------------------------------------------------------------
+
+
+class Rechecker:
+    """Task of an API server that rechecks restores. A request of a client ends a running recheck."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+        self._run: asyncio.Task[None] | None = None
+
+    def start(self, state: Any) -> None:
+        """Begin to ask the engine cores behind `state.engine_client`."""
+        self._task = asyncio.get_running_loop().create_task(self._watch(state))
+
+    def make_way(self) -> None:
+        """End a running recheck; vLLM aborts the request."""
+        if self._run is not None:
+            self._run.cancel()
+
+    async def _watch(self, state: Any) -> None:
+        while (client := getattr(state, "engine_client", None)) is not None:
+            await asyncio.sleep(ASK_S)
+            try:
+                answers = await ask_cores(client, METHOD, "recheck", {"bound": None}) or []
+                for rank, asked in enumerate(map(from_json, answers)):
+                    if asked is not None:
+                        self._run = asyncio.ensure_future(_recheck(client, asked, rank, len(answers)))
+                        await asyncio.wait({self._run})
+                        if not self._run.cancelled():
+                            self._run.result()
+            except Exception as error:
+                logger.warning("Manthan: restores are not rechecked any more: %s: %s", type(error).__name__, error)
+                return
+            finally:
+                self.make_way()
+                self._run = None
+
+
+async def _recheck(client: Any, asked: Mapping[str, Any], rank: int, ranks: int) -> None:
+    """Compare the first token behind resident KV with the computed one, and tell the engine cores."""
+    where = {"data_parallel_rank": rank} if ranks > 1 else {}
+    cached, lossy = await _first(client, asked, LOSSY, where)
+    if cached < asked["least"]:
+        return
+    _, exact = await _first(client, asked, EXACT, where)
+    found = {"divergence": divergence(exact, lossy), "is_same": max(exact, key=exact.get) == max(lossy, key=lossy.get)}
+    await ask_cores(client, METHOD, "rechecked", {"bound": None, "secret": asked["secret"], **found})
+
+
+async def _first(client: Any, asked: Mapping[str, Any], name: str, where: dict[str, int]) -> tuple[int, Any]:
+    """Return the number of cached tokens of a prompt, and the log-probabilities of the likeliest next tokens."""
+    salt = {"cache_salt": secrets.token_hex(16)} if name == EXACT else {}
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=asked["top"], detokenize=False)
+    prompt = {"prompt_token_ids": asked["prompt"], **salt}
+    async for output in client.generate(prompt, params, f"{asked['secret']}-{name}", **where):
+        last = output
+    [of_token] = last.outputs[0].logprobs
+    return last.num_cached_tokens or 0, {token: each.logprob for token, each in of_token.items()}
+
+
+def divergence(exact: Mapping[int, float], lossy: Mapping[int, float]) -> float:
+    """Return a lower bound of D(exact || lossy) in nats, from the log-probabilities of the likeliest tokens.
+
+    All tokens that `exact` does not name count as one. A token that `lossy` does not name is at most as likely as the
+    last that `lossy` names.
+    """
+    least = min(lossy.values())
+    pairs = [(math.exp(p), math.exp(lossy.get(token, least))) for token, p in exact.items()]
+    pairs.append((max(0.0, 1 - sum(p for p, _ in pairs)), 1 - sum(q for _, q in pairs)))
+    return max(0.0, sum(p * math.log(p / max(q, TINY)) for p, q in pairs if p > 0))
