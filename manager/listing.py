@@ -72,12 +72,13 @@ class Held:
 class SessionInfo:
     """Session as shown to users. Times are seconds, bytes are of all ranks together.
 
-    id: for a tenant that asks, without the tenant's prefix. hot_blocks, hot_bytes: resident blocks. cold_blocks: saved
-    blocks. cold_bytes: bytes of saved blocks and of resume points in the tiers. tiers: tiers with some of these, by
-    name, the fastest first. expected_return: time announced by the client, or estimated for the tool. tool: tool that
-    the client waits for. parent: name of the session that this one works for. lossy_tokens: number of the last
-    request's cached tokens that were decoded or derived. exact: True if no block, resident or saved, is lossy. level: level of the coarsest compressed block; None without
-    blocks, or for a codec without refinements. engine: number of the data-parallel engine.
+    id: for a tenant that asks, without the tenant's prefix. hot_blocks, hot_bytes: resident blocks. cold_blocks:
+    saved blocks. cold_bytes: bytes of saved blocks and of resume points in the tiers. tiers: tiers with some of
+    these, by name, the fastest first. expected_return: time announced by the client, or estimated for the tool.
+    tool: tool that the client waits for. parent: name of the session that this one works for. lossy_tokens: number
+    of the last request's cached tokens that were decoded or derived. exact: True if no block, resident or saved, is
+    lossy. level: level of the coarsest compressed block; None without blocks, or for a codec without refinements.
+    engine: number of the data-parallel engine.
     """
 
     id: str

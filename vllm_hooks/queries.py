@@ -54,7 +54,8 @@ class Queries:
         """Answer a question, or act on a session and return it.
 
         Args:
-            what: "sessions", "session", "state", "recheck" or "rechecked"; or an action, see `Driver.steer`, or "release".
+            what: "sessions", "session", "state", "recheck" or "rechecked"; or an action: see `Driver.steer`, or
+                "release".
             asked: arguments: `bound`, the tenant that asks, or None for access to all; fields of `Query` for
                 "sessions"; `id` for a session; `seconds` and `tool` for an action.
         """
