@@ -34,6 +34,7 @@ def said(model: str, *words: str) -> dict[str, tuple[str, str]]:
     return {one["check"]: (one["mark"], one["said"]) for one in json.loads(done.stdout)["findings"]}
 
 
+@pytest.mark.slow
 def test_a_server_s_block_size_is_taken_and_vllm_is_silent() -> None:
     model = str(REPO / "tests" / "data" / "tiny-llama")
     program = "import sys; from manthan.manager.cli import app; app()"

@@ -104,6 +104,7 @@ def test_users_are_answered_during_rechecks(lossy: ApiClient) -> None:
     lossy.server.wait_for(lambda: count(lossy.server) > before, 60, "recheck the last restore")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["{sink_tokens: 100000}", "{guard: false}"])
 def test_exact_restores_are_not_rechecked_nor_any_without_the_guard(tmp_path: Path, codec: str) -> None:
     (tmp_path / "manthan.yaml").write_text(f"codec: {codec}")
