@@ -89,6 +89,7 @@ def engine(path: Path, start_engine: Callable[..., Iterator[Engine]]) -> Iterato
         yield engine
 
 
+@pytest.mark.slow
 def test_new_blocks_use_the_profile_old_ones_return_and_the_next_start_has_it(
     path: Path, engine: Engine, start_engine: Callable[..., Iterator[Engine]]
 ) -> None:
