@@ -28,7 +28,7 @@ EVERY = 1 << 40
 
 
 class StoredAs(StrEnum):
-    """How a KV cache group's blocks are stored."""
+    """Form in which a KV cache group's blocks are stored."""
 
     CODED = "coded"
     """By the configured codec, if it knows the layers' layout; else as bytes."""
@@ -40,7 +40,7 @@ class StoredAs(StrEnum):
 
 
 class SpecEntry(NamedTuple):
-    """How groups whose specs are of one class are stored.
+    """Storage of the groups whose specs are of one class.
 
     Args:
         reach: returns the number of tokens that a layer looks back, the current token included.

@@ -27,7 +27,7 @@ def check(file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file,
     if needs_profile(codec.name) and not codec.profile:
         typer.echo(
             f"codec.name is {codec.name}, which needs a profile of the model that is served: `manthan calibrate MODEL` "
-            "makes one in about two minutes.",
+            "makes one, in minutes.",
             err=True,
         )
 

@@ -119,7 +119,7 @@ class PolicyConfig(_Group):
 
 
 class IdleConfig(_Group):
-    """Which idle sessions are saved, and when."""
+    """Conditions on which idle sessions are saved."""
 
     shorthand = "after_s"
 

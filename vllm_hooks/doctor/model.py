@@ -132,7 +132,7 @@ def _resumed(distance: int, longest: int) -> Finding:
 
 
 class StoredGroup(NamedTuple):
-    """How a group is stored. ratio: bytes in vLLM's pool over compressed bytes. as_bytes: number of layers as bytes."""
+    """Form in which a group is stored. ratio: bytes in the pool over compressed bytes. as_bytes: number of layers."""
 
     codec: str
     ratio: float

@@ -103,7 +103,7 @@ class GroupCache:
 
     @property
     def coded(self) -> PagedMemory:
-        """The same without the layers stored as bytes, if the others are coded."""
+        """Memory of the coded layers, without layers stored as bytes."""
         if self.shape.is_raw:
             return PackedMemory(self.layers, self.shape)
         if self.layers[0].rows.is_cpu:
