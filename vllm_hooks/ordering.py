@@ -17,7 +17,11 @@ RETURNS = 32
 MANY_LOST, FEW_LOST = 0.2, 0.1
 """Shares of returns' blocks whose KV was lost. Requests are held back from the first share on, until the second."""
 STEP_S = 0.05
-"""Seconds that a step with several requests should take at most."""
+"""Seconds that a step with several requests should take at most.
+
+Shorter steps compute less: with 48 agents and an 8B model on an H100, 12,000 prompt tokens a second in steps of
+0.025 s, 19,000 in steps of 0.05 s, 24,000 in full steps.
+"""
 LEAST_TOKENS = 1024
 """Tokens always allowed in a step. Steps with fewer tell little about a token's time."""
 DECAY = 0.8
