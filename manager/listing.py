@@ -147,7 +147,7 @@ class Listing:
 
     def order(self, bound: str | None) -> Iterator[str]:
         """Yield ids of sessions in the policy's order, first victim first; for a tenant, of its own among MOST."""
-        for session in islice(self._table.victims(), None if bound is None else MOST):
+        for session in islice(self._table.victims(self._table.order), None if bound is None else MOST):
             if bound in (None, session.tenant):
                 yield session.session_id if bound is None else session.told_id
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from manthan.manager.events import BlocksDropped, LookedUp
+from manthan.manager.events import BlocksDropped, DropCause, LookedUp
 from manthan.manager.pool import BlockName, Mark
 from manthan.manager.session.blocks import NO_GROUP, NO_ROWS, NOBODY, FrontTier, Rows, common_prefix, first_false
 from manthan.manager.session.manager import Request, SessionManager
@@ -222,7 +222,10 @@ class JournalLink(_Link):
         again = [(session_id, table.by_id.get(session_id)) for session_id, told in self._told.items() if told is None]
         self._journal.tell(list(self._records(again, now)))
         are_saved = manager.blocks.are_saved(names)
-        manager.disown(strays := [name for name, is_saved in zip(names, are_saved, strict=True) if not is_saved])
+        strays = [name for name, is_saved in zip(names, are_saved, strict=True) if not is_saved]
+        for group in {group for group, _ in strays}:
+            hashes = [block_hash for number, block_hash in strays if number == group]
+            manager.events(BlocksDropped(group, hashes, DropCause.ABANDONED))
         usage = manager.usage()
         return Adopted(len(entered), len(written), usage.saved_blocks, usage.saved_nbytes, len(strays))
 

@@ -428,33 +428,21 @@ class SessionTable:
 
     def begin(self, session: Session, request_id: str) -> None:
         """Note a session's new request."""
-        self._set_requests(session, session.requests | {request_id})
-        self.set_cold(session, False)
+        self._set_state(session, session.requests | {request_id}, is_cold=False)
 
     def end(self, session: Session, request_id: str) -> None:
         """Note the end of a session's request."""
-        self._set_requests(session, session.requests - {request_id} or _NO_REQUESTS)
-
-    def _set_requests(self, session: Session, requests: frozenset[str]) -> None:
-        def change() -> None:
-            session.requests = requests
-
-        self._count(session, change)
+        self._set_state(session, session.requests - {request_id} or _NO_REQUESTS, session.is_cold)
 
     def set_cold(self, session: Session, is_cold: bool) -> None:
         """Note whether all blocks of a session are saved."""
-
-        def change() -> None:
-            session.is_cold = is_cold
-
         if session.is_cold is not is_cold:
-            self._count(session, change)
+            self._set_state(session, session.requests, is_cold)
 
-    def _count(self, session: Session, change: Callable[[], object]) -> None:
+    def _set_state(self, session: Session, requests: frozenset[str], is_cold: bool) -> None:
         self.touch(session)
-        before = session.state
-        change()
-        self.states[before] -= 1
+        self.states[session.state] -= 1
+        session.requests, session.is_cold = requests, is_cold
         self.states[session.state] += 1
 
     def used(self, session: Session, now: float) -> None:
@@ -473,34 +461,30 @@ class SessionTable:
         """Add blocks to the end of a session."""
         if not len(rows):
             return
-        self.touch(session)
-        self._leave_end(session)
-        session.rows = np.concatenate([session.rows, rows])
-        self._enter_end(session)
+        self._set_rows(session, np.concatenate([session.rows, rows]))
         self.blocks.use(rows, +1)
         self.blocks.belong(rows, session.number)
         self.set_cold(session, False)
 
-    def truncate(self, session: Session, length: int) -> Rows:
-        """Cut a session to `length` blocks and return the rows cut off. Rows that nothing else uses are freed already.
-
-        A session without blocks is forgotten unless a request runs.
-        """
+    def truncate(self, session: Session, length: int) -> None:
+        """Cut a session to `length` blocks. A session without blocks is forgotten unless a request runs."""
         self.touch(session)
-        cut = session.rows[length:]
-        if len(cut):
-            self._leave_end(session)
-            session.rows = session.rows[:length].copy()
-            self._enter_end(session)
+        if len(cut := session.rows[length:]):
+            self._set_rows(session, session.rows[:length].copy())
             self.blocks.leave(cut, session.number)
             self.blocks.use(cut, -1)
-        if not length and not session.requests:
+        if not length and not session.requests and self.by_id.get(session.session_id) is session:
             self._forget(session)
-        return cut
+
+    def _set_rows(self, session: Session, rows: Rows) -> None:
+        self.touch(session)
+        if len(session.rows):
+            self._ending.remove(int(session.rows[-1]), session)
+        session.rows = rows
+        if len(rows):
+            self._ending.add(int(rows[-1]), session)
 
     def _forget(self, session: Session) -> None:
-        if self.by_id.get(session.session_id) is not session:
-            return
         del self.by_id[session.session_id], self.by_number[session.number]
         self.states[session.state] -= 1
         self.leave_order(session)
@@ -522,14 +506,9 @@ class SessionTable:
 
     # -- the policy's order ---------------------------------------------------------------------------
 
-    def victims(self, tenant: str | None = None) -> Iterator[Session]:
-        """Yield sessions, of a tenant or of all, in the order in which they lose compressed blocks."""
-        order = self.order if tenant is None else self.order_of[tenant]
+    def victims(self, order: Order) -> Iterator[Session]:
+        """Yield the sessions of one of the orders, first victim first."""
         return map(self.by_id.__getitem__, order.victims())
-
-    def resident_victims(self) -> Iterator[Session]:
-        """Yield sessions that may have resident blocks, in the order in which vLLM should overwrite these."""
-        return map(self.by_id.__getitem__, self.resident.victims())
 
     def enter_order(self, session: Session) -> None:
         """Tell the policy of a session's use, or enter a session that has compressed blocks to drop again."""
@@ -554,10 +533,6 @@ class SessionTable:
             if key in self.refined:
                 self.refined[key].leave(session.session_id)
 
-    def refined_victims(self, level: int, tenant: str | None) -> Iterator[Session]:
-        """Yield sessions, of a tenant or of all, in the order in which blocks are cut to below `level` refinements."""
-        return map(self.by_id.__getitem__, self.refined[tenant, level].victims())
-
     def _refined(self, session: Session, levels: int, level: int = 1) -> Iterator[tuple[str | None, int]]:
         """Yield the session's keys in `refined`, of the levels from `level` to below `levels`."""
         tenants = [None, session.tenant] if session.tenant in self.order_of else [None]
@@ -573,11 +548,6 @@ class SessionTable:
         for order in self._orders(session):
             order.leave(session.session_id, evicted=evicted)
         self.leave_refined(session, 1)
-
-    def superseded(self, session: Session) -> None:
-        """Tell the policy that another session continues from the middle of this session."""
-        for order in (*self._orders(session), *self.refined.values(), self.resident):
-            order.superseded(session.session_id)
 
     def _orders(self, session: Session) -> Iterator[Order]:
         yield self.order
@@ -618,11 +588,14 @@ class SessionTable:
         """
         found = self.find(rows, name, tenant)
         known = len(found.rows) if found is not None else 0
-        remembered = self._recall(hashes[known:], name, tenant)
-        if remembered is not None and not self._is_superseded(remembered):
-            if self.by_id.get(remembered.session_id) is not remembered:
-                self._revive(remembered)
-            return remembered
+        tips = map(self._remembered.get, map(tenant.encode().__add__, reversed(hashes[known:])))
+        remembered = next((one for one in tips if one is not None and name in (None, one.name)), None)
+        if remembered is not None:
+            row = self.blocks.row(self.shape.session_group, remembered.tip)
+            if row < 0 or not self.blocks.users[row] or self._holder(row, tenant) is None:
+                if self.by_id.get(remembered.session_id) is not remembered:
+                    self._revive(remembered)
+                return remembered  # else a live session has its last block, and the request belongs to a live session
         if found is not None:
             return found
         if (continued := self._with_changed_answer(rows, name, tenant)) is not None:
@@ -676,10 +649,6 @@ class SessionTable:
                 return len(hashes)
         return common_prefix(session.rows, rows)
 
-    def asks(self, session: Session, hashes: Sequence[bytes], tail: bytes | None) -> None:
-        """Note a session's newest prompt. tail: see `own_blocks`."""
-        self.enter_prompt(session, hashes, prompt_end(hashes, tail))
-
     def enter_prompt(self, session: Session, hashes: Sequence[bytes], end: str) -> None:
         """Note a session's newest prompt. hashes: of the full blocks. end: see `Session.prompt_end`."""
         self._forget_prompt(session)
@@ -721,11 +690,6 @@ class SessionTable:
             return False
         return self._has_several(int(session.rows[-1]), len(session.rows) - 1, session.tenant)
 
-    def _is_superseded(self, remembered: Session) -> bool:
-        """True if a live session has this session's last block. The request then belongs to a live session."""
-        row = self.blocks.row(self.shape.session_group, remembered.tip)
-        return row >= 0 and self.blocks.users[row] > 0 and self._holder(row, remembered.tenant) is not None
-
     def _with_changed_answer(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
         """Return the session of the name whose whole last prompt, but not the answer, is at the begin of these rows.
 
@@ -752,7 +716,8 @@ class SessionTable:
             return
         session.created, session.uses, session.last_used = origin.created, origin.uses, origin.last_used
         session.left_tokens = (len(origin.rows) - known) * self.shape.block_tokens
-        self.superseded(origin)
+        for order in (*self._orders(origin), *self.refined.values(), self.resident):
+            order.superseded(origin.session_id)
 
     def _holder(self, row: int, tenant: str) -> Session | None:
         """Return a session of the tenant with the block."""
@@ -769,14 +734,6 @@ class SessionTable:
     def _has_several(self, row: int, depth: int, tenant: str) -> bool:
         """True if several sessions of the tenant have the block."""
         return self.blocks.users[row] > 1 and len(list(islice(self.holders(row, depth, tenant), 2))) > 1
-
-    def _enter_end(self, session: Session) -> None:
-        if len(session.rows):
-            self._ending.add(int(session.rows[-1]), session)
-
-    def _leave_end(self, session: Session) -> None:
-        if len(session.rows):
-            self._ending.remove(int(session.rows[-1]), session)
 
     # -- remembered sessions, with or without KV -------------------------------------------------------
 
@@ -798,11 +755,6 @@ class SessionTable:
         tip = session.tenant.encode() + session.tip
         if self._remembered.get(tip) is session:
             del self._remembered[tip]
-
-    def _recall(self, hashes: Sequence[bytes], name: str | None, tenant: str) -> Session | None:
-        """Return the remembered session, of this name or any, whose last block is the latest among `hashes`."""
-        found = map(self._remembered.get, map(tenant.encode().__add__, reversed(hashes)))
-        return next((one for one in found if one is not None and name in (None, one.name)), None)
 
     def _revive(self, session: Session) -> None:
         """Enter a remembered session again. The history and the hints stay."""
