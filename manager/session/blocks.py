@@ -34,24 +34,10 @@ _FIRST_ROWS = 256
 _AT_ONCE = 1 << 18  # rows entered into a new index at a time
 # Odd constants that spread a block hash's words over the index.
 _SPREAD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
-_COLUMNS = {
-    "group": np.int8,
-    "depth": np.int32,
-    "users": np.int32,
-    "holds": np.int32,
-    "pins": np.int16,
-    "status": np.uint8,
-    "nbytes": np.uint32,
-    "reserved": np.uint32,
-    "exact": np.uint16,
-    "mark": np.uint8,
-    "level": np.uint8,
-    "inner": np.dtype((np.uint32, MOST_INNER)),
-    "moved": np.uint8,
-    "tenant": np.int32,
-    "origin": np.int32,
-    "_slot": np.int32,
-}
+_COLUMNS = (
+    *("group", "depth", "users", "holds", "pins", "status", "nbytes", "reserved", "exact", "mark", "level", "inner"),
+    *("moved", "tenant", "origin", "_slot"),
+)
 
 
 class Level(NamedTuple):
@@ -89,10 +75,6 @@ class GroupShape:
     def cold_nbytes(self) -> int:
         """Approximate bytes of a compressed block without exact tokens."""
         return self.typical or self.bounds[0]
-
-    def is_exact(self, exact_tokens: int) -> bool:
-        """True if a compressed block with `exact_tokens` exact tokens keeps every bit."""
-        return self.is_lossless or exact_tokens >= self.tokens
 
 
 @dataclass(frozen=True)
@@ -174,28 +156,25 @@ class BlockTable:
     moved: bit n is set if the block has left front tier n, by estimate. The fastest tier is 0.
     """
 
-    group: NDArray[np.int8]
-    depth: NDArray[np.int32]
-    users: NDArray[np.int32]
-    holds: NDArray[np.int32]
-    pins: NDArray[np.int16]
-    status: NDArray[np.uint8]
-    nbytes: NDArray[np.uint32]
-    reserved: NDArray[np.uint32]
-    exact: NDArray[np.uint16]
-    mark: NDArray[np.uint8]
-    level: NDArray[np.uint8]
-    inner: NDArray[np.uint32]
-    moved: NDArray[np.uint8]
-    tenant: NDArray[np.int32]
-    origin: NDArray[np.int32]
-    _slot: NDArray[np.int32]
-
     def __init__(self) -> None:
         self._hash_nbytes = 0
         self._hashes = np.zeros((_FIRST_ROWS, 0), np.uint64)
-        for name, dtype in _COLUMNS.items():
-            setattr(self, name, np.zeros(_FIRST_ROWS, dtype))
+        self.group = np.zeros(_FIRST_ROWS, np.int8)
+        self.depth = np.zeros(_FIRST_ROWS, np.int32)
+        self.users = np.zeros(_FIRST_ROWS, np.int32)
+        self.holds = np.zeros(_FIRST_ROWS, np.int32)
+        self.pins = np.zeros(_FIRST_ROWS, np.int16)
+        self.status = np.zeros(_FIRST_ROWS, np.uint8)
+        self.nbytes = np.zeros(_FIRST_ROWS, np.uint32)
+        self.reserved = np.zeros(_FIRST_ROWS, np.uint32)
+        self.exact = np.zeros(_FIRST_ROWS, np.uint16)
+        self.mark = np.zeros(_FIRST_ROWS, np.uint8)
+        self.level = np.zeros(_FIRST_ROWS, np.uint8)
+        self.inner = np.zeros((_FIRST_ROWS, MOST_INNER), np.uint32)
+        self.moved = np.zeros(_FIRST_ROWS, np.uint8)
+        self.tenant = np.zeros(_FIRST_ROWS, np.int32)
+        self.origin = np.zeros(_FIRST_ROWS, np.int32)
+        self._slot = np.zeros(_FIRST_ROWS, np.int32)
         self._free = np.arange(_FIRST_ROWS, dtype=np.int32)[::-1].copy()
         self._free_count = _FIRST_ROWS
         self._index = np.full(2 * _FIRST_ROWS, _EMPTY, np.int32)
