@@ -19,7 +19,7 @@ import numpy as np
 from manthan.manager.events import BlocksDropped, BlocksTrimmed, Overwritten, StoreFailed, StoreIsUp, Verdict
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.guard import Guard
-from manthan.manager.pool import Asker, Mark, Owner, Pool
+from manthan.manager.pool import Asker, Mark, Pool
 from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.hints import NO_HINTS, Hints
 from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, StorePlan
@@ -358,11 +358,7 @@ class Driver:
         request, manager = serving.request, self.manager
         rows = request.rows[resident:end]
         manager.load_started(request_id, rows)
-        main = manager.shape.stores_main and (
-            self._main,
-            request.hashes[resident : resident + len(block_ids)],
-            block_ids,
-        )
+        main = self._main, request.hashes[resident : resident + len(block_ids)], block_ids
         jobs = [
             Transfer(
                 next(manager.job_ids),
@@ -373,7 +369,7 @@ class Driver:
                 tenant=request.session.tenant,
                 request_id=request_id,
             )
-            for group, hashes, ids in (*((main,) if main else ()), *beside)
+            for group, hashes, ids in ([main, *beside] if manager.shape.stores_main else beside)
         ]
         self._loading[request_id] = Load(request.session.session_id, Answers(jobs, self._ranks))
         self._load_of.update((job.job_id, request_id) for job in jobs)
@@ -381,17 +377,12 @@ class Driver:
         for job in jobs:
             is_main = job.group == manager.shape.session_group
             found = rows[: len(job)] if is_main else manager.blocks.find(job.group, job.block_hashes)
-            self._mark(job, manager.loaded_marks(found), request.session.owner, serving.exact)
+            for block_id, mark in zip(job.block_ids.tolist(), manager.loaded_marks(found), strict=True):
+                self._pool.marks.set([block_id], mark, request.session.owner)
+                if mark is Mark.EXACT:
+                    serving.exact.add(block_id)
             self._pool.marks.coarsen(job.block_ids[manager.is_coarse(found)].tolist())
         serving.lossy += self._lossy_tokens(jobs)
-
-    def _mark(self, job: Transfer, marks: Sequence[Mark], owner: Owner, exact: set[int]) -> None:
-        """Mark the blocks written by a load. exact: receives the exact blocks."""
-        for mark in set(marks):
-            marked = [block_id for block_id, own in zip(job.block_ids.tolist(), marks, strict=True) if own is mark]
-            self._pool.marks.set(marked, mark, owner)
-            if mark is Mark.EXACT:
-                exact.update(marked)
 
     def _lossy_tokens(self, jobs: Sequence[Transfer]) -> int:
         """Return the number of a load's lossy tokens, by the group with most lossy blocks."""
@@ -472,7 +463,9 @@ class Driver:
             manager.said.expire(now)
         if now >= self._looks_after:
             self._look_at = inf
-        revokes = self._holding > 0 and self._is_short
+        # True if free blocks are fewer than a running request may take, or the first waiting request needs.
+        is_short = len(self._pool) < max(taken, self._first_waiting)
+        revokes = self._holding > 0 and is_short
         if not self.rests:
             wanted, room = self.wanted(now), self._room
             self._begin(manager.plan_stores(now, room, wanted))
@@ -541,11 +534,6 @@ class Driver:
     def _first_waiting(self) -> int:
         """Number of blocks that the longest waiting request needs; 0 if none waits."""
         return next(iter(self._waiting.values()), 0)
-
-    @property
-    def _is_short(self) -> bool:
-        """True if free blocks are fewer than a running request may take, or the first waiting request needs."""
-        return len(self._pool) < max(self._taken, self._first_waiting)
 
     @property
     def _room(self) -> int:
@@ -663,20 +651,16 @@ class Driver:
         if (serving := self._serving.get(request_id)) is not None:
             serving.was_loaded |= event.good > 0
             serving.is_unserved |= STORE_DOWN in failed.values()
-            if failed:
-                self._computed_instead(serving, answers.jobs, event.good)
+            if failed:  # all but the first good blocks are computed
+                before = self._lossy_tokens(answers.jobs)
+                for job in answers.jobs:
+                    lost = job.block_ids.tolist()[event.good if job.group == self._main else 0 :]
+                    self._pool.marks.clear(lost)
+                    serving.exact.difference_update(lost)
+                serving.lossy = max(0, serving.lossy - before + self._lossy_tokens(answers.jobs))
             if serving.found is not None:
                 serving.found += event.good
         self.manager.events(event)
-
-    def _computed_instead(self, serving: Serving, jobs: Sequence[Transfer], good: int) -> None:
-        """Note the blocks computed instead of loaded: all but the first `good` blocks."""
-        before = self._lossy_tokens(jobs)
-        for job in jobs:
-            lost = job.block_ids.tolist()[good if job.group == self._main else 0 :]
-            self._pool.marks.clear(lost)
-            serving.exact.difference_update(lost)
-        serving.lossy = max(0, serving.lossy - before + self._lossy_tokens(jobs))
 
     def _let_go(self, store: Store) -> None:
         """Give a store's blocks back to the pool, the tail first."""
@@ -776,11 +760,6 @@ class Driver:
     def holds_any(self) -> bool:
         """True while blocks of the pool are referenced."""
         return self._holding > 0 or self.prefetcher.load is not None
-
-    @property
-    def frees_soon(self) -> bool:
-        """True while a prefetch holds blocks, which it gives back soon, so that vLLM need not preempt a request."""
-        return self.prefetcher.load is not None
 
     @property
     def is_moving(self) -> bool:

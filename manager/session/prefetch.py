@@ -153,7 +153,10 @@ class Prefetcher:
             if session is None or late < now or session.uses > uses:
                 del self.to_load[session_id]
             elif session.is_cold and self._is_whole(session):
-                awaited.append(session)
+                if self._size(session) <= self._pool.size - self._spare:
+                    awaited.append(session)
+                else:  # it will never fit
+                    del self.to_load[session_id]
             elif are_more:
                 self.to_load.move_to_end(session_id)
         return awaited
@@ -188,10 +191,13 @@ class Prefetcher:
             self.look_at = self._look_after
             return []
         self.look_at = inf
-        sessions = self._fitting(now, self._pool.size - self._spare)
+        sessions = self._awaited(now)
         if not sessions:
             return []
-        room = self._room(max(map(self._size, sessions)), waiting)
+        # Not blocks left to requests, blocks for waiting requests, nor unsaved blocks.
+        left = self._spare + waiting
+        wanted = min(max(map(self._size, sessions)), len(self._pool) - left)
+        room = self._runway(left + wanted) - left if wanted > 0 else 0
         session = next((session for session in sessions if self._size(session) <= room), None)
         if session is None:
             self._look_after = now + RETRY_S
@@ -203,26 +209,9 @@ class Prefetcher:
             self._settle(self.load, now)
         return jobs
 
-    def _fitting(self, now: float, most: int) -> list[Session]:
-        """Return the sessions to prefetch. Sessions of more than `most` blocks will never fit, and are given up."""
-        sessions = self._awaited(now)
-        for session in sessions:
-            if self._size(session) > most:
-                del self.to_load[session.session_id]
-        return [session for session in sessions if session.session_id in self.to_load]
-
     def _size(self, session: Session) -> int:
         """Return how many blocks a prefetch of a session takes."""
         return len(session.rows) + (len(session.points[-1].rows) if session.points else 0)
-
-    def _room(self, wanted: int, waiting: int) -> int:
-        """Return the number of spare blocks at the head of the free queue, up to `wanted`.
-
-        Excluded are blocks left to requests, blocks for waiting requests, and unsaved blocks.
-        """
-        left = self._spare + waiting
-        wanted = min(wanted, len(self._pool) - left)
-        return max(0, self._runway(left + wanted) - left) if wanted > 0 else 0
 
     def _begin(self, session: Session) -> _Load:
         """Reference the session's resident blocks, and take blocks for the rest."""
@@ -279,7 +268,8 @@ class Prefetcher:
         loaded = [row for row, is_loaded in zip(ended.rows.tolist(), ended.is_loaded, strict=True) if is_loaded]
         if loaded and not failed:
             own = ended.rows[: len(main)]
-            self.ready = self._still_there() | {loaded[0]: _Ready(ended.session_id, ended.number, own)}
+            there = {row: ready for row, ready in self.ready.items() if ready.number in manager.table.by_number}
+            self.ready = there | {loaded[0]: _Ready(ended.session_id, ended.number, own)}
         manager.events(ended.answers.restored(ended.session_id, self._main, manager.points.is_needed))
 
     def _enter(self, ended: _Load, names: Sequence[BlockName], failed: Iterable[BlockName]) -> None:
@@ -309,11 +299,6 @@ class Prefetcher:
             if is_coarse[at]:
                 self._pool.marks.coarsen([ended.block_ids[at]])
             self._pool.cache(ended.block_ids[at], group, block_hash, int(blocks.depth[row]))
-
-    def _still_there(self) -> dict[int, _Ready]:
-        """Return the prefetched sessions that are not forgotten."""
-        table = self._manager.table
-        return {row: ready for row, ready in self.ready.items() if ready.number in table.by_number}
 
     # -- the end --------------------------------------------------------------------------------------
 
