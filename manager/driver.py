@@ -572,9 +572,9 @@ class Driver:
         """Take results from Redis."""
         if self._redis is not None:
             self._redis.hear()
-            if self._redis.is_up is not self._was_up:
-                self._was_up = self._redis.is_up
-                self.manager.events(StoreIsUp(self._redis.is_up))
+            if self._redis.sessions.is_up is not self._was_up:
+                self._was_up = self._redis.sessions.is_up
+                self.manager.events(StoreIsUp(self._redis.sessions.is_up))
 
     # -- results --------------------------------------------------------------------------------------
 
@@ -742,7 +742,7 @@ class Driver:
     @property
     def has_work(self) -> bool:
         """True if a step would have something to do, though no request runs or waits."""
-        told = self._redis is not None and self._redis.has_answers
+        told = self._redis is not None and self._redis.sessions.has_answers
         changed = bool(self.manager.table.changed) or bool(self._drops)
         looks = self._was_answered or self.prefetcher.was_settled
         return self.holds_blocks or changed or looks or told or self.has_orders
