@@ -7,7 +7,7 @@ ranks together.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import Any, TypeAlias
+from typing import Any
 
 from manthan.codec.fidelity import Fidelity
 from manthan.manager.pool import Mark
@@ -29,8 +29,14 @@ class DropCause(StrEnum):
     RELEASED = auto()
 
 
+class Event:
+    """Base of the events."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Event):
     """A request of a session ended.
 
     tokens, blocks: number of the session's. seconds: time since the request came. found: number of the prompt's tokens
@@ -46,7 +52,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(Event):
     """A session went cold.
 
     blocks, tokens: number of the session's. beside: number of blocks of further KV cache groups at its resume points.
@@ -71,7 +77,7 @@ class Evicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(Event):
     """A load ended.
 
     blocks: number of the session's blocks to load. good: number of these before the first failure. beside: number of
@@ -90,7 +96,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(Event):
     """A session lost compressed blocks."""
 
     session_id: str
@@ -100,7 +106,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
+class Pinned(Event):
     """A session was pinned, or is pinned no more."""
 
     session_id: str
@@ -108,7 +114,7 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True)
-class Parent:
+class Parent(Event):
     """A client named a session's parent session."""
 
     session_id: str
@@ -116,14 +122,14 @@ class Parent:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodingBegins:
+class EncodingBegins(Event):
     """Blocks with these marks are about to be encoded."""
 
     marks: Sequence[Mark]
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksSaved:
+class BlocksSaved(Event):
     """Every rank has stored these consecutive blocks. first: position of the first one in the session.
 
     seconds: time for a block on the slowest rank; None if another engine stored the blocks.
@@ -136,7 +142,7 @@ class BlocksSaved:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksDropped:
+class BlocksDropped(Event):
     """Blocks leave the tiers."""
 
     group: int
@@ -145,7 +151,7 @@ class BlocksDropped:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksTrimmed:
+class BlocksTrimmed(Event):
     """Blocks lost all refinements above a level, for lack of room."""
 
     group: int
@@ -154,28 +160,28 @@ class BlocksTrimmed:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreFailed:
+class StoreFailed(Event):
     """A block could not be stored. causes: causes on the ranks, which are labels of a metric."""
 
     causes: Collection[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Overwritten:
+class Overwritten(Event):
     """The pool was found to have overwritten blocks of a session before they were saved. blocks: their number."""
 
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
-class PrefetchHit:
+class PrefetchHit(Event):
     """A request found the session resident thanks to a prefetch."""
 
     session_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class LookedUp:
+class LookedUp(Event):
     """A prompt was looked up in a shared store. outcome: found, nothing or unanswered."""
 
     session_id: str
@@ -183,7 +189,7 @@ class LookedUp:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreIsUp:
+class StoreIsUp(Event):
     """A shared store answers, or stopped answering."""
 
     is_up: bool
@@ -211,7 +217,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(Event):
     """The guard has decided on a codec, by the verdict of the worst rank.
 
     choice, codec: index and name of the codec from now on. is_new: True if it differs from the one before, or if this
@@ -230,29 +236,8 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Unjudged:
+class Unjudged(Event):
     """The guard has withdrawn its decision, after a failure or with new weights."""
-
-
-Event: TypeAlias = (
-    Turn
-    | Evicted
-    | Restored
-    | Lost
-    | Pinned
-    | Parent
-    | EncodingBegins
-    | BlocksSaved
-    | BlocksDropped
-    | BlocksTrimmed
-    | StoreFailed
-    | Overwritten
-    | PrefetchHit
-    | LookedUp
-    | StoreIsUp
-    | Judged
-    | Unjudged
-)
 
 
 class Events:
