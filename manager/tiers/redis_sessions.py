@@ -198,7 +198,13 @@ class RedisSessions:
             if lookups:
                 self._answered()
             self._try(namespace)
-            self._log_state()
+            if self._circuit.is_up is not self._was_up:
+                self._was_up = self._circuit.is_up
+                if self._was_up:
+                    logger.info("Manthan: Redis answers again.")
+                else:
+                    why = self._circuit.last_error
+                    logger.warning("Manthan: Redis does not serve (%s). Sessions are recomputed until it does.", why)
 
     def _is_due(self) -> bool:
         return bool(self._lookups or self._closing or (self._is_behind and not self._circuit.wait_s))
@@ -338,14 +344,3 @@ class RedisSessions:
     def _ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         with self._circuit.guard():
             return pipelined(self._client, commands)
-
-    def _log_state(self) -> None:
-        if self._circuit.is_up is not self._was_up:
-            self._was_up = self._circuit.is_up
-            if self._was_up:
-                logger.info("Manthan: Redis answers again.")
-            else:
-                logger.warning(
-                    "Manthan: Redis does not serve (%s). Sessions are recomputed until it does.",
-                    self._circuit.last_error,
-                )
