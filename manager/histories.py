@@ -59,7 +59,7 @@ class Histories:
         Tuples of plain values, because Python's garbage collector ignores them.
         """
         self._count = 0
-        manager.table.gone.append(self._gone)
+        manager.table.gone.append(lambda session: self._forget(session.session_id))
 
     def __len__(self) -> int:
         return self._count
@@ -118,9 +118,6 @@ class Histories:
         self._histories.move_to_end(session_id)
         while self._count > MOST_EVENTS:
             self._forget(next(iter(self._histories)))
-
-    def _gone(self, session: Session) -> None:
-        self._forget(session.session_id)
 
     def _forget(self, session_id: str) -> None:
         self._count -= len(self._histories.pop(session_id, ()))

@@ -73,7 +73,11 @@ def resolve_config(
     """
     env, given = os.environ if env is None else env, dict[str, _Given]()
     file = [] if path is None else [(str(key), value, str(path)) for key, value in _read_yaml(path).items()]
-    variables = [(_key_of(name), value, name) for name, value in env.items() if name.startswith(ENV_PREFIX)]
+    variables = [
+        (name.removeprefix(ENV_PREFIX).lower().replace("__", "."), value, name)
+        for name, value in env.items()
+        if name.startswith(ENV_PREFIX)
+    ]
     known = [one for one in variables if _is_known(one[0])]
     options = [
         (FLAG_KEYS.get(name, name), value, name if name in FLAG_KEYS else ARGUMENT)
@@ -123,10 +127,6 @@ def _read_yaml(path: str | Path) -> dict[object, object]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must be a mapping of keys to values, not a {type(values).__name__}")
     return values
-
-
-def _key_of(variable: str) -> str:
-    return variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
 
 
 @cache

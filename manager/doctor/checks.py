@@ -73,7 +73,9 @@ def check_disk(config: ManthanConfig) -> Finding:
         return Finding(name, Grade.WRONG, str(error))
     kind = file_system(Path(path))
     budget = store.front_disk_bytes or store.max_bytes
-    free, taken = shutil.disk_usage(path).free, _taken(Path(path))
+    files = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
+    taken = sum(file.lstat().st_blocks * 512 for file in files if file.exists())
+    free = shutil.disk_usage(path).free
     if kind in IN_RAM:
         why = f"on {kind}, which is RAM and empty after a restart: name a folder on a disk"
     elif kind.startswith(REMOTE):
@@ -117,11 +119,6 @@ def check_redis(config: ManthanConfig) -> Iterator[Finding]:
         return
     yield Finding(name, Grade.OK, f"{redis.url} answers, and takes keys that begin with {redis.prefix}.")
     yield Finding("Redis memory", Grade.WARNING if said else Grade.OK, said or "Redis evicts when it is full.")
-
-
-def _taken(path: Path) -> int:
-    files = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
-    return sum(file.lstat().st_blocks * 512 for file in files if file.exists())
 
 
 def _size(nbytes: int) -> str:

@@ -178,15 +178,11 @@ def parse_hints(value: object) -> Hints:
     try:
         return Hints.model_validate({name: given for name, given in value.items() if given is not None})
     except ValidationError as error:
-        raise HintError(_sentence(error, value)) from None
-
-
-def _sentence(error: ValidationError, value: Mapping[str, object]) -> str:
-    first = first_mistake(error)
-    if not first.key:
-        return first.said
-    hint = first.field
-    return must_be(f"{WHERE}.{hint}", Hints.model_fields[hint].description, value[hint], show=reprlib.repr)
+        first = first_mistake(error)
+        if not first.key:
+            raise HintError(first.said) from None
+        name, right = first.field, Hints.model_fields[first.field].description
+        raise HintError(must_be(f"{WHERE}.{name}", right, value[name], show=reprlib.repr)) from None
 
 
 LAST_PAUSES = 32
