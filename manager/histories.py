@@ -61,9 +61,6 @@ class Histories:
         self._count = 0
         manager.table.gone.append(lambda session: self._forget(session.session_id))
 
-    def __len__(self) -> int:
-        return self._count
-
     def of(self, session: Session) -> Sequence[HistoryEvent]:
         """Return a session's last events, the oldest first."""
         kept = self._histories.get(session.session_id, ())

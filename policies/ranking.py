@@ -22,9 +22,6 @@ class Ranking:
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(self, key: str) -> float | None:
         """Number of a key, or None."""
         entry = self._entries.get(key)

@@ -206,9 +206,6 @@ class ToolTimes:
     def __init__(self) -> None:
         self._pauses: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()  # by tenant and tool
 
-    def __len__(self) -> int:
-        return len(self._pauses)
-
     def took(self, tenant: str, tool: str, seconds: float) -> None:
         """Note that a tenant's session returned after waiting so many seconds for a tool."""
         pauses = self._pauses.setdefault((tenant, tool), deque(maxlen=LAST_PAUSES))

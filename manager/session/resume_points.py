@@ -54,9 +54,6 @@ class ResumePoints:
         self._of: dict[int, dict[int, ResumePoint]] = {}
         """By row of a further group's block, the points that need it, by `ResumePoint.row`."""
 
-    def __len__(self) -> int:
-        return len(self._at)
-
     @property
     def standing(self) -> int:
         """Number of points whose blocks are all saved."""

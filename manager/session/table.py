@@ -188,9 +188,6 @@ class Deadlines:
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._when
 
-    def __len__(self) -> int:
-        return len(self._when)
-
     def set(self, session_id: str, when: float | None) -> None:
         """Set the time of a session, or remove the time with None."""
         if when is None:
@@ -267,17 +264,10 @@ class SessionsBy:
         """First session of each key."""
         self._others: dict[object, dict[Session, None]] = {}
 
-    def __len__(self) -> int:
-        return len(self._first)
-
-    def items(self) -> Iterator[tuple[object, Iterable[Session]]]:
-        """Yield the keys and the sessions of each."""
-        return ((key, self.get(key)) for key in self._first)
-
-    def get(self, key: object, default: Iterable[Session] = ()) -> Iterable[Session]:
+    def get(self, key: object) -> Iterable[Session]:
         """Return the sessions of a key."""
         first = self._first.get(key)
-        return default if first is None else (first, *self._others.get(key, ()))
+        return () if first is None else (first, *self._others.get(key, ()))
 
     def add(self, key: object, session: Session) -> None:
         """Enter a session, once."""
@@ -669,7 +659,7 @@ class SessionTable:
     def _longest(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
         """Return the longest session, of this name or any, whose last block is among these rows."""
         for row in reversed(rows.tolist()):
-            for session in self._ending.get(row, ()):
+            for session in self._ending.get(row):
                 if session.tenant == tenant and name in (None, session.name):
                     return session
         return None
