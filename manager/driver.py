@@ -31,18 +31,15 @@ from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Answers, Transfe
 if TYPE_CHECKING:
     from manthan.manager.session.persist import JournalLink, RedisLink
 
-A_STEP = 512
-"""Most blocks of stores under way: about as many as a GPU encodes during a step."""
+A_STEP = 512  # most blocks of stores under way: about as many as a GPU encodes during a step
 LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
 """Shares of the pool without unsaved blocks. Below the low share, blocks are saved up to the high share."""
 BURSTS = 1.5, 2.5
 """Watermarks as multiples of the blocks taken by requests in a step. The larger of the two numbers counts."""
-BURST_DECAY = 127 / 128
-"""Factor on that number of blocks, at each step that takes fewer."""
+BURST_DECAY = 127 / 128  # factor on that number of blocks, at each step that takes fewer
 RUNNING_S = 0.1
 """Seconds until the next look at a running request, or at the free queue, after a look found no block to save."""
-LED = 256
-"""Number of saved blocks put into the policy's order after a request; more if more were overwritten since."""
+LED = 256  # number of saved blocks put into the policy's order after a request; more if more were overwritten since
 WINDOW_SHARE = 16
 """The pool's blocks divided by this are the most that stores reference at once, because they are not gathered yet."""
 
@@ -189,23 +186,18 @@ class Driver:
         self._drops: list[BlocksDropped | BlocksTrimmed] = []
         manager.events.subscribe(self._drops.append, BlocksDropped, BlocksTrimmed)
         self._waiting: dict[str, int] = {}  # by request id, number of blocks to take
-        self._ordered = Work()
-        """Orders of the last step, until the workers have them."""
+        self._ordered = Work()  # orders of the last step, until the workers have them
         self._done: list[int] = []  # ids of blocks to give back to the pool, all at once
-        self._taken = 0
-        """Most blocks taken by the last step's requests."""
+        self._taken = 0  # most blocks taken by the last step's requests
         self._taking, self._burst = 0, 0.0
         """Blocks given to requests since the last step, and the most taken in a recent step."""
         self._overwritten = 0
         """Most blocks taken from the head of the free queue since `lead_overwritten` put it in order."""
-        self._looks_after = 0.0
-        """Time of the next look for blocks to save in the free queue."""
-        self._look_at = inf
-        """Time of the next look, after ended requests gave blocks to the queue; else infinity."""
+        self._looks_after = 0.0  # time of the next look for blocks to save in the free queue
+        self._look_at = inf  # time of the next look, after ended requests gave blocks to the queue; else infinity
         self._was_answered = self._has_finished = False
         self._was_up: bool | None = None
-        self.rests = False
-        """True while no store and no prefetch may begin; see `halt`."""
+        self.rests = False  # true while no store and no prefetch may begin; see `halt`
 
     # -- requests -------------------------------------------------------------------------------------
 

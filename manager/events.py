@@ -195,8 +195,7 @@ class StoreIsUp(Event):
     is_up: bool
 
 
-FIRST_BLOCKS = 64
-"""Number of blocks that a rank measures for its first verdict."""
+FIRST_BLOCKS = 64  # number of blocks that a rank measures for its first verdict
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from manthan.manager.session.blocks import SAVED, Rows
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session, SessionState, qualified
 
-MOST = 1000
-"""Sessions of the policy's order that are searched for those of a tenant."""
+MOST = 1000  # sessions of the policy's order that are searched for those of a tenant
 STATES = list(SessionState)
 
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeAlias
 
-BlockName: TypeAlias = tuple[int, bytes]
-"""KV cache group and block hash."""
+BlockName: TypeAlias = tuple[int, bytes]  # KV cache group and block hash
 Owner: TypeAlias = tuple[str, str]
 """Tenant and name of the session whose return brought decoded KV back, common to the session's branches."""
 Asker: TypeAlias = Owner | tuple[str, str, str]
@@ -28,8 +27,7 @@ class Mark(IntEnum):
     DECODED = 2
 
 
-MARKS = tuple(Mark)
-"""Marks by number. A lookup is ten times as fast as a call of `Mark`."""
+MARKS = tuple(Mark)  # marks by number. A lookup is ten times as fast as a call of `Mark`
 
 
 class Marks:
@@ -98,8 +96,7 @@ class FreeBlock(NamedTuple):
 class Pool(Protocol):
     """KV blocks of all KV cache groups."""
 
-    marks: Marks
-    """By block id. Cleared when the pool hands a block out."""
+    marks: Marks  # by block id. Cleared when the pool hands a block out
 
     @property
     def size(self) -> int:

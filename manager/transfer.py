@@ -12,12 +12,10 @@ from manthan.manager.pool import BlockName, Mark
 
 STORE_DOWN = "store_down"
 """Cause of a failure after which the compressed blocks may still be there: the store does not answer."""
-RESET = "reset"
-"""Cause of a transfer's early end: the prefix cache is reset."""
+RESET = "reset"  # cause of a transfer's early end: the prefix cache is reset
 NEEDED = "needed"
 """Cause of a store that was given up before it began, because requests need its blocks. Not a failure."""
-JOB_BLOCKS = 64
-"""Most blocks of a store. They are gathered together, and given back to the pool together."""
+JOB_BLOCKS = 64  # most blocks of a store. They are gathered together, and given back to the pool together
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,19 +15,15 @@ from manthan.policies.lru import LRU
 from manthan.policies.return_model import ReturnModel
 from manthan.policies.returns import Returns, ReturnsOptions
 
-DECAY = 0.5 ** (1 / 512)
-"""Factor on the weight of what was found, at each later request: a half after 512."""
+DECAY = 0.5 ** (1 / 512)  # factor on the weight of what was found, at each later request: a half after 512
 SURE = 1.25
 """Number of standard deviations by which another policy must have found more than the leader, to replace it.
 
 Above 1, so that a single session does not change the leader.
 """
-SAMPLE = 512
-"""Number of sessions in the fullest shadow. When it has twice as many, the sample is halved."""
-LOOK_EVERY = 8
-"""Sampled requests between two choices of the leader."""
-DRIFT = 0.02
-"""Weight of the room just measured in the moving average `Mixture._room`, at each call of `victims`."""
+SAMPLE = 512  # number of sessions in the fullest shadow. When it has twice as many, the sample is halved
+LOOK_EVERY = 8  # sampled requests between two choices of the leader
+DRIFT = 0.02  # weight of the room just measured in the moving average `Mixture._room`, at each call of `victims`
 
 
 class Contest:
@@ -138,10 +134,8 @@ class Mixture(EvictionPolicy):
         """By sampled session, `uses` and `created` when a request of it was last played in the shadows."""
         self._origins: dict[float, str] = {}
         """Superseded sessions by `created`. A session that goes on from one of them has the same `created`."""
-        self._mask = 0
-        """Bits of a session's hash that are 0 for sampled sessions."""
-        self._room = 0.0
-        """Bytes that the real cache holds when it is full, as a moving average."""
+        self._mask = 0  # bits of a session's hash that are 0 for sampled sessions
+        self._room = 0.0  # bytes that the real cache holds when it is full, as a moving average
         self._looks = 0
         self._last = self._offered = ""
         """Ids of the session used last, and of the victim that `victims` yielded last."""

@@ -4,8 +4,7 @@ import heapq
 from collections.abc import Iterator
 from itertools import count
 
-Entry = tuple[float, float, str]
-"""Number, age and key."""
+Entry = tuple[float, float, str]  # number, age and key
 
 
 class Ranking:

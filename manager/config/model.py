@@ -78,8 +78,7 @@ def _no_secret(header: str) -> str:
 
 HeaderName = Annotated[str, AfterValidator(_no_secret), Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]*$")]
 
-REDIS_PASSWORD = "MANTHAN_REDIS_PASSWORD"
-"""Environment variable with the Redis password."""
+REDIS_PASSWORD = "MANTHAN_REDIS_PASSWORD"  # environment variable with the Redis password
 
 
 class Flag(NamedTuple):
@@ -94,8 +93,7 @@ class _Model(BaseModel):
 
 
 class _Group(_Model):
-    shorthand: ClassVar[str | None] = None
-    """Key of a bare value: `policy: lru` is `policy: {name: lru}`."""
+    shorthand: ClassVar[str | None] = None  # key of a bare value: `policy: lru` is `policy: {name: lru}`
 
     @model_validator(mode="before")
     @classmethod

@@ -18,8 +18,7 @@ from manthan.manager.config.model import CodecConfig, ConfigError
 
 logger = logging.getLogger("vllm.manthan")
 
-AUTO = "auto"
-"""Value of codec.name that stands for CALIBRATED if the model has a profile, and else for PLAIN."""
+AUTO = "auto"  # value of codec.name that stands for CALIBRATED if the model has a profile, and else for PLAIN
 CALIBRATED, PLAIN = "klt-8x", "wht-5x"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 

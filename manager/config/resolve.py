@@ -30,8 +30,7 @@ ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
 """Variables put into every pod of a namespace by a Service named `manthan` or `manthan-redis`."""
 DEFAULT, ARGUMENT = "default", "argument"
-LONG_UNSAVED_S = 30
-"""Most seconds of idle.after_s without a warning at start-up."""
+LONG_UNSAVED_S = 30  # most seconds of idle.after_s without a warning at start-up
 OLD_GROUPS = {old.rpartition(".")[0] for old in RENAMED} - {""}
 
 

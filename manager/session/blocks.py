@@ -25,8 +25,7 @@ NOBODY = "\0"
 """Tenant of blocks stored by another engine. They count towards no share, and no tenant can have this name."""
 
 SAVED, STORING = 1, 2
-MOST_INNER = 4
-"""Most refinements of a block."""
+MOST_INNER = 4  # most refinements of a block
 HIGH, LOSSLESS = 2, 4
 """Least level of a block for requests with `quality: high`, and level of a block that keeps every bit."""
 _EMPTY, _GONE = -1, -2  # slots of the hash index: never used, and freed
@@ -181,20 +180,13 @@ class BlockTable:
         self._index_used = 0
         self._tenants: dict[str, int] = {}
         self._tenant_nbytes = np.zeros(8, np.int64)
-        self.saved_nbytes = 0
-        """Bytes of compressed blocks in the tiers."""
-        self.reserved_nbytes = 0
-        """Bytes reserved for stores under way."""
-        self.saved_blocks: dict[int, int] = {}
-        """Number of saved blocks by group."""
-        self.storing = 0
-        """Number of blocks of stores under way."""
-        self.exact_blocks = 0
-        """Number of saved blocks with exact tokens."""
-        self._refined = np.zeros(MOST_INNER + 1, np.int64)
-        """Number of saved blocks, by their number of refinements."""
-        self.moved_nbytes = [0] * 8
-        """For each front tier, bytes of saved blocks that have left it, by estimate."""
+        self.saved_nbytes = 0  # bytes of compressed blocks in the tiers
+        self.reserved_nbytes = 0  # bytes reserved for stores under way
+        self.saved_blocks: dict[int, int] = {}  # number of saved blocks by group
+        self.storing = 0  # number of blocks of stores under way
+        self.exact_blocks = 0  # number of saved blocks with exact tokens
+        self._refined = np.zeros(MOST_INNER + 1, np.int64)  # number of saved blocks, by their number of refinements
+        self.moved_nbytes = [0] * 8  # for each front tier, bytes of saved blocks that have left it, by estimate
 
     def __len__(self) -> int:
         return len(self._free) - self._free_count

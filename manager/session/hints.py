@@ -27,10 +27,8 @@ from manthan.manager.config.sentences import first_mistake, must_be, nearest
 from manthan.manager.events import DropCause
 from manthan.manager.session.table import Deadlines, Session, SessionTable
 
-WHERE = "kv_transfer_params.manthan"
-"""Key of hints in a request."""
-LONGEST_NAME = 256
-"""Characters of a session's id or a tenant's name."""
+WHERE = "kv_transfer_params.manthan"  # key of hints in a request
+LONGEST_NAME = 256  # characters of a session's id or a tenant's name
 MOST_PREFETCHES = 64
 HIGHEST_PRIORITY = 10
 
@@ -56,8 +54,7 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-LONGEST_S = 30 * 86_400
-"""Longest time in a hint, in seconds: 30 days."""
+LONGEST_S = 30 * 86_400  # longest time in a hint, in seconds: 30 days
 Seconds = Annotated[float, Strict(), Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
 SessionId = Annotated[
     str, Strict(), StringConstraints(min_length=1, max_length=LONGEST_NAME), AfterValidator(_printable)
@@ -185,16 +182,11 @@ def parse_hints(value: object) -> Hints:
         raise HintError(must_be(f"{WHERE}.{name}", right, value[name], show=reprlib.repr)) from None
 
 
-LAST_PAUSES = 32
-"""Number of a tool's latest pauses that count."""
-ENOUGH_PAUSES = 3
-"""Least number of pauses from which a tool's duration is estimated."""
-SURE_PAUSES = 8
-"""Least number of pauses for a prefetch of a session that waits for the tool."""
-SURE_RATIO = 2.0
-"""Largest ratio of the pauses' third quartile to the first for such a prefetch."""
-MOST_TOOLS = 4096
-"""Most tools remembered, of all tenants. The tool with the oldest last return is forgotten first."""
+LAST_PAUSES = 32  # number of a tool's latest pauses that count
+ENOUGH_PAUSES = 3  # least number of pauses from which a tool's duration is estimated
+SURE_PAUSES = 8  # least number of pauses for a prefetch of a session that waits for the tool
+SURE_RATIO = 2.0  # largest ratio of the pauses' third quartile to the first for such a prefetch
+MOST_TOOLS = 4096  # most tools remembered, of all tenants. The tool with the oldest last return is forgotten first
 
 
 class ToolTimes:

@@ -54,10 +54,8 @@ from manthan.manager.session.table import Deadlines, Order, Session, SessionStat
 from manthan.manager.transfer import JOB_BLOCKS, Transfer
 from manthan.policies import EvictionPolicy, PolicyOptions
 
-DOUBLINGS = 5
-"""Most doublings of the wait until a session is saved again, after the tiers had no room for it."""
-SPARE_SHARE = 1 / 8
-"""Share of the budget that the spare resume points of all sessions may take."""
+DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it
+SPARE_SHARE = 1 / 8  # share of the budget that the spare resume points of all sessions may take
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
 """Orders of an operator that are refused while a request of the session runs."""
 
@@ -71,8 +69,7 @@ class Shares(NamedTuple):
 
     pinned: float = 0.25
     tenants: Mapping[str, float] = {}
-    heads: float = 0.25
-    """Share for first blocks that sessions share, which are stored exact."""
+    heads: float = 0.25  # share for first blocks that sessions share, which are stored exact
 
     def of_tenant(self, tenant: str) -> float:
         """Return the share of a tenant; 1 for no tenant."""
@@ -191,10 +188,8 @@ class SessionManager:
         levels: levels of blocks with refinements, the base first.
     """
 
-    pool: Pool
-    """Set by `bind`."""
-    enough = 16
-    """Consecutive returns without the last answer, after which answers are not saved."""
+    pool: Pool  # set by `bind`
+    enough = 16  # consecutive returns without the last answer, after which answers are not saved
 
     def __init__(
         self,
@@ -229,30 +224,24 @@ class SessionManager:
         self.job_ids = count()
         self._is_shared, self._is_exclusive, self._levels = is_shared, is_exclusive, levels
         self._sink, self._wanted_sink = sink_tokens, sink_tokens
-        self.due = Deadlines()
-        """Times at which idle sessions are saved."""
-        self.saving: dict[Session, None] = {}
-        """Idle sessions being saved."""
-        self._loading: dict[str, Rows] = {}
-        """By id of a load, the pinned rows."""
+        self.due = Deadlines()  # times at which idle sessions are saved
+        self.saving: dict[Session, None] = {}  # idle sessions being saved
+        self._loading: dict[str, Rows] = {}  # by id of a load, the pinned rows
         self._torn: set[int] = set()
         """Rows to drop once no load reads them, because only some ranks have stored them again."""
         self._pins: dict[Session, int] = {}
         """Bytes that each pinned session, or its kept ranges, count for in `Shares.pinned`."""
-        self._heads: set[int] = set()
-        """Rows of blocks that sessions share and that are stored exact."""
+        self._heads: set[int] = set()  # rows of blocks that sessions share and that are stored exact
         self.read: Callable[[Rows], None] = lambda rows: None
         """Called with rows that a load has read. `FrontTiers` sets it."""
         self._heirs: dict[Session, None] = {}
         """Sessions to enter into the policy's order again, because relatives no longer share their blocks."""
         self._heads_only: dict[Session, None] = {}
         """Sessions outside of the policy's order, because relatives share all blocks that they have left."""
-        self.spare = 0
-        """Number of saved blocks that the head of the pool's free queue should have."""
+        self.spare = 0  # number of saved blocks that the head of the pool's free queue should have
         self._led: list[tuple[int, int]] = []
         """Number and resident depth of each session whose blocks the pool was last told to overwrite first."""
-        self._left_out = 0
-        """Number of latest consecutive returns whose prompts lack the last answer."""
+        self._left_out = 0  # number of latest consecutive returns whose prompts lack the last answer
         self.table.gone.append(self._forgotten)
 
     def bind(self, pool: Pool, spare: int, unkept: Callable[[], None]) -> None:

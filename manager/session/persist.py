@@ -29,8 +29,7 @@ HISTORY = (
     *("prompt_depth", "prompt_end", "ttl_s", "priority", "stays_out"),
 )
 """Attributes of a session copied unchanged into the journal."""
-TIMES = ("created", "last_used", "expected")
-"""Attributes of a session with times; in the journal, Unix seconds."""
+TIMES = ("created", "last_used", "expected")  # attributes of a session with times; in the journal, Unix seconds
 FACTS = (*HISTORY, *TIMES, "is_pinned")
 
 
@@ -126,8 +125,7 @@ class JournalLink(_Link):
         self._journal, self._notes, self._clock = journal, notes, clock
         self._told: dict[str, int | None] = {}
         """By session id, the `_digest` of the blocks in the journal; None if the session has different blocks now."""
-        self._inner: Mapping[BlockName, Sequence[int]] = {}
-        """See `adopt`."""
+        self._inner: Mapping[BlockName, Sequence[int]] = {}  # see `adopt`
         self._is_reset = False
         self.close = journal.close
 

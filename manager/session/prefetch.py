@@ -19,10 +19,8 @@ from manthan.manager.transfer import RESET, STORE_DOWN, Answers, Transfer, Trans
 LEAD_S = 2.0
 """Seconds by which a prefetch precedes the expected return, but at most half of idle.after_s. A session restored
 earlier might be overwritten again before the request."""
-LOOKED_AT = 64
-"""Number of expected sessions checked at a time."""
-RETRY_S = 0.1
-"""Seconds until the next search for room, after a search found none."""
+LOOKED_AT = 64  # number of expected sessions checked at a time
+RETRY_S = 0.1  # seconds until the next search for room, after a search found none
 PATIENCE = 2.0
 """Time, in multiples of idle.after_s, for which a session is prefetched after a client named it, or if it is late."""
 
@@ -95,17 +93,13 @@ class Prefetcher:
         self._runway, self._taken = runway, taken
         self._lead_s = lead_s
         self._main = manager.shape.main
-        self.expected = Deadlines()
-        """For each expected session, the time from which it is in `to_load`."""
+        self.expected = Deadlines()  # for each expected session, the time from which it is in `to_load`
         self.to_load: OrderedDict[str, _Awaited] = OrderedDict()  # by session id
-        self.load: _Load | None = None
-        """The prefetch under way."""
+        self.load: _Load | None = None  # the prefetch under way
         self.ready: dict[int, _Ready] = {}  # by the first loaded row
         self._look_after = 0.0
-        self.look_at = inf
-        """Time of the next look for room; infinity if there is none."""
-        self.was_settled = False
-        """True if a prefetch has ended since the last step, so that another may begin."""
+        self.look_at = inf  # time of the next look for room; infinity if there is none
+        self.was_settled = False  # true if a prefetch has ended since the last step, so that another may begin
         manager.said.expected = self._look_out
         manager.table.gone.append(self._forget)
 

@@ -83,60 +83,44 @@ class Session(Struct, eq=False, gc=False):
     rows: Rows = field(default_factory=lambda: NO_ROWS)
     requests: frozenset[str] = _NO_REQUESTS
     is_cold: bool = False
-    points: tuple[ResumePoint, ...] = ()
-    """Resume points, the deepest last."""
-    prompt_depth: int = 0
-    """Depth of the resume point at the end of the last prompt, kept besides the deepest."""
-    refusals: int = 0
-    """Number of consecutive refusals for lack of room in the tiers."""
-    refused_until: float = 0.0
-    """Time until which the session is not saved, after a failed store."""
+    points: tuple[ResumePoint, ...] = ()  # resume points, the deepest last
+    prompt_depth: int = 0  # depth of the resume point at the end of the last prompt, kept besides the deepest
+    refusals: int = 0  # number of consecutive refusals for lack of room in the tiers
+    refused_until: float = 0.0  # time until which the session is not saved, after a failed store
     saving_since: float | None = None
     """Time at which the saving of all blocks began; None if the session is not being saved."""
-    is_pressed: bool = False
-    """True if the session is being saved because memory is short."""
-    stored: int = 0
-    """Blocks saved since the last request's begin, or since the session went cold."""
+    is_pressed: bool = False  # true if the session is being saved because memory is short
+    stored: int = 0  # blocks saved since the last request's begin, or since the session went cold
     stored_nbytes: int = 0
 
     # Facts for policies; see SessionView.
     uses: int = 0
     gap: float | None = None
-    tokens: int = 0
-    """Tokens of the conversation at the last request's end, or of a running request's prompt."""
+    tokens: int = 0  # tokens of the conversation at the last request's end, or of a running request's prompt
     prompt_tokens: int = 0
     added_tokens: int = 0
     answer_tokens: int = 0
     left_tokens: int = 0
-    ending: str = ""
-    """Ending of the last answer; empty during a request, or if unknown."""
-    lossy_tokens: int = 0
-    """Cached tokens of the last request, decoded or computed behind decoded ones."""
-    tip: bytes = b""
-    """Last block hash at the last use. A session without blocks is recognized by the hash."""
+    ending: str = ""  # ending of the last answer; empty during a request, or if unknown
+    lossy_tokens: int = 0  # cached tokens of the last request, decoded or computed behind decoded ones
+    tip: bytes = b""  # last block hash at the last use. A session without blocks is recognized by the hash
 
     # Hints of the client; see Hints.
     is_pinned: bool = False
     pinned_until: float | None = None
     keeps: tuple[tuple[float, int], ...] = ()
     """For each range kept at a client's wish, the time at which it ends, and its number of first tokens."""
-    kept: int = 0
-    """Number of first blocks never dropped because of `keeps`; 0 for a pinned session."""
+    kept: int = 0  # number of first blocks never dropped because of `keeps`; 0 for a pinned session
     ttl_s: float | None = None
     priority: int = 0
     expected: float | None = None
-    is_sure: bool = True
-    """True if the expected return is sure enough for a prefetch."""
-    tool: str = ""
-    """Tool awaited by the client."""
-    stays_out: bool = False
-    """True if no KV of the session may reach a tier."""
+    is_sure: bool = True  # true if the expected return is sure enough for a prefetch
+    tool: str = ""  # tool awaited by the client
+    stays_out: bool = False  # true if no KV of the session may reach a tier
     parent: str | None = None
     """Name of the session that this session works for. There may be no session of this name."""
-    family: str | None = None
-    """Name of the first ancestor, in a family of several; see `SessionTable.join`."""
-    answer: bytes = b""
-    """Hash of the first full block that has a token of the last answer; empty for none."""
+    family: str | None = None  # name of the first ancestor, in a family of several; see `SessionTable.join`
+    answer: bytes = b""  # hash of the first full block that has a token of the last answer; empty for none
     prompt_end: str = ""
     """Number of the last prompt's full blocks, and a digest of the tokens behind them; empty if unknown."""
 
@@ -182,8 +166,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._when = Ranking()
-        self.first = inf
-        """The earliest time; infinity if there is none."""
+        self.first = inf  # the earliest time; infinity if there is none
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._when
@@ -260,8 +243,7 @@ class SessionsBy:
     """
 
     def __init__(self) -> None:
-        self._first: dict[object, Session] = {}
-        """First session of each key."""
+        self._first: dict[object, Session] = {}  # first session of each key
         self._others: dict[object, dict[Session, None]] = {}
 
     def get(self, key: object) -> Iterable[Session]:
@@ -309,8 +291,7 @@ class SessionTable:
         """Unpinned sessions with compressed blocks to drop. A session leaves once it was evicted."""
         self.resident = Order(make_policy)
         """Sessions that may have resident blocks: used since a check last found no resident block."""
-        self.order_of: dict[str, Order] = {}
-        """The same as `order`, for each tenant with a quota and sessions."""
+        self.order_of: dict[str, Order] = {}  # the same as `order`, for each tenant with a quota and sessions
         self.refined = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
         """Unpinned sessions that may have blocks with at least so many refinements as the key's number.
 
@@ -318,18 +299,14 @@ class SessionTable:
         """
         self.changed: dict[str, None] | None = None
         """Ids of sessions changed since `take_changes`; None before the first call."""
-        self.gone: list[Callable[[Session], None]] = []
-        """Functions to call with each forgotten session."""
+        self.gone: list[Callable[[Session], None]] = []  # functions to call with each forgotten session
         self._numbers = count(1)
-        self._ending = SessionsBy()
-        """Sessions with blocks, by the row of their last block."""
-        self._named = SessionsBy()
-        """Named sessions, by tenant and name."""
+        self._ending = SessionsBy()  # sessions with blocks, by the row of their last block
+        self._named = SessionsBy()  # named sessions, by tenant and name
         self._of_tenant = defaultdict[str, dict[Session, None]](dict)
         self._families: dict[tuple[str, str], dict[Session, None]] = {}
         """Sessions with a parent or a child, by tenant and the name of their first ancestor."""
-        self._prompts: dict[bytes, Session] = {}
-        """Last session that asked a prompt, by `_prompt_key`."""
+        self._prompts: dict[bytes, Session] = {}  # last session that asked a prompt, by `_prompt_key`
         self._prompt_of: dict[Session, bytes] = {}
         self._remembered: dict[bytes, Session] = {}
         """Sessions by tenant and `Session.tip`, with or without blocks. The oldest are removed, several at once."""

@@ -13,8 +13,7 @@ from manthan.manager.tiers.arena import Arena, Extent, room, split, usable
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Tier, part_ends
 from manthan.manager.transfer import RESET
 
-CHUNK = 64 << 20
-"""Bytes of memory allocated at once, on demand."""
+CHUNK = 64 << 20  # bytes of memory allocated at once, on demand
 
 
 @dataclass(slots=True, eq=False)
@@ -54,17 +53,14 @@ class ArenaTier(Tier):
 
     def __init__(self, max_bytes: int, arena: Arena) -> None:
         self.max_bytes = max_bytes
-        self.peak = 0
-        """Largest number of bytes ever taken."""
-        self._lock = threading.Lock()
-        """Held to read or change the attributes below, but never during I/O."""
+        self.peak = 0  # largest number of bytes ever taken
+        self._lock = threading.Lock()  # held to read or change the attributes below, but never during I/O
         self._arena = arena
         self._blocks: dict[BlockName, Placed] = {}
         self._writing: dict[BlockName, object] = {}  # by block, an object for the put that writes it
         self._dropped: deque[Placed] = deque()
         self._dropped_nbytes = 0  # bytes of dropped blocks not yet erased
-        self._erasing = threading.Lock()
-        """Held during an erasure, and taken before `_lock`."""
+        self._erasing = threading.Lock()  # held during an erasure, and taken before `_lock`
         self._eraser: threading.Thread | None = None
 
     @abstractmethod

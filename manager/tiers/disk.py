@@ -50,8 +50,7 @@ from manthan.manager.transfer import STORE_DOWN
 logger = logging.getLogger("vllm.manthan.disk")
 
 FILE = "blocks"
-PAGE = 4096
-"""Unit of allocation, and of holes, in file systems."""
+PAGE = 4096  # unit of allocation, and of holes, in file systems
 HEADER, MOST_EXTENTS, MOST_KEY, MOST_INNER = 512, 24, 64, 4
 MAGIC, VERSION = b"MNDB", 1
 _FIELDS = struct.Struct("<4sHHIIQQQ64s")
@@ -59,16 +58,13 @@ _EXTENT, _INNER, _DIGEST = struct.Struct("<QQ"), struct.Struct(f"<{MOST_INNER}I"
 _END = HEADER - _DIGEST.size
 _INNER_AT = _FIELDS.size + MOST_EXTENTS * _EXTENT.size
 assert _INNER_AT + _INNER.size <= _END
-DISK = "disk"
-"""Cause of a failure of the disk."""
-SYNC_S, CLOSE_S = 5.0, 5.0
-"""Seconds between two syncs, and most seconds that `close` waits for the disk."""
+DISK = "disk"  # cause of a failure of the disk
+SYNC_S, CLOSE_S = 5.0, 5.0  # seconds between two syncs, and most seconds that `close` waits for the disk
 READERS, WRITERS, AHEAD = 8, 4, 16
 """Threads that read, threads that write, and runs of blocks that `read` has the threads read ahead."""
 RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20
 """Most bytes of a run of several blocks, read by one thread; bytes searched for a record at a time."""
-QUIET_S = 60.0
-"""Seconds between two log lines about failures of many blocks."""
+QUIET_S = 60.0  # seconds between two log lines about failures of many blocks
 
 
 def room(nbytes: int) -> int:

@@ -24,21 +24,17 @@ from manthan.manager.tiers.sealed import Sealer, SealError
 logger = logging.getLogger("vllm.manthan.disk")
 
 JOURNAL = "sessions.sqlite"
-SCHEMA = 7
-"""Version of the format. A journal of another version is emptied."""
+SCHEMA = 7  # version of the format. A journal of another version is emptied
 CLOSE_S = 5.0
-REST_S = 1.0
-"""Seconds until the next try after a failed write."""
+REST_S = 1.0  # seconds until the next try after a failed write
 TABLE = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
     facts BLOB NOT NULL,  -- JSON
     saved BLOB NOT NULL   -- JSON: blocks and resume points
 ) WITHOUT ROWID"""
-ID = "id"
-"""Field of sealed facts with the session's id, because the row's id is then a digest."""
-ABOUT = ("journal",)
-"""First part of the name to which sealed rows are bound; see `Sealer.seal`."""
+ID = "id"  # field of sealed facts with the session's id, because the row's id is then a digest
+ABOUT = ("journal",)  # first part of the name to which sealed rows are bound; see `Sealer.seal`
 FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
 """Exceptions of SQLite and the disk. A damaged schema may raise UnicodeDecodeError."""
 UNREADABLE = (msgspec.MsgspecError, KeyError, AttributeError, SealError)

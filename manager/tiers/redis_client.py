@@ -20,13 +20,11 @@ from manthan.manager.transfer import STORE_DOWN
 
 Client: TypeAlias = Any  # redis.Redis: its annotations leave open what is bytes and what is str
 
-TIMEOUT_S = 2.0
-"""Seconds to wait for a connection or an answer, unless the URL has a socket_timeout."""
+TIMEOUT_S = 2.0  # seconds to wait for a connection or an answer, unless the URL has a socket_timeout
 RETRIES = 1
 BREAK_FIRST_S, BREAK_MOST_S = 0.25, 4.0  # see Circuit
 OLDEST_VERSION = 7
-BATCH = 512
-"""Commands in a pipeline, at most."""
+BATCH = 512  # commands in a pipeline, at most
 
 
 class RedisUnreachableError(ConfigError):

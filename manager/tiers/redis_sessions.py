@@ -26,15 +26,13 @@ Needed: TypeAlias = Callable[[int], Sequence[BlockName]]
 """Returns the blocks of further KV cache groups needed to continue behind a number of blocks."""
 CLOSE_S = 5.0
 REST_S = 0.5
-RENEW = 1 / 16
-"""Share of the time to live after which the blocks of a session that is in use are renewed."""
+RENEW = 1 / 16  # share of the time to live after which the blocks of a session that is in use are renewed
 FIRST, RUN, SWITCHES = 32, 256, 16
 """Blocks asked for first, so that a lookup of an unknown prompt is short; blocks that are taken to be as large as the
 first of them; most changes of the number of shards in a lookup."""
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
 """Causes for which dropped blocks are deleted, though other engines may use them; for lack of room they are not."""
-LASTING = (DropCause.EXPIRED, DropCause.RELEASED)
-"""Causes for which blocks are deleted later if Redis is down."""
+LASTING = (DropCause.EXPIRED, DropCause.RELEASED)  # causes for which blocks are deleted later if Redis is down
 
 
 class StoredPoint(NamedTuple):

@@ -22,8 +22,7 @@ class StackedTier(Tier):
 
     def __init__(self, front: ArenaTier, behind: Tier) -> None:
         self.front, self.behind, self.can_trim = front, behind, behind.can_trim
-        self._lock = threading.Lock()
-        """Held to read or change `_order`, but never during I/O."""
+        self._lock = threading.Lock()  # held to read or change `_order`, but never during I/O
         self._order: OrderedDict[BlockName, None] = OrderedDict.fromkeys(front.names())
         """Blocks of the front tier, least recently used first. It may have dropped some meanwhile."""
 
