@@ -351,18 +351,8 @@ class Driver:
         rows = request.rows[resident:end]
         manager.load_started(request_id, rows)
         main = self._main, request.hashes[resident : resident + len(block_ids)], block_ids
-        jobs = [
-            Transfer(
-                next(manager.job_ids),
-                "load",
-                group,
-                list(hashes),
-                np.array(ids, np.int32),
-                tenant=request.session.tenant,
-                request_id=request_id,
-            )
-            for group, hashes, ids in ([main, *beside] if manager.shape.stores_main else beside)
-        ]
+        parts = [main, *beside] if manager.shape.stores_main else beside
+        jobs = [manager.load_job(*part, request.session, request_id) for part in parts]
         self._loading[request_id] = Load(request.session.session_id, Answers(jobs, self._ranks))
         self._load_of.update((job.job_id, request_id) for job in jobs)
         self._loads += jobs

@@ -510,6 +510,14 @@ class SessionManager:
         self.blocks.pin(self._loading[load_id], +1)
         return beside
 
+    def load_job(
+        self, group: int, hashes: Sequence[bytes], ids: Sequence[int], session: Session, request_id: str | None = None
+    ) -> Transfer:
+        """Return a new job that loads blocks for a session. ids: the pool's blocks to load into."""
+        block_ids, tenant = np.array(ids, np.int32), session.tenant
+        job_id = next(self.job_ids)
+        return Transfer(job_id, "load", group, list(hashes), block_ids, tenant=tenant, request_id=request_id)
+
     def load_finished(self, load_id: str, failed: Iterable[BlockName] = ()) -> None:
         """Unpin the rows of a load. failed: blocks that could not be read, and are dropped."""
         rows = self._loading.pop(load_id, NO_ROWS)

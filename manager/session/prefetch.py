@@ -224,17 +224,11 @@ class Prefetcher:
         missing = ids < 0
         ids[missing] = self._pool.take(int(missing.sum()))
         is_stored = blocks.group[rows] >= 0
+        to_load = [(group, np.nonzero((groups == group) & missing & is_stored)[0]) for group in numbers]
         jobs = [
-            Transfer(
-                next(manager.job_ids),
-                "load",
-                group,
-                [hashes[i] for i in at.tolist()],
-                ids[at].astype(np.int32),
-                tenant=session.tenant,
-            )
-            for group in numbers
-            if len(at := np.nonzero((groups == group) & missing & is_stored)[0])
+            manager.load_job(group, [hashes[i] for i in at.tolist()], ids[at].tolist(), session)
+            for group, at in to_load
+            if len(at)
         ]
         answers, marks = Answers(jobs, self._ranks), manager.loaded_marks(rows)
         return _Load(session.session_id, session.number, rows, ids.tolist(), missing.tolist(), marks, answers)

@@ -522,8 +522,8 @@ class SessionTable:
             yield order
 
     def _view(self, session: Session) -> SessionView:
-        blocks, at_points = len(session.rows), {int(row) for point in session.points for row in point.rows}
-        nbytes = self.blocks.nbytes[list(at_points)].sum(dtype=int) if at_points else 0
+        blocks = len(session.rows)
+        nbytes = self.blocks.nbytes[session.point_rows].sum(dtype=int) if session.points else 0
         return SessionView(
             session.session_id,
             blocks * self.shape.block_tokens,
@@ -580,7 +580,10 @@ class SessionTable:
         used = self._used(rows)
         if name is None:
             found = self._longest(used, None, tenant)
-            return None if found is None or self._is_common_start(found, rows) else found
+            if found is not None and found.name is None and len(found.rows) < len(rows):
+                is_start = self._has_several(int(found.rows[-1]), len(found.rows) - 1, tenant)
+                return None if is_start else found  # where others go on, as at the end of a system prompt
+            return found
         known, near = self._nearest(used, name, tenant)
         found = self._longest(used[:known], name, tenant)
         is_again = near is not None and known == len(rows)
@@ -650,12 +653,6 @@ class SessionTable:
                 if best == len(rows):
                     break
         return best, found
-
-    def _is_common_start(self, session: Session, rows: Rows) -> bool:
-        """True if a nameless session ends where other sessions go on, as at the end of a system prompt."""
-        if session.name is not None or len(session.rows) == len(rows):
-            return False
-        return self._has_several(int(session.rows[-1]), len(session.rows) - 1, session.tenant)
 
     def _with_changed_answer(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
         """Return the session of the name whose whole last prompt, but not the answer, is at the begin of these rows.
