@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Any
 
@@ -68,12 +68,12 @@ class Histories:
 
     def __call__(self, event: Event) -> None:
         """Add an event of the stream to the session's history."""
-        at, tokens_of = self._clock(), self._block_tokens
+        tokens_of = self._block_tokens
         match event:
             case Turn(session_id, tokens, blocks, seconds, found):
                 text = f"A request ended after {seconds:.3g} s with {tokens} tokens; "
                 text += f"{found} of the prompt were in the cache."
-                self._add(session_id, HistoryEvent(at, EventKind.TURN, text, tokens, blocks, None, seconds, found))
+                self._add(session_id, EventKind.TURN, text, tokens, blocks, None, seconds, found)
             case Evicted(session_id, blocks, tokens=tokens, cold_nbytes=nbytes, took_s=seconds):
                 why = "Memory was short. " if event.is_pressed else ""
                 before = ", the others before" if event.stored < blocks else ""
@@ -81,7 +81,7 @@ class Histories:
                     f"{why}Went cold in {seconds:.3g} s: {tokens} tokens, {_size(nbytes)} compressed "
                     f"({event.stored} of {blocks} blocks encoded{before})."
                 )
-                self._add(session_id, HistoryEvent(at, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds))
+                self._add(session_id, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds)
             case Restored(session_id, _, good, nbytes=nbytes, seconds=seconds):
                 tokens, is_prefetch = good * tokens_of, event.request_id is None
                 saved = None if is_prefetch else tokens
@@ -89,7 +89,7 @@ class Histories:
                 when = "before a request, in" if is_prefetch else "in"
                 note = f" ({', '.join(sorted(set(event.causes)))})" if event.causes else ""
                 text = f"Came back {when} {seconds:.3g} s: {tokens} tokens out of {_size(nbytes)}{note}."
-                self._add(session_id, HistoryEvent(at, kind, text, tokens, good, nbytes, seconds, saved))
+                self._add(session_id, kind, text, tokens, good, nbytes, seconds, saved)
             case Lost(session_id, blocks, nbytes, cause):
                 tokens = blocks * tokens_of
                 text = f"Lost {_size(nbytes)} of compressed blocks, {tokens} tokens ({cause})."
@@ -97,21 +97,21 @@ class Histories:
                     text = (
                         f"Was cut for want of room: its last {tokens} tokens, {_size(nbytes)} compressed, are dropped."
                     )
-                self._add(session_id, HistoryEvent(at, EventKind.DROPPED, text, tokens, blocks, nbytes))
+                self._add(session_id, EventKind.DROPPED, text, tokens, blocks, nbytes)
             case Pinned(session_id, is_pinned=True):
-                self._add(session_id, HistoryEvent(at, EventKind.PINNED, "Was pinned."))
+                self._add(session_id, EventKind.PINNED, "Was pinned.")
             case Pinned(session_id):
-                self._add(session_id, HistoryEvent(at, EventKind.UNPINNED, "Is not pinned any more."))
+                self._add(session_id, EventKind.UNPINNED, "Is not pinned any more.")
             case Parent(session_id, parent):
-                self._add(session_id, HistoryEvent(at, EventKind.PARENT, f"Works for {parent}."))
+                self._add(session_id, EventKind.PARENT, f"Works for {parent}.")
 
-    def _add(self, session_id: str, event: HistoryEvent) -> None:
+    def _add(self, session_id: str, kind: EventKind, text: str, *facts: float | None) -> None:
+        """Add an event. facts: the first fields of `HistoryEvent` behind `text`."""
         if session_id not in self._table.by_id:
             return
-        at, kind, *facts = astuple(event)
         history = self._histories.get(session_id, ())
         self._count += len(history) < EVENTS_A_SESSION
-        self._histories[session_id] = (*history, (at, kind.value, *facts))[-EVENTS_A_SESSION:]
+        self._histories[session_id] = (*history, (self._clock(), kind.value, text, *facts))[-EVENTS_A_SESSION:]
         self._histories.move_to_end(session_id)
         while self._count > MOST_EVENTS:
             self._forget(next(iter(self._histories)))
