@@ -419,15 +419,9 @@ class Driver:
         if serving.was_loaded:
             blocks, rows = self.manager.blocks, serving.request.rows
             self._pool.keep(self._main, blocks.hashes(rows[blocks.is_saved(rows)][::-1]))
+        points = () if self.rests else points
         outcome, plans = self.manager.request_finished(
-            request_id,
-            hashes,
-            now,
-            tokens=tokens,
-            points=() if self.rests else points,
-            found=found,
-            lossy=lossy,
-            ending=ending,
+            request_id, hashes, now, tokens=tokens, points=points, found=found, lossy=lossy, ending=ending
         )
         self._begin(plans)
         return outcome

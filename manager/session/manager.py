@@ -764,19 +764,11 @@ class SessionManager:
         breaks[1:] = (counts[1:] > 0) & ~whole[:-1]
         plans = []
         for part in runs(rows, (marks, np.cumsum(breaks)), self.blocks.depth[rows], JOB_BLOCKS):
-            first = int(self.blocks.depth[rows[part.start]]) * shape.tokens
-            kept = int(counts[part].sum())
+            first, kept = int(self.blocks.depth[rows[part.start]]) * shape.tokens, int(counts[part].sum())
+            end, mark = first + kept if kept else 0, Mark(int(marks[part.start]))
+            block_ids, tenant = np.array(ids[part], np.int32), session.tenant
             transfer = Transfer(
-                next(self.job_ids),
-                "store",
-                group,
-                hashes[part],
-                np.array(ids[part], np.int32),
-                first,
-                first + kept if kept else 0,
-                shape.codec,
-                Mark(int(marks[part.start])),
-                session.tenant,
+                next(self.job_ids), "store", group, hashes[part], block_ids, first, end, shape.codec, mark, tenant
             )
             plans.append(StorePlan(transfer, rows[part], counts[part], replaces[part]))
         return StoresBegun(plans, fits, is_gone, lost)
