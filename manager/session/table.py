@@ -166,31 +166,28 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._when = Ranking()
-        self.first = inf  # the earliest time; infinity if there is none
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._when
 
+    @property
+    def first(self) -> float:
+        """The earliest time; infinity if there is none."""
+        first = self._when.first()
+        return inf if first is None else first[0]
+
     def set(self, session_id: str, when: float | None) -> None:
         """Set the time of a session, or remove the time with None."""
         if when is None:
-            if session_id in self._when:
-                self._when.discard(session_id)
-                self._look()
+            self._when.discard(session_id)
         elif self._when.get(session_id) != when:
             self._when.set(session_id, when)
-            self._look()
 
     def pop_due(self, now: float) -> Iterator[str]:
         """Yield the ids of sessions whose time has come, and remove them."""
         while (first := self._when.first()) is not None and first[0] <= now:
             self._when.discard(first[2])
-            self._look()
             yield first[2]
-
-    def _look(self) -> None:
-        first = self._when.first()
-        self.first = inf if first is None else first[0]
 
 
 class Order:
