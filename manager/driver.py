@@ -19,7 +19,7 @@ import numpy as np
 from manthan.manager.events import BlocksDropped, BlocksTrimmed, Overwritten, StoreFailed, StoreIsUp, Verdict
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.guard import Guard
-from manthan.manager.pool import Asker, Mark, Pool
+from manthan.manager.pool import Asker, Mark, Pool, Runway
 from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.hints import NO_HINTS, Hints
 from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, StorePlan
@@ -103,33 +103,6 @@ class Work:
     revokes: bool = False
 
 
-class Runway:
-    """Number of blocks in the free queue before the first unsaved block.
-
-    Counting walks the free queue. It is walked again only when requests may have taken too many blocks since.
-
-    Args:
-        ahead: least number of blocks to look at in a walk.
-    """
-
-    def __init__(self, pool: Pool, ahead: int) -> None:
-        self._pool, self.ahead, self._left = pool, ahead, 0
-
-    def taken(self, at_most: int) -> None:
-        """Note that at most so many blocks were taken from the head of the queue."""
-        self._left -= at_most
-
-    def forget(self) -> None:
-        """Count anew at the next question, because saved blocks became unsaved."""
-        self._left = 0
-
-    def length(self, wanted: int) -> int:
-        """Return the number of blocks. A result below `wanted` is exact; others may be too low."""
-        if self._left < wanted:
-            self._left = self._pool.runway(max(wanted, self.ahead))
-        return self._left
-
-
 class Driver:
     """Loop of an engine.
 
@@ -174,8 +147,7 @@ class Driver:
         self.runway = Runway(pool, self._high)
         manager.bind(pool, self._high, self.runway.forget)
         self.fronts = FrontTiers(manager, fronts)
-        walk, taken = self.runway.length, self.runway.taken
-        self.prefetcher = Prefetcher(manager, pool, walk, taken, ranks, self._low, prefetch_lead_s)
+        self.prefetcher = Prefetcher(manager, self.runway, ranks, self._low, prefetch_lead_s)
         self._main = manager.shape.main
         self._serving: dict[str, Serving] = {}
         self._stores: dict[int, Store] = {}  # by job id

@@ -144,3 +144,30 @@ class Pool(Protocol):
         Args:
             spare: number of free saved blocks to leave out: the blocks overwritten first.
         """
+
+
+class Runway:
+    """Number of blocks in the free queue before the first unsaved block.
+
+    Counting walks the free queue. It is walked again only when requests may have taken too many blocks since.
+
+    Args:
+        ahead: least number of blocks to look at in a walk.
+    """
+
+    def __init__(self, pool: Pool, ahead: int) -> None:
+        self._pool, self.ahead, self._left = pool, ahead, 0
+
+    def taken(self, at_most: int) -> None:
+        """Note that at most so many blocks were taken from the head of the queue."""
+        self._left -= at_most
+
+    def forget(self) -> None:
+        """Count anew at the next question, because saved blocks became unsaved."""
+        self._left = 0
+
+    def length(self, wanted: int) -> int:
+        """Return the number of blocks. A result below `wanted` is exact; others may be too low."""
+        if self._left < wanted:
+            self._left = self._pool.runway(max(wanted, self.ahead))
+        return self._left

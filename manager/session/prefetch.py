@@ -1,7 +1,7 @@
 """Prefetches: loads of expected sessions into the pool's prefix cache before their request comes."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from manthan.manager.events import PrefetchHit
-from manthan.manager.pool import BlockName, Mark, Pool
+from manthan.manager.pool import BlockName, Mark, Runway
 from manthan.manager.session.blocks import Rows, common_prefix
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Deadlines, Session, qualified
@@ -72,26 +72,14 @@ class Prefetcher:
     """Loads one session at a time, so that a request waits at most for the prefetch of its own session.
 
     Args:
-        runway: returns the number of free blocks before the first unsaved block, exact below a given number.
-        taken: called with the most blocks that the pool may have handed out.
         ranks: number of ranks, each of which answers every transfer.
         spare: number of free blocks left to requests.
         lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
     """
 
-    def __init__(
-        self,
-        manager: SessionManager,
-        pool: Pool,
-        runway: Callable[[int], int],
-        taken: Callable[[int], None],
-        ranks: int,
-        spare: int,
-        lead_s: float | None,
-    ) -> None:
-        self._manager, self._pool, self._ranks, self._spare = manager, pool, ranks, spare
-        self._runway, self._taken = runway, taken
-        self._lead_s = lead_s
+    def __init__(self, manager: SessionManager, runway: Runway, ranks: int, spare: int, lead_s: float | None) -> None:
+        self._manager, self._pool, self._ranks, self._spare = manager, manager.pool, ranks, spare
+        self._runway, self._lead_s = runway, lead_s
         self._main = manager.shape.main
         self.expected = Deadlines()  # for each expected session, the time from which it is in `to_load`
         self.to_load: OrderedDict[str, _Awaited] = OrderedDict()  # by session id
@@ -191,7 +179,7 @@ class Prefetcher:
         # Not blocks left to requests, blocks for waiting requests, nor unsaved blocks.
         left = self._spare + waiting
         wanted = min(max(map(self._size, sessions)), len(self._pool) - left)
-        room = self._runway(left + wanted) - left if wanted > 0 else 0
+        room = self._runway.length(left + wanted) - left if wanted > 0 else 0
         session = next((session for session in sessions if self._size(session) <= room), None)
         if session is None:
             self._look_after = now + RETRY_S
@@ -219,7 +207,7 @@ class Prefetcher:
         for group in numbers:
             at = np.nonzero(groups == group)[0]
             ids[at] = self._pool.lookup(group, [hashes[i] for i in at.tolist()])
-        self._taken(len(ids))
+        self._runway.taken(len(ids))
         self._pool.hold(ids[ids >= 0].tolist())
         missing = ids < 0
         ids[missing] = self._pool.take(int(missing.sum()))
