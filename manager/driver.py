@@ -8,9 +8,9 @@ The loop does no I/O, never waits, and reads no clock.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -247,7 +247,8 @@ class Driver:
         rows = serving.request.rows
         if serving.found is None:
             serving.found = resident + brought
-            if lost := self.manager.unsaved(rows[resident + brought : usable]):
+            blocks, missed = self.manager.blocks, rows[resident + brought : usable]
+            if lost := int(((blocks.users[missed] > 0) & (blocks.status[missed] == 0)).sum()):
                 self.manager.events(Overwritten(lost))
         self._waiting.pop(request_id, None)
         if self.prefetcher.ready and resident:
@@ -570,17 +571,14 @@ class Driver:
             inner = {at: weighed((each.inner.get(at, ()) for each in results), self._weigh) for at in results[0].inner}
             self.manager.stored(plan, nbytes, now, store.answers.seconds / len(plan.transfer), inner)
 
-    def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Set[int] = frozenset()) -> None:
+    def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Collection[int] = ()) -> None:
         """Tell the manager which blocks of a store are not saved. torn: those that some rank may have stored."""
-        for is_void, is_torn in product((False, True), repeat=2):
-            failed = [
-                at for at in causes if (RESET in causes[at] and store.is_void) is is_void and (at in torn) is is_torn
-            ]
-            if failed:
-                is_full = any(STORE_FULL in causes[at] for at in failed)
-                self.manager.store_failed(
-                    store.plan, failed, now, is_void=is_void, is_full=is_full, is_torn=is_torn and not is_void
-                )
+        if causes:
+            is_full = any(STORE_FULL in told for told in causes.values())
+            torn = () if store.is_void else torn
+            self.manager.store_failed(
+                store.plan, list(causes), now, is_void=store.is_void, is_full=is_full, torn=list(torn)
+            )
         for told in (each - {NEEDED, RESET} for each in causes.values()):
             if told:
                 self.manager.events(StoreFailed(sorted(told)))

@@ -202,24 +202,19 @@ class Listing:
     # -- filter and order -----------------------------------------------------------------------------
 
     def _is_wanted(self, session: Session, query: Query) -> bool:
-        if query.bound is not None and session.tenant != query.bound:
-            return False
-        if query.tenant is not None and session.tenant != query.tenant:
-            return False
-        if query.states is not None and session.state not in query.states:
-            return False
-        if query.pinned is not None and session.is_pinned != query.pinned:
-            return False
         name = session.session_id if query.bound is None else session.told_id
-        if not name.startswith(query.prefix):
-            return False
-        if query.tier is None:
-            return True
-        return query.tier in self._tiers and self._is_in(self._tiers.index(query.tier), session)
+        return (
+            query.bound in (None, session.tenant)
+            and query.tenant in (None, session.tenant)
+            and (query.states is None or session.state in query.states)
+            and query.pinned in (None, session.is_pinned)
+            and name.startswith(query.prefix)
+            and (query.tier is None or (query.tier in self._tiers and self._is_in(query.tier, session)))
+        )
 
-    def _is_in(self, tier: int, session: Session) -> bool:
+    def _is_in(self, name: str, session: Session) -> bool:
         """True if a tier has some of the session's blocks. Tails leave a fast tier first."""
-        saved, fronts = self._saved(session), self._fronts
+        saved, fronts, tier = self._saved(session), self._fronts, self._tiers.index(name)
         if fronts.has_all(tier):
             return saved > 0 or bool(session.points)
         at = 0 if tier < len(fronts) else saved - 1

@@ -852,16 +852,16 @@ class SessionManager:
             self.pool.keep(group, hashes[::-1])
 
     def store_failed(
-        self, plan: StorePlan, failed: Sequence[int], now: float, *, is_void: bool, is_full: bool, is_torn: bool = False
+        self, plan: StorePlan, failed: Sequence[int], now: float, is_void: bool, is_full: bool, torn: Sequence[int] = ()
     ) -> None:
         """Note which of a plan's blocks some rank could not store, by index in the plan.
 
         Args:
             is_void: True after a reset, which makes the KV worthless.
             is_full: True if there was no room.
-            is_torn: True if some rank may have replaced a saved block, and another not.
+            torn: failed blocks that some rank may have replaced, and another not.
         """
-        blocks, rows = self.blocks, plan.rows[list(failed)]
+        blocks, rows, torn_rows = self.blocks, plan.rows[list(failed)], plan.rows[list(torn)]
         is_first = (blocks.status[rows] & STORING) == blocks.status[rows]  # without an older compressed block
         gone = rows[is_first | is_void]
         if len(gone):  # some rank may have stored a part
@@ -877,9 +877,9 @@ class SessionManager:
         blocks.unreserve(rows)
         for session in points:
             self._end_at_point(session)
-        torn = rows[blocks.is_saved(rows)] if is_torn else NO_ROWS
-        self._torn.update(torn[blocks.pins[torn] > 0].tolist())
-        self._lose(torn[blocks.pins[torn] == 0])
+        torn_rows = torn_rows[blocks.is_saved(torn_rows)]
+        self._torn.update(torn_rows[blocks.pins[torn_rows] > 0].tolist())
+        self._lose(torn_rows[blocks.pins[torn_rows] == 0])
         blocks.hold(rows, -1)
         for session in users:
             self._put_off(session, now, is_full)
@@ -1439,10 +1439,6 @@ class SessionManager:
             case "release":
                 self.forget_session(session, DropCause.RELEASED)
         return ""
-
-    def unsaved(self, rows: Rows) -> int:
-        """Return the number of rows that a session has and that are neither saved nor being stored."""
-        return int(((self.blocks.users[rows] > 0) & (self.blocks.status[rows] == 0)).sum())
 
     def usage(self) -> Usage:
         """Return numbers of sessions and blocks, and the tiers' bytes, as of now."""
