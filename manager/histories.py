@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Any
 
-from pydantic import ByteSize
-
+from manthan.manager.config.sentences import human_bytes
 from manthan.manager.events import DropCause, Event, Evicted, Lost, Parent, Pinned, Restored, Turn
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session
@@ -78,7 +77,7 @@ class Histories:
                 why = "Memory was short. " if event.is_pressed else ""
                 before = ", the others before" if event.stored < blocks else ""
                 text = (
-                    f"{why}Went cold in {seconds:.3g} s: {tokens} tokens, {_size(nbytes)} compressed "
+                    f"{why}Went cold in {seconds:.3g} s: {tokens} tokens, {human_bytes(nbytes)} compressed "
                     f"({event.stored} of {blocks} blocks encoded{before})."
                 )
                 self._add(session_id, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds)
@@ -88,15 +87,13 @@ class Histories:
                 kind = EventKind.PREFETCHED if is_prefetch else EventKind.RESTORED
                 when = "before a request, in" if is_prefetch else "in"
                 note = f" ({', '.join(sorted(set(event.causes)))})" if event.causes else ""
-                text = f"Came back {when} {seconds:.3g} s: {tokens} tokens out of {_size(nbytes)}{note}."
+                text = f"Came back {when} {seconds:.3g} s: {tokens} tokens out of {human_bytes(nbytes)}{note}."
                 self._add(session_id, kind, text, tokens, good, nbytes, seconds, saved)
             case Lost(session_id, blocks, nbytes, cause):
-                tokens = blocks * tokens_of
-                text = f"Lost {_size(nbytes)} of compressed blocks, {tokens} tokens ({cause})."
+                size, tokens = human_bytes(nbytes), blocks * tokens_of
+                text = f"Lost {size} of compressed blocks, {tokens} tokens ({cause})."
                 if cause is DropCause.BUDGET:
-                    text = (
-                        f"Was cut for want of room: its last {tokens} tokens, {_size(nbytes)} compressed, are dropped."
-                    )
+                    text = f"Was cut for want of room: its last {tokens} tokens, {size} compressed, are dropped."
                 self._add(session_id, EventKind.DROPPED, text, tokens, blocks, nbytes)
             case Pinned(session_id, is_pinned=True):
                 self._add(session_id, EventKind.PINNED, "Was pinned.")
@@ -118,7 +115,3 @@ class Histories:
 
     def _forget(self, session_id: str) -> None:
         self._count -= len(self._histories.pop(session_id, ()))
-
-
-def _size(nbytes: int) -> str:
-    return ByteSize(nbytes).human_readable()
