@@ -316,13 +316,9 @@ class SessionTable:
     def create(self, name: str | None, tenant: str, now: float, session_id: str = "") -> Session:
         """Enter a new session without blocks. session_id: the id; empty for a new id."""
         session = Session(session_id or self._new_id(name, tenant), name, tenant, next(self._numbers), now, now)
-        session.stays_out = any(other.stays_out for other in self._alike(session))
+        session.stays_out = any(other.stays_out for other in self._named.get((tenant, name)))
         self._enter(session)
         return session
-
-    def _alike(self, session: Session) -> Iterable[Session]:
-        """Return the tenant's sessions of the same name, the session itself included once entered."""
-        return () if session.name is None else self._called(session.name, session.tenant)
 
     def _called(self, name: str | None, tenant: str) -> Iterable[Session]:
         """Return a tenant's sessions of the name; without a name, all of the tenant's."""
@@ -330,7 +326,7 @@ class SessionTable:
 
     def stay_out(self, session: Session, stays_out: bool) -> None:
         """Set `stays_out` of a session, and of all the tenant's sessions of the same name."""
-        for one in (session, *self._alike(session)):
+        for one in (session, *self._named.get((session.tenant, session.name))):
             one.stays_out = stays_out
             self.touch(one)
 
@@ -556,10 +552,11 @@ class SessionTable:
         remembered = next((one for one in tips if one is not None and name in (None, one.name)), None)
         if remembered is not None:
             row = self.blocks.row(self.shape.session_group, remembered.tip)
-            if row < 0 or not self.blocks.users[row] or self._holder(row, tenant) is None:
+            is_superseded = row >= 0 and self.blocks.users[row] > 0 and self._holder(row, tenant) is not None
+            if not is_superseded:  # else a live session has the last block, and the request belongs to a live session
                 if self.by_id.get(remembered.session_id) is not remembered:
                     self._revive(remembered)
-                return remembered  # else a live session has its last block, and the request belongs to a live session
+                return remembered
         if found is not None:
             return found
         if (continued := self._with_changed_answer(rows, name, tenant)) is not None:
