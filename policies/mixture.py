@@ -148,9 +148,9 @@ class Mixture(EvictionPolicy):
     def used(self, session: SessionView) -> None:
         session_id = self._last = session.session_id
         self._offered = ""
-        self._take(session_id)
-        self._present[session_id] = nbytes = max(1, session.nbytes)
-        self._nbytes += nbytes
+        nbytes = max(1, session.nbytes)
+        self._nbytes += nbytes - self._present.pop(session_id, 0)
+        self._present[session_id] = nbytes
         self._returns.used(session)
         if self._is_sampled(session_id):
             self._tell_shadows(session)
@@ -180,11 +180,8 @@ class Mixture(EvictionPolicy):
             self._offered = victim
             yield victim
 
-    def _take(self, session_id: str) -> None:
-        self._nbytes -= self._present.pop(session_id, 0)
-
     def _left(self, session_id: str) -> None:
-        self._take(session_id)
+        self._nbytes -= self._present.pop(session_id, 0)
         self._returns.forget(session_id)
         if (session := self._running.pop(session_id, None)) is not None:
             self._request(session)

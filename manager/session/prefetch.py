@@ -198,7 +198,7 @@ class Prefetcher:
     def _begin(self, session: Session) -> _Load:
         """Reference the session's resident blocks, and take blocks for the rest."""
         manager, blocks = self._manager, self._manager.blocks
-        beside = manager.load_started(_load_id(session.session_id), session.rows)
+        beside = manager.load_started(f"prefetch of {session.session_id}", session.rows)
         rows = np.concatenate([session.rows, beside])
         groups = np.array([manager.pool_group(group) for group in blocks.group[rows].tolist()])
         hashes = blocks.hashes(rows)
@@ -236,7 +236,7 @@ class Prefetcher:
         held, self.load, self.was_settled = ended.block_ids, None, True
         self._pool.free(held[::-1])  # tails are overwritten first
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
-        manager.load_finished(_load_id(ended.session_id), bad)
+        manager.load_finished(f"prefetch of {ended.session_id}", bad)
         if ended.is_void:
             return
         main = [name for group, name in names if group == self._main]
@@ -295,8 +295,3 @@ class Prefetcher:
         if answers is None or all(job.job_id != result.job_id for job in answers.jobs):
             return []
         return self.abandon() if answers.add(result) else []
-
-
-def _load_id(session_id: str) -> str:
-    """Return the id of a prefetch where the manager expects a request's id."""
-    return f"prefetch of {session_id}"

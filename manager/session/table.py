@@ -320,10 +320,6 @@ class SessionTable:
         self._enter(session)
         return session
 
-    def _called(self, name: str | None, tenant: str) -> Iterable[Session]:
-        """Return a tenant's sessions of the name; without a name, all of the tenant's."""
-        return self._of_tenant.get(tenant, ()) if name is None else self._named.get((tenant, name))
-
     def stay_out(self, session: Session, stays_out: bool) -> None:
         """Set `stays_out` of a session, and of all the tenant's sessions of the same name."""
         for one in (session, *self._named.get((session.tenant, session.name))):
@@ -641,7 +637,8 @@ class SessionTable:
     def _nearest(self, rows: Rows, name: str | None, tenant: str) -> tuple[int, Session | None]:
         """Return the session, of this name or any, with the most of these rows from the first on, and their number."""
         best, found = 0, None
-        for session in self._called(name, tenant) if len(rows) else ():
+        some: Iterable[Session] = self._of_tenant.get(tenant, ()) if name is None else self._named.get((tenant, name))
+        for session in some if len(rows) else ():
             if best < len(session.rows) and session.rows[best] == rows[best]:
                 best, found = common_prefix(session.rows, rows), session
                 if best == len(rows):
@@ -686,7 +683,7 @@ class SessionTable:
 
     def holders(self, row: int, depth: int, tenant: str | None = None) -> Iterator[Session]:
         """Yield the sessions, of a tenant or of all, with the block. The search visits each session."""
-        some = self.by_id.values() if tenant is None else self._called(None, tenant)
+        some: Iterable[Session] = self.by_id.values() if tenant is None else self._of_tenant.get(tenant, ())
         return (session for session in some if session.has(row, depth))
 
     def _has_several(self, row: int, depth: int, tenant: str) -> bool:
