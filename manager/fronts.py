@@ -86,7 +86,3 @@ class FrontTiers:
     def has(self, tier: int, moved: int) -> bool:
         """True if a tier has a block with this value of the column `moved`."""
         return not moved >> tier & 1 if tier < len(self) else self.keeps_behind or moved == self.all_moved
-
-    def has_all(self, tier: int) -> bool:
-        """True if a tier has all saved blocks."""
-        return tier == len(self) and self.keeps_behind

@@ -215,7 +215,7 @@ class Listing:
     def _is_in(self, name: str, session: Session) -> bool:
         """True if a tier has some of the session's blocks. Tails leave a fast tier first."""
         saved, fronts, tier = self._saved(session), self._fronts, self._tiers.index(name)
-        if fronts.has_all(tier):
+        if tier == len(fronts) and fronts.keeps_behind:  # it has all saved blocks
             return saved > 0 or bool(session.points)
         at = 0 if tier < len(fronts) else saved - 1
         return saved > 0 and fronts.has(tier, int(self._blocks.moved[session.rows[at]]))
