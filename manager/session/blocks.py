@@ -191,12 +191,6 @@ class BlockTable:
     def __len__(self) -> int:
         return len(self._free) - self._free_count
 
-    @property
-    def memory(self) -> int:
-        """Bytes of memory that the table takes."""
-        columns = sum(getattr(self, name).nbytes for name in _COLUMNS)
-        return int(columns + self._hashes.nbytes + self._index.nbytes + self._free.nbytes)
-
     def rows(self) -> Rows:
         """Return all rows in use."""
         used = np.ones(len(self._free), np.bool_)
