@@ -60,7 +60,7 @@ SessionId = Annotated[
     str, Strict(), StringConstraints(min_length=1, max_length=LONGEST_NAME), AfterValidator(_printable)
 ]
 SessionIds = Annotated[tuple[SessionId, ...], BeforeValidator(_listed), Field(max_length=MOST_PREFETCHES)]
-ToolName = Annotated[str, Strict(), StringConstraints(max_length=LONGEST_NAME), AfterValidator(_printable)]
+PrintableName = Annotated[str, Strict(), StringConstraints(max_length=LONGEST_NAME), AfterValidator(_printable)]
 SECONDS = f"a number of seconds above 0, and at most {LONGEST_S} (30 days)"
 TOOL_NAME = f"a tool's name, of at most {LONGEST_NAME} printable characters"
 
@@ -117,7 +117,7 @@ class Hints(BaseModel):
     )
     release: bool = Field(default=False, strict=True, description="true or false")
     expect_return_s: Seconds | None = Field(default=None, description=SECONDS)
-    tool: ToolName = Field(default="", description=TOOL_NAME)
+    tool: PrintableName = Field(default="", description=TOOL_NAME)
     prefetch: SessionIds = Field(
         default=(),
         description=f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable "
@@ -126,13 +126,7 @@ class Hints(BaseModel):
     parent_session_id: SessionId | None = Field(
         default=None, description=f"a session id of 1 to {LONGEST_NAME} printable characters"
     )
-    tenant: Annotated[str, AfterValidator(_printable)] = Field(
-        default="",
-        strict=True,
-        max_length=LONGEST_NAME,
-        description=f"a name of at most {LONGEST_NAME} printable characters",
-    )
-
+    tenant: PrintableName = Field(default="", description=f"a name of at most {LONGEST_NAME} printable characters")
     quality: Quality | None = Field(default=None, description=QUALITY)
     store: bool | None = Field(default=None, strict=True, description="true or false")
 
