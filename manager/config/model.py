@@ -307,16 +307,12 @@ class ManthanConfig(_Model):
     memory_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 110GiB; 0 for no such budget")
 
     @model_validator(mode="after")
-    def _check_admission(self) -> Self:
+    def _check_together(self) -> Self:
         if self.admission_s and self.ordering == "arrival":
             raise ValueError(
                 "admission_s holds requests back in Manthan's own order, but ordering is arrival: leave it out, or use "
                 "returns"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_sealing(self) -> Self:
         if self.sealing.key_file and not self.tiers.is_lasting:
             raise ValueError(
                 f"sealing.key_file is for blocks on a disk and in Redis, but tiers.kind is {self.tiers.kind}: leave it "

@@ -132,13 +132,8 @@ class Hints(BaseModel):
 
     @model_validator(mode="after")
     def _check_release(self) -> Self:
-        for hint, given in (
-            ("pin", self.pin),
-            ("keep", self.keep),
-            ("expect_return_s", self.expect_return_s),
-            ("tool", self.tool),
-        ):
-            if self.release and given:
+        for hint in ("pin", "keep", "expect_return_s", "tool"):
+            if self.release and getattr(self, hint):
                 raise ValueError(
                     f"{WHERE}: release drops the session when this request ends, but {hint} keeps it: give one of them"
                 )
