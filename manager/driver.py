@@ -708,6 +708,11 @@ class Driver:
         return self._holding > 0 or self.prefetcher.load is not None
 
     @property
+    def frees_soon(self) -> bool:
+        """True while a prefetch holds blocks, which it gives back soon, so that vLLM need not preempt a request."""
+        return self.prefetcher.load is not None
+
+    @property
     def is_moving(self) -> bool:
         """True while a transfer is under way."""
         return self.holds_blocks or bool(self._loading)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ByteSize
 from rich.table import Table
 from rich.text import Text
 
@@ -20,7 +21,6 @@ from manthan.manager.commands.sessions import KEY_ENV, AskError, ask, measuring
 from manthan.manager.config.model import ConfigError
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import resolve_config
-from manthan.manager.config.sentences import human_bytes
 from manthan.manager.doctor.checks import Finding, Grade, check_disk, check_memlock, check_redis
 from manthan.manager.doctor.template import TEMPLATE, check_template, load_renderer
 from manthan.vllm_hooks.support import VLLM, check_version
@@ -132,6 +132,10 @@ def _versions() -> Iterator[Finding]:
         yield Finding("vLLM", Grade.OK, f"{found}, of those that are supported ({VLLM}).")
 
 
+def _size(nbytes: int) -> str:
+    return ByteSize(nbytes).human_readable()
+
+
 def _has_gpu() -> bool:
     try:
         import torch
@@ -176,8 +180,7 @@ def _check_server(url: str) -> Iterator[Finding]:
             "codec", Grade.WARNING, f"that server has {name}, which is {verdict}, so it uses {store['codec']}."
         )
     tiers = ", ".join(
-        f"{tier['name']} with {human_bytes(tier['used_bytes'])} of {human_bytes(tier['budget_bytes'])}"
-        for tier in store["tiers"]
+        f"{tier['name']} with {_size(tier['used_bytes'])} of {_size(tier['budget_bytes'])}" for tier in store["tiers"]
     )
     if store["up"]:
         yield Finding("tiers", Grade.OK, f"that server has {tiers}.")
