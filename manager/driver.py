@@ -34,14 +34,11 @@ if TYPE_CHECKING:
 A_STEP = 512  # most blocks of stores under way: about as many as a GPU encodes during a step
 LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
 """Shares of the pool without unsaved blocks. Below the low share, blocks are saved up to the high share."""
-BURSTS = 1.5, 2.5
-"""Watermarks as multiples of the blocks taken by requests in a step. The larger of the two numbers counts."""
+BURSTS = 1.5, 2.5  # watermarks as multiples of the blocks taken by requests in a step; the larger number counts
 BURST_DECAY = 127 / 128  # factor on that number of blocks, at each step that takes fewer
-RUNNING_S = 0.1
-"""Seconds until the next look at a running request, or at the free queue, after a look found no block to save."""
+RUNNING_S = 0.1  # seconds until the next look for blocks to save, after a look found none
 LED = 256  # number of saved blocks put into the policy's order after a request; more if more were overwritten since
-WINDOW_SHARE = 16
-"""The pool's blocks divided by this are the most that stores reference at once, because they are not gathered yet."""
+WINDOW_SHARE = 16  # stores reference at most the pool's blocks divided by this, while these are not gathered yet
 
 
 @dataclass(slots=True, eq=False)
@@ -161,10 +158,8 @@ class Driver:
         self._ordered = Work()  # orders of the last step, until the workers have them
         self._done: list[int] = []  # ids of blocks to give back to the pool, all at once
         self._taken = 0  # most blocks taken by the last step's requests
-        self._taking, self._burst = 0, 0.0
-        """Blocks given to requests since the last step, and the most taken in a recent step."""
-        self._overwritten = 0
-        """Most blocks taken from the head of the free queue since `lead_overwritten` put it in order."""
+        self._taking, self._burst = 0, 0.0  # blocks taken by requests since the last step, and most in a recent step
+        self._overwritten = 0  # most blocks taken from the free queue's head since `lead_overwritten` put it in order
         self._looks_after = 0.0  # time of the next look for blocks to save in the free queue
         self._look_at = inf  # time of the next look, after ended requests gave blocks to the queue; else infinity
         self._was_answered = self._has_finished = False

@@ -16,8 +16,7 @@ from manthan.manager.session.manager import SessionManager
 
 COARSER = 0.8  # share of each noise limit below which a coarser codec must stay to replace the finer codec in use
 
-RECHECKS, MOST_DIVERGENCE = 20, 0.25
-"""Number of the last rechecks that decide, and their largest mean divergence in nats."""
+RECHECKS, MOST_DIVERGENCE = 20, 0.25  # last rechecks that decide, and their largest mean divergence in nats
 
 
 class Choice(NamedTuple):

@@ -12,8 +12,7 @@ from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session
 
 EVENTS_A_SESSION = 64
-MOST_EVENTS = 65_536
-"""Most events of all sessions together. The history to which nothing was added for longest is dropped first."""
+MOST_EVENTS = 65_536  # of all sessions; the history to which nothing was added for longest is dropped first
 
 
 class EventKind(StrEnum):

@@ -19,15 +19,12 @@ Rows: TypeAlias = NDArray[np.int32]
 Mask: TypeAlias = NDArray[np.bool_]
 
 NO_ROWS: Rows = np.zeros(0, np.int32)
-NO_GROUP = -1
-"""Group of sessions' blocks in a model that stores blocks for resume points only; see `MemoryShape.stores_main`."""
-NOBODY = "\0"
-"""Tenant of blocks stored by another engine. They count towards no share, and no tenant can have this name."""
+NO_GROUP = -1  # group of sessions' blocks if only resume points are stored; see `MemoryShape.stores_main`
+NOBODY = "\0"  # tenant of blocks stored by another engine: counts towards no share, and is no tenant's name
 
 SAVED, STORING = 1, 2
 MOST_INNER = 4  # most refinements of a block
-HIGH, LOSSLESS = 2, 4
-"""Least level of a block for requests with `quality: high`, and level of a block that keeps every bit."""
+HIGH, LOSSLESS = 2, 4  # least level for requests with `quality: high`, and level that keeps every bit
 _EMPTY, _GONE = -1, -2  # slots of the hash index: never used, and freed
 _FIRST_ROWS = 256
 _AT_ONCE = 1 << 18  # rows entered into a new index at a time

@@ -227,20 +227,15 @@ class SessionManager:
         self.due = Deadlines()  # times at which idle sessions are saved
         self.saving: dict[Session, None] = {}  # idle sessions being saved
         self._loading: dict[str, Rows] = {}  # by id of a load, the pinned rows
-        self._torn: set[int] = set()
-        """Rows to drop once no load reads them, because only some ranks have stored them again."""
-        self._pins: dict[Session, int] = {}
-        """Bytes that each pinned session, or its kept ranges, count for in `Shares.pinned`."""
+        self._torn: set[int] = set()  # rows to drop once no load reads them, because only some ranks have the new block
+        self._pins: dict[Session, int] = {}  # bytes that a pinned or kept session counts for in `Shares.pinned`
         self._heads: set[int] = set()  # rows of blocks that sessions share and that are stored exact
-        self.read: Callable[[Rows], None] = lambda rows: None
-        """Called with rows that a load has read. `FrontTiers` sets it."""
-        self._heirs: dict[Session, None] = {}
-        """Sessions to enter into the policy's order again, because relatives no longer share their blocks."""
+        self.read: Callable[[Rows], None] = lambda rows: None  # called with rows that a load has read
+        self._heirs: dict[Session, None] = {}  # to enter into the order again, as relatives share their blocks no more
         self._heads_only: dict[Session, None] = {}
         """Sessions outside of the policy's order, because relatives share all blocks that they have left."""
         self.spare = 0  # number of saved blocks that the head of the pool's free queue should have
-        self._led: list[tuple[int, int]] = []
-        """Number and resident depth of each session whose blocks the pool was last told to overwrite first."""
+        self._led: list[tuple[int, int]] = []  # number and resident depth of each session last told to the pool
         self._left_out = 0  # number of latest consecutive returns whose prompts lack the last answer
         self.table.gone.append(self._forgotten)
 

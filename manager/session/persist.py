@@ -22,8 +22,7 @@ from manthan.manager.tiers.redis_schema import iso, sample, shared_blocks
 from manthan.manager.tiers.redis_sessions import LookupResult, RedisSessions, SessionRecord
 from manthan.manager.transfer import on_each
 
-WAIT_S = 0.005
-"""Most seconds that a request, otherwise ready to run, waits for Redis to say which of its blocks exist there."""
+WAIT_S = 0.005  # most seconds that a request waits for Redis to say which of its blocks exist there
 HISTORY = (
     *("name", "tenant", "uses", "gap", "tokens", "added_tokens", "answer_tokens", "left_tokens"),
     *("prompt_depth", "prompt_end", "ttl_s", "priority", "stays_out"),
