@@ -10,11 +10,9 @@ from numpy.typing import NDArray
 from manthan.manager.events import Restored
 from manthan.manager.pool import BlockName, Mark
 
-STORE_DOWN = "store_down"
-"""Cause of a failure after which the compressed blocks may still be there: the store does not answer."""
+STORE_DOWN = "store_down"  # cause of a failure: the store does not answer, but may still have the blocks
 RESET = "reset"  # cause of a transfer's early end: the prefix cache is reset
-NEEDED = "needed"
-"""Cause of a store that was given up before it began, because requests need its blocks. Not a failure."""
+NEEDED = "needed"  # cause of a store given up before it began, because requests need its blocks; no failure
 JOB_BLOCKS = 64  # most blocks of a store. They are gathered together, and given back to the pool together
 
 

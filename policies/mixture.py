@@ -128,8 +128,7 @@ class Mixture(EvictionPolicy):
         self._nbytes = 0
         self._shadows = [ShadowCache(Returns(self.options, self.model)), ShadowCache(LRU())]
         self._contest = Contest(("returns", "lru"), "lru")
-        self._running: dict[str, SessionView] = {}
-        """Sampled sessions whose newest request was reported once so far, at its begin."""
+        self._running: dict[str, SessionView] = {}  # sampled sessions whose newest request has only begun
         self._told: dict[str, tuple[int, float]] = {}
         """By sampled session, `uses` and `created` when a request of it was last played in the shadows."""
         self._origins: dict[float, str] = {}
@@ -137,8 +136,7 @@ class Mixture(EvictionPolicy):
         self._mask = 0  # bits of a session's hash that are 0 for sampled sessions
         self._room = 0.0  # bytes that the real cache holds when it is full, as a moving average
         self._looks = 0
-        self._last = self._offered = ""
-        """Ids of the session used last, and of the victim that `victims` yielded last."""
+        self._last = self._offered = ""  # ids of the session used last, and of the latest victim
 
     @classmethod
     def family(cls, options: Any = None) -> Callable[[], Self]:

@@ -35,8 +35,7 @@ from manthan.codec.profile import ProfileInfo
 from manthan.codec.rope import Rope
 
 PIECE = 2048  # tokens of a piece of text
-ASKED = 4
-"""Share of a piece, the last quarter, that asks the prefix: gradients are of the last tokens' log-probabilities."""
+ASKED = 4  # inverse of a piece's last share: gradients are of its tokens' log-probabilities
 DRAWS = 2  # tokens drawn at each position, for a gradient each
 NAME = "manthan_calibration"
 OUTPUTS = ("o_proj", "out_proj", "dense")

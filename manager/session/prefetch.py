@@ -21,8 +21,7 @@ LEAD_S = 2.0
 earlier might be overwritten again before the request."""
 LOOKED_AT = 64  # number of expected sessions checked at a time
 RETRY_S = 0.1  # seconds until the next search for room, after a search found none
-PATIENCE = 2.0
-"""Time, in multiples of idle.after_s, for which a session is prefetched after a client named it, or if it is late."""
+PATIENCE = 2.0  # multiples of idle.after_s for which a named or late session is prefetched
 
 
 def lead_s(idle_after_s: float) -> float:

@@ -27,10 +27,8 @@ from manthan.manager.session.blocks import (
 from manthan.policies import EvictionPolicy, SessionView
 from manthan.policies.ranking import Ranking
 
-REMEMBERED = 1024
-"""Number of sessions that are still recognized when their KV is gone; two more for each session with KV."""
-MOST_RELATIVES = 64
-"""Most sessions of a family (see `SessionTable.join`), because each drop checks all of them. Later ones do not join."""
+REMEMBERED = 1024  # sessions still recognized when their KV is gone; two more for each session with KV
+MOST_RELATIVES = 64  # sessions of a family, because each drop checks all of them; later ones do not join
 
 _NO_REQUESTS: frozenset[str] = frozenset()
 
@@ -87,8 +85,7 @@ class Session(Struct, eq=False, gc=False):
     prompt_depth: int = 0  # depth of the resume point at the end of the last prompt, kept besides the deepest
     refusals: int = 0  # number of consecutive refusals for lack of room in the tiers
     refused_until: float = 0.0  # time until which the session is not saved, after a failed store
-    saving_since: float | None = None
-    """Time at which the saving of all blocks began; None if the session is not being saved."""
+    saving_since: float | None = None  # time at which the saving began; None if the session is not being saved
     is_pressed: bool = False  # true if the session is being saved because memory is short
     stored: int = 0  # blocks saved since the last request's begin, or since the session went cold
     stored_nbytes: int = 0
@@ -117,12 +114,10 @@ class Session(Struct, eq=False, gc=False):
     is_sure: bool = True  # true if the expected return is sure enough for a prefetch
     tool: str = ""  # tool awaited by the client
     stays_out: bool = False  # true if no KV of the session may reach a tier
-    parent: str | None = None
-    """Name of the session that this session works for. There may be no session of this name."""
+    parent: str | None = None  # name of the session that this one works for; there may be no such session
     family: str | None = None  # name of the first ancestor, in a family of several; see `SessionTable.join`
     answer: bytes = b""  # hash of the first full block that has a token of the last answer; empty for none
-    prompt_end: str = ""
-    """Number of the last prompt's full blocks, and a digest of the tokens behind them; empty if unknown."""
+    prompt_end: str = ""  # number of the last prompt's full blocks, and a digest of later tokens; empty if unknown
 
     def __post_init__(self) -> None:
         self.owner = self.tenant, f"#{self.number}" if self.name is None else f"={self.name}"
@@ -284,8 +279,7 @@ class SessionTable:
         self.by_id: dict[str, Session] = {}
         self.by_number: dict[int, Session] = {}
         self.states: Counter[SessionState] = Counter()
-        self.order = Order(make_policy)
-        """Unpinned sessions with compressed blocks to drop. A session leaves once it was evicted."""
+        self.order = Order(make_policy)  # unpinned sessions with compressed blocks to drop, until evicted
         self.resident = Order(make_policy)
         """Sessions that may have resident blocks: used since a check last found no resident block."""
         self.order_of: dict[str, Order] = {}  # the same as `order`, for each tenant with a quota and sessions
@@ -294,8 +288,7 @@ class SessionTable:
 
         The key also has a tenant with a quota, or None for all tenants. Empty for a codec without refinements.
         """
-        self.changed: dict[str, None] | None = None
-        """Ids of sessions changed since `take_changes`; None before the first call."""
+        self.changed: dict[str, None] | None = None  # ids of changed sessions; None before `take_changes`
         self.gone: list[Callable[[Session], None]] = []  # functions to call with each forgotten session
         self._numbers = count(1)
         self._ending = SessionsBy()  # sessions with blocks, by the row of their last block

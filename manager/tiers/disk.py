@@ -60,10 +60,8 @@ _INNER_AT = _FIELDS.size + MOST_EXTENTS * _EXTENT.size
 assert _INNER_AT + _INNER.size <= _END
 DISK = "disk"  # cause of a failure of the disk
 SYNC_S, CLOSE_S = 5.0, 5.0  # seconds between two syncs, and most seconds that `close` waits for the disk
-READERS, WRITERS, AHEAD = 8, 4, 16
-"""Threads that read, threads that write, and runs of blocks that `read` has the threads read ahead."""
-RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20
-"""Most bytes of a run of several blocks, read by one thread; bytes searched for a record at a time."""
+READERS, WRITERS, AHEAD = 8, 4, 16  # threads that read, threads that write, runs of blocks read ahead
+RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20  # most bytes of a run of several blocks; bytes searched at a time
 QUIET_S = 60.0  # seconds between two log lines about failures of many blocks
 
 

@@ -35,8 +35,7 @@ CREATE TABLE IF NOT EXISTS sessions (
 ) WITHOUT ROWID"""
 ID = "id"  # field of sealed facts with the session's id, because the row's id is then a digest
 ABOUT = ("journal",)  # first part of the name to which sealed rows are bound; see `Sealer.seal`
-FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
-"""Exceptions of SQLite and the disk. A damaged schema may raise UnicodeDecodeError."""
+FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)  # of SQLite and the disk; the last is of a damaged schema
 UNREADABLE = (msgspec.MsgspecError, KeyError, AttributeError, SealError)
 
 

@@ -98,8 +98,7 @@ class RedisSessions:
     ) -> None:
         self._client, self._circuit, self._ttl_s = client, circuit, ttl_s
         self._counts = {count: [Shard(at, count) for at in range(count)] for count in counts}
-        self._renews = {counts[0]}
-        """Numbers of shards of the blocks that this engine has stored or found, and therefore renews."""
+        self._renews = {counts[0]}  # numbers of shards of blocks stored or found here, which are renewed
         self._base = self._namespace = namespace
         self._facts, self._answered, self._sealer = facts, answered, sealer
         self._wake = threading.Condition()
