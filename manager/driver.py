@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -63,13 +63,6 @@ class Serving:
     is_unserved: bool = False
     taken: int = 0
     known: int = 0
-
-
-class Load(NamedTuple):
-    """Load under way. The request may end before the load does."""
-
-    session_id: str
-    answers: Answers
 
 
 @dataclass(slots=True, eq=False)
@@ -148,7 +141,7 @@ class Driver:
         self._main = manager.shape.main
         self._serving: dict[str, Serving] = {}
         self._stores: dict[int, Store] = {}  # by job id
-        self._loading: dict[str, Load] = {}  # by request id
+        self._loading: dict[str, Answers] = {}  # by request id; the request may end before
         self._load_of: dict[int, str] = {}  # by job id, the load's request
         self._granted: list[Transfer] = []
         self._loads: list[Transfer] = []
@@ -321,7 +314,7 @@ class Driver:
         main = self._main, request.hashes[resident : resident + len(block_ids)], block_ids
         parts = [main, *beside] if manager.shape.stores_main else beside
         jobs = [manager.load_job(*part, request.session, request_id) for part in parts]
-        self._loading[request_id] = Load(request.session.session_id, Answers(jobs, self._ranks))
+        self._loading[request_id] = Answers(jobs, self._ranks, request.session.session_id)
         self._load_of.update((job.job_id, request_id) for job in jobs)
         self._loads += jobs
         for job in jobs:
@@ -341,8 +334,8 @@ class Driver:
 
     def loads_of(self, request_id: str) -> Sequence[Transfer]:
         """Return the jobs of a request's load under way."""
-        load = self._loading.get(request_id)
-        return () if load is None else load.answers.jobs
+        answers = self._loading.get(request_id)
+        return () if answers is None else answers.jobs
 
     def found(self, request_id: str) -> int:
         """Return the number of a prompt's tokens that were resident or loaded."""
@@ -579,7 +572,7 @@ class Driver:
                 self.manager.events(StoreFailed(sorted(told)))
 
     def _answer_load(self, request_id: str, result: TransferResult) -> None:
-        session_id, answers = self._loading[request_id]
+        answers = self._loading[request_id]
         if not answers.add(result):
             return
         del self._loading[request_id]
@@ -588,7 +581,7 @@ class Driver:
         failed = answers.failed
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
         self.manager.load_finished(request_id, bad)
-        event = answers.restored(session_id, self._main, self.manager.points.is_needed, request_id)
+        event = answers.restored(self._main, self.manager.points.is_needed, request_id)
         if (serving := self._serving.get(request_id)) is not None:
             serving.was_loaded |= event.good > 0
             serving.is_unserved |= STORE_DOWN in failed.values()

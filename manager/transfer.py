@@ -90,11 +90,11 @@ class TransferResult:
 class Answers:
     """Jobs settled together, with the ranks' results so far.
 
-    ranks: number of results of each job.
+    ranks: number of results of each job. session_id: of a load.
     """
 
-    def __init__(self, jobs: Sequence[Transfer], ranks: int) -> None:
-        self.jobs, self._ranks = jobs, ranks
+    def __init__(self, jobs: Sequence[Transfer], ranks: int, session_id: str = "") -> None:
+        self.jobs, self._ranks, self._session_id = jobs, ranks, session_id
         self.results: list[TransferResult] = []
 
     def add(self, result: TransferResult) -> bool:
@@ -117,7 +117,7 @@ class Answers:
     def seconds(self) -> float:
         return max((result.seconds for result in self.results), default=0.0)
 
-    def restored(self, session_id: str, main: int, needs_points: bool, request_id: str | None = None) -> Restored:
+    def restored(self, main: int, needs_points: bool, request_id: str | None = None) -> Restored:
         """Return the event of an ended load.
 
         Good blocks precede the first failure. With windows or states, a failure anywhere leaves no good block.
@@ -130,7 +130,7 @@ class Answers:
             if needs_points:
                 good = beside = 0
         nbytes, causes = sum(int(result.nbytes.sum()) for result in self.results), list(failed.values())
-        return Restored(session_id, len(names), good, beside, nbytes, self.seconds, causes, request_id)
+        return Restored(self._session_id, len(names), good, beside, nbytes, self.seconds, causes, request_id)
 
 
 Weigh: TypeAlias = Callable[[Sequence[int]], int]

@@ -217,7 +217,7 @@ class Prefetcher:
             for group, at in to_load
             if len(at)
         ]
-        answers, marks = Answers(jobs, self._ranks), manager.loaded_marks(rows)
+        answers, marks = Answers(jobs, self._ranks, session.session_id), manager.loaded_marks(rows)
         return _Load(session.session_id, session.number, rows, ids.tolist(), missing.tolist(), marks, answers)
 
     def answered(self, result: TransferResult, now: float) -> None:
@@ -245,7 +245,7 @@ class Prefetcher:
             own = ended.rows[: len(main)]
             there = {row: ready for row, ready in self.ready.items() if ready.number in manager.table.by_number}
             self.ready = there | {loaded[0]: _Ready(ended.session_id, ended.number, own)}
-        manager.events(ended.answers.restored(ended.session_id, self._main, manager.points.is_needed))
+        manager.events(ended.answers.restored(self._main, manager.points.is_needed))
 
     def _enter(self, ended: _Load, names: Sequence[BlockName], failed: Iterable[BlockName]) -> None:
         """Enter loaded blocks into the prefix cache, up to the first that failed or that no session needs any more.

@@ -341,7 +341,7 @@ def _under_way(manager: SessionManager, driver: Driver) -> Findings:
     storing = [row for store in driver._stores.values() for row in store.plan.rows.tolist()]
     kept = [row for row in blocks.rows().tolist() if blocks.status[row] & STORING]
     yield sorted(storing) == kept, f"rows {sorted(storing)} are being stored, and {kept} are marked"
-    jobs = {job.job_id: request_id for request_id, load in driver._loading.items() for job in load.answers.jobs}
+    jobs = {job.job_id: request_id for request_id, load in driver._loading.items() for job in load.jobs}
     yield driver._load_of == jobs, "loads by job are not those by request"
     waiting = set(driver._waiting)
     yield waiting <= driver._serving.keys(), f"{waiting - driver._serving.keys()} wait for blocks and are gone"
