@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Any
 
+from msgspec import Struct
+
 from manthan.codec.fidelity import Fidelity
 from manthan.manager.pool import Mark
 
@@ -29,14 +31,11 @@ class DropCause(StrEnum):
     RELEASED = auto()
 
 
-class Event:
+class Event(Struct, frozen=True):
     """Base of the events."""
 
-    __slots__ = ()
 
-
-@dataclass(frozen=True, slots=True)
-class Turn(Event):
+class Turn(Event, frozen=True):
     """A request of a session ended.
 
     tokens, blocks: number of the session's. seconds: time since the request came. found: number of the prompt's tokens
@@ -51,8 +50,7 @@ class Turn(Event):
     lossy: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted(Event):
+class Evicted(Event, frozen=True):
     """A session went cold.
 
     blocks, tokens: number of the session's. beside: number of blocks of further KV cache groups at its resume points.
@@ -76,8 +74,7 @@ class Evicted(Event):
     is_pressed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Restored(Event):
+class Restored(Event, frozen=True):
     """A load ended.
 
     blocks: number of the session's blocks to load. good: number of these before the first failure. beside: number of
@@ -95,8 +92,7 @@ class Restored(Event):
     request_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Lost(Event):
+class Lost(Event, frozen=True):
     """A session lost compressed blocks."""
 
     session_id: str
@@ -105,31 +101,27 @@ class Lost(Event):
     cause: DropCause
 
 
-@dataclass(frozen=True, slots=True)
-class Pinned(Event):
+class Pinned(Event, frozen=True):
     """A session was pinned, or is pinned no more."""
 
     session_id: str
     is_pinned: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Parent(Event):
+class Parent(Event, frozen=True):
     """A client named a session's parent session."""
 
     session_id: str
     parent: str
 
 
-@dataclass(frozen=True, slots=True)
-class EncodingBegins(Event):
+class EncodingBegins(Event, frozen=True):
     """Blocks with these marks are about to be encoded."""
 
     marks: Sequence[Mark]
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksSaved(Event):
+class BlocksSaved(Event, frozen=True):
     """Every rank has stored these consecutive blocks. first: position of the first one in the session.
 
     seconds: time for a block on the slowest rank; None if another engine stored the blocks.
@@ -141,8 +133,7 @@ class BlocksSaved(Event):
     seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksDropped(Event):
+class BlocksDropped(Event, frozen=True):
     """Blocks leave the tiers."""
 
     group: int
@@ -150,8 +141,7 @@ class BlocksDropped(Event):
     cause: DropCause
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksTrimmed(Event):
+class BlocksTrimmed(Event, frozen=True):
     """Blocks lost all refinements above a level, for lack of room."""
 
     group: int
@@ -159,37 +149,32 @@ class BlocksTrimmed(Event):
     level: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoreFailed(Event):
+class StoreFailed(Event, frozen=True):
     """A block could not be stored. causes: causes on the ranks, which are labels of a metric."""
 
     causes: Collection[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Overwritten(Event):
+class Overwritten(Event, frozen=True):
     """The pool was found to have overwritten blocks of a session before they were saved. blocks: their number."""
 
     blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefetchHit(Event):
+class PrefetchHit(Event, frozen=True):
     """A request found the session resident thanks to a prefetch."""
 
     session_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class LookedUp(Event):
+class LookedUp(Event, frozen=True):
     """A prompt was looked up in a shared store. outcome: found, nothing or unanswered."""
 
     session_id: str
     outcome: str
 
 
-@dataclass(frozen=True, slots=True)
-class StoreIsUp(Event):
+class StoreIsUp(Event, frozen=True):
     """A shared store answers, or stopped answering."""
 
     is_up: bool
@@ -215,8 +200,7 @@ class Verdict:
         return 0 < self.compute_s < self.measured[choice].decode_s
 
 
-@dataclass(frozen=True, slots=True)
-class Judged(Event):
+class Judged(Event, frozen=True):
     """The guard has decided on a codec, by the verdict of the worst rank.
 
     choice, codec: index and name of the codec from now on. is_new: True if it differs from the one before, or if this
@@ -234,8 +218,7 @@ class Judged(Event):
         return self.choice > 0 and self.verdict.measured[0].is_faithful and self.verdict.is_slow(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Unjudged(Event):
+class Unjudged(Event, frozen=True):
     """The guard has withdrawn its decision, after a failure or with new weights."""
 
 
