@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,13 +26,6 @@ PATIENCE = 2.0  # multiples of idle.after_s for which a named or late session is
 def lead_s(idle_after_s: float) -> float:
     """Return the lead of a prefetch before the expected return, in seconds."""
     return min(LEAD_S, idle_after_s / 2)
-
-
-class _Awaited(NamedTuple):
-    """Session to prefetch before time `late`, if it was not used since `uses` was `Session.uses`."""
-
-    late: float
-    uses: int
 
 
 @dataclass
@@ -59,14 +51,6 @@ class _Load:
         return not self.is_void and bool((self.rows == row).any())
 
 
-class _Ready(NamedTuple):
-    """Session that was prefetched and has had no request since."""
-
-    session_id: str
-    number: int
-    rows: Rows
-
-
 class Prefetcher:
     """Loads one session at a time, so that a request waits at most for the prefetch of its own session.
 
@@ -81,9 +65,11 @@ class Prefetcher:
         self._runway, self._lead_s = runway, lead_s
         self._main = manager.shape.main
         self.expected = Deadlines()  # for each expected session, the time from which it is in `to_load`
-        self.to_load: OrderedDict[str, _Awaited] = OrderedDict()  # by session id
+        self.to_load: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """By id of a session to prefetch: the time after which it is too late, and `Session.uses`, until used again."""
         self.load: _Load | None = None  # the prefetch under way
-        self.ready: dict[int, _Ready] = {}  # by the first loaded row
+        self.ready: dict[int, tuple[str, int, Rows]] = {}
+        """By first loaded row: id, number and rows of a session that was prefetched and has had no request since."""
         self._look_after = 0.0
         self.look_at = inf  # time of the next look for room; infinity if there is none
         self.was_settled = False  # true if a prefetch has ended since the last step, so that another may begin
@@ -110,7 +96,7 @@ class Prefetcher:
         for told_id in told_ids:
             session = self._manager.table.by_id.get(qualified(told_id, tenant))
             if session is not None and session.tenant == tenant and not session.requests:
-                self.to_load[session.session_id] = _Awaited(late, session.uses)
+                self.to_load[session.session_id] = late, session.uses
 
     def _forget(self, session: Session) -> None:
         self.expected.set(session.session_id, None)
@@ -126,7 +112,7 @@ class Prefetcher:
             session = table.by_id.get(session_id)
             if session is not None and session.expected is not None:
                 late = session.expected + PATIENCE * self._manager.idle_after_s
-                self.to_load[session_id] = _Awaited(late, session.uses)
+                self.to_load[session_id] = late, session.uses
         awaited = []
         are_more = len(self.to_load) > LOOKED_AT
         for session_id, (late, uses) in list(islice(self.to_load.items(), LOOKED_AT)):
@@ -157,9 +143,9 @@ class Prefetcher:
         first = next((row for row in rows[:resident][::-1].tolist() if row in self.ready), None)
         if first is None:
             return
-        ready = self.ready.pop(first)
-        if resident >= min(common_prefix(ready.rows, rows), usable):
-            self._manager.events(PrefetchHit(ready.session_id))
+        session_id, _, own = self.ready.pop(first)
+        if resident >= min(common_prefix(own, rows), usable):
+            self._manager.events(PrefetchHit(session_id))
 
     # -- a step ---------------------------------------------------------------------------------------
 
@@ -243,8 +229,8 @@ class Prefetcher:
         loaded = [row for row, is_loaded in zip(ended.rows.tolist(), ended.is_loaded, strict=True) if is_loaded]
         if loaded and not failed:
             own = ended.rows[: len(main)]
-            there = {row: ready for row, ready in self.ready.items() if ready.number in manager.table.by_number}
-            self.ready = there | {loaded[0]: _Ready(ended.session_id, ended.number, own)}
+            there = {row: ready for row, ready in self.ready.items() if ready[1] in manager.table.by_number}
+            self.ready = there | {loaded[0]: (ended.session_id, ended.number, own)}
         manager.events(ended.answers.restored(self._main, manager.points.is_needed))
 
     def _enter(self, ended: _Load, names: Sequence[BlockName], failed: Iterable[BlockName]) -> None:
