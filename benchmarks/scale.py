@@ -104,12 +104,13 @@ def measure(
                 "requests_a_second": 1e9 * len(times.requests) / sum(times.requests),
             }
         )
+    columns = [each for each in vars(heart.manager.blocks).values() if hasattr(each, "nbytes")]
     return {
         "sessions": sessions,
         "tokens": tokens,
         "blocks": after["blocks"],
         "block_nbytes": (after["nbytes"] - before["nbytes"]) / blocks,
-        "table_nbytes": heart.manager.blocks.memory / after["blocks"],
+        "table_nbytes": sum(each.nbytes for each in columns) / after["blocks"],
         "objects_a_session": objects / more,
         "objects_a_block": objects / blocks,
         "longest_ms": heart.longest_ns / 1e6,

@@ -2,18 +2,22 @@
 
 from importlib import import_module
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from manthan.codec.registry import needs_profile
 from manthan.manager.commands.calibrate import calibrate
-from manthan.manager.commands.config import check
 from manthan.manager.commands.console import make_console
 from manthan.manager.commands.sessions import app as sessions_app
+from manthan.manager.config.model import FIELDS
+from manthan.manager.config.registered import check_registered, choose_policy
+from manthan.manager.config.resolve import DEFAULT, ConfigError, ManthanConfig, Resolved, resolve_config
 from manthan.policies import BadPolicyError, get_policy, policy_names
 
 LATE = {
@@ -67,7 +71,6 @@ def _refusing(sentence: str) -> typer.Typer:
 app = typer.Typer(name="manthan", cls=Commands, no_args_is_help=True, help="Session memory manager for vLLM.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
-config_app.command("check")(check)
 app.add_typer(sessions_app, name="sessions")
 app.command("calibrate")(calibrate)
 
@@ -96,3 +99,40 @@ def policies() -> None:
 
 def _default(field: FieldInfo) -> str:
     return "(required)" if field.is_required() else str(field.get_default(call_default_factory=True))
+
+
+@config_app.command("check")
+def check_config(file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file, see configs/.")]) -> None:
+    """Print the configuration from FILE and the environment, or the first mistake."""
+    try:
+        resolved = resolve_config(file)
+        check_registered(resolved)
+    except ConfigError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(1) from None
+    make_console().print(_config_table(resolved))
+    codec = resolved.config.codec
+    if needs_profile(codec.name) and not codec.profile:
+        typer.echo(
+            f"codec.name is {codec.name}, which needs a profile of the model that is served: `manthan calibrate MODEL` "
+            "makes one, in minutes.",
+            err=True,
+        )
+
+
+def _config_table(resolved: Resolved) -> Table:
+    table = Table("key", "value", "source", box=None)
+    for key in FIELDS:
+        table.add_row(key, Text(_value(resolved.config, key)), Text(resolved.sources[key]))
+        if key == "policy.name":
+            for option, value in choose_policy(resolved.config.policy).options:
+                source = resolved.sources.get(f"policy.{option}", DEFAULT)
+                table.add_row(f"policy.{option}", Text(str(value)), Text(source))
+    return table
+
+
+def _value(config: ManthanConfig, key: str) -> str:
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value.human_readable() if isinstance(value, ByteSize) else str(value)

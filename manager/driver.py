@@ -8,18 +8,18 @@ The loop does no I/O, never waits, and reads no clock.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from manthan.manager.events import BlocksDropped, BlocksTrimmed, Overwritten, StoreFailed, StoreIsUp, Verdict
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.guard import Guard
-from manthan.manager.pool import Asker, Mark, Owner, Pool
+from manthan.manager.pool import Asker, Mark, Pool, Runway
 from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.hints import NO_HINTS, Hints
 from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, StorePlan
@@ -31,20 +31,14 @@ from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Answers, Transfe
 if TYPE_CHECKING:
     from manthan.manager.session.persist import JournalLink, RedisLink
 
-A_STEP = 512
-"""Most blocks of stores under way: about as many as a GPU encodes during a step."""
+A_STEP = 512  # most blocks of stores under way: about as many as a GPU encodes during a step
 LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
 """Shares of the pool without unsaved blocks. Below the low share, blocks are saved up to the high share."""
-BURSTS = 1.5, 2.5
-"""Watermarks as multiples of the blocks taken by requests in a step. The larger of the two numbers counts."""
-BURST_DECAY = 127 / 128
-"""Factor on that number of blocks, at each step that takes fewer."""
-RUNNING_S = 0.1
-"""Seconds until the next look at a running request, or at the free queue, after a look found no block to save."""
-LED = 256
-"""Number of saved blocks put into the policy's order after a request; more if more were overwritten since."""
-WINDOW_SHARE = 16
-"""The pool's blocks divided by this are the most that stores reference at once, because they are not gathered yet."""
+BURSTS = 1.5, 2.5  # watermarks as multiples of the blocks taken by requests in a step; the larger number counts
+BURST_DECAY = 127 / 128  # factor on that number of blocks, at each step that takes fewer
+RUNNING_S = 0.1  # seconds until the next look for blocks to save, after a look found none
+LED = 256  # number of saved blocks put into the policy's order after a request; more if more were overwritten since
+WINDOW_SHARE = 16  # stores reference at most the pool's blocks divided by this, while these are not gathered yet
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +63,6 @@ class Serving:
     is_unserved: bool = False
     taken: int = 0
     known: int = 0
-
-
-class Load(NamedTuple):
-    """Load under way. The request may end before the load does."""
-
-    session_id: str
-    answers: Answers
 
 
 @dataclass(slots=True, eq=False)
@@ -104,33 +91,6 @@ class Work:
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()
     revokes: bool = False
-
-
-class Runway:
-    """Number of blocks in the free queue before the first unsaved block.
-
-    Counting walks the free queue. It is walked again only when requests may have taken too many blocks since.
-
-    Args:
-        ahead: least number of blocks to look at in a walk.
-    """
-
-    def __init__(self, pool: Pool, ahead: int) -> None:
-        self._pool, self.ahead, self._left = pool, ahead, 0
-
-    def taken(self, at_most: int) -> None:
-        """Note that at most so many blocks were taken from the head of the queue."""
-        self._left -= at_most
-
-    def forget(self) -> None:
-        """Count anew at the next question, because saved blocks became unsaved."""
-        self._left = 0
-
-    def length(self, wanted: int) -> int:
-        """Return the number of blocks. A result below `wanted` is exact; others may be too low."""
-        if self._left < wanted:
-            self._left = self._pool.runway(max(wanted, self.ahead))
-        return self._left
 
 
 class Driver:
@@ -177,35 +137,27 @@ class Driver:
         self.runway = Runway(pool, self._high)
         manager.bind(pool, self._high, self.runway.forget)
         self.fronts = FrontTiers(manager, fronts)
-        walk, taken = self.runway.length, self.runway.taken
-        self.prefetcher = Prefetcher(manager, pool, walk, taken, ranks, self._low, prefetch_lead_s)
+        self.prefetcher = Prefetcher(manager, self.runway, ranks, self._low, prefetch_lead_s)
         self._main = manager.shape.main
         self._serving: dict[str, Serving] = {}
         self._stores: dict[int, Store] = {}  # by job id
-        self._loading: dict[str, Load] = {}  # by request id
+        self._loading: dict[str, Answers] = {}  # by request id; the request may end before
         self._load_of: dict[int, str] = {}  # by job id, the load's request
         self._granted: list[Transfer] = []
         self._loads: list[Transfer] = []
         self._drops: list[BlocksDropped | BlocksTrimmed] = []
         manager.events.subscribe(self._drops.append, BlocksDropped, BlocksTrimmed)
         self._waiting: dict[str, int] = {}  # by request id, number of blocks to take
-        self._ordered = Work()
-        """Orders of the last step, until the workers have them."""
+        self._ordered = Work()  # orders of the last step, until the workers have them
         self._done: list[int] = []  # ids of blocks to give back to the pool, all at once
-        self._taken = 0
-        """Most blocks taken by the last step's requests."""
-        self._taking, self._burst = 0, 0.0
-        """Blocks given to requests since the last step, and the most taken in a recent step."""
-        self._overwritten = 0
-        """Most blocks taken from the head of the free queue since `lead_overwritten` put it in order."""
-        self._looks_after = 0.0
-        """Time of the next look for blocks to save in the free queue."""
-        self._look_at = inf
-        """Time of the next look, after ended requests gave blocks to the queue; else infinity."""
+        self._taken = 0  # most blocks taken by the last step's requests
+        self._taking, self._burst = 0, 0.0  # blocks taken by requests since the last step, and most in a recent step
+        self._overwritten = 0  # most blocks taken from the free queue's head since `lead_overwritten` put it in order
+        self._looks_after = 0.0  # time of the next look for blocks to save in the free queue
+        self._look_at = inf  # time of the next look, after ended requests gave blocks to the queue; else infinity
         self._was_answered = self._has_finished = False
         self._was_up: bool | None = None
-        self.rests = False
-        """True while no store and no prefetch may begin; see `halt`."""
+        self.rests = False  # true while no store and no prefetch may begin; see `halt`
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -283,7 +235,8 @@ class Driver:
         rows = serving.request.rows
         if serving.found is None:
             serving.found = resident + brought
-            if lost := self.manager.unsaved(rows[resident + brought : usable]):
+            blocks, missed = self.manager.blocks, rows[resident + brought : usable]
+            if lost := int(((blocks.users[missed] > 0) & (blocks.status[missed] == 0)).sum()):
                 self.manager.events(Overwritten(lost))
         self._waiting.pop(request_id, None)
         if self.prefetcher.ready and resident:
@@ -358,40 +311,21 @@ class Driver:
         request, manager = serving.request, self.manager
         rows = request.rows[resident:end]
         manager.load_started(request_id, rows)
-        main = manager.shape.stores_main and (
-            self._main,
-            request.hashes[resident : resident + len(block_ids)],
-            block_ids,
-        )
-        jobs = [
-            Transfer(
-                next(manager.job_ids),
-                "load",
-                group,
-                list(hashes),
-                np.array(ids, np.int32),
-                tenant=request.session.tenant,
-                request_id=request_id,
-            )
-            for group, hashes, ids in (*((main,) if main else ()), *beside)
-        ]
-        self._loading[request_id] = Load(request.session.session_id, Answers(jobs, self._ranks))
+        main = self._main, request.hashes[resident : resident + len(block_ids)], block_ids
+        parts = [main, *beside] if manager.shape.stores_main else beside
+        jobs = [manager.load_job(*part, request.session, request_id) for part in parts]
+        self._loading[request_id] = Answers(jobs, self._ranks, request.session.session_id)
         self._load_of.update((job.job_id, request_id) for job in jobs)
         self._loads += jobs
         for job in jobs:
             is_main = job.group == manager.shape.session_group
             found = rows[: len(job)] if is_main else manager.blocks.find(job.group, job.block_hashes)
-            self._mark(job, manager.loaded_marks(found), request.session.owner, serving.exact)
+            for block_id, mark in zip(job.block_ids.tolist(), manager.loaded_marks(found), strict=True):
+                self._pool.marks.set([block_id], mark, request.session.owner)
+                if mark is Mark.EXACT:
+                    serving.exact.add(block_id)
             self._pool.marks.coarsen(job.block_ids[manager.is_coarse(found)].tolist())
         serving.lossy += self._lossy_tokens(jobs)
-
-    def _mark(self, job: Transfer, marks: Sequence[Mark], owner: Owner, exact: set[int]) -> None:
-        """Mark the blocks written by a load. exact: receives the exact blocks."""
-        for mark in set(marks):
-            marked = [block_id for block_id, own in zip(job.block_ids.tolist(), marks, strict=True) if own is mark]
-            self._pool.marks.set(marked, mark, owner)
-            if mark is Mark.EXACT:
-                exact.update(marked)
 
     def _lossy_tokens(self, jobs: Sequence[Transfer]) -> int:
         """Return the number of a load's lossy tokens, by the group with most lossy blocks."""
@@ -400,8 +334,8 @@ class Driver:
 
     def loads_of(self, request_id: str) -> Sequence[Transfer]:
         """Return the jobs of a request's load under way."""
-        load = self._loading.get(request_id)
-        return () if load is None else load.answers.jobs
+        answers = self._loading.get(request_id)
+        return () if answers is None else answers.jobs
 
     def found(self, request_id: str) -> int:
         """Return the number of a prompt's tokens that were resident or loaded."""
@@ -446,15 +380,9 @@ class Driver:
         if serving.was_loaded:
             blocks, rows = self.manager.blocks, serving.request.rows
             self._pool.keep(self._main, blocks.hashes(rows[blocks.is_saved(rows)][::-1]))
+        points = () if self.rests else points
         outcome, plans = self.manager.request_finished(
-            request_id,
-            hashes,
-            now,
-            tokens=tokens,
-            points=() if self.rests else points,
-            found=found,
-            lossy=lossy,
-            ending=ending,
+            request_id, hashes, now, tokens=tokens, points=points, found=found, lossy=lossy, ending=ending
         )
         self._begin(plans)
         return outcome
@@ -472,7 +400,9 @@ class Driver:
             manager.said.expire(now)
         if now >= self._looks_after:
             self._look_at = inf
-        revokes = self._holding > 0 and self._is_short
+        # True if free blocks are fewer than a running request may take, or the first waiting request needs.
+        is_short = len(self._pool) < max(taken, self._first_waiting)
+        revokes = self._holding > 0 and is_short
         if not self.rests:
             wanted, room = self.wanted(now), self._room
             self._begin(manager.plan_stores(now, room, wanted))
@@ -543,11 +473,6 @@ class Driver:
         return next(iter(self._waiting.values()), 0)
 
     @property
-    def _is_short(self) -> bool:
-        """True if free blocks are fewer than a running request may take, or the first waiting request needs."""
-        return len(self._pool) < max(self._taken, self._first_waiting)
-
-    @property
     def _room(self) -> int:
         """Number of free blocks for stores to reference. Requests cannot have them until the blocks are gathered."""
         free, first = len(self._pool) - 2 * self._taken, self._first_waiting
@@ -584,9 +509,9 @@ class Driver:
         """Take results from Redis."""
         if self._redis is not None:
             self._redis.hear()
-            if self._redis.is_up is not self._was_up:
-                self._was_up = self._redis.is_up
-                self.manager.events(StoreIsUp(self._redis.is_up))
+            if self._redis.sessions.is_up is not self._was_up:
+                self._was_up = self._redis.sessions.is_up
+                self.manager.events(StoreIsUp(self._redis.sessions.is_up))
 
     # -- results --------------------------------------------------------------------------------------
 
@@ -634,23 +559,20 @@ class Driver:
             inner = {at: weighed((each.inner.get(at, ()) for each in results), self._weigh) for at in results[0].inner}
             self.manager.stored(plan, nbytes, now, store.answers.seconds / len(plan.transfer), inner)
 
-    def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Set[int] = frozenset()) -> None:
+    def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Collection[int] = ()) -> None:
         """Tell the manager which blocks of a store are not saved. torn: those that some rank may have stored."""
-        for is_void, is_torn in product((False, True), repeat=2):
-            failed = [
-                at for at in causes if (RESET in causes[at] and store.is_void) is is_void and (at in torn) is is_torn
-            ]
-            if failed:
-                is_full = any(STORE_FULL in causes[at] for at in failed)
-                self.manager.store_failed(
-                    store.plan, failed, now, is_void=is_void, is_full=is_full, is_torn=is_torn and not is_void
-                )
+        if causes:
+            is_full = any(STORE_FULL in told for told in causes.values())
+            torn = () if store.is_void else torn
+            self.manager.store_failed(
+                store.plan, list(causes), now, is_void=store.is_void, is_full=is_full, torn=list(torn)
+            )
         for told in (each - {NEEDED, RESET} for each in causes.values()):
             if told:
                 self.manager.events(StoreFailed(sorted(told)))
 
     def _answer_load(self, request_id: str, result: TransferResult) -> None:
-        session_id, answers = self._loading[request_id]
+        answers = self._loading[request_id]
         if not answers.add(result):
             return
         del self._loading[request_id]
@@ -659,24 +581,20 @@ class Driver:
         failed = answers.failed
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
         self.manager.load_finished(request_id, bad)
-        event = answers.restored(session_id, self._main, self.manager.points.is_needed, request_id)
+        event = answers.restored(self._main, self.manager.points.is_needed, request_id)
         if (serving := self._serving.get(request_id)) is not None:
             serving.was_loaded |= event.good > 0
             serving.is_unserved |= STORE_DOWN in failed.values()
-            if failed:
-                self._computed_instead(serving, answers.jobs, event.good)
+            if failed:  # all but the first good blocks are computed
+                before = self._lossy_tokens(answers.jobs)
+                for job in answers.jobs:
+                    lost = job.block_ids.tolist()[event.good if job.group == self._main else 0 :]
+                    self._pool.marks.clear(lost)
+                    serving.exact.difference_update(lost)
+                serving.lossy = max(0, serving.lossy - before + self._lossy_tokens(answers.jobs))
             if serving.found is not None:
                 serving.found += event.good
         self.manager.events(event)
-
-    def _computed_instead(self, serving: Serving, jobs: Sequence[Transfer], good: int) -> None:
-        """Note the blocks computed instead of loaded: all but the first `good` blocks."""
-        before = self._lossy_tokens(jobs)
-        for job in jobs:
-            lost = job.block_ids.tolist()[good if job.group == self._main else 0 :]
-            self._pool.marks.clear(lost)
-            serving.exact.difference_update(lost)
-        serving.lossy = max(0, serving.lossy - before + self._lossy_tokens(jobs))
 
     def _let_go(self, store: Store) -> None:
         """Give a store's blocks back to the pool, the tail first."""
@@ -758,7 +676,7 @@ class Driver:
     @property
     def has_work(self) -> bool:
         """True if a step would have something to do, though no request runs or waits."""
-        told = self._redis is not None and self._redis.has_answers
+        told = self._redis is not None and self._redis.sessions.has_answers
         changed = bool(self.manager.table.changed) or bool(self._drops)
         looks = self._was_answered or self.prefetcher.was_settled
         return self.holds_blocks or changed or looks or told or self.has_orders

@@ -7,7 +7,9 @@ ranks together.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import Any, TypeAlias
+from typing import Any
+
+from msgspec import Struct
 
 from manthan.codec.fidelity import Fidelity
 from manthan.manager.pool import Mark
@@ -29,8 +31,11 @@ class DropCause(StrEnum):
     RELEASED = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Event(Struct, frozen=True):
+    """Base of the events."""
+
+
+class Turn(Event, frozen=True):
     """A request of a session ended.
 
     tokens, blocks: number of the session's. seconds: time since the request came. found: number of the prompt's tokens
@@ -45,8 +50,7 @@ class Turn:
     lossy: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(Event, frozen=True):
     """A session went cold.
 
     blocks, tokens: number of the session's. beside: number of blocks of further KV cache groups at its resume points.
@@ -70,8 +74,7 @@ class Evicted:
     is_pressed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(Event, frozen=True):
     """A load ended.
 
     blocks: number of the session's blocks to load. good: number of these before the first failure. beside: number of
@@ -89,8 +92,7 @@ class Restored:
     request_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(Event, frozen=True):
     """A session lost compressed blocks."""
 
     session_id: str
@@ -99,31 +101,27 @@ class Lost:
     cause: DropCause
 
 
-@dataclass(frozen=True, slots=True)
-class Pinned:
+class Pinned(Event, frozen=True):
     """A session was pinned, or is pinned no more."""
 
     session_id: str
     is_pinned: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Parent:
+class Parent(Event, frozen=True):
     """A client named a session's parent session."""
 
     session_id: str
     parent: str
 
 
-@dataclass(frozen=True, slots=True)
-class EncodingBegins:
+class EncodingBegins(Event, frozen=True):
     """Blocks with these marks are about to be encoded."""
 
     marks: Sequence[Mark]
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksSaved:
+class BlocksSaved(Event, frozen=True):
     """Every rank has stored these consecutive blocks. first: position of the first one in the session.
 
     seconds: time for a block on the slowest rank; None if another engine stored the blocks.
@@ -135,8 +133,7 @@ class BlocksSaved:
     seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksDropped:
+class BlocksDropped(Event, frozen=True):
     """Blocks leave the tiers."""
 
     group: int
@@ -144,8 +141,7 @@ class BlocksDropped:
     cause: DropCause
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksTrimmed:
+class BlocksTrimmed(Event, frozen=True):
     """Blocks lost all refinements above a level, for lack of room."""
 
     group: int
@@ -153,44 +149,38 @@ class BlocksTrimmed:
     level: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoreFailed:
+class StoreFailed(Event, frozen=True):
     """A block could not be stored. causes: causes on the ranks, which are labels of a metric."""
 
     causes: Collection[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Overwritten:
+class Overwritten(Event, frozen=True):
     """The pool was found to have overwritten blocks of a session before they were saved. blocks: their number."""
 
     blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefetchHit:
+class PrefetchHit(Event, frozen=True):
     """A request found the session resident thanks to a prefetch."""
 
     session_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class LookedUp:
+class LookedUp(Event, frozen=True):
     """A prompt was looked up in a shared store. outcome: found, nothing or unanswered."""
 
     session_id: str
     outcome: str
 
 
-@dataclass(frozen=True, slots=True)
-class StoreIsUp:
+class StoreIsUp(Event, frozen=True):
     """A shared store answers, or stopped answering."""
 
     is_up: bool
 
 
-FIRST_BLOCKS = 64
-"""Number of blocks that a rank measures for its first verdict."""
+FIRST_BLOCKS = 64  # number of blocks that a rank measures for its first verdict
 
 
 @dataclass(frozen=True)
@@ -210,8 +200,7 @@ class Verdict:
         return 0 < self.compute_s < self.measured[choice].decode_s
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(Event, frozen=True):
     """The guard has decided on a codec, by the verdict of the worst rank.
 
     choice, codec: index and name of the codec from now on. is_new: True if it differs from the one before, or if this
@@ -229,30 +218,8 @@ class Judged:
         return self.choice > 0 and self.verdict.measured[0].is_faithful and self.verdict.is_slow(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Unjudged:
+class Unjudged(Event, frozen=True):
     """The guard has withdrawn its decision, after a failure or with new weights."""
-
-
-Event: TypeAlias = (
-    Turn
-    | Evicted
-    | Restored
-    | Lost
-    | Pinned
-    | Parent
-    | EncodingBegins
-    | BlocksSaved
-    | BlocksDropped
-    | BlocksTrimmed
-    | StoreFailed
-    | Overwritten
-    | PrefetchHit
-    | LookedUp
-    | StoreIsUp
-    | Judged
-    | Unjudged
-)
 
 
 class Events:

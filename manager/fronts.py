@@ -24,10 +24,8 @@ class FrontTiers:
         self._table, self._blocks = manager.table, manager.blocks
         self._used: list[OrderedDict[str, None]] = [OrderedDict() for _ in tiers]
         """By tier, ids of sessions that have blocks in it, in the order in which they last went cold."""
-        self.budgets = tuple(each.nbytes for each in tiers)
-        """In bytes."""
-        self.all_moved = (1 << len(tiers)) - 1
-        """`moved` of a block in the last tier only."""
+        self.budgets = tuple(each.nbytes for each in tiers)  # in bytes
+        self.all_moved = (1 << len(tiers)) - 1  # `moved` of a block in the last tier only
         self._fills_on_read = any(each.fills_on_read for each in tiers)
         self.keeps_behind = self._fills_on_read or not tiers
         """True if the last tier has all blocks, front tiers' blocks included."""
@@ -88,7 +86,3 @@ class FrontTiers:
     def has(self, tier: int, moved: int) -> bool:
         """True if a tier has a block with this value of the column `moved`."""
         return not moved >> tier & 1 if tier < len(self) else self.keeps_behind or moved == self.all_moved
-
-    def has_all(self, tier: int) -> bool:
-        """True if a tier has all saved blocks."""
-        return tier == len(self) and self.keeps_behind

@@ -14,11 +14,9 @@ from manthan.manager.events import Judged, Unjudged, Verdict
 from manthan.manager.session.blocks import MemoryShape
 from manthan.manager.session.manager import SessionManager
 
-COARSER = 0.8
-"""Share of each noise limit below which a coarser codec must stay to replace the finer codec in use."""
+COARSER = 0.8  # share of each noise limit below which a coarser codec must stay to replace the finer codec in use
 
-RECHECKS, MOST_DIVERGENCE = 20, 0.25
-"""Number of the last rechecks that decide, and their largest mean divergence in nats."""
+RECHECKS, MOST_DIVERGENCE = 20, 0.25  # last rechecks that decide, and their largest mean divergence in nats
 
 
 class Choice(NamedTuple):
@@ -42,8 +40,7 @@ class Guard:
         self._verdicts: dict[int, Verdict] = {}
         self._judged: int | None = None
         self._divergences: deque[float] = deque(maxlen=RECHECKS)
-        self._coarsest = 0
-        """First choice that rechecks have not refused."""
+        self._coarsest = 0  # first choice that rechecks have not refused
         self._used = self._finest
         self._use(self._finest)
 

@@ -2,19 +2,17 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Any
 
-from pydantic import ByteSize
-
+from manthan.manager.config.sentences import human_bytes
 from manthan.manager.events import DropCause, Event, Evicted, Lost, Parent, Pinned, Restored, Turn
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session
 
 EVENTS_A_SESSION = 64
-MOST_EVENTS = 65_536
-"""Most events of all sessions together. The history to which nothing was added for longest is dropped first."""
+MOST_EVENTS = 65_536  # of all sessions; the history to which nothing was added for longest is dropped first
 
 
 class EventKind(StrEnum):
@@ -59,10 +57,7 @@ class Histories:
         Tuples of plain values, because Python's garbage collector ignores them.
         """
         self._count = 0
-        manager.table.gone.append(self._gone)
-
-    def __len__(self) -> int:
-        return self._count
+        manager.table.gone.append(lambda session: self._forget(session.session_id))
 
     def of(self, session: Session) -> Sequence[HistoryEvent]:
         """Return a session's last events, the oldest first."""
@@ -71,60 +66,51 @@ class Histories:
 
     def __call__(self, event: Event) -> None:
         """Add an event of the stream to the session's history."""
-        at, tokens_of = self._clock(), self._block_tokens
+        tokens_of = self._block_tokens
         match event:
             case Turn(session_id, tokens, blocks, seconds, found):
                 text = f"A request ended after {seconds:.3g} s with {tokens} tokens; "
                 text += f"{found} of the prompt were in the cache."
-                self._add(session_id, HistoryEvent(at, EventKind.TURN, text, tokens, blocks, None, seconds, found))
+                self._add(session_id, EventKind.TURN, text, tokens, blocks, None, seconds, found)
             case Evicted(session_id, blocks, tokens=tokens, cold_nbytes=nbytes, took_s=seconds):
                 why = "Memory was short. " if event.is_pressed else ""
                 before = ", the others before" if event.stored < blocks else ""
                 text = (
-                    f"{why}Went cold in {seconds:.3g} s: {tokens} tokens, {_size(nbytes)} compressed "
+                    f"{why}Went cold in {seconds:.3g} s: {tokens} tokens, {human_bytes(nbytes)} compressed "
                     f"({event.stored} of {blocks} blocks encoded{before})."
                 )
-                self._add(session_id, HistoryEvent(at, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds))
+                self._add(session_id, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds)
             case Restored(session_id, _, good, nbytes=nbytes, seconds=seconds):
                 tokens, is_prefetch = good * tokens_of, event.request_id is None
                 saved = None if is_prefetch else tokens
                 kind = EventKind.PREFETCHED if is_prefetch else EventKind.RESTORED
                 when = "before a request, in" if is_prefetch else "in"
                 note = f" ({', '.join(sorted(set(event.causes)))})" if event.causes else ""
-                text = f"Came back {when} {seconds:.3g} s: {tokens} tokens out of {_size(nbytes)}{note}."
-                self._add(session_id, HistoryEvent(at, kind, text, tokens, good, nbytes, seconds, saved))
+                text = f"Came back {when} {seconds:.3g} s: {tokens} tokens out of {human_bytes(nbytes)}{note}."
+                self._add(session_id, kind, text, tokens, good, nbytes, seconds, saved)
             case Lost(session_id, blocks, nbytes, cause):
-                tokens = blocks * tokens_of
-                text = f"Lost {_size(nbytes)} of compressed blocks, {tokens} tokens ({cause})."
+                size, tokens = human_bytes(nbytes), blocks * tokens_of
+                text = f"Lost {size} of compressed blocks, {tokens} tokens ({cause})."
                 if cause is DropCause.BUDGET:
-                    text = (
-                        f"Was cut for want of room: its last {tokens} tokens, {_size(nbytes)} compressed, are dropped."
-                    )
-                self._add(session_id, HistoryEvent(at, EventKind.DROPPED, text, tokens, blocks, nbytes))
+                    text = f"Was cut for want of room: its last {tokens} tokens, {size} compressed, are dropped."
+                self._add(session_id, EventKind.DROPPED, text, tokens, blocks, nbytes)
             case Pinned(session_id, is_pinned=True):
-                self._add(session_id, HistoryEvent(at, EventKind.PINNED, "Was pinned."))
+                self._add(session_id, EventKind.PINNED, "Was pinned.")
             case Pinned(session_id):
-                self._add(session_id, HistoryEvent(at, EventKind.UNPINNED, "Is not pinned any more."))
+                self._add(session_id, EventKind.UNPINNED, "Is not pinned any more.")
             case Parent(session_id, parent):
-                self._add(session_id, HistoryEvent(at, EventKind.PARENT, f"Works for {parent}."))
+                self._add(session_id, EventKind.PARENT, f"Works for {parent}.")
 
-    def _add(self, session_id: str, event: HistoryEvent) -> None:
+    def _add(self, session_id: str, kind: EventKind, text: str, *facts: float | None) -> None:
+        """Add an event. facts: the first fields of `HistoryEvent` behind `text`."""
         if session_id not in self._table.by_id:
             return
-        at, kind, *facts = astuple(event)
         history = self._histories.get(session_id, ())
         self._count += len(history) < EVENTS_A_SESSION
-        self._histories[session_id] = (*history, (at, kind.value, *facts))[-EVENTS_A_SESSION:]
+        self._histories[session_id] = (*history, (self._clock(), kind.value, text, *facts))[-EVENTS_A_SESSION:]
         self._histories.move_to_end(session_id)
         while self._count > MOST_EVENTS:
             self._forget(next(iter(self._histories)))
 
-    def _gone(self, session: Session) -> None:
-        self._forget(session.session_id)
-
     def _forget(self, session_id: str) -> None:
         self._count -= len(self._histories.pop(session_id, ()))
-
-
-def _size(nbytes: int) -> str:
-    return ByteSize(nbytes).human_readable()

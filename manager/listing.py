@@ -18,8 +18,7 @@ from manthan.manager.session.blocks import SAVED, Rows
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session, SessionState, qualified
 
-MOST = 1000
-"""Sessions of the policy's order that are searched for those of a tenant."""
+MOST = 1000  # sessions of the policy's order that are searched for those of a tenant
 STATES = list(SessionState)
 
 
@@ -147,7 +146,7 @@ class Listing:
 
     def order(self, bound: str | None) -> Iterator[str]:
         """Yield ids of sessions in the policy's order, first victim first; for a tenant, of its own among MOST."""
-        for session in islice(self._table.victims(), None if bound is None else MOST):
+        for session in islice(self._table.victims(self._table.order), None if bound is None else MOST):
             if bound in (None, session.tenant):
                 yield session.session_id if bound is None else session.told_id
 
@@ -203,25 +202,20 @@ class Listing:
     # -- filter and order -----------------------------------------------------------------------------
 
     def _is_wanted(self, session: Session, query: Query) -> bool:
-        if query.bound is not None and session.tenant != query.bound:
-            return False
-        if query.tenant is not None and session.tenant != query.tenant:
-            return False
-        if query.states is not None and session.state not in query.states:
-            return False
-        if query.pinned is not None and session.is_pinned != query.pinned:
-            return False
         name = session.session_id if query.bound is None else session.told_id
-        if not name.startswith(query.prefix):
-            return False
-        if query.tier is None:
-            return True
-        return query.tier in self._tiers and self._is_in(self._tiers.index(query.tier), session)
+        return (
+            query.bound in (None, session.tenant)
+            and query.tenant in (None, session.tenant)
+            and (query.states is None or session.state in query.states)
+            and query.pinned in (None, session.is_pinned)
+            and name.startswith(query.prefix)
+            and (query.tier is None or (query.tier in self._tiers and self._is_in(query.tier, session)))
+        )
 
-    def _is_in(self, tier: int, session: Session) -> bool:
+    def _is_in(self, name: str, session: Session) -> bool:
         """True if a tier has some of the session's blocks. Tails leave a fast tier first."""
-        saved, fronts = self._saved(session), self._fronts
-        if fronts.has_all(tier):
+        saved, fronts, tier = self._saved(session), self._fronts, self._tiers.index(name)
+        if tier == len(fronts) and fronts.keeps_behind:  # it has all saved blocks
             return saved > 0 or bool(session.points)
         at = 0 if tier < len(fronts) else saved - 1
         return saved > 0 and fronts.has(tier, int(self._blocks.moved[session.rows[at]]))

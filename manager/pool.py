@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeAlias
 
-BlockName: TypeAlias = tuple[int, bytes]
-"""KV cache group and block hash."""
+BlockName: TypeAlias = tuple[int, bytes]  # KV cache group and block hash
 Owner: TypeAlias = tuple[str, str]
 """Tenant and name of the session whose return brought decoded KV back, common to the session's branches."""
 Asker: TypeAlias = Owner | tuple[str, str, str]
@@ -28,8 +27,7 @@ class Mark(IntEnum):
     DECODED = 2
 
 
-MARKS = tuple(Mark)
-"""Marks by number. A lookup is ten times as fast as a call of `Mark`."""
+MARKS = tuple(Mark)  # marks by number. A lookup is ten times as fast as a call of `Mark`
 
 
 class Marks:
@@ -98,8 +96,7 @@ class FreeBlock(NamedTuple):
 class Pool(Protocol):
     """KV blocks of all KV cache groups."""
 
-    marks: Marks
-    """By block id. Cleared when the pool hands a block out."""
+    marks: Marks  # by block id. Cleared when the pool hands a block out
 
     @property
     def size(self) -> int:
@@ -147,3 +144,30 @@ class Pool(Protocol):
         Args:
             spare: number of free saved blocks to leave out: the blocks overwritten first.
         """
+
+
+class Runway:
+    """Number of blocks in the free queue before the first unsaved block.
+
+    Counting walks the free queue. It is walked again only when requests may have taken too many blocks since.
+
+    Args:
+        ahead: least number of blocks to look at in a walk.
+    """
+
+    def __init__(self, pool: Pool, ahead: int) -> None:
+        self._pool, self.ahead, self._left = pool, ahead, 0
+
+    def taken(self, at_most: int) -> None:
+        """Note that at most so many blocks were taken from the head of the queue."""
+        self._left -= at_most
+
+    def forget(self) -> None:
+        """Count anew at the next question, because saved blocks became unsaved."""
+        self._left = 0
+
+    def length(self, wanted: int) -> int:
+        """Return the number of blocks. A result below `wanted` is exact; others may be too low."""
+        if self._left < wanted:
+            self._left = self._pool.runway(max(wanted, self.ahead))
+        return self._left

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from apscheduler.executors.debug import DebugExecutor
 from apscheduler.schedulers.background import BackgroundScheduler
 
-LATE_SHARE = 0.25
-"""Longest delay of a due session's eviction, as a share of idle.after_s."""
-SHORTEST_S = 0.01
-"""Least seconds between two calls of `due`."""
+LATE_SHARE = 0.25  # longest delay of a due session's eviction, as a share of idle.after_s
+SHORTEST_S = 0.01  # least seconds between two calls of `due`
 
 logger = logging.getLogger("vllm.manthan.sweeper")
 

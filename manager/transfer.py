@@ -10,14 +10,10 @@ from numpy.typing import NDArray
 from manthan.manager.events import Restored
 from manthan.manager.pool import BlockName, Mark
 
-STORE_DOWN = "store_down"
-"""Cause of a failure after which the compressed blocks may still be there: the store does not answer."""
-RESET = "reset"
-"""Cause of a transfer's early end: the prefix cache is reset."""
-NEEDED = "needed"
-"""Cause of a store that was given up before it began, because requests need its blocks. Not a failure."""
-JOB_BLOCKS = 64
-"""Most blocks of a store. They are gathered together, and given back to the pool together."""
+STORE_DOWN = "store_down"  # cause of a failure: the store does not answer, but may still have the blocks
+RESET = "reset"  # cause of a transfer's early end: the prefix cache is reset
+NEEDED = "needed"  # cause of a store given up before it began, because requests need its blocks; no failure
+JOB_BLOCKS = 64  # most blocks of a store. They are gathered together, and given back to the pool together
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +90,11 @@ class TransferResult:
 class Answers:
     """Jobs settled together, with the ranks' results so far.
 
-    ranks: number of results of each job.
+    ranks: number of results of each job. session_id: of a load.
     """
 
-    def __init__(self, jobs: Sequence[Transfer], ranks: int) -> None:
-        self.jobs, self._ranks = jobs, ranks
+    def __init__(self, jobs: Sequence[Transfer], ranks: int, session_id: str = "") -> None:
+        self.jobs, self._ranks, self._session_id = jobs, ranks, session_id
         self.results: list[TransferResult] = []
 
     def add(self, result: TransferResult) -> bool:
@@ -121,7 +117,7 @@ class Answers:
     def seconds(self) -> float:
         return max((result.seconds for result in self.results), default=0.0)
 
-    def restored(self, session_id: str, main: int, needs_points: bool, request_id: str | None = None) -> Restored:
+    def restored(self, main: int, needs_points: bool, request_id: str | None = None) -> Restored:
         """Return the event of an ended load.
 
         Good blocks precede the first failure. With windows or states, a failure anywhere leaves no good block.
@@ -134,7 +130,7 @@ class Answers:
             if needs_points:
                 good = beside = 0
         nbytes, causes = sum(int(result.nbytes.sum()) for result in self.results), list(failed.values())
-        return Restored(session_id, len(names), good, beside, nbytes, self.seconds, causes, request_id)
+        return Restored(self._session_id, len(names), good, beside, nbytes, self.seconds, causes, request_id)
 
 
 Weigh: TypeAlias = Callable[[Sequence[int]], int]

@@ -111,15 +111,10 @@ class EvictionPolicy(ABC):
         """
 
 
-def in_order(queue: Collection[str], begin: Callable[[Any], Iterator[str]] = iter) -> Iterator[str]:
-    """Yield the keys of a dict, though keys may be removed during the iteration. Each key takes O(1).
-
-    Args:
-        queue: the dict, or another ordered collection.
-        begin: returns an iterator over `queue`; `reversed` for the last key first.
-    """
+def in_order(queue: Collection[str]) -> Iterator[str]:
+    """Yield the keys of a dict, though keys may be removed during the iteration. Each key takes O(1)."""
     passed: set[str] = set()
-    while fresh := [key for key in islice(begin(queue), 2 * len(passed) + 8) if key not in passed]:
+    while fresh := [key for key in islice(queue, 2 * len(passed) + 8) if key not in passed]:
         for key in fresh:
             passed.add(key)
             if key in queue:

@@ -7,7 +7,6 @@ and the cache is smaller by the same factor, it finds about the same share of th
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
 from typing import Any, ClassVar, Self
 from zlib import crc32
 
@@ -16,49 +15,40 @@ from manthan.policies.lru import LRU
 from manthan.policies.return_model import ReturnModel
 from manthan.policies.returns import Returns, ReturnsOptions
 
-DECAY = 0.5 ** (1 / 512)
-"""Factor on the weight of what was found, at each later request: a half after 512."""
+DECAY = 0.5 ** (1 / 512)  # factor on the weight of what was found, at each later request: a half after 512
 SURE = 1.25
 """Number of standard deviations by which another policy must have found more than the leader, to replace it.
 
 Above 1, so that a single session does not change the leader.
 """
-SAMPLE = 512
-"""Number of sessions in the fullest shadow. When it has twice as many, the sample is halved."""
-LOOK_EVERY = 8
-"""Sampled requests between two choices of the leader."""
-DRIFT = 0.02
-"""Weight of the room just measured in the moving average `Mixture._room`, at each call of `victims`."""
+SAMPLE = 512  # number of sessions in the fullest shadow. When it has twice as many, the sample is halved
+LOOK_EVERY = 8  # sampled requests between two choices of the leader
+DRIFT = 0.02  # weight of the room just measured in the moving average `Mixture._room`, at each call of `victims`
 
 
 class Contest:
-    """Choice of a leader among policies, by the bytes of KV that each found at the same requests.
+    """Choice of a leader of two policies, by the bytes of KV that each found at the same requests.
 
-    A leader stays until another policy has surely found more. Two policies differ at few requests, and by whole
+    A leader stays until the other policy has surely found more. Two policies differ at few requests, and by whole
     sessions. Therefore each difference counts as one draw. The sum of the differences is compared with the root of the
     sum of their squares, the standard deviation if both are equally good.
     """
 
-    def __init__(self, names: Sequence[str], leader: str) -> None:
-        self.names, self.leader = tuple(names), leader
-        self.found = [0.0] * len(self.names)
-        """Sum of the bytes found by each policy, with decay."""
-        self._squares = dict.fromkeys(combinations(range(len(self.names)), 2), 0.0)
-        """By pair of policies, the sum of the squared differences of the bytes found, with decay."""
+    def __init__(self, names: tuple[str, str], leader: str) -> None:
+        self.names, self.leader = names, leader
+        self.found, self._squares = [0.0, 0.0], 0.0
+        """Sums, with decay, of the bytes found by each policy, and of the squared differences."""
 
     def add(self, found: Sequence[float]) -> None:
         """Count the bytes found by each policy at a request, in the order of `names`."""
         self.found = [DECAY * before + now for before, now in zip(self.found, found, strict=True)]
-        for (one, other), squares in self._squares.items():
-            self._squares[one, other] = DECAY**2 * squares + (found[one] - found[other]) ** 2
+        self._squares = DECAY**2 * self._squares + (found[0] - found[1]) ** 2
 
     def look(self) -> None:
-        """Make the best policy the leader if the lead is sure."""
-        best, leader = max(range(len(self.names)), key=self.found.__getitem__), self.names.index(self.leader)
-        if best != leader:
-            squares = self._squares[min(best, leader), max(best, leader)]
-            if self.found[best] - self.found[leader] > SURE * squares**0.5:
-                self.leader = self.names[best]
+        """Make the better policy the leader if the lead is sure."""
+        lead = self.found[0] - self.found[1]
+        if abs(lead) > SURE * self._squares**0.5:
+            self.leader = self.names[0] if lead > 0 else self.names[1]
 
 
 class ShadowCache:
@@ -136,22 +126,17 @@ class Mixture(EvictionPolicy):
         self._present: OrderedDict[str, int] = OrderedDict()
         """Bytes of the sessions in the cache, least recently used first. A session takes at least one byte."""
         self._nbytes = 0
-        policies: dict[str, EvictionPolicy] = {"returns": Returns(self.options, self.model), "lru": LRU()}
-        self._shadows = {name: ShadowCache(policy) for name, policy in policies.items()}
-        self._contest = Contest(tuple(policies), "lru")
-        self._running: dict[str, SessionView] = {}
-        """Sampled sessions whose newest request was reported once so far, at its begin."""
+        self._shadows = [ShadowCache(Returns(self.options, self.model)), ShadowCache(LRU())]
+        self._contest = Contest(("returns", "lru"), "lru")
+        self._running: dict[str, SessionView] = {}  # sampled sessions whose newest request has only begun
         self._told: dict[str, tuple[int, float]] = {}
         """By sampled session, `uses` and `created` when a request of it was last played in the shadows."""
         self._origins: dict[float, str] = {}
         """Superseded sessions by `created`. A session that goes on from one of them has the same `created`."""
-        self._mask = 0
-        """Bits of a session's hash that are 0 for sampled sessions."""
-        self._room = 0.0
-        """Bytes that the real cache holds when it is full, as a moving average."""
+        self._mask = 0  # bits of a session's hash that are 0 for sampled sessions
+        self._room = 0.0  # bytes that the real cache holds when it is full, as a moving average
         self._looks = 0
-        self._last = self._offered = ""
-        """Ids of the session used last, and of the victim that `victims` yielded last."""
+        self._last = self._offered = ""  # ids of the session used last, and of the latest victim
 
     @classmethod
     def family(cls, options: Any = None) -> Callable[[], Self]:
@@ -161,9 +146,9 @@ class Mixture(EvictionPolicy):
     def used(self, session: SessionView) -> None:
         session_id = self._last = session.session_id
         self._offered = ""
-        self._take(session_id)
-        self._present[session_id] = nbytes = max(1, session.nbytes)
-        self._nbytes += nbytes
+        nbytes = max(1, session.nbytes)
+        self._nbytes += nbytes - self._present.pop(session_id, 0)
+        self._present[session_id] = nbytes
         self._returns.used(session)
         if self._is_sampled(session_id):
             self._tell_shadows(session)
@@ -172,7 +157,7 @@ class Mixture(EvictionPolicy):
         if session_id in self._present:
             self._left(session_id)
             if session_id != self._offered:  # the real cache's victim stays in shadows, which choose their own
-                for shadow in self._shadows.values():
+                for shadow in self._shadows:
                     shadow.forget(session_id)
 
     def evicted(self, session_id: str) -> None:
@@ -183,24 +168,18 @@ class Mixture(EvictionPolicy):
         self._returns.superseded(session_id)
         if session_id in self._told:
             self._origins[self._told[session_id][1]] = session_id
-        for shadow in self._shadows.values():
+        for shadow in self._shadows:
             shadow.policy.superseded(session_id)
 
     def victims(self) -> Iterator[str]:
         room = self._nbytes - self._present.get(self._last, 0)
         self._room += (DRIFT if self._room else 1.0) * (room - self._room)
-        for victim in self._order():
+        for victim in in_order(self._present) if self._contest.leader == "lru" else self._returns.victims():
             self._offered = victim
             yield victim
 
-    def _order(self) -> Iterator[str]:
-        return in_order(self._present) if self._contest.leader == "lru" else self._returns.victims()
-
-    def _take(self, session_id: str) -> None:
-        self._nbytes -= self._present.pop(session_id, 0)
-
     def _left(self, session_id: str) -> None:
-        self._take(session_id)
+        self._nbytes -= self._present.pop(session_id, 0)
         self._returns.forget(session_id)
         if (session := self._running.pop(session_id, None)) is not None:
             self._request(session)
@@ -226,13 +205,13 @@ class Mixture(EvictionPolicy):
     def _request(self, session: SessionView) -> None:
         """Play a sampled session's ended request in the shadows."""
         if session.session_id not in self._told and (origin := self._origins.pop(session.created, None)) is not None:
-            for shadow in self._shadows.values():
+            for shadow in self._shadows:
                 shadow.inherit(session.session_id, origin)
         self._told[session.session_id] = session.uses, session.created
         new = session.added_tokens + session.answer_tokens
         known = session.nbytes * max(0.0, 1 - new / session.tokens) if session.uses > 1 and session.tokens else 0.0
         room = (self._room or self._nbytes) / (self._mask + 1)
-        self._contest.add([shadow.request(session, known, room) for shadow in self._shadows.values()])
+        self._contest.add([shadow.request(session, known, room) for shadow in self._shadows])
         self._looks += 1
         if self._looks % LOOK_EVERY == 0:
             self._contest.look()
@@ -240,15 +219,15 @@ class Mixture(EvictionPolicy):
 
     def _keep_small(self) -> None:
         """Halve the sample when shadows hold too many sessions, and forget sessions absent from all shadows."""
-        most = max(len(shadow.kept) for shadow in self._shadows.values())
+        most = max(len(shadow.kept) for shadow in self._shadows)
         if most <= 2 * SAMPLE and len(self._told) <= 4 * len(self._shadows) * most + SAMPLE:
             return
         if most > 2 * SAMPLE:
             self._mask = 2 * self._mask + 1
-        sampled = {session_id for shadow in self._shadows.values() for session_id in shadow.kept}
+        sampled = {session_id for shadow in self._shadows for session_id in shadow.kept}
         for session_id in sampled:
             if not self._is_sampled(session_id):
-                for shadow in self._shadows.values():
+                for shadow in self._shadows:
                     shadow.forget(session_id)
         self._told = {key: told for key, told in self._told.items() if key in sampled and self._is_sampled(key)}
         self._origins = {created: origin for created, origin in self._origins.items() if origin in self._told}

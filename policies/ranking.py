@@ -4,8 +4,7 @@ import heapq
 from collections.abc import Iterator
 from itertools import count
 
-Entry = tuple[float, float, str]
-"""Number, age and key."""
+Entry = tuple[float, float, str]  # number, age and key
 
 
 class Ranking:
@@ -21,9 +20,6 @@ class Ranking:
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def get(self, key: str) -> float | None:
         """Number of a key, or None."""

@@ -24,30 +24,19 @@ Floats: TypeAlias = NDArray[np.float64]
 
 AGES = (5, 8, 10, 12, 15, 18, 22, 27, 33, 40, 50, 60, 75, 90, 105, 120, 150, 180, 240, 300, 400, 520, 690, 1100, 2000)
 """Seconds at which a piece of the hazard ends and the next begins."""
-HORIZON = 4 * 3600.0
-"""Age in seconds at which the model stops waiting for a session."""
+HORIZON = 4 * 3600.0  # age in seconds at which the model stops waiting for a session
 PIECES = len(AGES) + 1
 _ENDS = np.array((*AGES, HORIZON))
-SAID = (10, 60)
-"""Seconds that divide announced returns: soon, in a while, later."""
-KEPT = (0.5, 2)
-"""Parts of the announced pause that divide last pauses: earlier, as announced, later."""
-ENDINGS = 8
-"""Columns of the features for `SessionView.ending`. A hash chooses a column (Weinberger et al., ICML 2009)."""
-SWITCH = 3.0
-"""Size of a binary feature, so that the penalty holds the feature back as little as a number."""
-USUAL = 3.0
-"""Logarithm of the pause in seconds assumed for a session without a pause."""
-RECENT, LASTING = 0.3, 0.06
-"""Weights of a new pause in the two moving averages of a session's pauses."""
-HALF_LIVES = 2
-"""Halvings of a request's weight over a window."""
-YOUNG_S = 30.0
-"""Assumption about the first piece: one return in so many seconds of waiting, besides the returns that were seen."""
-ROUNDS = 32
-"""Most estimates of a piece in the time in which all requests of the window are replaced by newer ones."""
-LARGEST_STEP = 1.5
-"""Largest change of a coefficient in a step of Newton's method."""
+SAID = (10, 60)  # seconds that divide announced returns: soon, in a while, later
+KEPT = (0.5, 2)  # parts of the announced pause that divide last pauses: earlier, as announced, later
+ENDINGS = 8  # columns for `SessionView.ending`, chosen by a hash (Weinberger et al., ICML 2009)
+SWITCH = 3.0  # size of a binary feature, so that the penalty holds the feature back as little as a number
+USUAL = 3.0  # logarithm of the pause in seconds assumed for a session without a pause
+RECENT, LASTING = 0.3, 0.06  # weights of a new pause in the two moving averages of a session's pauses
+HALF_LIVES = 2  # halvings of a request's weight over a window
+YOUNG_S = 30.0  # assumed for the first piece: one return in so many seconds, besides the returns that were seen
+ROUNDS = 32  # most estimates of a piece in the time in which all requests of the window are replaced by newer ones
+LARGEST_STEP = 1.5  # largest change of a coefficient in a step of Newton's method
 
 
 @dataclass(slots=True)
@@ -134,16 +123,14 @@ class ReturnModel:
         self._x = np.zeros((window, width))
         self._began, self._returned, self._weight = np.zeros(window), np.full(window, np.nan), np.zeros(window)
         """Requests of the window, by number modulo `window`: features, begin, return (NaN: none yet), and weight."""
-        self.count = 0
-        """Number of requests until now."""
+        self.count = 0  # number of requests until now
         self._open: dict[str, History] = {}
         self._begins = np.array((0.0, *AGES))
         self._widths = _ENDS - self._begins
         self.coefficients = np.zeros((PIECES, width))
         self.coefficients[:, 0] = -np.log(_ENDS)
         """Coefficients by piece. Before the first estimate the hazard falls with age, free of any scale of time."""
-        self._due, self._next = float(refit_every), 0
-        """`count` at which the next piece is estimated, and this piece's number."""
+        self._due, self._next = float(refit_every), 0  # `count` of the next estimate, and its piece
         self._last: tuple[SessionView, list[float]] = SessionView(""), []
 
     def observe(self, session: SessionView) -> list[float]:

@@ -236,7 +236,7 @@ def walks(load: Any, steps: int, is_exclusive: bool) -> int:
     return pool.walks
 
 
-@pytest.mark.invariant(13, "manager/driver.py", "if self._left < wanted:", "if True:")
+@pytest.mark.invariant(13, "manager/pool.py", "if self._left < wanted:", "if True:")
 @pytest.mark.invariant(13, "manager/driver.py", "if first <= free:", "if False:")
 @pytest.mark.parametrize("is_exclusive", [False, True])
 @pytest.mark.parametrize("load", [returning, strangers])

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manthan.manager.config.sentences import first_mistake, must_be
-from manthan.manager.session.hints import LONGEST_S, NO_HINTS, SECONDS, TOOL_NAME, Hints, ToolName
+from manthan.manager.session.hints import LONGEST_S, NO_HINTS, SECONDS, TOOL_NAME, Hints, PrintableName
 
 MOONCAKE_BLOCK_TOKENS = 512
 HASH_NBYTES = 8
@@ -86,7 +86,7 @@ class MooncakeLine(BaseModel):
     output_length: int = Field(ge=0, strict=True, description=_COUNT.format(0))
     hash_ids: list[int] = Field(description="a list of whole numbers, one a block of the prompt")
     expect_return_s: _Return = None
-    tool: ToolName = Field(default="", description=TOOL_NAME)
+    tool: PrintableName = Field(default="", description=TOOL_NAME)
     stop: str = Field(default="", description="a word, such as tool_use")
     session_id: str = Field(default="", description="a text")
 

@@ -34,17 +34,13 @@ from manthan.codec.errors import HeadDimError, ProfileError
 from manthan.codec.profile import ProfileInfo
 from manthan.codec.rope import Rope
 
-PIECE = 2048
-"""Tokens of a piece of text."""
-ASKED = 4
-"""Share of a piece, the last quarter, that asks the prefix: gradients are of the last tokens' log-probabilities."""
-DRAWS = 2
-"""Tokens drawn at each position, for a gradient each."""
+PIECE = 2048  # tokens of a piece of text
+ASKED = 4  # inverse of a piece's last share: gradients are of its tokens' log-probabilities
+DRAWS = 2  # tokens drawn at each position, for a gradient each
 NAME = "manthan_calibration"
 OUTPUTS = ("o_proj", "out_proj", "dense")
 """Names of the output projection of attention, [hidden, query heads * head_dim]."""
-FROM_LATENTS = "kv_b_proj"
-"""Name of the projection from latents to keys and values, [numbers of all heads, latent]."""
+FROM_LATENTS = "kv_b_proj"  # name of the projection from latents to keys and values, [numbers of all heads, latent]
 
 Doubles = npt.NDArray[np.float64]
 

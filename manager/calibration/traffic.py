@@ -19,10 +19,8 @@ import numpy.typing as npt
 from manthan.codec.calibration import SINKS, ProfileBuilder
 from manthan.codec.profile import Profile, ProfileInfo
 
-ASKED, ASKING = 4, 64
-"""Inverse of the prompt's last share with asking queries, and most of the queries."""
-KEYS = 1.6
-"""Weight of keys, measured against Fisher's information, because queries are not independent."""
+ASKED, ASKING = 4, 64  # inverse of the prompt's last share with asking queries, and most of the queries
+KEYS = 1.6  # weight of keys, measured against Fisher's information, because queries are not independent
 GROWTH, FIRST = 30.0, 1 / 250
 """Squared length of the stream ahead of the last layer, and of the first, over the length ahead of the second."""
 OUTPUT = re.compile(r"(?:^|\bmodel\.)layers\.(\d+)\.\w+\.(?:o_proj|out_proj|dense)\.weight$")

@@ -48,7 +48,15 @@ def calibrate(
     except (ProfileError, OSError) as error:
         typer.echo(f"manthan calibrate: {error}", err=True)
         raise typer.Exit(1) from None
-    _show(console, profile, path, time.monotonic() - began)
+    info, seconds = profile.info, time.monotonic() - began
+    holds = f"latents of {info.latent}" if info.latent else f"{info.heads} KV heads of {info.head_dim}"
+    console.print(
+        f"{path}: {info.layers} layers, {holds} numbers, {info.tokens:,} tokens, "
+        f"metric {info.metric}, {path.stat().st_size / 1e6:.1f} MB, {seconds:.0f} s",
+        soft_wrap=True,
+    )
+    for preset, level in LEVELS.items():
+        console.print(f"{preset}: {info.bits[level]:.2f} bits a number, and headers")
 
 
 def made(console: Console, model: str, text: Path | None, tokens: int, ranks: int, metric: Metric) -> Profile:
@@ -71,15 +79,3 @@ def made(console: Console, model: str, text: Path | None, tokens: int, ranks: in
         reader.read(builder, pieces, metric is Metric.fisher, lambda: progress.advance(task))
         progress.update(task, description="making the profile")
         return builder.finish()
-
-
-def _show(console: Console, profile: Profile, path: Path, seconds: float) -> None:
-    info = profile.info
-    holds = f"latents of {info.latent}" if info.latent else f"{info.heads} KV heads of {info.head_dim}"
-    console.print(
-        f"{path}: {info.layers} layers, {holds} numbers, {info.tokens:,} tokens, "
-        f"metric {info.metric}, {path.stat().st_size / 1e6:.1f} MB, {seconds:.0f} s",
-        soft_wrap=True,
-    )
-    for preset, level in LEVELS.items():
-        console.print(f"{preset}: {info.bits[level]:.2f} bits a number, and headers")

@@ -12,11 +12,11 @@ from urllib.parse import quote, urlencode
 from urllib.request import ProxyHandler, Request, build_opener
 
 import typer
-from pydantic import ByteSize
 from rich.table import Table
 from rich.text import Text
 
 from manthan.manager.commands.console import make_console
+from manthan.manager.config.sentences import human_bytes
 from manthan.manager.listing import Sort
 
 KEY_ENV = "VLLM_API_KEY"
@@ -153,11 +153,11 @@ def _path(session: str, tenant: str) -> str:
 def _value(name: str, value: Any) -> str:
     """Return a field of the API as text to show."""
     if name.endswith("_bytes"):
-        return ByteSize(value).human_readable() if value else "0B"
+        return human_bytes(value) if value else "0B"
     if value is None:
         return ""
     if name in ("at", "created", "last_used", "expected_return"):
         return datetime.fromtimestamp(value).strftime("%Y-%m-%d %H:%M:%S")
     if isinstance(value, dict):
-        return " and ".join(f"{ByteSize(part['bytes']).human_readable()} {tier}" for tier, part in value.items())
+        return " and ".join(f"{human_bytes(part['bytes'])} {tier}" for tier, part in value.items())
     return str(value)

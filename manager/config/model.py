@@ -78,8 +78,7 @@ def _no_secret(header: str) -> str:
 
 HeaderName = Annotated[str, AfterValidator(_no_secret), Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]*$")]
 
-REDIS_PASSWORD = "MANTHAN_REDIS_PASSWORD"
-"""Environment variable with the Redis password."""
+REDIS_PASSWORD = "MANTHAN_REDIS_PASSWORD"  # environment variable with the Redis password
 
 
 class Flag(NamedTuple):
@@ -94,8 +93,7 @@ class _Model(BaseModel):
 
 
 class _Group(_Model):
-    shorthand: ClassVar[str | None] = None
-    """Key of a bare value: `policy: lru` is `policy: {name: lru}`."""
+    shorthand: ClassVar[str | None] = None  # key of a bare value: `policy: lru` is `policy: {name: lru}`
 
     @model_validator(mode="before")
     @classmethod
@@ -309,16 +307,12 @@ class ManthanConfig(_Model):
     memory_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 110GiB; 0 for no such budget")
 
     @model_validator(mode="after")
-    def _check_admission(self) -> Self:
+    def _check_together(self) -> Self:
         if self.admission_s and self.ordering == "arrival":
             raise ValueError(
                 "admission_s holds requests back in Manthan's own order, but ordering is arrival: leave it out, or use "
                 "returns"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_sealing(self) -> Self:
         if self.sealing.key_file and not self.tiers.is_lasting:
             raise ValueError(
                 f"sealing.key_file is for blocks on a disk and in Redis, but tiers.kind is {self.tiers.kind}: leave it "

@@ -18,8 +18,7 @@ from manthan.manager.config.model import CodecConfig, ConfigError
 
 logger = logging.getLogger("vllm.manthan")
 
-AUTO = "auto"
-"""Value of codec.name that stands for CALIBRATED if the model has a profile, and else for PLAIN."""
+AUTO = "auto"  # value of codec.name that stands for CALIBRATED if the model has a profile, and else for PLAIN
 CALIBRATED, PLAIN = "klt-8x", "wht-5x"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -61,27 +60,20 @@ def choose_codec(
     path = named or profile_path(model, ranks, revision)
     try:
         if named or (path.exists() and has_weights(model, revision)):
-            return ChosenCodec(name, path, load_profile(path, ranks))
-    except ConfigError as error:
+            profile = Profile.load(path)
+            profile.for_rank(0, ranks)
+            return ChosenCodec(name, path, profile)
+    except ProfileError as error:
+        why = str(error).rstrip(".")
         if not is_auto or named:
-            raise
-        logger.warning("Manthan: codec %s is used, for %s", PLAIN, error)
+            raise ConfigError(why) from None
+        logger.warning("Manthan: codec %s is used, for %s", PLAIN, why)
     if is_auto:
         return ChosenCodec(PLAIN)
     raise ConfigError(
         f"codec {name} needs a profile of {model}, and there is none at {path}: run `{_command(model, ranks)}`, or "
         "name one that you have with codec.profile"
     )
-
-
-def load_profile(path: Path, ranks: int) -> Profile:
-    """Return the profile in a file. Raises ConfigError if it does not fit the number of ranks."""
-    try:
-        profile = Profile.load(path)
-        profile.for_rank(0, ranks)
-    except ProfileError as error:
-        raise ConfigError(str(error).rstrip(".")) from None
-    return profile
 
 
 def check_profile(chosen: ChosenCodec, model: str, layers: int, heads: int, head_dim: int, latent: int = 0) -> None:

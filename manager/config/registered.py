@@ -45,18 +45,14 @@ def choose_policy(config: PolicyConfig, sources: Mapping[str, str] | None = None
     Args:
         sources: Sources of values, from `resolve_config`, for the sentence of the ConfigError.
     """
-    policy = _load(config, sources)
+    sources = sources or {}
     try:
+        policy = get_policy(config.name)
         return ChosenPolicy(policy, policy.Options.model_validate(config.options))
-    except ValidationError as error:
-        raise ConfigError(_sentence(error, config, policy, sources or {})) from None
-
-
-def _load(config: PolicyConfig, sources: Mapping[str, str] | None) -> type[EvictionPolicy]:
-    try:
-        return get_policy(config.name)
     except BadPolicyError as error:
-        raise ConfigError(f"{_source(sources or {}, 'policy.name')}{error}") from error
+        raise ConfigError(f"{_source(sources, 'policy.name')}{error}") from error
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, config, policy, sources)) from None
 
 
 def _sentence(

@@ -30,8 +30,7 @@ ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
 """Variables put into every pod of a namespace by a Service named `manthan` or `manthan-redis`."""
 DEFAULT, ARGUMENT = "default", "argument"
-LONG_UNSAVED_S = 30
-"""Most seconds of idle.after_s without a warning at start-up."""
+LONG_UNSAVED_S = 30  # most seconds of idle.after_s without a warning at start-up
 OLD_GROUPS = {old.rpartition(".")[0] for old in RENAMED} - {""}
 
 
@@ -73,7 +72,11 @@ def resolve_config(
     """
     env, given = os.environ if env is None else env, dict[str, _Given]()
     file = [] if path is None else [(str(key), value, str(path)) for key, value in _read_yaml(path).items()]
-    variables = [(_key_of(name), value, name) for name, value in env.items() if name.startswith(ENV_PREFIX)]
+    variables = [
+        (name.removeprefix(ENV_PREFIX).lower().replace("__", "."), value, name)
+        for name, value in env.items()
+        if name.startswith(ENV_PREFIX)
+    ]
     known = [one for one in variables if _is_known(one[0])]
     options = [
         (FLAG_KEYS.get(name, name), value, name if name in FLAG_KEYS else ARGUMENT)
@@ -123,10 +126,6 @@ def _read_yaml(path: str | Path) -> dict[object, object]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must be a mapping of keys to values, not a {type(values).__name__}")
     return values
-
-
-def _key_of(variable: str) -> str:
-    return variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
 
 
 @cache

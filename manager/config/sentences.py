@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
 
 
 class Mistake(NamedTuple):
@@ -54,3 +54,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
         return " (there are none)"
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else f" (valid: {', '.join(valid)})"
+
+
+def human_bytes(nbytes: int) -> str:
+    """Return a readable size, such as 1.6MiB."""
+    return ByteSize(nbytes).human_readable()

@@ -9,10 +9,10 @@ from enum import StrEnum, auto
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ByteSize
 from redis.exceptions import RedisError
 
 from manthan.manager.config.model import ConfigError, ManthanConfig, TiersConfig
+from manthan.manager.config.sentences import human_bytes
 from manthan.manager.tiers.disk_folder import FolderBusyError, check_folder
 from manthan.manager.tiers.redis_client import check, connect, pipelined
 
@@ -50,12 +50,12 @@ def check_memlock(store: TiersConfig, has_gpu: bool) -> Finding:
         return Finding(name, Grade.SKIPPED, f"{why}, so that no RAM is pinned.")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY or limit >= wanted:
-        return Finding(name, Grade.OK, f"the limit allows the {_size(wanted)} that are pinned for the GPU.")
+        return Finding(name, Grade.OK, f"the limit allows the {human_bytes(wanted)} that are pinned for the GPU.")
     return Finding(
         name,
         Grade.WARNING,
-        f"the limit is {_size(limit)}, but {_size(wanted)} of RAM are pinned for the GPU, and some drivers keep to the "
-        "limit: raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, --ulimit memlock=-1).",
+        f"the limit is {human_bytes(limit)}, but {human_bytes(wanted)} of RAM are pinned for the GPU, and some drivers "
+        "keep to the limit: raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, --ulimit memlock=-1).",
     )
 
 
@@ -73,15 +73,18 @@ def check_disk(config: ManthanConfig) -> Finding:
         return Finding(name, Grade.WRONG, str(error))
     kind = file_system(Path(path))
     budget = store.front_disk_bytes or store.max_bytes
-    free, taken = shutil.disk_usage(path).free, _taken(Path(path))
+    files = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
+    taken = sum(file.lstat().st_blocks * 512 for file in files if file.exists())
+    free = shutil.disk_usage(path).free
+    room, size = human_bytes(taken + free), human_bytes(budget)
     if kind in IN_RAM:
         why = f"on {kind}, which is RAM and empty after a restart: name a folder on a disk"
     elif kind.startswith(REMOTE):
         why = f"on {kind}, which is not of this machine: name a folder on a local file system"
     elif taken + free < budget:
-        why = f"too small: {_size(taken + free)} for {_size(budget)} of compressed blocks; lower that, or make room"
+        why = f"too small: {room} for {size} of compressed blocks; lower that, or make room"
     else:
-        said = f"{path} is a folder on {kind} with {_size(free)} free, for {_size(budget)} of compressed blocks{busy}."
+        said = f"{path} is a folder on {kind} with {human_bytes(free)} free, for {size} of compressed blocks{busy}."
         return Finding(name, Grade.OK, said)
     return Finding(name, Grade.WRONG, f"tiers.disk.path is {path!r}, which is {why}.")
 
@@ -117,12 +120,3 @@ def check_redis(config: ManthanConfig) -> Iterator[Finding]:
         return
     yield Finding(name, Grade.OK, f"{redis.url} answers, and takes keys that begin with {redis.prefix}.")
     yield Finding("Redis memory", Grade.WARNING if said else Grade.OK, said or "Redis evicts when it is full.")
-
-
-def _taken(path: Path) -> int:
-    files = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
-    return sum(file.lstat().st_blocks * 512 for file in files if file.exists())
-
-
-def _size(nbytes: int) -> str:
-    return ByteSize(nbytes).human_readable()

@@ -22,12 +22,9 @@ ANSWER = "The capital of France is Paris."
 NEXT = "And which one is that of Italy?"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message in which templates look for the model's thinking."""
-A_DAY = 27 * 60
-"""Minutes until the next turn, on another day and at another hour."""
-BEGINNING = datetime(2026, 1, 5, 9, 30)
-"""Begin of a conversation, for templates with a date."""
-AROUND = 8
-"""Number of tokens shown around the first difference."""
+A_DAY = 27 * 60  # minutes until the next turn, on another day and at another hour
+BEGINNING = datetime(2026, 1, 5, 9, 30)  # begin of a conversation, for templates with a date
+AROUND = 8  # number of tokens shown around the first difference
 
 
 @dataclass(frozen=True)

@@ -19,39 +19,21 @@ Rows: TypeAlias = NDArray[np.int32]
 Mask: TypeAlias = NDArray[np.bool_]
 
 NO_ROWS: Rows = np.zeros(0, np.int32)
-NO_GROUP = -1
-"""Group of sessions' blocks in a model that stores blocks for resume points only; see `MemoryShape.stores_main`."""
-NOBODY = "\0"
-"""Tenant of blocks stored by another engine. They count towards no share, and no tenant can have this name."""
+NO_GROUP = -1  # group of sessions' blocks if only resume points are stored; see `MemoryShape.stores_main`
+NOBODY = "\0"  # tenant of blocks stored by another engine: counts towards no share, and is no tenant's name
 
 SAVED, STORING = 1, 2
-MOST_INNER = 4
-"""Most refinements of a block."""
-HIGH, LOSSLESS = 2, 4
-"""Least level of a block for requests with `quality: high`, and level of a block that keeps every bit."""
+MOST_INNER = 4  # most refinements of a block
+HIGH, LOSSLESS = 2, 4  # least level for requests with `quality: high`, and level that keeps every bit
 _EMPTY, _GONE = -1, -2  # slots of the hash index: never used, and freed
 _FIRST_ROWS = 256
 _AT_ONCE = 1 << 18  # rows entered into a new index at a time
 # Odd constants that spread a block hash's words over the index.
 _SPREAD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
-_COLUMNS = {
-    "group": np.int8,
-    "depth": np.int32,
-    "users": np.int32,
-    "holds": np.int32,
-    "pins": np.int16,
-    "status": np.uint8,
-    "nbytes": np.uint32,
-    "reserved": np.uint32,
-    "exact": np.uint16,
-    "mark": np.uint8,
-    "level": np.uint8,
-    "inner": np.dtype((np.uint32, MOST_INNER)),
-    "moved": np.uint8,
-    "tenant": np.int32,
-    "origin": np.int32,
-    "_slot": np.int32,
-}
+_COLUMNS = (
+    *("group", "depth", "users", "holds", "pins", "status", "nbytes", "reserved", "exact", "mark", "level", "inner"),
+    *("moved", "tenant", "origin", "_slot"),
+)
 
 
 class Level(NamedTuple):
@@ -89,10 +71,6 @@ class GroupShape:
     def cold_nbytes(self) -> int:
         """Approximate bytes of a compressed block without exact tokens."""
         return self.typical or self.bounds[0]
-
-    def is_exact(self, exact_tokens: int) -> bool:
-        """True if a compressed block with `exact_tokens` exact tokens keeps every bit."""
-        return self.is_lossless or exact_tokens >= self.tokens
 
 
 @dataclass(frozen=True)
@@ -174,57 +152,41 @@ class BlockTable:
     moved: bit n is set if the block has left front tier n, by estimate. The fastest tier is 0.
     """
 
-    group: NDArray[np.int8]
-    depth: NDArray[np.int32]
-    users: NDArray[np.int32]
-    holds: NDArray[np.int32]
-    pins: NDArray[np.int16]
-    status: NDArray[np.uint8]
-    nbytes: NDArray[np.uint32]
-    reserved: NDArray[np.uint32]
-    exact: NDArray[np.uint16]
-    mark: NDArray[np.uint8]
-    level: NDArray[np.uint8]
-    inner: NDArray[np.uint32]
-    moved: NDArray[np.uint8]
-    tenant: NDArray[np.int32]
-    origin: NDArray[np.int32]
-    _slot: NDArray[np.int32]
-
     def __init__(self) -> None:
         self._hash_nbytes = 0
         self._hashes = np.zeros((_FIRST_ROWS, 0), np.uint64)
-        for name, dtype in _COLUMNS.items():
-            setattr(self, name, np.zeros(_FIRST_ROWS, dtype))
+        self.group = np.zeros(_FIRST_ROWS, np.int8)
+        self.depth = np.zeros(_FIRST_ROWS, np.int32)
+        self.users = np.zeros(_FIRST_ROWS, np.int32)
+        self.holds = np.zeros(_FIRST_ROWS, np.int32)
+        self.pins = np.zeros(_FIRST_ROWS, np.int16)
+        self.status = np.zeros(_FIRST_ROWS, np.uint8)
+        self.nbytes = np.zeros(_FIRST_ROWS, np.uint32)
+        self.reserved = np.zeros(_FIRST_ROWS, np.uint32)
+        self.exact = np.zeros(_FIRST_ROWS, np.uint16)
+        self.mark = np.zeros(_FIRST_ROWS, np.uint8)
+        self.level = np.zeros(_FIRST_ROWS, np.uint8)
+        self.inner = np.zeros((_FIRST_ROWS, MOST_INNER), np.uint32)
+        self.moved = np.zeros(_FIRST_ROWS, np.uint8)
+        self.tenant = np.zeros(_FIRST_ROWS, np.int32)
+        self.origin = np.zeros(_FIRST_ROWS, np.int32)
+        self._slot = np.zeros(_FIRST_ROWS, np.int32)
         self._free = np.arange(_FIRST_ROWS, dtype=np.int32)[::-1].copy()
         self._free_count = _FIRST_ROWS
         self._index = np.full(2 * _FIRST_ROWS, _EMPTY, np.int32)
         self._index_used = 0
         self._tenants: dict[str, int] = {}
         self._tenant_nbytes = np.zeros(8, np.int64)
-        self.saved_nbytes = 0
-        """Bytes of compressed blocks in the tiers."""
-        self.reserved_nbytes = 0
-        """Bytes reserved for stores under way."""
-        self.saved_blocks: dict[int, int] = {}
-        """Number of saved blocks by group."""
-        self.storing = 0
-        """Number of blocks of stores under way."""
-        self.exact_blocks = 0
-        """Number of saved blocks with exact tokens."""
-        self._refined = np.zeros(MOST_INNER + 1, np.int64)
-        """Number of saved blocks, by their number of refinements."""
-        self.moved_nbytes = [0] * 8
-        """For each front tier, bytes of saved blocks that have left it, by estimate."""
+        self.saved_nbytes = 0  # bytes of compressed blocks in the tiers
+        self.reserved_nbytes = 0  # bytes reserved for stores under way
+        self.saved_blocks: dict[int, int] = {}  # number of saved blocks by group
+        self.storing = 0  # number of blocks of stores under way
+        self.exact_blocks = 0  # number of saved blocks with exact tokens
+        self._refined = np.zeros(MOST_INNER + 1, np.int64)  # number of saved blocks, by their number of refinements
+        self.moved_nbytes = [0] * 8  # for each front tier, bytes of saved blocks that have left it, by estimate
 
     def __len__(self) -> int:
         return len(self._free) - self._free_count
-
-    @property
-    def memory(self) -> int:
-        """Bytes of memory that the table takes."""
-        columns = sum(getattr(self, name).nbytes for name in _COLUMNS)
-        return int(columns + self._hashes.nbytes + self._index.nbytes + self._free.nbytes)
 
     def rows(self) -> Rows:
         """Return all rows in use."""

@@ -27,10 +27,8 @@ from manthan.manager.config.sentences import first_mistake, must_be, nearest
 from manthan.manager.events import DropCause
 from manthan.manager.session.table import Deadlines, Session, SessionTable
 
-WHERE = "kv_transfer_params.manthan"
-"""Key of hints in a request."""
-LONGEST_NAME = 256
-"""Characters of a session's id or a tenant's name."""
+WHERE = "kv_transfer_params.manthan"  # key of hints in a request
+LONGEST_NAME = 256  # characters of a session's id or a tenant's name
 MOST_PREFETCHES = 64
 HIGHEST_PRIORITY = 10
 
@@ -56,14 +54,13 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-LONGEST_S = 30 * 86_400
-"""Longest time in a hint, in seconds: 30 days."""
+LONGEST_S = 30 * 86_400  # longest time in a hint, in seconds: 30 days
 Seconds = Annotated[float, Strict(), Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
 SessionId = Annotated[
     str, Strict(), StringConstraints(min_length=1, max_length=LONGEST_NAME), AfterValidator(_printable)
 ]
 SessionIds = Annotated[tuple[SessionId, ...], BeforeValidator(_listed), Field(max_length=MOST_PREFETCHES)]
-ToolName = Annotated[str, Strict(), StringConstraints(max_length=LONGEST_NAME), AfterValidator(_printable)]
+PrintableName = Annotated[str, Strict(), StringConstraints(max_length=LONGEST_NAME), AfterValidator(_printable)]
 SECONDS = f"a number of seconds above 0, and at most {LONGEST_S} (30 days)"
 TOOL_NAME = f"a tool's name, of at most {LONGEST_NAME} printable characters"
 
@@ -120,7 +117,7 @@ class Hints(BaseModel):
     )
     release: bool = Field(default=False, strict=True, description="true or false")
     expect_return_s: Seconds | None = Field(default=None, description=SECONDS)
-    tool: ToolName = Field(default="", description=TOOL_NAME)
+    tool: PrintableName = Field(default="", description=TOOL_NAME)
     prefetch: SessionIds = Field(
         default=(),
         description=f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable "
@@ -129,25 +126,14 @@ class Hints(BaseModel):
     parent_session_id: SessionId | None = Field(
         default=None, description=f"a session id of 1 to {LONGEST_NAME} printable characters"
     )
-    tenant: Annotated[str, AfterValidator(_printable)] = Field(
-        default="",
-        strict=True,
-        max_length=LONGEST_NAME,
-        description=f"a name of at most {LONGEST_NAME} printable characters",
-    )
-
+    tenant: PrintableName = Field(default="", description=f"a name of at most {LONGEST_NAME} printable characters")
     quality: Quality | None = Field(default=None, description=QUALITY)
     store: bool | None = Field(default=None, strict=True, description="true or false")
 
     @model_validator(mode="after")
     def _check_release(self) -> Self:
-        for hint, given in (
-            ("pin", self.pin),
-            ("keep", self.keep),
-            ("expect_return_s", self.expect_return_s),
-            ("tool", self.tool),
-        ):
-            if self.release and given:
+        for hint in ("pin", "keep", "expect_return_s", "tool"):
+            if self.release and getattr(self, hint):
                 raise ValueError(
                     f"{WHERE}: release drops the session when this request ends, but {hint} keeps it: give one of them"
                 )
@@ -178,27 +164,18 @@ def parse_hints(value: object) -> Hints:
     try:
         return Hints.model_validate({name: given for name, given in value.items() if given is not None})
     except ValidationError as error:
-        raise HintError(_sentence(error, value)) from None
+        first = first_mistake(error)
+        if not first.key:
+            raise HintError(first.said) from None
+        name, right = first.field, Hints.model_fields[first.field].description
+        raise HintError(must_be(f"{WHERE}.{name}", right, value[name], show=reprlib.repr)) from None
 
 
-def _sentence(error: ValidationError, value: Mapping[str, object]) -> str:
-    first = first_mistake(error)
-    if not first.key:
-        return first.said
-    hint = first.field
-    return must_be(f"{WHERE}.{hint}", Hints.model_fields[hint].description, value[hint], show=reprlib.repr)
-
-
-LAST_PAUSES = 32
-"""Number of a tool's latest pauses that count."""
-ENOUGH_PAUSES = 3
-"""Least number of pauses from which a tool's duration is estimated."""
-SURE_PAUSES = 8
-"""Least number of pauses for a prefetch of a session that waits for the tool."""
-SURE_RATIO = 2.0
-"""Largest ratio of the pauses' third quartile to the first for such a prefetch."""
-MOST_TOOLS = 4096
-"""Most tools remembered, of all tenants. The tool with the oldest last return is forgotten first."""
+LAST_PAUSES = 32  # number of a tool's latest pauses that count
+ENOUGH_PAUSES = 3  # least number of pauses from which a tool's duration is estimated
+SURE_PAUSES = 8  # least number of pauses for a prefetch of a session that waits for the tool
+SURE_RATIO = 2.0  # largest ratio of the pauses' third quartile to the first for such a prefetch
+MOST_TOOLS = 4096  # most tools remembered, of all tenants. The tool with the oldest last return is forgotten first
 
 
 class ToolTimes:
@@ -209,9 +186,6 @@ class ToolTimes:
 
     def __init__(self) -> None:
         self._pauses: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()  # by tenant and tool
-
-    def __len__(self) -> int:
-        return len(self._pauses)
 
     def took(self, tenant: str, tool: str, seconds: float) -> None:
         """Note that a tenant's session returned after waiting so many seconds for a tool."""

@@ -50,14 +50,12 @@ from manthan.manager.session.blocks import (
 )
 from manthan.manager.session.hints import NO_HINTS, Hints, SaidBySession
 from manthan.manager.session.resume_points import ResumePoints
-from manthan.manager.session.table import Deadlines, Order, Session, SessionState, SessionTable
+from manthan.manager.session.table import Deadlines, Order, Session, SessionState, SessionTable, prompt_end
 from manthan.manager.transfer import JOB_BLOCKS, Transfer
 from manthan.policies import EvictionPolicy, PolicyOptions
 
-DOUBLINGS = 5
-"""Most doublings of the wait until a session is saved again, after the tiers had no room for it."""
-SPARE_SHARE = 1 / 8
-"""Share of the budget that the spare resume points of all sessions may take."""
+DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it
+SPARE_SHARE = 1 / 8  # share of the budget that the spare resume points of all sessions may take
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
 """Orders of an operator that are refused while a request of the session runs."""
 
@@ -71,8 +69,7 @@ class Shares(NamedTuple):
 
     pinned: float = 0.25
     tenants: Mapping[str, float] = {}
-    heads: float = 0.25
-    """Share for first blocks that sessions share, which are stored exact."""
+    heads: float = 0.25  # share for first blocks that sessions share, which are stored exact
 
     def of_tenant(self, tenant: str) -> float:
         """Return the share of a tenant; 1 for no tenant."""
@@ -191,10 +188,8 @@ class SessionManager:
         levels: levels of blocks with refinements, the base first.
     """
 
-    pool: Pool
-    """Set by `bind`."""
-    enough = 16
-    """Consecutive returns without the last answer, after which answers are not saved."""
+    pool: Pool  # set by `bind`
+    enough = 16  # consecutive returns without the last answer, after which answers are not saved
 
     def __init__(
         self,
@@ -229,30 +224,19 @@ class SessionManager:
         self.job_ids = count()
         self._is_shared, self._is_exclusive, self._levels = is_shared, is_exclusive, levels
         self._sink, self._wanted_sink = sink_tokens, sink_tokens
-        self.due = Deadlines()
-        """Times at which idle sessions are saved."""
-        self.saving: dict[Session, None] = {}
-        """Idle sessions being saved."""
-        self._loading: dict[str, Rows] = {}
-        """By id of a load, the pinned rows."""
-        self._torn: set[int] = set()
-        """Rows to drop once no load reads them, because only some ranks have stored them again."""
-        self._pins: dict[Session, int] = {}
-        """Bytes that each pinned session, or its kept ranges, count for in `Shares.pinned`."""
-        self._heads: set[int] = set()
-        """Rows of blocks that sessions share and that are stored exact."""
-        self.read: Callable[[Rows], None] = lambda rows: None
-        """Called with rows that a load has read. `FrontTiers` sets it."""
-        self._heirs: dict[Session, None] = {}
-        """Sessions to enter into the policy's order again, because relatives no longer share their blocks."""
+        self.due = Deadlines()  # times at which idle sessions are saved
+        self.saving: dict[Session, None] = {}  # idle sessions being saved
+        self._loading: dict[str, Rows] = {}  # by id of a load, the pinned rows
+        self._torn: set[int] = set()  # rows to drop once no load reads them, because only some ranks have the new block
+        self._pins: dict[Session, int] = {}  # bytes that a pinned or kept session counts for in `Shares.pinned`
+        self._heads: set[int] = set()  # rows of blocks that sessions share and that are stored exact
+        self.read: Callable[[Rows], None] = lambda rows: None  # called with rows that a load has read
+        self._heirs: dict[Session, None] = {}  # to enter into the order again, as relatives share their blocks no more
         self._heads_only: dict[Session, None] = {}
         """Sessions outside of the policy's order, because relatives share all blocks that they have left."""
-        self.spare = 0
-        """Number of saved blocks that the head of the pool's free queue should have."""
-        self._led: list[tuple[int, int]] = []
-        """Number and resident depth of each session whose blocks the pool was last told to overwrite first."""
-        self._left_out = 0
-        """Number of latest consecutive returns whose prompts lack the last answer."""
+        self.spare = 0  # number of saved blocks that the head of the pool's free queue should have
+        self._led: list[tuple[int, int]] = []  # number and resident depth of each session last told to the pool
+        self._left_out = 0  # number of latest consecutive returns whose prompts lack the last answer
         self.table.gone.append(self._forgotten)
 
     def bind(self, pool: Pool, spare: int, unkept: Callable[[], None]) -> None:
@@ -307,7 +291,7 @@ class SessionManager:
         if request.quality != "exact":
             request.own = self.table.own_blocks(session, hashes, rows, tail)
         self.requests[request_id] = request
-        self.table.asks(session, hashes, tail)
+        self.table.enter_prompt(session, hashes, prompt_end(hashes, tail))
         if hints.store is not None:
             self.table.stay_out(session, not hints.store)
         if (parent := hints.parent_session_id) and parent != session.name:
@@ -330,14 +314,6 @@ class SessionManager:
         is_left_out = common_prefix(session.rows, rows) >= before - 1  # else an earlier message was changed
         self._left_out += is_left_out
         return is_left_out
-
-    def _leave_answer(self, session: Session, length: int) -> None:
-        """Cut a session at the end of its last prompt. The pool then overwrites the answer before unsaved blocks."""
-        rows = session.rows[length:]
-        hashes = self.blocks.hashes(rows[(self.blocks.users[rows] == 1) & (self.blocks.holds[rows] == 0)])
-        self.cut(session, length, DropCause.ABANDONED)
-        if self.shape.stores_main:
-            self.pool.keep(self.shape.main, hashes[::-1])
 
     def request_finished(
         self,
@@ -370,7 +346,9 @@ class SessionManager:
         rows = np.concatenate([held[: len(hashes)], more])
         total = len(hashes) * self.shape.block_tokens if tokens is None else tokens
         if common_prefix(session.rows, rows) < len(rows):
-            home = self._home(session, rows, now)
+            home = self.table.find(rows, session.name, session.tenant)  # sessions may have grown since the request came
+            if home is None:
+                home = self.table.create(session.name, session.tenant, now) if len(session.rows) else session
             if home is not session:
                 self._begin_use(home, request_id, now, session.tokens, len(home.rows) * self.shape.block_tokens)
                 self._end_use(session, request_id, now)
@@ -378,7 +356,10 @@ class SessionManager:
                 if session.parent is not None:
                     self.table.join(home, session.parent)
                 session = home
-            self._extend(session, rows[len(session.rows) :])
+            new = rows[len(session.rows) :]
+            self.table.extend(session, new)
+            if not self.shape.stores_main:  # blocks that are never stored count as saved
+                self.blocks.save(new[~self.blocks.is_saved(new)], 0, 0, 0, session.tenant)
         session.answer_tokens = max(0, total - session.tokens)
         session.tokens = max(session.tokens, total)
         session.lossy_tokens, session.ending = lossy, ending
@@ -399,21 +380,6 @@ class SessionManager:
         """Keep a separate order for the sessions of a tenant with a quota."""
         if tenant not in self.table.order_of and self.shares.of_tenant(tenant) < 1:
             self.table.order_of[tenant] = Order(self._make_policy)
-
-    def _home(self, session: Session, rows: Rows, now: float) -> Session:
-        """Return the session that these rows extend. Other sessions may have grown since the request came."""
-        found = self.table.find(rows, session.name, session.tenant)
-        if found is None:
-            if not len(session.rows):
-                return session
-            found = self.table.create(session.name, session.tenant, now)
-        return found
-
-    def _extend(self, session: Session, rows: Rows) -> None:
-        """Add blocks to a session. Blocks that are never stored count as saved."""
-        self.table.extend(session, rows)
-        if not self.shape.stores_main:
-            self.blocks.save(rows[~self.blocks.is_saved(rows)], 0, 0, 0, session.tenant)
 
     def _begin_use(self, session: Session, request_id: str, now: float, tokens: int, known_tokens: int) -> None:
         self._stop_saving(session)
@@ -444,7 +410,10 @@ class SessionManager:
             session.answer = b"".join(self.blocks.hashes(session.rows[length : length + 1]))
             is_kept = session.is_pinned or session.kept
             if session.answer and self._left_out >= self.enough and length >= self.min_blocks and not is_kept:
-                self._leave_answer(session, length)
+                own = self._own_hashes(session.rows[length:])
+                self.cut(session, length, DropCause.ABANDONED)
+                if self.shape.stores_main:  # the pool overwrites the answer before unsaved blocks
+                    self.pool.keep(self.shape.main, own[::-1])
             session.left_tokens = 0
             self.due.set(session.session_id, now + self.idle_after_s)
 
@@ -460,10 +429,13 @@ class SessionManager:
             rows = self.enter_parts(parts)
             point = self.points.place(session, depth, rows)
             point.ends_prompt |= depth == wanted[-1].depth
-            plans_of, is_whole = self._store_parts(rows, session)
-            plans += plans_of
-            if not is_whole:
-                self.points.leave(session, point, DropCause.ABANDONED)
+            for group in np.unique(self.blocks.group[rows]).tolist():
+                needed = rows[(self.blocks.group[rows] == group) & (self.blocks.status[rows] == 0)]
+                begun = self._begin(needed, session, is_pressed=True)
+                plans += begun.plans
+                if begun.taken < len(needed):
+                    self.points.leave(session, point, DropCause.ABANDONED)
+                    break
         self.points.tidy(session)
         return plans
 
@@ -475,17 +447,6 @@ class SessionManager:
             names = [parts[at][1:] for at in of_group.tolist()]
             rows[of_group] = self.blocks.enter(group, [name for name, _ in names], [at for _, at in names])
         return rows
-
-    def _store_parts(self, rows: Rows, session: Session) -> tuple[list[StorePlan], bool]:
-        """Begin to store blocks of further groups. Return the stores, and False if some could not begin."""
-        plans: list[StorePlan] = []
-        for group in np.unique(self.blocks.group[rows]).tolist():
-            needed = rows[(self.blocks.group[rows] == group) & (self.blocks.status[rows] == 0)]
-            begun = self._begin(needed, session, is_pressed=True)
-            plans += begun.plans
-            if begun.taken < len(needed):
-                return plans, False
-        return plans, True
 
     # -- loads ----------------------------------------------------------------------------------------
 
@@ -544,6 +505,14 @@ class SessionManager:
         self.blocks.pin(self._loading[load_id], +1)
         return beside
 
+    def load_job(
+        self, group: int, hashes: Sequence[bytes], ids: Sequence[int], session: Session, request_id: str | None = None
+    ) -> Transfer:
+        """Return a new job that loads blocks for a session. ids: the pool's blocks to load into."""
+        block_ids, tenant = np.array(ids, np.int32), session.tenant
+        job_id = next(self.job_ids)
+        return Transfer(job_id, "load", group, list(hashes), block_ids, tenant=tenant, request_id=request_id)
+
     def load_finished(self, load_id: str, failed: Iterable[BlockName] = ()) -> None:
         """Unpin the rows of a load. failed: blocks that could not be read, and are dropped."""
         rows = self._loading.pop(load_id, NO_ROWS)
@@ -561,13 +530,25 @@ class SessionManager:
         blocks.hold(rows, -1)
 
     def _lose(self, rows: Rows) -> None:
-        """Drop compressed blocks that cannot be used, and blocks behind them. The caller holds the rows."""
-        used = rows[self.blocks.users[rows] > 0]
-        self._drop(rows[self.blocks.is_droppable(rows)], DropCause.FAILED)
+        """Drop compressed blocks that cannot be used. The caller holds the rows.
+
+        Sessions end before such a block, unless it is resident and computed, or a request computes it anew.
+        """
+        blocks, used = self.blocks, rows[self.blocks.users[rows] > 0]
+        self._drop(rows[blocks.is_droppable(rows)], DropCause.FAILED)
         for row in used.tolist():
             for session in self.points.lose(row, DropCause.FAILED):
                 self._end_at_point(session)
-            self._end_sessions_before(row)
+            if blocks.group[row] != self.shape.session_group:
+                continue
+            is_asked = blocks.holds[row] > 1  # by a request, besides the load itself
+            is_computed = is_asked or self._pool_marks(np.array([row], np.int32))[0] != Mark.DECODED
+            depth = int(blocks.depth[row])
+            for session in list(self.table.holders(row, depth)):
+                if is_computed:
+                    self._save_later(session)
+                elif not session.requests:
+                    self.cut(session, depth, DropCause.ABANDONED)
 
     def loaded_marks(self, rows: Rows) -> list[Mark]:
         """Return the marks that the pool's blocks get when these rows are loaded into them.
@@ -588,8 +569,11 @@ class SessionManager:
             room: most free blocks that stores may reference.
             wanted: number of blocks to save because memory is short; 0 if it is not.
         """
-        if self.due.first <= now:
-            self._save_idle(now)
+        for session_id in list(self.due.pop_due(now)):
+            session = self.table.by_id.get(session_id)
+            if session is not None and not session.requests:
+                self._forget_overwritten(session, now)
+                self._save_soon(session, now, is_pressed=False)
         plans = self._save_next_overwritten(room, wanted, now) if wanted > 0 else []
         room -= sum(len(plan.rows) for plan in plans)
         for session in list(self.saving):
@@ -598,14 +582,6 @@ class SessionManager:
             plans += (more := self._save(session, room, now))
             room -= sum(len(plan.rows) for plan in more)
         return plans
-
-    def _save_idle(self, now: float) -> None:
-        """Begin to save sessions that have been idle for long enough."""
-        for session_id in list(self.due.pop_due(now)):
-            session = self.table.by_id.get(session_id)
-            if session is not None and not session.requests:
-                self._forget_overwritten(session, now)
-                self._save_soon(session, now, is_pressed=False)
 
     def _forget_overwritten(self, session: Session, now: float) -> None:
         """Cut a session that stays out of the tiers before its first lost block, and set a time to check it again."""
@@ -783,19 +759,11 @@ class SessionManager:
         breaks[1:] = (counts[1:] > 0) & ~whole[:-1]
         plans = []
         for part in runs(rows, (marks, np.cumsum(breaks)), self.blocks.depth[rows], JOB_BLOCKS):
-            first = int(self.blocks.depth[rows[part.start]]) * shape.tokens
-            kept = int(counts[part].sum())
+            first, kept = int(self.blocks.depth[rows[part.start]]) * shape.tokens, int(counts[part].sum())
+            end, mark = first + kept if kept else 0, Mark(int(marks[part.start]))
+            block_ids, tenant = np.array(ids[part], np.int32), session.tenant
             transfer = Transfer(
-                next(self.job_ids),
-                "store",
-                group,
-                hashes[part],
-                np.array(ids[part], np.int32),
-                first,
-                first + kept if kept else 0,
-                shape.codec,
-                Mark(int(marks[part.start])),
-                session.tenant,
+                next(self.job_ids), "store", group, hashes[part], block_ids, first, end, shape.codec, mark, tenant
             )
             plans.append(StorePlan(transfer, rows[part], counts[part], replaces[part]))
         return StoresBegun(plans, fits, is_gone, lost)
@@ -839,11 +807,21 @@ class SessionManager:
             for session in self.table.holders(row, int(blocks.depth[row])):
                 self.table.touch(session)
         sizes, parts = [nbytes[at] for at in good.tolist()], [inner.get(at, ()) for at in good.tolist()]
-        blocks.save(rows, sizes, plan.exact[good], self._saved_mark(transfer.mark), None, *self.levels_of(rows, parts))
+        mark = Mark.DERIVED if self._is_shared else transfer.mark  # another engine may replace a shared tier's block
+        blocks.save(rows, sizes, plan.exact[good], mark, None, *self.levels_of(rows, parts))
         self.announce(rows, seconds)
         if self.points.is_needed:
             self.points.stored(rows.tolist())
-        self._note_stored(rows, now)
+        for number in np.unique(blocks.origin[rows]).tolist():
+            if (user := self.table.by_number.get(number)) is not None:
+                self.table.touch(user)
+                self.table.enter_order_again(user)
+                self.table.enter_refined(user)
+                own = rows[blocks.origin[rows] == number]
+                user.stored += len(own)
+                user.stored_nbytes += int(blocks.nbytes[own].sum(dtype=np.int64))
+                if user.state is SessionState.IDLE and not user.stays_out and user not in self.saving:
+                    self._check_cold(user, now)
         self._drop_unneeded(rows)
         for session in list(self.saving):
             self._check_cold(session, now)
@@ -869,16 +847,16 @@ class SessionManager:
             self.pool.keep(group, hashes[::-1])
 
     def store_failed(
-        self, plan: StorePlan, failed: Sequence[int], now: float, *, is_void: bool, is_full: bool, is_torn: bool = False
+        self, plan: StorePlan, failed: Sequence[int], now: float, is_void: bool, is_full: bool, torn: Sequence[int] = ()
     ) -> None:
         """Note which of a plan's blocks some rank could not store, by index in the plan.
 
         Args:
             is_void: True after a reset, which makes the KV worthless.
             is_full: True if there was no room.
-            is_torn: True if some rank may have replaced a saved block, and another not.
+            torn: failed blocks that some rank may have replaced, and another not.
         """
-        blocks, rows = self.blocks, plan.rows[list(failed)]
+        blocks, rows, torn_rows = self.blocks, plan.rows[list(failed)], plan.rows[list(torn)]
         is_first = (blocks.status[rows] & STORING) == blocks.status[rows]  # without an older compressed block
         gone = rows[is_first | is_void]
         if len(gone):  # some rank may have stored a part
@@ -894,31 +872,13 @@ class SessionManager:
         blocks.unreserve(rows)
         for session in points:
             self._end_at_point(session)
-        torn = rows[blocks.is_saved(rows)] if is_torn else NO_ROWS
-        self._torn.update(torn[blocks.pins[torn] > 0].tolist())
-        self._lose(torn[blocks.pins[torn] == 0])
+        torn_rows = torn_rows[blocks.is_saved(torn_rows)]
+        self._torn.update(torn_rows[blocks.pins[torn_rows] > 0].tolist())
+        self._lose(torn_rows[blocks.pins[torn_rows] == 0])
         blocks.hold(rows, -1)
         for session in users:
             self._put_off(session, now, is_full)
             session.refused_until = now + self.idle_after_s * 2**session.refusals
-
-    def _saved_mark(self, mark: Mark) -> Mark:
-        """Return the mark to note for a block stored with `mark`. A shared tier's block may become another engine's."""
-        return Mark.DERIVED if self._is_shared else mark
-
-    def _note_stored(self, rows: Rows, now: float) -> None:
-        for number in np.unique(self.blocks.origin[rows]).tolist():
-            session = self.table.by_number.get(number)
-            if session is not None:
-                self.table.touch(session)
-                self.table.enter_order_again(session)
-                self.table.enter_refined(session)
-                own = rows[self.blocks.origin[rows] == number]
-                session.stored += len(own)
-                session.stored_nbytes += int(self.blocks.nbytes[own].sum(dtype=np.int64))
-                is_idle = not session.requests and not session.is_cold and session not in self.saving
-                if is_idle and not session.stays_out:
-                    self._check_cold(session, now)
 
     def _check_cold(self, session: Session, now: float) -> None:
         """Note that a session is cold, if all its blocks are saved."""
@@ -962,12 +922,12 @@ class SessionManager:
         if not self.shape.stores_main:
             return
         chosen, rows, count = [], list[Rows](), 0
-        for session in self.table.resident_victims():
+        for session in self.table.victims(self.table.resident):
             if count >= most:
                 break
             if not session.is_cold:  # with a full tier, many sessions may wait to be saved
                 continue
-            depth = self._resident_depth(session.rows)
+            depth = bisect_left(session.rows, True, key=self._is_overwritten)  # sessions lose their last blocks first
             if not depth:
                 self.table.resident.leave(session.session_id)
             else:
@@ -983,13 +943,9 @@ class SessionManager:
             ordered = np.concatenate([own[~is_shared], shared])
             self.pool.lead(self.shape.main, self.blocks.hashes(ordered))
 
-    def _resident_depth(self, rows: Rows) -> int:
-        """Return the number of resident first blocks, by bisection: sessions lose their last blocks first."""
-
-        def is_gone(at: int) -> bool:
-            return self.pool.lookup(self.shape.main, self.blocks.hashes(rows[at : at + 1])) == [-1]
-
-        return bisect_left(range(len(rows)), True, key=is_gone)
+    def _is_overwritten(self, row: int) -> bool:
+        group, block_hash = self.blocks.name(row)
+        return self.pool.lookup(group, [block_hash]) == [-1]
 
     # -- heads common to sessions ---------------------------------------------------------------------
 
@@ -1005,7 +961,7 @@ class SessionManager:
         shared = rows[: first_false(blocks.users[rows] > 1)]
         lossy = shared[blocks.is_droppable(shared) & (blocks.status[shared] & STORING == 0)]
         lossy = lossy[(blocks.exact[lossy] < shape.tokens) & (blocks.level[lossy] < LOSSLESS)]
-        lossy = lossy[blocks.tenant[lossy] == self._payer(session)]
+        lossy = lossy[blocks.tenant[lossy] == blocks.tenant_number(session.tenant)]
         if not len(lossy):
             return []
         lossy = lossy[: first_false(self._pool_marks(lossy) == Mark.EXACT)]
@@ -1026,7 +982,7 @@ class SessionManager:
             rows = np.array([row], np.int32)
             if needed <= 0 or blocks.users[row] >= users:
                 break
-            is_own = blocks.tenant[row] == self._payer(session) and blocks.status[row] == SAVED
+            is_own = blocks.tenant[row] == blocks.tenant_number(session.tenant) and blocks.status[row] == SAVED
             left = self._sink - int(blocks.depth[row]) * self.shape.block_tokens
             can_shrink = is_own and left < self.shape.block_tokens and blocks.pins[row] == 0
             if can_shrink and self._pool_marks(rows)[0] == Mark.EXACT:
@@ -1034,10 +990,6 @@ class SessionManager:
                 needed -= int(blocks.nbytes[row])
                 self._heads.discard(row)
         return plans
-
-    def _payer(self, session: Session) -> int:
-        """Return the number of a session's tenant, whose share counts the blocks that the session stores again."""
-        return self.blocks.tenant_number(session.tenant)
 
     def _heads_left(self, tenant: str) -> float:
         """Return the bytes left of `Shares.heads`, and for a tenant with a quota, of the tenant's part of it."""
@@ -1109,7 +1061,7 @@ class SessionManager:
         levels, victims = self._levels, dict[int, Iterator[Session]]()
         for level in range(1, len(levels)):
             if self.blocks.refined(level):
-                victims[level] = self.table.refined_victims(level, tenant)
+                victims[level] = self.table.victims(self.table.refined[tenant, level])
 
         def worth(level: int) -> float:
             coarse, fine = levels[level - 1], levels[level]
@@ -1160,7 +1112,7 @@ class SessionManager:
                 heir, _ = self._heirs.popitem()
                 self._heads_only.pop(heir, None)
                 self.table.enter_order_again(heir)
-            for victim in self.table.victims(tenant):
+            for victim in self.table.victims(self.table.order if tenant is None else self.table.order_of[tenant]):
                 if victim is session or self._heirs or short() <= 0:
                     break
                 if not victim.requests:
@@ -1237,10 +1189,13 @@ class SessionManager:
 
     def _give_up(self, session: Session, length: int) -> None:
         """Cut a session to `length` blocks. The pool overwrites the rest next, unless it is used."""
-        cut = session.rows[length:]
-        hashes = self.blocks.hashes(cut[(self.blocks.users[cut] == 1) & (self.blocks.holds[cut] == 0)])
+        own = self._own_hashes(session.rows[length:])
         self.cut(session, length, DropCause.BUDGET)
-        self.pool.release(self.shape.main, hashes)
+        self.pool.release(self.shape.main, own)
+
+    def _own_hashes(self, rows: Rows) -> list[bytes]:
+        """Return the hashes of a session's blocks that no other session and no running request has."""
+        return self.blocks.hashes(rows[(self.blocks.users[rows] == 1) & (self.blocks.holds[rows] == 0)])
 
     def _save_later(self, session: Session) -> None:
         """Note that a session has lost compressed blocks which the pool still has, and save it again later."""
@@ -1284,7 +1239,9 @@ class SessionManager:
         heirs = [one for one in self.table.relatives(session) if common_prefix(one.rows, session.rows) > length]
         self.points.cut(session, length, cause)
         last = cut[blocks.users[cut] == 1]
-        self._release_decoded(last)
+        if len(last) and self.pool.marks:  # the pool overwrites blocks with decoded KV next
+            decoded = last[self._pool_marks(last) == Mark.DECODED]
+            self.pool.release(self.pool_group(int(self.blocks.group[last[0]])), self.blocks.hashes(decoded))
         dropped = last[blocks.is_droppable(last)]
         self.table.truncate(session, length)  # frees no saved row: `_drop` does
         self._drop(dropped, cause)
@@ -1303,31 +1260,6 @@ class SessionManager:
         if length < len(session.rows) and (session.is_cold or is_leaving):
             self.cut(session, length, DropCause.ABANDONED)
         return len(session.rows)
-
-    def _end_sessions_before(self, row: int) -> None:
-        """Cut all sessions before a block that cannot be read, unless it is resident and computed, or will be."""
-        rows = np.array([row], np.int32)
-        if self.blocks.group[row] != self.shape.session_group:
-            return
-        is_asked = self.blocks.holds[row] > 1  # by a request, besides the load itself
-        is_computed = is_asked or self._pool_marks(rows)[0] != Mark.DECODED
-        depth = int(self.blocks.depth[row])
-        for session in list(self.table.holders(row, depth)):
-            if is_computed:
-                self._save_later(session)
-            elif not session.requests:  # a request computes the block anew
-                self.cut(session, depth, DropCause.ABANDONED)
-
-    def _release_decoded(self, rows: Rows) -> None:
-        """Have the pool overwrite those of these rows' blocks next that have decoded KV."""
-        if len(rows) and self.pool.marks:
-            group = self.pool_group(int(self.blocks.group[rows[0]]))
-            hashes = self.blocks.hashes(rows)
-            ids = self.pool.lookup(group, hashes)
-            self.pool.release(
-                group,
-                [name for name, at in zip(hashes, ids, strict=True) if at >= 0 and self.pool.marks[at] is Mark.DECODED],
-            )
 
     def _tell_lost(self, session: Session, rows: Rows, cause: DropCause) -> None:
         if len(rows) and self.shape.stores_main:
@@ -1352,12 +1284,10 @@ class SessionManager:
 
     def forget_session(self, session: Session, cause: DropCause) -> None:
         """Drop all of a session: its compressed blocks, resident blocks that nothing else uses, and its name."""
-        hashes = self.blocks.hashes(session.rows)
-        own = (self.blocks.users[session.rows] == 1) & (self.blocks.holds[session.rows] == 0)
+        own = self._own_hashes(session.rows)
         self.table.forget_tip(session)
         self.cut(session, 0, cause)
-        released = [name for name, is_own in zip(hashes, own.tolist(), strict=True) if is_own]
-        self.pool.release(self.shape.main, released)
+        self.pool.release(self.shape.main, own)
 
     def _forgotten(self, session: Session) -> None:
         self.due.set(session.session_id, None)
@@ -1366,14 +1296,6 @@ class SessionManager:
         self._heirs.pop(session, None)
         self._heads_only.pop(session, None)
         self.said.forget(session.session_id)
-
-    def disown(self, names: Iterable[BlockName]) -> None:
-        """Have the tiers drop blocks that the table does not have."""
-        by_group: dict[int, list[bytes]] = {}
-        for group, block_hash in names:
-            by_group.setdefault(group, []).append(block_hash)
-        for group, hashes in by_group.items():
-            self.events(BlocksDropped(group, hashes, DropCause.ABANDONED))
 
     def reset(self) -> None:
         """Drop all KV, resident and saved. The driver later ends stores under way by `store_failed` with `is_void`."""
@@ -1512,10 +1434,6 @@ class SessionManager:
             case "release":
                 self.forget_session(session, DropCause.RELEASED)
         return ""
-
-    def unsaved(self, rows: Rows) -> int:
-        """Return the number of rows that a session has and that are neither saved nor being stored."""
-        return int(((self.blocks.users[rows] > 0) & (self.blocks.status[rows] == 0)).sum())
 
     def usage(self) -> Usage:
         """Return numbers of sessions and blocks, and the tiers' bytes, as of now."""

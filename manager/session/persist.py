@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from manthan.manager.events import BlocksDropped, LookedUp
+from manthan.manager.events import BlocksDropped, DropCause, LookedUp
 from manthan.manager.pool import BlockName, Mark
 from manthan.manager.session.blocks import NO_GROUP, NO_ROWS, NOBODY, FrontTier, Rows, common_prefix, first_false
 from manthan.manager.session.manager import Request, SessionManager
@@ -22,15 +22,13 @@ from manthan.manager.tiers.redis_schema import iso, sample, shared_blocks
 from manthan.manager.tiers.redis_sessions import LookupResult, RedisSessions, SessionRecord
 from manthan.manager.transfer import on_each
 
-WAIT_S = 0.005
-"""Most seconds that a request, otherwise ready to run, waits for Redis to say which of its blocks exist there."""
+WAIT_S = 0.005  # most seconds that a request waits for Redis to say which of its blocks exist there
 HISTORY = (
     *("name", "tenant", "uses", "gap", "tokens", "added_tokens", "answer_tokens", "left_tokens"),
     *("prompt_depth", "prompt_end", "ttl_s", "priority", "stays_out"),
 )
 """Attributes of a session copied unchanged into the journal."""
-TIMES = ("created", "last_used", "expected")
-"""Attributes of a session with times; in the journal, Unix seconds."""
+TIMES = ("created", "last_used", "expected")  # attributes of a session with times; in the journal, Unix seconds
 FACTS = (*HISTORY, *TIMES, "is_pinned")
 
 
@@ -126,8 +124,7 @@ class JournalLink(_Link):
         self._journal, self._notes, self._clock = journal, notes, clock
         self._told: dict[str, int | None] = {}
         """By session id, the `_digest` of the blocks in the journal; None if the session has different blocks now."""
-        self._inner: Mapping[BlockName, Sequence[int]] = {}
-        """See `adopt`."""
+        self._inner: Mapping[BlockName, Sequence[int]] = {}  # see `adopt`
         self._is_reset = False
         self.close = journal.close
 
@@ -155,7 +152,10 @@ class JournalLink(_Link):
                 continue
             before, self._told[session_id] = self._told.get(session_id), self._digest(rows, points)
             saved = None if self._told[session_id] == before else self._saved_blocks(rows, points)
-            yield JournalSession(session_id, _facts(session, offset), saved)
+            times = {name: None if (when := getattr(session, name)) is None else when + offset for name in TIMES}
+            is_pinned = session.is_pinned and session.pinned_until is None
+            facts = {name: getattr(session, name) for name in HISTORY} | times | {"is_pinned": is_pinned}
+            yield JournalSession(session_id, facts, saved)
 
     def _saved(self, session: Session) -> tuple[Rows, list[ResumePoint]]:
         """Return a session's first rows, as far as the next engine can continue from, with the resume points."""
@@ -222,7 +222,10 @@ class JournalLink(_Link):
         again = [(session_id, table.by_id.get(session_id)) for session_id, told in self._told.items() if told is None]
         self._journal.tell(list(self._records(again, now)))
         are_saved = manager.blocks.are_saved(names)
-        manager.disown(strays := [name for name, is_saved in zip(names, are_saved, strict=True) if not is_saved])
+        strays = [name for name, is_saved in zip(names, are_saved, strict=True) if not is_saved]
+        for group in {group for group, _ in strays}:
+            hashes = [block_hash for number, block_hash in strays if number == group]
+            manager.events(BlocksDropped(group, hashes, DropCause.ABANDONED))
         usage = manager.usage()
         return Adopted(len(entered), len(written), usage.saved_blocks, usage.saved_nbytes, len(strays))
 
@@ -308,13 +311,6 @@ class JournalLink(_Link):
         return np.where(self._manager.blocks.are_saved(names), 0, [sizes.get(name, 0) for name in names])
 
 
-def _facts(session: Session, offset: float) -> dict[str, object]:
-    """Return FACTS of a session. offset: from the manager's clock to Unix seconds."""
-    times = {name: None if (when := getattr(session, name)) is None else when + offset for name in TIMES}
-    is_pinned = session.is_pinned and session.pinned_until is None
-    return {name: getattr(session, name) for name in HISTORY} | times | {"is_pinned": is_pinned}
-
-
 # -- Redis --------------------------------------------------------------------------------------------
 
 
@@ -348,19 +344,9 @@ class RedisLink(_Link):
         needed: Callable[[int], Iterable[tuple[int, int]]] | None = None,
     ) -> None:
         super().__init__(manager, fronts)
-        self._sessions, self._needed = sessions, needed
+        self.sessions, self._needed = sessions, needed
         self._lookups: dict[str, _PromptLookup] = {}
         self.start, self.close = sessions.start, sessions.close
-
-    @property
-    def has_answers(self) -> bool:
-        """True if lookups were answered since the last `hear`."""
-        return self._sessions.has_answers
-
-    @property
-    def is_up(self) -> bool:
-        """True if Redis answers."""
-        return self._sessions.is_up
 
     def look_up(self, request: Request, usable: int) -> None:
         """Ask Redis for a new request's blocks, from the first that is neither resident nor saved here.
@@ -380,7 +366,7 @@ class RedisLink(_Link):
             return [(group, block_hash) for group, block_hash, _ in self._parts(hashes, first + count)]
 
         known = None if self._needed is None else needed
-        if self._sessions.look_up(request.request_id, session_id, main, hashes[first:], known):
+        if self.sessions.look_up(request.request_id, session_id, main, hashes[first:], known):
             self._lookups[request.request_id] = _PromptLookup(request, hashes, first)
 
     def _parts(self, hashes: Sequence[bytes], depth: int) -> list[tuple[int, bytes, int]]:
@@ -395,7 +381,7 @@ class RedisLink(_Link):
             return False
         if lookup.deadline is None:
             lookup.deadline = now + WAIT_S
-        if self._sessions.is_up and now < lookup.deadline:
+        if self.sessions.is_up and now < lookup.deadline:
             return True
         del self._lookups[request_id]
         self._manager.events(LookedUp(lookup.request.session.session_id, "unanswered"))
@@ -407,7 +393,7 @@ class RedisLink(_Link):
 
     def hear(self) -> None:
         """Enter the blocks that Redis was found to have since the last call."""
-        for request_id, result in self._sessions.take().items() if self.has_answers else ():
+        for request_id, result in self.sessions.take().items() if self.sessions.has_answers else ():
             if (lookup := self._lookups.pop(request_id, None)) is None:
                 continue
             if result.sizes:
@@ -434,7 +420,7 @@ class RedisLink(_Link):
     def tell(self, drops: Iterable[BlocksDropped], now: float) -> None:
         """Publish the sessions changed since the last call, and the drops."""
         offset, changes = time.time() - now, self._manager.table.take_changes()
-        self._sessions.tell([self._record(session_id, session, offset) for session_id, session in changes], drops)
+        self.sessions.tell([self._record(session_id, session, offset) for session_id, session in changes], drops)
 
     def _record(self, session_id: str, session: Session | None, offset: float) -> SessionRecord:
         """Return the record of a session. offset: from the manager's clock to Unix seconds."""
@@ -460,4 +446,4 @@ class RedisLink(_Link):
     def reset(self) -> str:
         """Begin a new namespace for blocks in Redis, and return its name. Nothing stored before is found there."""
         self._lookups.clear()
-        return self._sessions.reset()
+        return self.sessions.reset()

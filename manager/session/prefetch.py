@@ -1,16 +1,15 @@
 """Prefetches: loads of expected sessions into the pool's prefix cache before their request comes."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 
 from manthan.manager.events import PrefetchHit
-from manthan.manager.pool import BlockName, Mark, Pool
+from manthan.manager.pool import BlockName, Mark, Runway
 from manthan.manager.session.blocks import Rows, common_prefix
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Deadlines, Session, qualified
@@ -19,24 +18,14 @@ from manthan.manager.transfer import RESET, STORE_DOWN, Answers, Transfer, Trans
 LEAD_S = 2.0
 """Seconds by which a prefetch precedes the expected return, but at most half of idle.after_s. A session restored
 earlier might be overwritten again before the request."""
-LOOKED_AT = 64
-"""Number of expected sessions checked at a time."""
-RETRY_S = 0.1
-"""Seconds until the next search for room, after a search found none."""
-PATIENCE = 2.0
-"""Time, in multiples of idle.after_s, for which a session is prefetched after a client named it, or if it is late."""
+LOOKED_AT = 64  # number of expected sessions checked at a time
+RETRY_S = 0.1  # seconds until the next search for room, after a search found none
+PATIENCE = 2.0  # multiples of idle.after_s for which a named or late session is prefetched
 
 
 def lead_s(idle_after_s: float) -> float:
     """Return the lead of a prefetch before the expected return, in seconds."""
     return min(LEAD_S, idle_after_s / 2)
-
-
-class _Awaited(NamedTuple):
-    """Session to prefetch before time `late`, if it was not used since `uses` was `Session.uses`."""
-
-    late: float
-    uses: int
 
 
 @dataclass
@@ -62,50 +51,28 @@ class _Load:
         return not self.is_void and bool((self.rows == row).any())
 
 
-class _Ready(NamedTuple):
-    """Session that was prefetched and has had no request since."""
-
-    session_id: str
-    number: int
-    rows: Rows
-
-
 class Prefetcher:
     """Loads one session at a time, so that a request waits at most for the prefetch of its own session.
 
     Args:
-        runway: returns the number of free blocks before the first unsaved block, exact below a given number.
-        taken: called with the most blocks that the pool may have handed out.
         ranks: number of ranks, each of which answers every transfer.
         spare: number of free blocks left to requests.
         lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
     """
 
-    def __init__(
-        self,
-        manager: SessionManager,
-        pool: Pool,
-        runway: Callable[[int], int],
-        taken: Callable[[int], None],
-        ranks: int,
-        spare: int,
-        lead_s: float | None,
-    ) -> None:
-        self._manager, self._pool, self._ranks, self._spare = manager, pool, ranks, spare
-        self._runway, self._taken = runway, taken
-        self._lead_s = lead_s
+    def __init__(self, manager: SessionManager, runway: Runway, ranks: int, spare: int, lead_s: float | None) -> None:
+        self._manager, self._pool, self._ranks, self._spare = manager, manager.pool, ranks, spare
+        self._runway, self._lead_s = runway, lead_s
         self._main = manager.shape.main
-        self.expected = Deadlines()
-        """For each expected session, the time from which it is in `to_load`."""
-        self.to_load: OrderedDict[str, _Awaited] = OrderedDict()  # by session id
-        self.load: _Load | None = None
-        """The prefetch under way."""
-        self.ready: dict[int, _Ready] = {}  # by the first loaded row
+        self.expected = Deadlines()  # for each expected session, the time from which it is in `to_load`
+        self.to_load: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """By id of a session to prefetch: the time after which it is too late, and `Session.uses`, until used again."""
+        self.load: _Load | None = None  # the prefetch under way
+        self.ready: dict[int, tuple[str, int, Rows]] = {}
+        """By first loaded row: id, number and rows of a session that was prefetched and has had no request since."""
         self._look_after = 0.0
-        self.look_at = inf
-        """Time of the next look for room; infinity if there is none."""
-        self.was_settled = False
-        """True if a prefetch has ended since the last step, so that another may begin."""
+        self.look_at = inf  # time of the next look for room; infinity if there is none
+        self.was_settled = False  # true if a prefetch has ended since the last step, so that another may begin
         manager.said.expected = self._look_out
         manager.table.gone.append(self._forget)
 
@@ -129,7 +96,7 @@ class Prefetcher:
         for told_id in told_ids:
             session = self._manager.table.by_id.get(qualified(told_id, tenant))
             if session is not None and session.tenant == tenant and not session.requests:
-                self.to_load[session.session_id] = _Awaited(late, session.uses)
+                self.to_load[session.session_id] = late, session.uses
 
     def _forget(self, session: Session) -> None:
         self.expected.set(session.session_id, None)
@@ -145,7 +112,7 @@ class Prefetcher:
             session = table.by_id.get(session_id)
             if session is not None and session.expected is not None:
                 late = session.expected + PATIENCE * self._manager.idle_after_s
-                self.to_load[session_id] = _Awaited(late, session.uses)
+                self.to_load[session_id] = late, session.uses
         awaited = []
         are_more = len(self.to_load) > LOOKED_AT
         for session_id, (late, uses) in list(islice(self.to_load.items(), LOOKED_AT)):
@@ -153,7 +120,10 @@ class Prefetcher:
             if session is None or late < now or session.uses > uses:
                 del self.to_load[session_id]
             elif session.is_cold and self._is_whole(session):
-                awaited.append(session)
+                if self._size(session) <= self._pool.size - self._spare:
+                    awaited.append(session)
+                else:  # it will never fit
+                    del self.to_load[session_id]
             elif are_more:
                 self.to_load.move_to_end(session_id)
         return awaited
@@ -173,9 +143,9 @@ class Prefetcher:
         first = next((row for row in rows[:resident][::-1].tolist() if row in self.ready), None)
         if first is None:
             return
-        ready = self.ready.pop(first)
-        if resident >= min(common_prefix(ready.rows, rows), usable):
-            self._manager.events(PrefetchHit(ready.session_id))
+        session_id, _, own = self.ready.pop(first)
+        if resident >= min(common_prefix(own, rows), usable):
+            self._manager.events(PrefetchHit(session_id))
 
     # -- a step ---------------------------------------------------------------------------------------
 
@@ -188,10 +158,13 @@ class Prefetcher:
             self.look_at = self._look_after
             return []
         self.look_at = inf
-        sessions = self._fitting(now, self._pool.size - self._spare)
+        sessions = self._awaited(now)
         if not sessions:
             return []
-        room = self._room(max(map(self._size, sessions)), waiting)
+        # Not blocks left to requests, blocks for waiting requests, nor unsaved blocks.
+        left = self._spare + waiting
+        wanted = min(max(map(self._size, sessions)), len(self._pool) - left)
+        room = self._runway.length(left + wanted) - left if wanted > 0 else 0
         session = next((session for session in sessions if self._size(session) <= room), None)
         if session is None:
             self._look_after = now + RETRY_S
@@ -203,31 +176,14 @@ class Prefetcher:
             self._settle(self.load, now)
         return jobs
 
-    def _fitting(self, now: float, most: int) -> list[Session]:
-        """Return the sessions to prefetch. Sessions of more than `most` blocks will never fit, and are given up."""
-        sessions = self._awaited(now)
-        for session in sessions:
-            if self._size(session) > most:
-                del self.to_load[session.session_id]
-        return [session for session in sessions if session.session_id in self.to_load]
-
     def _size(self, session: Session) -> int:
         """Return how many blocks a prefetch of a session takes."""
         return len(session.rows) + (len(session.points[-1].rows) if session.points else 0)
 
-    def _room(self, wanted: int, waiting: int) -> int:
-        """Return the number of spare blocks at the head of the free queue, up to `wanted`.
-
-        Excluded are blocks left to requests, blocks for waiting requests, and unsaved blocks.
-        """
-        left = self._spare + waiting
-        wanted = min(wanted, len(self._pool) - left)
-        return max(0, self._runway(left + wanted) - left) if wanted > 0 else 0
-
     def _begin(self, session: Session) -> _Load:
         """Reference the session's resident blocks, and take blocks for the rest."""
         manager, blocks = self._manager, self._manager.blocks
-        beside = manager.load_started(_load_id(session.session_id), session.rows)
+        beside = manager.load_started(f"prefetch of {session.session_id}", session.rows)
         rows = np.concatenate([session.rows, beside])
         groups = np.array([manager.pool_group(group) for group in blocks.group[rows].tolist()])
         hashes = blocks.hashes(rows)
@@ -236,24 +192,18 @@ class Prefetcher:
         for group in numbers:
             at = np.nonzero(groups == group)[0]
             ids[at] = self._pool.lookup(group, [hashes[i] for i in at.tolist()])
-        self._taken(len(ids))
+        self._runway.taken(len(ids))
         self._pool.hold(ids[ids >= 0].tolist())
         missing = ids < 0
         ids[missing] = self._pool.take(int(missing.sum()))
         is_stored = blocks.group[rows] >= 0
+        to_load = [(group, np.nonzero((groups == group) & missing & is_stored)[0]) for group in numbers]
         jobs = [
-            Transfer(
-                next(manager.job_ids),
-                "load",
-                group,
-                [hashes[i] for i in at.tolist()],
-                ids[at].astype(np.int32),
-                tenant=session.tenant,
-            )
-            for group in numbers
-            if len(at := np.nonzero((groups == group) & missing & is_stored)[0])
+            manager.load_job(group, [hashes[i] for i in at.tolist()], ids[at].tolist(), session)
+            for group, at in to_load
+            if len(at)
         ]
-        answers, marks = Answers(jobs, self._ranks), manager.loaded_marks(rows)
+        answers, marks = Answers(jobs, self._ranks, session.session_id), manager.loaded_marks(rows)
         return _Load(session.session_id, session.number, rows, ids.tolist(), missing.tolist(), marks, answers)
 
     def answered(self, result: TransferResult, now: float) -> None:
@@ -271,7 +221,7 @@ class Prefetcher:
         held, self.load, self.was_settled = ended.block_ids, None, True
         self._pool.free(held[::-1])  # tails are overwritten first
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
-        manager.load_finished(_load_id(ended.session_id), bad)
+        manager.load_finished(f"prefetch of {ended.session_id}", bad)
         if ended.is_void:
             return
         main = [name for group, name in names if group == self._main]
@@ -279,8 +229,9 @@ class Prefetcher:
         loaded = [row for row, is_loaded in zip(ended.rows.tolist(), ended.is_loaded, strict=True) if is_loaded]
         if loaded and not failed:
             own = ended.rows[: len(main)]
-            self.ready = self._still_there() | {loaded[0]: _Ready(ended.session_id, ended.number, own)}
-        manager.events(ended.answers.restored(ended.session_id, self._main, manager.points.is_needed))
+            there = {row: ready for row, ready in self.ready.items() if ready[1] in manager.table.by_number}
+            self.ready = there | {loaded[0]: (ended.session_id, ended.number, own)}
+        manager.events(ended.answers.restored(self._main, manager.points.is_needed))
 
     def _enter(self, ended: _Load, names: Sequence[BlockName], failed: Iterable[BlockName]) -> None:
         """Enter loaded blocks into the prefix cache, up to the first that failed or that no session needs any more.
@@ -310,11 +261,6 @@ class Prefetcher:
                 self._pool.marks.coarsen([ended.block_ids[at]])
             self._pool.cache(ended.block_ids[at], group, block_hash, int(blocks.depth[row]))
 
-    def _still_there(self) -> dict[int, _Ready]:
-        """Return the prefetched sessions that are not forgotten."""
-        table = self._manager.table
-        return {row: ready for row, ready in self.ready.items() if ready.number in table.by_number}
-
     # -- the end --------------------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -334,8 +280,3 @@ class Prefetcher:
         if answers is None or all(job.job_id != result.job_id for job in answers.jobs):
             return []
         return self.abandon() if answers.add(result) else []
-
-
-def _load_id(session_id: str) -> str:
-    """Return the id of a prefetch where the manager expects a request's id."""
-    return f"prefetch of {session_id}"

@@ -19,8 +19,7 @@ from manthan.manager.events import DropCause
 from manthan.manager.session.blocks import BlockTable, Rows
 from manthan.manager.session.table import ResumePoint, Session
 
-MOST_SPARE = 16
-"""Most spare points of a session, because each request checks all of them."""
+MOST_SPARE = 16  # most spare points of a session, because each request checks all of them
 
 
 class ResumePoints:
@@ -43,19 +42,12 @@ class ResumePoints:
     ) -> None:
         self._blocks, self.is_needed, self._drop, self._touch = blocks, is_needed, drop, touch
         self._spare_nbytes = spare_nbytes
-        self._spare: dict[Session, list[ResumePoint]] = {}
-        """Spare points by session, the deepest last."""
-        self._taken: dict[Session, int] = {}
-        """Bytes of the blocks that only the session's spare points use."""
-        self._at: dict[int, ResumePoint] = {}
-        """Points by `ResumePoint.row`."""
-        self._standing: set[int] = set()
-        """`ResumePoint.row` of the standing points, whose blocks are all saved."""
+        self._spare: dict[Session, list[ResumePoint]] = {}  # spare points by session, the deepest last
+        self._taken: dict[Session, int] = {}  # bytes of the blocks that only the session's spare points use
+        self._at: dict[int, ResumePoint] = {}  # points by `ResumePoint.row`
+        self._standing: set[int] = set()  # `ResumePoint.row` of the standing points, whose blocks are all saved
         self._of: dict[int, dict[int, ResumePoint]] = {}
         """By row of a further group's block, the points that need it, by `ResumePoint.row`."""
-
-    def __len__(self) -> int:
-        return len(self._at)
 
     @property
     def standing(self) -> int:

@@ -27,10 +27,8 @@ from manthan.manager.session.blocks import (
 from manthan.policies import EvictionPolicy, SessionView
 from manthan.policies.ranking import Ranking
 
-REMEMBERED = 1024
-"""Number of sessions that are still recognized when their KV is gone; two more for each session with KV."""
-MOST_RELATIVES = 64
-"""Most sessions of a family (see `SessionTable.join`), because each drop checks all of them. Later ones do not join."""
+REMEMBERED = 1024  # sessions still recognized when their KV is gone; two more for each session with KV
+MOST_RELATIVES = 64  # sessions of a family, because each drop checks all of them; later ones do not join
 
 _NO_REQUESTS: frozenset[str] = frozenset()
 
@@ -83,62 +81,43 @@ class Session(Struct, eq=False, gc=False):
     rows: Rows = field(default_factory=lambda: NO_ROWS)
     requests: frozenset[str] = _NO_REQUESTS
     is_cold: bool = False
-    points: tuple[ResumePoint, ...] = ()
-    """Resume points, the deepest last."""
-    prompt_depth: int = 0
-    """Depth of the resume point at the end of the last prompt, kept besides the deepest."""
-    refusals: int = 0
-    """Number of consecutive refusals for lack of room in the tiers."""
-    refused_until: float = 0.0
-    """Time until which the session is not saved, after a failed store."""
-    saving_since: float | None = None
-    """Time at which the saving of all blocks began; None if the session is not being saved."""
-    is_pressed: bool = False
-    """True if the session is being saved because memory is short."""
-    stored: int = 0
-    """Blocks saved since the last request's begin, or since the session went cold."""
+    points: tuple[ResumePoint, ...] = ()  # resume points, the deepest last
+    prompt_depth: int = 0  # depth of the resume point at the end of the last prompt, kept besides the deepest
+    refusals: int = 0  # number of consecutive refusals for lack of room in the tiers
+    refused_until: float = 0.0  # time until which the session is not saved, after a failed store
+    saving_since: float | None = None  # time at which the saving began; None if the session is not being saved
+    is_pressed: bool = False  # true if the session is being saved because memory is short
+    stored: int = 0  # blocks saved since the last request's begin, or since the session went cold
     stored_nbytes: int = 0
 
     # Facts for policies; see SessionView.
     uses: int = 0
     gap: float | None = None
-    tokens: int = 0
-    """Tokens of the conversation at the last request's end, or of a running request's prompt."""
+    tokens: int = 0  # tokens of the conversation at the last request's end, or of a running request's prompt
     prompt_tokens: int = 0
     added_tokens: int = 0
     answer_tokens: int = 0
     left_tokens: int = 0
-    ending: str = ""
-    """Ending of the last answer; empty during a request, or if unknown."""
-    lossy_tokens: int = 0
-    """Cached tokens of the last request, decoded or computed behind decoded ones."""
-    tip: bytes = b""
-    """Last block hash at the last use. A session without blocks is recognized by the hash."""
+    ending: str = ""  # ending of the last answer; empty during a request, or if unknown
+    lossy_tokens: int = 0  # cached tokens of the last request, decoded or computed behind decoded ones
+    tip: bytes = b""  # last block hash at the last use. A session without blocks is recognized by the hash
 
     # Hints of the client; see Hints.
     is_pinned: bool = False
     pinned_until: float | None = None
     keeps: tuple[tuple[float, int], ...] = ()
     """For each range kept at a client's wish, the time at which it ends, and its number of first tokens."""
-    kept: int = 0
-    """Number of first blocks never dropped because of `keeps`; 0 for a pinned session."""
+    kept: int = 0  # number of first blocks never dropped because of `keeps`; 0 for a pinned session
     ttl_s: float | None = None
     priority: int = 0
     expected: float | None = None
-    is_sure: bool = True
-    """True if the expected return is sure enough for a prefetch."""
-    tool: str = ""
-    """Tool awaited by the client."""
-    stays_out: bool = False
-    """True if no KV of the session may reach a tier."""
-    parent: str | None = None
-    """Name of the session that this session works for. There may be no session of this name."""
-    family: str | None = None
-    """Name of the first ancestor, in a family of several; see `SessionTable.join`."""
-    answer: bytes = b""
-    """Hash of the first full block that has a token of the last answer; empty for none."""
-    prompt_end: str = ""
-    """Number of the last prompt's full blocks, and a digest of the tokens behind them; empty if unknown."""
+    is_sure: bool = True  # true if the expected return is sure enough for a prefetch
+    tool: str = ""  # tool awaited by the client
+    stays_out: bool = False  # true if no KV of the session may reach a tier
+    parent: str | None = None  # name of the session that this one works for; there may be no such session
+    family: str | None = None  # name of the first ancestor, in a family of several; see `SessionTable.join`
+    answer: bytes = b""  # hash of the first full block that has a token of the last answer; empty for none
+    prompt_end: str = ""  # number of the last prompt's full blocks, and a digest of later tokens; empty if unknown
 
     def __post_init__(self) -> None:
         self.owner = self.tenant, f"#{self.number}" if self.name is None else f"={self.name}"
@@ -182,35 +161,28 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._when = Ranking()
-        self.first = inf
-        """The earliest time; infinity if there is none."""
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._when
 
-    def __len__(self) -> int:
-        return len(self._when)
+    @property
+    def first(self) -> float:
+        """The earliest time; infinity if there is none."""
+        first = self._when.first()
+        return inf if first is None else first[0]
 
     def set(self, session_id: str, when: float | None) -> None:
         """Set the time of a session, or remove the time with None."""
         if when is None:
-            if session_id in self._when:
-                self._when.discard(session_id)
-                self._look()
+            self._when.discard(session_id)
         elif self._when.get(session_id) != when:
             self._when.set(session_id, when)
-            self._look()
 
     def pop_due(self, now: float) -> Iterator[str]:
         """Yield the ids of sessions whose time has come, and remove them."""
         while (first := self._when.first()) is not None and first[0] <= now:
             self._when.discard(first[2])
-            self._look()
             yield first[2]
-
-    def _look(self) -> None:
-        first = self._when.first()
-        self.first = inf if first is None else first[0]
 
 
 class Order:
@@ -263,21 +235,13 @@ class SessionsBy:
     """
 
     def __init__(self) -> None:
-        self._first: dict[object, Session] = {}
-        """First session of each key."""
+        self._first: dict[object, Session] = {}  # first session of each key
         self._others: dict[object, dict[Session, None]] = {}
 
-    def __len__(self) -> int:
-        return len(self._first)
-
-    def items(self) -> Iterator[tuple[object, Iterable[Session]]]:
-        """Yield the keys and the sessions of each."""
-        return ((key, self.get(key)) for key in self._first)
-
-    def get(self, key: object, default: Iterable[Session] = ()) -> Iterable[Session]:
+    def get(self, key: object) -> Iterable[Session]:
         """Return the sessions of a key."""
         first = self._first.get(key)
-        return default if first is None else (first, *self._others.get(key, ()))
+        return () if first is None else (first, *self._others.get(key, ()))
 
     def add(self, key: object, session: Session) -> None:
         """Enter a session, once."""
@@ -315,31 +279,24 @@ class SessionTable:
         self.by_id: dict[str, Session] = {}
         self.by_number: dict[int, Session] = {}
         self.states: Counter[SessionState] = Counter()
-        self.order = Order(make_policy)
-        """Unpinned sessions with compressed blocks to drop. A session leaves once it was evicted."""
+        self.order = Order(make_policy)  # unpinned sessions with compressed blocks to drop, until evicted
         self.resident = Order(make_policy)
         """Sessions that may have resident blocks: used since a check last found no resident block."""
-        self.order_of: dict[str, Order] = {}
-        """The same as `order`, for each tenant with a quota and sessions."""
+        self.order_of: dict[str, Order] = {}  # the same as `order`, for each tenant with a quota and sessions
         self.refined = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
         """Unpinned sessions that may have blocks with at least so many refinements as the key's number.
 
         The key also has a tenant with a quota, or None for all tenants. Empty for a codec without refinements.
         """
-        self.changed: dict[str, None] | None = None
-        """Ids of sessions changed since `take_changes`; None before the first call."""
-        self.gone: list[Callable[[Session], None]] = []
-        """Functions to call with each forgotten session."""
+        self.changed: dict[str, None] | None = None  # ids of changed sessions; None before `take_changes`
+        self.gone: list[Callable[[Session], None]] = []  # functions to call with each forgotten session
         self._numbers = count(1)
-        self._ending = SessionsBy()
-        """Sessions with blocks, by the row of their last block."""
-        self._named = SessionsBy()
-        """Named sessions, by tenant and name."""
+        self._ending = SessionsBy()  # sessions with blocks, by the row of their last block
+        self._named = SessionsBy()  # named sessions, by tenant and name
         self._of_tenant = defaultdict[str, dict[Session, None]](dict)
         self._families: dict[tuple[str, str], dict[Session, None]] = {}
         """Sessions with a parent or a child, by tenant and the name of their first ancestor."""
-        self._prompts: dict[bytes, Session] = {}
-        """Last session that asked a prompt, by `_prompt_key`."""
+        self._prompts: dict[bytes, Session] = {}  # last session that asked a prompt, by `_prompt_key`
         self._prompt_of: dict[Session, bytes] = {}
         self._remembered: dict[bytes, Session] = {}
         """Sessions by tenant and `Session.tip`, with or without blocks. The oldest are removed, several at once."""
@@ -352,21 +309,13 @@ class SessionTable:
     def create(self, name: str | None, tenant: str, now: float, session_id: str = "") -> Session:
         """Enter a new session without blocks. session_id: the id; empty for a new id."""
         session = Session(session_id or self._new_id(name, tenant), name, tenant, next(self._numbers), now, now)
-        session.stays_out = any(other.stays_out for other in self._alike(session))
+        session.stays_out = any(other.stays_out for other in self._named.get((tenant, name)))
         self._enter(session)
         return session
 
-    def _alike(self, session: Session) -> Iterable[Session]:
-        """Return the tenant's sessions of the same name, the session itself included once entered."""
-        return () if session.name is None else self._called(session.name, session.tenant)
-
-    def _called(self, name: str | None, tenant: str) -> Iterable[Session]:
-        """Return a tenant's sessions of the name; without a name, all of the tenant's."""
-        return self._of_tenant.get(tenant, ()) if name is None else self._named.get((tenant, name))
-
     def stay_out(self, session: Session, stays_out: bool) -> None:
         """Set `stays_out` of a session, and of all the tenant's sessions of the same name."""
-        for one in (session, *self._alike(session)):
+        for one in (session, *self._named.get((session.tenant, session.name))):
             one.stays_out = stays_out
             self.touch(one)
 
@@ -428,33 +377,21 @@ class SessionTable:
 
     def begin(self, session: Session, request_id: str) -> None:
         """Note a session's new request."""
-        self._set_requests(session, session.requests | {request_id})
-        self.set_cold(session, False)
+        self._set_state(session, session.requests | {request_id}, is_cold=False)
 
     def end(self, session: Session, request_id: str) -> None:
         """Note the end of a session's request."""
-        self._set_requests(session, session.requests - {request_id} or _NO_REQUESTS)
-
-    def _set_requests(self, session: Session, requests: frozenset[str]) -> None:
-        def change() -> None:
-            session.requests = requests
-
-        self._count(session, change)
+        self._set_state(session, session.requests - {request_id} or _NO_REQUESTS, session.is_cold)
 
     def set_cold(self, session: Session, is_cold: bool) -> None:
         """Note whether all blocks of a session are saved."""
-
-        def change() -> None:
-            session.is_cold = is_cold
-
         if session.is_cold is not is_cold:
-            self._count(session, change)
+            self._set_state(session, session.requests, is_cold)
 
-    def _count(self, session: Session, change: Callable[[], object]) -> None:
+    def _set_state(self, session: Session, requests: frozenset[str], is_cold: bool) -> None:
         self.touch(session)
-        before = session.state
-        change()
-        self.states[before] -= 1
+        self.states[session.state] -= 1
+        session.requests, session.is_cold = requests, is_cold
         self.states[session.state] += 1
 
     def used(self, session: Session, now: float) -> None:
@@ -473,34 +410,30 @@ class SessionTable:
         """Add blocks to the end of a session."""
         if not len(rows):
             return
-        self.touch(session)
-        self._leave_end(session)
-        session.rows = np.concatenate([session.rows, rows])
-        self._enter_end(session)
+        self._set_rows(session, np.concatenate([session.rows, rows]))
         self.blocks.use(rows, +1)
         self.blocks.belong(rows, session.number)
         self.set_cold(session, False)
 
-    def truncate(self, session: Session, length: int) -> Rows:
-        """Cut a session to `length` blocks and return the rows cut off. Rows that nothing else uses are freed already.
-
-        A session without blocks is forgotten unless a request runs.
-        """
+    def truncate(self, session: Session, length: int) -> None:
+        """Cut a session to `length` blocks. A session without blocks is forgotten unless a request runs."""
         self.touch(session)
-        cut = session.rows[length:]
-        if len(cut):
-            self._leave_end(session)
-            session.rows = session.rows[:length].copy()
-            self._enter_end(session)
+        if len(cut := session.rows[length:]):
+            self._set_rows(session, session.rows[:length].copy())
             self.blocks.leave(cut, session.number)
             self.blocks.use(cut, -1)
-        if not length and not session.requests:
+        if not length and not session.requests and self.by_id.get(session.session_id) is session:
             self._forget(session)
-        return cut
+
+    def _set_rows(self, session: Session, rows: Rows) -> None:
+        self.touch(session)
+        if len(session.rows):
+            self._ending.remove(int(session.rows[-1]), session)
+        session.rows = rows
+        if len(rows):
+            self._ending.add(int(rows[-1]), session)
 
     def _forget(self, session: Session) -> None:
-        if self.by_id.get(session.session_id) is not session:
-            return
         del self.by_id[session.session_id], self.by_number[session.number]
         self.states[session.state] -= 1
         self.leave_order(session)
@@ -522,14 +455,9 @@ class SessionTable:
 
     # -- the policy's order ---------------------------------------------------------------------------
 
-    def victims(self, tenant: str | None = None) -> Iterator[Session]:
-        """Yield sessions, of a tenant or of all, in the order in which they lose compressed blocks."""
-        order = self.order if tenant is None else self.order_of[tenant]
+    def victims(self, order: Order) -> Iterator[Session]:
+        """Yield the sessions of one of the orders, first victim first."""
         return map(self.by_id.__getitem__, order.victims())
-
-    def resident_victims(self) -> Iterator[Session]:
-        """Yield sessions that may have resident blocks, in the order in which vLLM should overwrite these."""
-        return map(self.by_id.__getitem__, self.resident.victims())
 
     def enter_order(self, session: Session) -> None:
         """Tell the policy of a session's use, or enter a session that has compressed blocks to drop again."""
@@ -554,10 +482,6 @@ class SessionTable:
             if key in self.refined:
                 self.refined[key].leave(session.session_id)
 
-    def refined_victims(self, level: int, tenant: str | None) -> Iterator[Session]:
-        """Yield sessions, of a tenant or of all, in the order in which blocks are cut to below `level` refinements."""
-        return map(self.by_id.__getitem__, self.refined[tenant, level].victims())
-
     def _refined(self, session: Session, levels: int, level: int = 1) -> Iterator[tuple[str | None, int]]:
         """Yield the session's keys in `refined`, of the levels from `level` to below `levels`."""
         tenants = [None, session.tenant] if session.tenant in self.order_of else [None]
@@ -574,19 +498,14 @@ class SessionTable:
             order.leave(session.session_id, evicted=evicted)
         self.leave_refined(session, 1)
 
-    def superseded(self, session: Session) -> None:
-        """Tell the policy that another session continues from the middle of this session."""
-        for order in (*self._orders(session), *self.refined.values(), self.resident):
-            order.superseded(session.session_id)
-
     def _orders(self, session: Session) -> Iterator[Order]:
         yield self.order
         if (order := self.order_of.get(session.tenant)) is not None:
             yield order
 
     def _view(self, session: Session) -> SessionView:
-        blocks, at_points = len(session.rows), {int(row) for point in session.points for row in point.rows}
-        nbytes = self.blocks.nbytes[list(at_points)].sum(dtype=int) if at_points else 0
+        blocks = len(session.rows)
+        nbytes = self.blocks.nbytes[session.point_rows].sum(dtype=int) if session.points else 0
         return SessionView(
             session.session_id,
             blocks * self.shape.block_tokens,
@@ -618,11 +537,15 @@ class SessionTable:
         """
         found = self.find(rows, name, tenant)
         known = len(found.rows) if found is not None else 0
-        remembered = self._recall(hashes[known:], name, tenant)
-        if remembered is not None and not self._is_superseded(remembered):
-            if self.by_id.get(remembered.session_id) is not remembered:
-                self._revive(remembered)
-            return remembered
+        tips = map(self._remembered.get, map(tenant.encode().__add__, reversed(hashes[known:])))
+        remembered = next((one for one in tips if one is not None and name in (None, one.name)), None)
+        if remembered is not None:
+            row = self.blocks.row(self.shape.session_group, remembered.tip)
+            is_superseded = row >= 0 and self.blocks.users[row] > 0 and self._holder(row, tenant) is not None
+            if not is_superseded:  # else a live session has the last block, and the request belongs to a live session
+                if self.by_id.get(remembered.session_id) is not remembered:
+                    self._revive(remembered)
+                return remembered
         if found is not None:
             return found
         if (continued := self._with_changed_answer(rows, name, tenant)) is not None:
@@ -640,7 +563,10 @@ class SessionTable:
         used = self._used(rows)
         if name is None:
             found = self._longest(used, None, tenant)
-            return None if found is None or self._is_common_start(found, rows) else found
+            if found is not None and found.name is None and len(found.rows) < len(rows):
+                is_start = self._has_several(int(found.rows[-1]), len(found.rows) - 1, tenant)
+                return None if is_start else found  # where others go on, as at the end of a system prompt
+            return found
         known, near = self._nearest(used, name, tenant)
         found = self._longest(used[:known], name, tenant)
         is_again = near is not None and known == len(rows)
@@ -676,10 +602,6 @@ class SessionTable:
                 return len(hashes)
         return common_prefix(session.rows, rows)
 
-    def asks(self, session: Session, hashes: Sequence[bytes], tail: bytes | None) -> None:
-        """Note a session's newest prompt. tail: see `own_blocks`."""
-        self.enter_prompt(session, hashes, prompt_end(hashes, tail))
-
     def enter_prompt(self, session: Session, hashes: Sequence[bytes], end: str) -> None:
         """Note a session's newest prompt. hashes: of the full blocks. end: see `Session.prompt_end`."""
         self._forget_prompt(session)
@@ -700,7 +622,7 @@ class SessionTable:
     def _longest(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
         """Return the longest session, of this name or any, whose last block is among these rows."""
         for row in reversed(rows.tolist()):
-            for session in self._ending.get(row, ()):
+            for session in self._ending.get(row):
                 if session.tenant == tenant and name in (None, session.name):
                     return session
         return None
@@ -708,23 +630,13 @@ class SessionTable:
     def _nearest(self, rows: Rows, name: str | None, tenant: str) -> tuple[int, Session | None]:
         """Return the session, of this name or any, with the most of these rows from the first on, and their number."""
         best, found = 0, None
-        for session in self._called(name, tenant) if len(rows) else ():
+        some: Iterable[Session] = self._of_tenant.get(tenant, ()) if name is None else self._named.get((tenant, name))
+        for session in some if len(rows) else ():
             if best < len(session.rows) and session.rows[best] == rows[best]:
                 best, found = common_prefix(session.rows, rows), session
                 if best == len(rows):
                     break
         return best, found
-
-    def _is_common_start(self, session: Session, rows: Rows) -> bool:
-        """True if a nameless session ends where other sessions go on, as at the end of a system prompt."""
-        if session.name is not None or len(session.rows) == len(rows):
-            return False
-        return self._has_several(int(session.rows[-1]), len(session.rows) - 1, session.tenant)
-
-    def _is_superseded(self, remembered: Session) -> bool:
-        """True if a live session has this session's last block. The request then belongs to a live session."""
-        row = self.blocks.row(self.shape.session_group, remembered.tip)
-        return row >= 0 and self.blocks.users[row] > 0 and self._holder(row, remembered.tenant) is not None
 
     def _with_changed_answer(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
         """Return the session of the name whose whole last prompt, but not the answer, is at the begin of these rows.
@@ -752,7 +664,8 @@ class SessionTable:
             return
         session.created, session.uses, session.last_used = origin.created, origin.uses, origin.last_used
         session.left_tokens = (len(origin.rows) - known) * self.shape.block_tokens
-        self.superseded(origin)
+        for order in (*self._orders(origin), *self.refined.values(), self.resident):
+            order.superseded(origin.session_id)
 
     def _holder(self, row: int, tenant: str) -> Session | None:
         """Return a session of the tenant with the block."""
@@ -763,20 +676,12 @@ class SessionTable:
 
     def holders(self, row: int, depth: int, tenant: str | None = None) -> Iterator[Session]:
         """Yield the sessions, of a tenant or of all, with the block. The search visits each session."""
-        some = self.by_id.values() if tenant is None else self._called(None, tenant)
+        some: Iterable[Session] = self.by_id.values() if tenant is None else self._of_tenant.get(tenant, ())
         return (session for session in some if session.has(row, depth))
 
     def _has_several(self, row: int, depth: int, tenant: str) -> bool:
         """True if several sessions of the tenant have the block."""
         return self.blocks.users[row] > 1 and len(list(islice(self.holders(row, depth, tenant), 2))) > 1
-
-    def _enter_end(self, session: Session) -> None:
-        if len(session.rows):
-            self._ending.add(int(session.rows[-1]), session)
-
-    def _leave_end(self, session: Session) -> None:
-        if len(session.rows):
-            self._ending.remove(int(session.rows[-1]), session)
 
     # -- remembered sessions, with or without KV -------------------------------------------------------
 
@@ -798,11 +703,6 @@ class SessionTable:
         tip = session.tenant.encode() + session.tip
         if self._remembered.get(tip) is session:
             del self._remembered[tip]
-
-    def _recall(self, hashes: Sequence[bytes], name: str | None, tenant: str) -> Session | None:
-        """Return the remembered session, of this name or any, whose last block is the latest among `hashes`."""
-        found = map(self._remembered.get, map(tenant.encode().__add__, reversed(hashes)))
-        return next((one for one in found if one is not None and name in (None, one.name)), None)
 
     def _revive(self, session: Session) -> None:
         """Enter a remembered session again. The history and the hints stay."""

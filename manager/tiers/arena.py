@@ -12,8 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import NamedTuple
 
-GRANULE = 256
-"""Bytes; extents begin and end at multiples."""
+GRANULE = 256  # bytes; extents begin and end at multiples
 
 
 class Extent(NamedTuple):
@@ -52,10 +51,8 @@ class Arena:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = 0
-        """Number of addresses."""
-        self.available = 0
-        """Number of free bytes, in all holes."""
+        self.nbytes = 0  # number of addresses
+        self.available = 0  # number of free bytes, in all holes
         # Holes by start, by end and by size. Starts and sizes are sorted. Two holes never touch each other.
         self._size_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}

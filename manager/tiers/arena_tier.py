@@ -5,18 +5,15 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
+from manthan.manager.pool import BlockName
 from manthan.manager.tiers.arena import Arena, Extent, room, split, usable
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Tier, part_ends
 from manthan.manager.transfer import RESET
 
-Name: TypeAlias = tuple[int, bytes]
-"""KV cache group and hash of a block."""
-CHUNK = 64 << 20
-"""Bytes of memory allocated at once, on demand."""
+CHUNK = 64 << 20  # bytes of memory allocated at once, on demand
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +35,7 @@ class Placed:
     sequence: int = 0
     is_dropped: bool = False
     inner: tuple[int, ...] = ()
-    cut: "tuple[Name, Placed] | None" = None
+    cut: "tuple[BlockName, Placed] | None" = None
 
 
 class ArenaTier(Tier):
@@ -56,35 +53,32 @@ class ArenaTier(Tier):
 
     def __init__(self, max_bytes: int, arena: Arena) -> None:
         self.max_bytes = max_bytes
-        self.peak = 0
-        """Largest number of bytes ever taken."""
-        self._lock = threading.Lock()
-        """Held to read or change the attributes below, but never during I/O."""
+        self.peak = 0  # largest number of bytes ever taken
+        self._lock = threading.Lock()  # held to read or change the attributes below, but never during I/O
         self._arena = arena
-        self._blocks: dict[Name, Placed] = {}
-        self._writing: dict[Name, object] = {}  # by block, an object for the put that writes it
+        self._blocks: dict[BlockName, Placed] = {}
+        self._writing: dict[BlockName, object] = {}  # by block, an object for the put that writes it
         self._dropped: deque[Placed] = deque()
         self._dropped_nbytes = 0  # bytes of dropped blocks not yet erased
-        self._erasing = threading.Lock()
-        """Held during an erasure, and taken before `_lock`."""
+        self._erasing = threading.Lock()  # held during an erasure, and taken before `_lock`
         self._eraser: threading.Thread | None = None
 
     @abstractmethod
-    def _write(self, name: Name, placed: Placed, buf: Buffer) -> str | None:
+    def _write(self, name: BlockName, placed: Placed, buf: Buffer) -> str | None:
         """Write a block, and set digest and sequence of `placed`. Return the cause of a failure, or None."""
 
     @abstractmethod
     def _erase(self, extents: tuple[Extent, ...]) -> None:
         """Overwrite the bytes at these addresses."""
 
-    def _shorten(self, name: Name, placed: Placed) -> None:
+    def _shorten(self, name: BlockName, placed: Placed) -> None:
         """Store the new size of a cut block on the medium, before its end is erased."""
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         causes = {key: self._put((group, key), buf) for key, buf in blocks.items()}
         return {key: cause for key, cause in causes.items() if cause is not None}
 
-    def _put(self, name: Name, buf: Buffer) -> str | None:
+    def _put(self, name: BlockName, buf: Buffer) -> str | None:
         """Store a block. Return the cause if it is not stored, or None."""
         mine = object()
         with self._lock:
@@ -136,7 +130,7 @@ class ArenaTier(Tier):
             self._erase_soon()
         return self
 
-    def names(self) -> list[Name]:
+    def names(self) -> list[BlockName]:
         """Return the names of the blocks, in the order of storing."""
         with self._lock:
             return list(self._blocks)
@@ -154,7 +148,7 @@ class ArenaTier(Tier):
 
     # -- the caller holds the lock ----------------------------------------------------------------------
 
-    def _remove(self, name: Name) -> None:
+    def _remove(self, name: BlockName) -> None:
         self._writing.pop(name, None)
         if (placed := self._blocks.pop(name, None)) is not None:
             self._discard(placed)
@@ -222,7 +216,7 @@ class RamTier(ArenaTier):
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Buffer | None]:
         return (self._read((group, key)) for key in keys)
 
-    def _read(self, name: Name) -> Buffer | None:
+    def _read(self, name: BlockName) -> Buffer | None:
         placed = self._blocks.get(name)
         if placed is None:
             return None
@@ -238,7 +232,7 @@ class RamTier(ArenaTier):
     def room(self, nbytes: int) -> int:
         return room(max(1, nbytes))
 
-    def _write(self, name: Name, placed: Placed, buf: Buffer) -> None:
+    def _write(self, name: BlockName, placed: Placed, buf: Buffer) -> None:
         at = 0
         for piece in self._pieces(placed.extents, placed.nbytes):
             piece[:] = buf[at : at + piece.nbytes]

@@ -30,20 +30,19 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice, pairwise
-from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
+from manthan.manager.pool import BlockName
 from manthan.manager.sparing import Sparing
 from manthan.manager.tiers import arena
 from manthan.manager.tiers.arena import Arena, Extent
-from manthan.manager.tiers.arena_tier import ArenaTier, Name, Placed
+from manthan.manager.tiers.arena_tier import ArenaTier, Placed
 from manthan.manager.tiers.disk_files import erase, lock, make_folder, open_file, sync_folder, write_all
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found
 from manthan.manager.transfer import STORE_DOWN
@@ -51,8 +50,7 @@ from manthan.manager.transfer import STORE_DOWN
 logger = logging.getLogger("vllm.manthan.disk")
 
 FILE = "blocks"
-PAGE = 4096
-"""Unit of allocation, and of holes, in file systems."""
+PAGE = 4096  # unit of allocation, and of holes, in file systems
 HEADER, MOST_EXTENTS, MOST_KEY, MOST_INNER = 512, 24, 64, 4
 MAGIC, VERSION = b"MNDB", 1
 _FIELDS = struct.Struct("<4sHHIIQQQ64s")
@@ -60,16 +58,11 @@ _EXTENT, _INNER, _DIGEST = struct.Struct("<QQ"), struct.Struct(f"<{MOST_INNER}I"
 _END = HEADER - _DIGEST.size
 _INNER_AT = _FIELDS.size + MOST_EXTENTS * _EXTENT.size
 assert _INNER_AT + _INNER.size <= _END
-DISK = "disk"
-"""Cause of a failure of the disk."""
-SYNC_S, CLOSE_S = 5.0, 5.0
-"""Seconds between two syncs, and most seconds that `close` waits for the disk."""
-READERS, WRITERS, AHEAD = 8, 4, 16
-"""Threads that read, threads that write, and runs of blocks that `read` has the threads read ahead."""
-RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20
-"""Most bytes of a run of several blocks, read by one thread; bytes searched for a record at a time."""
-QUIET_S = 60.0
-"""Seconds between two log lines about failures of many blocks."""
+DISK = "disk"  # cause of a failure of the disk
+SYNC_S, CLOSE_S = 5.0, 5.0  # seconds between two syncs, and most seconds that `close` waits for the disk
+READERS, WRITERS, AHEAD = 8, 4, 16  # threads that read, threads that write, runs of blocks read ahead
+RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20  # most bytes of a run of several blocks; bytes searched at a time
+QUIET_S = 60.0  # seconds between two log lines about failures of many blocks
 
 
 def room(nbytes: int) -> int:
@@ -105,10 +98,10 @@ class DiskTier(ArenaTier):
         self._fd = open_file(self._path)
         sync_folder(folder)
         weakref.finalize(self, os.close, self._fd)  # not before the last thread has finished
-        records = records_in(self._fd)
-        super().__init__(max_bytes, self._arena_around(records, max_bytes // PAGE * PAGE))
-        self._blocks = {record.name: record.placed for record in records}
-        self._sequence = max((record.placed.sequence for record in records), default=0)
+        blocks = records_in(self._fd)
+        super().__init__(max_bytes, self._arena_around(blocks.values(), max_bytes // PAGE * PAGE))
+        self._blocks = blocks
+        self._sequence = max((placed.sequence for placed in blocks.values()), default=0)
         self._is_dirty, self._is_apart, self._sparing = True, False, Sparing(QUIET_S)
         self._readers = ThreadPoolExecutor(READERS, "manthan-disk-read")
         self._writers = ThreadPoolExecutor(WRITERS, "manthan-disk-write")
@@ -192,22 +185,21 @@ class DiskTier(ArenaTier):
     def _is_stuck(self) -> bool:
         return self._stuck is not None and not self._stuck.done()
 
-    def _runs(self, group: int, keys: Sequence[bytes]) -> Iterator[list["_Wanted"]]:
-        run, nbytes = list[_Wanted](), 0
+    def _runs(self, group: int, keys: Sequence[bytes]) -> Iterator[list[tuple[Placed | None, Buffer]]]:
+        """Yield blocks to read together, None for an absent one, each with memory to read it into."""
+        run, nbytes = list[tuple[Placed | None, Buffer]](), 0
         for key in keys:
             placed = self._blocks.get((group, key))
-            if placed is None:
-                run.append(_Wanted(None, np.empty(0, np.uint8)))
-                continue
-            if run and nbytes + placed.nbytes > RUN_BYTES:
+            size = 0 if placed is None else placed.nbytes
+            if run and nbytes + size > RUN_BYTES:
                 yield run
                 run, nbytes = [], 0
-            nbytes += placed.nbytes
-            run.append(_Wanted(placed, np.empty(placed.nbytes, np.uint8)))
+            nbytes += size
+            run.append((placed, np.empty(size, np.uint8)))
         if run:
             yield run
 
-    def _read_run(self, run: Sequence["_Wanted"]) -> list[Found]:
+    def _read_run(self, run: Sequence[tuple[Placed | None, Buffer]]) -> list[Found]:
         return [self._read(placed, memory) for placed, memory in run]
 
     def _read(self, placed: Placed | None, memory: Buffer) -> Found:
@@ -230,7 +222,7 @@ class DiskTier(ArenaTier):
         for start, size in _body(placed):
             at += os.preadv(self._fd, [memory[at : at + size].data], start)
 
-    def _write(self, name: Name, placed: Placed, buf: Buffer) -> str | None:
+    def _write(self, name: BlockName, placed: Placed, buf: Buffer) -> str | None:
         if len(placed.extents) > MOST_EXTENTS or len(name[1]) > MOST_KEY:
             return STORE_FULL
         with self._lock:
@@ -258,7 +250,7 @@ class DiskTier(ArenaTier):
         except OSError as error:
             self._complain(f"a dropped block cannot be erased: {error.strerror}")
 
-    def _shorten(self, name: Name, placed: Placed) -> None:
+    def _shorten(self, name: BlockName, placed: Placed) -> None:
         body = np.empty(placed.nbytes, np.uint8)
         try:
             self._read_body(placed, body)
@@ -267,9 +259,9 @@ class DiskTier(ArenaTier):
         except OSError as error:
             self._complain(f"a block that was cut cannot be written down: {error.strerror}")
 
-    def _arena_around(self, records: Sequence["_Record"], nbytes: int) -> Arena:
-        """Return an arena with the records' extents taken. Bytes between the records are erased. Raises OSError."""
-        taken = sorted(extent for record in records for extent in record.placed.extents)
+    def _arena_around(self, blocks: Iterable[Placed], nbytes: int) -> Arena:
+        """Return an arena with the blocks' extents taken. Bytes between the blocks are erased. Raises OSError."""
+        taken = sorted(extent for placed in blocks for extent in placed.extents)
         end = sum(taken[-1]) if taken else 0
         found = Arena(max(end, nbytes))
         os.ftruncate(self._fd, end)
@@ -323,38 +315,25 @@ class DiskTier(ArenaTier):
 # -- the file -------------------------------------------------------------------------------------------
 
 
-class _Wanted(NamedTuple):
-    """Block to read, or None if absent, and memory of the block's size to read it into."""
-
-    placed: Placed | None
-    memory: Buffer
-
-
-class _Record(NamedTuple):
-    name: Name
-    placed: Placed
-
-
-def records_in(fd: int) -> list[_Record]:
+def records_in(fd: int) -> dict[BlockName, Placed]:
     """Return the valid records of an open file, in the order of writing. Raises OSError."""
-    newest: dict[Name, _Record] = {}
-    for record in _scanned(fd):
-        known = newest.get(record.name)
-        if known is None or known.placed.sequence < record.placed.sequence:
-            newest[record.name] = record
-    last, void = None, set[Name]()
-    extents = [(extent, one) for one in newest.values() for extent in one.placed.extents]
-    for extent, one in sorted(extents, key=itemgetter(0)):
+    newest: dict[BlockName, Placed] = {}
+    for name, placed in _scanned(fd):
+        if name not in newest or newest[name].sequence < placed.sequence:
+            newest[name] = placed
+    last, void = None, set[BlockName]()
+    for extent, name in sorted((extent, name) for name, placed in newest.items() for extent in placed.extents):
         if last is not None and extent.start < sum(last[0]):
-            older = min(last[1], one, key=lambda each: each.placed.sequence)
-            void.add(older.name)
-            if older is one:
+            older = min(last[1], name, key=lambda each: newest[each].sequence)
+            void.add(older)
+            if older == name:
                 continue
-        last = extent, one
-    return sorted((r for name, r in newest.items() if name not in void), key=lambda one: one.placed.sequence)
+        last = extent, name
+    valid = [(name, placed) for name, placed in newest.items() if name not in void]
+    return dict(sorted(valid, key=lambda one: one[1].sequence))
 
 
-def _scanned(fd: int) -> Iterator[_Record]:
+def _scanned(fd: int) -> Iterator[tuple[BlockName, Placed]]:
     """Yield each record with a valid header, by address. Raises OSError."""
     at, size = 0, os.fstat(fd).st_size
     while at < size:
@@ -367,7 +346,7 @@ def _scanned(fd: int) -> Iterator[_Record]:
         record = _parsed(os.pread(fd, HEADER, at), at)
         if record is not None:
             yield record
-            at += record.placed.extents[0].nbytes
+            at += record[1].extents[0].nbytes
             continue
         some = os.pread(fd, SCAN_BYTES, at)
         at += next((page for page in range(PAGE, len(some), PAGE) if some.startswith(MAGIC, page)), _pages(len(some)))
@@ -375,7 +354,7 @@ def _scanned(fd: int) -> Iterator[_Record]:
             return
 
 
-def _header(name: Name, placed: Placed) -> bytes:
+def _header(name: BlockName, placed: Placed) -> bytes:
     group, key = name
     count, facts = len(placed.extents), (placed.sequence, placed.nbytes, placed.digest)
     head = _FIELDS.pack(MAGIC, VERSION, len(key), group, count, *facts, key)
@@ -384,7 +363,7 @@ def _header(name: Name, placed: Placed) -> bytes:
     return head + _DIGEST.pack(xxhash.xxh3_64_intdigest(head))
 
 
-def _parsed(head: bytes, at: int) -> _Record | None:
+def _parsed(head: bytes, at: int) -> tuple[BlockName, Placed] | None:
     if len(head) < HEADER or not head.startswith(MAGIC):
         return None
     _, version, length, group, count, sequence, nbytes, digest, key = _FIELDS.unpack_from(head)
@@ -394,7 +373,7 @@ def _parsed(head: bytes, at: int) -> _Record | None:
     extents = tuple(Extent(*_EXTENT.unpack_from(head, start)) for start in starts)
     inner = tuple(end for end in _INNER.unpack_from(head, _INNER_AT) if end)
     placed = Placed(extents, nbytes, digest, sequence, inner=inner)
-    return _Record((group, key[:length]), placed) if extents[0].start == at else None
+    return ((group, key[:length]), placed) if extents[0].start == at else None
 
 
 def _body(placed: Placed) -> Iterator[Extent]:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO
 
 from manthan.manager.config.model import ConfigError
-from manthan.manager.tiers.arena_tier import ArenaTier, Name, RamTier
+from manthan.manager.pool import BlockName
+from manthan.manager.tiers.arena_tier import ArenaTier, RamTier
 from manthan.manager.tiers.disk import DISK, FILE, DiskTier, records_in, room
 from manthan.manager.tiers.disk_files import lock, make_folder
 from manthan.manager.tiers.journal import JOURNAL
@@ -124,16 +125,16 @@ def counts_in(folder: Path) -> list[int]:
     return sorted({int(each.name.rpartition("-")[2]) for each in folder.glob("rank-*-of-*") if (each / FILE).exists()})
 
 
-def found_in(folder: Path, shard: Shard) -> dict[Name, list[int]]:
+def found_in(folder: Path, shard: Shard) -> dict[BlockName, list[int]]:
     """Return the bytes that each block of a rank takes, even if another process has the rank's tier open.
 
     The list has the bytes of the block's first part, of its first two parts, and so on to all.
     """
-    found: dict[Name, list[int]] = {}
+    found: dict[BlockName, list[int]] = {}
     with suppress(OSError):
         fd = os.open(folder / f"rank-{shard}" / FILE, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            for name, placed in records_in(fd):
+            for name, placed in records_in(fd).items():
                 found[name] = [room(end) for end in (*placed.inner, placed.nbytes)]
         finally:
             os.close(fd)

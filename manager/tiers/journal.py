@@ -24,23 +24,18 @@ from manthan.manager.tiers.sealed import Sealer, SealError
 logger = logging.getLogger("vllm.manthan.disk")
 
 JOURNAL = "sessions.sqlite"
-SCHEMA = 7
-"""Version of the format. A journal of another version is emptied."""
+SCHEMA = 7  # version of the format. A journal of another version is emptied
 CLOSE_S = 5.0
-REST_S = 1.0
-"""Seconds until the next try after a failed write."""
+REST_S = 1.0  # seconds until the next try after a failed write
 TABLE = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
     facts BLOB NOT NULL,  -- JSON
     saved BLOB NOT NULL   -- JSON: blocks and resume points
 ) WITHOUT ROWID"""
-ID = "id"
-"""Field of sealed facts with the session's id, because the row's id is then a digest."""
-ABOUT = ("journal",)
-"""First part of the name to which sealed rows are bound; see `Sealer.seal`."""
-FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
-"""Exceptions of SQLite and the disk. A damaged schema may raise UnicodeDecodeError."""
+ID = "id"  # field of sealed facts with the session's id, because the row's id is then a digest
+ABOUT = ("journal",)  # first part of the name to which sealed rows are bound; see `Sealer.seal`
+FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)  # of SQLite and the disk; the last is of a damaged schema
 UNREADABLE = (msgspec.MsgspecError, KeyError, AttributeError, SealError)
 
 
@@ -194,33 +189,25 @@ class Journal:
         return data if self._sealer is None else self._sealer.seal(data, "", *ABOUT, row_id, part)
 
     def _opened(self, value: bytes, row_id: str, part: str) -> bytes:
-        """Return the unsealed value, or raise one of UNREADABLE."""
+        """Return the unsealed value. Raises UNREADABLE."""
         return value if self._sealer is None else self._sealer.open(value, "", *ABOUT, row_id, part)
 
     def _write(self, news: Iterable[JournalSession], is_cleared: bool) -> None:
-        """Write all of the sessions or none.
-
-        Raises:
-            sqlite3.Error: None was written.
-        """
+        """Write all of the sessions or none. Raises sqlite3.Error."""
         with self._db:
             if is_cleared:
                 self._db.execute("DELETE FROM sessions")
             for session in news:
-                self._write_session(session)
-
-    def _write_session(self, session: JournalSession) -> None:
-        row_id = session.session_id if self._sealer is None else self._sealer.name(session.session_id)
-        if session.saved is not None and not session.saved.blocks:
-            self._db.execute("DELETE FROM sessions WHERE id = ?", (row_id,))
-            return
-        said = {} if self._sealer is None else {ID: session.session_id}
-        facts = self._sealed({**session.facts, **said}, row_id, "facts")
-        if session.saved is None:
-            self._db.execute("UPDATE sessions SET facts = ? WHERE id = ?", (facts, row_id))
-            return
-        saved = self._sealed(session.saved, row_id, "saved")
-        self._db.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", (row_id, facts, saved))
+                row_id = session.session_id if self._sealer is None else self._sealer.name(session.session_id)
+                said = {} if self._sealer is None else {ID: session.session_id}
+                facts = self._sealed({**session.facts, **said}, row_id, "facts")
+                if session.saved is None:
+                    self._db.execute("UPDATE sessions SET facts = ? WHERE id = ?", (facts, row_id))
+                elif session.saved.blocks:
+                    saved = self._sealed(session.saved, row_id, "saved")
+                    self._db.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", (row_id, facts, saved))
+                else:
+                    self._db.execute("DELETE FROM sessions WHERE id = ?", (row_id,))
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -230,8 +217,14 @@ def _open(path: Path) -> sqlite3.Connection:
         try:
             return _connect(path)
         except FAULTS as error:
-            if not (_is_damage(error) and _set_aside(path, error)):
+            if not (_is_damage(error) and set_aside(path, error)):
                 raise
+            for file in (Path(f"{path}-wal"), Path(f"{path}-shm")):  # SQLite's other files of the journal
+                with suppress(OSError):
+                    if file.is_dir():
+                        shutil.rmtree(file)
+                    elif file.exists():
+                        file.replace(f"{file}.bad")
             return _connect(path)
     except FAULTS as error:
         logger.warning("Manthan: %s cannot be used: no session outlives this process: %s", path, error)
@@ -265,17 +258,3 @@ def _is_damage(error: Exception) -> bool:
         return is_damage(error)
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     return code not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_NOMEM)
-
-
-def _set_aside(path: Path, error: Exception) -> bool:
-    """Rename a damaged journal, and SQLite's other files of it. Return False if that fails."""
-    if not set_aside(path, error):
-        return False
-    for end in ("-wal", "-shm"):
-        file = Path(f"{path}{end}")
-        with suppress(OSError):
-            if file.is_dir():
-                shutil.rmtree(file)
-            elif file.exists():
-                file.replace(f"{file}.bad")
-    return True

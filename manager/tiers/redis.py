@@ -14,12 +14,9 @@ from manthan.manager.tiers.redis_schema import FIRST_TTL, Namespace
 from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Tier, TierError
 
-BATCH_BYTES = 4 << 20
-"""Approximate bytes of a batch: the blocks that one pipeline moves."""
-FIRST_NBYTES = 256 << 10
-"""Bytes of a block that are assumed before the first block is seen."""
-AHEAD_THREADS = 2
-"""Threads that fetch a batch while the one before is decoded: one for restores, and one for prefetches."""
+BATCH_BYTES = 4 << 20  # approximate bytes of a batch: the blocks that one pipeline moves
+FIRST_NBYTES = 256 << 10  # bytes of a block that are assumed before the first block is seen
+AHEAD_THREADS = 2  # fetch a batch while the one before is decoded: one for restores, one for prefetches
 
 
 class RedisTier(Tier):

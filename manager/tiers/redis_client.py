@@ -20,13 +20,11 @@ from manthan.manager.transfer import STORE_DOWN
 
 Client: TypeAlias = Any  # redis.Redis: its annotations leave open what is bytes and what is str
 
-TIMEOUT_S = 2.0
-"""Seconds to wait for a connection or an answer, unless the URL has a socket_timeout."""
+TIMEOUT_S = 2.0  # seconds to wait for a connection or an answer, unless the URL has a socket_timeout
 RETRIES = 1
 BREAK_FIRST_S, BREAK_MOST_S = 0.25, 4.0  # see Circuit
 OLDEST_VERSION = 7
-BATCH = 512
-"""Commands in a pipeline, at most."""
+BATCH = 512  # commands in a pipeline, at most
 
 
 class RedisUnreachableError(ConfigError):
@@ -64,26 +62,23 @@ class Circuit:
         try:
             yield
         except OutOfMemoryError as error:
-            self._answered()
+            self._note()
             raise TierError(str(error), STORE_FULL) from None
         except (RedisError, OSError) as error:  # errors such as BUSY, LOADING and READONLY are answers, but of no use
-            self._failed(f"{type(error).__name__}: {error}")
+            self._note(f"{type(error).__name__}: {error}")
             raise TierError(str(error), STORE_DOWN) from None
-        self._answered()
+        self._note()
 
-    def _answered(self) -> None:
+    def _note(self, failure: str = "") -> None:
+        """Note an answer, or a failure."""
         with self._lock:
-            changed, self._failures = bool(self._failures), 0
-        if changed:
-            self._ring()
-
-    def _failed(self, why: str) -> None:
-        with self._lock:
-            changed = not self._failures
-            self._failures += 1
-            self.last_error = why
-            longest = min(BREAK_MOST_S, BREAK_FIRST_S * 2 ** (self._failures - 1))
-            self._until = time.monotonic() + longest * random.uniform(0.5, 1.0)
+            was_up = self.is_up
+            self._failures = self._failures + 1 if failure else 0
+            if failure:
+                self.last_error = failure
+                longest = min(BREAK_MOST_S, BREAK_FIRST_S * 2 ** (self._failures - 1))
+                self._until = time.monotonic() + longest * random.uniform(0.5, 1.0)
+            changed = self.is_up is not was_up
         if changed:
             self._ring()
 

@@ -19,10 +19,8 @@ from manthan.manager.tiers.shards import Shard
 
 FALL, HALF = 0.25, 512
 """Reduction of the time to live at the end of an endless session, as a share; half as much at depth HALF."""
-SAMPLES = 64
-"""Most block hashes in the Redis hash of a session. Each is cut to its first bytes."""
-FIRST_TTL = 0.5
-"""Share of the time to live that a block has from its store until its session is written."""
+SAMPLES = 64  # most block hashes in the Redis hash of a session. Each is cut to its first bytes
+FIRST_TTL = 0.5  # share of the time to live that a block has from its store until its session is written
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,13 @@ Needed: TypeAlias = Callable[[int], Sequence[BlockName]]
 """Returns the blocks of further KV cache groups needed to continue behind a number of blocks."""
 CLOSE_S = 5.0
 REST_S = 0.5
-RENEW = 1 / 16
-"""Share of the time to live after which the blocks of a session that is in use are renewed."""
+RENEW = 1 / 16  # share of the time to live after which the blocks of a session that is in use are renewed
 FIRST, RUN, SWITCHES = 32, 256, 16
 """Blocks asked for first, so that a lookup of an unknown prompt is short; blocks that are taken to be as large as the
 first of them; most changes of the number of shards in a lookup."""
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
 """Causes for which dropped blocks are deleted, though other engines may use them; for lack of room they are not."""
-LASTING = (DropCause.EXPIRED, DropCause.RELEASED)
-"""Causes for which blocks are deleted later if Redis is down."""
+LASTING = (DropCause.EXPIRED, DropCause.RELEASED)  # causes for which blocks are deleted later if Redis is down
 
 
 class StoredPoint(NamedTuple):
@@ -100,8 +98,7 @@ class RedisSessions:
     ) -> None:
         self._client, self._circuit, self._ttl_s = client, circuit, ttl_s
         self._counts = {count: [Shard(at, count) for at in range(count)] for count in counts}
-        self._renews = {counts[0]}
-        """Numbers of shards of the blocks that this engine has stored or found, and therefore renews."""
+        self._renews = {counts[0]}  # numbers of shards of blocks stored or found here, which are renewed
         self._base = self._namespace = namespace
         self._facts, self._answered, self._sealer = facts, answered, sealer
         self._wake = threading.Condition()
@@ -198,7 +195,13 @@ class RedisSessions:
             if lookups:
                 self._answered()
             self._try(namespace)
-            self._log_state()
+            if self._circuit.is_up is not self._was_up:
+                self._was_up = self._circuit.is_up
+                if self._was_up:
+                    logger.info("Manthan: Redis answers again.")
+                else:
+                    why = self._circuit.last_error
+                    logger.warning("Manthan: Redis does not serve (%s). Sessions are recomputed until it does.", why)
 
     def _is_due(self) -> bool:
         return bool(self._lookups or self._closing or (self._is_behind and not self._circuit.wait_s))
@@ -338,14 +341,3 @@ class RedisSessions:
     def _ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         with self._circuit.guard():
             return pipelined(self._client, commands)
-
-    def _log_state(self) -> None:
-        if self._circuit.is_up is not self._was_up:
-            self._was_up = self._circuit.is_up
-            if self._was_up:
-                logger.info("Manthan: Redis answers again.")
-            else:
-                logger.warning(
-                    "Manthan: Redis does not serve (%s). Sessions are recomputed until it does.",
-                    self._circuit.last_error,
-                )

@@ -33,8 +33,7 @@ from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 MAGIC, VERSION, KEY_NBYTES = b"MNS", 1, 32
 _HEADER = struct.Struct("<3sB8s16s12s")
-OVERHEAD = _HEADER.size + 16
-"""Bytes of a sealed value beyond the data."""
+OVERHEAD = _HEADER.size + 16  # bytes of a sealed value beyond the data
 
 
 class SealError(Exception):

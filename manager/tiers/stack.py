@@ -7,7 +7,8 @@ from itertools import compress
 
 import numpy as np
 
-from manthan.manager.tiers.arena_tier import ArenaTier, Name
+from manthan.manager.pool import BlockName
+from manthan.manager.tiers.arena_tier import ArenaTier
 from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 
@@ -21,9 +22,8 @@ class StackedTier(Tier):
 
     def __init__(self, front: ArenaTier, behind: Tier) -> None:
         self.front, self.behind, self.can_trim = front, behind, behind.can_trim
-        self._lock = threading.Lock()
-        """Held to read or change `_order`, but never during I/O."""
-        self._order: OrderedDict[Name, None] = OrderedDict.fromkeys(front.names())
+        self._lock = threading.Lock()  # held to read or change `_order`, but never during I/O
+        self._order: OrderedDict[BlockName, None] = OrderedDict.fromkeys(front.names())
         """Blocks of the front tier, least recently used first. It may have dropped some meanwhile."""
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:

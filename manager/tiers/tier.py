@@ -15,8 +15,7 @@ Buffer: TypeAlias = NDArray[np.uint8]
 Found: TypeAlias = Buffer | str | None
 """Result of reading a block: uint8 [bytes]; the cause of a failure, which is a metric's label; None if absent."""
 
-STORE_FULL = "store_full"
-"""Cause of a refusal: the bytes do not fit in the budget, or on the medium."""
+STORE_FULL = "store_full"  # cause of a refusal: the bytes do not fit in the budget, or on the medium
 
 
 def part_ends(buf: Buffer) -> tuple[int, ...]:
@@ -50,8 +49,7 @@ class Tier(ABC):
     In all methods `group` is a KV cache group's number, `keys` are block hashes, and `tenant` is empty for no tenant.
     """
 
-    can_trim = False
-    """True if `trim` cuts blocks; False if blocks stay whole."""
+    can_trim = False  # true if `trim` cuts blocks; False if blocks stay whole
 
     @abstractmethod
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:

@@ -190,10 +190,10 @@ def _links(manager: SessionManager) -> Findings:
     table = manager.table
     sessions = list(table.by_id.values())
     ends = {(int(session.rows[-1]), session) for session in sessions if len(session.rows)}
-    kept = {(row, session) for row, some in table._ending.items() for session in some or [None]}
+    kept = {(row, session) for row in table._ending._first for session in table._ending.get(row)}
     yield ends == kept, f"{len(ends)} sessions have an end, and {len(kept)} ends are kept"
     names = {((session.tenant, session.name), session) for session in sessions if session.name is not None}
-    named = {(name, session) for name, some in table._named.items() for session in some or [None]}
+    named = {(name, session) for name in table._named._first for session in table._named.get(name)}
     yield names == named, f"{len(names)} names are in use, and {len(named)} are kept"
     counts = Counter(session.tenant for session in sessions)
     owned = {(tenant, session) for tenant, some in table._of_tenant.items() for session in some or [None]}
@@ -341,7 +341,7 @@ def _under_way(manager: SessionManager, driver: Driver) -> Findings:
     storing = [row for store in driver._stores.values() for row in store.plan.rows.tolist()]
     kept = [row for row in blocks.rows().tolist() if blocks.status[row] & STORING]
     yield sorted(storing) == kept, f"rows {sorted(storing)} are being stored, and {kept} are marked"
-    jobs = {job.job_id: request_id for request_id, load in driver._loading.items() for job in load.answers.jobs}
+    jobs = {job.job_id: request_id for request_id, load in driver._loading.items() for job in load.jobs}
     yield driver._load_of == jobs, "loads by job are not those by request"
     waiting = set(driver._waiting)
     yield waiting <= driver._serving.keys(), f"{waiting - driver._serving.keys()} wait for blocks and are gone"
@@ -374,19 +374,20 @@ def check_empty(manager: SessionManager) -> None:
 def _left(manager: SessionManager) -> Findings:
     table, blocks = manager.table, manager.blocks
     kept: dict[str, object] = {name: getattr(table, name) for name in _BY_SESSION}
+    kept |= {"ends": table._ending._first, "names": table._named._first}
     kept |= {"points": manager.points._at, "parts": manager.points._of, "saving": manager.saving}
     kept |= {"pins": manager._pins, "loads": manager._loading, "requests": manager.requests}
     for name, books in kept.items():
         yield not books, f"{name} are left: {books}"
     for deadlines in (manager.due, manager.said.ttls, manager.said.pins):
-        yield not len(deadlines) and deadlines.first == inf, "a deadline is left"
+        yield not len(_whens(deadlines)) and deadlines.first == inf, "a deadline is left"
     yield not len(blocks), f"{len(blocks)} rows are left"
     totals = [blocks.saved_nbytes, blocks.reserved_nbytes, blocks.storing, blocks.exact_blocks, *blocks.moved_nbytes]
     yield not any(totals) and not blocks._tenant_nbytes.any(), f"totals are left: {totals}"
     yield not table.order._level_of, f"{table.order._level_of} are left in the order"
 
 
-_SESSIONS = ("by_id", "by_number", "order_of", "_of_tenant", "_ending", "_named", "_families")
+_SESSIONS = ("by_id", "by_number", "order_of", "_of_tenant", "_families")
 _BY_SESSION = (*_SESSIONS, "_prompts", "_prompt_of")
 
 

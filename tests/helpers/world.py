@@ -1074,7 +1074,8 @@ class World:
             assert kv.epoch == self.pool.epoch, f"{kv} is of an epoch before {self.pool.epoch}"
             assert nbytes == self.setup.ranks * max(one.nbytes for one in each if one is not None)
             assert mark in {one.mark for one in each if one is not None}, f"{kv} has the mark {mark}"
-            is_exact = (shape.groups[name[0]].is_exact(exact) or level == LOSSLESS) and mark == Mark.EXACT
+            is_whole = shape.groups[name[0]].is_lossless or exact >= shape.groups[name[0]].tokens
+            is_exact = (is_whole or level == LOSSLESS) and mark == Mark.EXACT
             assert kv.is_exact == is_exact, f"{kv} counts as exact: {is_exact}"
 
     def _check_holes(self) -> None:

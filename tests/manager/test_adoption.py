@@ -292,8 +292,9 @@ def test_the_newest_come_first_within_shares_and_pins_that_still_fit() -> None:
     sessions.append(left("c", "c c c", 3.0, is_pinned=True))
     assert adopt(talks, *sessions)[0] == {"small/a": 3, "b": 3, "c": 3}
     assert [talks.session(name).is_pinned for name in ("small/a", "b", "c")] == [False, True, False]
-    assert [session.session_id for session in talks.manager.table.victims()] == ["small/a", "c"]
-    assert [session.session_id for session in talks.manager.table.victims("small")] == ["small/a"]
+    table = talks.manager.table
+    assert [session.session_id for session in table.victims(table.order)] == ["small/a", "c"]
+    assert [session.session_id for session in table.victims(table.order_of["small"])] == ["small/a"]
     request = talks.start("a a a a a a", "a", tenant="small")
     assert talks.running[request].loaded == 3
     assert talks.manager.requests[request].session is talks.session("small/a")

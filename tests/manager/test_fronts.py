@@ -44,7 +44,7 @@ def test_each_tier_makes_room_by_itself_and_blocks_that_are_read_come_into_those
     assert seen == [[{0}], [{1}, {0}], [{2}, {1}, {0}], [{0}, {2}, {1}], [{1}, {2}, {0}]]
     fronts = talks.driver.fronts
     assert [fronts.has(tier, 0b01) for tier in range(3)] == [False, True, True]
-    assert [fronts.has_all(tier) for tier in range(3)] == [False, False, True]
+    assert fronts.keeps_behind
 
 
 def test_a_tier_that_reads_do_not_fill_is_in_front_of_one_that_has_the_other_blocks() -> None:
@@ -54,4 +54,4 @@ def test_a_tier_that_reads_do_not_fill_is_in_front_of_one_that_has_the_other_blo
     assert (talks.tiers("a one"), talks.tiers("b one")) == ([1, 1], [0, 0])
     fronts = talks.driver.fronts
     assert [(fronts.has(0, moved), fronts.has(1, moved)) for moved in (0, 1)] == [(True, False), (False, True)]
-    assert not fronts.has_all(1)
+    assert not fronts.keeps_behind

@@ -70,7 +70,7 @@ def test_a_life_has_a_bounded_number_of_events(talks: Looked) -> None:
         talks.now += 1.0
         talks.talk("a one two", "a")
     life = talks.life("a")
-    assert (len(life), len(talks.histories)) == (EVENTS_A_SESSION, EVENTS_A_SESSION)
+    assert (len(life), talks.histories._count) == (EVENTS_A_SESSION, EVENTS_A_SESSION)
     assert (life[0].at, life[-1].at) == (6.0, EVENTS_A_SESSION + 5.0)
 
 
@@ -81,16 +81,16 @@ def test_beyond_the_bound_the_life_goes_to_which_nothing_was_added_for_the_longe
     for name in ("a", "b", "a", "c", "a", "c"):
         talks.talk(f"{name} one", name)
     assert [len(talks.life(name)) for name in ("a", "b", "c")] == [3, 0, 2]
-    assert len(talks.histories) == 5
+    assert talks.histories._count == 5
 
 
 def test_nobody_is_told_of_a_session_that_had_the_same_name_before(talks: Looked) -> None:
     talks.talk("a one two", "a")
     talks.driver.steer("release", talks.session("a"), talks.now)
-    assert len(talks.histories) == 0
+    assert talks.histories._count == 0
     talks.now = 3.0
     request = talks.start("x one", "a")
     assert talks.life("a") == []
     talks.finish(request, "x one two")
     assert [event.at for event in talks.life("a")] == [3.0]
-    assert len(talks.histories) == 1
+    assert talks.histories._count == 1

@@ -247,7 +247,7 @@ def test_a_session_goes_on_in_another_engine(start: Start, server: RedisServer) 
     others.look_up(two.manager.requests[request_id], 4)
     assert others.awaits(request_id, two.now)
     assert there.rung.wait(20)
-    assert others.has_answers
+    assert others.sessions.has_answers
     others.hear()
     assert not others.awaits(request_id, two.now)
     assert two.manager.match(two.manager.requests[request_id], 0, 4) == 3

@@ -54,7 +54,7 @@ def test_whoever_goes_on_from_the_middle_of_another_finds_its_kv_in_the_shadows(
     in_and_out(policy, forked)
     contest = policy._contest
     assert contest.found == [800 - 300] * 2
-    assert all(set(shadow.kept) == {"f"} for shadow in policy._shadows.values())
+    assert all(set(shadow.kept) == {"f"} for shadow in policy._shadows)
 
 
 @pytest.mark.slow
@@ -68,11 +68,11 @@ def test_a_crowd_of_sessions_is_sampled() -> None:
             for victim in policy.victims():
                 policy.evicted(victim)
                 break
-    sizes = [len(shadow.kept) for shadow in policy._shadows.values()]
+    sizes = [len(shadow.kept) for shadow in policy._shadows]
     assert policy._mask
     assert SAMPLE / 4 < max(sizes) <= 2 * SAMPLE + LOOK_EVERY
     assert len(policy._told) < 20 * SAMPLE
-    assert all(policy._is_sampled(name) for shadow in policy._shadows.values() for name in shadow.kept)
+    assert all(policy._is_sampled(name) for shadow in policy._shadows for name in shadow.kept)
 
 
 @settings(deadline=None, max_examples=30)
@@ -90,7 +90,7 @@ def test_shadows_hold_nobody_who_is_over(events: list[tuple[int, bool, bool]]) -
         elif is_over:
             policy.forget(name)
             over.add(name)
-        for shadow in policy._shadows.values():
+        for shadow in policy._shadows:
             assert shadow.nbytes == sum(shadow.kept.values())
             assert not over & set(shadow.kept)
 

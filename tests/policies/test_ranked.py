@@ -48,7 +48,7 @@ def test_a_ranking_orders_by_the_last_numbers_and_stays_small() -> None:
             assert seen == order
         first = ranking.first()
         assert (first and first[2]) == min(expected, key=expected.__getitem__, default=None)
-        assert (len(ranking), key in ranking) == (len(expected), key in expected)
+        assert (len(ranking._entries), key in ranking) == (len(expected), key in expected)
     for step in range(20_000):
         ranking.set(f"k{step % 500}", step)
-        assert len(ranking._heap) <= 2 * len(ranking) + 65
+        assert len(ranking._heap) <= 2 * len(ranking._entries) + 65

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from manthan.manager.histories import HistoryEvent
 from manthan.manager.listing import SessionInfo, Sort
-from manthan.manager.session.hints import LONGEST_S, TOOL_NAME, ToolName
+from manthan.manager.session.hints import LONGEST_S, TOOL_NAME, PrintableName
 from manthan.manager.session.table import SessionState
 
 MOST_ROWS = 500
@@ -174,7 +174,7 @@ class Expect(Pin):
     With a tool alone, the seconds are learned from the tenant's earlier sessions that waited for it.
     """
 
-    tool: ToolName = Field(default="", description=TOOL_NAME)
+    tool: PrintableName = Field(default="", description=TOOL_NAME)
 
     @model_validator(mode="after")
     def _say_something(self) -> Self:
