@@ -102,7 +102,7 @@ class SchedulerHalf:
         stages = vllm_config.parallel_config.pipeline_parallel_size
         self.groups = groups_for(vllm_config, kv_cache_config)
         if stages > 1 or Latents.of(vllm_config).numbers or is_mixed(kv_cache_config):
-            self.groups = on_all_ranks(self._core.ask(groups_of_worker) or [self.groups])
+            self.groups = on_all_ranks(self._core.ask(groups_of_worker))
         self.config = config = config_for(vllm_config, self.groups)
         self._group, self._block_size = self.groups.main.index, self.groups.main.tokens
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
@@ -200,13 +200,13 @@ class SchedulerHalf:
 
     def _loaded_digest(self) -> str:
         """Return the digest of the workers' loaded weights. Raises UnsupportedError if ranks read different weights."""
-        found = self._core.ask(loaded_digest) or [""]
-        if len(set(found)) > 1:
+        found = set(self._core.ask(loaded_digest))
+        if len(found) > 1:
             raise UnsupportedError(
                 f"tiers.kind is {self.config.tiers.kind}, but ranks read different weights, so that blocks of another "
                 "model could not be told apart: use host or device."
             )
-        return str(found[0])
+        return found.pop()
 
     def bind(self, pool: "BlockPool") -> None:
         """Make the driver, now that vLLM has made its block pool."""

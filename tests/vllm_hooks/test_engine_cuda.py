@@ -25,7 +25,6 @@ from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.worker import engine_cuda
-from manthan.vllm_hooks.worker.blocks import DeviceMemory
 from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
 from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
@@ -49,7 +48,7 @@ class World:
         monkeypatch.setattr(engine_cuda, "STAGING_BYTES", staging)
         monkeypatch.setattr(engine_cuda, "RESTORE_STAGING_BYTES", staging)
         self.codec = codec(group=GROUP)
-        self.memory = DeviceMemory(self.codec.layout)
+        self.memory = fake_cuda.memory_of(self.codec.layout)
         tiers = [Slab(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
         self.tiers = Slabs(*tiers)
         self.engine = CudaEngine({GROUP: self.codec}, self.tiers, forms=FORMS, secondary=secondary)

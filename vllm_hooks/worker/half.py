@@ -52,7 +52,6 @@ from manthan.vllm_hooks.worker.blocks import (
     CpuBlocks,
     DeviceMemory,
     HostMemory,
-    LatentMemory,
     PackedMemory,
     PagedMemory,
 )
@@ -106,11 +105,7 @@ class GroupCache:
         """Memory of the coded layers, without layers stored as bytes."""
         if self.shape.is_raw:
             return PackedMemory(self.layers, self.shape)
-        if self.layers[0].rows.is_cpu:
-            return HostMemory(self.layers, self.shape)
-        if self.shape.latent:
-            return LatentMemory(self.layers, self.shape)
-        return DeviceMemory(paged_layout(self.layers, self.shape, self.beside))
+        return (HostMemory if self.layers[0].rows.is_cpu else DeviceMemory)(self.layers, self.shape)
 
     @property
     def layout(self) -> PagedLayout | RawLayout:
