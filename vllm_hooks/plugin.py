@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError
 from manthan.manager.tiers.sealed import keys_of
-from manthan.vllm_hooks.compat import extend_engine_args, register_connector, watch_models
+from manthan.vllm_hooks.compat import before_engine, extend_engine_args, register_connector, watch_models
 from manthan.vllm_hooks.disk_store import check_disk
-from manthan.vllm_hooks.http.hints import check_requests
+from manthan.vllm_hooks.http.hints import PARAMS, checked
 from manthan.vllm_hooks.settled import settle_codec
 from manthan.vllm_hooks.shared_store import check_redis
 from manthan.vllm_hooks.support import check_arguments, check_supported
@@ -100,7 +100,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         share_memory(vllm_config)
         set_gpu_memory_aside(vllm_config)
         leave_time_to_drain(vllm_config)
-    check_requests()
+    before_engine(checked, PARAMS)
 
 
 def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import groupby
 from math import inf
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,8 +118,15 @@ class SchedulerHalf:
                 f"tiers.kind is {config.tiers.kind}, but the model has layers with sliding windows and "
                 f"{'blocks of several sizes' if self.groups.is_whole else 'none with full attention'}: use host."
             )
-        lasting = config.tiers.is_lasting
-        namespace = namespace_of(vllm_config, config, self.groups, self._loaded_digest()) if lasting else None
+        namespace, lasting = None, config.tiers.is_lasting
+        if lasting:
+            weights = set(self._core.ask(loaded_digest))
+            if len(weights) > 1:
+                raise UnsupportedError(
+                    f"tiers.kind is {config.tiers.kind}, but ranks read different weights, so that blocks of another "
+                    "model could not be told apart: use host or device."
+                )
+            namespace = namespace_of(vllm_config, config, self.groups, weights.pop())
         owner, sharding = engine_name(), Sharding.of(vllm_config, self.groups)
         self._salts = salts_of(config)
         self._core.prepare_requests(self._salts.of, PARAMS, lasting)
@@ -198,16 +204,6 @@ class SchedulerHalf:
             notes = None if self._events is None else self._events.notes
             self._journal = self._books.link(self.manager, self._fronts, notes)
 
-    def _loaded_digest(self) -> str:
-        """Return the digest of the workers' loaded weights. Raises UnsupportedError if ranks read different weights."""
-        found = set(self._core.ask(loaded_digest))
-        if len(found) > 1:
-            raise UnsupportedError(
-                f"tiers.kind is {self.config.tiers.kind}, but ranks read different weights, so that blocks of another "
-                "model could not be told apart: use host or device."
-            )
-        return found.pop()
-
     def bind(self, pool: "BlockPool") -> None:
         """Make the driver, now that vLLM has made its block pool."""
         if self.config.ordering == "returns":
@@ -224,7 +220,11 @@ class SchedulerHalf:
         event = None if self._events is None else self._events.event
         block_tokens = {each.group.index: each.group.tokens for each in self.groups.at_points}
         self.pool = VllmPool(pool, self._group, block_tokens | {self._group: self._block_size}, event)
-        self.guard = self._guard()
+        self.guard: Guard | None = None
+        if (codec := self.config.codec).guard:
+            tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
+            choices = [Choice(shape, self._capacity(shape)) for shape in self._shapes]
+            self.guard = Guard(self.manager, choices, self._ranks)
         self.driver = Driver(
             self.manager,
             self.pool,
@@ -271,14 +271,6 @@ class SchedulerHalf:
         self.driver.computed(request.request_id, block_ids)
         return True
 
-    def _guard(self) -> Guard | None:
-        """Return the guard, which chooses the codec by measurements; None if it is off."""
-        if not (codec := self.config.codec).guard:
-            return None
-        choices = [Choice(shape, self._capacity(shape)) for shape in self._shapes]
-        tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
-        return Guard(self.manager, choices, self._ranks)
-
     @property
     def used_codec(self) -> str:
         """Name of the codec of new blocks."""
@@ -297,7 +289,9 @@ class SchedulerHalf:
     def new_request(self, request: "Request") -> None:
         if self.rechecks.began(request.request_id):
             return
-        hints = hints_of(request)
+        hints, prompt, tail = hints_of(request), request.prompt_token_ids, None
+        if prompt is not None:  # the tokens behind the last full block
+            tail = np.array(prompt[len(prompt) // self._block_size * self._block_size :], np.int64).tobytes()
         self._requests[request.request_id] = request
         self.telemetry.began(request, hints)
         self.driver.started(
@@ -309,7 +303,7 @@ class SchedulerHalf:
             blocks=self._blocks(request),
             hints=hints,
             tenant=tenant_of(request),
-            tail=None if (prompt := request.prompt_token_ids) is None else self._tail(prompt),
+            tail=tail,
         )
         if self._waiting is not None:
             self._waiting.update(request, self._to_compute(request))
@@ -355,10 +349,6 @@ class SchedulerHalf:
             held = waiting.held(time.time())
             waiting.hold_back(bound)
             tell_held(self._losses.share, bound, held or waiting.held(time.time()), self._losses.are_many)
-
-    def _tail(self, prompt: Sequence[int]) -> bytes:
-        """Return the prompt's tokens behind the last full block."""
-        return np.array(prompt[len(prompt) // self._block_size * self._block_size :], np.int64).tobytes()
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Return the number of tokens to load behind the first `computed`, and True if the load is asynchronous.
@@ -580,12 +570,20 @@ class SchedulerHalf:
         """Take the workers' results. A store or a load is settled when every rank has answered."""
         self._gathered(report)
         if report.candidate is not None and self.guard is not None:
-            self._calibrates, self._candidate = False, self._named(report.candidate)
-            self.guard.offer(Choice(self._candidate.shape, self._capacity(self._candidate.shape)))
+            path, shape = report.candidate
+            main = replace(shape.groups[shape.main], codec=CALIBRATED)  # other groups keep their codecs
+            shape = replace(shape, groups={**self._shape.groups, shape.main: main})
+            self._calibrates, self._candidate = False, Candidate(path, shape)
+            self.guard.offer(Choice(shape, self._capacity(shape)))
         self.telemetry.measured(report.measured, self.config.codec.name, self.used_codec)
         self.driver.answered(report.results, time.monotonic(), report.verdicts)
         if self._candidate is not None and self.manager.shape is self._candidate.shape:
-            self._approve(self._candidate.path)
+            path, self._candidate = self._candidate.path, None
+            try:
+                found = path.replace(path.with_suffix(".safetensors"))  # the name that the next start looks for
+                logger.info("Manthan: a profile made from traffic is used: %s", found)
+            except OSError as error:
+                logger.warning("Manthan: a profile made from traffic is used, and not kept: %s", error)
         self._reorder()
         self._set_deadline()
 
@@ -593,21 +591,6 @@ class SchedulerHalf:
         """Note which stores are gathered. Clear them in the report, so that `drain` does not note them again."""
         gathered, report.gathered = report.gathered, []
         self.driver.gathered(gathered)
-
-    def _approve(self, path: Path) -> None:
-        """Give the profile's file, which the guard has approved, the name under which the next start finds it."""
-        self._candidate, named = None, path.with_suffix(".safetensors")
-        try:
-            path.replace(named)
-            logger.info("Manthan: a profile made from traffic is used: %s", named)
-        except OSError as error:
-            logger.warning("Manthan: a profile made from traffic is used, and not kept: %s", error)
-
-    def _named(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with its codec's name in the main group's shape. Other groups keep their codecs."""
-        main = replace(candidate.shape.groups[candidate.shape.main], codec=CALIBRATED)
-        groups = {**self._shape.groups, candidate.shape.main: main}
-        return candidate._replace(shape=replace(candidate.shape, groups=groups))
 
     def has_work(self) -> bool:
         """True if the engine should run a step without requests."""

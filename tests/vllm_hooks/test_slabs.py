@@ -16,8 +16,7 @@ from integrity import check_store
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.tiers.arena import GRANULE, Extent, room
 from manthan.vllm_hooks.worker.capacity import TierBytes
-from manthan.vllm_hooks.worker.slabs import Demotion, Slab, Slabs, Stored, Taken
-from manthan.vllm_hooks.worker.staging import pieces
+from manthan.vllm_hooks.worker.slabs import Demotion, Slab, Slabs, Stored, Taken, pieces
 
 
 def tier(nbytes: int) -> Slab:

@@ -5,12 +5,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from manthan.manager.tiers.tier import Found, Tier, TierError
@@ -46,8 +45,9 @@ class Ended(NamedTuple):
 class Engine:
     """Takes jobs, does them in the background, and reports ended jobs.
 
-    The base class does nothing. It serves until there is a KV cache. The model's thread makes all calls. No method
-    raises, and none waits unless its docstring says so.
+    The base class serves until there is a KV cache. The model's thread makes all calls. No method raises, and none
+    waits unless its docstring says so. An engine overrides `_load` and `_store`, which begin a job to be answered
+    later; if they raise, the job is refused.
 
     Args:
         fails_whole: True if a request's load fails as a whole; False if only blocks from the first bad one on fail.
@@ -87,13 +87,11 @@ class Engine:
                 self._refuse(job, cause_of(error))
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
-        """Obey resets, drops and `revokes`. Note the step."""
+        """Obey resets, drops and `revokes`."""
 
-    def _load(self, job: Transfer) -> None:
-        """Begin a load, to be answered later. If this raises, the caller answers."""
+    def _load(self, job: Transfer) -> None: ...
 
-    def _store(self, job: Transfer) -> None:
-        """Begin a store, to be answered later. If this raises, the caller answers."""
+    def _store(self, job: Transfer) -> None: ...
 
     def wait(self) -> None:
         """Wait until no job that has begun reads or writes the paged cache."""
@@ -179,13 +177,6 @@ class Engine:
             self._lock.notify_all()
 
 
-def of_blocks(sizes: Sequence[int], count: int) -> NDArray[np.int64]:
-    """Return int64 [count]: the sizes of the first blocks, then 0 for the others."""
-    nbytes = np.zeros(count, np.int64)
-    nbytes[: len(sizes)] = sizes
-    return nbytes
-
-
 def other_causes(
     job: Transfer, behind: Sequence[int], found: Found, values: Iterator[Found], store: Tier
 ) -> Mapping[int, str]:
@@ -241,11 +232,9 @@ class JobThreads:
 
     def shutdown(self) -> None:
         """Drop the jobs that have not begun, and wait for the others."""
-        try:
+        with suppress(Empty):
             while True:
                 self._jobs.get_nowait()
-        except Empty:
-            pass
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:

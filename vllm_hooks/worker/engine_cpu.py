@@ -15,15 +15,7 @@ from manthan.manager.transfer import NEEDED, Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import Copies, CpuBlocks
 from manthan.vllm_hooks.worker.capacity import COPIES_BYTES
-from manthan.vllm_hooks.worker.engine import (
-    CancelledError,
-    Engine,
-    JobThreads,
-    allowed_cpus,
-    cause_of,
-    of_blocks,
-    other_causes,
-)
+from manthan.vllm_hooks.worker.engine import CancelledError, Engine, JobThreads, allowed_cpus, cause_of, other_causes
 
 BATCH = 16
 """Number of blocks that a thread encodes and stores together."""
@@ -173,7 +165,6 @@ class CpuEngine(Engine):
             self._ungathered = [other for other in self._ungathered if other is not gathering]
 
     def _leave(self, nbytes: int) -> None:
-        """Note that `nbytes` bytes of copies are gone."""
         with self._lock:
             self._staged -= nbytes
             self._lock.notify_all()
@@ -207,44 +198,35 @@ class CpuEngine(Engine):
             if gathering.left:
                 return
         seconds = time.monotonic() - gathering.began
-        job_id, nbytes = gathering.job.job_id, np.array(gathering.nbytes)
-        self._answer(TransferResult(job_id, nbytes, gathering.failed, seconds, gathering.inner))
+        nbytes = np.array(gathering.nbytes)
+        self._answer(TransferResult(gathering.job.job_id, nbytes, gathering.failed, seconds, gathering.inner))
 
     # -- load -----------------------------------------------------------------------------------------
 
     def _read(self, job: Transfer, store: Tier, model: torch.cuda.Event | None, cancelled: threading.Event) -> None:
         """Read and decode blocks up to the first bad block, and answer the load."""
-        began = time.monotonic()
+        blocks, keys, began = self.blocks[job.group], job.block_hashes, time.monotonic()
         sizes: list[int] = []
         failed: dict[int, str] = {}
         try:
             with behind(model, self._device):
-                self._decode(job, store, cancelled, sizes, failed)
+                values = store.read(job.group, keys, job.tenant)
+                for at, found in enumerate(values):
+                    if cancelled.is_set():
+                        raise CancelledError
+                    if (cause := blocks.decode(keys[at], int(job.block_ids[at]), found)) is not None:
+                        failed[at] = cause
+                        failed.update(other_causes(job, range(at + 1, len(job)), found, values, store))
+                        break
+                    sizes.append(0 if found is None else len(found))
+                if not failed and len(sizes) < len(keys):
+                    raise ValueError(f"the store has answered for {len(sizes)} of {len(keys)} blocks")
         except Exception as error:  # vLLM must get an answer, whatever happened
             failed.setdefault(min(len(sizes), len(job) - 1), cause_of(error))
         good = min(failed, default=len(job))
-        self._answer(TransferResult(job.job_id, of_blocks(sizes[:good], len(job)), failed, time.monotonic() - began))
+        nbytes = np.array([*sizes[:good], *[0] * (len(job) - good)], np.int64)
+        self._answer(TransferResult(job.job_id, nbytes, failed, time.monotonic() - began))
         self._loaded(job, good)
-
-    def _decode(
-        self, job: Transfer, store: Tier, cancelled: threading.Event, sizes: list[int], failed: dict[int, str]
-    ) -> None:
-        """Read and decode the blocks of a load.
-
-        sizes: gets the bytes of each good block. failed: gets the cause of each block that cannot be read or decoded.
-        """
-        blocks, keys = self.blocks[job.group], job.block_hashes
-        values = store.read(job.group, keys, job.tenant)
-        for at, found in enumerate(values):
-            if cancelled.is_set():
-                raise CancelledError
-            if (cause := blocks.decode(keys[at], int(job.block_ids[at]), found)) is not None:
-                failed[at] = cause
-                failed.update(other_causes(job, range(at + 1, len(job)), found, values, store))
-                return
-            sizes.append(0 if found is None else len(found))
-        if len(sizes) < len(keys):
-            raise ValueError(f"the store has answered for {len(sizes)} of {len(keys)} blocks")
 
 
 def model_event(device: torch.device) -> torch.cuda.Event | None:

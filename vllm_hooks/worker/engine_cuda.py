@@ -32,10 +32,20 @@ from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_STAGINGS, STAGING_BYTES
 from manthan.vllm_hooks.worker.codecs import Codecs
-from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, JobThreads, cause_of, of_blocks
+from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, JobThreads, cause_of
 from manthan.vllm_hooks.worker.promotion import Primary, Reading
-from manthan.vllm_hooks.worker.slabs import Demotion, Numbers, Run, Slab, Slabs, Stored, Taken
-from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
+from manthan.vllm_hooks.worker.slabs import (
+    Demotion,
+    Numbers,
+    Places,
+    Run,
+    Slab,
+    Slabs,
+    Staging,
+    Stored,
+    Taken,
+    pieces,
+)
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -318,7 +328,6 @@ class CudaEngine(Engine):
                 self._fail(encoding, error)
 
     def _refuse_rest(self, storing: Storing, cause: str) -> None:
-        """Refuse the blocks of a store not begun yet."""
         rest, storing.planned = range(storing.planned, len(storing.job)), len(storing.job)
         if not storing.uncopied:
             self._gathered(storing.job)
@@ -331,9 +340,9 @@ class CudaEngine(Engine):
             self._refuse_rest(storing, cause)
 
     def _planned(self, storing: Storing) -> tuple[list[Encoding], list[Demotion]]:
-        """Room for a store's blocks, and the copies to make before the room is used. Blocks without room are refused.
+        """Return room for a store's blocks, and the copies to make before the room is used.
 
-        If a secondary tier will make room, the blocks wait instead.
+        Blocks without room are refused, or wait if a secondary tier will make room.
         """
         job, encodings, demotions = storing.job, list[Encoding](), list[Demotion]()
         codec, refused, start = self._codecs.get(job.group, job.codec), list[int](), storing.planned
@@ -362,9 +371,7 @@ class CudaEngine(Engine):
         return encodings, demotions
 
     def _make_room(self, demotions: Sequence[Demotion]) -> None:
-        """Queue demotions behind the work of the model's stream and of all side streams. Earlier work may still read a
-        dropped or demoted block.
-        """
+        """Queue demotions behind all streams' work, because earlier work may still read a dropped or demoted block."""
         stream = self._store_lane.stream
         stream.wait_event(self._model())
         for lane in self._lanes:
@@ -401,9 +408,7 @@ class CudaEngine(Engine):
     def _split(
         self, storing: Storing, start: int, codec: PagedCodec, exact: int, taken: Sequence[Taken]
     ) -> Iterator[Encoding]:
-        """Blocks with a common route, in parts that fit into the staging buffer if the route passes through the
-        buffer.
-        """
+        """Yield blocks with a common route, in parts that fit into the staging buffer if that is on the route."""
         nbytes = codec.form(exact).nbytes
         for (tier, in_place), some in groupby(taken, attrgetter("tier", "in_place")):
             places = [one.extents for one in some]
@@ -523,10 +528,7 @@ class CudaEngine(Engine):
         self._stored(encoding.storing, {}, dict.fromkeys(blocks, cause_of(error)))
 
     def _stored(self, storing: Storing, sizes: Mapping[int, Sequence[int]], failed: Mapping[int, str]) -> None:
-        """Note blocks of a store in the last tier, and failed blocks. The last block answers the store.
-
-        sizes: bytes of each block's first part, of two parts, and so on to all.
-        """
+        """Note a store's blocks, and answer after the last. sizes: bytes of the first part, of two, and so on."""
         for at, (*inner, nbytes) in sizes.items():
             storing.nbytes[at] = nbytes
             if inner:
@@ -534,8 +536,7 @@ class CudaEngine(Engine):
         storing.failed.update(failed)
         storing.left -= len(sizes) + len(failed)
         if not storing.left:
-            seconds = time.monotonic() - storing.began
-            of_all = np.array(storing.nbytes)
+            seconds, of_all = time.monotonic() - storing.began, np.array(storing.nbytes)
             self._answer(TransferResult(storing.job.job_id, of_all, storing.failed, seconds, storing.inner))
 
     # -- load -----------------------------------------------------------------------------------------
@@ -552,7 +553,6 @@ class CudaEngine(Engine):
             self._readers[job.request_id is None].submit(self._primary.read, reading, near, self.store)
 
     def _begin_more(self, loading: Loading) -> None:
-        """Begin to decode new blocks in the primary tier."""
         start, end = loading.begun, loading.reading.there
         if start == end or loading.broken or loading.lost:
             return
@@ -562,8 +562,7 @@ class CudaEngine(Engine):
             self._break(loading, error)
 
     def _begin_load(self, loading: Loading, start: int, end: int) -> None:
-        """Copy in, check and decode compressed blocks, a chunk at a time, on two streams by turns. Prefetches have a
-        third.
+        """Copy in, check and decode blocks, a chunk at a time, on two streams by turns, or on that of prefetches.
 
         On the device all blocks are checked before any is decoded, so that vLLM is told sooner.
         """
@@ -608,7 +607,7 @@ class CudaEngine(Engine):
             if run is None:
                 return
             codec, count = self._codecs.numbered(job.group, run.codec), len(run.starts)
-            step = count if run.in_place else len(_places(codec, lane, run.exact))
+            step = count if run.in_place else len(lane.staging.places(codec.form(run.exact).nbytes))
             for first in range(0, count, step):
                 yield codec, run.part(first, first + step)
             start += count
@@ -682,16 +681,14 @@ class CudaEngine(Engine):
         job, good = loading.job, self._good(loading)
         failed = {} if loading.broken else dict(loading.reading.failed)
         if good < len(job):
-            failed.setdefault(good, self._cause(loading, good))
+            statuses = [status for chunk in loading.chunks for status in chunk.status.tolist()]
+            is_unknown = loading.broken or good >= len(statuses)
+            failed.setdefault(good, "internal" if is_unknown else status_cause(statuses[good]) or "internal")
         sizes = [nbytes for chunk in loading.chunks for nbytes in chunk.nbytes.tolist()][:good]
         if self._primary is not None:
             self._primary.unpin(loading.reading, loading.reading.there)
-        self._answer(TransferResult(job.job_id, of_blocks(sizes, len(job)), failed, time.monotonic() - loading.began))
-
-    def _cause(self, loading: Loading, at: int) -> str:
-        """Why block number `at` of a load failed."""
-        statuses = [status for chunk in loading.chunks for status in chunk.status.tolist()]
-        return "internal" if loading.broken or at >= len(statuses) else status_cause(statuses[at]) or "internal"
+        nbytes = np.array([*sizes, *[0] * (len(job) - len(sizes))], np.int64)
+        self._answer(TransferResult(job.job_id, nbytes, failed, time.monotonic() - loading.began))
 
     # -- the rest -------------------------------------------------------------------------------------
 
@@ -716,12 +713,9 @@ class CudaEngine(Engine):
         return here.copy_(there, non_blocking=True)
 
     def _warm_up(self, forms: Sequence[int]) -> dict[str, float]:
-        """Load kernels and tables and allocate pinned memory, so that the first jobs need not.
+        """Encode and decode block 0, unused by the pool, in each codec and form on each stream.
 
-        Block 0, unused by the pool, is encoded and decoded in each codec and form on each stream.
-
-        Returns:
-            Seconds to decode a token, by codec.
+        The first jobs then find kernels, tables and pinned memory. Return the seconds to decode a token, by codec.
         """
         for group in self.codecs:
             for codec in {self._codecs.get(group, name) for name in ("", *self._codecs.names)}:
@@ -734,7 +728,7 @@ class CudaEngine(Engine):
     def _try(self, codec: PagedCodec, lane: Lane, exact: int, most: int = 1) -> float:
         """Encode and decode as many copies of block 0 as fit, at most `most`. Return seconds to decode a token."""
         with torch.cuda.stream(lane.stream):
-            places = _places(codec, lane, exact)[:most]
+            places = lane.staging.places(codec.form(exact).nbytes)[:most]
             none, offsets = [0] * len(places), [place[0].start for place in places]
             made = codec.batch(exact, [b""] * len(none), none, none, offsets)
             codec.encode(made, lane.staging.codes)
@@ -749,11 +743,6 @@ class CudaEngine(Engine):
             codec.decode(batch, lane.staging.codes)
             lane.stream.synchronize()
         return (time.perf_counter() - began) / (len(none) * codec.layout.tokens)
-
-
-def _places(codec: PagedCodec, lane: Lane, exact: int) -> Places:
-    """Extents in the staging buffer for blocks with `exact` exact tokens, as far as they fit."""
-    return lane.staging.places(codec.form(exact).nbytes)
 
 
 def _copy_run(run: Run, target: torch.Tensor, offsets: Numbers) -> None:

@@ -1,7 +1,7 @@
-"""Memory of compressed blocks with a GPU: pinned RAM, and a region of GPU memory."""
+"""Memory of compressed blocks with a GPU: pinned RAM, a region of GPU memory, and staging buffers."""
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from manthan.vllm_hooks.worker.pinned import PinnedRam
 
 Name = tuple[int, bytes]
 """KV cache group and block hash."""
+Places = Sequence[tuple[Extent, ...]]
+"""Extents of each block."""
 Numbers = npt.NDArray[np.int64]
 START, NBYTES, EXACT, FIRST_TOKEN, MARK, CODEC, PIECES, GROUP = range(8)
 """Rows of a tier's table: as in `Stored`; the number of a block's extents; the group, -1 in empty columns."""
@@ -135,18 +137,14 @@ class Slab:
 
     def blocks(self) -> dict[Name, Stored]:
         """Return all blocks, the least recently used first."""
-        rows = self._table[:, list(self._columns.values())].T.tolist()
-        known = zip(self._columns.items(), rows, strict=True)
-        return {
-            name: Stored(self._extents(at, *row[:2]), *row[NBYTES : CODEC + 1])._replace(inner=self._inner.get(at, ()))
-            for (name, at), row in known
-        }
+        return {name: self._facts(column) for name, column in self._columns.items()}
 
     def stored(self, name: Name) -> Stored | None:
         """Return a block's facts."""
         column = self._columns.get(name)
-        if column is None:
-            return None
+        return None if column is None else self._facts(column)
+
+    def _facts(self, column: int) -> Stored:
         start, nbytes, *told = self._table[: CODEC + 1, column].tolist()
         return Stored(self._extents(column, start, nbytes), nbytes, *told)._replace(inner=self._inner.get(column, ()))
 
@@ -172,9 +170,9 @@ class Slab:
             self._write_keys(columns, [key for _, key in blocks])
 
     def run(self, group: int, keys: Sequence[bytes], in_place: bool) -> Run | None:
-        """Return the first block, and following blocks to handle together: in the same codec, with equally many exact
-        tokens and, to be read in place, with the same kind of extents, single or several. None if the first block is
-        absent.
+        """Return the first block and those behind it with the same codec and number of exact tokens; None if absent.
+
+        To be read in place, all of them have one extent, or all have several.
         """
         there = self._find(group, keys)
         if not len(there):
@@ -215,9 +213,7 @@ class Slab:
 
     def oldest(self) -> tuple[Name, Stored] | None:
         """Return the least recently used block."""
-        name = next(iter(self._columns), None)
-        stored = None if name is None else self.stored(name)
-        return None if name is None or stored is None else (name, stored)
+        return next(((name, self._facts(column)) for name, column in self._columns.items()), None)
 
     def drop(self, names: Iterable[Name]) -> None:
         """Remove blocks; unknown names are ignored."""
@@ -351,9 +347,7 @@ class Slabs:
             tier.start()
 
     def take(self, nbytes: int, count: int) -> tuple[list[Taken], list[Demotion]]:
-        """Return room for up to `count` new blocks of `nbytes` bytes, as far as they fit; and the copies to make before
-        the room is used.
-        """
+        """Return room for `count` new blocks, as far as they fit, and the copies to make before the room is used."""
         for tier in self.all:
             tier.grow()
         on_device, demotions = self.first is self.device, list[Demotion]()
@@ -422,3 +416,49 @@ class Slabs:
         self.host.put({name: stored._replace(extents=target)})
         demotions.append(Demotion(name, stored.extents, target, stored.nbytes))
         return True
+
+
+class Staging:
+    """Buffer on the device. codes: bytes of compressed blocks, uint8 [nbytes]."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.codes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._places: dict[int, list[tuple[Extent]]] = {}
+
+    def places(self, nbytes: int) -> Sequence[tuple[Extent]]:
+        """Consecutive extents for blocks of `nbytes`, as many as fit."""
+        if nbytes not in self._places:
+            fit = range(len(self.codes) // nbytes)
+            self._places[nbytes] = [(Extent(n * nbytes, nbytes),) for n in fit]
+        return self._places[nbytes]
+
+    def starts(self, nbytes: int) -> Numbers:
+        """Offsets for blocks of `nbytes`, as many as fit: int64 [blocks]."""
+        return nbytes * np.arange(len(self.codes) // nbytes)
+
+
+def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Tensor:
+    """Return the `n` copies that move blocks from `sources` to `targets`: int64 [3, n], in bytes.
+
+    The rows are offsets in the source, offsets in the target, and sizes. nbytes: size of each block.
+    """
+    if max(map(len, sources)) == max(map(len, targets)) == 1:
+        starts = [source[0].start for source in sources], [target[0].start for target in targets]
+        return torch.tensor([*starts, nbytes], dtype=torch.int64)
+    found = [piece for one in zip(sources, targets, nbytes, strict=True) for piece in _pieces(*one)]
+    return torch.tensor(found, dtype=torch.int64).t().contiguous()
+
+
+def _pieces(source: tuple[Extent, ...], target: tuple[Extent, ...], left: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the copies that move one block. Each ends where an extent of the source or of the target ends."""
+    froms, tos = iter(source), iter(target)
+    (at, here), (to, there) = next(froms), next(tos)
+    while left:
+        size = min(here, there, left)
+        yield at, to, size
+        left -= size
+        at, here, to, there = at + size, here - size, to + size, there - size
+        if left and not here:
+            at, here = next(froms)
+        if left and not there:
+            to, there = next(tos)
