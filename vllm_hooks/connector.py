@@ -162,10 +162,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.driver.holds_any() if has_work is None else has_work
 
     def has_pending_block_frees(self) -> bool:
-        return self._ask(self._frees_soon, otherwise=False)
-
-    def _frees_soon(self) -> bool:
-        return self.scheduler.driver.frees_soon
+        return not self._is_broken and self.scheduler.driver.frees_soon
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
         return self._ask(self.scheduler.take_events, otherwise=())

@@ -53,9 +53,7 @@ def check_disk(vllm_config: "VllmConfig") -> None:
 def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int) -> ArenaTier:
     """Return a rank's tier on disk. Raises ConfigError if another server uses the folder.
 
-    Args:
-        name: name of the namespace.
-        nbytes: budget of all ranks.
+    name: of the namespace. nbytes: budget of all ranks.
     """
     shard = Shard(parallel.rank, parallel.world_size)
     return open_rank(_root(config, parallel), name, shard, nbytes // parallel.world_size)
@@ -78,10 +76,9 @@ def open_left(
 
 
 class DiskBooks:
-    """Lock of the folder, and the journal. Ranks must have opened their tiers before. name: name of the namespace.
+    """Lock of the folder, and the journal. Ranks must have opened their tiers before. name: of the namespace.
 
-    Raises:
-        ConfigError: Another server uses the folder.
+    Raises ConfigError if another server uses the folder.
     """
 
     def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str, sharding: Sharding) -> None:
@@ -108,7 +105,6 @@ class DiskBooks:
         return JournalLink(Journal(self._folder, sealer), manager, fronts, notes)
 
     def adopt(self, link: JournalLink) -> None:
-        """Enter an earlier server's sessions; see `JournalLink.adopt`."""
         began = time.monotonic()
         left = [self._left(count) for count in self._counts if count != self._ranks]
         others = {name: sum(sizes.get(name, 0) for sizes in left) for sizes in left for name in sizes}
@@ -142,7 +138,6 @@ class DiskBooks:
         return {name: sum(rank[name][-1] for rank in ranks if name in rank) if name in whole else 0 for name in names}
 
     def close(self) -> None:
-        """Unlock the folder."""
         if self._lock is not None:
             self._lock.close()
 

@@ -41,13 +41,10 @@ OWNER = "manthan"
 
 
 class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Facts of a block for an event.
+    """Facts of a block for an event. parent: hash of the previous block.
 
-    Args:
-        parent: hash of the previous block.
-        tokens: tokens of the block.
-        extra_keys: what the block's hash covers besides tokens, as in vLLM's events.
-        source: LoRA adapter's number and name, and the session id of the request.
+    extra_keys: what the block's hash covers besides tokens, as in vLLM's events. source: number and name of the LoRA
+    adapter, and the session id of the request.
     """
 
     parent: bytes | None
@@ -69,11 +66,7 @@ _unpack = msgspec.msgpack.Decoder(Note).decode
 
 
 class KvEvents:
-    """KV events of an engine's saved blocks. Subscribes to the engine's stream of events.
-
-    Args:
-        place: name of the tier that has all saved blocks; a key of PLACES.
-    """
+    """KV events of an engine's saved blocks, which are all in tier `place`. Subscribes to the engine's events."""
 
     def __init__(self, manager: SessionManager, groups: "Groups", kv_cache_config: "KVCacheConfig", place: str) -> None:
         self.notes: dict[BlockName, bytes] = {}
@@ -99,11 +92,9 @@ class KvEvents:
 
     @property
     def has_news(self) -> bool:
-        """True if `take` may have events."""
         return self.repeats or bool(self._changed)
 
     def __call__(self, event: Event) -> None:
-        """Take an event of the stream."""
         match event:
             case BlocksSaved(group, hashes, first):
                 self._changed.update(((group, name), first + at) for at, name in enumerate(hashes))
@@ -143,19 +134,11 @@ class KvEvents:
         return _pack(Note(parent, tokens, list(told[0] or ()) if told else None, source))
 
     def _hash_at(self, request: "Request", end: int) -> "BlockHash":
-        """Return the hash of the block ending at token `end`."""
         return request.block_hashes[end // self._groups.hash_tokens - 1]
 
     def _find_rows(self, group: int, hashes: Sequence[bytes]) -> "Rows":
         """Return the rows of blocks with notes, -1 for a block without a row."""
         return self._blocks.find(self._session_group if group == self._main else group, hashes)
-
-    def _prune(self) -> None:
-        """Forget notes of blocks that have left the table."""
-        for group, hashes in _by_group(self.notes).items():
-            for name, row in zip(hashes, self._find_rows(group, hashes).tolist(), strict=True):
-                if row < 0:
-                    del self.notes[group, name]
 
     # -- events ---------------------------------------------------------------------------------------
 
@@ -180,8 +163,11 @@ class KvEvents:
             for group, hashes in _by_group(removed).items()
         ]
         events = [*gone, *self._stored(in_order)]
-        if len(self.notes) > 2 * len(self._blocks):
-            self._prune()
+        if len(self.notes) > 2 * len(self._blocks):  # forget notes of blocks that have left the table
+            for group, hashes in _by_group(self.notes).items():
+                for block_hash, row in zip(hashes, self._find_rows(group, hashes).tolist(), strict=True):
+                    if row < 0:
+                        del self.notes[group, block_hash]
         return events
 
     def event(self, name: BlockName, medium: str) -> BlockStored | None:

@@ -3,11 +3,11 @@
 import hashlib
 import json
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manthan.codec import wire
 from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.manager.config.profiles import model_folder
 from manthan.vllm_hooks.shards import ONE_RANK, Sharding
 
 if TYPE_CHECKING:
@@ -26,10 +26,7 @@ def fingerprint(
 ) -> bytes:
     """Return a digest of everything that decides what this rank's blocks mean, except which heads a shard has.
 
-    Args:
-        namespace: name of a store that outlives the engine, which stands for the model; empty for other stores.
-        facts: properties of the model that the codec uses.
-        sharding: division of blocks among ranks.
+    namespace: name of a store that outlives the engine, which stands for the model; empty for other stores.
     """
     model, rank = vllm_config.model_config, vllm_config.parallel_config.rank
     parts: dict[str, object] = {
@@ -93,23 +90,10 @@ def _settings(config: object) -> object:
 
 
 def _code(model: "ModelConfig") -> str:
-    """Digest of the Python files in the model's folder, which --trust-remote-code runs; empty without files."""
-    folder = _folder(model.model, model.revision)
-    if folder is None or not folder.is_dir():
+    """Digest of the Python files in the model's folder or the hub's cache, for --trust-remote-code; empty without."""
+    if (folder := model_folder(model.model, model.revision)) is None:
         return ""
     files, digest = sorted(folder.rglob("*.py")), hashlib.sha256()
     for path in files:
         digest.update(f"{path.relative_to(folder)}:{path.stat().st_size}:".encode() + path.read_bytes())
     return digest.hexdigest()[:32] if files else ""
-
-
-def _folder(model: str, revision: str | None) -> Path | None:
-    """Folder of the model's files: the model's path, or the hub's cache."""
-    if Path(model).exists():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception:  # not a model of the hub: no Python files to run
-        return None

@@ -1,5 +1,8 @@
 """Scheduler half of the connector: passes vLLM's calls to the driver, and the driver's orders to the workers."""
 
+import os
+import secrets
+import socket
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -33,18 +36,18 @@ from manthan.manager.transfer import on_each
 from manthan.vllm_hooks.compat import Core, VllmPool, replace_waiting, tokens_to_load, watch_lookups
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
-from manthan.vllm_hooks.groups import Part, config_for, groups_for, is_mixed, on_all_ranks
+from manthan.vllm_hooks.groups import Part, config_for, on_all_ranks
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, decoded_elsewhere, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.memory import Shards, memory_shapes
 from manthan.vllm_hooks.messages import Candidate, ManthanMetadata, ManthanWorkerMetadata
-from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, StepLimit, StepShares
+from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.queries import METHOD, Queries
 from manthan.vllm_hooks.rechecks import Rechecks
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding
-from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
-from manthan.vllm_hooks.support import Latents, UnsupportedError
+from manthan.vllm_hooks.shared_store import make_sessions, namespace_of
+from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_held, tell_rechecks
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
@@ -61,7 +64,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import BlockHash
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -98,10 +100,7 @@ class SchedulerHalf:
         abort_at_shutdown(vllm_config)
         self._core = Core(self)
         self._ranks = vllm_config.parallel_config.world_size
-        stages = vllm_config.parallel_config.pipeline_parallel_size
-        self.groups = groups_for(vllm_config, kv_cache_config)
-        if stages > 1 or Latents.of(vllm_config).numbers or is_mixed(kv_cache_config):
-            self.groups = on_all_ranks(self._core.ask(groups_of_worker))
+        self.groups = on_all_ranks(self._core.ask(groups_of_worker))
         self.config = config = config_for(vllm_config, self.groups)
         self._group, self._block_size = self.groups.main.index, self.groups.main.tokens
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
@@ -127,7 +126,8 @@ class SchedulerHalf:
                     "model could not be told apart: use host or device."
                 )
             namespace = namespace_of(vllm_config, config, self.groups, weights.pop())
-        owner, sharding = engine_name(), Sharding.of(vllm_config, self.groups)
+        owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"  # the engine's name
+        sharding = Sharding.of(vllm_config, self.groups)
         self._salts = salts_of(config)
         self._core.prepare_requests(self._salts.of, PARAMS, lasting)
         chosen = choose_policy(config.policy)
@@ -170,12 +170,10 @@ class SchedulerHalf:
         self._waiting: ReturnsFirstQueue | None = None
         """The scheduler's waiting requests; None if vLLM's own queue is left in place."""
         self._losses = Losses()
-        self._scheduler: Scheduler | None = None
         self._limit: StepLimit | None = None
-        """Limit on a step's tokens; None for vLLM's own."""
+        """Limits on a step's tokens; None for vLLM's own."""
         self._resident: dict[str, int] = {}
         """Number of resident blocks, by id of a request that was matched and has no blocks allocated yet."""
-        self._shares: StepShares | None = None
         self._place: str | None = None
         """Namespace for `Tier.cleared`, after a reset, until the workers are told."""
         self._step = 0
@@ -209,14 +207,13 @@ class SchedulerHalf:
         if self.config.ordering == "returns":
             scheduling = self._vllm_config.scheduler_config
             waiting = ReturnsFirstQueue(scheduling.max_num_batched_tokens, scheduling.policy == "priority")
-            self._scheduler = replace_waiting(waiting)
-            if self._scheduler is not None:
+            scheduler = replace_waiting(waiting)
+            if scheduler is not None:
                 self._waiting = waiting
                 self.telemetry.held = lambda: waiting.held(time.time())
                 if scheduling.enable_chunked_prefill and not scheduling.disable_chunked_mm_input:
                     largest = max(group.tokens for group in self.groups.stored)
-                    self._limit = StepLimit(self._scheduler.max_num_scheduled_tokens, largest)
-                    self._shares = StepShares(scheduling, largest)
+                    self._limit = StepLimit(scheduler, waiting, largest)
         event = None if self._events is None else self._events.event
         block_tokens = {each.group.index: each.group.tokens for each in self.groups.at_points}
         self.pool = VllmPool(pool, self._group, block_tokens | {self._group: self._block_size}, event)
@@ -453,8 +450,8 @@ class SchedulerHalf:
             return None
         self._requests.pop(request.request_id, None)
         self._hold_back(*self.driver.missed(request.request_id))
-        if self._limit is not None and self._scheduler is not None and not self._requests:
-            self._scheduler.max_num_scheduled_tokens = self._limit.rest()
+        if self._limit is not None and not self._requests:
+            self._limit.rest()
         prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
         anew = max(0, prompt - self.driver.found(request.request_id))
         computed = min(blocks, request.num_computed_tokens // self._block_size)
@@ -542,12 +539,9 @@ class SchedulerHalf:
             for request in self._requests.values():
                 self.driver.cached(request.request_id, request.num_computed_tokens // self._block_size)
         work = self.driver.step(taken, now)
-        if self._limit is not None and self._scheduler is not None and self._requests:
-            limit = self._limit.begin(scheduled_tokens, now, len(self._requests))
-            self._scheduler.max_num_scheduled_tokens = limit
         self._reorder()
-        if self._shares is not None and self._scheduler is not None and self._waiting is not None:
-            self._shares.divide(self._scheduler.max_num_scheduled_tokens, self._waiting)
+        if self._limit is not None:
+            self._limit.begin(scheduled_tokens, now, len(self._requests))
         place, self._place = self._place, None
         self._set_deadline()
         self._step += 1

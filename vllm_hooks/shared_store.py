@@ -1,8 +1,6 @@
 """Redis of an engine: the namespace, the sessions, and each rank's blocks."""
 
 import os
-import secrets
-import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -67,11 +65,6 @@ def _identity(group: "KvCacheGroup", sharding: Sharding) -> list[object]:
     return [group.index, group.dtype_name, group.tokens, shape]
 
 
-def engine_name() -> str:
-    """Return a name for this engine: host, process id and random digits."""
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-
-
 def make_sessions(
     vllm_config: "VllmConfig",
     config: ManthanConfig,
@@ -99,8 +92,7 @@ def make_sessions(
 def check_redis(vllm_config: "VllmConfig") -> None:
     """Log a warning if Redis does not answer, or would refuse writes when full.
 
-    Raises:
-        ConfigError: Redis refuses the user or password, or is too old.
+    Raises ConfigError if Redis refuses the user or password, or is too old.
     """
     config = from_vllm_config(vllm_config)
     if not config.tiers.is_shared:

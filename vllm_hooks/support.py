@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from manthan.manager.config.model import TenantsConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.kv_dtype import is_plain
-from manthan.vllm_hooks.transfer_config import CONNECTOR, SEVERAL, from_vllm_config, is_on, others
+from manthan.vllm_hooks.transfer_config import CONNECTOR, SEVERAL, entries, from_vllm_config, is_on
 
 if TYPE_CHECKING:
     from vllm import EngineArgs
@@ -54,6 +54,8 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     speculative = vllm_config.speculative_config
     device = current_platform.device_type
     without = "serve it without Manthan"
+    names = [each.get("kv_connector") for each in entries(transfer)]
+    strange = sorted(name for name in NOT_BESIDE if names.count(name) > (name == CONNECTOR))  # one entry is Manthan's
     hashes = hash_refusal(config.tiers, cache.prefix_caching_hash_algo, config.tenants)
     refusals = [
         (device not in DEVICES, f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported"),
@@ -95,7 +97,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "kv_both, and name the role of any further connector in its own entry",
         ),
         (
-            bool(strange := sorted(NOT_BESIDE & {*others(transfer)})),
+            bool(strange),
             f"--kv-transfer-config names {', '.join(strange)} together with Manthan: leave that out",
         ),
         (

@@ -154,12 +154,9 @@ class CpuBlocks:
     def __init__(
         self, memory: PagedMemory, format: BlockFormat, *others: BlockFormat, exacts: Sequence[int] = (0,)
     ) -> None:
-        """Compile all kernels now.
+        """Compile all kernels now. format: for jobs that name no codec. others: for jobs that name them, and to read.
 
-        Args:
-            format: format for jobs that name no codec.
-            others: other formats that can be read, and are written if a job names their codec.
-            exacts: possible numbers of exact first tokens of a block.
+        exacts: possible numbers of exact first tokens of a block.
         """
         self.formats, self._memory, self.format, self._exacts = (format, *others), memory, format, exacts
         self.nbytes = format.shape.nbytes
@@ -196,10 +193,7 @@ class CpuBlocks:
         return encoded
 
     def decode(self, key: bytes, block_id: int, found: Found) -> str | None:
-        """Check a compressed block, in one or several shards, and decode it into a block of the paged cache.
-
-        Returns: the cause of a failure; None for a good block.
-        """
+        """Check a compressed block, of one or several shards, and decode it. Return the cause of a failure."""
         if found is None or isinstance(found, str):
             return MISSING if found is None else found
         try:

@@ -33,7 +33,6 @@ PRIMARY_BYTES = 256 << 20
 CPU_ENCODE_THREADS = 4
 """Number of threads that encode on the CPU for a GPU, as on a GB10. With vLLM's CPU build there is one."""
 STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
-"""Size of all staging buffers."""
 
 
 class TierBytes(NamedTuple):
@@ -44,7 +43,6 @@ class TierBytes(NamedTuple):
 
     @classmethod
     def of_a_rank(cls, store: TiersConfig, ranks: int) -> "TierBytes":
-        """Return the bytes of one of `ranks` ranks."""
         if store.kind == "device":
             return cls(store.max_bytes // ranks, store.host_bytes // ranks)
         return cls(0, store.max_bytes // ranks)
@@ -61,11 +59,9 @@ class TierBytes(NamedTuple):
 
 
 def usable_nbytes(store: TiersConfig, ranks: int, sizes: Collection[int], in_arenas: bool) -> int:
-    """Return how many bytes blocks of these sizes can surely take, on all ranks together.
+    """Return how many bytes blocks can surely take, on all ranks together. sizes: possible bytes of a block on a rank.
 
-    Args:
-        sizes: possible bytes of a block on a rank.
-        in_arenas: True if each tier is one range of addresses in a GPU's memory or in pinned RAM.
+    in_arenas: True if each tier is one range of addresses in a GPU's memory or in pinned RAM.
     """
     if store.places[-1] == "disk":
         return disk.usable(store.max_bytes // ranks) * ranks
@@ -91,7 +87,7 @@ def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
 def share_memory(vllm_config: "VllmConfig") -> None:
     """Give vLLM what the tiers in RAM leave of `memory_bytes`, for weights, activations and the KV pool.
 
-    Raises: ConfigError if CPU and GPU have separate memories, or if the budget is too small or too large.
+    Raises ConfigError if CPU and GPU have separate memories, or if the budget is too small or too large.
     """
     from vllm.platforms import current_platform
 
@@ -128,10 +124,7 @@ def share_memory(vllm_config: "VllmConfig") -> None:
 
 
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
-    """Make vLLM's KV pool smaller by the tier in GPU memory and the staging buffers.
-
-    Raises: ConfigError if nothing would be left for vLLM.
-    """
+    """Make vLLM's KV pool smaller by Manthan's GPU memory. Raises ConfigError if nothing would be left for vLLM."""
     from vllm.platforms import current_platform
 
     if not is_on_gpu(vllm_config):

@@ -183,8 +183,8 @@ class CudaEngine(Engine):
         self.tiers, self.store = tiers, secondary
         self._codecs = Codecs(codecs, make, names)
         self.codecs = self._codecs.by_group
-        self._device = self.codecs[self._codecs.first].device
-        largest = self._codecs.largest
+        self._device = next(iter(codecs.values())).device
+        largest = max(codec.form(codec.layout.tokens).nbytes for codec in codecs.values())
         self._store_lane, self._prefetch_lane = (Lane(max(STAGING_BYTES, largest), self._device) for _ in range(2))
         nbytes = max(RESTORE_STAGING_BYTES, largest)
         self._load_lanes = [Lane(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
@@ -722,8 +722,8 @@ class CudaEngine(Engine):
                 exacts = (0,) if codec.format.shape.is_raw else {min(each, codec.layout.tokens) for each in forms}
                 for lane, exact in product(self._lanes, exacts):
                     self._try(codec, lane, exact)
-        first, lane = self._codecs.first, self._prefetch_lane
-        return {name: self._try(self._codecs.get(first, name), lane, 0, 64) for name in self._codecs.names}
+        main, lane = next(iter(self.codecs)), self._prefetch_lane
+        return {name: self._try(self._codecs.get(main, name), lane, 0, 64) for name in self._codecs.names}
 
     def _try(self, codec: PagedCodec, lane: Lane, exact: int, most: int = 1) -> float:
         """Encode and decode as many copies of block 0 as fit, at most `most`. Return seconds to decode a token."""

@@ -28,19 +28,10 @@ from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
 from manthan.manager.tiers.shards import Shard, ShardedTier
 from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import Tier
+from manthan.vllm_hooks import memory
 from manthan.vllm_hooks.disk_store import open_disk, open_left
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup, config_for, groups_for
-from manthan.vllm_hooks.memory import (
-    Shards,
-    block_format,
-    block_shape,
-    codec_of_other,
-    exact_counts,
-    memory_shapes,
-    rank_facts,
-    with_states,
-)
 from manthan.vllm_hooks.messages import Candidate, ManthanMetadata
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding, reads_others
@@ -80,7 +71,7 @@ class GroupCache:
         forms: formats of the compressed blocks: of the configured codec, then of the guard's alternatives.
         exacts: possible numbers of exact first tokens of a block.
         beside: memory of the other layers of a group, which are stored as bytes.
-        rope: RoPE of the keys; None if unknown.
+        rope: RoPE of the keys; None if unknown, or for latents.
     """
 
     layers: list[Layer]
@@ -192,7 +183,7 @@ class WorkerHalf:
         profile.save(path)
         form = self._format(CALIBRATED, group, ModelFacts(rope, profile), namespace)
         codec = self._config.codec.model_copy(update={"name": CALIBRATED})
-        shape = memory_shapes(codec, self.groups, Shards(1, room_in(self._config)), profile)[0]
+        shape = memory.memory_shapes(codec, self.groups, memory.Shards(1, room_in(self._config)), profile)[0]
         assert isinstance(self.engine, CpuEngine)
         assert self.guard is not None
         self.engine.blocks[group.index].add(form)
@@ -214,17 +205,13 @@ class WorkerHalf:
         return replace(metadata, stores=stores, loads=loads)
 
     def _layers(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
-        """Return the memory of the group's layers. Raises UnsupportedError."""
+        """Return the memory of the group's layers, without those in `group.beside`. Raises UnsupportedError."""
         if group.is_packed:
             nbytes = dict(zip(group.names, group.layer_nbytes, strict=True))
             return placed_layers(kv_caches, self._kv_cache_config, nbytes)
         caches = {name: cache for name, cache in kv_caches.items() if name in group.names}
         modules = self._vllm_config.compilation_config.static_forward_context
-        return probe_layers(caches, modules, self._kv_cache_config.num_blocks, block_shape(group))
-
-    def _beside(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> Sequence[Layer]:
-        """Return the memory of a coded group's layers of raw bytes. Raises UnsupportedError."""
-        return self._layers(group.beside, kv_caches) if group.beside else ()
+        return probe_layers(caches, modules, self._kv_cache_config.num_blocks, memory.block_shape(group))
 
     def _is_found(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> bool:
         """False if the group should be coded, but this worker cannot find its layout in memory.
@@ -237,8 +224,8 @@ class WorkerHalf:
         try:
             layers = self._layers(group, kv_caches)
             if not layers[0].rows.is_cpu:
-                # raises if kernels cannot address the cache
-                paged_layout(layers, block_shape(group), self._beside(group, kv_caches)).kept(0)
+                beside = self._layers(group.beside, kv_caches) if group.beside else ()
+                paged_layout(layers, memory.block_shape(group), beside).kept(0)  # raises if kernels cannot address it
         except Exception as error:  # a backend raises anything
             logger.warning(
                 "Manthan: KV cache group %d is stored as bytes, because its layout cannot be found: %s: %s",
@@ -251,25 +238,18 @@ class WorkerHalf:
 
     def _cache(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
         """Return the cache of a group. namespace: see `fingerprint`. Raises ConfigError."""
-        config, layers, beside = self._config.codec, self._layers(group, kv_caches), self._beside(group, kv_caches)
+        config, layers = self._config.codec, self._layers(group, kv_caches)
+        beside = self._layers(group.beside, kv_caches) if group.beside else ()
         is_main = group.index == self.groups.main.index
-        codec = config.name if is_main else codec_of_other(config.name, group, config.state)
+        codec = config.name if is_main else memory.codec_of_other(config.name, group, config.state)
         if group.is_packed:
             return GroupCache(layers, [self._format(codec, group, NO_FACTS, namespace)], [0])
         group = replace(group, layers=len(layers))  # layers that share a cache count once
-        rope, codecs = self._rope(group), (codec, *finer_codecs(codec))
+        rope, codecs = None, (codec, *finer_codecs(codec))
+        if not group.latent and group.context.ranks == 1:  # else a rank's consecutive tokens are not so in the session
+            rope = running_rope(self._vllm_config, group.spec.head_size, takes_facts(config.name), group.names)
         forms = [self._format(each, group, self._facts(each, group, rope), namespace) for each in codecs]
-        return GroupCache(layers, forms, sorted(exact_counts(config, group).values()), beside, rope)
-
-    def _rope(self, group: KvCacheGroup) -> Rope | None:
-        """Return the RoPE of the group's layers; None if unknown.
-
-        Latents have no RoPE. With context parallelism, a rank's consecutive tokens do not have consecutive positions.
-        """
-        if group.latent or group.context.ranks > 1:
-            return None
-        tell = takes_facts(self._config.codec.name)
-        return running_rope(self._vllm_config, group.spec.head_size, tell, group.names)
+        return GroupCache(layers, forms, sorted(memory.exact_counts(config, group).values()), beside, rope)
 
     def _facts(self, codec: str, group: KvCacheGroup, rope: Rope | None) -> ModelFacts:
         """Return the facts for the codec. Raises ConfigError for an unsuitable profile."""
@@ -278,15 +258,15 @@ class WorkerHalf:
         if not needs_profile(codec):
             return ModelFacts(rope)
         parallel, profile = self._vllm_config.parallel_config, settled_profile(self._vllm_config)
-        return ModelFacts(rope, rank_facts(profile, group, parallel.rank, parallel.world_size).profile)
+        return ModelFacts(rope, memory.rank_facts(profile, group, parallel.rank, parallel.world_size).profile)
 
     def _format(self, codec: str, group: KvCacheGroup, facts: ModelFacts, namespace: str) -> BlockFormat:
         """Return a format with a fingerprint. Raises ConfigError."""
-        facts = with_states(codec, group, facts)
+        facts = memory.with_states(codec, group, facts)
         try:
             mark = fingerprint(self._vllm_config, group, codec, namespace, facts, self._sharding)
             first_head = self._sharding.first_head(self._vllm_config.parallel_config.rank)
-            return block_format(codec, group, mark, facts, first_head)
+            return memory.block_format(codec, group, mark, facts, first_head)
         except ProfileError as error:
             raise ConfigError(str(error)) from None
 
