@@ -95,11 +95,8 @@ WRAPPED = {
 def wrap(name: str, owner: Any, make: Callable[[Any], Any], kind: Callable[[Any], Any] = lambda made: made) -> None:
     """Replace a function of vLLM, unless it was replaced before.
 
-    Args:
-        name: key in `WRAPPED`.
-        owner: class, module or object that has the function.
-        make: takes vLLM's function, and returns the function to use instead.
-        kind: `staticmethod` or `classmethod`, if the function is either.
+    name: key in `WRAPPED`. owner: class, module or object that has the function. make: takes vLLM's function, and
+    returns the function to use instead. kind: `staticmethod` or `classmethod`, if the function is either.
     """
     assert name in WRAPPED, name
     attribute = name.rpartition(".")[2]
@@ -166,10 +163,9 @@ def extend_engine_args(
 
 
 def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", params_key: str) -> None:
-    """Have each request's `params_key`, and the session's id, checked before the engine gets the request.
+    """Have each request checked before the engine gets it.
 
-    Args:
-        check: takes configuration, value of `params_key` and session's id; returns the new value, or raises to refuse.
+    check: takes configuration, value of `params_key` and session's id; returns the new value, or raises to refuse.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -281,21 +277,18 @@ def replace_waiting(queue: "ReturnsFirstQueue") -> "Scheduler | None":
     from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    scheduler: Scheduler | None = _under_construction(Scheduler)
-    if scheduler is None or type(scheduler.waiting) not in (FCFSRequestQueue, PriorityRequestQueue):
+    scheduler: Scheduler = _under_construction(Scheduler)
+    if type(scheduler.waiting) not in (FCFSRequestQueue, PriorityRequestQueue):
         return None
     scheduler.waiting = queue
     return scheduler
 
 
 class Core:
-    """The engine core around the connector: wakes it, and hears of its sleeps and resets of the prefix cache.
+    """The engine core around the connector: wakes it, and tells `half` of its sleeps and resets of the prefix cache.
 
     vLLM resets only while no block is referenced, so that Manthan must release all blocks first. Connectors cannot
-    tell a sleep from another pause.
-
-    Args:
-        half: told before and after a reset, through `half.ask`, so that no exception gets out.
+    tell a sleep from another pause. Calls go through `half.ask`, so that no exception gets out.
     """
 
     def __init__(self, half: "SchedulerHalf") -> None:
@@ -335,10 +328,9 @@ class Core:
 
         vLLM hashes a request on a thread of its own, before connectors see the request.
 
-        Args:
-            salt: returns a request's cache salt; takes its `params_key`, kv_hints, the client's salt and the adapter,
-                and True if the content of all media is known.
-            by_content: True if hashes cover the content of media instead of the clients' names.
+        salt: returns a request's cache salt; takes its `params_key`, kv_hints, the client's salt and the adapter, and
+        True if the content of all media is known. by_content: True if hashes cover the content of media instead of the
+        clients' names.
         """
         core = self._core
 
@@ -619,10 +611,8 @@ class PoolMarks(Marks):
 class VllmPool:
     """vLLM's block pool, as `manthan.manager.pool.Pool` describes.
 
-    Args:
-        main: number of the KV cache group whose saved blocks are overwritten in order.
-        block_tokens: number of tokens in a block, by group.
-        event: returns the KV event of a stored block, given its name and the medium; None if events are off.
+    main: number of the KV cache group whose saved blocks are overwritten in order. block_tokens: tokens in a block, by
+    group. event: returns the KV event of a stored block, given its name and the medium; None if events are off.
     """
 
     def __init__(

@@ -13,9 +13,8 @@ from manthan.codec.gpu.paged import DTYPES
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.compat import skipped_tokens
-from manthan.vllm_hooks.kv_dtype import E4M3, FP8, is_packed
 from manthan.vllm_hooks.settled import AS_THEY_ARE
-from manthan.vllm_hooks.support import Latents, UnsupportedError, blocks_computed_again
+from manthan.vllm_hooks.support import E4M3, FP8, Latents, UnsupportedError, blocks_computed_again, is_packed
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:

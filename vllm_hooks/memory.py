@@ -18,7 +18,7 @@ from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.session.blocks import HIGH, GroupShape, MemoryShape
 from manthan.manager.tiers.arena import room
-from manthan.vllm_hooks.kv_dtype import FP8
+from manthan.vllm_hooks.support import FP8
 
 if TYPE_CHECKING:
     from manthan.vllm_hooks.groups import Groups, KvCacheGroup

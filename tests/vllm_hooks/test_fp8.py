@@ -31,9 +31,8 @@ from manthan.codec.cpu.numbers import as_floats
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import KvCacheGroup, groups_of
-from manthan.vllm_hooks.kv_dtype import is_packed
 from manthan.vllm_hooks.memory import Shards, block_format, block_shape, group_shape
-from manthan.vllm_hooks.support import UnsupportedError
+from manthan.vllm_hooks.support import UnsupportedError, is_packed
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory, PackedMemory
 from manthan.vllm_hooks.worker.layout import placed_layers, probe_layers
