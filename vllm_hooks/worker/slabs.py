@@ -20,11 +20,8 @@ Name = tuple[int, bytes]
 Places = Sequence[tuple[Extent, ...]]
 """Extents of each block."""
 Numbers = npt.NDArray[np.int64]
-START, NBYTES, EXACT, FIRST_TOKEN, MARK, CODEC, PIECES, GROUP = range(8)
-"""Rows of a tier's table: as in `Stored`; the number of a block's extents; the group, -1 in empty columns."""
-FIELDS = 8
-LEAST_ROW = 16
-"""Least number of consecutive blocks worth a joint lookup."""
+START, NBYTES, EXACT, FIRST_TOKEN, MARK, CODEC, PIECES = range(7)
+"""Rows of a tier's table: as in `Stored`, and the number of a block's extents."""
 
 
 class Stored(NamedTuple):
@@ -80,8 +77,7 @@ class Slab:
     """Tier of a rank: encoded blocks in a buffer, least recently used first.
 
     codes: uint8 [nbytes]. A byte is free, taken (a block is being written), or part of a stored block. Facts of a block
-    are a column of an array, so that thousands of blocks are looked up at once. Blocks put together, such as a
-    session's, have consecutive columns.
+    are a column of an array, so that those of thousands of blocks are read at once.
     """
 
     def __init__(self, codes: torch.Tensor, ram: PinnedRam | None = None) -> None:
@@ -92,8 +88,7 @@ class Slab:
         """Free extents, to be erased before the next write."""
         self._spans = 0
         self._columns: OrderedDict[Name, int] = OrderedDict()
-        self._table = np.zeros((FIELDS, 0), np.int64)
-        self._keys = np.zeros((0, 0), np.uint8)  # of each column, if all have equal lengths
+        self._table = np.zeros((PIECES + 1, 0), np.int64)
         self._spare: list[int] = []  # columns of no block
         self._pieces: dict[int, tuple[Extent, ...]] = {}  # by column: blocks in several extents
         self._inner: dict[int, tuple[int, ...]] = {}  # by column: blocks with refinements
@@ -153,7 +148,12 @@ class Slab:
 
         Bytes allocated beyond a block's size become free again.
         """
-        columns, rows = self._take_columns(len(blocks)), []
+        if len(self._spare) < len(blocks):
+            there = self._table.shape[1]
+            more = max(there, len(blocks))
+            self._table = np.pad(self._table, ((0, 0), (0, more)))
+            self._spare += range(there, there + more)
+        columns, rows = [self._spare.pop() for _ in blocks], []
         for column, (name, (extents, nbytes, *told, inner)) in zip(columns, blocks.items(), strict=True):
             taken = extents[0][1] if len(extents) == 1 else sum(size for _, size in extents)
             if taken - nbytes >= GRANULE:
@@ -163,18 +163,18 @@ class Slab:
                 self._pieces[column] = extents
             if inner:
                 self._inner[column] = inner
-            rows.append((extents[0][0] if extents else 0, nbytes, *told, len(extents), name[0]))
+            rows.append((extents[0][0] if extents else 0, nbytes, *told, len(extents)))
             self._columns[name] = column
         if rows:
             self._table[:, columns] = np.array(rows, np.int64).T
-            self._write_keys(columns, [key for _, key in blocks])
 
     def run(self, group: int, keys: Sequence[bytes], in_place: bool) -> Run | None:
         """Return the first block and those behind it with the same codec and number of exact tokens; None if absent.
 
         To be read in place, all of them have one extent, or all have several.
         """
-        there = self._find(group, keys)
+        columns = list(map(self._columns.get, zip(repeat(group), keys)))
+        there = np.array(columns[: columns.index(None)] if None in columns else columns, np.int64)
         if not len(there):
             return None
         found = self._table[:, there]
@@ -222,7 +222,6 @@ class Slab:
             self.free(self._extents(column, start, nbytes))
             self._pieces.pop(column, None)
             self._inner.pop(column, None)
-        self._table[GROUP, gone] = -1
         self._spare += gone
 
     def trim(self, names: Iterable[Name], parts: int) -> None:
@@ -247,53 +246,6 @@ class Slab:
         self.arena.free(extents)
         self.freed += extents
 
-    def _find(self, group: int, keys: Sequence[bytes]) -> Numbers:
-        """Return the columns of these blocks, up to the first absent block.
-
-        Two consecutive blocks predict the columns of all blocks put together with them, and a single comparison checks
-        the prediction. Only after a failure are blocks looked up singly.
-        """
-        get, wanted, done = self._columns.get, _as_rows(keys), 0
-        found: list[Numbers] = []
-        while done < len(keys) and (first := get((group, keys[done]))) is not None:
-            second = get((group, keys[done + 1])) if done + 1 < len(keys) else None
-            row = np.array([first])
-            if second is not None and wanted is not None and 0 < wanted.shape[1] == self._keys.shape[1]:
-                row = self._row(group, wanted[done:], first, second - first)
-            if second is not None and len(row) < min(LEAST_ROW, len(keys) - done):
-                rest = list(map(get, zip(repeat(group), keys[done:])))
-                end = rest.index(None) if None in rest else len(rest)
-                return np.concatenate([*found, np.array(rest[:end], np.int64)])
-            found.append(row)
-            done += len(row)
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
-
-    def _row(self, group: int, wanted: npt.NDArray[np.uint8], first: int, step: int) -> Numbers:
-        """Return columns at equal steps with these keys, in order, from the first column on."""
-        columns = first + step * np.arange(len(wanted))
-        columns = columns[(columns >= 0) & (columns < self._table.shape[1])]
-        same = (self._keys[columns] == wanted[: len(columns)]).all(axis=1) & (self._table[GROUP, columns] == group)
-        return columns if same.all() else columns[: int(same.argmin())]
-
-    def _write_keys(self, columns: Sequence[int], keys: Sequence[bytes]) -> None:
-        rows, fresh = _as_rows(keys), len(self._columns) == len(columns)
-        width = 0 if rows is None else rows.shape[1]
-        if fresh or width != self._keys.shape[1]:  # keys of several lengths are looked up singly
-            self._keys = np.zeros((self._table.shape[1], width if fresh else 0), np.uint8)
-        if self._keys.shape[1] and rows is not None:
-            self._keys[columns] = rows
-
-    def _take_columns(self, count: int) -> list[int]:
-        if count > len(self._spare):
-            there = self._table.shape[1]
-            more = max(there, count)
-            self._table = np.pad(self._table, ((0, 0), (0, more)), constant_values=-1)
-            self._keys = np.pad(self._keys, ((0, more), (0, 0)))
-            self._spare = [*range(there + more - 1, there - 1, -1), *self._spare]
-        taken = self._spare[len(self._spare) - count :][::-1]
-        del self._spare[len(self._spare) - count :]
-        return taken
-
     def _extents(self, column: int, start: int, nbytes: int) -> tuple[Extent, ...]:
         return self._pieces.get(column) or (Extent(start, room(nbytes)),)
 
@@ -302,13 +254,6 @@ class Slab:
         if self._ram is not None:
             self._ram.close()
         self.codes = self.codes[:0]
-
-
-def _as_rows(keys: Sequence[bytes]) -> npt.NDArray[np.uint8] | None:
-    """Return uint8 [blocks, bytes of a key]; None for different lengths."""
-    if len(set(map(len, keys))) != 1 or not keys[0]:
-        return None
-    return np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
 
 
 class Demotion(NamedTuple):
