@@ -28,8 +28,6 @@ class ManthanMetadata(KVConnectorMetadata):
     """Number of tokens that the model computes in this step."""
     model_rests: bool = False
     """True if the model computes nothing in this step."""
-    step: int = 0
-    """Number of the step, counted from the engine's start."""
     failed: dict[str, Sequence[int]] = field(default_factory=dict)
     """By request id, blocks whose loads vLLM waits for, but which will not come; to report as failed."""
     cancels: bool = False

@@ -176,7 +176,6 @@ class SchedulerHalf:
         """Number of resident blocks, by id of a request that was matched and has no blocks allocated yet."""
         self._place: str | None = None
         """Namespace for `Tier.cleared`, after a reset, until the workers are told."""
-        self._step = 0
         self._deadline = inf
         self._drained_at: float | None = None
         """Time at which the engine ends, also if not all is saved; None before vLLM shuts it down, 0 after the end."""
@@ -544,7 +543,6 @@ class SchedulerHalf:
             self._limit.begin(scheduled_tokens, now, len(self._requests))
         place, self._place = self._place, None
         self._set_deadline()
-        self._step += 1
         return ManthanMetadata(
             place,
             work.drops,
@@ -552,7 +550,6 @@ class SchedulerHalf:
             work.loads,
             tokens=scheduled_tokens,
             model_rests=not scheduled_tokens,
-            step=self._step,
             cancels=self._cancels,
             revokes=work.revokes,
             may_calibrate=self._calibrates

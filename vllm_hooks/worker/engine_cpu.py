@@ -55,7 +55,6 @@ class CpuEngine(Engine):
         store: the rank's tiers.
         encode_threads: number of threads that encode.
         device: device of the cache. On a GPU, a job runs on a stream of its own, behind the model's work so far.
-        staging_nbytes: most bytes of blocks gathered and not encoded; one part of a store is always gathered.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class CpuEngine(Engine):
         encode_threads: int,
         device: torch.device,
         fails_whole: bool = False,
-        staging_nbytes: int = COPIES_BYTES,
     ) -> None:
         super().__init__(fails_whole)
         self.blocks, self.store = blocks, store
@@ -75,7 +73,8 @@ class CpuEngine(Engine):
         """Set to cancel the jobs that began since the last reset."""
         self._ungathered: list[Gathering] = []
         """Stores that have blocks to gather yet."""
-        self._staging_nbytes, self._staged = staging_nbytes, 0
+        self._staged = 0
+        """Bytes of blocks gathered and not encoded. One part of a store is gathered in any case."""
         self._gatherers = JobThreads(1, "manthan-gather", cpus)
         self._encoders = JobThreads(encode_threads, "manthan-encode", cpus)
         self._loaders = JobThreads(1, "manthan-restore", cpus)
@@ -133,14 +132,14 @@ class CpuEngine(Engine):
             self._refuse(job, NEEDED)
 
     def _gather(self, gathering: Gathering, model: torch.cuda.Event | None) -> None:
-        """Copy a store's blocks, some at a time, as `staging_nbytes` allows, and have them encoded."""
+        """Copy a store's blocks, some at a time, as COPIES_BYTES allows, and have them encoded."""
         job, blocks = gathering.job, self.blocks[gathering.job.group]
-        step = max(1, min(BATCH, self._staging_nbytes // blocks.nbytes))
+        step = max(1, min(BATCH, COPIES_BYTES // blocks.nbytes))
         for start in range(0, len(job), step):
             part = job.part(start, start + step, blocks.format.shape.tokens)
             nbytes = len(part) * blocks.nbytes
             with self._lock:
-                while self._staged and self._staged + nbytes > self._staging_nbytes and not gathering.is_given_up:
+                while self._staged and self._staged + nbytes > COPIES_BYTES and not gathering.is_given_up:
                     self._lock.wait()
                 if gathering.is_given_up and not start:
                     return
