@@ -12,10 +12,9 @@ from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError
 from manthan.manager.tiers.sealed import keys_of
 from manthan.vllm_hooks.compat import before_engine, extend_engine_args, register_connector, watch_models
-from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.http.hints import PARAMS, checked
+from manthan.vllm_hooks.lasting import check_disk, check_redis
 from manthan.vllm_hooks.settled import settle_codec
-from manthan.vllm_hooks.shared_store import check_redis
 from manthan.vllm_hooks.support import check_arguments, check_supported
 from manthan.vllm_hooks.transfer_config import (
     CONNECTOR,

@@ -34,11 +34,12 @@ from manthan.manager.sweeper import Sweeper
 from manthan.manager.tiers.redis_schema import FALL
 from manthan.manager.transfer import on_each
 from manthan.vllm_hooks.compat import Core, VllmPool, replace_waiting, tokens_to_load, watch_lookups
-from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
+from manthan.vllm_hooks.fingerprint import namespace_of
 from manthan.vllm_hooks.groups import Part, config_for, on_all_ranks
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, decoded_elsewhere, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
+from manthan.vllm_hooks.lasting import DiskBooks, make_sessions
 from manthan.vllm_hooks.memory import Shards, memory_shapes
 from manthan.vllm_hooks.messages import Candidate, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, StepLimit
@@ -46,7 +47,6 @@ from manthan.vllm_hooks.queries import METHOD, Queries
 from manthan.vllm_hooks.rechecks import Rechecks
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding
-from manthan.vllm_hooks.shared_store import make_sessions, namespace_of
 from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_held, tell_rechecks
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry

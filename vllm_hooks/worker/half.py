@@ -23,21 +23,17 @@ from manthan.codec.wht import WhtPreset
 from manthan.manager.config.model import ConfigError
 from manthan.manager.config.profiles import CALIBRATED
 from manthan.manager.tiers.arena_tier import RamTier
-from manthan.manager.tiers.redis_schema import Namespace
-from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
-from manthan.manager.tiers.shards import Shard, ShardedTier
 from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import Tier
 from manthan.vllm_hooks import memory
-from manthan.vllm_hooks.disk_store import open_disk, open_left
-from manthan.vllm_hooks.fingerprint import fingerprint
+from manthan.vllm_hooks.fingerprint import fingerprint, namespace_of
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup, config_for, groups_for
+from manthan.vllm_hooks.lasting import make_store
 from manthan.vllm_hooks.messages import Candidate, ManthanMetadata
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
-from manthan.vllm_hooks.shards import Sharding, reads_others
-from manthan.vllm_hooks.shared_store import make_redis, namespace_of
+from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.transfer_config import CONNECTOR, from_vllm_config, settings
+from manthan.vllm_hooks.transfer_config import CONNECTOR, settings
 from manthan.vllm_hooks.worker.blocks import (
     BesideMemory,
     CpuBlocks,
@@ -162,7 +158,7 @@ class WorkerHalf:
         name, store = "", None
         if config.tiers.is_lasting:
             namespace = namespace_of(self._vllm_config, config, self.groups, loaded_of(self._vllm_config).digest())
-            name, store = namespace.name, _make_store(self._vllm_config, namespace, self._sharding)
+            name, store = namespace.name, make_store(self._vllm_config, namespace, self._sharding)
         caches = {group.index: self._cache(group, kv_caches, name) for group in self.groups.stored}
         self.engine = self._engine(caches, store)
         main = caches[self.groups.main.index]
@@ -308,35 +304,6 @@ def codec_backend(wanted: str, device: torch.device) -> str:
         return wanted
     is_shared = device.type == "cpu" or torch.cuda.get_device_properties(device).is_integrated
     return "numpy" if is_shared else "cuda"
-
-
-def _make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Sharding) -> Tier:
-    """Return a rank's tiers that outlive the engine, behind the tier in RAM. Raises ConfigError."""
-    config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
-    keys, rank = keys_of(config.sealing), parallel.rank
-    sealer = Sealer(keys, namespace.name) if keys else None
-
-    def sealed(shard: Shard, tier: Tier) -> Tier:
-        return tier if sealer is None else SealedTier(tier, sealer, shard)
-
-    sources, copies = list[list[Tier]](), list[Tier]()
-    is_reader = reads_others(vllm_config, sharding)
-    if config.tiers.is_shared:
-        shard, redis = sharding.shard(rank), make_redis(config, namespace, sharding, rank)
-        for other in sharding.others() if is_reader else ():
-            shards = [Shard(at, other.stages * other.parts) for at in sharding.sources(rank, other)]
-            sources.append([sealed(each, redis.of(each)) for each in shards])
-        store: Tier = redis
-        if config.tiers.front_disk_bytes:
-            store = StackedTier(open_disk(config, parallel, namespace.name, config.tiers.front_disk_bytes), redis)
-    else:
-        shard = Shard(rank, parallel.world_size)
-        store = open_disk(config, parallel, namespace.name, config.tiers.max_bytes)
-        if is_reader:
-            left, rest = open_left(config, parallel, namespace.name, sharding)
-            sources, copies = [[sealed(*each) for each in some.items()] for some in left], [*rest]
-    own = sealed(shard, store)
-    return ShardedTier(own, sources, copies) if sources else own
 
 
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:
