@@ -15,7 +15,7 @@ from manthan.vllm_hooks.compat import before_engine, extend_engine_args, registe
 from manthan.vllm_hooks.http.hints import PARAMS, checked
 from manthan.vllm_hooks.lasting import check_disk, check_redis
 from manthan.vllm_hooks.settled import settle_codec
-from manthan.vllm_hooks.support import check_arguments, check_supported
+from manthan.vllm_hooks.support import UnsupportedError, check_supported
 from manthan.vllm_hooks.transfer_config import (
     CONNECTOR,
     CONNECTOR_MODULE,
@@ -72,9 +72,14 @@ def read_flags(args: argparse.Namespace) -> None:
 
 
 def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
-    """Refuse arguments with which vLLM would use another connector. from_command_line, Raises: see `check`."""
+    """Refuse arguments with which vLLM would use another connector instead of Manthan; see `check`."""
+    if (size := arguments.kv_offloading_size) is None or not is_on(arguments):
+        return
     with one_sentence() if from_command_line else nullcontext():
-        check_arguments(arguments)
+        raise UnsupportedError(
+            f"Manthan cannot be used here: --kv-offloading-size is {size:g}, which replaces Manthan by vLLM's "
+            "offloading; remove it, or name OffloadingConnector in --kv-transfer-config."
+        )
 
 
 def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from manthan.codec.base import Dtype
 from manthan.manager.config.model import TenantsConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
-from manthan.vllm_hooks.transfer_config import CONNECTOR, SEVERAL, entries, from_vllm_config, is_on
+from manthan.vllm_hooks.transfer_config import CONNECTOR, SEVERAL, entries, from_vllm_config
 
 if TYPE_CHECKING:
-    from vllm import EngineArgs
     from vllm.config import CacheConfig, VllmConfig
 
 DEVICES = ("cpu", "cuda")
@@ -33,16 +32,6 @@ engine runs."""
 
 class UnsupportedError(ConfigError):
     """Unsupported model or setting of vLLM."""
-
-
-def check_arguments(arguments: "EngineArgs") -> None:
-    """Raise UnsupportedError for arguments with which vLLM would use another connector instead of Manthan."""
-    size = arguments.kv_offloading_size
-    if size is not None and is_on(arguments):
-        raise UnsupportedError(
-            f"Manthan cannot be used here: --kv-offloading-size is {size:g}, which replaces Manthan by vLLM's "
-            "offloading; remove it, or name OffloadingConnector in --kv-transfer-config."
-        )
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:

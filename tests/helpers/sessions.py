@@ -294,7 +294,7 @@ class SameStep(Sessions):
         """vLLM does not have a session's blocks any more, of which the manager has not heard."""
         pool = self.half.pool
         pool._pool.evict_blocks(set(pool.lookup(self.group, self.hashes(session))))
-        for rows, _, _ in self.blocks._memory._layers:
+        for rows in self.blocks._memory._rows:
             rows[:] = 0
 
     def evict_when_computed(self) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import NamedTuple
 
 from vllm.logger import init_logger
@@ -211,7 +211,7 @@ class JobThreads:
     """
 
     def __init__(self, count: int, name: str, cpus: Collection[int] = ()) -> None:
-        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._jobs: Queue[Callable[[], object] | None] = Queue()
         self._threads = [
             threading.Thread(target=self._run, args=(cpus,), name=f"{name}-{n}", daemon=True) for n in range(count)
         ]
@@ -219,22 +219,18 @@ class JobThreads:
             thread.start()
 
     def submit(self, job: Callable[..., object], *args: object) -> None:
-        """Give the threads a job."""
         self._jobs.put(partial(job, *args))
 
     def wait(self) -> None:
         """Wait until all submitted jobs are done. After a shutdown there are none."""
-        if any(thread.is_alive() for thread in self._threads):
-            all_idle = threading.Barrier(len(self._threads) + 1)
-            for _ in self._threads:
-                self.submit(all_idle.wait)
-            all_idle.wait()
+        self._jobs.join()
 
     def shutdown(self) -> None:
         """Drop the jobs that have not begun, and wait for the others."""
         with suppress(Empty):
             while True:
                 self._jobs.get_nowait()
+                self._jobs.task_done()
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -246,11 +242,15 @@ class JobThreads:
                 os.sched_setaffinity(0, cpus)
         except OSError as error:
             logger.warning("Manthan: a thread stays on the model's CPUs: %s", error)
-        while (job := self._jobs.get()) is not None:
+        while True:
             try:
+                if (job := self._jobs.get()) is None:
+                    return
                 job()
             except Exception:  # the next job may succeed
                 logger.exception("Manthan: a job has failed")
+            finally:
+                self._jobs.task_done()
 
 
 def allowed_cpus() -> set[int]:
