@@ -632,7 +632,6 @@ class VllmPool:
         self._finds: dict[int, WeakSet[Request]] = {}
         """By block id, requests that expect to find the block; see `count_on`."""
         self._bereft: set[Request] = set()
-        """Requests for `take_bereft`."""
         self._last_empty: KVCacheBlock | None = None
         """Last of the empty blocks at the head of the free queue; None if unknown."""
         wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._saved_first)

@@ -26,8 +26,6 @@ class ManthanMetadata(KVConnectorMetadata):
     loads: Sequence[Transfer] = ()
     tokens: int = 0
     """Number of tokens that the model computes in this step."""
-    model_rests: bool = False
-    """True if the model computes nothing in this step."""
     failed: dict[str, Sequence[int]] = field(default_factory=dict)
     """By request id, blocks whose loads vLLM waits for, but which will not come; to report as failed."""
     cancels: bool = False

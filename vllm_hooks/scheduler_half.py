@@ -528,7 +528,7 @@ class SchedulerHalf:
         """Return the workers' orders for a step, in which vLLM computes `scheduled_tokens` tokens."""
         self._rung = False
         if self.is_out_of_use and not scheduled_tokens:
-            return ManthanMetadata(model_rests=True)
+            return ManthanMetadata()
         self._heed_calls()
         if self._is_unsure and scheduled_tokens:
             self._begin_again()
@@ -549,7 +549,6 @@ class SchedulerHalf:
             work.stores,
             work.loads,
             tokens=scheduled_tokens,
-            model_rests=not scheduled_tokens,
             cancels=self._cancels,
             revokes=work.revokes,
             may_calibrate=self._calibrates

@@ -85,11 +85,8 @@ def checked(vllm_config: "VllmConfig", params: object, session_id: str | None) -
 def checked_params(params: object, header: str) -> object:
     """Check the hints in a request's kv_transfer_params, and return these with the tenant added.
 
-    Args:
-        params: value of kv_transfer_params: a mapping, or None.
-        header: name of the HTTP header that names the tenant; empty for none.
-
-    Raises: HintError for hints that cannot be used, or a hint `tenant` despite such a header.
+    header: name of the HTTP header that names the tenant; empty for none. Raises HintError for hints that cannot be
+    used, or a hint `tenant` despite such a header.
     """
     hints = _hints_in(params)
     if not header:

@@ -28,9 +28,7 @@ TOTALS = (
 class Telemetry:
     """Metrics, log, traces and histories of an engine. Subscribes to the engine's stream of events.
 
-    Args:
-        traces: None if tracing is off.
-        histories: histories of sessions; None if the HTTP API is off.
+    traces: None if tracing is off. histories: of sessions; None if the HTTP API is off.
     """
 
     def __init__(
@@ -42,11 +40,9 @@ class Telemetry:
         self.changed: set[str] = set()
         """Ids of sessions that have gained or lost blocks since the scheduler half last took them."""
         self.store_is_up = True
-        """True if the cold store answers."""
         self.held: Callable[[], Sequence[float]] = tuple
         """Returns for each request that is held back how many seconds it has waited."""
         self._judged: Judged | None = None
-        """Last decision of the guard."""
         self._measured: dict[int, int] = {}
         """Blocks that each rank's guard has looked at before the first verdict."""
         self._failures = Sparing(QUIET_S)

@@ -182,9 +182,8 @@ def other_causes(
 ) -> Mapping[int, str]:
     """Return causes for blocks that cannot be read either, so that a session does not fail once for each of them.
 
-    Args:
-        behind: indices in the job of the blocks behind the first bad one. `values` yields what is read of them.
-        found: what was read of the first bad block.
+    found: what was read of the first bad block. behind: indices in the job of the blocks behind it, whose content
+    `values` yields.
     """
     if found is None:
         absent = set(store.absent(job.group, [job.block_hashes[at] for at in behind]))

@@ -23,13 +23,10 @@ BATCH = 16
 
 @dataclass(eq=False)
 class Gathering:
-    """Store under way.
+    """Store under way. nbytes, inner: see `TransferResult`. left: number of blocks neither stored nor refused yet.
 
-    Args:
-        nbytes, inner: see `TransferResult`.
-        left: number of blocks neither stored nor refused yet.
-        is_begun: True once the first blocks are being gathered.
-        is_given_up: True if no more blocks may be gathered, because requests need them.
+    is_begun: True once the first blocks are being gathered. is_given_up: True if no more blocks may be gathered,
+    because requests need them.
     """
 
     job: Transfer

@@ -218,7 +218,7 @@ class CudaEngine(Engine):
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
         self.tiers.start()
-        self._may_pause = metadata.model_rests
+        self._may_pause = not metadata.tokens
         if metadata.cancels or metadata.place is not None:
             self._stop(self._loadings)
         if metadata.cancels:

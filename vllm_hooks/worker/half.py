@@ -269,9 +269,7 @@ class WorkerHalf:
     def _engine(self, groups: Mapping[int, GroupCache], store: Tier | None) -> Engine:
         """Return the engine: on the GPU; or on the CPU's cores, for a cache in the CPU's memory or a GPU's.
 
-        Args:
-            groups: caches by KV cache group, the main group first.
-            store: the rank's tiers that outlive the engine; None if there are none.
+        groups: the main group first. store: the rank's tiers that outlive the engine; None if there are none.
         """
         tiers, codec, ranks = self._config.tiers, self._config.codec, self._vllm_config.parallel_config.world_size
         tier_bytes, fails_whole = TierBytes.of_a_rank(tiers, ranks), bool(self.groups.at_points)

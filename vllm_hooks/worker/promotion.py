@@ -33,11 +33,8 @@ class Reading:
 class Primary:
     """Keeps the most recently used blocks in the tier. Evicted blocks remain in the secondary tier.
 
-    Args:
-        look_into: returns exact tokens, first token, mark and codec number of a compressed block, or a bad block's
-            cause.
-        lock: of the tier. No bytes are copied while the lock is held.
-        erase: begins to erase freed bytes, and returns the event after the erasure.
+    look_into: see `Codecs.look_into`. lock: of the tier. No bytes are copied while the lock is held. erase: begins to
+    erase freed bytes, and returns the event after the erasure.
     """
 
     def __init__(
