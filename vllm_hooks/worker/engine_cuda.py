@@ -217,7 +217,8 @@ class CudaEngine(Engine):
         self._readers = [JobThreads(threads, f"manthan-{name}") for name in ("restore", "prefetch")]
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
-        self.tiers.start()
+        for slab in self.tiers.all:
+            slab.start()
         self._may_pause = not metadata.tokens
         if metadata.cancels or metadata.place is not None:
             self._stop(self._loadings)
@@ -274,7 +275,8 @@ class CudaEngine(Engine):
         for threads in (*self._readers, self._writers):
             threads.shutdown()
         self.wait()
-        self.tiers.release()
+        for slab in self.tiers.all:
+            slab.release()
         if self.store is not None:
             self.store.close()
 
@@ -304,28 +306,24 @@ class CudaEngine(Engine):
             except Exception as error:
                 self._refuse_rest(storing, cause_of(error))
                 encodings, demotions = [], []
-            self._begin_encodings(encodings, demotions)
+            try:
+                if encodings or demotions:
+                    self._make_room(demotions)
+            except Exception as error:
+                with self._lock:
+                    for demotion in demotions:
+                        self.tiers.drop(demotion.name[0], [demotion.name[1]])
+                for encoding in encodings:
+                    self._fail(encoding, error)
+                encodings = []
+            for encoding in encodings:
+                try:
+                    self._encode(encoding)
+                except Exception as error:  # any error costs these blocks, not the model's thread
+                    self._fail(encoding, error)
             if storing.planned < len(storing.job):
                 return
             self._waiting.popleft()
-
-    def _begin_encodings(self, encodings: Sequence[Encoding], demotions: Sequence[Demotion]) -> None:
-        if not (encodings or demotions):
-            return
-        try:
-            self._make_room(demotions)
-        except Exception as error:
-            with self._lock:
-                for demotion in demotions:
-                    self.tiers.drop(demotion.name[0], [demotion.name[1]])
-            for encoding in encodings:
-                self._fail(encoding, error)
-            return
-        for encoding in encodings:
-            try:
-                self._encode(encoding)
-            except Exception as error:  # any error costs these blocks, not the model's thread
-                self._fail(encoding, error)
 
     def _refuse_rest(self, storing: Storing, cause: str) -> None:
         rest, storing.planned = range(storing.planned, len(storing.job)), len(storing.job)

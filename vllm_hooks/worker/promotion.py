@@ -117,10 +117,9 @@ class Primary:
         with self._lock:
             if reading.is_stopped:
                 raise CancelledError
-            if name in self._slab:
+            if is_there := name in self._slab:
                 self._pin([name])
-                return True
-            return False
+            return is_there
 
     def _bring(self, reading: Reading, group: int, key: bytes, buf: Buffer) -> str | None:
         """Copy a block into the tier when the tier has room, and pin the block. Return the cause for a bad block."""

@@ -286,20 +286,18 @@ class Slabs:
         self.all = [tier for tier in (device, host) if tier is not None]
         self.first = self.all[0]
 
-    def start(self) -> None:
-        """Note the first use."""
-        for tier in self.all:
-            tier.start()
-
     def take(self, nbytes: int, count: int) -> tuple[list[Taken], list[Demotion]]:
         """Return room for `count` new blocks, as far as they fit, and the copies to make before the room is used."""
         for tier in self.all:
             tier.grow()
-        on_device, demotions = self.first is self.device, list[Demotion]()
-        found = self.first.arena.allocate_some(nbytes, count)
+        arena, demotions = self.first.arena, list[Demotion]()
+        found = arena.allocate_some(nbytes, count)
+        while len(found) < count and nbytes <= arena.nbytes and self._demote(demotions):
+            found += arena.allocate_some(nbytes, count - len(found))
+        on_device, behind = self.first is self.device, None if self.host is self.first else self.host
         taken = [Taken(self.first, extents, on_device and len(extents) == 1) for extents in found]
-        while len(taken) < count and (one := self._take(nbytes, demotions)):
-            taken.append(one)
+        while len(taken) < count and behind is not None and (extents := behind.arena.allocate(nbytes)) is not None:
+            taken.append(Taken(behind, extents, False))
         return taken, demotions
 
     def find(self, group: int, keys: Sequence[bytes]) -> Run | None:
@@ -333,21 +331,6 @@ class Slabs:
     def used(self) -> int:
         """Stored and taken bytes of all tiers."""
         return sum(tier.arena.used for tier in self.all)
-
-    def release(self) -> None:
-        for tier in self.all:
-            tier.release()
-
-    def _take(self, nbytes: int, demotions: list[Demotion]) -> Taken | None:
-        arena = self.first.arena
-        extents = arena.allocate(nbytes)
-        while extents is None and nbytes <= arena.nbytes and self._demote(demotions):
-            extents = arena.allocate(nbytes)
-        if extents is not None:
-            return Taken(self.first, extents, self.first is self.device and len(extents) == 1)
-        if self.host is None or self.host is self.first or (extents := self.host.arena.allocate(nbytes)) is None:
-            return None
-        return Taken(self.host, extents, False)
 
     def _demote(self, demotions: list[Demotion]) -> bool:
         """Move the device's oldest block to the host. Return True if there was a block, and room."""
