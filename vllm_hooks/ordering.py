@@ -1,6 +1,6 @@
 """Returns first: the scheduler's waiting queue, the bound on reordering, and the number of tokens of a step."""
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import NamedTuple
@@ -40,15 +40,14 @@ class ReturnsFirstQueue(RequestQueue):
     The added time is the request's share of a step: `BOUND_S` for a prompt of a full step or more. A request `BOUND_S`
     younger never passes, so that no request starves. `hold_back` sets another bound.
 
-    A heap with lazy deletion: adding, updating and popping are O(log n), removing is O(1).
+    A sorted list: each change finds its position in O(log n).
 
     step_tokens: most tokens of a step. by_priority: True if `Request.priority` counts, the lowest first.
     """
 
     def __init__(self, step_tokens: int, by_priority: bool) -> None:
         self._step_tokens, self._by_priority = step_tokens, by_priority
-        self._heap: list[_Entry] = []
-        """Entries, and outdated entries, which `_entries` does not have any more."""
+        self._order: list[_Entry] = []
         self._entries: dict[str, _Entry] = {}
         self._to_compute: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._front, self._back = count(-1, -1), count()
@@ -89,6 +88,7 @@ class ReturnsFirstQueue(RequestQueue):
         return None if entry is None else entry.request
 
     def _push(self, request: Request, tie: int) -> None:
+        self.remove_requests([request])
         tokens = self._to_compute.get(request, request.num_tokens)
         entry = _Entry(
             request.priority if self._by_priority else 0,
@@ -98,10 +98,7 @@ class ReturnsFirstQueue(RequestQueue):
             request,
         )
         self._entries[request.request_id] = entry
-        heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = list(self._entries.values())
-            heapq.heapify(self._heap)
+        insort(self._order, entry)
 
     def add_request(self, request: Request) -> None:
         self._push(request, next(self._back))
@@ -115,26 +112,21 @@ class ReturnsFirstQueue(RequestQueue):
             self.prepend_request(request)
 
     def peek_request(self) -> Request:
-        while self._heap:
-            request = self._heap[0].request
-            if self._entries.get(request.request_id) is self._heap[0]:
-                return request
-            heapq.heappop(self._heap)
-        raise IndexError("peek from an empty queue")
+        return self._order[0].request
 
     def pop_request(self) -> Request:
         request = self.peek_request()
-        heapq.heappop(self._heap)
-        del self._entries[request.request_id]
+        self.remove_request(request)
         return request
 
     def remove_request(self, request: Request) -> None:
-        del self._entries[request.request_id]
+        del self._order[bisect_left(self._order, self._entries.pop(request.request_id))]
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Remove the requests, as far as queued."""
         for request in requests:
-            self._entries.pop(request.request_id, None)
+            if request.request_id in self._entries:
+                self.remove_request(request)
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -143,7 +135,7 @@ class ReturnsFirstQueue(RequestQueue):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter([entry.request for entry in sorted(self._entries.values())])
+        return iter([entry.request for entry in self._order])
 
 
 class Losses:

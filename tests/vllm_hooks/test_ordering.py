@@ -68,14 +68,6 @@ def test_a_users_priority_wins_where_vllm_heeds_it(by_priority: bool) -> None:
     assert order == ([urgent, preempted, cheap] if by_priority else [preempted, cheap, urgent])
 
 
-def test_entries_that_are_gone_take_no_room() -> None:
-    queue = queue_of(request(STEP))
-    [waits] = queue
-    for tokens in range(10_000):
-        queue.update(waits, tokens)
-    assert len(queue._heap) < 100
-
-
 def test_while_kv_is_lost_a_request_with_much_to_compute_stands_back_by_the_bound_that_is_set() -> None:
     gone, soon, late = request(50 * STEP), request(1, HELD_S - 0.1), request(1, HELD_S + 0.1)
     queue = queue_of(gone, soon, late)
