@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from math import inf
 from operator import attrgetter
@@ -25,7 +26,7 @@ from manthan.manager.events import Events
 from manthan.manager.guard import Choice, Guard
 from manthan.manager.histories import Histories
 from manthan.manager.pool import Asker
-from manthan.manager.session.blocks import SAVED, MemoryShape
+from manthan.manager.session.blocks import SAVED
 from manthan.manager.session.manager import PointParts, SessionManager, Shares
 from manthan.manager.session.persist import JournalLink, RedisLink
 from manthan.manager.session.prefetch import LEAD_S, lead_s
@@ -51,7 +52,7 @@ from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_held, tell_rechecks
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
-from manthan.vllm_hooks.transfer_config import abort_at_shutdown, is_on_gpu, settings
+from manthan.vllm_hooks.transfer_config import abort_at_shutdown, settings
 from manthan.vllm_hooks.worker.calibrator import LEAST
 from manthan.vllm_hooks.worker.capacity import fast_tiers, room_in, usable_nbytes
 from manthan.vllm_hooks.worker.half import get_ready, groups_of_worker
@@ -109,6 +110,7 @@ class SchedulerHalf:
         shards = Shards(self._ranks, room_in(config), can_trim)
         self._shapes = memory_shapes(config.codec, self.groups, shards, profile)
         self._shape = self._shapes[0]
+        self._capacity = partial(usable_nbytes, vllm_config, config.tiers)
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
         shared = config.tiers.is_shared
@@ -272,13 +274,6 @@ class SchedulerHalf:
         """Name of the codec of new blocks."""
         shape = self.manager.shape
         return shape.groups[shape.main].codec or self.config.codec.name
-
-    def _capacity(self, shape: MemoryShape) -> int:
-        """Number of bytes in the cold store for blocks of `shape`, on all ranks together."""
-        store = self.config.tiers
-        sizes = {nbytes // self._ranks for nbytes in shape.sizes}
-        in_arenas = is_on_gpu(self._vllm_config) and not store.is_lasting
-        return usable_nbytes(store, self._ranks, sizes, in_arenas)
 
     # -- requests -------------------------------------------------------------------------------------
 

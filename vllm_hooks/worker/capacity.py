@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 
 from manthan.manager.config.model import ManthanConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.session.blocks import FrontTier
+from manthan.manager.session.blocks import FrontTier, MemoryShape
 from manthan.manager.tiers import arena, disk
 from manthan.manager.tiers.arena import GRANULE
 from manthan.manager.tiers.sealed import OVERHEAD
@@ -58,14 +58,15 @@ class TierBytes(NamedTuple):
         return max(0, device + host - max(sizes)) if device and host else device + host
 
 
-def usable_nbytes(store: TiersConfig, ranks: int, sizes: Collection[int], in_arenas: bool) -> int:
-    """Return how many bytes blocks can surely take, on all ranks together. sizes: possible bytes of a block on a rank.
-
-    in_arenas: True if each tier is one range of addresses in a GPU's memory or in pinned RAM.
-    """
+def usable_nbytes(vllm_config: "VllmConfig", store: TiersConfig, shape: MemoryShape) -> int:
+    """Return how many bytes blocks of these sizes can surely take, on all ranks together."""
+    ranks = vllm_config.parallel_config.world_size
     if store.places[-1] == "disk":
         return disk.usable(store.max_bytes // ranks) * ranks
-    return TierBytes.of_a_rank(store, ranks).usable(sizes if in_arenas else {max(sizes)}) * ranks
+    sizes = {nbytes // ranks for nbytes in shape.sizes}
+    if not is_on_gpu(vllm_config) or store.is_lasting:  # else each tier is one range of addresses
+        sizes = {max(sizes)}
+    return TierBytes.of_a_rank(store, ranks).usable(sizes) * ranks
 
 
 def room_in(config: ManthanConfig) -> Callable[[int], int]:
