@@ -4,12 +4,16 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, Queue
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from manthan.manager.tiers.tier import Found, Tier, TierError
@@ -40,6 +44,21 @@ class Ended(NamedTuple):
     requests: set[str]
     failed: set[str]
     bad_blocks: set[int]
+
+
+@dataclass(eq=False)
+class Storing:
+    """Store under way. nbytes, inner: as in `TransferResult`. left: number of blocks neither stored nor refused yet."""
+
+    job: Transfer
+    nbytes: NDArray[np.int64] = field(init=False)
+    left: int = field(init=False)
+    failed: dict[int, str] = field(default_factory=dict)
+    inner: dict[int, Sequence[int]] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.nbytes, self.left = np.zeros(len(self.job), np.int64), len(self.job)
 
 
 class Engine:
@@ -144,6 +163,23 @@ class Engine:
         """Report, once and before its result, that a store needs the pool's blocks no longer."""
         with self._lock:
             self._report.gathered.append(job.job_id)
+
+    def _stored(self, storing: Storing, sizes: Mapping[int, Sequence[int]], failed: Mapping[int, str]) -> None:
+        """Note stored and failed blocks of a store, by index in the job. After the last one, answer the store.
+
+        sizes: bytes of each block's first part, of two parts, and so on to all.
+        """
+        with self._lock:
+            for at, (*inner, nbytes) in sizes.items():
+                storing.nbytes[at] = nbytes
+                if inner:
+                    storing.inner[at] = inner
+            storing.failed.update(failed)
+            storing.left -= len(sizes) + len(failed)
+            if storing.left:
+                return
+        seconds = time.monotonic() - storing.began
+        self._answer(TransferResult(storing.job.job_id, storing.nbytes, storing.failed, seconds, storing.inner))
 
     def _refuse(self, job: Transfer, cause: str) -> None:
         """Answer a job that has not begun."""

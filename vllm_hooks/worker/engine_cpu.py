@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,30 +15,32 @@ from manthan.manager.transfer import NEEDED, Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import Copies, CpuBlocks
 from manthan.vllm_hooks.worker.capacity import COPIES_BYTES
-from manthan.vllm_hooks.worker.engine import CancelledError, Engine, JobThreads, allowed_cpus, cause_of, other_causes
+from manthan.vllm_hooks.worker.engine import (
+    CancelledError,
+    Engine,
+    JobThreads,
+    Storing,
+    allowed_cpus,
+    cause_of,
+    other_causes,
+)
 
 BATCH = 16
 """Number of blocks that a thread encodes and stores together."""
 
 
-@dataclass(eq=False)
-class Gathering:
-    """Store under way. nbytes, inner: see `TransferResult`. left: number of blocks neither stored nor refused yet.
+@dataclass(eq=False, kw_only=True)
+class Gathering(Storing):
+    """Store whose blocks are gathered by a thread.
 
     is_begun: True once the first blocks are being gathered. is_given_up: True if no more blocks may be gathered,
     because requests need them.
     """
 
-    job: Transfer
     store: Tier
     cancelled: threading.Event
-    nbytes: list[int]
-    left: int
-    failed: dict[int, str] = field(default_factory=dict)
-    inner: dict[int, list[int]] = field(default_factory=dict)
     is_begun: bool = False
     is_given_up: bool = False
-    began: float = field(default_factory=time.monotonic)
 
 
 class CpuEngine(Engine):
@@ -98,7 +100,7 @@ class CpuEngine(Engine):
 
     def _store(self, job: Transfer) -> None:
         model = model_event(self._device)
-        gathering = Gathering(job, self.store, self._cancelled, [0] * len(job), len(job))
+        gathering = Gathering(job, store=self.store, cancelled=self._cancelled)
         with self._lock:
             self._ungathered.append(gathering)
         self._gatherers.submit(self._gather, gathering, model)
@@ -152,7 +154,7 @@ class CpuEngine(Engine):
             except Exception as error:
                 self._leave(nbytes)
                 self._gathered(job)
-                self._settle(gathering, start, dict.fromkeys(range(start, len(job)), cause_of(error)))
+                self._stored(gathering, {}, dict.fromkeys(range(start, len(job)), cause_of(error)))
                 break
             if start + step >= len(job):
                 self._gathered(job)
@@ -168,7 +170,7 @@ class CpuEngine(Engine):
     def _encode(self, gathering: Gathering, start: int, part: Transfer, copies: Copies) -> None:
         """Encode some of a store's blocks, from index `start` on, and put them into the tier together."""
         blocks, store, keys = self.blocks[part.group], gathering.store, part.block_hashes
-        sizes: list[int] = []
+        sizes: dict[int, Sequence[int]] = {}
         try:
             if gathering.cancelled.is_set():
                 raise CancelledError
@@ -176,26 +178,12 @@ class CpuEngine(Engine):
             bufs = {key: buf for key, buf in encoded.items() if not isinstance(buf, str)}
             causes = {key: buf for key, buf in encoded.items() if isinstance(buf, str)}
             causes |= store.put_all(part.group, bufs, part.tenant)
-            rooms = [[0] if key in causes else store.rooms(bufs[key]) for key in keys]
-            sizes = [each[-1] for each in rooms]
-            gathering.inner.update({at: each[:-1] for at, each in enumerate(rooms, start) if each[1:]})
+            sizes = {at: store.rooms(bufs[key]) for at, key in enumerate(keys, start) if key not in causes}
         except Exception as error:  # any error costs these blocks, not the thread
             causes = dict.fromkeys(keys, cause_of(error))
         self._leave(len(part) * blocks.nbytes)
         failed = {at: causes[key] for at, key in enumerate(keys, start) if key in causes}
-        self._settle(gathering, start, failed, sizes or [0] * len(part))
-
-    def _settle(self, gathering: Gathering, start: int, failed: Mapping[int, str], sizes: Sequence[int] = ()) -> None:
-        """Note what became of some of a store's blocks, from index `start` on. After the last one, answer the store."""
-        with self._lock:
-            gathering.nbytes[start : start + len(sizes)] = sizes
-            gathering.failed.update(failed)
-            gathering.left -= len(sizes) or len(failed)
-            if gathering.left:
-                return
-        seconds = time.monotonic() - gathering.began
-        nbytes = np.array(gathering.nbytes)
-        self._answer(TransferResult(gathering.job.job_id, nbytes, gathering.failed, seconds, gathering.inner))
+        self._stored(gathering, sizes, failed)
 
     # -- load -----------------------------------------------------------------------------------------
 

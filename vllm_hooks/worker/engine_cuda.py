@@ -32,7 +32,7 @@ from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_STAGINGS, STAGING_BYTES
 from manthan.vllm_hooks.worker.codecs import Codecs
-from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, JobThreads, cause_of
+from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, JobThreads, Storing, cause_of
 from manthan.vllm_hooks.worker.promotion import Primary, Reading
 from manthan.vllm_hooks.worker.slabs import (
     Demotion,
@@ -81,26 +81,19 @@ class Chunk:
     end: int = 0
 
 
-@dataclass(eq=False)
-class Storing:
-    """Store in progress. nbytes: of each block, in the last tier. inner: as in `TransferResult`. left: number of blocks
-    not stored yet.
+@dataclass(eq=False, kw_only=True)
+class CudaStoring(Storing):
+    """Store in progress.
 
     age: of the tiers at the store's begin; every reset raises the age. secondary: final tier of the blocks. planned:
     number of blocks with room, or refused for lack of room. uncopied: number of encodings that still read the pool's
     blocks.
     """
 
-    job: Transfer
     age: int
     secondary: Tier | None
-    nbytes: list[int]
-    left: int
-    failed: dict[int, str] = field(default_factory=dict)
-    inner: dict[int, list[int]] = field(default_factory=dict)
     planned: int = 0
     uncopied: int = 0
-    began: float = field(default_factory=time.monotonic)
 
 
 class Encoding(NamedTuple):
@@ -109,7 +102,7 @@ class Encoding(NamedTuple):
     nbytes: the most for a block. in_place: True if the kernel writes into the tier.
     """
 
-    storing: Storing
+    storing: CudaStoring
     start: int
     codec: PagedCodec
     exact: int
@@ -193,7 +186,7 @@ class CudaEngine(Engine):
         self._eraser = torch.cuda.Stream(self._device)
         self._erased: torch.cuda.Event = self._eraser.record_event()
         """Event behind the last erasure. Every write to a tier waits for the event."""
-        self._waiting: deque[Storing] = deque()
+        self._waiting: deque[CudaStoring] = deque()
         """Stores without room yet."""
         self._encodings: deque[Begun] = deque()
         self._written: deque[tuple[Encoding, Mapping[int, Stored], Mapping[int, Sequence[int]], Mapping[int, str]]] = (
@@ -294,7 +287,7 @@ class CudaEngine(Engine):
     # -- store ----------------------------------------------------------------------------------------
 
     def _store(self, job: Transfer) -> None:
-        self._waiting.append(Storing(job, self._age, self.store, [0] * len(job), len(job)))
+        self._waiting.append(CudaStoring(job, age=self._age, secondary=self.store))
         self._begin_stores()
 
     def _begin_stores(self) -> None:
@@ -325,7 +318,7 @@ class CudaEngine(Engine):
                 return
             self._waiting.popleft()
 
-    def _refuse_rest(self, storing: Storing, cause: str) -> None:
+    def _refuse_rest(self, storing: CudaStoring, cause: str) -> None:
         rest, storing.planned = range(storing.planned, len(storing.job)), len(storing.job)
         if not storing.uncopied:
             self._gathered(storing.job)
@@ -337,7 +330,7 @@ class CudaEngine(Engine):
         for storing in waiting:
             self._refuse_rest(storing, cause)
 
-    def _planned(self, storing: Storing) -> tuple[list[Encoding], list[Demotion]]:
+    def _planned(self, storing: CudaStoring) -> tuple[list[Encoding], list[Demotion]]:
         """Return room for a store's blocks, and the copies to make before the room is used.
 
         Blocks without room are refused, or wait if a secondary tier will make room.
@@ -404,7 +397,7 @@ class CudaEngine(Engine):
         return self._erased
 
     def _split(
-        self, storing: Storing, start: int, codec: PagedCodec, exact: int, taken: Sequence[Taken]
+        self, storing: CudaStoring, start: int, codec: PagedCodec, exact: int, taken: Sequence[Taken]
     ) -> Iterator[Encoding]:
         """Yield blocks with a common route, in parts that fit into the staging buffer if that is on the route."""
         nbytes = codec.form(exact).nbytes
@@ -456,7 +449,7 @@ class CudaEngine(Engine):
                 self._copied(begun.encoding.storing)
             self._keep(begun.encoding, statuses, sizes, ends)
 
-    def _copied(self, storing: Storing) -> None:
+    def _copied(self, storing: CudaStoring) -> None:
         """Note the last read of the pool's blocks by another encoding."""
         storing.uncopied -= 1
         if not storing.uncopied and storing.planned == len(storing.job):
@@ -524,18 +517,6 @@ class CudaEngine(Engine):
             self._copied(encoding.storing)
         blocks = range(encoding.start, encoding.start + len(encoding.places))
         self._stored(encoding.storing, {}, dict.fromkeys(blocks, cause_of(error)))
-
-    def _stored(self, storing: Storing, sizes: Mapping[int, Sequence[int]], failed: Mapping[int, str]) -> None:
-        """Note a store's blocks, and answer after the last. sizes: bytes of the first part, of two, and so on."""
-        for at, (*inner, nbytes) in sizes.items():
-            storing.nbytes[at] = nbytes
-            if inner:
-                storing.inner[at] = inner
-        storing.failed.update(failed)
-        storing.left -= len(sizes) + len(failed)
-        if not storing.left:
-            seconds, of_all = time.monotonic() - storing.began, np.array(storing.nbytes)
-            self._answer(TransferResult(storing.job.job_id, of_all, storing.failed, seconds, storing.inner))
 
     # -- load -----------------------------------------------------------------------------------------
 
