@@ -544,7 +544,6 @@ class Watched:
     def __init__(self, pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
         self._pool, self.marks, self.half = pool, marks, half
         self.asker: Asker | None = None
-        """Asker of vLLM's current lookup."""
 
     def serving(self, get_cached_block: Callable[..., Any]) -> Callable[..., Any]:
         def get_served(block_hash: BlockHash, kv_cache_group_ids: list[int]) -> Any:

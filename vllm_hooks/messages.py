@@ -56,7 +56,6 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     """Number of blocks that a rank's guard has looked at before the first verdict, by rank, where it changed."""
     candidate: Candidate | None = None
     errors: list[str] = field(default_factory=list)
-    """Names of the worker half's methods that raised an exception."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ManthanWorkerMetadata":
         assert isinstance(other, ManthanWorkerMetadata)

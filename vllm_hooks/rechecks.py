@@ -36,7 +36,6 @@ TOP = 20
 """Number of compared tokens, the likeliest of each computation."""
 TINY = 1e-9
 LOSSY, EXACT = "lossy", "exact"
-"""Names of the two computations."""
 
 
 class Restore(NamedTuple):

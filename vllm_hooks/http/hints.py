@@ -33,7 +33,6 @@ logger = init_logger("vllm.manthan")
 
 PARAMS = "kv_transfer_params"
 ANSWER = {"session_id", "pinned", "refused", "lossy_tokens"}
-"""Keys of the answer to hints."""
 ACTION, ACTION_VERSION = "manthan.hints", "1.0"
 """Action of vLLM's `kv_hints` whose payload is a mapping of hints, and the version known here."""
 CONTENT = "manthan-content-"

@@ -165,10 +165,7 @@ class Engine:
             self._report.gathered.append(job.job_id)
 
     def _stored(self, storing: Storing, sizes: Mapping[int, Sequence[int]], failed: Mapping[int, str]) -> None:
-        """Note stored and failed blocks of a store, by index in the job. After the last one, answer the store.
-
-        sizes: bytes of each block's first part, of two parts, and so on to all.
-        """
+        """Note a store's blocks by index, and answer after the last. sizes: bytes of one part, of two, to all."""
         with self._lock:
             for at, (*inner, nbytes) in sizes.items():
                 storing.nbytes[at] = nbytes

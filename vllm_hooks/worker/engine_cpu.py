@@ -71,7 +71,6 @@ class CpuEngine(Engine):
         self._cancelled = threading.Event()
         """Set to cancel the jobs that began since the last reset."""
         self._ungathered: list[Gathering] = []
-        """Stores that have blocks to gather yet."""
         self._staged = 0
         """Bytes of blocks gathered and not encoded. One part of a store is gathered in any case."""
         self._gatherers = JobThreads(1, "manthan-gather", cpus)

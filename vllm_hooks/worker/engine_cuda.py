@@ -57,14 +57,6 @@ PAUSE_S = 1e-3
 """Sleep of vLLM's engine core after a step without compute."""
 
 
-class Lane:
-    """Stream and staging buffer; jobs on the same stream follow each other."""
-
-    def __init__(self, nbytes: int, device: torch.device, priority: int = 0) -> None:
-        self.staging = Staging(nbytes, device)
-        self.stream = torch.cuda.Stream(device, priority=priority)
-
-
 @dataclass(eq=False)
 class Chunk:
     """Part of a job. status, nbytes: of each block, int32 and int64 [n], valid once `checked` is reached.
@@ -178,10 +170,10 @@ class CudaEngine(Engine):
         self.codecs = self._codecs.by_group
         self._device = next(iter(codecs.values())).device
         largest = max(codec.form(codec.layout.tokens).nbytes for codec in codecs.values())
-        self._store_lane, self._prefetch_lane = (Lane(max(STAGING_BYTES, largest), self._device) for _ in range(2))
+        self._stores, self._prefetches = (Staging(max(STAGING_BYTES, largest), self._device) for _ in range(2))
         nbytes = max(RESTORE_STAGING_BYTES, largest)
-        self._load_lanes = [Lane(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
-        self._lanes = (self._store_lane, self._prefetch_lane, *self._load_lanes)
+        self._restores = [Staging(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
+        self._stagings = (self._stores, self._prefetches, *self._restores)
         self._zeros = torch.zeros(ERASE_BYTES, dtype=torch.uint8, device=self._device)
         self._eraser = torch.cuda.Stream(self._device)
         self._erased: torch.cuda.Event = self._eraser.record_event()
@@ -204,7 +196,7 @@ class CudaEngine(Engine):
         self._demoted: torch.cuda.Event | None = None
         self._may_pause = False
         self.decode_s = self._warm_up(forms)
-        self._store_lane.staging.codes.zero_()
+        self._stores.codes.zero_()
         threads = int(secondary is not None)
         self._writers = JobThreads(threads, "manthan-write")
         self._readers = [JobThreads(threads, f"manthan-{name}") for name in ("restore", "prefetch")]
@@ -260,7 +252,7 @@ class CudaEngine(Engine):
 
     def wait(self) -> None:
         self._give_up(RESET)
-        for stream in (self._eraser, *(lane.stream for lane in self._lanes)):
+        for stream in (self._eraser, *(staging.stream for staging in self._stagings)):
             stream.synchronize()
 
     def shutdown(self) -> None:
@@ -363,10 +355,10 @@ class CudaEngine(Engine):
 
     def _make_room(self, demotions: Sequence[Demotion]) -> None:
         """Queue demotions behind all streams' work, because earlier work may still read a dropped or demoted block."""
-        stream = self._store_lane.stream
+        stream = self._stores.stream
         stream.wait_event(self._model())
-        for lane in self._lanes:
-            stream.wait_stream(lane.stream)
+        for staging in self._stagings:
+            stream.wait_stream(staging.stream)
         device, host = self.tiers.device, self.tiers.host
         if demotions and device is not None and host is not None:
             stream.wait_event(self._erased)
@@ -387,8 +379,8 @@ class CudaEngine(Engine):
             freed, tier.freed = tier.freed, []
             if not freed:
                 continue
-            for lane in self._lanes if self._primary is None else ():  # a block may still be read, or in transfer
-                self._eraser.wait_stream(lane.stream)
+            for staging in self._stagings if self._primary is None else ():  # a block may still be read, or in transfer
+                self._eraser.wait_stream(staging.stream)
             with torch.cuda.stream(self._eraser):
                 self._eraser.query()  # sets the GPU's context on this thread, unlike the driver's copies
                 zeros = [(Extent(0, ERASE_BYTES),) * -(-size // ERASE_BYTES) for _, size in freed]
@@ -403,7 +395,7 @@ class CudaEngine(Engine):
         nbytes = codec.form(exact).nbytes
         for (tier, in_place), some in groupby(taken, attrgetter("tier", "in_place")):
             places = [one.extents for one in some]
-            step = len(places) if in_place else len(self._store_lane.staging.places(nbytes))
+            step = len(places) if in_place else len(self._stores.places(nbytes))
             for first in range(0, len(places), step):
                 part = places[first : first + step]
                 yield Encoding(storing, start, codec, exact, tier, part, in_place, nbytes)
@@ -411,20 +403,18 @@ class CudaEngine(Engine):
 
     def _encode(self, encoding: Encoding) -> None:
         storing, start, codec, exact, tier, places, in_place, nbytes = encoding
-        lane, job = self._store_lane, storing.job.part(start, start + len(places), codec.layout.tokens)
-        codes, ours = (
-            (tier.codes, places) if in_place else (lane.staging.codes, lane.staging.places(nbytes)[: len(places)])
-        )
-        with torch.cuda.stream(lane.stream):
+        staging, job = self._stores, storing.job.part(start, start + len(places), codec.layout.tokens)
+        codes, ours = (tier.codes, places) if in_place else (staging.codes, staging.places(nbytes)[: len(places)])
+        with torch.cuda.stream(staging.stream):
             offsets, firsts = [place[0].start for place in ours], job.first_tokens(codec.layout.tokens)
             told = job.block_hashes, job.block_ids.astype(np.int64), firsts, offsets
             batch = codec.batch(exact, *told, marks=[job.mark] * len(job))
             codec.encode(batch, codes)
-            copied = lane.stream.record_event()
+            copied = staging.stream.record_event()
             if not in_place:  # the block's size within the room is unknown yet
                 _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
                 codes[: len(ours) * nbytes].zero_()  # the next block here may be shorter, and is copied with a rest
-            self._encodings.append(Begun(encoding, self._chunk(codec, batch, lane.stream), copied))
+            self._encodings.append(Begun(encoding, self._chunk(codec, batch, staging.stream), copied))
 
     def _end_encodings(self) -> None:
         """Report blocks free for the pool again, and keep the encoded blocks."""
@@ -546,26 +536,26 @@ class CudaEngine(Engine):
         On the device all blocks are checked before any is decoded, so that vLLM is told sooner.
         """
         model, later, job = self._model(), list[Decoding](), loading.job
-        lanes = [self._prefetch_lane] if job.request_id is None else self._load_lanes
+        stagings = [self._prefetches] if job.request_id is None else self._restores
         block_ids = job.block_ids.astype(np.int64)
-        for codec, run in self._runs(job, start, end, lanes[0]):
-            lane, exact, sizes = lanes[len(loading.chunks) % len(lanes)], run.exact, run.nbytes
+        for codec, run in self._runs(job, start, end, stagings[0]):
+            staging, exact, sizes = stagings[len(loading.chunks) % len(stagings)], run.exact, run.nbytes
             some = slice(loading.begun, loading.begun + len(sizes))
-            codes = run.tier.codes if run.in_place else lane.staging.codes
-            with torch.cuda.stream(lane.stream):
+            codes = run.tier.codes if run.in_place else staging.codes
+            with torch.cuda.stream(staging.stream):
                 if self._demoted is not None:
-                    lane.stream.wait_event(self._demoted)
+                    staging.stream.wait_event(self._demoted)
                 offsets = run.starts
                 if not run.in_place:
-                    offsets = lane.staging.starts(codec.form(exact).nbytes)[: len(sizes)]
+                    offsets = staging.starts(codec.form(exact).nbytes)[: len(sizes)]
                     _copy_run(run, codes, offsets)
                 told = job.block_hashes[some], block_ids[some], run.first_tokens
                 batch = codec.batch(exact, *told, offsets, sizes, run.marks)
                 codec.verify(batch, codes)
-                chunk = self._chunk(codec, batch, lane.stream, torch.from_numpy(sizes))
+                chunk = self._chunk(codec, batch, staging.stream, torch.from_numpy(sizes))
             loading.chunks.append(chunk)
             loading.begun = chunk.end = some.stop
-            decoding = Decoding(codec, lane.stream, chunk, batch, codes)
+            decoding = Decoding(codec, staging.stream, chunk, batch, codes)
             if run.in_place:
                 later.append(decoding)
             else:  # the staging buffer is needed for the next but one
@@ -578,7 +568,7 @@ class CudaEngine(Engine):
             loading.lost = True
             self._stop([loading])
 
-    def _runs(self, job: Transfer, start: int, end: int, lane: Lane) -> Iterator[tuple[PagedCodec, Run]]:
+    def _runs(self, job: Transfer, start: int, end: int, staging: Staging) -> Iterator[tuple[PagedCodec, Run]]:
         """Blocks of a load up to the first absent block, in runs with one codec and tier."""
         while start < end:
             with self._lock:
@@ -586,7 +576,7 @@ class CudaEngine(Engine):
             if run is None:
                 return
             codec, count = self._codecs.numbered(job.group, run.codec), len(run.starts)
-            step = count if run.in_place else len(lane.staging.places(codec.form(run.exact).nbytes))
+            step = count if run.in_place else len(staging.places(codec.form(run.exact).nbytes))
             for first in range(0, count, step):
                 yield codec, run.part(first, first + step)
             start += count
@@ -637,8 +627,8 @@ class CudaEngine(Engine):
         loading.broken = True
         self._stop([loading])
         with suppress(Exception):  # a GPU that does not even wait computes nothing either
-            for lane in self._lanes:  # begun work writes to the blocks before their next owners
-                torch.cuda.current_stream(self._device).wait_stream(lane.stream)
+            for staging in self._stagings:  # begun work writes to the blocks before their next owners
+                torch.cuda.current_stream(self._device).wait_stream(staging.stream)
 
     def _answer_load(self, loading: Loading) -> None:
         """Tell vLLM of the finished load. Later compute of the model waits for the decoding."""
@@ -699,28 +689,28 @@ class CudaEngine(Engine):
         for group in self.codecs:
             for codec in {self._codecs.get(group, name) for name in ("", *self._codecs.names)}:
                 exacts = (0,) if codec.format.shape.is_raw else {min(each, codec.layout.tokens) for each in forms}
-                for lane, exact in product(self._lanes, exacts):
-                    self._try(codec, lane, exact)
-        main, lane = next(iter(self.codecs)), self._prefetch_lane
-        return {name: self._try(self._codecs.get(main, name), lane, 0, 64) for name in self._codecs.names}
+                for staging, exact in product(self._stagings, exacts):
+                    self._try(codec, staging, exact)
+        main, staging = next(iter(self.codecs)), self._prefetches
+        return {name: self._try(self._codecs.get(main, name), staging, 0, 64) for name in self._codecs.names}
 
-    def _try(self, codec: PagedCodec, lane: Lane, exact: int, most: int = 1) -> float:
+    def _try(self, codec: PagedCodec, staging: Staging, exact: int, most: int = 1) -> float:
         """Encode and decode as many copies of block 0 as fit, at most `most`. Return seconds to decode a token."""
-        with torch.cuda.stream(lane.stream):
-            places = lane.staging.places(codec.form(exact).nbytes)[:most]
+        with torch.cuda.stream(staging.stream):
+            places = staging.places(codec.form(exact).nbytes)[:most]
             none, offsets = [0] * len(places), [place[0].start for place in places]
             made = codec.batch(exact, [b""] * len(none), none, none, offsets)
-            codec.encode(made, lane.staging.codes)
-            chunk = self._chunk(codec, made, lane.stream)
+            codec.encode(made, staging.codes)
+            chunk = self._chunk(codec, made, staging.stream)
             chunk.done.synchronize()
             if bool((chunk.status != GOOD).any()):
                 return 0.0
             batch = codec.batch(exact, [b""] * len(none), none, none, offsets, made.nbytes.cpu().numpy())
-            codec.verify(batch, lane.staging.codes)
-            lane.stream.synchronize()
+            codec.verify(batch, staging.codes)
+            staging.stream.synchronize()
             began = time.perf_counter()
-            codec.decode(batch, lane.staging.codes)
-            lane.stream.synchronize()
+            codec.decode(batch, staging.codes)
+            staging.stream.synchronize()
         return (time.perf_counter() - began) / (len(none) * codec.layout.tokens)
 
 

@@ -133,7 +133,6 @@ class WorkerHalf:
         self.guard: RankGuard | None = None
         """Measures the codec; None if `codec.guard` is off."""
         self.calibrator: Calibrator | None = None
-        """Makes a profile from traffic; None if none is wanted."""
         self._candidate: Candidate | None = None
 
     def _know_groups(self, as_bytes: Container[int] = ()) -> None:

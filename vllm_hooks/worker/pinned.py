@@ -39,7 +39,6 @@ class PinnedRam:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self._device = nbytes, device
         self._pinned = 0
-        """Number of pinned extents."""
         self._stopped = False
         self._thread: threading.Thread | None = None
         try:

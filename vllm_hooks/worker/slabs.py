@@ -347,10 +347,11 @@ class Slabs:
 
 
 class Staging:
-    """Buffer on the device. codes: bytes of compressed blocks, uint8 [nbytes]."""
+    """Buffer on the device, and the stream of all jobs that use it. codes: compressed blocks, uint8 [nbytes]."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, priority: int = 0) -> None:
         self.codes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.stream = torch.cuda.Stream(device, priority=priority)
         self._places: dict[int, list[tuple[Extent]]] = {}
 
     def places(self, nbytes: int) -> Sequence[tuple[Extent]]:
