@@ -22,7 +22,7 @@ from manthan.codec.model import ModelFacts
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.worker.blocks import DeviceMemory
 from manthan.vllm_hooks.worker.layout import Layer
-from manthan.vllm_hooks.worker.slabs import Slab
+from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
 LAYERS, HEADS, TOKENS, DIM, BLOCKS = 2, 2, 8, 32, 64
 
@@ -301,6 +301,11 @@ def paged_codec(name: str = "k3v3", dtype: torch.dtype = torch.bfloat16, **more:
     strides = (TOKENS * HEADS * 2 * DIM, 2 * DIM, HEADS * 2 * DIM)
     layout = PagedLayout(caches, HEADS, TOKENS, DIM, *strides, key_at=0, value_at=DIM)
     return FormatCodec(layout, BlockFormat(name, layout.shape, b"f" * 16, **more))
+
+
+def used(tiers: Slabs) -> int:
+    """Stored and taken bytes of all tiers."""
+    return sum(tier.arena.used for tier in tiers.all)
 
 
 def memory_of(layout: PagedLayout) -> DeviceMemory:

@@ -54,9 +54,18 @@ def probe_layers(
     names = [name for name in caches if name in distinct.values()]
     layers = []
     for name in names:
-        rows = _block_rows(caches[name], num_blocks, name)
+        cache = caches[name]
+        numel, dense = cache[0].numel(), 1
+        for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
+            dense = dense * size if stride == dense else 0
+        if cache.shape[0] != num_blocks or dense != numel:
+            raise UnsupportedError(
+                f"Manthan cannot be used here: the KV cache of {name} has shape {tuple(cache.shape)} and strides "
+                f"{cache.stride()}; {num_blocks} blocks, each in one piece, are expected."
+            )
+        rows = torch.as_strided(cache, (num_blocks, numel), (cache.stride(0), 1))
         rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows
-        layers.append(Layer(name, rows, *_probe(rows, caches[name], modules[name], shape)))
+        layers.append(Layer(name, rows, *_probe(rows, cache, modules[name], shape)))
     return layers
 
 
@@ -132,20 +141,6 @@ def _run(positions: Index, numbers: tuple[int, int, int, int]) -> _Strides | Non
     head, token, element = np.ogrid[:heads, :tokens, :head_dim]
     steps = head * head_stride + token * token_stride + element
     return _Strides(at, head_stride, token_stride) if np.array_equal(found, at + steps) else None
-
-
-def _block_rows(cache: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
-    """Return a view [blocks, elements] of a layer's cache, in the order of memory. Raises UnsupportedError."""
-    numel = cache[0].numel()
-    dense = 1
-    for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
-        dense = dense * size if stride == dense else 0
-    if cache.shape[0] != num_blocks or dense != numel:
-        raise UnsupportedError(
-            f"Manthan cannot be used here: the KV cache of {name} has shape {tuple(cache.shape)} and strides "
-            f"{cache.stride()}; {num_blocks} blocks, each in one piece, are expected."
-        )
-    return torch.as_strided(cache, (num_blocks, numel), (cache.stride(0), 1))
 
 
 def _probe(rows: torch.Tensor, cache: torch.Tensor, module: Any, shape: BlockShape) -> tuple[Index, Index]:

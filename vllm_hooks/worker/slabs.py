@@ -124,9 +124,6 @@ class Slab:
                 self.arena.join(span)
                 self._spans += 1
 
-    def __len__(self) -> int:
-        return len(self._columns)
-
     def __contains__(self, name: Name) -> bool:
         return name in self._columns
 
@@ -326,11 +323,6 @@ class Slabs:
     def clear(self) -> None:
         for tier in self.all:
             tier.clear()
-
-    @property
-    def used(self) -> int:
-        """Stored and taken bytes of all tiers."""
-        return sum(tier.arena.used for tier in self.all)
 
     def _demote(self, demotions: list[Demotion]) -> bool:
         """Move the device's oldest block to the host. Return True if there was a block, and room."""
