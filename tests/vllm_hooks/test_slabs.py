@@ -169,7 +169,7 @@ class TierMachine(RuleBasedStateMachine):
         if not hasattr(self, "tiers"):
             return
         assert {name for one in self.tiers.all for name in one.blocks()} == self.bytes.keys()
-        assert sum(len(one) for one in self.tiers.all) == len(self.bytes)
+        assert sum(len(one.blocks()) for one in self.tiers.all) == len(self.bytes)
         for one in self.tiers.all:
             check_store(one.arena)
             stored = [extent for block in one.blocks().values() for extent in block.extents]
