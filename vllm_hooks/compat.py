@@ -17,12 +17,7 @@ from weakref import WeakSet
 
 import msgspec
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    get_block_hash,
-    get_group_id,
-    make_block_hash_with_group_id,
-)
+from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, get_group_id, make_block_hash_with_group_id
 
 from manthan.manager.pool import Asker, BlockName, FreeBlock, Mark, Marks, Owner
 
@@ -100,11 +95,8 @@ WRAPPED = {
 def wrap(name: str, owner: Any, make: Callable[[Any], Any], kind: Callable[[Any], Any] = lambda made: made) -> None:
     """Replace a function of vLLM, unless it was replaced before.
 
-    Args:
-        name: key in `WRAPPED`.
-        owner: class, module or object that has the function.
-        make: takes vLLM's function, and returns the function to use instead.
-        kind: `staticmethod` or `classmethod`, if the function is either.
+    name: key in `WRAPPED`. owner: class, module or object that has the function. make: takes vLLM's function, and
+    returns the function to use instead. kind: `staticmethod` or `classmethod`, if the function is either.
     """
     assert name in WRAPPED, name
     attribute = name.rpartition(".")[2]
@@ -145,9 +137,6 @@ def extend_engine_args(
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    def with_flags(add_cli_args: Any) -> Any:
-        return lambda parser: add_flags(add_cli_args(parser))
-
     def with_read(from_cli_args: Any) -> Any:
         def read(cls: type[EngineArgs], args: argparse.Namespace) -> Any:
             read_flags(args)
@@ -168,16 +157,15 @@ def extend_engine_args(
         return create
 
     name = "vllm.engine.arg_utils.EngineArgs"
-    wrap(f"{name}.add_cli_args", EngineArgs, with_flags, staticmethod)
+    wrap(f"{name}.add_cli_args", EngineArgs, lambda add: lambda parser: add_flags(add(parser)), staticmethod)
     wrap(f"{name}.from_cli_args", EngineArgs, with_read, classmethod)
     wrap(f"{name}.create_engine_config", EngineArgs, with_check)
 
 
 def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", params_key: str) -> None:
-    """Have each request's `params_key`, and the session's id, checked before the engine gets the request.
+    """Have each request checked before the engine gets it.
 
-    Args:
-        check: takes configuration, value of `params_key` and session's id; returns the new value, or raises to refuse.
+    check: takes configuration, value of `params_key` and session's id; returns the new value, or raises to refuse.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -289,21 +277,18 @@ def replace_waiting(queue: "ReturnsFirstQueue") -> "Scheduler | None":
     from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    scheduler: Scheduler | None = _under_construction(Scheduler)
-    if scheduler is None or type(scheduler.waiting) not in (FCFSRequestQueue, PriorityRequestQueue):
+    scheduler: Scheduler = _under_construction(Scheduler)
+    if type(scheduler.waiting) not in (FCFSRequestQueue, PriorityRequestQueue):
         return None
     scheduler.waiting = queue
     return scheduler
 
 
 class Core:
-    """The engine core around the connector: wakes it, and hears of its sleeps and resets of the prefix cache.
+    """The engine core around the connector: wakes it, and tells `half` of its sleeps and resets of the prefix cache.
 
     vLLM resets only while no block is referenced, so that Manthan must release all blocks first. Connectors cannot
-    tell a sleep from another pause. Without an engine core, nothing is replaced.
-
-    Args:
-        half: told before and after a reset, through `half.ask`, so that no exception gets out.
+    tell a sleep from another pause. Calls go through `half.ask`, so that no exception gets out.
     """
 
     def __init__(self, half: "SchedulerHalf") -> None:
@@ -318,10 +303,9 @@ class Core:
         self._core = core = _under_construction(EngineCore)
         self._inputs: queue.Queue[Any] | None = core.input_queue if isinstance(core, EngineCoreProc) else None
         """Queue on which an idle engine waits; None if the caller steps the engine."""
-        if core is not None:
-            self._call = core.model_executor.collective_rpc
-            wrap("vllm.v1.engine.core.EngineCore.reset_prefix_cache", core, self._halted)
-            wrap("vllm.v1.executor.abstract.Executor.collective_rpc", core.model_executor, self._calling)
+        self._call = core.model_executor.collective_rpc
+        wrap("vllm.v1.engine.core.EngineCore.reset_prefix_cache", core, self._halted)
+        wrap("vllm.v1.executor.abstract.Executor.collective_rpc", core.model_executor, self._calling)
 
     def wake(self) -> None:
         """Make an idle engine run a step if the connector has work. Any thread may call `wake`."""
@@ -332,8 +316,7 @@ class Core:
 
     def offer(self, name: str, method: Callable[..., Any]) -> None:
         """Have `method` answer `ask_cores`, on the scheduler's thread between steps. msgpack encodes its results."""
-        if self._core is not None:
-            setattr(self._core, name, method)
+        setattr(self._core, name, method)
 
     def prepare_requests(
         self,
@@ -345,13 +328,11 @@ class Core:
 
         vLLM hashes a request on a thread of its own, before connectors see the request.
 
-        Args:
-            salt: returns a request's cache salt; takes its `params_key`, kv_hints, the client's salt and the adapter,
-                and True if the content of all media is known.
-            by_content: True if hashes cover the content of media instead of the clients' names.
+        salt: returns a request's cache salt; takes its `params_key`, kv_hints, the client's salt and the adapter, and
+        True if the content of all media is known. by_content: True if hashes cover the content of media instead of the
+        clients' names.
         """
-        if (core := self._core) is None:  # in tests, requests are made without a core
-            return
+        core = self._core
 
         def with_salt(preprocess: Any) -> Any:
             def prepare(request: "EngineCoreRequest") -> Any:
@@ -373,7 +354,7 @@ class Core:
     @property
     def is_asleep(self) -> bool:
         """True while the engine sleeps, so that the memory of the KV cache, or all memory, is freed."""
-        return self._core is not None and bool(self._core.model_executor.is_sleeping)
+        return bool(self._core.model_executor.is_sleeping)
 
     @property
     def is_ending(self) -> bool:
@@ -383,12 +364,12 @@ class Core:
         state = getattr(self._core, "shutdown_state", EngineShutdownState.RUNNING)
         return state is not EngineShutdownState.RUNNING
 
-    def ask(self, about_weights: Callable[[Any], T]) -> list[T] | None:
-        """Return the result of `about_weights` on each worker; None without an engine core.
+    def ask(self, about_weights: Callable[[Any], T]) -> list[T]:
+        """Return the result of `about_weights` on each worker. This call does not count as a user's.
 
-        Raises the executor's exceptions, for example if a worker has died. This call does not count as a user's.
+        Raises the executor's exceptions, for example if a worker has died.
         """
-        return None if self._core is None else list(self._call(about_weights))
+        return list(self._call(about_weights))
 
     @property
     def is_moving(self) -> bool:
@@ -538,11 +519,16 @@ def _marking(cache_blocks: Callable[..., None]) -> Callable[..., None]:
         if watched is None:
             return cache_blocks(self, request, num_computed_tokens)
         managers, name = self.single_type_managers, request.request_id
-        if watched.marks:
-            watched.copied(managers)
-        if request.num_computed_tokens == 0:  # just admitted
-            watched.found(request, managers)
-        if not watched.marks:
+        marks, half = watched.marks, watched.half
+        for manager in managers if marks else ():
+            for source, copy in manager._pending_cow_copies:  # copy-on-write
+                if marks[source.block_id]:
+                    marks.copy(source.block_id, copy.block_id)
+        if request.num_computed_tokens == 0:  # just admitted, with the blocks that vLLM has found
+            tables = [manager.req_to_blocks.get(name, ()) for manager in managers] if marks else []
+            block_ids = [[block.block_id for block in blocks] for blocks in tables]
+            half.ask(half.found, request, block_ids, otherwise=None)
+        if not marks:
             return cache_blocks(self, request, num_computed_tokens)
         before = [manager.num_cached_block.get(name, 0) for manager in managers]
         cache_blocks(self, request, num_computed_tokens)
@@ -558,7 +544,6 @@ class Watched:
     def __init__(self, pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
         self._pool, self.marks, self.half = pool, marks, half
         self.asker: Asker | None = None
-        """Asker of vLLM's current lookup."""
 
     def serving(self, get_cached_block: Callable[..., Any]) -> Callable[..., Any]:
         def get_served(block_hash: BlockHash, kv_cache_group_ids: list[int]) -> Any:
@@ -575,19 +560,6 @@ class Watched:
             return served
 
         return get_served
-
-    def found(self, request: Any, managers: Sequence[Any]) -> None:
-        """Report to the scheduler half which blocks vLLM has found for a request."""
-        tables = [manager.req_to_blocks.get(request.request_id, ()) for manager in managers] if self.marks else []
-        block_ids = [[block.block_id for block in blocks] for blocks in tables]
-        self.half.ask(self.half.found, request, block_ids, otherwise=None)
-
-    def copied(self, managers: Sequence[Any]) -> None:
-        """Give blocks that vLLM copies from lossy blocks (copy-on-write) the marks of these."""
-        for manager in managers:
-            for source, copy in manager._pending_cow_copies:
-                if self.marks[source.block_id]:
-                    self.marks.copy(source.block_id, copy.block_id)
 
     def cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
         """Mark a request's blocks from `first` on. If one is exact, take lossy blocks of its hash out of the cache."""
@@ -638,10 +610,8 @@ class PoolMarks(Marks):
 class VllmPool:
     """vLLM's block pool, as `manthan.manager.pool.Pool` describes.
 
-    Args:
-        main: number of the KV cache group whose saved blocks are overwritten in order.
-        block_tokens: number of tokens in a block, by group.
-        event: returns the KV event of a stored block, given its name and the medium; None if events are off.
+    main: number of the KV cache group whose saved blocks are overwritten in order. block_tokens: tokens in a block, by
+    group. event: returns the KV event of a stored block, given its name and the medium; None if events are off.
     """
 
     def __init__(
@@ -661,17 +631,15 @@ class VllmPool:
         self._finds: dict[int, WeakSet[Request]] = {}
         """By block id, requests that expect to find the block; see `count_on`."""
         self._bereft: set[Request] = set()
-        """Requests for `take_bereft`."""
         self._last_empty: KVCacheBlock | None = None
         """Last of the empty blocks at the head of the free queue; None if unknown."""
         wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._saved_first)
 
     def _watch(self, block_ids: Iterable[int]) -> None:
-        """Have `_reused` called when the pool hands out these blocks."""
         self._pool._reuse_watchers.update(dict.fromkeys(block_ids, self._reused))
 
     def _reused(self, block: "KVCacheBlock") -> None:
-        """Forget all facts about a block, because the pool hands it out."""
+        """Forget all facts about a watched block, because the pool hands it out."""
         block_id = block.block_id
         self._saved.discard(block_id)
         self._kept.pop(block_id, None)
@@ -689,7 +657,8 @@ class VllmPool:
         find = self._pool.cached_block_hash_to_block._cache.get
         suffix: Any = make_block_hash_with_group_id(BlockHash(b""), group)
         found = map(find, [block_hash + suffix for block_hash in block_hashes])
-        return [_first_id(blocks) for blocks in found]
+        firsts = (next(iter(blocks.values())) if isinstance(blocks, dict) else blocks for blocks in found)
+        return [-1 if block is None else block.block_id for block in firsts]
 
     def count_on(self, block_id: int, request: "Request") -> None:
         """Have `take_bereft` return `request` once the pool has handed out `block_id`."""
@@ -821,12 +790,6 @@ class VllmPool:
         return self._last_empty
 
 
-def _first_id(found: "KVCacheBlock | dict[int, KVCacheBlock] | None") -> int:
-    """Return the id of vLLM's first block of a hash; -1 if there is none."""
-    block = next(iter(found.values())) if isinstance(found, dict) else found
-    return -1 if block is None else block.block_id
-
-
 def _named(block: "KVCacheBlock") -> FreeBlock:
     assert block.block_hash is not None
     return FreeBlock(get_group_id(block.block_hash), get_block_hash(block.block_hash), block.block_id)
@@ -858,9 +821,9 @@ def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":
 
 def rotary_modules(head_dim: int) -> list[Any]:
     """Return this process's modules for RoPE that have tables, for heads of `head_dim` numbers."""
-    from vllm.model_executor.layers import rotary_embedding as made
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
-    modules = [each for each in made._ROPE_DICT.values() if getattr(each, "cos_sin_cache", None) is not None]
+    modules: list[Any] = [each for each in _ROPE_DICT.values() if getattr(each, "cos_sin_cache", None) is not None]
     return [each for each in modules if each.head_size == head_dim]
 
 

@@ -138,7 +138,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
                 self._promised.pop(job.request_id or "", None)
             return metadata
         failed, self._promised = self._promised, {}
-        return ManthanMetadata(model_rests=not scheduled[0], failed=failed)
+        return ManthanMetadata(tokens=scheduled[0], failed=failed)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         if isinstance(report := connector_output.kv_connector_worker_meta, ManthanWorkerMetadata):
@@ -162,10 +162,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.driver.holds_any() if has_work is None else has_work
 
     def has_pending_block_frees(self) -> bool:
-        return self._ask(self._frees_soon, otherwise=False)
-
-    def _frees_soon(self) -> bool:
-        return self.scheduler.driver.frees_soon
+        return not self._is_broken and self.scheduler.driver.frees_soon
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
         return self._ask(self.scheduler.take_events, otherwise=())
@@ -232,7 +229,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _transfer_results(self) -> KVConnectorTransferResults:
         engine = self.worker.engine
-        if self._metadata.model_rests:
+        if not self._metadata.tokens:
             self._try(engine.rest, otherwise=None)
         ended = engine.take_ended()
         self._told_blocks |= ended.bad_blocks

@@ -4,7 +4,7 @@ The manager knows the saved blocks, and only requests know the tokens. Tokens ar
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
@@ -41,13 +41,10 @@ OWNER = "manthan"
 
 
 class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Facts of a block for an event.
+    """Facts of a block for an event. parent: hash of the previous block.
 
-    Args:
-        parent: hash of the previous block.
-        tokens: tokens of the block.
-        extra_keys: what the block's hash covers besides tokens, as in vLLM's events.
-        source: LoRA adapter's number and name, and the session id of the request.
+    extra_keys: what the block's hash covers besides tokens, as in vLLM's events. source: number and name of the LoRA
+    adapter, and the session id of the request.
     """
 
     parent: bytes | None
@@ -56,24 +53,8 @@ class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
     source: tuple[int | None, str | None, str | None]
 
 
-class Kind(NamedTuple):
-    """KV cache group in vLLM's events: tokens in a block, name of its kind, and tokens of its window."""
-
-    tokens: int
-    name: str
-    window: int | None
-
-
-_pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder(Note).decode
-
-
 class KvEvents:
-    """KV events of an engine's saved blocks. Subscribes to the engine's stream of events.
-
-    Args:
-        place: name of the tier that has all saved blocks; a key of PLACES.
-    """
+    """KV events of an engine's saved blocks, which are all in tier `place`. Subscribes to the engine's events."""
 
     def __init__(self, manager: SessionManager, groups: "Groups", kv_cache_config: "KVCacheConfig", place: str) -> None:
         self.notes: dict[BlockName, bytes] = {}
@@ -85,10 +66,7 @@ class KvEvents:
         self._main, self._session_group = groups.main.index, manager.shape.session_group
         self._medium, locality = PLACES[place]
         self._locality = locality.value
-        self._kinds = [
-            Kind(spec.block_size, get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
-            for spec in (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
-        ]
+        self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._changed: dict[BlockName, int | None] = {}
         """Position of each block saved since the last `take`; None for a dropped block."""
         self._told: dict[BlockName, None] = {}
@@ -99,11 +77,9 @@ class KvEvents:
 
     @property
     def has_news(self) -> bool:
-        """True if `take` may have events."""
         return self.repeats or bool(self._changed)
 
     def __call__(self, event: Event) -> None:
-        """Take an event of the stream."""
         match event:
             case BlocksSaved(group, hashes, first):
                 self._changed.update(((group, name), first + at) for at, name in enumerate(hashes))
@@ -114,10 +90,10 @@ class KvEvents:
 
     def remember(self, request: "Request", blocks: int, parts: "Iterable[Part]" = ()) -> None:
         """Note what events say of the request's first blocks and of `parts`, if sessions have these blocks."""
-        size = self._kinds[self._main].tokens
+        size = self._specs[self._main].block_size
         self._remember(request, self._main, [(at * size, (at + 1) * size) for at in range(blocks)])
         for part in parts:
-            if self._kinds[part.group].tokens != size:
+            if self._specs[part.group].block_size != size:
                 self._remember(request, part.group, [(part.first_token, part.end)])
 
     def _remember(self, request: "Request", group: int, spans: Sequence[tuple[int, int]]) -> None:
@@ -127,8 +103,8 @@ class KvEvents:
         for row, name, (first, end) in zip(self._find_rows(group, hashes).tolist(), hashes, spans, strict=True):
             if row >= 0:
                 self.notes[group, name] = self._note(request, first, end)
-        for other, kind in enumerate(self._kinds):
-            if kind.tokens == self._kinds[group].tokens:  # some were saved before their tokens were known
+        for other, spec in enumerate(self._specs):
+            if spec.block_size == self._specs[group].block_size:  # some were saved before their tokens were known
                 rows = self._blocks.find(other, hashes)
                 for at in ((rows >= 0) & self._blocks.is_saved(rows)).nonzero()[0].tolist():
                     self._changed[other, hashes[at]] = int(self._blocks.depth[rows[at]])
@@ -140,22 +116,14 @@ class KvEvents:
         source = (lora.adapter_id, lora.name, request.session_id) if lora else (None, None, request.session_id)
         parent = self._hash_at(request, first) if first else None
         tokens = list(request.all_token_ids[first:end])
-        return _pack(Note(parent, tokens, list(told[0] or ()) if told else None, source))
+        return msgspec.msgpack.encode(Note(parent, tokens, list(told[0] or ()) if told else None, source))
 
     def _hash_at(self, request: "Request", end: int) -> "BlockHash":
-        """Return the hash of the block ending at token `end`."""
         return request.block_hashes[end // self._groups.hash_tokens - 1]
 
     def _find_rows(self, group: int, hashes: Sequence[bytes]) -> "Rows":
         """Return the rows of blocks with notes, -1 for a block without a row."""
         return self._blocks.find(self._session_group if group == self._main else group, hashes)
-
-    def _prune(self) -> None:
-        """Forget notes of blocks that have left the table."""
-        for group, hashes in _by_group(self.notes).items():
-            for name, row in zip(hashes, self._find_rows(group, hashes).tolist(), strict=True):
-                if row < 0:
-                    del self.notes[group, name]
 
     # -- events ---------------------------------------------------------------------------------------
 
@@ -180,8 +148,11 @@ class KvEvents:
             for group, hashes in _by_group(removed).items()
         ]
         events = [*gone, *self._stored(in_order)]
-        if len(self.notes) > 2 * len(self._blocks):
-            self._prune()
+        if len(self.notes) > 2 * len(self._blocks):  # forget notes of blocks that have left the table
+            for group, hashes in _by_group(self.notes).items():
+                for block_hash, row in zip(hashes, self._find_rows(group, hashes).tolist(), strict=True):
+                    if row < 0:
+                        del self.notes[group, block_hash]
         return events
 
     def event(self, name: BlockName, medium: str) -> BlockStored | None:
@@ -191,11 +162,11 @@ class KvEvents:
 
     def _find(self, name: BlockName) -> Note | None:
         group, block_hash = name
-        if self._kinds[group].tokens == self._kinds[self._main].tokens:
+        if self._specs[group].block_size == self._specs[self._main].block_size:
             group = self._main
         packed = self.notes.get((group, block_hash))
         try:
-            return None if packed is None else _unpack(packed)
+            return None if packed is None else msgspec.msgpack.decode(packed, type=Note)
         except msgspec.DecodeError:  # a journal was damaged
             return None
 
@@ -221,7 +192,7 @@ class KvEvents:
 
     def _begun(self, name: BlockName, note: Note, medium: str) -> BlockStored:
         group, block_hash = name
-        kind, extra_keys = self._kinds[group], note.extra_keys
+        spec, extra_keys = self._specs[group], note.extra_keys
         lora_id, lora_name, session_id = note.source
         if extra_keys is not None:  # msgpack has no tuples
             extra_keys = [tuple(key) if isinstance(key, list) else key for key in extra_keys]
@@ -229,14 +200,14 @@ class KvEvents:
             block_hashes=[_told_hash(block_hash)],
             parent_block_hash=None if note.parent is None else _told_hash(note.parent),
             token_ids=note.tokens,
-            block_size=kind.tokens,
+            block_size=spec.block_size,
             lora_id=lora_id,
             medium=medium,
             lora_name=lora_name,
             extra_keys=[None if extra_keys is None else tuple(extra_keys)],
             group_idx=group,
-            kv_cache_spec_kind=kind.name,
-            kv_cache_spec_sliding_window=kind.window,
+            kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+            kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
             session_id=session_id,
         )
 

@@ -1,19 +1,23 @@
-"""Fingerprints of model, weights and codec. They must agree before a compressed block is read."""
+"""Fingerprints and namespaces of model, weights and codec. They must agree before a compressed block is read."""
 
 import hashlib
 import json
+import os
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manthan.codec import wire
 from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.manager.config.model import ManthanConfig
+from manthan.manager.config.profiles import model_folder
+from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.sealed import derived, keys_of
 from manthan.vllm_hooks.shards import ONE_RANK, Sharding
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from manthan.vllm_hooks.groups import KvCacheGroup
+    from manthan.vllm_hooks.groups import Groups, KvCacheGroup
 
 
 def fingerprint(
@@ -26,10 +30,7 @@ def fingerprint(
 ) -> bytes:
     """Return a digest of everything that decides what this rank's blocks mean, except which heads a shard has.
 
-    Args:
-        namespace: name of a store that outlives the engine, which stands for the model; empty for other stores.
-        facts: properties of the model that the codec uses.
-        sharding: division of blocks among ranks.
+    namespace: name of a store that outlives the engine, which stands for the model; empty for other stores.
     """
     model, rank = vllm_config.model_config, vllm_config.parallel_config.rank
     parts: dict[str, object] = {
@@ -63,6 +64,42 @@ def fingerprint(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()[:16]
 
 
+def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups", weights: str) -> Namespace:
+    """Return the namespace of lasting blocks. Engines that can read each other's blocks have the same.
+
+    It does not depend on the codec, which each block names. weights: digest of all loaded weights.
+    """
+    group = groups.main
+    sharding = Sharding.of(vllm_config, groups)
+    further: list[object] = [[*_group_identity(each.group, sharding), each.reach] for each in groups.at_points]
+    if any(each.group.is_state for each in groups.at_points):
+        further.append(config.codec.state)
+    if groups.again and further:
+        further.append(groups.again)  # resume points are at different depths
+    cache, keys = vllm_config.cache_config, keys_of(config.sealing)
+    return Namespace.of(
+        config.tiers.redis.prefix,
+        vllm_config.model_config.model,
+        {
+            "wire": wire.VERSION,
+            "model": model_identity(vllm_config, weights),
+            "main": _group_identity(group, sharding),
+            **({"context_parallel": group.context} if group.context.ranks > 1 else {}),
+            **({} if sharding.heads else {"tensor_parallel": sharding.ranks}),
+            **({"pipeline_parallel": sharding.stages} if sharding.stages > 1 else {}),
+            "block_hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED", "")],
+            **({"sealed": derived(keys[-1], "mark of a key", nbytes=8).hex()} if keys else {}),
+            **({"beside": further} if further else {}),
+        },
+    )
+
+
+def _group_identity(group: "KvCacheGroup", sharding: Sharding) -> list[object]:
+    """Return facts about a group's blocks that are the same for each number of pipeline stages."""
+    shape = group.shape if group.is_packed else [sharding.heads or group.shape[1], *group.shape[2:]]
+    return [group.index, group.dtype_name, group.tokens, shape]
+
+
 def model_identity(vllm_config: "VllmConfig", weights: str) -> dict[str, object]:
     """Return all facts that decide the KV of a model and draft: configuration, with overrides, code and weights.
 
@@ -93,23 +130,10 @@ def _settings(config: object) -> object:
 
 
 def _code(model: "ModelConfig") -> str:
-    """Digest of the Python files in the model's folder, which --trust-remote-code runs; empty without files."""
-    folder = _folder(model.model, model.revision)
-    if folder is None or not folder.is_dir():
+    """Digest of the Python files in the model's folder or the hub's cache, for --trust-remote-code; empty without."""
+    if (folder := model_folder(model.model, model.revision)) is None:
         return ""
     files, digest = sorted(folder.rglob("*.py")), hashlib.sha256()
     for path in files:
         digest.update(f"{path.relative_to(folder)}:{path.stat().st_size}:".encode() + path.read_bytes())
     return digest.hexdigest()[:32] if files else ""
-
-
-def _folder(model: str, revision: str | None) -> Path | None:
-    """Folder of the model's files: the model's path, or the hub's cache."""
-    if Path(model).exists():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception:  # not a model of the hub: no Python files to run
-        return None

@@ -13,9 +13,8 @@ from manthan.codec.gpu.paged import DTYPES
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.compat import skipped_tokens
-from manthan.vllm_hooks.kv_dtype import E4M3, FP8, is_packed
 from manthan.vllm_hooks.settled import AS_THEY_ARE
-from manthan.vllm_hooks.support import Latents, UnsupportedError, blocks_computed_again
+from manthan.vllm_hooks.support import E4M3, FP8, Latents, UnsupportedError, blocks_computed_again, is_packed
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
@@ -42,9 +41,8 @@ class StoredAs(StrEnum):
 class SpecEntry(NamedTuple):
     """Storage of the groups whose specs are of one class.
 
-    Args:
-        reach: returns the number of tokens that a layer looks back, the current token included.
-        is_coded: returns True if a codec knows the layout; takes spec, name of the dtype and the model's latents.
+    reach: returns the number of tokens that a layer looks back, the current token included. is_coded: returns True if a
+    codec knows the layout; takes spec, name of the dtype and the model's latents.
     """
 
     stored: StoredAs
@@ -60,9 +58,9 @@ def _has_keys_and_values(spec: Any, dtype: str, latents: Latents) -> bool:
 
 
 def _has_latents(spec: Any, dtype: str, latents: Latents) -> bool:
-    """True if a block has, for each token, a latent and the part of the key with RoPE, and nothing else.
+    """True if a block has, for each token, a latent and the part of the key with RoPE, in the model's dtype or in fp8.
 
-    Both are in the model's dtype, or in fp8. The packed layouts of sparse attention have other sizes.
+    The packed layouts of sparse attention have other sizes.
     """
     from vllm.v1.kv_cache_interface import SparseCacheRole
 
@@ -194,10 +192,7 @@ class KvCacheGroup:
 
 
 class Part(NamedTuple):
-    """Block of another group that a resume point needs.
-
-    at: position of the block in the group. first_token, end: position of its first token, and behind its last one.
-    """
+    """Block of another group that a resume point needs, at position `at` of the group, of tokens up to `end`."""
 
     group: int
     at: int
@@ -336,18 +331,14 @@ def groups_of(
     context: Context = ALONE,
     as_bytes: Container[int] = (),
 ) -> Groups:
-    """Return the KV cache groups of a model.
+    """Return the KV cache groups of a model. Raises UnsupportedError for a needed group that cannot be stored.
 
     The main group has full attention if any has. It is a coded group if possible, and has the largest blocks.
 
     Args:
         cache: vLLM's configuration of the cache; None for a cache that is not quantized.
-        latents: sizes of the model's latents.
         context: context parallelism, for groups whose tokens are spread over ranks.
         as_bytes: numbers of groups that are stored as bytes in any case.
-
-    Raises:
-        UnsupportedError: for a group that requests need and that Manthan cannot store.
     """
     pages, found, unstored = page_nbytes(kv_cache_config), list[PointGroup](), list[int]()
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -395,21 +386,12 @@ def config_for(vllm_config: "VllmConfig", groups: Groups) -> ManthanConfig:
     return config.model_copy(update={"codec": config.codec.model_copy(update=AS_THEY_ARE)})
 
 
-def is_mixed(kv_cache_config: "KVCacheConfig") -> bool:
-    """True if a group has layers of several specs. vLLM's scheduler sees a single spec, and must ask the workers."""
-    pages = page_nbytes(kv_cache_config)
-    groups = kv_cache_config.kv_cache_groups
-    return any(len({pages[name][1] for name in group.layer_names if name in pages}) > 1 for group in groups)
-
-
 def on_all_ranks(told: Sequence[Groups]) -> Groups:
     """Return groups, each as on the rank with most bytes of it, because stages of a pipeline may differ.
 
-    Args:
-        told: groups of each rank; see `worker.half.groups_of_worker`.
+    vLLM's scheduler does not know all: of a group's layers with several specs it sees a single one.
 
-    Raises:
-        UnsupportedError: if a stage has no layer of a group.
+    told: groups of each rank. Raises UnsupportedError if a stage has no layer of a group.
     """
     by_rank = [{group.index: group for group in groups.stored} for groups in told]
 
@@ -436,7 +418,7 @@ def _one_of(spec: Any) -> Any:
 def _group(
     index: int,
     group: "KVCacheGroupSpec",
-    pages: Mapping[str, tuple[int, int]],
+    pages: Mapping[str, int],
     cache: "CacheConfig | None",
     latents: Latents,
     *,
@@ -445,19 +427,17 @@ def _group(
     """Return a group. Layers whose layout no codec knows are stored as bytes. pages: see `page_nbytes`."""
     names = tuple(group.layer_names)
     specs: Mapping[str, Any] = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(names, group.kv_cache_spec))
-    several = set(specs.values())
-    is_known = len(several) > 1 or len({pages[name][1] for name in names if name in pages}) < 2
 
     def packed(names: tuple[str, ...]) -> KvCacheGroup:
         spec: Any = specs[names[0]] if names else _one_of(group.kv_cache_spec)
-        nbytes = tuple(pages[name][0] if name in pages else specs[name].page_size_bytes for name in names)
+        nbytes = tuple(pages[name] if name in pages else specs[name].page_size_bytes for name in names)
         kind = _dtype_of(spec, cache)
         if hasattr(spec, "shapes"):
             tensors = zip(spec.shapes, spec.dtypes, strict=True)
             kind = f"state of {', '.join(f'{dtype} {list(shape)}' for shape, dtype in tensors)}"
         return KvCacheGroup(index, spec, len(names), names, kind, nbytes)
 
-    coded = {each for each in several if _is_coded(each, cache, latents)} if is_known and can_code else set()
+    coded = {each for each in set(specs.values()) if can_code and _is_coded(each, cache, latents)}
     shapes = {(each.num_kv_heads, each.head_size, each.dtype, _dtype_of(each, cache), _latent(each)) for each in coded}
     ours = tuple(name for name in names if specs[name] in coded)
     others = tuple(name for name in names if specs[name] not in coded)
@@ -475,7 +455,6 @@ UNIT = 16
 
 
 def _is_coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> bool:
-    """True if a codec encodes layers with this spec."""
     entry = entry_of(spec)
     if entry is None or entry.stored is not StoredAs.CODED or (cache is not None and is_packed(cache)):
         return False
@@ -497,10 +476,10 @@ def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
     return str(dtype)
 
 
-def page_nbytes(kv_cache_config: "KVCacheConfig") -> dict[str, tuple[int, int]]:
-    """Return for each layer the bytes of a block, and a number that is equal for layers of one spec.
+def page_nbytes(kv_cache_config: "KVCacheConfig") -> dict[str, int]:
+    """Return the bytes of a block by layer.
 
     Either blocks or layers are adjacent in memory, so that the smaller distance is a block's size.
     """
-    tensors = enumerate(kv_cache_config.kv_cache_tensors)
-    return {name: (min(each.layer_stride, each.block_stride), n) for n, each in tensors for name in each.layers}
+    tensors = kv_cache_config.kv_cache_tensors
+    return {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}

@@ -18,7 +18,7 @@ from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.session.blocks import HIGH, GroupShape, MemoryShape
 from manthan.manager.tiers.arena import room
-from manthan.vllm_hooks.kv_dtype import FP8
+from manthan.vllm_hooks.support import FP8
 
 if TYPE_CHECKING:
     from manthan.vllm_hooks.groups import Groups, KvCacheGroup
@@ -31,9 +31,9 @@ MOST = 0xFFFF
 
 
 class Shards(NamedTuple):
-    """Number of ranks that each store a shard of a block, and facts about their tiers.
+    """Ranks that each store a shard of a block. room: returns the bytes that a block takes of a tier's budget.
 
-    room: returns the bytes that a compressed block takes of a tier's budget. can_trim: True if tiers cut blocks.
+    can_trim: True if tiers cut blocks.
     """
 
     ranks: int
@@ -119,14 +119,12 @@ def _all_exact(shape: GroupShape, group: "KvCacheGroup", shards: Shards) -> Grou
 def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGroup", shards: Shards) -> GroupShape:
     """Return the sizes of blocks of a group that is not the main group.
 
-    Args:
-        name: main group's codec; None if every token is exact.
-        chosen: name of the main group's codec in `GroupShape.codec`; empty for the configured codec.
+    name: main group's codec; None if every token is exact. chosen: as in `GroupShape.codec`.
     """
+    own = codec_of_other(name or FALLBACK, group, codec.state)
+    shape = group_shape(_renamed(codec, own), group, shards)
     if group.is_packed:
-        shape = group_shape(_renamed(codec, codec_of_other(EXACT, group, codec.state)), group, shards)
         return replace(shape, bounds={0: shape.bounds[0]})
-    shape = group_shape(_renamed(codec, codec_of_other(name or FALLBACK, group, codec.state)), group, shards)
     if name is None:
         shape = _all_exact(shape, group, shards)
     return replace(shape, codec=chosen, is_lossless=codec_of_other(codec.name, group, codec.state) == EXACT)
@@ -143,19 +141,19 @@ def codec_of_other(name: str, group: "KvCacheGroup", state: str) -> str:
 
 
 def with_states(codec: str, group: "KvCacheGroup", facts: ModelFacts) -> ModelFacts:
-    """Return `facts`, with the layout of states for a codec of states."""
-    return replace(facts, state=_state_layout(group)) if codec in STATE_CODECS.values() else facts
+    """Return `facts`; for a codec of states with their layout: a matrix for each head, behind a convolution's if any.
 
-
-def _state_layout(group: "KvCacheGroup") -> StateLayout:
-    """Return the layout of states: a matrix for each head, behind a convolution's if any. All else is exact."""
+    All else is exact.
+    """
+    if codec not in STATE_CODECS.values():
+        return facts
     spec: Any = group.spec
     parts = []
     for at, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
         is_recurrent = len(shape) == 3 and at == min(1, len(spec.shapes) - 1) and dtype in DTYPES
         nbytes = math.prod(shape) * dtype.itemsize
         parts.append(StatePart(nbytes, shape[-1], DTYPES[dtype]) if is_recurrent else StatePart(nbytes))
-    return StateLayout(group.layers, group.layer_nbytes[0], tuple(parts))
+    return replace(facts, state=StateLayout(group.layers, group.layer_nbytes[0], tuple(parts)))
 
 
 def rank_facts(profile: Profile | None, group: "KvCacheGroup", rank: int, ranks: int) -> ModelFacts:

@@ -26,10 +26,6 @@ class ManthanMetadata(KVConnectorMetadata):
     loads: Sequence[Transfer] = ()
     tokens: int = 0
     """Number of tokens that the model computes in this step."""
-    model_rests: bool = False
-    """True if the model computes nothing in this step."""
-    step: int = 0
-    """Number of the step, counted from the engine's start."""
     failed: dict[str, Sequence[int]] = field(default_factory=dict)
     """By request id, blocks whose loads vLLM waits for, but which will not come; to report as failed."""
     cancels: bool = False
@@ -60,7 +56,6 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     """Number of blocks that a rank's guard has looked at before the first verdict, by rank, where it changed."""
     candidate: Candidate | None = None
     errors: list[str] = field(default_factory=list)
-    """Names of the worker half's methods that raised an exception."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ManthanWorkerMetadata":
         assert isinstance(other, ManthanWorkerMetadata)

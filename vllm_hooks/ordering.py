@@ -1,13 +1,13 @@
 """Returns first: the scheduler's waiting queue, the bound on reordering, and the number of tokens of a step."""
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from vllm.config import SchedulerConfig
 from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 BOUND_S = 10.0
@@ -44,17 +44,14 @@ class ReturnsFirstQueue(RequestQueue):
     The added time is the request's share of a step: `BOUND_S` for a prompt of a full step or more. A request `BOUND_S`
     younger never passes, so that no request starves. `hold_back` sets another bound.
 
-    A heap with lazy deletion: adding, updating and popping are O(log n), removing is O(1).
+    A sorted list: each change finds its position in O(log n).
 
-    Args:
-        step_tokens: Most tokens of a step.
-        by_priority: True if `Request.priority` counts, the lowest first.
+    step_tokens: most tokens of a step. by_priority: True if `Request.priority` counts, the lowest first.
     """
 
     def __init__(self, step_tokens: int, by_priority: bool) -> None:
         self._step_tokens, self._by_priority = step_tokens, by_priority
-        self._heap: list[_Entry] = []
-        """Entries, and outdated entries, which `_entries` does not have any more."""
+        self._order: list[_Entry] = []
         self._entries: dict[str, _Entry] = {}
         self._to_compute: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._front, self._back = count(-1, -1), count()
@@ -77,8 +74,7 @@ class ReturnsFirstQueue(RequestQueue):
     def update(self, request: Request, to_compute: int) -> None:
         """Set a request's number of tokens to compute. Before the first call, all its tokens count.
 
-        Do not call `update` between `peek_request` and `pop_request`, because vLLM expects both to name the same
-        request.
+        Between `peek_request` and `pop_request` it must not be called: vLLM expects both to name the same request.
         """
         self._to_compute[request] = to_compute
         if (entry := self._entries.get(request.request_id)) is not None:
@@ -92,11 +88,11 @@ class ReturnsFirstQueue(RequestQueue):
         return self._to_compute.get(first, first.num_tokens) <= tokens
 
     def get(self, request_id: str) -> Request | None:
-        """Return a queued request."""
         entry = self._entries.get(request_id)
         return None if entry is None else entry.request
 
     def _push(self, request: Request, tie: int) -> None:
+        self.remove_requests([request])
         tokens = self._to_compute.get(request, request.num_tokens)
         entry = _Entry(
             request.priority if self._by_priority else 0,
@@ -106,10 +102,7 @@ class ReturnsFirstQueue(RequestQueue):
             request,
         )
         self._entries[request.request_id] = entry
-        heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = list(self._entries.values())
-            heapq.heapify(self._heap)
+        insort(self._order, entry)
 
     def add_request(self, request: Request) -> None:
         self._push(request, next(self._back))
@@ -123,26 +116,21 @@ class ReturnsFirstQueue(RequestQueue):
             self.prepend_request(request)
 
     def peek_request(self) -> Request:
-        while self._heap:
-            request = self._heap[0].request
-            if self._entries.get(request.request_id) is self._heap[0]:
-                return request
-            heapq.heappop(self._heap)
-        raise IndexError("peek from an empty queue")
+        return self._order[0].request
 
     def pop_request(self) -> Request:
         request = self.peek_request()
-        heapq.heappop(self._heap)
-        del self._entries[request.request_id]
+        self.remove_request(request)
         return request
 
     def remove_request(self, request: Request) -> None:
-        del self._entries[request.request_id]
+        del self._order[bisect_left(self._order, self._entries.pop(request.request_id))]
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Remove the requests, as far as queued."""
         for request in requests:
-            self._entries.pop(request.request_id, None)
+            if request.request_id in self._entries:
+                self.remove_request(request)
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -151,7 +139,7 @@ class ReturnsFirstQueue(RequestQueue):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter([entry.request for entry in sorted(self._entries.values())])
+        return iter([entry.request for entry in self._order])
 
 
 class Losses:
@@ -171,11 +159,9 @@ class Losses:
         return self._lost / max(1.0, self._known)
 
     def add(self, known: int, lost: int) -> bool:
-        """Take note of a return. Return True if `are_many` has changed.
+        """Take note of a return with `known` blocks of earlier requests. Return True if `are_many` has changed.
 
-        Args:
-            known: Number of the return's blocks known from earlier requests.
-            lost: Number of known blocks not found.
+        lost: number of known blocks that were not found.
         """
         if not known:
             return False
@@ -187,43 +173,24 @@ class Losses:
         return self.are_many is not before
 
 
-class StepShares:
-    """Half of a step for a return that waits, while a long prompt is computed step by step.
-
-    vLLM schedules running requests first: the rest of a long prompt takes every step whole, and a return with a few
-    tokens to compute waits for its end. vLLM's own `long_prefill_token_threshold` divides the steps. A value that the
-    operator has set stays.
-
-    Args:
-        scheduling: vLLM's scheduler configuration.
-        block_tokens: Size of the largest block.
-    """
-
-    def __init__(self, scheduling: SchedulerConfig, block_tokens: int) -> None:
-        self._scheduling, self._block_tokens = scheduling, block_tokens
-        self._is_set = scheduling.long_prefill_token_threshold > 0
-
-    def divide(self, tokens: int, waiting: ReturnsFirstQueue) -> None:
-        """Divide the next step, of `tokens` tokens, if half of it is enough for the first request that waits."""
-        if self._is_set:
-            return
-        half = max(tokens // 2, self._block_tokens)
-        self._scheduling.long_prefill_token_threshold = half if half < tokens and waiting.first_takes(half) else 0
-
-
 class StepLimit:
-    """Limit on the tokens of a step, chosen by how long earlier steps took.
+    """Limits on the tokens of a step, and on a prompt's tokens in it, so that returns wait less.
 
     A return waits for the step that runs, so that shorter steps serve returns sooner. On an H200 a step with 8,192
     tokens of an 8B model takes 290 ms. There is no limit for a request that is alone.
 
-    Args:
-        tokens: Most tokens of a step, as vLLM is configured.
-        block_tokens: Size of the largest block. vLLM computes a state's block whole.
+    vLLM schedules running requests first: the rest of a long prompt takes every step whole. If half a step is enough
+    for the first request that waits, vLLM's `long_prefill_token_threshold` leaves half of it. A value that the operator
+    has set stays.
+
+    block_tokens: size of the largest block. vLLM computes a state's block whole.
     """
 
-    def __init__(self, tokens: int, block_tokens: int) -> None:
-        self._most, self._least = tokens, min(tokens, max(LEAST_TOKENS, 2 * block_tokens))
+    def __init__(self, scheduler: Scheduler, waiting: ReturnsFirstQueue, block_tokens: int) -> None:
+        self._scheduler, self._waiting, self._block_tokens = scheduler, waiting, block_tokens
+        self._most = scheduler.max_num_scheduled_tokens
+        self._least = min(self._most, max(LEAST_TOKENS, 2 * block_tokens))
+        self._divides = scheduler.scheduler_config.long_prefill_token_threshold <= 0
         self._seconds = self._tokens = 0.0
         self._last = 0, 0
         """Tokens of the last two steps. While a step runs, vLLM may have scheduled the next one already."""
@@ -234,26 +201,27 @@ class StepLimit:
         """Seconds of a full step over the step's tokens; None before a full step."""
         return self._seconds / self._tokens if self._tokens else None
 
-    def begin(self, tokens: int, now: float, requests: int) -> int:
-        """Take note of a new step. Return the most tokens of the next step.
+    def begin(self, tokens: int, now: float, requests: int) -> None:
+        """Take note of a new step with `tokens` tokens, at `now` s, and set the limits of the next step.
 
-        Args:
-            tokens: Tokens of this step.
-            now: Time in seconds.
-            requests: Number of running or waiting requests.
+        requests: number of running or waiting requests.
         """
-        if min(self._last) >= self._least:
-            self._seconds = DECAY * self._seconds + now - self._began
-            self._tokens = DECAY * self._tokens + self._last[0]
-        self._last, self._began = (self._last[1], tokens), now
-        if requests < 2 or not self._seconds:
-            return self._most
-        return min(self._most, max(self._least, int(STEP_S * self._tokens / self._seconds)))
+        limit = self._scheduler.max_num_scheduled_tokens
+        if requests:
+            if min(self._last) >= self._least:
+                self._seconds = DECAY * self._seconds + now - self._began
+                self._tokens = DECAY * self._tokens + self._last[0]
+            self._last, self._began = (self._last[1], tokens), now
+            limit = self._most
+            if requests > 1 and self._seconds:
+                limit = min(limit, max(self._least, int(STEP_S * self._tokens / self._seconds)))
+            self._scheduler.max_num_scheduled_tokens = limit
+        if self._divides:
+            half = max(limit // 2, self._block_tokens)
+            is_enough = half < limit and self._waiting.first_takes(half)
+            self._scheduler.scheduler_config.long_prefill_token_threshold = half if is_enough else 0
 
-    def rest(self) -> int:
-        """Take note of an idle engine, so that the idle time does not count as a step's.
-
-        Returns: the most tokens of the next step.
-        """
+    def rest(self) -> None:
+        """Take note of an idle engine, whose time is no step's."""
         self._last = 0, 0
-        return self._most
+        self._scheduler.max_num_scheduled_tokens = self._most

@@ -5,18 +5,17 @@ Unsupported models and settings are refused when vLLM makes the engine's configu
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError
 from manthan.manager.tiers.sealed import keys_of
-from manthan.vllm_hooks.compat import extend_engine_args, register_connector, watch_models
-from manthan.vllm_hooks.disk_store import check_disk
-from manthan.vllm_hooks.http.hints import check_requests
+from manthan.vllm_hooks.compat import before_engine, extend_engine_args, register_connector, watch_models
+from manthan.vllm_hooks.http.hints import PARAMS, checked
+from manthan.vllm_hooks.lasting import check_disk, check_redis
 from manthan.vllm_hooks.settled import settle_codec
-from manthan.vllm_hooks.shared_store import check_redis
-from manthan.vllm_hooks.support import check_arguments, check_supported
+from manthan.vllm_hooks.support import UnsupportedError, check_supported
 from manthan.vllm_hooks.transfer_config import (
     CONNECTOR,
     CONNECTOR_MODULE,
@@ -60,7 +59,7 @@ def read_flags(args: argparse.Namespace) -> None:
     """
     given = {flag: getattr(args, flag[2:].replace("-", "_"), None) for flag in (CONFIG_FLAG, *FLAG_KEYS)}
     flags = {flag: value for flag, value in given.items() if value is not None}
-    with one_sentence():
+    with one_sentence(from_command_line=True):
         if flags:
             before = getattr(args, "kv_transfer_config", None)
             args.kv_transfer_config = kv_transfer_config(flags.pop(CONFIG_FLAG, None), beside=before, **flags)
@@ -73,23 +72,25 @@ def read_flags(args: argparse.Namespace) -> None:
 
 
 def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
-    """Refuse arguments with which vLLM would use another connector. from_command_line, Raises: see `check`."""
-    with one_sentence() if from_command_line else nullcontext():
-        check_arguments(arguments)
+    """Refuse arguments with which vLLM would use another connector instead of Manthan; see `check`."""
+    if (size := arguments.kv_offloading_size) is None or not is_on(arguments):
+        return
+    with one_sentence(from_command_line):
+        raise UnsupportedError(
+            f"Manthan cannot be used here: --kv-offloading-size is {size:g}, which replaces Manthan by vLLM's "
+            "offloading; remove it, or name OffloadingConnector in --kv-transfer-config."
+        )
 
 
 def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
     """Refuse unsupported models and settings, choose the codec, and set memory aside. No process of vLLM runs yet.
 
-    Args:
-        vllm_config: vLLM's configuration, changed here.
-        from_command_line: True to end the program with one sentence instead of raising.
-
-    Raises: ConfigError for what cannot be used.
+    vllm_config: changed here. from_command_line: True to end the program with one sentence instead of raising
+    ConfigError.
     """
     if not is_on(vllm_config):
         return
-    with one_sentence() if from_command_line else nullcontext():
+    with one_sentence(from_command_line):
         complete(vllm_config)
         check_supported(vllm_config)
         settle_codec(vllm_config)
@@ -100,7 +101,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         share_memory(vllm_config)
         set_gpu_memory_aside(vllm_config)
         leave_time_to_drain(vllm_config)
-    check_requests()
+    before_engine(checked, PARAMS)
 
 
 def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
@@ -113,9 +114,11 @@ def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
 
 
 @contextmanager
-def one_sentence() -> Iterator[None]:
-    """Turn a ConfigError into the end of the program, with one sentence and no traceback, as argparse does."""
+def one_sentence(from_command_line: bool) -> Iterator[None]:
+    """Turn a ConfigError into the end of a command, with one sentence and no traceback, as argparse does."""
     try:
         yield
     except ConfigError as error:
+        if not from_command_line:
+            raise
         raise SystemExit(f"vllm: error: {error}") from None

@@ -47,8 +47,7 @@ class Queries:
         return Listing(self._manager, self._half.driver.fronts, self._store.tier_names)
 
     def reply(self, what: str, asked: dict[str, Any]) -> bytes:
-        """Return the answer in JSON. Objects unknown to JSON, such as options of a policy, become text."""
-        return to_json(self.answer(what, asked), inf_nan_mode="constants", fallback=str)
+        return to_json(self.answer(what, asked), inf_nan_mode="constants", fallback=str)  # str: options of a policy
 
     def answer(self, what: str, asked: dict[str, Any]) -> Any:
         """Answer a question, or act on a session and return it.
@@ -90,7 +89,10 @@ class Queries:
     def _state(self, bound: str | None) -> CoreState:
         half, manager = self._half, self._manager
         usage, shape, config = manager.usage(), manager.shape, half.config
-        main, blocks = shape.groups[shape.main], half.pool.size
+        main, blocks, verdict, codec = shape.groups[shape.main], half.pool.size, half.telemetry.verdict, half.used_codec
+        measuring = None
+        if half.guard is not None and verdict == "none" and config.codec.name != codec:
+            measuring = Measuring(codec=config.codec.name, blocks=half.telemetry.measured_blocks, of=FIRST_BLOCKS)
         return CoreState(
             now=time.time(),
             policy=Policy(
@@ -101,9 +103,9 @@ class Queries:
             store=StoreState(
                 kind=self._store.kind,
                 up=half.telemetry.store_is_up,
-                codec=half.used_codec,
-                verdict=half.telemetry.verdict,
-                measuring=self._measuring(),
+                codec=codec,
+                verdict=verdict,
+                measuring=measuring,
                 tiers=self._tiers(usage.saved_nbytes, usage.budget_nbytes),
             ),
             pool=PoolState(
@@ -117,13 +119,6 @@ class Queries:
             token_s=half.token_s,
             totals=half.telemetry.totals,
         )
-
-    def _measuring(self) -> Measuring | None:
-        """Return the guard's progress on a configured codec that is not used yet."""
-        half, name = self._half, self._half.config.codec.name
-        if half.guard is None or half.telemetry.verdict != "none" or name == half.used_codec:
-            return None
-        return Measuring(codec=name, blocks=half.telemetry.measured_blocks, of=FIRST_BLOCKS)
 
     def _tiers(self, saved: int, budget: int) -> list[TierState]:
         """Return each tier's part of `saved` and `budget` bytes."""

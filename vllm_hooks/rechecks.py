@@ -36,7 +36,6 @@ TOP = 20
 """Number of compared tokens, the likeliest of each computation."""
 TINY = 1e-9
 LOSSY, EXACT = "lossy", "exact"
-"""Names of the two computations."""
 
 
 class Restore(NamedTuple):
@@ -92,10 +91,7 @@ class Rechecks:
         return False
 
     def offer(self, request: "Request", asker: Asker, hashes: Sequence[bytes], least: int) -> None:
-        """Remember one of `EVERY` ended requests with a lossy restore, if nothing but tokens decides the answer.
-
-        The rest is as in `Restore`.
-        """
+        """Remember one of `EVERY` ended requests with a lossy restore, if nothing but tokens decides the answer."""
         prompt = request.prompt_token_ids
         is_plain = request.prompt_embeds is None and not (request.lora_request or request.mm_features)
         if self._is_on and prompt and is_plain and not request.cache_salt and random.random() * EVERY < 1:
@@ -108,7 +104,7 @@ class Rechecks:
         return self._waiting if is_quiet else None
 
     def take(self, found: Restore) -> dict[str, Any]:
-        """Begin the recheck of the due restore. Return the question for an API server."""
+        """Begin a recheck. Return the question for an API server."""
         self._waiting, self._taken, self._secret = None, found, f"manthan-{secrets.token_hex(16)}"
         return {"secret": self._secret, "prompt": list(found.prompt), "least": found.least, "top": self._top}
 
@@ -135,7 +131,6 @@ class Rechecker:
         self._run: asyncio.Task[None] | None = None
 
     def start(self, state: Any) -> None:
-        """Begin to ask the engine cores behind `state.engine_client`."""
         self._task = asyncio.get_running_loop().create_task(self._watch(state))
 
     def make_way(self) -> None:
@@ -144,6 +139,7 @@ class Rechecker:
             self._run.cancel()
 
     async def _watch(self, state: Any) -> None:
+        """Ask the engine cores behind `state.engine_client`."""
         while (client := getattr(state, "engine_client", None)) is not None:
             await asyncio.sleep(ASK_S)
             try:

@@ -1,14 +1,17 @@
 """Scheduler half of the connector: passes vLLM's calls to the driver, and the driver's orders to the workers."""
 
+import os
+import secrets
+import socket
 import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from math import inf
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +26,7 @@ from manthan.manager.events import Events
 from manthan.manager.guard import Choice, Guard
 from manthan.manager.histories import Histories
 from manthan.manager.pool import Asker
-from manthan.manager.session.blocks import SAVED, MemoryShape
+from manthan.manager.session.blocks import SAVED
 from manthan.manager.session.manager import PointParts, SessionManager, Shares
 from manthan.manager.session.persist import JournalLink, RedisLink
 from manthan.manager.session.prefetch import LEAD_S, lead_s
@@ -32,24 +35,24 @@ from manthan.manager.sweeper import Sweeper
 from manthan.manager.tiers.redis_schema import FALL
 from manthan.manager.transfer import on_each
 from manthan.vllm_hooks.compat import Core, VllmPool, replace_waiting, tokens_to_load, watch_lookups
-from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
-from manthan.vllm_hooks.groups import Part, config_for, groups_for, is_mixed, on_all_ranks
+from manthan.vllm_hooks.fingerprint import namespace_of
+from manthan.vllm_hooks.groups import Part, config_for, on_all_ranks
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, decoded_elsewhere, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
+from manthan.vllm_hooks.lasting import DiskBooks, make_sessions
 from manthan.vllm_hooks.memory import Shards, memory_shapes
 from manthan.vllm_hooks.messages import Candidate, ManthanMetadata, ManthanWorkerMetadata
-from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, StepLimit, StepShares
+from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.queries import METHOD, Queries
 from manthan.vllm_hooks.rechecks import Rechecks
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding
-from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
-from manthan.vllm_hooks.support import Latents, UnsupportedError
+from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_held, tell_rechecks
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
-from manthan.vllm_hooks.transfer_config import abort_at_shutdown, is_on_gpu, settings
+from manthan.vllm_hooks.transfer_config import abort_at_shutdown, settings
 from manthan.vllm_hooks.worker.calibrator import LEAST
 from manthan.vllm_hooks.worker.capacity import fast_tiers, room_in, usable_nbytes
 from manthan.vllm_hooks.worker.half import get_ready, groups_of_worker
@@ -62,7 +65,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import BlockHash
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -99,10 +101,7 @@ class SchedulerHalf:
         abort_at_shutdown(vllm_config)
         self._core = Core(self)
         self._ranks = vllm_config.parallel_config.world_size
-        stages = vllm_config.parallel_config.pipeline_parallel_size
-        self.groups = groups_for(vllm_config, kv_cache_config)
-        if stages > 1 or Latents.of(vllm_config).numbers or is_mixed(kv_cache_config):
-            self.groups = on_all_ranks(self._core.ask(groups_of_worker) or [self.groups])
+        self.groups = on_all_ranks(self._core.ask(groups_of_worker))
         self.config = config = config_for(vllm_config, self.groups)
         self._group, self._block_size = self.groups.main.index, self.groups.main.tokens
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
@@ -111,6 +110,7 @@ class SchedulerHalf:
         shards = Shards(self._ranks, room_in(config), can_trim)
         self._shapes = memory_shapes(config.codec, self.groups, shards, profile)
         self._shape = self._shapes[0]
+        self._capacity = partial(usable_nbytes, vllm_config, config.tiers)
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
         shared = config.tiers.is_shared
@@ -119,9 +119,17 @@ class SchedulerHalf:
                 f"tiers.kind is {config.tiers.kind}, but the model has layers with sliding windows and "
                 f"{'blocks of several sizes' if self.groups.is_whole else 'none with full attention'}: use host."
             )
-        lasting = config.tiers.is_lasting
-        namespace = namespace_of(vllm_config, config, self.groups, self._loaded_digest()) if lasting else None
-        owner, sharding = engine_name(), Sharding.of(vllm_config, self.groups)
+        namespace, lasting = None, config.tiers.is_lasting
+        if lasting:
+            weights = set(self._core.ask(loaded_digest))
+            if len(weights) > 1:
+                raise UnsupportedError(
+                    f"tiers.kind is {config.tiers.kind}, but ranks read different weights, so that blocks of another "
+                    "model could not be told apart: use host or device."
+                )
+            namespace = namespace_of(vllm_config, config, self.groups, weights.pop())
+        owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"  # the engine's name
+        sharding = Sharding.of(vllm_config, self.groups)
         self._salts = salts_of(config)
         self._core.prepare_requests(self._salts.of, PARAMS, lasting)
         chosen = choose_policy(config.policy)
@@ -164,15 +172,12 @@ class SchedulerHalf:
         self._waiting: ReturnsFirstQueue | None = None
         """The scheduler's waiting requests; None if vLLM's own queue is left in place."""
         self._losses = Losses()
-        self._scheduler: Scheduler | None = None
         self._limit: StepLimit | None = None
-        """Limit on a step's tokens; None for vLLM's own."""
+        """Limits on a step's tokens; None for vLLM's own."""
         self._resident: dict[str, int] = {}
         """Number of resident blocks, by id of a request that was matched and has no blocks allocated yet."""
-        self._shares: StepShares | None = None
         self._place: str | None = None
         """Namespace for `Tier.cleared`, after a reset, until the workers are told."""
-        self._step = 0
         self._deadline = inf
         self._drained_at: float | None = None
         """Time at which the engine ends, also if not all is saved; None before vLLM shuts it down, 0 after the end."""
@@ -198,33 +203,26 @@ class SchedulerHalf:
             notes = None if self._events is None else self._events.notes
             self._journal = self._books.link(self.manager, self._fronts, notes)
 
-    def _loaded_digest(self) -> str:
-        """Return the digest of the workers' loaded weights. Raises UnsupportedError if ranks read different weights."""
-        found = self._core.ask(loaded_digest) or [""]
-        if len(set(found)) > 1:
-            raise UnsupportedError(
-                f"tiers.kind is {self.config.tiers.kind}, but ranks read different weights, so that blocks of another "
-                "model could not be told apart: use host or device."
-            )
-        return str(found[0])
-
     def bind(self, pool: "BlockPool") -> None:
         """Make the driver, now that vLLM has made its block pool."""
         if self.config.ordering == "returns":
             scheduling = self._vllm_config.scheduler_config
             waiting = ReturnsFirstQueue(scheduling.max_num_batched_tokens, scheduling.policy == "priority")
-            self._scheduler = replace_waiting(waiting)
-            if self._scheduler is not None:
+            scheduler = replace_waiting(waiting)
+            if scheduler is not None:
                 self._waiting = waiting
                 self.telemetry.held = lambda: waiting.held(time.time())
                 if scheduling.enable_chunked_prefill and not scheduling.disable_chunked_mm_input:
                     largest = max(group.tokens for group in self.groups.stored)
-                    self._limit = StepLimit(self._scheduler.max_num_scheduled_tokens, largest)
-                    self._shares = StepShares(scheduling, largest)
+                    self._limit = StepLimit(scheduler, waiting, largest)
         event = None if self._events is None else self._events.event
         block_tokens = {each.group.index: each.group.tokens for each in self.groups.at_points}
         self.pool = VllmPool(pool, self._group, block_tokens | {self._group: self._block_size}, event)
-        self.guard = self._guard()
+        self.guard: Guard | None = None
+        if (codec := self.config.codec).guard:
+            tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
+            choices = [Choice(shape, self._capacity(shape)) for shape in self._shapes]
+            self.guard = Guard(self.manager, choices, self._ranks)
         self.driver = Driver(
             self.manager,
             self.pool,
@@ -271,33 +269,20 @@ class SchedulerHalf:
         self.driver.computed(request.request_id, block_ids)
         return True
 
-    def _guard(self) -> Guard | None:
-        """Return the guard, which chooses the codec by measurements; None if it is off."""
-        if not (codec := self.config.codec).guard:
-            return None
-        choices = [Choice(shape, self._capacity(shape)) for shape in self._shapes]
-        tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
-        return Guard(self.manager, choices, self._ranks)
-
     @property
     def used_codec(self) -> str:
         """Name of the codec of new blocks."""
         shape = self.manager.shape
         return shape.groups[shape.main].codec or self.config.codec.name
 
-    def _capacity(self, shape: MemoryShape) -> int:
-        """Number of bytes in the cold store for blocks of `shape`, on all ranks together."""
-        store = self.config.tiers
-        sizes = {nbytes // self._ranks for nbytes in shape.sizes}
-        in_arenas = is_on_gpu(self._vllm_config) and not store.is_lasting
-        return usable_nbytes(store, self._ranks, sizes, in_arenas)
-
     # -- requests -------------------------------------------------------------------------------------
 
     def new_request(self, request: "Request") -> None:
         if self.rechecks.began(request.request_id):
             return
-        hints = hints_of(request)
+        hints, prompt, tail = hints_of(request), request.prompt_token_ids, None
+        if prompt is not None:  # the tokens behind the last full block
+            tail = np.array(prompt[len(prompt) // self._block_size * self._block_size :], np.int64).tobytes()
         self._requests[request.request_id] = request
         self.telemetry.began(request, hints)
         self.driver.started(
@@ -309,7 +294,7 @@ class SchedulerHalf:
             blocks=self._blocks(request),
             hints=hints,
             tenant=tenant_of(request),
-            tail=None if (prompt := request.prompt_token_ids) is None else self._tail(prompt),
+            tail=tail,
         )
         if self._waiting is not None:
             self._waiting.update(request, self._to_compute(request))
@@ -355,10 +340,6 @@ class SchedulerHalf:
             held = waiting.held(time.time())
             waiting.hold_back(bound)
             tell_held(self._losses.share, bound, held or waiting.held(time.time()), self._losses.are_many)
-
-    def _tail(self, prompt: Sequence[int]) -> bytes:
-        """Return the prompt's tokens behind the last full block."""
-        return np.array(prompt[len(prompt) // self._block_size * self._block_size :], np.int64).tobytes()
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Return the number of tokens to load behind the first `computed`, and True if the load is asynchronous.
@@ -463,8 +444,8 @@ class SchedulerHalf:
             return None
         self._requests.pop(request.request_id, None)
         self._hold_back(*self.driver.missed(request.request_id))
-        if self._limit is not None and self._scheduler is not None and not self._requests:
-            self._scheduler.max_num_scheduled_tokens = self._limit.rest()
+        if self._limit is not None and not self._requests:
+            self._limit.rest()
         prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
         anew = max(0, prompt - self.driver.found(request.request_id))
         computed = min(blocks, request.num_computed_tokens // self._block_size)
@@ -542,7 +523,7 @@ class SchedulerHalf:
         """Return the workers' orders for a step, in which vLLM computes `scheduled_tokens` tokens."""
         self._rung = False
         if self.is_out_of_use and not scheduled_tokens:
-            return ManthanMetadata(model_rests=True)
+            return ManthanMetadata()
         self._heed_calls()
         if self._is_unsure and scheduled_tokens:
             self._begin_again()
@@ -552,23 +533,17 @@ class SchedulerHalf:
             for request in self._requests.values():
                 self.driver.cached(request.request_id, request.num_computed_tokens // self._block_size)
         work = self.driver.step(taken, now)
-        if self._limit is not None and self._scheduler is not None and self._requests:
-            limit = self._limit.begin(scheduled_tokens, now, len(self._requests))
-            self._scheduler.max_num_scheduled_tokens = limit
         self._reorder()
-        if self._shares is not None and self._scheduler is not None and self._waiting is not None:
-            self._shares.divide(self._scheduler.max_num_scheduled_tokens, self._waiting)
+        if self._limit is not None:
+            self._limit.begin(scheduled_tokens, now, len(self._requests))
         place, self._place = self._place, None
         self._set_deadline()
-        self._step += 1
         return ManthanMetadata(
             place,
             work.drops,
             work.stores,
             work.loads,
             tokens=scheduled_tokens,
-            model_rests=not scheduled_tokens,
-            step=self._step,
             cancels=self._cancels,
             revokes=work.revokes,
             may_calibrate=self._calibrates
@@ -580,12 +555,20 @@ class SchedulerHalf:
         """Take the workers' results. A store or a load is settled when every rank has answered."""
         self._gathered(report)
         if report.candidate is not None and self.guard is not None:
-            self._calibrates, self._candidate = False, self._named(report.candidate)
-            self.guard.offer(Choice(self._candidate.shape, self._capacity(self._candidate.shape)))
+            path, shape = report.candidate
+            main = replace(shape.groups[shape.main], codec=CALIBRATED)  # other groups keep their codecs
+            shape = replace(shape, groups={**self._shape.groups, shape.main: main})
+            self._calibrates, self._candidate = False, Candidate(path, shape)
+            self.guard.offer(Choice(shape, self._capacity(shape)))
         self.telemetry.measured(report.measured, self.config.codec.name, self.used_codec)
         self.driver.answered(report.results, time.monotonic(), report.verdicts)
         if self._candidate is not None and self.manager.shape is self._candidate.shape:
-            self._approve(self._candidate.path)
+            path, self._candidate = self._candidate.path, None
+            try:
+                found = path.replace(path.with_suffix(".safetensors"))  # the name that the next start looks for
+                logger.info("Manthan: a profile made from traffic is used: %s", found)
+            except OSError as error:
+                logger.warning("Manthan: a profile made from traffic is used, and not kept: %s", error)
         self._reorder()
         self._set_deadline()
 
@@ -593,21 +576,6 @@ class SchedulerHalf:
         """Note which stores are gathered. Clear them in the report, so that `drain` does not note them again."""
         gathered, report.gathered = report.gathered, []
         self.driver.gathered(gathered)
-
-    def _approve(self, path: Path) -> None:
-        """Give the profile's file, which the guard has approved, the name under which the next start finds it."""
-        self._candidate, named = None, path.with_suffix(".safetensors")
-        try:
-            path.replace(named)
-            logger.info("Manthan: a profile made from traffic is used: %s", named)
-        except OSError as error:
-            logger.warning("Manthan: a profile made from traffic is used, and not kept: %s", error)
-
-    def _named(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with its codec's name in the main group's shape. Other groups keep their codecs."""
-        main = replace(candidate.shape.groups[candidate.shape.main], codec=CALIBRATED)
-        groups = {**self._shape.groups, candidate.shape.main: main}
-        return candidate._replace(shape=replace(candidate.shape, groups=groups))
 
     def has_work(self) -> bool:
         """True if the engine should run a step without requests."""

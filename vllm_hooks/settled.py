@@ -13,8 +13,7 @@ from manthan.codec.profile import Profile
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import AUTO, PLAIN, check_profile, choose_codec, has_weights, profile_path
-from manthan.vllm_hooks.kv_dtype import is_packed
-from manthan.vllm_hooks.support import Latents, has_draft
+from manthan.vllm_hooks.support import Latents, has_draft, is_packed
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, is_on_gpu, settings
 
 if TYPE_CHECKING:

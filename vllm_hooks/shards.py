@@ -19,14 +19,10 @@ MOST_PARTS = 16
 
 
 class Sharding(NamedTuple):
-    """Division of blocks among an engine's ranks.
+    """Division of blocks among an engine's ranks: `ranks` in each of `stages` pipeline stages.
 
-    Args:
-        stages: number of pipeline stages.
-        ranks: number of ranks in a stage.
-        parts: number of different shards in a stage. Consecutive ranks have the same.
-        heads: number of KV heads of the model; 1 if all ranks of a stage have the same; 0 if only engines with as many
-            ranks can read the blocks.
+    parts: number of different shards in a stage; consecutive ranks have the same. heads: number of KV heads of the
+    model; 1 if all ranks of a stage have the same; 0 if only engines with as many ranks can read the blocks.
     """
 
     stages: int = 1
@@ -66,7 +62,6 @@ class Sharding(NamedTuple):
         return rank % self.ranks % self.copies == 0
 
     def first_head(self, rank: int) -> int:
-        """Return the number of a rank's first head."""
         return rank % self.ranks // self.copies * (self.heads // self.parts)
 
     def with_ranks(self, ranks: int) -> "Sharding":

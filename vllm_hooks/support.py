@@ -3,14 +3,13 @@
 import re
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from manthan.codec.base import Dtype
 from manthan.manager.config.model import TenantsConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
-from manthan.vllm_hooks.kv_dtype import is_plain
-from manthan.vllm_hooks.transfer_config import CONNECTOR, SEVERAL, from_vllm_config, is_on, others
+from manthan.vllm_hooks.transfer_config import CONNECTOR, SEVERAL, entries, from_vllm_config
 
 if TYPE_CHECKING:
-    from vllm import EngineArgs
-    from vllm.config import VllmConfig
+    from vllm.config import CacheConfig, VllmConfig
 
 DEVICES = ("cpu", "cuda")
 VLLM = ">=0.32,<0.34"
@@ -23,20 +22,16 @@ NOT_BESIDE = {CONNECTOR, "DecodeBenchConnector", "HiSparseConnector", SEVERAL}
 
 DecodeBenchConnector makes KV up, and HiSparseConnector keeps KV outside of vLLM's blocks.
 """
+PLAIN = ("auto", "bfloat16", "float16", "float32")
+"""Values of --kv-cache-dtype for caches that are not quantized."""
+E4M3 = "fp8_e4m3"
+FP8 = {"fp8": Dtype.FLOAT8_E4M3, E4M3: Dtype.FLOAT8_E4M3, "fp8_e5m2": Dtype.FLOAT8_E5M2}
+"""Dtypes with one byte a number, by --kv-cache-dtype. Codecs ignore a layer's scale, because it never changes while the
+engine runs."""
 
 
 class UnsupportedError(ConfigError):
     """Unsupported model or setting of vLLM."""
-
-
-def check_arguments(arguments: "EngineArgs") -> None:
-    """Raise UnsupportedError for arguments with which vLLM would use another connector instead of Manthan."""
-    size = arguments.kv_offloading_size
-    if size is not None and is_on(arguments):
-        raise UnsupportedError(
-            f"Manthan cannot be used here: --kv-offloading-size is {size:g}, which replaces Manthan by vLLM's "
-            "offloading; remove it, or name OffloadingConnector in --kv-transfer-config."
-        )
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
@@ -54,6 +49,8 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     speculative = vllm_config.speculative_config
     device = current_platform.device_type
     without = "serve it without Manthan"
+    names = [each.get("kv_connector") for each in entries(transfer)]
+    strange = sorted(name for name in NOT_BESIDE if names.count(name) > (name == CONNECTOR))  # one entry is Manthan's
     hashes = hash_refusal(config.tiers, cache.prefix_caching_hash_algo, config.tenants)
     refusals = [
         (device not in DEVICES, f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported"),
@@ -74,7 +71,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         (model.is_attention_free, f"{model.model} has no attention layers, but states only; {without}"),
         (model.is_encoder_decoder, f"{model.model} is an encoder-decoder model; {without}"),
         (
-            current_platform.is_rocm() and not is_plain(cache),
+            current_platform.is_rocm() and cache.cache_dtype not in PLAIN,
             f"--kv-cache-dtype {cache.cache_dtype} was never tried on ROCm, whose fp8 may be of another kind; use auto",
         ),
         (bool(hashes), hashes),
@@ -95,7 +92,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "kv_both, and name the role of any further connector in its own entry",
         ),
         (
-            bool(strange := sorted(NOT_BESIDE & {*others(transfer)})),
+            bool(strange),
             f"--kv-transfer-config names {', '.join(strange)} together with Manthan: leave that out",
         ),
         (
@@ -154,3 +151,9 @@ def blocks_computed_again(vllm_config: "VllmConfig") -> int:
     """Number of blocks at the end of a prefix cache hit that vLLM computes again: 1 for some drafts, such as EAGLE."""
     speculative = vllm_config.speculative_config
     return int(speculative is not None and speculative.use_eagle_block_drop())
+
+
+def is_packed(cache: "CacheConfig") -> bool:
+    """True if blocks are stored as bytes: only vLLM's kernels can read them, or layers have different dtypes."""
+    is_unknown = cache.cache_dtype not in FP8 or bool(cache.kv_cache_dtype_skip_layers)
+    return cache.cache_dtype not in PLAIN and is_unknown

@@ -81,34 +81,26 @@ def _entry(transfer: "KVTransferConfig") -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != "engine_id" and value is not None}
 
 
-def others(transfer: "KVTransferConfig") -> list[str]:
-    """Names of all connectors except Manthan."""
-    if transfer.kv_connector != SEVERAL:
-        return []
-    names = [str(each.get("kv_connector")) for each in transfer.kv_connector_extra_config.get(ENTRIES, ())]
-    if CONNECTOR in names:
-        names.remove(CONNECTOR)  # only one: a second entry counts as another connector
-    return names
+def entries(transfer: "KVTransferConfig | None") -> list[dict[str, Any]]:
+    """Return the configurations of several connectors; none for a single one."""
+    is_several = transfer is not None and transfer.kv_connector == SEVERAL
+    return list(transfer.kv_connector_extra_config.get(ENTRIES, ())) if transfer and is_several else []
 
 
-def _entries(config: "VllmConfig | EngineArgs | Namespace") -> list[dict[str, Any]]:
-    """Return the entries for Manthan among several connectors."""
-    transfer = config.kv_transfer_config
-    if transfer is None or transfer.kv_connector != SEVERAL:
-        return []
-    entries = transfer.kv_connector_extra_config.get(ENTRIES, ())
-    return [each for each in entries if each.get("kv_connector") == CONNECTOR]
+def _own(transfer: "KVTransferConfig | None") -> list[dict[str, Any]]:
+    """Return Manthan's entries among several connectors."""
+    return [each for each in entries(transfer) if each.get("kv_connector") == CONNECTOR]
 
 
 def is_on(config: "VllmConfig | EngineArgs | Namespace") -> bool:
     """True if the configuration turns Manthan on."""
     transfer = config.kv_transfer_config
-    return bool(_entries(config)) or (transfer is not None and transfer.kv_connector == CONNECTOR)
+    return bool(_own(transfer)) or (transfer is not None and transfer.kv_connector == CONNECTOR)
 
 
 def settings(config: "VllmConfig | Namespace") -> dict[str, Any]:
     """Return the dict of Manthan's settings inside vLLM's configuration, which may be changed. Manthan must be on."""
-    for entry in _entries(config):
+    for entry in _own(config.kv_transfer_config):
         found: dict[str, Any] = entry.setdefault("kv_connector_extra_config", {})
         return found
     assert config.kv_transfer_config is not None
@@ -121,7 +113,7 @@ def complete(config: "VllmConfig | Namespace") -> None:
     transfer, extra = config.kv_transfer_config, settings(config)
     assert transfer is not None
     extra[EXTRA_KEY] = resolve_config(env={}, flags=extra.get(EXTRA_KEY, {})).config.model_dump(mode="json")
-    for entry in _entries(config):
+    for entry in _own(transfer):
         entry["kv_load_failure_policy"] = transfer.kv_load_failure_policy  # vLLM heeds only the outer one
 
 

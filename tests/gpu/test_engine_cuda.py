@@ -119,7 +119,7 @@ def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, 
             loading[str(step)] = keys, targets, [stored[key] for key in keys]
             loads.append(jobs.load(keys, targets, str(step), group=GROUP))
         rests, dropped = rng.random() < 0.3, [BlocksDropped(GROUP, drops, DropCause.BUDGET)]
-        engine.submit_loads(ManthanMetadata(None, dropped, loads=loads, model_rests=rests))
+        engine.submit_loads(ManthanMetadata(None, dropped, loads=loads, tokens=int(not rests)))
         stores = []
         for _ in range(rng.randrange(6)):
             key, source, exact = rng.randbytes(32), rng.randrange(SOURCES), rng.choice(FORMS)
@@ -130,7 +130,7 @@ def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, 
     world.wait(lambda: poll() or not (loading or storing))  # type: ignore[func-returns-value]
     assert counts["loads"] > 100
     assert counts["good"] > 300
-    assert world.tiers.used == sum(sizes[key] for key in stored)
+    assert sum(tier.arena.used for tier in world.tiers.all) == sum(sizes[key] for key in stored)
     world.check_erased()
     engine.shutdown()
 

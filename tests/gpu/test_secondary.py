@@ -99,7 +99,7 @@ class World:
             cache[targets] = 0
         torch.cuda.synchronize()
         job = jobs.load([self.keys[n] for n in places], targets, request_id, group=GROUP)
-        self.engine.submit_loads(ManthanMetadata(loads=[job], step=1))
+        self.engine.submit_loads(ManthanMetadata(loads=[job]))
         assert self.poll().failed == {}
         assert all(torch.equal(self.numbers(at), self.right[n]) for at, n in zip(targets, places, strict=True))
 

@@ -19,7 +19,7 @@ TIERS = pytest.mark.parametrize("kind", ["host", "device"])
 def tier(worker: Any) -> tuple[str, int, int, int]:
     path = get_kv_transfer_group().worker.engine
     layout = next(iter(path.codecs.values())).layout
-    return str(path._device), layout.heads, len(layout.caches), path.tiers.used
+    return str(path._device), layout.heads, len(layout.caches), sum(tier.arena.used for tier in path.tiers.all)
 
 
 @TIERS

@@ -54,7 +54,7 @@ class FailedLoads(SteppedEngine):
             self.core.step_fn = self.core.step_with_batch_queue
         self.path: Any = self.worker.engine
         [(self.group, self.blocks)] = self.path.blocks.items()
-        self.rows = [rows for rows, _, _ in self.blocks._memory._layers]
+        self.rows = self.blocks._memory._rows
         self.hurt: dict[str, int] = {}
         self.gate = threading.Event()
         self.gate.set()
@@ -81,13 +81,13 @@ class FailedLoads(SteppedEngine):
         self.scheduler.schedule = noting
 
     def _damage_loads(self) -> None:
-        decode_all, decode = self.path._decode, self.blocks.decode
+        read, decode = self.path._read, self.blocks.decode
         loads: dict[int, Any] = {}
 
         def of_job(job: Any, *args: Any) -> None:
             loads[threading.get_ident()] = job
             self.gate.wait()
-            decode_all(job, *args)
+            read(job, *args)
 
         def damaged(key: bytes, block_id: int, found: Any) -> str | None:
             job = loads[threading.get_ident()]
@@ -96,7 +96,7 @@ class FailedLoads(SteppedEngine):
             self._spoil(block_id)
             return "corrupt"
 
-        self.path._decode, self.blocks.decode = of_job, damaged
+        self.path._read, self.blocks.decode = of_job, damaged
 
     def _spoil(self, block_ids: Any) -> None:
         for rows in self.rows:

@@ -20,7 +20,9 @@ from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, Batch, Paged
 from manthan.codec.gpu.raw import RawPagedCodec
 from manthan.codec.model import ModelFacts
 from manthan.vllm_hooks import compat
-from manthan.vllm_hooks.worker.slabs import Slab
+from manthan.vllm_hooks.worker.blocks import DeviceMemory
+from manthan.vllm_hooks.worker.layout import Layer
+from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
 LAYERS, HEADS, TOKENS, DIM, BLOCKS = 2, 2, 8, 32, 64
 
@@ -299,6 +301,19 @@ def paged_codec(name: str = "k3v3", dtype: torch.dtype = torch.bfloat16, **more:
     strides = (TOKENS * HEADS * 2 * DIM, 2 * DIM, HEADS * 2 * DIM)
     layout = PagedLayout(caches, HEADS, TOKENS, DIM, *strides, key_at=0, value_at=DIM)
     return FormatCodec(layout, BlockFormat(name, layout.shape, b"f" * 16, **more))
+
+
+def used(tiers: Slabs) -> int:
+    """Stored and taken bytes of all tiers."""
+    return sum(tier.arena.used for tier in tiers.all)
+
+
+def memory_of(layout: PagedLayout) -> DeviceMemory:
+    """The layout's cache, as the CPU reads and writes it."""
+    head, token, number = np.ogrid[: layout.heads, : layout.tokens, : layout.head_dim]
+    at = (head * layout.head_stride + token * layout.token_stride + number).reshape(-1)
+    layers = [Layer("", cache, layout.key_at + at, (layout.value_at or 0) + at) for cache in layout.caches]
+    return DeviceMemory(layers, layout.shape)
 
 
 def varying_codec(name: str = "klt-8x", **more: Any) -> FormatCodec:

@@ -13,7 +13,7 @@ from manthan.codec.block import BlockFormat, BlockShape
 from manthan.vllm_hooks import memory
 from manthan.vllm_hooks.groups import KvCacheGroup
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory
-from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
+from manthan.vllm_hooks.worker.layout import probe_layers
 
 LAYERS, HEADS, BLOCKS = 3, 2, 8
 PRINT = b"f" * 16
@@ -73,7 +73,7 @@ def cpu_blocks(
 def device_blocks(caches: dict, layers: dict, spec: FullAttentionSpec) -> CpuBlocks:
     """As where the cache is a GPU's, and the codec runs on the CPU."""
     probed = probe_layers(caches, layers, BLOCKS, shape_of(spec))
-    return CpuBlocks(DeviceMemory(paged_layout(probed, shape_of(spec))), block_format(caches, spec))
+    return CpuBlocks(DeviceMemory(probed, shape_of(spec)), block_format(caches, spec))
 
 
 def gpu_like(order: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[dict, dict, FullAttentionSpec]:

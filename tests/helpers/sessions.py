@@ -23,7 +23,7 @@ from manthan.codec.cpu.numbers import as_floats
 from manthan.manager.events import Event, Restored
 from manthan.manager.session.blocks import Rows
 from manthan.vllm_hooks.worker import half
-from manthan.vllm_hooks.worker.blocks import BesideMemory, PackedMemory
+from manthan.vllm_hooks.worker.blocks import BesideMemory
 
 Blocks = dict[bytes, NDArray[Any]]
 """Keys with values of paged blocks, [layers, heads, tokens, 2 * head_dim], or all of their bytes, by block hash."""
@@ -147,7 +147,7 @@ def all_rows(memory: Any) -> list[Any]:
     """Blocks of each layer, as they lie."""
     if isinstance(memory, BesideMemory):
         return [*all_rows(memory._coded), *all_rows(memory._others)]
-    return list(memory._rows) if isinstance(memory, PackedMemory) else [rows for rows, _, _ in memory._layers]
+    return list(memory._rows)
 
 
 def same_tokens(before: Mapping[Any, NDArray[Any]], after: Mapping[Any, NDArray[Any]]) -> list[int]:
@@ -294,7 +294,7 @@ class SameStep(Sessions):
         """vLLM does not have a session's blocks any more, of which the manager has not heard."""
         pool = self.half.pool
         pool._pool.evict_blocks(set(pool.lookup(self.group, self.hashes(session))))
-        for rows, _, _ in self.blocks._memory._layers:
+        for rows in self.blocks._memory._rows:
             rows[:] = 0
 
     def evict_when_computed(self) -> None:

@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.fingerprint import namespace_of
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup
-from manthan.vllm_hooks.shared_store import namespace_of
 from manthan.vllm_hooks.support import blocks_computed_again, check_supported, has_draft
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 

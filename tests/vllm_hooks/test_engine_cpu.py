@@ -35,13 +35,13 @@ CPU = torch.device("cpu")
 class Worker:
     """An engine over a cache whose first four blocks are written."""
 
-    def __init__(self, fails_whole: bool = False, max_bytes: int = 1 << 20, staging_nbytes: int = 1 << 30) -> None:
+    def __init__(self, fails_whole: bool = False, max_bytes: int = 1 << 20) -> None:
         self.caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
         self.blocks = cpu_blocks(self.caches, layers, spec, group=GROUP)
         for block in range(len(KEYS)):
             write(self.caches, layers, block, spec, seed=block)
         self.store = RamTier(max_bytes)
-        self.engine = CpuEngine({GROUP: self.blocks}, self.store, 2, CPU, fails_whole, staging_nbytes)
+        self.engine = CpuEngine({GROUP: self.blocks}, self.store, 2, CPU, fails_whole)
 
     def wait(self, count: int = 1) -> ManthanWorkerMetadata:
         """What is reported, once there are so many answers."""
@@ -307,10 +307,11 @@ def test_nothing_touches_the_cache_once_it_was_waited_for(start: Callable[..., W
 
 
 def test_blocks_are_gathered_as_far_as_the_staging_goes_and_others_are_given_back_when_needed(
-    start: Callable[..., Worker],
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store does not answer: of the first job one block is gathered, which is all that there is room for."""
-    worker = start(staging_nbytes=1)
+    monkeypatch.setattr(engine_cpu, "COPIES_BYTES", 1)
+    worker = start()
     put_all = Held(worker.store, "put_all")
     first, second = worker.submit(KEYS[:2]), worker.submit(KEYS[2:])
     assert put_all.began.wait(20)

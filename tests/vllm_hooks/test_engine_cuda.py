@@ -12,7 +12,7 @@ import jobs
 import numpy as np
 import pytest
 import torch
-from fake_cuda import BLOCKS, TOKENS
+from fake_cuda import BLOCKS, TOKENS, used
 from integrity import check_erased
 from some_blocks import until
 
@@ -25,7 +25,6 @@ from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.worker import engine_cuda
-from manthan.vllm_hooks.worker.blocks import DeviceMemory
 from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
 from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
@@ -49,7 +48,7 @@ class World:
         monkeypatch.setattr(engine_cuda, "STAGING_BYTES", staging)
         monkeypatch.setattr(engine_cuda, "RESTORE_STAGING_BYTES", staging)
         self.codec = codec(group=GROUP)
-        self.memory = DeviceMemory(self.codec.layout)
+        self.memory = fake_cuda.memory_of(self.codec.layout)
         tiers = [Slab(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
         self.tiers = Slabs(*tiers)
         self.engine = CudaEngine({GROUP: self.codec}, self.tiers, forms=FORMS, secondary=secondary)
@@ -193,7 +192,7 @@ def test_blocks_of_all_forms_come_back_as_numpy_says(
         for tier in world.tiers.all:
             check_erased(tier)
         rooms = [room(block.nbytes) for tier in world.tiers.all for block in tier.blocks().values()]
-        assert world.tiers.used == sum(rooms)
+        assert used(world.tiers) == sum(rooms)
     assert read > 200
     assert in_pieces > 0
 
@@ -339,7 +338,7 @@ def test_stores_that_raise_are_answered_once_and_take_no_room(
         patch.setattr(world.codec, what, second_time)
         results = world.store(order(1), order(2, 3, blocks=2), order(4))
     assert [result.failed for result in results] == [{}, {0: "internal"}, {}]
-    assert world.tiers.used == sum(int(result.nbytes.sum()) for result in results)
+    assert used(world.tiers) == sum(int(result.nbytes.sum()) for result in results)
     assert world.store(order(5))[0].failed == {}
 
 
@@ -361,7 +360,7 @@ def test_stores_on_a_gpu_that_breaks_are_answered_once_and_take_no_room(
         (job.job_id, {0: "internal"}) for job in stores
     ]
     assert report.gathered == [job.job_id for job in stores]
-    assert world.tiers.used == 0
+    assert used(world.tiers) == 0
     assert world.engine.take_report() is None
 
 
@@ -489,7 +488,7 @@ def test_after_a_reset_nothing_of_before_is_found(second: Callable[..., World]) 
     assert read.failed == {0: "reset"}
     assert written.failed == {}, "the manager drops it"
     assert world.told[1] == {40, 41}
-    assert len(world.tiers.host) == world.tiers.used == 0
+    assert len(world.tiers.host.blocks()) == used(world.tiers) == 0
 
 
 def test_a_block_that_is_being_copied_at_a_reset_is_not_kept(second: Callable[..., World]) -> None:
@@ -504,4 +503,4 @@ def test_a_block_that_is_being_copied_at_a_reset_is_not_kept(second: Callable[..
 
     world.tiers.host.write = resetting
     assert world.load([key(0)], [40]).failed == {0: "reset"}
-    assert len(world.tiers.host) == world.tiers.used == 0
+    assert len(world.tiers.host.blocks()) == used(world.tiers) == 0

@@ -31,12 +31,11 @@ from manthan.codec.cpu.numbers import as_floats
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.groups import KvCacheGroup, groups_of
-from manthan.vllm_hooks.kv_dtype import is_packed
 from manthan.vllm_hooks.memory import Shards, block_format, block_shape, group_shape
-from manthan.vllm_hooks.support import UnsupportedError
+from manthan.vllm_hooks.support import UnsupportedError, is_packed
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory, PackedMemory
-from manthan.vllm_hooks.worker.layout import paged_layout, placed_layers, probe_layers
+from manthan.vllm_hooks.worker.layout import placed_layers, probe_layers
 
 WHAT = ["grow", "codecs"]
 """A session that goes cold and returns three times, and then goes cold once more."""
@@ -102,7 +101,7 @@ def test_a_gpus_cache_of_fp8_is_read_by_way_of_the_cpu() -> None:
     caches = {f"layer-{n}": torch.zeros(BLOCKS, 32, HEADS, 128, dtype=torch.float8_e4m3fn) for n in range(LAYERS)}
     layers = {name: SimpleNamespace(impl=Impl()) for name in caches}
     shape = shape_of(spec, "fp8")
-    memory = DeviceMemory(paged_layout(probe_layers(caches, layers, BLOCKS, shape), shape))
+    memory = DeviceMemory(probe_layers(caches, layers, BLOCKS, shape), shape)
     for cache in caches.values():
         cache.view(torch.uint8)[3] = torch.randint(0, 120, (32, HEADS, 128))
     blocks = CpuBlocks(memory, block_format("exact", KvCacheGroup(0, spec, LAYERS, cache_dtype="fp8"), PRINT))

@@ -24,7 +24,7 @@ from manthan.vllm_hooks.groups import Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape
 from manthan.vllm_hooks.support import Latents
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.blocks import HostMemory, LatentMemory
+from manthan.vllm_hooks.worker.blocks import DeviceMemory, HostMemory
 from manthan.vllm_hooks.worker.layout import probe_layers
 
 BLOCK, BLOCKS, FILLED = 16, 8, 21
@@ -44,7 +44,7 @@ def paged() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return caches, {name: SimpleNamespace(impl=CPUMLAImpl.__new__(CPUMLAImpl)) for name in caches}
 
 
-@pytest.mark.parametrize("memory", [HostMemory, LatentMemory])
+@pytest.mark.parametrize("memory", [HostMemory, DeviceMemory])
 def test_a_block_is_read_and_written_as_the_backend_does(memory: type) -> None:
     caches, modules = paged()
     layers = probe_layers(caches, modules, BLOCKS, SHAPE)
@@ -72,7 +72,7 @@ class Fp8Impl:
         rows.view(torch.uint8)[slots] = both.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-@pytest.mark.parametrize("memory", [HostMemory, LatentMemory])
+@pytest.mark.parametrize("memory", [HostMemory, DeviceMemory])
 @pytest.mark.parametrize("scale", [1.0, 0.03, 2.0])
 def test_a_block_of_fp8_is_found_whatever_the_scale(scale: float, memory: type) -> None:
     spec = replace(SPEC, dtype=torch.uint8, cache_dtype_str="fp8")

@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from manthan.vllm_hooks.ordering import (
     Losses,
     ReturnsFirstQueue,
     StepLimit,
-    StepShares,
 )
 
 STEP = 1000
@@ -66,14 +66,6 @@ def test_a_users_priority_wins_where_vllm_heeds_it(by_priority: bool) -> None:
     preempted.status = RequestStatus.PREEMPTED
     order = drain(queue_of(cheap, preempted, urgent, by_priority=by_priority))
     assert order == ([urgent, preempted, cheap] if by_priority else [preempted, cheap, urgent])
-
-
-def test_entries_that_are_gone_take_no_room() -> None:
-    queue = queue_of(request(STEP))
-    [waits] = queue
-    for tokens in range(10_000):
-        queue.update(waits, tokens)
-    assert len(queue._heap) < 100
 
 
 def test_while_kv_is_lost_a_request_with_much_to_compute_stands_back_by_the_bound_that_is_set() -> None:
@@ -205,13 +197,20 @@ TestAgainstASortedList.settings = settings(max_examples=60, stateful_step_count=
 # -- tokens of a step -------------------------------------------------------------------------------------
 
 
+def limit_of(tokens: int, block: int = 16, *waiting: Request, threshold: int = 0) -> tuple[StepLimit, Any]:
+    """The limit, and the scheduler in which it sets the next step's tokens."""
+    scheduling = SchedulerConfig.default_factory(long_prefill_token_threshold=threshold)
+    scheduler: Any = SimpleNamespace(max_num_scheduled_tokens=tokens, scheduler_config=scheduling)
+    return StepLimit(scheduler, queue_of(*waiting), block), scheduler
+
+
 def limit_after(steps: int, token_s: float, tokens: int = 8192, block: int = 16, requests: int = 2) -> int:
     """The limit after steps each of which takes as many tokens as it may, and so many seconds for each."""
-    limit, now, allowed = StepLimit(tokens, block), 0.0, tokens
+    (limit, scheduler), now = limit_of(tokens, block), 0.0
     for _ in range(steps):
-        allowed = limit.begin(allowed, now, requests)
-        now += allowed * token_s
-    return allowed
+        limit.begin(scheduler.max_num_scheduled_tokens, now, requests)
+        now += scheduler.max_num_scheduled_tokens * token_s
+    return int(scheduler.max_num_scheduled_tokens)
 
 
 @pytest.mark.parametrize(
@@ -230,14 +229,16 @@ def test_steps_are_as_long_as_they_may_take(token_s: float, options: dict[str, i
 
 
 def test_time_without_requests_and_steps_of_few_tokens_say_nothing() -> None:
-    limit = StepLimit(8192, 16)
+    limit, scheduler = limit_of(8192)
+    assert limit.token_s is None
     for now, tokens in (0.0, 8192), (0.01, 8192), (0.02, 8192):
-        before = limit.begin(tokens, now, 2)
+        limit.begin(tokens, now, 2)
     assert limit.token_s == pytest.approx(0.01 / 8192)
-    assert StepLimit(8192, 16).token_s is None
     limit.rest()
     for now, tokens in (100.0, 8192), (100.01, 9), (200.0, 9), (300.0, 9), (400.0, 9):
-        assert limit.begin(tokens, now, 2) == before == 8192
+        limit.begin(tokens, now, 2)
+        assert scheduler.max_num_scheduled_tokens == 8192
+    assert limit.token_s == pytest.approx(0.01 / 8192)
 
 
 # -- a real engine ----------------------------------------------------------------------------------------
@@ -319,16 +320,16 @@ def test_a_return_does_not_wait_for_the_end_of_a_long_prompt(returns: dict[str, 
     ("tokens", "block", "threshold"), [(100, 16, 500), (501, 16, 0), (100, 600, 600), (100, 1000, 0)]
 )
 def test_a_step_is_divided_for_a_return_that_fits_into_half_of_it(tokens: int, block: int, threshold: int) -> None:
-    scheduling = SchedulerConfig.default_factory()
-    StepShares(scheduling, block).divide(1000, queue_of(request(tokens)))
-    assert scheduling.long_prefill_token_threshold == threshold
+    limit, scheduler = limit_of(1000, block, request(tokens))
+    limit.begin(0, 0.0, 1)
+    assert scheduler.scheduler_config.long_prefill_token_threshold == threshold
 
 
 def test_a_threshold_of_the_operators_stays() -> None:
-    scheduling = SchedulerConfig.default_factory(long_prefill_token_threshold=77)
-    for waiting in queue_of(request(1)), queue_of():
-        StepShares(scheduling, 16).divide(1000, waiting)
-        assert scheduling.long_prefill_token_threshold == 77
+    for waiting in [request(1)], []:
+        limit, scheduler = limit_of(1000, 16, *waiting, threshold=77)
+        limit.begin(0, 0.0, 1)
+        assert scheduler.scheduler_config.long_prefill_token_threshold == 77
 
 
 def test_while_returns_lose_their_kv_those_that_have_it_pass_for_longer() -> None:

@@ -24,11 +24,10 @@ from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.vllm_hooks import kv_transfer_config, settled
-from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.groups import KvCacheGroup
-from manthan.vllm_hooks.kv_dtype import is_packed
+from manthan.vllm_hooks.lasting import check_disk
 from manthan.vllm_hooks.memory import Shards, group_shape
-from manthan.vllm_hooks.support import VLLM, check_supported
+from manthan.vllm_hooks.support import VLLM, check_supported, is_packed
 from manthan.vllm_hooks.telemetry.log import check_capacity
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 

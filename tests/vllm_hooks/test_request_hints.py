@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
 
+from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.removed import REMOVED
 from manthan.manager.session.hints import NO_HINTS, HintError, Hints, parse_hints
 from manthan.manager.session.manager import Outcome
@@ -52,10 +53,10 @@ def test_what_is_refused_is_both_the_clients_fault_and_a_value_error(
     params: object, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hints, "is_on", lambda config: True)
-    monkeypatch.setattr(hints, "tenant_header", lambda config: "")
+    monkeypatch.setattr(hints, "from_vllm_config", lambda config: ManthanConfig())
     no_config: Any = None
     with pytest.raises(hints.RequestHintError) as error:
-        hints._checked(no_config, params, None)
+        hints.checked(no_config, params, None)
     assert str(error.value) == sentence
     assert isinstance(error.value, VLLMClientError)  # status 400
     assert isinstance(error.value, ValueError)

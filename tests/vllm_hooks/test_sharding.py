@@ -19,13 +19,13 @@ from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.fingerprint import fingerprint
+from manthan.vllm_hooks.fingerprint import fingerprint, namespace_of
 from manthan.vllm_hooks.groups import Context, Groups, KvCacheGroup, groups_of
+from manthan.vllm_hooks.lasting import make_store
 from manthan.vllm_hooks.shards import Sharding, reads_others
-from manthan.vllm_hooks.shared_store import namespace_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, PagedMemory
-from manthan.vllm_hooks.worker.half import WorkerHalf, _make_store
+from manthan.vllm_hooks.worker.half import WorkerHalf
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 HEADS, LAYERS, DIM, TOKENS = 4, 2, 64, 16
@@ -169,7 +169,7 @@ class Rank:
         namespace = namespace_of(config, from_vllm_config(config), half.groups, "weights")
         form = half._format("wht-5x", group, half._facts("wht-5x", group, None), namespace.name)
         self.blocks = CpuBlocks(self.memory, form)
-        self.store: Tier = _make_store(config, namespace, Sharding.of(config, half.groups))
+        self.store: Tier = make_store(config, namespace, Sharding.of(config, half.groups))
 
     def put(self, job: Transfer, numbers: tuple[Numbers, Numbers]) -> None:
         first, heads = self.blocks.format.first_head, self.blocks.format.shape.heads

@@ -23,9 +23,8 @@ from manthan.manager.config.model import CodecConfig, TenantsConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks import fingerprint as fingerprint_module
 from manthan.vllm_hooks import kv_transfer_config, settled
-from manthan.vllm_hooks.fingerprint import fingerprint
+from manthan.vllm_hooks.fingerprint import fingerprint, namespace_of
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup, PointGroup, groups_of
-from manthan.vllm_hooks.shared_store import namespace_of
 from manthan.vllm_hooks.support import hash_refusal
 from manthan.vllm_hooks.transfer_config import from_vllm_config, settings
 from manthan.vllm_hooks.worker.weights import Loaded

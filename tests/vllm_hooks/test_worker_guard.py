@@ -16,7 +16,6 @@ from manthan.manager.events import FIRST_BLOCKS, Verdict
 from manthan.vllm_hooks.connector import ManthanConnector
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker import guard
-from manthan.vllm_hooks.worker.blocks import DeviceMemory
 from manthan.vllm_hooks.worker.guard import A_STEP, BATCH, BATCHES, EVERY, RankGuard
 
 
@@ -25,7 +24,7 @@ class World:
         self.layout = fake_cuda.paged_codec().layout
         self.blocks, self._step = len(self.layout.caches[0]), 0
         formats = [BlockFormat(name, self.layout.shape, b"f" * 16) for name in ("k3v3", "wht-4x")]
-        self.guard = RankGuard(DeviceMemory(self.layout), formats, None, torch.device("cpu"), 3, decode_s)
+        self.guard = RankGuard(fake_cuda.memory_of(self.layout), formats, None, torch.device("cpu"), 3, decode_s)
 
     def numbers(self, of_values: bool = False) -> Iterator[torch.Tensor]:
         """[blocks, tokens, heads, head_dim] of each layer."""

@@ -78,7 +78,12 @@ def _examined(model: str, file: str, url: str, template: str, block_size: int | 
     if url and not file:
         yield Finding("machine", Grade.SKIPPED, "a server does not tell of its memlock and disk: give --config there.")
     else:
-        yield check_memlock(resolved.config.tiers, _has_gpu())
+        has_gpu = False
+        if find_spec("torch"):
+            import torch
+
+            has_gpu = torch.cuda.is_available()
+        yield check_memlock(resolved.config.tiers, has_gpu)
         yield check_disk(resolved.config)
         yield from check_redis(resolved.config)
     if not model:
@@ -132,18 +137,6 @@ def _versions() -> Iterator[Finding]:
         yield Finding("vLLM", Grade.OK, f"{found}, of those that are supported ({VLLM}).")
 
 
-def _size(nbytes: int) -> str:
-    return ByteSize(nbytes).human_readable()
-
-
-def _has_gpu() -> bool:
-    try:
-        import torch
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
-
-
 def _print(found: list[Finding]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for one in found:
@@ -180,7 +173,9 @@ def _check_server(url: str) -> Iterator[Finding]:
             "codec", Grade.WARNING, f"that server has {name}, which is {verdict}, so it uses {store['codec']}."
         )
     tiers = ", ".join(
-        f"{tier['name']} with {_size(tier['used_bytes'])} of {_size(tier['budget_bytes'])}" for tier in store["tiers"]
+        f"{tier['name']} with {ByteSize(tier['used_bytes']).human_readable()} of "
+        f"{ByteSize(tier['budget_bytes']).human_readable()}"
+        for tier in store["tiers"]
     )
     if store["up"]:
         yield Finding("tiers", Grade.OK, f"that server has {tiers}.")

@@ -29,12 +29,10 @@ OUTCOMES = {
 
 
 class Family(NamedTuple):
-    """Class of vLLM's registry.
+    """Class of vLLM's registry, with its KV caches and section as in `families.yaml`.
 
-    Args:
-        caches: names of the KV caches, as in `families.yaml`.
-        section: "built" if the layers were asked, "read" if the source was read, "new" if only vLLM 0.33 has the class.
-        uncached: reason why vLLM caches no prefixes for the class; empty if vLLM does.
+    section: "built" if the layers were asked, "read" if the source was read, "new" if only vLLM 0.33 has the class.
+    uncached: reason why vLLM caches no prefixes for the class; empty if vLLM does.
     """
 
     name: str

@@ -29,22 +29,12 @@ from manthan.manager.config.sentences import must_be
 from manthan.manager.listing import SessionInfo, Sort
 from manthan.manager.session.hints import HintError
 from manthan.vllm_hooks.compat import ask_cores
-from manthan.vllm_hooks.http.hints import tenant_header, tenant_in
-from manthan.vllm_hooks.http.models import (
-    RIGHTS,
-    EngineState,
-    Error,
-    Expect,
-    Nothing,
-    Pin,
-    SessionQuery,
-    Sessions,
-    SessionWithHistory,
-    Setting,
-)
+from manthan.vllm_hooks.http import models
+from manthan.vllm_hooks.http.hints import tenant_in
+from manthan.vllm_hooks.http.models import EngineState, SessionQuery, Sessions
 from manthan.vllm_hooks.http.page import PREFIX
 from manthan.vllm_hooks.queries import METHOD, ORDER, UNKNOWN, Answer
-from manthan.vllm_hooks.transfer_config import settings_of
+from manthan.vllm_hooks.transfer_config import from_vllm_config, settings_of
 
 ANSWERED_S = 30.0
 """Most seconds to wait for the engine cores. A core answers between two steps."""
@@ -115,7 +105,7 @@ def _mistake(first: Mapping[str, Any]) -> ApiError:
     name = str(first["loc"][1])
     if first["type"] == "extra_forbidden":
         return ApiError(422, f"The body has an unknown field {reprlib.repr(name)}.", name)
-    right = RIGHTS.get(name, "something else")
+    right = models.RIGHTS.get(name, "something else")
     return ApiError(422, must_be(name, right, first["input"], show=reprlib.repr), name)
 
 
@@ -128,7 +118,7 @@ def make_router(args: Namespace) -> APIRouter:
     router = APIRouter(
         prefix=PREFIX, tags=["manthan"], dependencies=shown, route_class=ManthanRoute, responses=_errors(STATUSES)
     )
-    header = tenant_header(args)
+    header = from_vllm_config(args).tenants.header
 
     def bound_by(request: Request) -> str | None:
         """Tenant in the request's header: the request sees only this tenant's sessions. None without the header."""
@@ -147,7 +137,10 @@ def make_router(args: Namespace) -> APIRouter:
         return await list_sessions(request.app.state.engine_client, asked.query(bound))
 
     @router.get(
-        "/sessions/{id:path}", response_model=SessionWithHistory, responses=_errors(OF_ONE), summary="Show a session"
+        "/sessions/{id:path}",
+        response_model=models.SessionWithHistory,
+        responses=_errors(OF_ONE),
+        summary="Show a session",
     )
     async def session(request: Request, id: Id, bound: Bound) -> Any:
         return await ask_about(request.app.state.engine_client, "session", {"id": id, "bound": bound})
@@ -175,14 +168,13 @@ def make_router(args: Namespace) -> APIRouter:
         rarely = RARELY if asked.limit > MOST_OFTEN else 1
         parts: dict[str, tuple[int, Question]] = {"state": (1, whole), "sessions": (rarely, page)}
         for sort in (Sort.HOT_BYTES, Sort.COLD_BYTES):
-            most = partial(page, **NO_FILTER, sort=sort, order="desc", limit=HOLDERS)
-            parts[sort] = (RARELY, most)
+            parts[sort] = RARELY, partial(page, **NO_FILTER, sort=sort, order="desc", limit=HOLDERS)
         await whole()  # an error here is answered by a status, before the stream begins
         return Changes(told(parts))
 
     @router.get(
         "/config",
-        response_model=dict[str, Setting],
+        response_model=dict[str, models.Setting],
         responses=_errors({403: "A tenant asks."}),
         summary="Show the configuration as it was resolved",
     )
@@ -209,12 +201,12 @@ def make_router(args: Namespace) -> APIRouter:
             operation_id=f"manthan_{what}",
         )
 
-    add("evict", "Have a session go cold now, as if it were idle for long enough", 202, Nothing)
-    add("prefetch", "Restore a session when there is room", 202, Nothing)
-    add("expect", "Announce the return of a session's client, or the awaited tool", 200, Expect, ...)
-    add("pin", "Keep a session's compressed blocks when others are dropped", 200, Pin)
-    add("unpin", "End a pin", 200, Nothing)
-    add("release", "Forget a session, and erase its blocks", 200, Nothing)
+    add("evict", "Have a session go cold now, as if it were idle for long enough", 202, models.Nothing)
+    add("prefetch", "Restore a session when there is room", 202, models.Nothing)
+    add("expect", "Announce the return of a session's client, or the awaited tool", 200, models.Expect, ...)
+    add("pin", "Keep a session's compressed blocks when others are dropped", 200, models.Pin)
+    add("unpin", "End a pin", 200, models.Nothing)
+    add("release", "Forget a session, and erase its blocks", 200, models.Nothing)
     return router
 
 
@@ -230,8 +222,7 @@ class Changes(StreamingResponse):
 async def told(parts: Mapping[str, tuple[int, Question]]) -> AsyncIterator[str]:
     """Yield server-sent events: each part when it has changed, and `now` at the end of each round.
 
-    Args:
-        parts: by name of the event, the number of rounds between two questions, and the question.
+    parts: by name of the event, the number of rounds between two questions, and the question.
     """
     last: dict[str, BaseModel] = {}
     try:
@@ -250,7 +241,7 @@ async def told(parts: Mapping[str, tuple[int, Question]]) -> AsyncIterator[str]:
 
 
 def _errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": Error, "description": text} for status, text in statuses.items()}
+    return {status: {"model": models.Error, "description": text} for status, text in statuses.items()}
 
 
 # -- engine cores -------------------------------------------------------------------------------------
@@ -259,12 +250,8 @@ def _errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
 async def ask_all(client: Any, what: str, asked: dict[str, Any]) -> list[Answer]:
     """Return the answer of each engine core, in the order of their numbers.
 
-    Args:
-        client: vLLM's engine client; None for a server without an engine.
-        what, asked: question and arguments; see `Queries.answer`.
-
-    Raises:
-        ApiError: 503 if there is no engine, or if it is dead or does not answer in time.
+    client: vLLM's engine client; None for a server without an engine. what, asked: see `Queries.answer`.
+    Raises ApiError 503 if there is no engine, or if it is dead or does not answer in time.
     """
     if client is None:
         raise ApiError(503, "This server has no engine.")
@@ -278,7 +265,7 @@ async def ask_all(client: Any, what: str, asked: dict[str, Any]) -> list[Answer]
 
 
 async def list_sessions(client: Any, asked: dict[str, Any]) -> Answer:
-    """Return a page of all cores' sessions, as JSON of `Sessions`. Args and Raises: see `ask_all`."""
+    """Return a page of all cores' sessions, as JSON of `Sessions`; see `ask_all`."""
     offset, limit = asked["offset"], asked["limit"]
     answers = await ask_all(client, "sessions", asked)
     if len(answers) == 1:
@@ -288,12 +275,10 @@ async def list_sessions(client: Any, asked: dict[str, Any]) -> Answer:
 
 
 async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
-    """Show a session or act on it, in each core that has it. Args: see `ask_all`.
+    """Show a session or act on it, in each core that has it; see `ask_all`.
 
-    Returns: the answer of the core that used the session last, with the core's number as `engine`.
-
-    Raises:
-        ApiError: as `ask_all`; 404 if no core has the session, and else 409 or 503 if each core that has it refuses.
+    Return the answer of the core that used the session last, with the core's number as `engine`. Raises ApiError: also
+    404 if no core has the session, and else 409 or 503 if each core that has it refuses.
     """
     answers = await ask_all(client, what, asked)
     known = [answer | {"engine": engine} for engine, answer in enumerate(answers) if "refused" not in answer]

@@ -8,7 +8,6 @@ import difflib
 import hashlib
 import reprlib
 import secrets
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
@@ -21,7 +20,6 @@ from vllm.logger import init_logger
 
 from manthan.manager.config.sentences import must_be
 from manthan.manager.session.hints import NO_HINTS, WHERE, HintError, Hints, check_session_id, parse_hints
-from manthan.vllm_hooks.compat import before_engine
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, is_on
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ logger = init_logger("vllm.manthan")
 
 PARAMS = "kv_transfer_params"
 ANSWER = {"session_id", "pinned", "refused", "lossy_tokens"}
-"""Keys of the answer to hints."""
 ACTION, ACTION_VERSION = "manthan.hints", "1.0"
 """Action of vLLM's `kv_hints` whose payload is a mapping of hints, and the version known here."""
 CONTENT = "manthan-content-"
@@ -70,17 +67,12 @@ def keep(headers: Iterable[tuple[bytes, bytes]]) -> Incoming:
 # -- where requests come in ---------------------------------------------------------------------------
 
 
-def check_requests() -> None:
-    """Refuse requests with unusable hints to the engines of this process from now on."""
-    before_engine(_checked, PARAMS)
-
-
-def _checked(vllm_config: "VllmConfig", params: object, session_id: str | None) -> object:
-    """Return the request's parameters, with the tenant. Raises RequestHintError."""
+def checked(vllm_config: "VllmConfig", params: object, session_id: str | None) -> object:
+    """Return the request's parameters, with the tenant. Raises RequestHintError for unusable hints."""
     incoming = _incoming.get(None) or Incoming()
     try:
         check_session_id(session_id)
-        return checked_params(params, tenant_header(vllm_config)) if is_on(vllm_config) else params
+        return checked_params(params, from_vllm_config(vllm_config).tenants.header) if is_on(vllm_config) else params
     except HintError as error:
         incoming.refusal = RequestHintError(str(error))
         raise incoming.refusal from None
@@ -89,19 +81,11 @@ def _checked(vllm_config: "VllmConfig", params: object, session_id: str | None) 
         incoming.then()
 
 
-def tenant_header(config: "VllmConfig | Namespace") -> str:
-    """Name of the tenants' header; empty for none."""
-    return from_vllm_config(config).tenants.header
-
-
 def checked_params(params: object, header: str) -> object:
     """Check the hints in a request's kv_transfer_params, and return these with the tenant added.
 
-    Args:
-        params: value of kv_transfer_params: a mapping, or None.
-        header: name of the HTTP header that names the tenant; empty for none.
-
-    Raises: HintError for hints that cannot be used, or a hint `tenant` despite such a header.
+    header: name of the HTTP header that names the tenant; empty for none. Raises HintError for hints that cannot be
+    used, or a hint `tenant` despite such a header.
     """
     hints = _hints_in(params)
     if not header:
@@ -117,7 +101,6 @@ def checked_params(params: object, header: str) -> object:
 
 
 def _hints_in(params: object) -> Hints:
-    """Parse a client's hints. Raises HintError."""
     if params is None:
         return NO_HINTS
     if not isinstance(params, Mapping):

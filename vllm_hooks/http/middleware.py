@@ -5,6 +5,7 @@ import ipaddress
 import reprlib
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,7 +33,6 @@ MOST_HELD = 8
 HOLD_S = 30.0
 """Most seconds to hold a stream back. Some streams never come with a request to the engine, which would be checked."""
 SAFE = ("GET", "HEAD", "OPTIONS")
-"""Methods that change nothing."""
 
 
 class Middleware:
@@ -63,12 +63,9 @@ class Middleware:
 
 
 def add_api(app: FastAPI) -> bool:
-    """Add the HTTP API and the live page to a server that runs Manthan, unless `api.enabled` is false.
+    """Add the HTTP API and the live page to vLLM's app, if it runs Manthan and `api.enabled` is true.
 
-    Args:
-        app: vLLM's app. `app.state.args` has the server's flags.
-
-    Returns: True if restores are to be rechecked.
+    Return True if restores are to be rechecked.
     """
     args = app.state.args
     if not is_on(args) or not (config := (whole := from_vllm_config(args)).api).enabled:
@@ -114,7 +111,9 @@ class HeldAnswer:
     async def send(self, message: Message) -> None:
         """Send a message of the answer, or hold the message back."""
         async with self._lock:
-            if message["type"] == "http.response.start" and _is_stream(message) and not self._incoming.is_checked:
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            is_stream = message["type"] == "http.response.start" and kind.startswith(b"text/event-stream")
+            if is_stream and not self._incoming.is_checked:
                 self._held = [message]
                 loop = asyncio.get_running_loop()
                 self._incoming.then = lambda: loop.call_soon_threadsafe(loop.create_task, self.go_on())
@@ -145,10 +144,6 @@ class HeldAnswer:
             return
         for message in held or ():
             await self._send(message)
-
-
-def _is_stream(message: Message) -> bool:
-    return bool(dict(message.get("headers", ())).get(b"content-type", b"").startswith(b"text/event-stream"))
 
 
 class Gate:
@@ -195,13 +190,13 @@ class Gate:
             raise ApiError(413, f"Content-Length must be at most {LONGEST_BODY} bytes, not {shown}.", "Content-Length")
 
     def _check_host(self, host: str) -> None:
-        try:
+        """Raise ApiError for a name that another site can have: neither in `hosts`, nor localhost, nor an address."""
+        with suppress(ValueError):
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".").lower()
-        except ValueError:
-            name = ""
-        if name not in self._hosts and not _is_own(name):
-            right = "set an --api-key, or name the host in api.hosts"
-            raise ApiError(403, f"Host {reprlib.repr(host)} is not a name of this server: {right}.", "Host")
+            if name in self._hosts or name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name):
+                return
+        right = "set an --api-key, or name the host in api.hosts"
+        raise ApiError(403, f"Host {reprlib.repr(host)} is not a name of this server: {right}.", "Host")
 
     def _check_origin(self, headers: Headers) -> None:
         """Raise ApiError if the request comes from a page of an origin that is not allowed.
@@ -213,11 +208,3 @@ class Gate:
         if origin and not is_own and origin not in self._origins:
             right = "set an --api-key, or name it in --allowed-origins"
             raise ApiError(403, f"Pages of {reprlib.repr(origin)} may not steer sessions: {right}.", "Origin")
-
-
-def _is_own(name: str) -> bool:
-    """True for a name that no other site can have: a name of localhost, or an IP address."""
-    try:
-        return name == "localhost" or name.endswith(".localhost") or bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False

@@ -186,4 +186,3 @@ class Expect(Pin):
 RIGHTS = {
     name: str(field.description) for model in (SessionQuery, Expect) for name, field in model.model_fields.items()
 }
-"""Description of each parameter and field."""

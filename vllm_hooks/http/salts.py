@@ -33,12 +33,10 @@ FILES = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
 
 
 class Salts:
-    """Cache salts of an engine.
+    """Cache salts of an engine. key: of the digests, at most 64 bytes. isolate: True if each tenant has a salt.
 
-    Args:
-        key: key of the digests, at most 64 bytes. Without it, a digest does not tell tenant or salt.
-        isolate: True if each tenant has a salt. If False, a client's salt that looks like a tenant's is replaced all
-            the same, because another engine may have stored blocks under that tenant's salt.
+    A client's salt that looks like a tenant's is replaced in any case, because another engine may have stored blocks
+    under that tenant's salt.
     """
 
     def __init__(self, key: bytes, isolate: bool) -> None:
@@ -54,10 +52,9 @@ class Salts:
         adapter: "LoRARequest | None",
         is_known: bool,
     ) -> str | None:
-        """Return the salt of a request with these kv_transfer_params, kv_hints, salt and LoRA adapter.
+        """Return the salt of a request. params, envelope: its kv_transfer_params and kv_hints.
 
-        is_known: False if the content of the prompt's media is not known here, so that no other engine may use the
-        request's blocks.
+        is_known: False if the media's content is not known here, so that no other engine may use the blocks.
         """
         tenant, own, salted = merged_hints(params, envelope).tenant if self._isolate else "", salt or "", salt
         if tenant or own.startswith(MARK):

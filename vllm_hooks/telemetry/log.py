@@ -43,9 +43,7 @@ def announce(
 ) -> None:
     """Log policy, codec, compression for this model, and the cold store's budget and number of tokens.
 
-    Args:
-        capacity: usable bytes of the cold store.
-        place: namespace of a lasting store.
+    capacity: usable bytes of the cold store. place: namespace of a lasting store.
     """
     store, codec = config.tiers, config.codec
     host_bytes = store.front_bytes or store.host_bytes

@@ -17,8 +17,6 @@ FAILURE_CAUSES = (
     *("truncated", "trailing", "magic", "version", "checksum", "codec", "size", "key", "fingerprint"),
     "seal",
 )
-"""Causes of failed stores and restores."""
-
 CALLS = (
     *("new_request", "match", "allocated", "step", "worker_output", "finished"),
     *("submit_loads", "submit_stores", "_transfer_results", "take_report"),

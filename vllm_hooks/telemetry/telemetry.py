@@ -4,25 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from manthan.manager.events import (
-    FIRST_BLOCKS,
-    BlocksDropped,
-    BlocksSaved,
-    BlocksTrimmed,
-    EncodingBegins,
-    Event,
-    Evicted,
-    Judged,
-    LookedUp,
-    Lost,
-    Overwritten,
-    PrefetchHit,
-    Restored,
-    StoreFailed,
-    StoreIsUp,
-    Turn,
-    Unjudged,
-)
+from manthan.manager import events
+from manthan.manager.events import FIRST_BLOCKS, Event, Evicted, Judged, Restored
 from manthan.manager.histories import Histories
 from manthan.manager.session.hints import Hints
 from manthan.manager.session.manager import Outcome, SessionManager
@@ -45,9 +28,7 @@ TOTALS = (
 class Telemetry:
     """Metrics, log, traces and histories of an engine. Subscribes to the engine's stream of events.
 
-    Args:
-        traces: None if tracing is off.
-        histories: histories of sessions; None if the HTTP API is off.
+    traces: None if tracing is off. histories: of sessions; None if the HTTP API is off.
     """
 
     def __init__(
@@ -59,11 +40,9 @@ class Telemetry:
         self.changed: set[str] = set()
         """Ids of sessions that have gained or lost blocks since the scheduler half last took them."""
         self.store_is_up = True
-        """True if the cold store answers."""
         self.held: Callable[[], Sequence[float]] = tuple
         """Returns for each request that is held back how many seconds it has waited."""
         self._judged: Judged | None = None
-        """Last decision of the guard."""
         self._measured: dict[int, int] = {}
         """Blocks that each rank's guard has looked at before the first verdict."""
         self._failures = Sparing(QUIET_S)
@@ -81,19 +60,13 @@ class Telemetry:
     # -- calls of the scheduler half ------------------------------------------------------------------
 
     def began(self, request: "Request", hints: Hints) -> None:
-        """Note a new request with hints `hints`."""
         if hints.given:
             self._counters["hints"].update(hints.given)
         if self.traces is not None:
             self.traces.began(request.request_id, request.trace_headers)
 
     def ended(self, request: "Request", outcome: Outcome | None, computed: int) -> None:
-        """Note the end of a request.
-
-        Args:
-            outcome: answer to the request's hints.
-            computed: number of prompt tokens neither resident nor loaded.
-        """
+        """Note the end of a request. computed: number of prompt tokens neither resident nor loaded."""
         self.totals["computed_tokens"] += computed
         self.totals["prompt_tokens"] += request.num_prompt_tokens
         if self.traces is not None:
@@ -109,7 +82,6 @@ class Telemetry:
             tell_progress(configured, self.measured_blocks, used)
 
     def rechecked(self, divergence: float, is_same: bool) -> None:
-        """Note a recheck's result."""
         self.count("rechecks")
         self.count("recheck_same_token", int(is_same))
         self._observations["recheck_divergence"].append(divergence)
@@ -118,60 +90,57 @@ class Telemetry:
 
     def __call__(self, event: Event) -> None:
         """Take an event of the stream."""
-        if isinstance(event, Turn | Evicted | Restored | Lost):
+        if isinstance(event, events.Turn | Evicted | Restored | events.Lost):
             self.changed.add(event.session_id)
         match event:
-            case Turn(lossy=lossy) if lossy:
+            case events.Turn(lossy=lossy) if lossy:
                 self.count("lossy_tokens", lossy)
                 self.totals["lossy_tokens"] += lossy
             case Evicted():
-                self._evicted(event)
+                self.count("evictions")
+                self._observations["encode_bytes"].append(event.stored_nbytes)
+                self.totals["evictions"] += 1
+                tell_eviction(event)
+                if self.traces is not None:
+                    self.traces.evicted(event)
             case Restored():
                 self._restored(event)
-            case EncodingBegins(marks):
+            case events.EncodingBegins(marks):
                 self._counters["encodings"].update(mark.name.lower() for mark in marks)
-            case BlocksSaved(block_hashes=hashes, seconds=seconds) if seconds is not None:
+            case events.BlocksSaved(block_hashes=hashes, seconds=seconds) if seconds is not None:
                 self.count("encoded_blocks", len(hashes))
                 self._observations["encode_seconds"] += [seconds] * len(hashes)
-            case BlocksDropped(block_hashes=hashes, cause=cause):
+            case events.BlocksDropped(block_hashes=hashes, cause=cause):
                 self.count("dropped_blocks", len(hashes), str(cause))
-            case BlocksTrimmed(block_hashes=hashes, level=level):
+            case events.BlocksTrimmed(block_hashes=hashes, level=level):
                 self.count("trimmed_blocks", len(hashes), str(level))
-            case StoreFailed(causes):
+            case events.StoreFailed(causes):
                 self._failed(causes)
                 for why in causes:
                     if count := self._failures.due(why):
                         logger.warning("Manthan: blocks could not be stored (%s): %d", why, count)
-            case Overwritten(blocks):
+            case events.Overwritten(blocks):
                 self.count("overwritten_blocks", blocks)
-            case PrefetchHit():
+            case events.PrefetchHit():
                 self.count("prefetch_hits")
-            case LookedUp(session_id, outcome):
+            case events.LookedUp(session_id, outcome):
                 self.count("lookups", label=outcome)
                 if outcome == "found":
                     self.changed.add(session_id)
-            case StoreIsUp(is_up):
+            case events.StoreIsUp(is_up):
                 self.store_is_up = is_up
             case Judged():
                 self._judged = event
                 self._measured.clear()
                 if event.is_new:
                     tell_verdict(event)
-            case Unjudged():
+            case events.Unjudged():
                 self._judged = None
                 self._measured.clear()
 
     def _failed(self, causes: Collection[str]) -> None:
         self._counters["failures"].update(causes)
         self.totals["failures"] += len(causes)
-
-    def _evicted(self, event: Evicted) -> None:
-        self.count("evictions")
-        self._observations["encode_bytes"].append(event.stored_nbytes)
-        self.totals["evictions"] += 1
-        tell_eviction(event)
-        if self.traces is not None:
-            self.traces.evicted(event)
 
     def _restored(self, event: Restored) -> None:
         shape, blocks = self._manager.shape, event.good + event.beside
@@ -226,8 +195,8 @@ class Telemetry:
         noise: dict[str, float] = {}
         if self._judged is not None:
             of = self._judged.verdict.measured[0]
-            noise = {"logits": of.logit_noise.mean(), "worst_layer": of.logit_noise.max()}
-            noise["values"] = of.value_noise.max()
+            worst = of.logit_noise.max()
+            noise = {"logits": of.logit_noise.mean(), "worst_layer": worst, "values": of.value_noise.max()}
         return {
             "sessions": {str(state): count for state, count in usage.sessions.items()},
             "resume_points": {"": usage.points},

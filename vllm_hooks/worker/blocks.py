@@ -1,7 +1,7 @@
 """Blocks of the paged cache as the CPU reads, encodes, decodes and writes them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +13,6 @@ from manthan.codec import wire
 from manthan.codec.base import Numbers
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import CodecError, WireError
-from manthan.codec.gpu.paged import PagedLayout
 from manthan.manager.tiers.tier import Buffer, Found
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.worker.engine import MISSING
@@ -51,89 +50,42 @@ class HostMemory(PagedMemory):
     """Paged cache in the CPU's memory, in the order that vLLM's attention kernels for the CPU use."""
 
     def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
-        self._layers = [(_as_numpy(layer.rows), layer.keys, layer.values) for layer in layers]
-        self._shapes = (shape.numbers, shape.value_numbers)
+        self._layers, self._shape = layers, shape
+        self._rows = [_as_numpy(layer.rows) for layer in layers]
 
     def gather(self, block_id: int) -> Arrays:
-        keys, values = (np.empty(shape, self._layers[0][0].dtype) for shape in self._shapes)
-        for n, (rows, key_at, value_at) in enumerate(self._layers):
-            # With mode="clip" numpy needs no buffer. All positions are in range.
-            np.take(rows[block_id], key_at, out=keys[n].reshape(-1), mode="clip")
-            np.take(rows[block_id], value_at, out=values[n].reshape(-1), mode="clip")
-        return keys, values
+        return _sorted([rows[block_id] for rows in self._rows], self._layers, self._shape)
 
     def scatter(self, block_id: int, *numbers: Numbers) -> None:
-        keys, values = numbers
-        for n, (rows, key_at, value_at) in enumerate(self._layers):
-            rows[block_id, key_at] = keys[n].reshape(-1)
-            rows[block_id, value_at] = values[n].reshape(-1)
-
-
-class LatentMemory(PagedMemory):
-    """Paged cache of a GPU with latents (MLA). Blocks are copied as they are, and the CPU sorts their numbers."""
-
-    def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
-        self._layers, self._shape = list(layers), shape
-
-    def gather(self, block_id: int) -> Arrays:
-        return self._split(torch.stack([layer.rows[block_id] for layer in self._layers]).cpu())
-
-    def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
-        here = _copied_soon(torch.stack([layer.rows[block_id] for layer in self._layers]))
-        return lambda: self._split(here)
-
-    def _split(self, copied: torch.Tensor) -> Arrays:
-        rows = _as_numpy(copied)
-        keys = np.stack([row[layer.keys] for row, layer in zip(rows, self._layers, strict=True)])
-        latents = np.stack([row[layer.values] for row, layer in zip(rows, self._layers, strict=True)])
-        return keys.reshape(self._shape.numbers), latents.reshape(self._shape.value_numbers)
-
-    def scatter(self, block_id: int, *numbers: Numbers) -> None:
-        keys, values = numbers
-        targets = [layer.rows[block_id] for layer in self._layers]
-        rows: Numbers = np.empty((len(targets), targets[0].numel()), keys.dtype)
-        for n, layer in enumerate(self._layers):
-            rows[n, layer.keys] = keys[n].reshape(-1)
-            rows[n, layer.values] = values[n].reshape(-1)
-        torch._foreach_copy_(targets, list(torch.from_numpy(rows).view(targets[0].dtype).to(targets[0].device)))
-        _wait(targets[0].device)
+        _lay_out(numbers, self._layers, [rows[block_id] for rows in self._rows])
 
 
 class DeviceMemory(PagedMemory):
-    """Paged cache of a GPU, for one that shares the CPU's memory, and for comparison.
+    """Paged cache of a GPU. Blocks are copied as they are, and the CPU sorts their numbers.
 
     Each thread waits for its own copies only.
     """
 
-    def __init__(self, layout: PagedLayout) -> None:
-        self._layout = layout
+    def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
+        self._layers, self._shape = layers, shape
 
     def gather(self, block_id: int) -> Arrays:
-        keys, values = _as_numpy(self._both(block_id).cpu())
-        return keys, values
+        copied = self.gather_soon(block_id)
+        _wait(self._layers[0].rows.device)
+        return copied()
 
     def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
-        here = _as_numpy(_copied_soon(self._both(block_id)))
-        return lambda: (here[0], here[1])
+        there = torch.stack([layer.rows[block_id] for layer in self._layers])
+        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.device.type == "cuda")
+        here.copy_(there, non_blocking=True)
+        return lambda: _sorted(_as_numpy(here), self._layers, self._shape)
 
     def scatter(self, block_id: int, *numbers: Numbers) -> None:
-        device, dtype = self._layout.caches[0].device, self._layout.caches[0].dtype
-        for part, at in zip(numbers, self._layout.ats, strict=True):
-            host = torch.from_numpy(np.array(part)).view(dtype)  # a copy, because torch wants writable memory
-            torch._foreach_copy_(self._views(block_id, at), list(host.to(device)))
-        _wait(device)
-
-    def _both(self, block_id: int) -> torch.Tensor:
-        """Return a block's keys and values [2, layers, heads, tokens, head_dim], on the device."""
-        return torch.stack([torch.stack(self._views(block_id, at)) for at in self._layout.ats])
-
-    def _views(self, block_id: int, at: int) -> list[torch.Tensor]:
-        """Return views [heads, tokens, head_dim] of a block in each layer. at: begin of its keys, or of its values."""
-        layout = self._layout
-        shape = (layout.heads, layout.tokens, layout.head_dim)
-        strides = (layout.head_stride, layout.token_stride, 1)
-        start = block_id * layout.block_stride + at
-        return [cache.as_strided(shape, strides, cache.storage_offset() + start) for cache in layout.caches]
+        targets = [layer.rows[block_id] for layer in self._layers]
+        rows: Numbers = np.empty((len(targets), targets[0].numel()), numbers[0].dtype)
+        _lay_out(numbers, self._layers, rows)
+        torch._foreach_copy_(targets, list(torch.from_numpy(rows).view(targets[0].dtype).to(targets[0].device)))
+        _wait(targets[0].device)
 
 
 class PackedMemory(PagedMemory):
@@ -174,10 +126,21 @@ def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
-def _copied_soon(there: torch.Tensor) -> torch.Tensor:
-    """Begin to copy a tensor to the CPU's memory, on the current stream."""
-    here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.device.type == "cuda")
-    return here.copy_(there, non_blocking=True)
+def _sorted(rows: Sequence[NDArray[Any]] | NDArray[Any], layers: Sequence[Layer], shape: BlockShape) -> Arrays:
+    """Return keys and values of a block. rows: the block's numbers in each layer, in the order of memory."""
+    keys, values = (np.empty(numbers, rows[0].dtype) for numbers in (shape.numbers, shape.value_numbers))
+    for n, (row, layer) in enumerate(zip(rows, layers, strict=True)):
+        # With mode="clip" numpy needs no buffer. All positions are in range.
+        np.take(row, layer.keys, out=keys[n].reshape(-1), mode="clip")
+        np.take(row, layer.values, out=values[n].reshape(-1), mode="clip")
+    return keys, values
+
+
+def _lay_out(numbers: Sequence[Numbers], layers: Sequence[Layer], rows: Iterable[NDArray[Any]]) -> None:
+    """Write keys and values of a block into each layer's row."""
+    keys, values = numbers
+    for n, (row, layer) in enumerate(zip(rows, layers, strict=True)):
+        row[layer.keys], row[layer.values] = keys[n].reshape(-1), values[n].reshape(-1)
 
 
 def _wait(device: torch.device) -> None:
@@ -191,12 +154,9 @@ class CpuBlocks:
     def __init__(
         self, memory: PagedMemory, format: BlockFormat, *others: BlockFormat, exacts: Sequence[int] = (0,)
     ) -> None:
-        """Compile all kernels now.
+        """Compile all kernels now. format: for jobs that name no codec. others: for jobs that name them, and to read.
 
-        Args:
-            format: format for jobs that name no codec.
-            others: other formats that can be read, and are written if a job names their codec.
-            exacts: possible numbers of exact first tokens of a block.
+        exacts: possible numbers of exact first tokens of a block.
         """
         self.formats, self._memory, self.format, self._exacts = (format, *others), memory, format, exacts
         self.nbytes = format.shape.nbytes
@@ -233,10 +193,7 @@ class CpuBlocks:
         return encoded
 
     def decode(self, key: bytes, block_id: int, found: Found) -> str | None:
-        """Check a compressed block, in one or several shards, and decode it into a block of the paged cache.
-
-        Returns: the cause of a failure; None for a good block.
-        """
+        """Check a compressed block, of one or several shards, and decode it. Return the cause of a failure."""
         if found is None or isinstance(found, str):
             return MISSING if found is None else found
         try:

@@ -56,8 +56,7 @@ class Calibrator:
             wrap("vllm.v1.attention.backend.AttentionImpl.forward", attention, self._noting(layer))
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
-        """Note the begin of a step. A reset ends calibration, because the weights may differ."""
-        self._is_done |= metadata.place is not None
+        self._is_done |= metadata.place is not None  # after a reset the weights may differ
         self._passed += metadata.tokens
         is_idle = not (self._is_busy or self._is_done)
         self._wants = is_idle and metadata.may_calibrate and self.every * self._taken <= self._passed
@@ -69,8 +68,6 @@ class Calibrator:
         self._threads.shutdown()
 
     def _noting(self, layer: int) -> Callable[[Any], Any]:
-        """Return a wrapper of a layer's attention."""
-
         def noting(forward: Any) -> Any:
             def noted(module: Any, query: Any, key: Any, value: Any, cache: Any, told: Any, *rest: Any, **more: Any):  # type: ignore[no-untyped-def]
                 if self._wants and told is not None:

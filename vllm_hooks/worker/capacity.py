@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 
 from manthan.manager.config.model import ManthanConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.session.blocks import FrontTier
+from manthan.manager.session.blocks import FrontTier, MemoryShape
 from manthan.manager.tiers import arena, disk
 from manthan.manager.tiers.arena import GRANULE
 from manthan.manager.tiers.sealed import OVERHEAD
@@ -33,7 +33,6 @@ PRIMARY_BYTES = 256 << 20
 CPU_ENCODE_THREADS = 4
 """Number of threads that encode on the CPU for a GPU, as on a GB10. With vLLM's CPU build there is one."""
 STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
-"""Size of all staging buffers."""
 
 
 class TierBytes(NamedTuple):
@@ -44,7 +43,6 @@ class TierBytes(NamedTuple):
 
     @classmethod
     def of_a_rank(cls, store: TiersConfig, ranks: int) -> "TierBytes":
-        """Return the bytes of one of `ranks` ranks."""
         if store.kind == "device":
             return cls(store.max_bytes // ranks, store.host_bytes // ranks)
         return cls(0, store.max_bytes // ranks)
@@ -60,16 +58,15 @@ class TierBytes(NamedTuple):
         return max(0, device + host - max(sizes)) if device and host else device + host
 
 
-def usable_nbytes(store: TiersConfig, ranks: int, sizes: Collection[int], in_arenas: bool) -> int:
-    """Return how many bytes blocks of these sizes can surely take, on all ranks together.
-
-    Args:
-        sizes: possible bytes of a block on a rank.
-        in_arenas: True if each tier is one range of addresses in a GPU's memory or in pinned RAM.
-    """
+def usable_nbytes(vllm_config: "VllmConfig", store: TiersConfig, shape: MemoryShape) -> int:
+    """Return how many bytes blocks of these sizes can surely take, on all ranks together."""
+    ranks = vllm_config.parallel_config.world_size
     if store.places[-1] == "disk":
         return disk.usable(store.max_bytes // ranks) * ranks
-    return TierBytes.of_a_rank(store, ranks).usable(sizes if in_arenas else {max(sizes)}) * ranks
+    sizes = {nbytes // ranks for nbytes in shape.sizes}
+    if not is_on_gpu(vllm_config) or store.is_lasting:  # else each tier is one range of addresses
+        sizes = {max(sizes)}
+    return TierBytes.of_a_rank(store, ranks).usable(sizes) * ranks
 
 
 def room_in(config: ManthanConfig) -> Callable[[int], int]:
@@ -91,7 +88,7 @@ def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
 def share_memory(vllm_config: "VllmConfig") -> None:
     """Give vLLM what the tiers in RAM leave of `memory_bytes`, for weights, activations and the KV pool.
 
-    Raises: ConfigError if CPU and GPU have separate memories, or if the budget is too small or too large.
+    Raises ConfigError if CPU and GPU have separate memories, or if the budget is too small or too large.
     """
     from vllm.platforms import current_platform
 
@@ -128,10 +125,7 @@ def share_memory(vllm_config: "VllmConfig") -> None:
 
 
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
-    """Make vLLM's KV pool smaller by the tier in GPU memory and the staging buffers.
-
-    Raises: ConfigError if nothing would be left for vLLM.
-    """
+    """Make vLLM's KV pool smaller by Manthan's GPU memory. Raises ConfigError if nothing would be left for vLLM."""
     from vllm.platforms import current_platform
 
     if not is_on_gpu(vllm_config):

@@ -14,10 +14,8 @@ from manthan.manager.tiers.tier import Buffer
 class Codecs:
     """Codecs of a rank.
 
-    Args:
-        codecs: configured codec of each KV cache group, the main group first; all on one device.
-        make: makes a group's codec by name; None if jobs name no other codec.
-        names: codec names that jobs may have.
+    codecs: configured codec of each KV cache group, the main group first; all on one device. make: makes a group's
+    codec by name, of `names`; None if jobs name no other codec.
     """
 
     def __init__(
@@ -27,16 +25,6 @@ class Codecs:
         self._others: dict[tuple[int, str], PagedCodec] = {}
         self._numbered: list[str] = []
         self._lock = threading.Lock()
-
-    @property
-    def first(self) -> int:
-        """Number of the main group."""
-        return next(iter(self.by_group))
-
-    @property
-    def largest(self) -> int:
-        """Number of bytes of the largest compressed block."""
-        return max(codec.form(codec.layout.tokens).nbytes for codec in self.by_group.values())
 
     def get(self, group: int, name: str = "") -> PagedCodec:
         """Return a group's codec `name`, or the configured codec if `name` is empty or blocks are raw bytes."""
@@ -57,7 +45,6 @@ class Codecs:
             return self._numbered.index(name)
 
     def numbered(self, group: int, number: int) -> PagedCodec:
-        """Return a group's codec by number."""
         return self.get(group, self._numbered[number])
 
     def look_into(self, group: int, buf: Buffer) -> tuple[int, int, int, int] | str:

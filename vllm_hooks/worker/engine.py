@@ -4,9 +4,12 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import NamedTuple
 
 import numpy as np
@@ -43,11 +46,27 @@ class Ended(NamedTuple):
     bad_blocks: set[int]
 
 
+@dataclass(eq=False)
+class Storing:
+    """Store under way. nbytes, inner: as in `TransferResult`. left: number of blocks neither stored nor refused yet."""
+
+    job: Transfer
+    nbytes: NDArray[np.int64] = field(init=False)
+    left: int = field(init=False)
+    failed: dict[int, str] = field(default_factory=dict)
+    inner: dict[int, Sequence[int]] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.nbytes, self.left = np.zeros(len(self.job), np.int64), len(self.job)
+
+
 class Engine:
     """Takes jobs, does them in the background, and reports ended jobs.
 
-    The base class does nothing. It serves until there is a KV cache. The model's thread makes all calls. No method
-    raises, and none waits unless its docstring says so.
+    The base class serves until there is a KV cache. The model's thread makes all calls. No method raises, and none
+    waits unless its docstring says so. An engine overrides `_load` and `_store`, which begin a job to be answered
+    later; if they raise, the job is refused.
 
     Args:
         fails_whole: True if a request's load fails as a whole; False if only blocks from the first bad one on fail.
@@ -87,13 +106,11 @@ class Engine:
                 self._refuse(job, cause_of(error))
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
-        """Obey resets, drops and `revokes`. Note the step."""
+        """Obey resets, drops and `revokes`."""
 
-    def _load(self, job: Transfer) -> None:
-        """Begin a load, to be answered later. If this raises, the caller answers."""
+    def _load(self, job: Transfer) -> None: ...
 
-    def _store(self, job: Transfer) -> None:
-        """Begin a store, to be answered later. If this raises, the caller answers."""
+    def _store(self, job: Transfer) -> None: ...
 
     def wait(self) -> None:
         """Wait until no job that has begun reads or writes the paged cache."""
@@ -147,6 +164,20 @@ class Engine:
         with self._lock:
             self._report.gathered.append(job.job_id)
 
+    def _stored(self, storing: Storing, sizes: Mapping[int, Sequence[int]], failed: Mapping[int, str]) -> None:
+        """Note a store's blocks by index, and answer after the last. sizes: bytes of one part, of two, to all."""
+        with self._lock:
+            for at, (*inner, nbytes) in sizes.items():
+                storing.nbytes[at] = nbytes
+                if inner:
+                    storing.inner[at] = inner
+            storing.failed.update(failed)
+            storing.left -= len(sizes) + len(failed)
+            if storing.left:
+                return
+        seconds = time.monotonic() - storing.began
+        self._answer(TransferResult(storing.job.job_id, storing.nbytes, storing.failed, seconds, storing.inner))
+
     def _refuse(self, job: Transfer, cause: str) -> None:
         """Answer a job that has not begun."""
         if job.direction == "store":
@@ -179,21 +210,13 @@ class Engine:
             self._lock.notify_all()
 
 
-def of_blocks(sizes: Sequence[int], count: int) -> NDArray[np.int64]:
-    """Return int64 [count]: the sizes of the first blocks, then 0 for the others."""
-    nbytes = np.zeros(count, np.int64)
-    nbytes[: len(sizes)] = sizes
-    return nbytes
-
-
 def other_causes(
     job: Transfer, behind: Sequence[int], found: Found, values: Iterator[Found], store: Tier
 ) -> Mapping[int, str]:
     """Return causes for blocks that cannot be read either, so that a session does not fail once for each of them.
 
-    Args:
-        behind: indices in the job of the blocks behind the first bad one. `values` yields what is read of them.
-        found: what was read of the first bad block.
+    found: what was read of the first bad block. behind: indices in the job of the blocks behind it, whose content
+    `values` yields.
     """
     if found is None:
         absent = set(store.absent(job.group, [job.block_hashes[at] for at in behind]))
@@ -220,7 +243,7 @@ class JobThreads:
     """
 
     def __init__(self, count: int, name: str, cpus: Collection[int] = ()) -> None:
-        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._jobs: Queue[Callable[[], object] | None] = Queue()
         self._threads = [
             threading.Thread(target=self._run, args=(cpus,), name=f"{name}-{n}", daemon=True) for n in range(count)
         ]
@@ -228,24 +251,18 @@ class JobThreads:
             thread.start()
 
     def submit(self, job: Callable[..., object], *args: object) -> None:
-        """Give the threads a job."""
         self._jobs.put(partial(job, *args))
 
     def wait(self) -> None:
         """Wait until all submitted jobs are done. After a shutdown there are none."""
-        if any(thread.is_alive() for thread in self._threads):
-            all_idle = threading.Barrier(len(self._threads) + 1)
-            for _ in self._threads:
-                self.submit(all_idle.wait)
-            all_idle.wait()
+        self._jobs.join()
 
     def shutdown(self) -> None:
         """Drop the jobs that have not begun, and wait for the others."""
-        try:
+        with suppress(Empty):
             while True:
                 self._jobs.get_nowait()
-        except Empty:
-            pass
+                self._jobs.task_done()
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -257,11 +274,15 @@ class JobThreads:
                 os.sched_setaffinity(0, cpus)
         except OSError as error:
             logger.warning("Manthan: a thread stays on the model's CPUs: %s", error)
-        while (job := self._jobs.get()) is not None:
+        while True:
             try:
+                if (job := self._jobs.get()) is None:
+                    return
                 job()
             except Exception:  # the next job may succeed
                 logger.exception("Manthan: a job has failed")
+            finally:
+                self._jobs.task_done()
 
 
 def allowed_cpus() -> set[int]:

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,9 +19,9 @@ from manthan.vllm_hooks.worker.engine import (
     CancelledError,
     Engine,
     JobThreads,
+    Storing,
     allowed_cpus,
     cause_of,
-    of_blocks,
     other_causes,
 )
 
@@ -29,27 +29,18 @@ BATCH = 16
 """Number of blocks that a thread encodes and stores together."""
 
 
-@dataclass(eq=False)
-class Gathering:
-    """Store under way.
+@dataclass(eq=False, kw_only=True)
+class Gathering(Storing):
+    """Store whose blocks are gathered by a thread.
 
-    Args:
-        nbytes, inner: see `TransferResult`.
-        left: number of blocks neither stored nor refused yet.
-        is_begun: True once the first blocks are being gathered.
-        is_given_up: True if no more blocks may be gathered, because requests need them.
+    is_begun: True once the first blocks are being gathered. is_given_up: True if no more blocks may be gathered,
+    because requests need them.
     """
 
-    job: Transfer
     store: Tier
     cancelled: threading.Event
-    nbytes: list[int]
-    left: int
-    failed: dict[int, str] = field(default_factory=dict)
-    inner: dict[int, list[int]] = field(default_factory=dict)
     is_begun: bool = False
     is_given_up: bool = False
-    began: float = field(default_factory=time.monotonic)
 
 
 class CpuEngine(Engine):
@@ -63,7 +54,6 @@ class CpuEngine(Engine):
         store: the rank's tiers.
         encode_threads: number of threads that encode.
         device: device of the cache. On a GPU, a job runs on a stream of its own, behind the model's work so far.
-        staging_nbytes: most bytes of blocks gathered and not encoded; one part of a store is always gathered.
     """
 
     def __init__(
@@ -73,7 +63,6 @@ class CpuEngine(Engine):
         encode_threads: int,
         device: torch.device,
         fails_whole: bool = False,
-        staging_nbytes: int = COPIES_BYTES,
     ) -> None:
         super().__init__(fails_whole)
         self.blocks, self.store = blocks, store
@@ -82,8 +71,8 @@ class CpuEngine(Engine):
         self._cancelled = threading.Event()
         """Set to cancel the jobs that began since the last reset."""
         self._ungathered: list[Gathering] = []
-        """Stores that have blocks to gather yet."""
-        self._staging_nbytes, self._staged = staging_nbytes, 0
+        self._staged = 0
+        """Bytes of blocks gathered and not encoded. One part of a store is gathered in any case."""
         self._gatherers = JobThreads(1, "manthan-gather", cpus)
         self._encoders = JobThreads(encode_threads, "manthan-encode", cpus)
         self._loaders = JobThreads(1, "manthan-restore", cpus)
@@ -110,7 +99,7 @@ class CpuEngine(Engine):
 
     def _store(self, job: Transfer) -> None:
         model = model_event(self._device)
-        gathering = Gathering(job, self.store, self._cancelled, [0] * len(job), len(job))
+        gathering = Gathering(job, store=self.store, cancelled=self._cancelled)
         with self._lock:
             self._ungathered.append(gathering)
         self._gatherers.submit(self._gather, gathering, model)
@@ -141,14 +130,14 @@ class CpuEngine(Engine):
             self._refuse(job, NEEDED)
 
     def _gather(self, gathering: Gathering, model: torch.cuda.Event | None) -> None:
-        """Copy a store's blocks, some at a time, as `staging_nbytes` allows, and have them encoded."""
+        """Copy a store's blocks, some at a time, as COPIES_BYTES allows, and have them encoded."""
         job, blocks = gathering.job, self.blocks[gathering.job.group]
-        step = max(1, min(BATCH, self._staging_nbytes // blocks.nbytes))
+        step = max(1, min(BATCH, COPIES_BYTES // blocks.nbytes))
         for start in range(0, len(job), step):
             part = job.part(start, start + step, blocks.format.shape.tokens)
             nbytes = len(part) * blocks.nbytes
             with self._lock:
-                while self._staged and self._staged + nbytes > self._staging_nbytes and not gathering.is_given_up:
+                while self._staged and self._staged + nbytes > COPIES_BYTES and not gathering.is_given_up:
                     self._lock.wait()
                 if gathering.is_given_up and not start:
                     return
@@ -164,7 +153,7 @@ class CpuEngine(Engine):
             except Exception as error:
                 self._leave(nbytes)
                 self._gathered(job)
-                self._settle(gathering, start, dict.fromkeys(range(start, len(job)), cause_of(error)))
+                self._stored(gathering, {}, dict.fromkeys(range(start, len(job)), cause_of(error)))
                 break
             if start + step >= len(job):
                 self._gathered(job)
@@ -173,7 +162,6 @@ class CpuEngine(Engine):
             self._ungathered = [other for other in self._ungathered if other is not gathering]
 
     def _leave(self, nbytes: int) -> None:
-        """Note that `nbytes` bytes of copies are gone."""
         with self._lock:
             self._staged -= nbytes
             self._lock.notify_all()
@@ -181,7 +169,7 @@ class CpuEngine(Engine):
     def _encode(self, gathering: Gathering, start: int, part: Transfer, copies: Copies) -> None:
         """Encode some of a store's blocks, from index `start` on, and put them into the tier together."""
         blocks, store, keys = self.blocks[part.group], gathering.store, part.block_hashes
-        sizes: list[int] = []
+        sizes: dict[int, Sequence[int]] = {}
         try:
             if gathering.cancelled.is_set():
                 raise CancelledError
@@ -189,62 +177,39 @@ class CpuEngine(Engine):
             bufs = {key: buf for key, buf in encoded.items() if not isinstance(buf, str)}
             causes = {key: buf for key, buf in encoded.items() if isinstance(buf, str)}
             causes |= store.put_all(part.group, bufs, part.tenant)
-            rooms = [[0] if key in causes else store.rooms(bufs[key]) for key in keys]
-            sizes = [each[-1] for each in rooms]
-            gathering.inner.update({at: each[:-1] for at, each in enumerate(rooms, start) if each[1:]})
+            sizes = {at: store.rooms(bufs[key]) for at, key in enumerate(keys, start) if key not in causes}
         except Exception as error:  # any error costs these blocks, not the thread
             causes = dict.fromkeys(keys, cause_of(error))
         self._leave(len(part) * blocks.nbytes)
         failed = {at: causes[key] for at, key in enumerate(keys, start) if key in causes}
-        self._settle(gathering, start, failed, sizes or [0] * len(part))
-
-    def _settle(self, gathering: Gathering, start: int, failed: Mapping[int, str], sizes: Sequence[int] = ()) -> None:
-        """Note what became of some of a store's blocks, from index `start` on. After the last one, answer the store."""
-        with self._lock:
-            gathering.nbytes[start : start + len(sizes)] = sizes
-            gathering.failed.update(failed)
-            gathering.left -= len(sizes) or len(failed)
-            if gathering.left:
-                return
-        seconds = time.monotonic() - gathering.began
-        job_id, nbytes = gathering.job.job_id, np.array(gathering.nbytes)
-        self._answer(TransferResult(job_id, nbytes, gathering.failed, seconds, gathering.inner))
+        self._stored(gathering, sizes, failed)
 
     # -- load -----------------------------------------------------------------------------------------
 
     def _read(self, job: Transfer, store: Tier, model: torch.cuda.Event | None, cancelled: threading.Event) -> None:
         """Read and decode blocks up to the first bad block, and answer the load."""
-        began = time.monotonic()
+        blocks, keys, began = self.blocks[job.group], job.block_hashes, time.monotonic()
         sizes: list[int] = []
         failed: dict[int, str] = {}
         try:
             with behind(model, self._device):
-                self._decode(job, store, cancelled, sizes, failed)
+                values = store.read(job.group, keys, job.tenant)
+                for at, found in enumerate(values):
+                    if cancelled.is_set():
+                        raise CancelledError
+                    if (cause := blocks.decode(keys[at], int(job.block_ids[at]), found)) is not None:
+                        failed[at] = cause
+                        failed.update(other_causes(job, range(at + 1, len(job)), found, values, store))
+                        break
+                    sizes.append(0 if found is None else len(found))
+                if not failed and len(sizes) < len(keys):
+                    raise ValueError(f"the store has answered for {len(sizes)} of {len(keys)} blocks")
         except Exception as error:  # vLLM must get an answer, whatever happened
             failed.setdefault(min(len(sizes), len(job) - 1), cause_of(error))
         good = min(failed, default=len(job))
-        self._answer(TransferResult(job.job_id, of_blocks(sizes[:good], len(job)), failed, time.monotonic() - began))
+        nbytes = np.array([*sizes[:good], *[0] * (len(job) - good)], np.int64)
+        self._answer(TransferResult(job.job_id, nbytes, failed, time.monotonic() - began))
         self._loaded(job, good)
-
-    def _decode(
-        self, job: Transfer, store: Tier, cancelled: threading.Event, sizes: list[int], failed: dict[int, str]
-    ) -> None:
-        """Read and decode the blocks of a load.
-
-        sizes: gets the bytes of each good block. failed: gets the cause of each block that cannot be read or decoded.
-        """
-        blocks, keys = self.blocks[job.group], job.block_hashes
-        values = store.read(job.group, keys, job.tenant)
-        for at, found in enumerate(values):
-            if cancelled.is_set():
-                raise CancelledError
-            if (cause := blocks.decode(keys[at], int(job.block_ids[at]), found)) is not None:
-                failed[at] = cause
-                failed.update(other_causes(job, range(at + 1, len(job)), found, values, store))
-                return
-            sizes.append(0 if found is None else len(found))
-        if len(sizes) < len(keys):
-            raise ValueError(f"the store has answered for {len(sizes)} of {len(keys)} blocks")
 
 
 def model_event(device: torch.device) -> torch.cuda.Event | None:

@@ -32,10 +32,20 @@ from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_STAGINGS, STAGING_BYTES
 from manthan.vllm_hooks.worker.codecs import Codecs
-from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, JobThreads, cause_of, of_blocks
+from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, JobThreads, Storing, cause_of
 from manthan.vllm_hooks.worker.promotion import Primary, Reading
-from manthan.vllm_hooks.worker.slabs import Demotion, Numbers, Run, Slab, Slabs, Stored, Taken
-from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
+from manthan.vllm_hooks.worker.slabs import (
+    Demotion,
+    Numbers,
+    Places,
+    Run,
+    Slab,
+    Slabs,
+    Staging,
+    Stored,
+    Taken,
+    pieces,
+)
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -45,14 +55,6 @@ ERASE_BYTES = 1 << 20
 """Bytes erased by a copy of zeros."""
 PAUSE_S = 1e-3
 """Sleep of vLLM's engine core after a step without compute."""
-
-
-class Lane:
-    """Stream and staging buffer; jobs on the same stream follow each other."""
-
-    def __init__(self, nbytes: int, device: torch.device, priority: int = 0) -> None:
-        self.staging = Staging(nbytes, device)
-        self.stream = torch.cuda.Stream(device, priority=priority)
 
 
 @dataclass(eq=False)
@@ -71,26 +73,19 @@ class Chunk:
     end: int = 0
 
 
-@dataclass(eq=False)
-class Storing:
-    """Store in progress. nbytes: of each block, in the last tier. inner: as in `TransferResult`. left: number of blocks
-    not stored yet.
+@dataclass(eq=False, kw_only=True)
+class CudaStoring(Storing):
+    """Store in progress.
 
     age: of the tiers at the store's begin; every reset raises the age. secondary: final tier of the blocks. planned:
     number of blocks with room, or refused for lack of room. uncopied: number of encodings that still read the pool's
     blocks.
     """
 
-    job: Transfer
     age: int
     secondary: Tier | None
-    nbytes: list[int]
-    left: int
-    failed: dict[int, str] = field(default_factory=dict)
-    inner: dict[int, list[int]] = field(default_factory=dict)
     planned: int = 0
     uncopied: int = 0
-    began: float = field(default_factory=time.monotonic)
 
 
 class Encoding(NamedTuple):
@@ -99,7 +94,7 @@ class Encoding(NamedTuple):
     nbytes: the most for a block. in_place: True if the kernel writes into the tier.
     """
 
-    storing: Storing
+    storing: CudaStoring
     start: int
     codec: PagedCodec
     exact: int
@@ -173,17 +168,17 @@ class CudaEngine(Engine):
         self.tiers, self.store = tiers, secondary
         self._codecs = Codecs(codecs, make, names)
         self.codecs = self._codecs.by_group
-        self._device = self.codecs[self._codecs.first].device
-        largest = self._codecs.largest
-        self._store_lane, self._prefetch_lane = (Lane(max(STAGING_BYTES, largest), self._device) for _ in range(2))
+        self._device = next(iter(codecs.values())).device
+        largest = max(codec.form(codec.layout.tokens).nbytes for codec in codecs.values())
+        self._stores, self._prefetches = (Staging(max(STAGING_BYTES, largest), self._device) for _ in range(2))
         nbytes = max(RESTORE_STAGING_BYTES, largest)
-        self._load_lanes = [Lane(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
-        self._lanes = (self._store_lane, self._prefetch_lane, *self._load_lanes)
+        self._restores = [Staging(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
+        self._stagings = (self._stores, self._prefetches, *self._restores)
         self._zeros = torch.zeros(ERASE_BYTES, dtype=torch.uint8, device=self._device)
         self._eraser = torch.cuda.Stream(self._device)
         self._erased: torch.cuda.Event = self._eraser.record_event()
         """Event behind the last erasure. Every write to a tier waits for the event."""
-        self._waiting: deque[Storing] = deque()
+        self._waiting: deque[CudaStoring] = deque()
         """Stores without room yet."""
         self._encodings: deque[Begun] = deque()
         self._written: deque[tuple[Encoding, Mapping[int, Stored], Mapping[int, Sequence[int]], Mapping[int, str]]] = (
@@ -201,14 +196,15 @@ class CudaEngine(Engine):
         self._demoted: torch.cuda.Event | None = None
         self._may_pause = False
         self.decode_s = self._warm_up(forms)
-        self._store_lane.staging.codes.zero_()
+        self._stores.codes.zero_()
         threads = int(secondary is not None)
         self._writers = JobThreads(threads, "manthan-write")
         self._readers = [JobThreads(threads, f"manthan-{name}") for name in ("restore", "prefetch")]
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
-        self.tiers.start()
-        self._may_pause = metadata.model_rests
+        for slab in self.tiers.all:
+            slab.start()
+        self._may_pause = not metadata.tokens
         if metadata.cancels or metadata.place is not None:
             self._stop(self._loadings)
         if metadata.cancels:
@@ -256,7 +252,7 @@ class CudaEngine(Engine):
 
     def wait(self) -> None:
         self._give_up(RESET)
-        for stream in (self._eraser, *(lane.stream for lane in self._lanes)):
+        for stream in (self._eraser, *(staging.stream for staging in self._stagings)):
             stream.synchronize()
 
     def shutdown(self) -> None:
@@ -264,7 +260,8 @@ class CudaEngine(Engine):
         for threads in (*self._readers, self._writers):
             threads.shutdown()
         self.wait()
-        self.tiers.release()
+        for slab in self.tiers.all:
+            slab.release()
         if self.store is not None:
             self.store.close()
 
@@ -282,7 +279,7 @@ class CudaEngine(Engine):
     # -- store ----------------------------------------------------------------------------------------
 
     def _store(self, job: Transfer) -> None:
-        self._waiting.append(Storing(job, self._age, self.store, [0] * len(job), len(job)))
+        self._waiting.append(CudaStoring(job, age=self._age, secondary=self.store))
         self._begin_stores()
 
     def _begin_stores(self) -> None:
@@ -294,31 +291,26 @@ class CudaEngine(Engine):
             except Exception as error:
                 self._refuse_rest(storing, cause_of(error))
                 encodings, demotions = [], []
-            self._begin_encodings(encodings, demotions)
+            try:
+                if encodings or demotions:
+                    self._make_room(demotions)
+            except Exception as error:
+                with self._lock:
+                    for demotion in demotions:
+                        self.tiers.drop(demotion.name[0], [demotion.name[1]])
+                for encoding in encodings:
+                    self._fail(encoding, error)
+                encodings = []
+            for encoding in encodings:
+                try:
+                    self._encode(encoding)
+                except Exception as error:  # any error costs these blocks, not the model's thread
+                    self._fail(encoding, error)
             if storing.planned < len(storing.job):
                 return
             self._waiting.popleft()
 
-    def _begin_encodings(self, encodings: Sequence[Encoding], demotions: Sequence[Demotion]) -> None:
-        if not (encodings or demotions):
-            return
-        try:
-            self._make_room(demotions)
-        except Exception as error:
-            with self._lock:
-                for demotion in demotions:
-                    self.tiers.drop(demotion.name[0], [demotion.name[1]])
-            for encoding in encodings:
-                self._fail(encoding, error)
-            return
-        for encoding in encodings:
-            try:
-                self._encode(encoding)
-            except Exception as error:  # any error costs these blocks, not the model's thread
-                self._fail(encoding, error)
-
-    def _refuse_rest(self, storing: Storing, cause: str) -> None:
-        """Refuse the blocks of a store not begun yet."""
+    def _refuse_rest(self, storing: CudaStoring, cause: str) -> None:
         rest, storing.planned = range(storing.planned, len(storing.job)), len(storing.job)
         if not storing.uncopied:
             self._gathered(storing.job)
@@ -330,10 +322,10 @@ class CudaEngine(Engine):
         for storing in waiting:
             self._refuse_rest(storing, cause)
 
-    def _planned(self, storing: Storing) -> tuple[list[Encoding], list[Demotion]]:
-        """Room for a store's blocks, and the copies to make before the room is used. Blocks without room are refused.
+    def _planned(self, storing: CudaStoring) -> tuple[list[Encoding], list[Demotion]]:
+        """Return room for a store's blocks, and the copies to make before the room is used.
 
-        If a secondary tier will make room, the blocks wait instead.
+        Blocks without room are refused, or wait if a secondary tier will make room.
         """
         job, encodings, demotions = storing.job, list[Encoding](), list[Demotion]()
         codec, refused, start = self._codecs.get(job.group, job.codec), list[int](), storing.planned
@@ -362,13 +354,11 @@ class CudaEngine(Engine):
         return encodings, demotions
 
     def _make_room(self, demotions: Sequence[Demotion]) -> None:
-        """Queue demotions behind the work of the model's stream and of all side streams. Earlier work may still read a
-        dropped or demoted block.
-        """
-        stream = self._store_lane.stream
+        """Queue demotions behind all streams' work, because earlier work may still read a dropped or demoted block."""
+        stream = self._stores.stream
         stream.wait_event(self._model())
-        for lane in self._lanes:
-            stream.wait_stream(lane.stream)
+        for staging in self._stagings:
+            stream.wait_stream(staging.stream)
         device, host = self.tiers.device, self.tiers.host
         if demotions and device is not None and host is not None:
             stream.wait_event(self._erased)
@@ -389,8 +379,8 @@ class CudaEngine(Engine):
             freed, tier.freed = tier.freed, []
             if not freed:
                 continue
-            for lane in self._lanes if self._primary is None else ():  # a block may still be read, or in transfer
-                self._eraser.wait_stream(lane.stream)
+            for staging in self._stagings if self._primary is None else ():  # a block may still be read, or in transfer
+                self._eraser.wait_stream(staging.stream)
             with torch.cuda.stream(self._eraser):
                 self._eraser.query()  # sets the GPU's context on this thread, unlike the driver's copies
                 zeros = [(Extent(0, ERASE_BYTES),) * -(-size // ERASE_BYTES) for _, size in freed]
@@ -399,15 +389,13 @@ class CudaEngine(Engine):
         return self._erased
 
     def _split(
-        self, storing: Storing, start: int, codec: PagedCodec, exact: int, taken: Sequence[Taken]
+        self, storing: CudaStoring, start: int, codec: PagedCodec, exact: int, taken: Sequence[Taken]
     ) -> Iterator[Encoding]:
-        """Blocks with a common route, in parts that fit into the staging buffer if the route passes through the
-        buffer.
-        """
+        """Yield blocks with a common route, in parts that fit into the staging buffer if that is on the route."""
         nbytes = codec.form(exact).nbytes
         for (tier, in_place), some in groupby(taken, attrgetter("tier", "in_place")):
             places = [one.extents for one in some]
-            step = len(places) if in_place else len(self._store_lane.staging.places(nbytes))
+            step = len(places) if in_place else len(self._stores.places(nbytes))
             for first in range(0, len(places), step):
                 part = places[first : first + step]
                 yield Encoding(storing, start, codec, exact, tier, part, in_place, nbytes)
@@ -415,20 +403,18 @@ class CudaEngine(Engine):
 
     def _encode(self, encoding: Encoding) -> None:
         storing, start, codec, exact, tier, places, in_place, nbytes = encoding
-        lane, job = self._store_lane, storing.job.part(start, start + len(places), codec.layout.tokens)
-        codes, ours = (
-            (tier.codes, places) if in_place else (lane.staging.codes, lane.staging.places(nbytes)[: len(places)])
-        )
-        with torch.cuda.stream(lane.stream):
+        staging, job = self._stores, storing.job.part(start, start + len(places), codec.layout.tokens)
+        codes, ours = (tier.codes, places) if in_place else (staging.codes, staging.places(nbytes)[: len(places)])
+        with torch.cuda.stream(staging.stream):
             offsets, firsts = [place[0].start for place in ours], job.first_tokens(codec.layout.tokens)
             told = job.block_hashes, job.block_ids.astype(np.int64), firsts, offsets
             batch = codec.batch(exact, *told, marks=[job.mark] * len(job))
             codec.encode(batch, codes)
-            copied = lane.stream.record_event()
+            copied = staging.stream.record_event()
             if not in_place:  # the block's size within the room is unknown yet
                 _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
                 codes[: len(ours) * nbytes].zero_()  # the next block here may be shorter, and is copied with a rest
-            self._encodings.append(Begun(encoding, self._chunk(codec, batch, lane.stream), copied))
+            self._encodings.append(Begun(encoding, self._chunk(codec, batch, staging.stream), copied))
 
     def _end_encodings(self) -> None:
         """Report blocks free for the pool again, and keep the encoded blocks."""
@@ -453,7 +439,7 @@ class CudaEngine(Engine):
                 self._copied(begun.encoding.storing)
             self._keep(begun.encoding, statuses, sizes, ends)
 
-    def _copied(self, storing: Storing) -> None:
+    def _copied(self, storing: CudaStoring) -> None:
         """Note the last read of the pool's blocks by another encoding."""
         storing.uncopied -= 1
         if not storing.uncopied and storing.planned == len(storing.job):
@@ -522,22 +508,6 @@ class CudaEngine(Engine):
         blocks = range(encoding.start, encoding.start + len(encoding.places))
         self._stored(encoding.storing, {}, dict.fromkeys(blocks, cause_of(error)))
 
-    def _stored(self, storing: Storing, sizes: Mapping[int, Sequence[int]], failed: Mapping[int, str]) -> None:
-        """Note blocks of a store in the last tier, and failed blocks. The last block answers the store.
-
-        sizes: bytes of each block's first part, of two parts, and so on to all.
-        """
-        for at, (*inner, nbytes) in sizes.items():
-            storing.nbytes[at] = nbytes
-            if inner:
-                storing.inner[at] = inner
-        storing.failed.update(failed)
-        storing.left -= len(sizes) + len(failed)
-        if not storing.left:
-            seconds = time.monotonic() - storing.began
-            of_all = np.array(storing.nbytes)
-            self._answer(TransferResult(storing.job.job_id, of_all, storing.failed, seconds, storing.inner))
-
     # -- load -----------------------------------------------------------------------------------------
 
     def _load(self, job: Transfer) -> None:
@@ -552,7 +522,6 @@ class CudaEngine(Engine):
             self._readers[job.request_id is None].submit(self._primary.read, reading, near, self.store)
 
     def _begin_more(self, loading: Loading) -> None:
-        """Begin to decode new blocks in the primary tier."""
         start, end = loading.begun, loading.reading.there
         if start == end or loading.broken or loading.lost:
             return
@@ -562,32 +531,31 @@ class CudaEngine(Engine):
             self._break(loading, error)
 
     def _begin_load(self, loading: Loading, start: int, end: int) -> None:
-        """Copy in, check and decode compressed blocks, a chunk at a time, on two streams by turns. Prefetches have a
-        third.
+        """Copy in, check and decode blocks, a chunk at a time, on two streams by turns, or on that of prefetches.
 
         On the device all blocks are checked before any is decoded, so that vLLM is told sooner.
         """
         model, later, job = self._model(), list[Decoding](), loading.job
-        lanes = [self._prefetch_lane] if job.request_id is None else self._load_lanes
+        stagings = [self._prefetches] if job.request_id is None else self._restores
         block_ids = job.block_ids.astype(np.int64)
-        for codec, run in self._runs(job, start, end, lanes[0]):
-            lane, exact, sizes = lanes[len(loading.chunks) % len(lanes)], run.exact, run.nbytes
+        for codec, run in self._runs(job, start, end, stagings[0]):
+            staging, exact, sizes = stagings[len(loading.chunks) % len(stagings)], run.exact, run.nbytes
             some = slice(loading.begun, loading.begun + len(sizes))
-            codes = run.tier.codes if run.in_place else lane.staging.codes
-            with torch.cuda.stream(lane.stream):
+            codes = run.tier.codes if run.in_place else staging.codes
+            with torch.cuda.stream(staging.stream):
                 if self._demoted is not None:
-                    lane.stream.wait_event(self._demoted)
+                    staging.stream.wait_event(self._demoted)
                 offsets = run.starts
                 if not run.in_place:
-                    offsets = lane.staging.starts(codec.form(exact).nbytes)[: len(sizes)]
+                    offsets = staging.starts(codec.form(exact).nbytes)[: len(sizes)]
                     _copy_run(run, codes, offsets)
                 told = job.block_hashes[some], block_ids[some], run.first_tokens
                 batch = codec.batch(exact, *told, offsets, sizes, run.marks)
                 codec.verify(batch, codes)
-                chunk = self._chunk(codec, batch, lane.stream, torch.from_numpy(sizes))
+                chunk = self._chunk(codec, batch, staging.stream, torch.from_numpy(sizes))
             loading.chunks.append(chunk)
             loading.begun = chunk.end = some.stop
-            decoding = Decoding(codec, lane.stream, chunk, batch, codes)
+            decoding = Decoding(codec, staging.stream, chunk, batch, codes)
             if run.in_place:
                 later.append(decoding)
             else:  # the staging buffer is needed for the next but one
@@ -600,7 +568,7 @@ class CudaEngine(Engine):
             loading.lost = True
             self._stop([loading])
 
-    def _runs(self, job: Transfer, start: int, end: int, lane: Lane) -> Iterator[tuple[PagedCodec, Run]]:
+    def _runs(self, job: Transfer, start: int, end: int, staging: Staging) -> Iterator[tuple[PagedCodec, Run]]:
         """Blocks of a load up to the first absent block, in runs with one codec and tier."""
         while start < end:
             with self._lock:
@@ -608,7 +576,7 @@ class CudaEngine(Engine):
             if run is None:
                 return
             codec, count = self._codecs.numbered(job.group, run.codec), len(run.starts)
-            step = count if run.in_place else len(_places(codec, lane, run.exact))
+            step = count if run.in_place else len(staging.places(codec.form(run.exact).nbytes))
             for first in range(0, count, step):
                 yield codec, run.part(first, first + step)
             start += count
@@ -659,8 +627,8 @@ class CudaEngine(Engine):
         loading.broken = True
         self._stop([loading])
         with suppress(Exception):  # a GPU that does not even wait computes nothing either
-            for lane in self._lanes:  # begun work writes to the blocks before their next owners
-                torch.cuda.current_stream(self._device).wait_stream(lane.stream)
+            for staging in self._stagings:  # begun work writes to the blocks before their next owners
+                torch.cuda.current_stream(self._device).wait_stream(staging.stream)
 
     def _answer_load(self, loading: Loading) -> None:
         """Tell vLLM of the finished load. Later compute of the model waits for the decoding."""
@@ -682,16 +650,14 @@ class CudaEngine(Engine):
         job, good = loading.job, self._good(loading)
         failed = {} if loading.broken else dict(loading.reading.failed)
         if good < len(job):
-            failed.setdefault(good, self._cause(loading, good))
+            statuses = [status for chunk in loading.chunks for status in chunk.status.tolist()]
+            is_unknown = loading.broken or good >= len(statuses)
+            failed.setdefault(good, "internal" if is_unknown else status_cause(statuses[good]) or "internal")
         sizes = [nbytes for chunk in loading.chunks for nbytes in chunk.nbytes.tolist()][:good]
         if self._primary is not None:
             self._primary.unpin(loading.reading, loading.reading.there)
-        self._answer(TransferResult(job.job_id, of_blocks(sizes, len(job)), failed, time.monotonic() - loading.began))
-
-    def _cause(self, loading: Loading, at: int) -> str:
-        """Why block number `at` of a load failed."""
-        statuses = [status for chunk in loading.chunks for status in chunk.status.tolist()]
-        return "internal" if loading.broken or at >= len(statuses) else status_cause(statuses[at]) or "internal"
+        nbytes = np.array([*sizes, *[0] * (len(job) - len(sizes))], np.int64)
+        self._answer(TransferResult(job.job_id, nbytes, failed, time.monotonic() - loading.began))
 
     # -- the rest -------------------------------------------------------------------------------------
 
@@ -716,44 +682,36 @@ class CudaEngine(Engine):
         return here.copy_(there, non_blocking=True)
 
     def _warm_up(self, forms: Sequence[int]) -> dict[str, float]:
-        """Load kernels and tables and allocate pinned memory, so that the first jobs need not.
+        """Encode and decode block 0, unused by the pool, in each codec and form on each stream.
 
-        Block 0, unused by the pool, is encoded and decoded in each codec and form on each stream.
-
-        Returns:
-            Seconds to decode a token, by codec.
+        The first jobs then find kernels, tables and pinned memory. Return the seconds to decode a token, by codec.
         """
         for group in self.codecs:
             for codec in {self._codecs.get(group, name) for name in ("", *self._codecs.names)}:
                 exacts = (0,) if codec.format.shape.is_raw else {min(each, codec.layout.tokens) for each in forms}
-                for lane, exact in product(self._lanes, exacts):
-                    self._try(codec, lane, exact)
-        first, lane = self._codecs.first, self._prefetch_lane
-        return {name: self._try(self._codecs.get(first, name), lane, 0, 64) for name in self._codecs.names}
+                for staging, exact in product(self._stagings, exacts):
+                    self._try(codec, staging, exact)
+        main, staging = next(iter(self.codecs)), self._prefetches
+        return {name: self._try(self._codecs.get(main, name), staging, 0, 64) for name in self._codecs.names}
 
-    def _try(self, codec: PagedCodec, lane: Lane, exact: int, most: int = 1) -> float:
+    def _try(self, codec: PagedCodec, staging: Staging, exact: int, most: int = 1) -> float:
         """Encode and decode as many copies of block 0 as fit, at most `most`. Return seconds to decode a token."""
-        with torch.cuda.stream(lane.stream):
-            places = _places(codec, lane, exact)[:most]
+        with torch.cuda.stream(staging.stream):
+            places = staging.places(codec.form(exact).nbytes)[:most]
             none, offsets = [0] * len(places), [place[0].start for place in places]
             made = codec.batch(exact, [b""] * len(none), none, none, offsets)
-            codec.encode(made, lane.staging.codes)
-            chunk = self._chunk(codec, made, lane.stream)
+            codec.encode(made, staging.codes)
+            chunk = self._chunk(codec, made, staging.stream)
             chunk.done.synchronize()
             if bool((chunk.status != GOOD).any()):
                 return 0.0
             batch = codec.batch(exact, [b""] * len(none), none, none, offsets, made.nbytes.cpu().numpy())
-            codec.verify(batch, lane.staging.codes)
-            lane.stream.synchronize()
+            codec.verify(batch, staging.codes)
+            staging.stream.synchronize()
             began = time.perf_counter()
-            codec.decode(batch, lane.staging.codes)
-            lane.stream.synchronize()
+            codec.decode(batch, staging.codes)
+            staging.stream.synchronize()
         return (time.perf_counter() - began) / (len(none) * codec.layout.tokens)
-
-
-def _places(codec: PagedCodec, lane: Lane, exact: int) -> Places:
-    """Extents in the staging buffer for blocks with `exact` exact tokens, as far as they fit."""
-    return lane.staging.places(codec.form(exact).nbytes)
 
 
 def _copy_run(run: Run, target: torch.Tensor, offsets: Numbers) -> None:

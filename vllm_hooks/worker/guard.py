@@ -35,18 +35,13 @@ EVERY = 1000
 LEAST_PROMPT = 128
 """Least tokens of a step that is timed as the computation of a prompt."""
 TIMED_STEPS = 32
-"""Number of steps that are timed."""
 
 
 class RankGuard:
-    """Measures codecs on a rank.
+    """Measures codecs on a rank, on blocks of the main group's paged cache.
 
-    Args:
-        memory: the main group's paged cache, to take blocks from.
-        formats: the configured codec's, then the alternatives', the finest last.
-        rope: RoPE of the model's keys; None if unknown.
-        device: device of the paged cache.
-        decode_s: by codec, seconds in which the GPU's kernels decode a token; None if the CPU decodes.
+    formats: the configured codec's, then the alternatives', the finest last. decode_s: by codec, seconds in which the
+    GPU's kernels decode a token; None if the CPU decodes.
     """
 
     def __init__(
@@ -94,7 +89,6 @@ class RankGuard:
             format.warm_up()
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
-        """Note that a step of the model begins."""
         if metadata.place is not None:
             self.reset()
         self._prompts.begin(metadata.tokens)
@@ -121,7 +115,6 @@ class RankGuard:
             self._threads.submit(self._measure, samples, copied, self._age)
 
     def take(self) -> list[Verdict]:
-        """Return the verdicts since the last call."""
         with self._lock:
             taken, self._verdicts = self._verdicts, []
             return taken
@@ -193,10 +186,7 @@ class RankGuard:
 
 
 class Prompts:
-    """Measures in how many seconds the model computes a token of a prompt: the least of the first TIMED_STEPS steps.
-
-    seconds: for a token; 0 until known.
-    """
+    """Seconds in which the model computes a prompt's token: the least of the first TIMED_STEPS steps; 0 until known."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"

@@ -23,36 +23,22 @@ from manthan.codec.wht import WhtPreset
 from manthan.manager.config.model import ConfigError
 from manthan.manager.config.profiles import CALIBRATED
 from manthan.manager.tiers.arena_tier import RamTier
-from manthan.manager.tiers.redis_schema import Namespace
-from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
-from manthan.manager.tiers.shards import Shard, ShardedTier
 from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import Tier
-from manthan.vllm_hooks.disk_store import open_disk, open_left
-from manthan.vllm_hooks.fingerprint import fingerprint
+from manthan.vllm_hooks import memory
+from manthan.vllm_hooks.fingerprint import fingerprint, namespace_of
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup, config_for, groups_for
-from manthan.vllm_hooks.memory import (
-    Shards,
-    block_format,
-    block_shape,
-    codec_of_other,
-    exact_counts,
-    memory_shapes,
-    rank_facts,
-    with_states,
-)
+from manthan.vllm_hooks.lasting import make_store
 from manthan.vllm_hooks.messages import Candidate, ManthanMetadata
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
-from manthan.vllm_hooks.shards import Sharding, reads_others
-from manthan.vllm_hooks.shared_store import make_redis, namespace_of
+from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.transfer_config import CONNECTOR, from_vllm_config, settings
+from manthan.vllm_hooks.transfer_config import CONNECTOR, settings
 from manthan.vllm_hooks.worker.blocks import (
     BesideMemory,
     CpuBlocks,
     DeviceMemory,
     HostMemory,
-    LatentMemory,
     PackedMemory,
     PagedMemory,
 )
@@ -81,7 +67,7 @@ class GroupCache:
         forms: formats of the compressed blocks: of the configured codec, then of the guard's alternatives.
         exacts: possible numbers of exact first tokens of a block.
         beside: memory of the other layers of a group, which are stored as bytes.
-        rope: RoPE of the keys; None if unknown.
+        rope: RoPE of the keys; None if unknown, or for latents.
     """
 
     layers: list[Layer]
@@ -106,11 +92,7 @@ class GroupCache:
         """Memory of the coded layers, without layers stored as bytes."""
         if self.shape.is_raw:
             return PackedMemory(self.layers, self.shape)
-        if self.layers[0].rows.is_cpu:
-            return HostMemory(self.layers, self.shape)
-        if self.shape.latent:
-            return LatentMemory(self.layers, self.shape)
-        return DeviceMemory(paged_layout(self.layers, self.shape, self.beside))
+        return (HostMemory if self.layers[0].rows.is_cpu else DeviceMemory)(self.layers, self.shape)
 
     @property
     def layout(self) -> PagedLayout | RawLayout:
@@ -151,7 +133,6 @@ class WorkerHalf:
         self.guard: RankGuard | None = None
         """Measures the codec; None if `codec.guard` is off."""
         self.calibrator: Calibrator | None = None
-        """Makes a profile from traffic; None if none is wanted."""
         self._candidate: Candidate | None = None
 
     def _know_groups(self, as_bytes: Container[int] = ()) -> None:
@@ -176,7 +157,7 @@ class WorkerHalf:
         name, store = "", None
         if config.tiers.is_lasting:
             namespace = namespace_of(self._vllm_config, config, self.groups, loaded_of(self._vllm_config).digest())
-            name, store = namespace.name, _make_store(self._vllm_config, namespace, self._sharding)
+            name, store = namespace.name, make_store(self._vllm_config, namespace, self._sharding)
         caches = {group.index: self._cache(group, kv_caches, name) for group in self.groups.stored}
         self.engine = self._engine(caches, store)
         main = caches[self.groups.main.index]
@@ -197,7 +178,7 @@ class WorkerHalf:
         profile.save(path)
         form = self._format(CALIBRATED, group, ModelFacts(rope, profile), namespace)
         codec = self._config.codec.model_copy(update={"name": CALIBRATED})
-        shape = memory_shapes(codec, self.groups, Shards(1, room_in(self._config)), profile)[0]
+        shape = memory.memory_shapes(codec, self.groups, memory.Shards(1, room_in(self._config)), profile)[0]
         assert isinstance(self.engine, CpuEngine)
         assert self.guard is not None
         self.engine.blocks[group.index].add(form)
@@ -219,17 +200,13 @@ class WorkerHalf:
         return replace(metadata, stores=stores, loads=loads)
 
     def _layers(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
-        """Return the memory of the group's layers. Raises UnsupportedError."""
+        """Return the memory of the group's layers, without those in `group.beside`. Raises UnsupportedError."""
         if group.is_packed:
             nbytes = dict(zip(group.names, group.layer_nbytes, strict=True))
             return placed_layers(kv_caches, self._kv_cache_config, nbytes)
         caches = {name: cache for name, cache in kv_caches.items() if name in group.names}
         modules = self._vllm_config.compilation_config.static_forward_context
-        return probe_layers(caches, modules, self._kv_cache_config.num_blocks, block_shape(group))
-
-    def _beside(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> Sequence[Layer]:
-        """Return the memory of a coded group's layers of raw bytes. Raises UnsupportedError."""
-        return self._layers(group.beside, kv_caches) if group.beside else ()
+        return probe_layers(caches, modules, self._kv_cache_config.num_blocks, memory.block_shape(group))
 
     def _is_found(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> bool:
         """False if the group should be coded, but this worker cannot find its layout in memory.
@@ -242,8 +219,8 @@ class WorkerHalf:
         try:
             layers = self._layers(group, kv_caches)
             if not layers[0].rows.is_cpu:
-                # raises if kernels cannot address the cache
-                paged_layout(layers, block_shape(group), self._beside(group, kv_caches)).kept(0)
+                beside = self._layers(group.beside, kv_caches) if group.beside else ()
+                paged_layout(layers, memory.block_shape(group), beside).kept(0)  # raises if kernels cannot address it
         except Exception as error:  # a backend raises anything
             logger.warning(
                 "Manthan: KV cache group %d is stored as bytes, because its layout cannot be found: %s: %s",
@@ -256,25 +233,18 @@ class WorkerHalf:
 
     def _cache(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
         """Return the cache of a group. namespace: see `fingerprint`. Raises ConfigError."""
-        config, layers, beside = self._config.codec, self._layers(group, kv_caches), self._beside(group, kv_caches)
+        config, layers = self._config.codec, self._layers(group, kv_caches)
+        beside = self._layers(group.beside, kv_caches) if group.beside else ()
         is_main = group.index == self.groups.main.index
-        codec = config.name if is_main else codec_of_other(config.name, group, config.state)
+        codec = config.name if is_main else memory.codec_of_other(config.name, group, config.state)
         if group.is_packed:
             return GroupCache(layers, [self._format(codec, group, NO_FACTS, namespace)], [0])
         group = replace(group, layers=len(layers))  # layers that share a cache count once
-        rope, codecs = self._rope(group), (codec, *finer_codecs(codec))
+        rope, codecs = None, (codec, *finer_codecs(codec))
+        if not group.latent and group.context.ranks == 1:  # else a rank's consecutive tokens are not so in the session
+            rope = running_rope(self._vllm_config, group.spec.head_size, takes_facts(config.name), group.names)
         forms = [self._format(each, group, self._facts(each, group, rope), namespace) for each in codecs]
-        return GroupCache(layers, forms, sorted(exact_counts(config, group).values()), beside, rope)
-
-    def _rope(self, group: KvCacheGroup) -> Rope | None:
-        """Return the RoPE of the group's layers; None if unknown.
-
-        Latents have no RoPE. With context parallelism, a rank's consecutive tokens do not have consecutive positions.
-        """
-        if group.latent or group.context.ranks > 1:
-            return None
-        tell = takes_facts(self._config.codec.name)
-        return running_rope(self._vllm_config, group.spec.head_size, tell, group.names)
+        return GroupCache(layers, forms, sorted(memory.exact_counts(config, group).values()), beside, rope)
 
     def _facts(self, codec: str, group: KvCacheGroup, rope: Rope | None) -> ModelFacts:
         """Return the facts for the codec. Raises ConfigError for an unsuitable profile."""
@@ -283,24 +253,22 @@ class WorkerHalf:
         if not needs_profile(codec):
             return ModelFacts(rope)
         parallel, profile = self._vllm_config.parallel_config, settled_profile(self._vllm_config)
-        return ModelFacts(rope, rank_facts(profile, group, parallel.rank, parallel.world_size).profile)
+        return ModelFacts(rope, memory.rank_facts(profile, group, parallel.rank, parallel.world_size).profile)
 
     def _format(self, codec: str, group: KvCacheGroup, facts: ModelFacts, namespace: str) -> BlockFormat:
         """Return a format with a fingerprint. Raises ConfigError."""
-        facts = with_states(codec, group, facts)
+        facts = memory.with_states(codec, group, facts)
         try:
             mark = fingerprint(self._vllm_config, group, codec, namespace, facts, self._sharding)
             first_head = self._sharding.first_head(self._vllm_config.parallel_config.rank)
-            return block_format(codec, group, mark, facts, first_head)
+            return memory.block_format(codec, group, mark, facts, first_head)
         except ProfileError as error:
             raise ConfigError(str(error)) from None
 
     def _engine(self, groups: Mapping[int, GroupCache], store: Tier | None) -> Engine:
         """Return the engine: on the GPU; or on the CPU's cores, for a cache in the CPU's memory or a GPU's.
 
-        Args:
-            groups: caches by KV cache group, the main group first.
-            store: the rank's tiers that outlive the engine; None if there are none.
+        groups: the main group first. store: the rank's tiers that outlive the engine; None if there are none.
         """
         tiers, codec, ranks = self._config.tiers, self._config.codec, self._vllm_config.parallel_config.world_size
         tier_bytes, fails_whole = TierBytes.of_a_rank(tiers, ranks), bool(self.groups.at_points)
@@ -333,35 +301,6 @@ def codec_backend(wanted: str, device: torch.device) -> str:
         return wanted
     is_shared = device.type == "cpu" or torch.cuda.get_device_properties(device).is_integrated
     return "numpy" if is_shared else "cuda"
-
-
-def _make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Sharding) -> Tier:
-    """Return a rank's tiers that outlive the engine, behind the tier in RAM. Raises ConfigError."""
-    config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
-    keys, rank = keys_of(config.sealing), parallel.rank
-    sealer = Sealer(keys, namespace.name) if keys else None
-
-    def sealed(shard: Shard, tier: Tier) -> Tier:
-        return tier if sealer is None else SealedTier(tier, sealer, shard)
-
-    sources, copies = list[list[Tier]](), list[Tier]()
-    is_reader = reads_others(vllm_config, sharding)
-    if config.tiers.is_shared:
-        shard, redis = sharding.shard(rank), make_redis(config, namespace, sharding, rank)
-        for other in sharding.others() if is_reader else ():
-            shards = [Shard(at, other.stages * other.parts) for at in sharding.sources(rank, other)]
-            sources.append([sealed(each, redis.of(each)) for each in shards])
-        store: Tier = redis
-        if config.tiers.front_disk_bytes:
-            store = StackedTier(open_disk(config, parallel, namespace.name, config.tiers.front_disk_bytes), redis)
-    else:
-        shard = Shard(rank, parallel.world_size)
-        store = open_disk(config, parallel, namespace.name, config.tiers.max_bytes)
-        if is_reader:
-            left, rest = open_left(config, parallel, namespace.name, sharding)
-            sources, copies = [[sealed(*each) for each in some.items()] for some in left], [*rest]
-    own = sealed(shard, store)
-    return ShardedTier(own, sources, copies) if sources else own
 
 
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:

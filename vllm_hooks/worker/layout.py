@@ -32,10 +32,8 @@ NOWHERE: Index = np.empty(0, np.int64)  # positions in blocks that are stored as
 class Layer(NamedTuple):
     """Cache of a layer, and the positions of a block's keys and values.
 
-    Args:
-        rows: [blocks, elements] in the order of memory; fp8 as uint8.
-        keys: positions in a row, in the order head, token, element; with latents, of the part of the key with RoPE.
-        values: positions of values, or of the pieces of latents.
+    rows: [blocks, elements] in the order of memory; fp8 as uint8. keys, values: positions in a row, in the order head,
+    token, element; with latents, of the part of the key with RoPE, and of the latents' pieces.
     """
 
     name: str
@@ -49,33 +47,33 @@ def probe_layers(
 ) -> list[Layer]:
     """Return the layers that have a cache of their own, because in some models layers share one.
 
-    Args:
-        caches: by name of the layer, its paged cache [blocks, ...].
-        modules: by the same names, vLLM's attention modules.
-        shape: shape of a block; the number of layers is ignored.
-
-    Raises:
-        UnsupportedError: for a layout that the probe cannot find.
+    caches, modules: by name of the layer, the paged cache [blocks, ...] and vLLM's attention module. shape: of a block;
+    the number of layers is ignored. Raises UnsupportedError for a layout that the probe cannot find.
     """
     distinct = {cache.data_ptr(): name for name, cache in reversed(list(caches.items()))}
     names = [name for name in caches if name in distinct.values()]
     layers = []
     for name in names:
-        rows = _block_rows(caches[name], num_blocks, name)
+        cache = caches[name]
+        numel, dense = cache[0].numel(), 1
+        for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
+            dense = dense * size if stride == dense else 0
+        if cache.shape[0] != num_blocks or dense != numel:
+            raise UnsupportedError(
+                f"Manthan cannot be used here: the KV cache of {name} has shape {tuple(cache.shape)} and strides "
+                f"{cache.stride()}; {num_blocks} blocks, each in one piece, are expected."
+            )
+        rows = torch.as_strided(cache, (num_blocks, numel), (cache.stride(0), 1))
         rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows
-        layers.append(Layer(name, rows, *_probe(rows, caches[name], modules[name], shape)))
+        layers.append(Layer(name, rows, *_probe(rows, cache, modules[name], shape)))
     return layers
 
 
 def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Mapping[str, int]) -> list[Layer]:
     """Return layers as bytes of vLLM's allocation, at the addresses that vLLM's configuration says.
 
-    Args:
-        caches: by name of the layer, vLLM's view of its cache, or views.
-        nbytes: by name of the layer, bytes of a block.
-
-    Raises:
-        UnsupportedError: if a view does not begin at that address.
+    caches, nbytes: by name of the layer, vLLM's view or views of its cache, and bytes of a block. Raises
+    UnsupportedError if a view does not begin at that address.
     """
     places = {name: (each, at) for each in config.kv_cache_tensors for at, name in enumerate(each.layers)}
     layers = []
@@ -96,10 +94,7 @@ def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Ma
 
 
 def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[Layer] = ()) -> PagedLayout:
-    """Return the layout of layers for GPU kernels. Raises UnsupportedError if vectors are not at regular distances.
-
-    beside: the group's layers that are stored as bytes.
-    """
+    """Return the layout of layers for GPU kernels. Raises UnsupportedError if vectors are not at regular distances."""
     first = layers[0]
     keys, values = _run(first.keys, shape.numbers), _run(first.values, shape.value_numbers)
     alike = all(
@@ -148,22 +143,7 @@ def _run(positions: Index, numbers: tuple[int, int, int, int]) -> _Strides | Non
     return _Strides(at, head_stride, token_stride) if np.array_equal(found, at + steps) else None
 
 
-def _block_rows(cache: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
-    """Return a view [blocks, elements] of a layer's cache, in the order of memory. Raises UnsupportedError."""
-    numel = cache[0].numel()
-    dense = 1
-    for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
-        dense = dense * size if stride == dense else 0
-    if cache.shape[0] != num_blocks or dense != numel:
-        raise UnsupportedError(
-            f"Manthan cannot be used here: the KV cache of {name} has shape {tuple(cache.shape)} and strides "
-            f"{cache.stride()}; {num_blocks} blocks, each in one piece, are expected."
-        )
-    return torch.as_strided(cache, (num_blocks, numel), (cache.stride(0), 1))
-
-
 def _probe(rows: torch.Tensor, cache: torch.Tensor, module: Any, shape: BlockShape) -> tuple[Index, Index]:
-    """Return the positions of a block's keys and values. Raises UnsupportedError."""
     shapes = (shape.numbers[1:], shape.value_numbers[1:])
     sizes = [math.prod(each) for each in shapes]
     size = sum(sizes)

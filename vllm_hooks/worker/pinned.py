@@ -25,7 +25,6 @@ logger = init_logger("vllm.manthan.worker")
 
 PIECE = 256 << 20
 """Bytes pinned at once, a multiple of a huge page."""
-ADVICE = mmap.MADV_HUGEPAGE
 PAGE, HUGE = 4096, 2 << 20
 
 
@@ -40,11 +39,10 @@ class PinnedRam:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self._device = nbytes, device
         self._pinned = 0
-        """Number of pinned extents."""
         self._stopped = False
         self._thread: threading.Thread | None = None
         try:
-            self.codes = _pages(_end(nbytes))
+            self.codes = _pages(nbytes + GRANULE * (max(0, nbytes - 1) // (PIECE - GRANULE)))
             starts = range(0, len(self.codes), PIECE)
             self._spans = [Extent(at, min(PIECE - GRANULE, len(self.codes) - at)) for at in starts]
             if self._spans:
@@ -83,7 +81,6 @@ class PinnedRam:
         self.codes = torch.empty(0, dtype=torch.uint8)
 
     def wait(self) -> None:
-        """Wait for the end of pinning, if begun."""
         if self._thread is not None:
             self._thread.join()
 
@@ -112,7 +109,6 @@ class PinnedRam:
             )
 
     def _pin(self, number: int) -> None:
-        """Raises RuntimeError."""
         piece = self._piece_of(number)
         piece.numpy()[::PAGE] = 0  # the system gives the pages now, not within the driver
         compat.pin(piece)
@@ -123,16 +119,11 @@ class PinnedRam:
         return self.codes[start : start + nbytes]
 
 
-def _end(nbytes: int) -> int:
-    """End of `nbytes` bytes, in pieces of PIECE with a GRANULE between two pieces."""
-    return nbytes + GRANULE * (max(0, nbytes - 1) // (PIECE - GRANULE))
-
-
 def _pages(nbytes: int) -> torch.Tensor:
     """uint8 [nbytes], huge pages if the system has some. Raises OSError."""
     pages = mmap.mmap(-1, nbytes + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
-        pages.madvise(ADVICE)
+        pages.madvise(mmap.MADV_HUGEPAGE)
     found = torch.frombuffer(pages, dtype=torch.uint8)
     begin = -found.data_ptr() % HUGE
     return found[begin : begin + nbytes]

@@ -33,11 +33,8 @@ class Reading:
 class Primary:
     """Keeps the most recently used blocks in the tier. Evicted blocks remain in the secondary tier.
 
-    Args:
-        look_into: returns exact tokens, first token, mark and codec number of a compressed block, or a bad block's
-            cause.
-        lock: of the tier. No bytes are copied while the lock is held.
-        erase: begins to erase freed bytes, and returns the event after the erasure.
+    look_into: see `Codecs.look_into`. lock: of the tier. No bytes are copied while the lock is held. erase: begins to
+    erase freed bytes, and returns the event after the erasure.
     """
 
     def __init__(
@@ -120,10 +117,9 @@ class Primary:
         with self._lock:
             if reading.is_stopped:
                 raise CancelledError
-            if name in self._slab:
+            if is_there := name in self._slab:
                 self._pin([name])
-                return True
-            return False
+            return is_there
 
     def _bring(self, reading: Reading, group: int, key: bytes, buf: Buffer) -> str | None:
         """Copy a block into the tier when the tier has room, and pin the block. Return the cause for a bad block."""

@@ -26,15 +26,9 @@ Angles in float32 change a cosine by about 1e-3 at the last position."""
 def running_rope(
     vllm_config: "VllmConfig", head_dim: int, tell: bool = True, layers: Sequence[str] = ()
 ) -> Rope | None:
-    """Return the RoPE of some layers, or of all.
+    """Return the RoPE of these layers, or of all; None without one, for several, or if vLLM's tables differ.
 
-    Args:
-        head_dim: head dimension of the layers.
-        tell: True to log a warning with the reason if the result is None.
-        layers: vLLM's names of the layers; empty for all.
-
-    Returns:
-        None without RoPE, if these layers have several kinds, or if vLLM's tables differ from the configuration.
+    tell: True to log a warning with the reason for None. layers: vLLM's names of the layers; empty for all.
     """
     kind = layer_type(vllm_config.model_config.hf_text_config, layers)
     modules = rotary_modules(head_dim)
@@ -53,9 +47,6 @@ def layer_type(config: Any, layers: Sequence[str]) -> str:
     """Return the kind of these layers in `layer_types` of a Transformers configuration, such as sliding_attention.
 
     Empty if the layers have several kinds, or if all kinds of layers have the same RoPE.
-
-    Args:
-        layers: vLLM's names, such as model.layers.3.self_attn.attn.
     """
     kinds, parameters = getattr(config, "layer_types", None) or (), getattr(config, "rope_parameters", None) or {}
     numbers = [int(found[1]) for name in layers if (found := re.search(r"\blayers\.(\d+)\.", name))]

@@ -1,7 +1,7 @@
-"""Memory of compressed blocks with a GPU: pinned RAM, and a region of GPU memory."""
+"""Memory of compressed blocks with a GPU: pinned RAM, a region of GPU memory, and staging buffers."""
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -17,12 +17,11 @@ from manthan.vllm_hooks.worker.pinned import PinnedRam
 
 Name = tuple[int, bytes]
 """KV cache group and block hash."""
+Places = Sequence[tuple[Extent, ...]]
+"""Extents of each block."""
 Numbers = npt.NDArray[np.int64]
-START, NBYTES, EXACT, FIRST_TOKEN, MARK, CODEC, PIECES, GROUP = range(8)
-"""Rows of a tier's table: as in `Stored`; the number of a block's extents; the group, -1 in empty columns."""
-FIELDS = 8
-LEAST_ROW = 16
-"""Least number of consecutive blocks worth a joint lookup."""
+START, NBYTES, EXACT, FIRST_TOKEN, MARK, CODEC, PIECES = range(7)
+"""Rows of a tier's table: as in `Stored`, and the number of a block's extents."""
 
 
 class Stored(NamedTuple):
@@ -78,8 +77,7 @@ class Slab:
     """Tier of a rank: encoded blocks in a buffer, least recently used first.
 
     codes: uint8 [nbytes]. A byte is free, taken (a block is being written), or part of a stored block. Facts of a block
-    are a column of an array, so that thousands of blocks are looked up at once. Blocks put together, such as a
-    session's, have consecutive columns.
+    are a column of an array, so that those of thousands of blocks are read at once.
     """
 
     def __init__(self, codes: torch.Tensor, ram: PinnedRam | None = None) -> None:
@@ -90,8 +88,7 @@ class Slab:
         """Free extents, to be erased before the next write."""
         self._spans = 0
         self._columns: OrderedDict[Name, int] = OrderedDict()
-        self._table = np.zeros((FIELDS, 0), np.int64)
-        self._keys = np.zeros((0, 0), np.uint8)  # of each column, if all have equal lengths
+        self._table = np.zeros((PIECES + 1, 0), np.int64)
         self._spare: list[int] = []  # columns of no block
         self._pieces: dict[int, tuple[Extent, ...]] = {}  # by column: blocks in several extents
         self._inner: dict[int, tuple[int, ...]] = {}  # by column: blocks with refinements
@@ -127,26 +124,19 @@ class Slab:
                 self.arena.join(span)
                 self._spans += 1
 
-    def __len__(self) -> int:
-        return len(self._columns)
-
     def __contains__(self, name: Name) -> bool:
         return name in self._columns
 
     def blocks(self) -> dict[Name, Stored]:
         """Return all blocks, the least recently used first."""
-        rows = self._table[:, list(self._columns.values())].T.tolist()
-        known = zip(self._columns.items(), rows, strict=True)
-        return {
-            name: Stored(self._extents(at, *row[:2]), *row[NBYTES : CODEC + 1])._replace(inner=self._inner.get(at, ()))
-            for (name, at), row in known
-        }
+        return {name: self._facts(column) for name, column in self._columns.items()}
 
     def stored(self, name: Name) -> Stored | None:
         """Return a block's facts."""
         column = self._columns.get(name)
-        if column is None:
-            return None
+        return None if column is None else self._facts(column)
+
+    def _facts(self, column: int) -> Stored:
         start, nbytes, *told = self._table[: CODEC + 1, column].tolist()
         return Stored(self._extents(column, start, nbytes), nbytes, *told)._replace(inner=self._inner.get(column, ()))
 
@@ -155,7 +145,12 @@ class Slab:
 
         Bytes allocated beyond a block's size become free again.
         """
-        columns, rows = self._take_columns(len(blocks)), []
+        if len(self._spare) < len(blocks):
+            there = self._table.shape[1]
+            more = max(there, len(blocks))
+            self._table = np.pad(self._table, ((0, 0), (0, more)))
+            self._spare += range(there, there + more)
+        columns, rows = [self._spare.pop() for _ in blocks], []
         for column, (name, (extents, nbytes, *told, inner)) in zip(columns, blocks.items(), strict=True):
             taken = extents[0][1] if len(extents) == 1 else sum(size for _, size in extents)
             if taken - nbytes >= GRANULE:
@@ -165,18 +160,18 @@ class Slab:
                 self._pieces[column] = extents
             if inner:
                 self._inner[column] = inner
-            rows.append((extents[0][0] if extents else 0, nbytes, *told, len(extents), name[0]))
+            rows.append((extents[0][0] if extents else 0, nbytes, *told, len(extents)))
             self._columns[name] = column
         if rows:
             self._table[:, columns] = np.array(rows, np.int64).T
-            self._write_keys(columns, [key for _, key in blocks])
 
     def run(self, group: int, keys: Sequence[bytes], in_place: bool) -> Run | None:
-        """Return the first block, and following blocks to handle together: in the same codec, with equally many exact
-        tokens and, to be read in place, with the same kind of extents, single or several. None if the first block is
-        absent.
+        """Return the first block and those behind it with the same codec and number of exact tokens; None if absent.
+
+        To be read in place, all of them have one extent, or all have several.
         """
-        there = self._find(group, keys)
+        columns = list(map(self._columns.get, zip(repeat(group), keys)))
+        there = np.array(columns[: columns.index(None)] if None in columns else columns, np.int64)
         if not len(there):
             return None
         found = self._table[:, there]
@@ -215,9 +210,7 @@ class Slab:
 
     def oldest(self) -> tuple[Name, Stored] | None:
         """Return the least recently used block."""
-        name = next(iter(self._columns), None)
-        stored = None if name is None else self.stored(name)
-        return None if name is None or stored is None else (name, stored)
+        return next(((name, self._facts(column)) for name, column in self._columns.items()), None)
 
     def drop(self, names: Iterable[Name]) -> None:
         """Remove blocks; unknown names are ignored."""
@@ -226,7 +219,6 @@ class Slab:
             self.free(self._extents(column, start, nbytes))
             self._pieces.pop(column, None)
             self._inner.pop(column, None)
-        self._table[GROUP, gone] = -1
         self._spare += gone
 
     def trim(self, names: Iterable[Name], parts: int) -> None:
@@ -251,53 +243,6 @@ class Slab:
         self.arena.free(extents)
         self.freed += extents
 
-    def _find(self, group: int, keys: Sequence[bytes]) -> Numbers:
-        """Return the columns of these blocks, up to the first absent block.
-
-        Two consecutive blocks predict the columns of all blocks put together with them, and a single comparison checks
-        the prediction. Only after a failure are blocks looked up singly.
-        """
-        get, wanted, done = self._columns.get, _as_rows(keys), 0
-        found: list[Numbers] = []
-        while done < len(keys) and (first := get((group, keys[done]))) is not None:
-            second = get((group, keys[done + 1])) if done + 1 < len(keys) else None
-            row = np.array([first])
-            if second is not None and wanted is not None and 0 < wanted.shape[1] == self._keys.shape[1]:
-                row = self._row(group, wanted[done:], first, second - first)
-            if second is not None and len(row) < min(LEAST_ROW, len(keys) - done):
-                rest = list(map(get, zip(repeat(group), keys[done:])))
-                end = rest.index(None) if None in rest else len(rest)
-                return np.concatenate([*found, np.array(rest[:end], np.int64)])
-            found.append(row)
-            done += len(row)
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
-
-    def _row(self, group: int, wanted: npt.NDArray[np.uint8], first: int, step: int) -> Numbers:
-        """Return columns at equal steps with these keys, in order, from the first column on."""
-        columns = first + step * np.arange(len(wanted))
-        columns = columns[(columns >= 0) & (columns < self._table.shape[1])]
-        same = (self._keys[columns] == wanted[: len(columns)]).all(axis=1) & (self._table[GROUP, columns] == group)
-        return columns if same.all() else columns[: int(same.argmin())]
-
-    def _write_keys(self, columns: Sequence[int], keys: Sequence[bytes]) -> None:
-        rows, fresh = _as_rows(keys), len(self._columns) == len(columns)
-        width = 0 if rows is None else rows.shape[1]
-        if fresh or width != self._keys.shape[1]:  # keys of several lengths are looked up singly
-            self._keys = np.zeros((self._table.shape[1], width if fresh else 0), np.uint8)
-        if self._keys.shape[1] and rows is not None:
-            self._keys[columns] = rows
-
-    def _take_columns(self, count: int) -> list[int]:
-        if count > len(self._spare):
-            there = self._table.shape[1]
-            more = max(there, count)
-            self._table = np.pad(self._table, ((0, 0), (0, more)), constant_values=-1)
-            self._keys = np.pad(self._keys, ((0, more), (0, 0)))
-            self._spare = [*range(there + more - 1, there - 1, -1), *self._spare]
-        taken = self._spare[len(self._spare) - count :][::-1]
-        del self._spare[len(self._spare) - count :]
-        return taken
-
     def _extents(self, column: int, start: int, nbytes: int) -> tuple[Extent, ...]:
         return self._pieces.get(column) or (Extent(start, room(nbytes)),)
 
@@ -306,13 +251,6 @@ class Slab:
         if self._ram is not None:
             self._ram.close()
         self.codes = self.codes[:0]
-
-
-def _as_rows(keys: Sequence[bytes]) -> npt.NDArray[np.uint8] | None:
-    """Return uint8 [blocks, bytes of a key]; None for different lengths."""
-    if len(set(map(len, keys))) != 1 or not keys[0]:
-        return None
-    return np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
 
 
 class Demotion(NamedTuple):
@@ -345,22 +283,18 @@ class Slabs:
         self.all = [tier for tier in (device, host) if tier is not None]
         self.first = self.all[0]
 
-    def start(self) -> None:
-        """Note the first use."""
-        for tier in self.all:
-            tier.start()
-
     def take(self, nbytes: int, count: int) -> tuple[list[Taken], list[Demotion]]:
-        """Return room for up to `count` new blocks of `nbytes` bytes, as far as they fit; and the copies to make before
-        the room is used.
-        """
+        """Return room for `count` new blocks, as far as they fit, and the copies to make before the room is used."""
         for tier in self.all:
             tier.grow()
-        on_device, demotions = self.first is self.device, list[Demotion]()
-        found = self.first.arena.allocate_some(nbytes, count)
+        arena, demotions = self.first.arena, list[Demotion]()
+        found = arena.allocate_some(nbytes, count)
+        while len(found) < count and nbytes <= arena.nbytes and self._demote(demotions):
+            found += arena.allocate_some(nbytes, count - len(found))
+        on_device, behind = self.first is self.device, None if self.host is self.first else self.host
         taken = [Taken(self.first, extents, on_device and len(extents) == 1) for extents in found]
-        while len(taken) < count and (one := self._take(nbytes, demotions)):
-            taken.append(one)
+        while len(taken) < count and behind is not None and (extents := behind.arena.allocate(nbytes)) is not None:
+            taken.append(Taken(behind, extents, False))
         return taken, demotions
 
     def find(self, group: int, keys: Sequence[bytes]) -> Run | None:
@@ -390,26 +324,6 @@ class Slabs:
         for tier in self.all:
             tier.clear()
 
-    @property
-    def used(self) -> int:
-        """Stored and taken bytes of all tiers."""
-        return sum(tier.arena.used for tier in self.all)
-
-    def release(self) -> None:
-        for tier in self.all:
-            tier.release()
-
-    def _take(self, nbytes: int, demotions: list[Demotion]) -> Taken | None:
-        arena = self.first.arena
-        extents = arena.allocate(nbytes)
-        while extents is None and nbytes <= arena.nbytes and self._demote(demotions):
-            extents = arena.allocate(nbytes)
-        if extents is not None:
-            return Taken(self.first, extents, self.first is self.device and len(extents) == 1)
-        if self.host is None or self.host is self.first or (extents := self.host.arena.allocate(nbytes)) is None:
-            return None
-        return Taken(self.host, extents, False)
-
     def _demote(self, demotions: list[Demotion]) -> bool:
         """Move the device's oldest block to the host. Return True if there was a block, and room."""
         if self.host is None or self.host is self.first or (oldest := self.first.oldest()) is None:
@@ -422,3 +336,50 @@ class Slabs:
         self.host.put({name: stored._replace(extents=target)})
         demotions.append(Demotion(name, stored.extents, target, stored.nbytes))
         return True
+
+
+class Staging:
+    """Buffer on the device, and the stream of all jobs that use it. codes: compressed blocks, uint8 [nbytes]."""
+
+    def __init__(self, nbytes: int, device: torch.device, priority: int = 0) -> None:
+        self.codes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.stream = torch.cuda.Stream(device, priority=priority)
+        self._places: dict[int, list[tuple[Extent]]] = {}
+
+    def places(self, nbytes: int) -> Sequence[tuple[Extent]]:
+        """Consecutive extents for blocks of `nbytes`, as many as fit."""
+        if nbytes not in self._places:
+            fit = range(len(self.codes) // nbytes)
+            self._places[nbytes] = [(Extent(n * nbytes, nbytes),) for n in fit]
+        return self._places[nbytes]
+
+    def starts(self, nbytes: int) -> Numbers:
+        """Offsets for blocks of `nbytes`, as many as fit: int64 [blocks]."""
+        return nbytes * np.arange(len(self.codes) // nbytes)
+
+
+def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Tensor:
+    """Return the `n` copies that move blocks from `sources` to `targets`: int64 [3, n], in bytes.
+
+    The rows are offsets in the source, offsets in the target, and sizes. nbytes: size of each block.
+    """
+    if max(map(len, sources)) == max(map(len, targets)) == 1:
+        starts = [source[0].start for source in sources], [target[0].start for target in targets]
+        return torch.tensor([*starts, nbytes], dtype=torch.int64)
+    found = [piece for one in zip(sources, targets, nbytes, strict=True) for piece in _pieces(*one)]
+    return torch.tensor(found, dtype=torch.int64).t().contiguous()
+
+
+def _pieces(source: tuple[Extent, ...], target: tuple[Extent, ...], left: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the copies that move one block. Each ends where an extent of the source or of the target ends."""
+    froms, tos = iter(source), iter(target)
+    (at, here), (to, there) = next(froms), next(tos)
+    while left:
+        size = min(here, there, left)
+        yield at, to, size
+        left -= size
+        at, here, to, there = at + size, here - size, to + size, there - size
+        if left and not here:
+            at, here = next(froms)
+        if left and not there:
+            to, there = next(tos)

@@ -87,17 +87,14 @@ def watch_model(vllm_config: "VllmConfig", model_config: "ModelConfig", model: t
 
 
 def loaded_of(vllm_config: "VllmConfig") -> Loaded:
-    """Return the weights loaded for an engine in this process."""
     return _loaded.setdefault(id(vllm_config.kv_transfer_config), Loaded())
 
 
 def loaded_digest(worker: Any) -> str:
-    """Digest of a worker's loaded weights; see `Loaded`."""
     return loaded_of(worker.vllm_config).digest()
 
 
 def loads(worker: Any) -> int:
-    """Number of loads of weights in a worker, the first included."""
     return loaded_of(worker.vllm_config).loads
 
 
@@ -123,12 +120,7 @@ def _of_pieces(octets: memoryview) -> list[bytes]:
 
 
 def weights_state(worker: Any) -> tuple[int, str]:
-    """Number of loads of weights up to now, and the digest of the weights in memory."""
-    return loads(worker), weights_digest(worker)
-
-
-def weights_digest(worker: Any) -> str:
-    """Digest of all parameters and persistent buffers of a worker's model.
+    """Number of loads of weights up to now, and the digest of all parameters and persistent buffers in memory.
 
     The digest is of sums computed on the tensors' device, so that only the sums are copied to the CPU.
     """
@@ -141,7 +133,7 @@ def weights_digest(worker: Any) -> str:
             seen.add(place)
             for part in _sums(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)):
                 digest.update(part)
-    return digest.hexdigest()
+    return loads(worker), digest.hexdigest()
 
 
 def _sums(octets: torch.Tensor) -> Iterator[bytes]:

@@ -1,11 +1,11 @@
-"""Disk of an engine: the folder, the journal, and each rank's blocks."""
+"""Stores that outlive an engine: a disk with a folder and a journal, and Redis."""
 
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from multiprocessing.process import BaseProcess as ParentProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,19 +20,27 @@ from manthan.manager.session.persist import JournalLink
 from manthan.manager.tiers.arena_tier import ArenaTier
 from manthan.manager.tiers.disk_folder import check_folder, counts_in, found_in, open_rank, open_root, remove_others
 from manthan.manager.tiers.journal import Journal
-from manthan.manager.tiers.sealed import Sealer, keys_of
-from manthan.manager.tiers.shards import Shard
+from manthan.manager.tiers.redis import AHEAD_THREADS, RedisTier
+from manthan.manager.tiers.redis_client import Circuit, RedisUnreachableError, check, connect
+from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.redis_sessions import RedisSessions
+from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
+from manthan.manager.tiers.shards import Shard, ShardedTier
+from manthan.manager.tiers.stack import StackedTier
+from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import on_each, weighed
 from manthan.vllm_hooks.shards import Sharding, reads_others
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
 logger = init_logger("vllm.manthan")
 
-
+LOAD_THREADS = 2
+"""Threads of a worker that read Redis: one for requests, and one for prefetches."""
 PATIENCE_S = 10.0
 """Most seconds to wait until the engine of a killed server has ended and unlocked the folder."""
 
@@ -50,12 +58,26 @@ def check_disk(vllm_config: "VllmConfig") -> None:
     check_folder(config.tiers.disk.path, PATIENCE_S)
 
 
+def check_redis(vllm_config: "VllmConfig") -> None:
+    """Log a warning if Redis does not answer, or would refuse writes when full.
+
+    Raises ConfigError if Redis refuses the user or password, or is too old.
+    """
+    config = from_vllm_config(vllm_config)
+    if not config.tiers.is_shared:
+        return
+    try:
+        said = check(connect(config.tiers.redis), config.tiers.redis)
+    except RedisUnreachableError as error:
+        said = str(error)
+    if said:
+        logger.warning("Manthan: %s", said)
+
+
 def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int) -> ArenaTier:
     """Return a rank's tier on disk. Raises ConfigError if another server uses the folder.
 
-    Args:
-        name: name of the namespace.
-        nbytes: budget of all ranks.
+    name: of the namespace. nbytes: budget of all ranks.
     """
     shard = Shard(parallel.rank, parallel.world_size)
     return open_rank(_root(config, parallel), name, shard, nbytes // parallel.world_size)
@@ -77,11 +99,65 @@ def open_left(
     return sources, copies
 
 
-class DiskBooks:
-    """Lock of the folder, and the journal. Ranks must have opened their tiers before. name: name of the namespace.
+def make_sessions(
+    vllm_config: "VllmConfig",
+    config: ManthanConfig,
+    namespace: Namespace,
+    owner: str,
+    ring: Callable[[], None],
+    sharding: Sharding,
+) -> RedisSessions:
+    """Return the engine's sessions in Redis. owner: name of the engine. ring: called, on any thread, to wake it."""
+    others = sharding.others() if reads_others(vllm_config, sharding) else []
+    facts = {"model": vllm_config.model_config.model, "engine": owner}
+    keys = keys_of(config.sealing)
+    return RedisSessions(
+        connect(config.tiers.redis),
+        Circuit(ring),
+        namespace,
+        [each.stages * each.parts for each in (sharding, *others)],
+        config.tiers.redis.ttl_s,
+        facts,
+        ring,
+        Sealer(keys, namespace.name) if keys else None,
+    )
 
-    Raises:
-        ConfigError: Another server uses the folder.
+
+def make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Sharding) -> Tier:
+    """Return a rank's tiers that outlive the engine, behind the tier in RAM. Raises ConfigError."""
+    config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
+    keys, rank = keys_of(config.sealing), parallel.rank
+    sealer = Sealer(keys, namespace.name) if keys else None
+
+    def sealed(shard: Shard, tier: Tier) -> Tier:
+        return tier if sealer is None else SealedTier(tier, sealer, shard)
+
+    sources, copies = list[list[Tier]](), list[Tier]()
+    is_reader = reads_others(vllm_config, sharding)
+    if config.tiers.is_shared:
+        client = connect(config.tiers.redis, threads=CPU_ENCODE_THREADS + LOAD_THREADS + AHEAD_THREADS)
+        shard, is_first = sharding.shard(rank), sharding.is_first(rank)  # of ranks with the same blocks, one writes
+        redis = RedisTier(client, Circuit(), namespace, shard, config.tiers.redis.ttl_s, is_first)
+        for other in sharding.others() if is_reader else ():
+            shards = [Shard(at, other.stages * other.parts) for at in sharding.sources(rank, other)]
+            sources.append([sealed(each, redis.of(each)) for each in shards])
+        store: Tier = redis
+        if config.tiers.front_disk_bytes:
+            store = StackedTier(open_disk(config, parallel, namespace.name, config.tiers.front_disk_bytes), redis)
+    else:
+        shard = Shard(rank, parallel.world_size)
+        store = open_disk(config, parallel, namespace.name, config.tiers.max_bytes)
+        if is_reader:
+            left, rest = open_left(config, parallel, namespace.name, sharding)
+            sources, copies = [[sealed(*each) for each in some.items()] for some in left], [*rest]
+    own = sealed(shard, store)
+    return ShardedTier(own, sources, copies) if sources else own
+
+
+class DiskBooks:
+    """Lock of the folder, and the journal. Ranks must have opened their tiers before. name: of the namespace.
+
+    Raises ConfigError if another server uses the folder.
     """
 
     def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str, sharding: Sharding) -> None:
@@ -108,7 +184,6 @@ class DiskBooks:
         return JournalLink(Journal(self._folder, sealer), manager, fronts, notes)
 
     def adopt(self, link: JournalLink) -> None:
-        """Enter an earlier server's sessions; see `JournalLink.adopt`."""
         began = time.monotonic()
         left = [self._left(count) for count in self._counts if count != self._ranks]
         others = {name: sum(sizes.get(name, 0) for sizes in left) for sizes in left for name in sizes}
@@ -142,7 +217,6 @@ class DiskBooks:
         return {name: sum(rank[name][-1] for rank in ranks if name in rank) if name in whole else 0 for name in names}
 
     def close(self) -> None:
-        """Unlock the folder."""
         if self._lock is not None:
             self._lock.close()
 
