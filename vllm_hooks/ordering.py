@@ -80,12 +80,10 @@ class ReturnsFirstQueue(RequestQueue):
         if (entry := self._entries.get(request.request_id)) is not None:
             self._push(request, entry.tie)
 
-    def first_takes(self, tokens: int) -> bool:
-        """Return True if the first request has at most `tokens` tokens to compute."""
-        if not self._entries:
-            return False
-        first = self.peek_request()
-        return self._to_compute.get(first, first.num_tokens) <= tokens
+    def first_if_within(self, tokens: int) -> Request | None:
+        """Return the first request if it has at most `tokens` tokens to compute."""
+        first = self.peek_request() if self._entries else None
+        return first if first and self._to_compute.get(first, first.num_tokens) <= tokens else None
 
     def get(self, request_id: str) -> Request | None:
         entry = self._entries.get(request_id)
@@ -180,8 +178,9 @@ class StepLimit:
     tokens of an 8B model takes 290 ms. There is no limit for a request that is alone.
 
     vLLM schedules running requests first: the rest of a long prompt takes every step whole. If half a step is enough
-    for the first request that waits, vLLM's `long_prefill_token_threshold` leaves half of it. A value that the operator
-    has set stays.
+    for the first request that waits, vLLM's `long_prefill_token_threshold` leaves half of it. A request that did not
+    take that half, because the pool has no room for it, is left none before more blocks are free. A value that the
+    operator has set stays.
 
     block_tokens: size of the largest block. vLLM computes a state's block whole.
     """
@@ -191,6 +190,8 @@ class StepLimit:
         self._most = scheduler.max_num_scheduled_tokens
         self._least = min(self._most, max(LEAST_TOKENS, 2 * block_tokens))
         self._divides = scheduler.scheduler_config.long_prefill_token_threshold <= 0
+        self._tried = "", 0
+        """Id of the request for which a step was divided last, and the number of free blocks then."""
         self._seconds = self._tokens = 0.0
         self._last = 0, 0
         """Tokens of the last two steps. While a step runs, vLLM may have scheduled the next one already."""
@@ -218,8 +219,12 @@ class StepLimit:
             self._scheduler.max_num_scheduled_tokens = limit
         if self._divides:
             half = max(limit // 2, self._block_tokens)
-            is_enough = half < limit and self._waiting.first_takes(half)
-            self._scheduler.scheduler_config.long_prefill_token_threshold = half if is_enough else 0
+            first = self._waiting.first_if_within(half) if half < limit else None
+            free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            is_left = first is not None and (first.request_id != self._tried[0] or free > self._tried[1])
+            if first is not None and is_left:
+                self._tried = first.request_id, free
+            self._scheduler.scheduler_config.long_prefill_token_threshold = half if is_left else 0
 
     def rest(self) -> None:
         """Take note of an idle engine, whose time is no step's."""

@@ -200,7 +200,10 @@ TestAgainstASortedList.settings = settings(max_examples=60, stateful_step_count=
 def limit_of(tokens: int, block: int = 16, *waiting: Request, threshold: int = 0) -> tuple[StepLimit, Any]:
     """The limit, and the scheduler in which it sets the next step's tokens."""
     scheduling = SchedulerConfig.default_factory(long_prefill_token_threshold=threshold)
-    scheduler: Any = SimpleNamespace(max_num_scheduled_tokens=tokens, scheduler_config=scheduling)
+    pool = SimpleNamespace(free=100, get_num_free_blocks=lambda: pool.free)
+    scheduler: Any = SimpleNamespace(
+        max_num_scheduled_tokens=tokens, scheduler_config=scheduling, kv_cache_manager=SimpleNamespace(block_pool=pool)
+    )
     return StepLimit(scheduler, queue_of(*waiting), block), scheduler
 
 
@@ -323,6 +326,20 @@ def test_a_step_is_divided_for_a_return_that_fits_into_half_of_it(tokens: int, b
     limit, scheduler = limit_of(1000, block, request(tokens))
     limit.begin(0, 0.0, 1)
     assert scheduler.scheduler_config.long_prefill_token_threshold == threshold
+
+
+def test_no_half_is_left_to_a_return_that_the_pool_has_no_room_for() -> None:
+    first, second = request(100), request(101)
+    limit, scheduler = limit_of(1000, 16, first, second)
+    pool, thresholds = scheduler.kv_cache_manager.block_pool, []
+    for free in 100, 100, 90, 101, 101:
+        pool.free = free
+        limit.begin(0, 0.0, 1)
+        thresholds.append(scheduler.scheduler_config.long_prefill_token_threshold)
+    assert thresholds == [500, 0, 0, 500, 0]
+    limit._waiting.remove_request(first)
+    limit.begin(0, 0.0, 1)
+    assert scheduler.scheduler_config.long_prefill_token_threshold == 500, "another request is first"
 
 
 def test_a_threshold_of_the_operators_stays() -> None:
