@@ -67,14 +67,14 @@ def test_redis_has_them_once_whatever_the_number_of_ranks(model: str, tmp_path: 
 def digests(worker: Any) -> set[str]:
     """Of the blocks of the first layer that hold anything."""
     [blocks] = get_kv_transfer_group().worker.engine.blocks.values()
-    rows = blocks._memory._layers[0][0]
+    rows = blocks._memory._rows[0]
     return {hashlib.sha256(row.tobytes()).hexdigest() for row in rows if row.any()}
 
 
 def forget_latents(worker: Any) -> None:
     """Whatever is restored into the pool from now on, it is not what was there."""
     [blocks] = get_kv_transfer_group().worker.engine.blocks.values()
-    for rows, _, _ in blocks._memory._layers:
+    for rows in blocks._memory._rows:
         rows[:] = 0
 
 
