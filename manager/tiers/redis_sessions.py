@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -183,6 +184,8 @@ class RedisSessions:
         return bool(self._records or self._deletes)
 
     def _run(self) -> None:
+        with suppress(TierError):  # so that the first lookup has a connection
+            self._ask([("EXISTS", self._name(self._namespace, ""))])
         while not (self._closing and not (self._is_behind and self._circuit.is_up)):
             with self._wake:
                 self._wake.wait_for(self._is_due, None if self._circuit.is_up else max(0.01, self._circuit.wait_s))
