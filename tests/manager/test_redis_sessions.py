@@ -218,6 +218,13 @@ def test_what_is_found_ends_before_the_first_hole(start: Start, server: RedisSer
     assert player.ask(hashes) == LookupResult([RANKS * NBYTES] * count)
 
 
+def test_the_first_lookup_finds_a_connection(start: Start, server: RedisServer) -> None:
+    """A request waits for 5 ms: too short to connect as well."""
+    server.client.config_resetstat()
+    start("fresh")
+    until(lambda: "cmdstat_exists" in server.client.info("commandstats"))
+
+
 def test_a_request_that_could_begin_waits_five_milliseconds_and_goes_on_without(
     start: Start, server: RedisServer
 ) -> None:
