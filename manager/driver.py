@@ -49,8 +49,7 @@ class Serving:
     bit for bit. found: number of the prompt's blocks that were resident or loaded; None before the admission. computed:
     number of the request's full blocks in the prefix cache. saves_after: time from which these are considered for
     saving. was_loaded: True if blocks were loaded. is_unserved: True if a store did not answer, so that the request
-    does not ask again. taken: number of blocks at the last admission. known: number of the prompt's tokens that earlier
-    requests had.
+    does not ask again. taken: number of blocks at the last admission.
     """
 
     request: Request
@@ -62,7 +61,6 @@ class Serving:
     was_loaded: bool = False
     is_unserved: bool = False
     taken: int = 0
-    known: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -178,8 +176,7 @@ class Driver:
         request = self.manager.request_started(
             request_id, hashes, name, now, tokens=tokens, hints=hints, tenant=tenant, tail=tail
         )
-        known = tokens - request.session.added_tokens if request.quality == "any" else 0
-        self._serving[request_id] = Serving(request, known=known)
+        self._serving[request_id] = Serving(request)
         self._waiting[request_id] = blocks
         if hints.prefetch:
             self.prefetcher.expect(hints.prefetch, tenant, now)
@@ -346,17 +343,6 @@ class Driver:
         """Return the asker of a request whose load brought lossy KV; None for any other request."""
         serving = self._serving.get(request_id)
         return serving.request.asker if serving is not None and serving.was_loaded and serving.lossy else None
-
-    def missed(self, request_id: str) -> tuple[int, int]:
-        """Return the number of a prompt's blocks known from earlier requests, and the number of known blocks not found.
-
-        Both are 0, and mean nothing, for a request without blocks, or for exact KV only.
-        """
-        serving = self._serving.get(request_id)
-        if serving is None or serving.found is None:
-            return 0, 0
-        known = min(serving.known // self.manager.shape.block_tokens, self.usable(serving.request.tokens))
-        return known, max(0, known - serving.found)
 
     def finished(
         self,

@@ -1,8 +1,9 @@
 """Returns first: the scheduler's waiting queue, the bound on reordering, and the number of tokens of a step."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
+from math import inf
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -10,13 +11,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-BOUND_S = 10.0
-"""Most seconds that a request stands back: it queues as if it had arrived so much later."""
-RETURNS = 32
-"""Number of latest returns by which `Losses` judges."""
-MANY_LOST, FEW_LOST = 0.2, 0.1
-"""Shares of returns' blocks whose KV was lost. Requests are held back from the first share on, until the second."""
-STEP_S = 0.05
+STEP_S = 0.1
 """Seconds that a step with several requests should take at most.
 
 Shorter steps compute less: with 48 agents and an 8B model on an H100, 12,000 prompt tokens a second in steps of
@@ -39,37 +34,38 @@ class _Entry(NamedTuple):
 
 
 class ReturnsFirstQueue(RequestQueue):
-    """Within one priority, preempted requests first, then by arrival time plus up to `BOUND_S` for tokens to compute.
+    """Within one priority, preempted requests first, then by arrival time plus the time that a request stands back.
 
-    The added time is the request's share of a step: `BOUND_S` for a prompt of a full step or more. A request `BOUND_S`
-    younger never passes, so that no request starves. `hold_back` sets another bound.
+    A request stands back by up to `bound_s` for the tokens to compute, by all of it for a prompt of a full step or
+    more. A request that the pool has no room for stands back by a further `bound_s`, until more blocks are free: those
+    that need fewer blocks do not wait for it. A request `2 * bound_s` younger never passes, so that no request starves.
 
     A sorted list: each change finds its position in O(log n).
 
-    step_tokens: most tokens of a step. by_priority: True if `Request.priority` counts, the lowest first.
+    Args:
+        step_tokens: most tokens of a step.
+        by_priority: True if `Request.priority` counts, the lowest first.
+        bound_s: in seconds.
+        free: returns the number of the pool's free blocks.
     """
 
-    def __init__(self, step_tokens: int, by_priority: bool) -> None:
-        self._step_tokens, self._by_priority = step_tokens, by_priority
+    def __init__(self, step_tokens: int, by_priority: bool, bound_s: float, free: Callable[[], int]) -> None:
+        self._step_tokens, self._by_priority, self._bound_s, self._free = step_tokens, by_priority, bound_s, free
         self._order: list[_Entry] = []
         self._entries: dict[str, _Entry] = {}
         self._to_compute: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._front, self._back = count(-1, -1), count()
-        self._bound_s = BOUND_S
+        self._latest = -inf
+        """Latest arrival of a request that left the queue."""
+        self._looked_at: tuple[str, int] | None = None
+        """Id of the request that vLLM looks at, and free blocks then; None once vLLM has taken it."""
+        self._too_large, self._free_then = set[str](), 0
+        """Ids of requests that the pool has no room for, and free blocks when vLLM found the last of them so."""
 
-    def hold_back(self, seconds: float) -> None:
-        """Set the bound instead of `BOUND_S`: the most seconds that a request stands back."""
-        if seconds != self._bound_s:
-            self._bound_s = seconds
-            for entry in list(self._entries.values()):
-                self._push(entry.request, entry.tie)
-
-    def held(self, now: float) -> list[float]:
-        """Return how many seconds each request has waited that stands back by more than `BOUND_S`."""
-        if self._bound_s <= BOUND_S:
-            return []
-        requests = ((entry.due, entry.request.arrival_time) for entry in self._entries.values())
-        return [now - arrival for due, arrival in requests if due - arrival > BOUND_S]
+    def passed(self, now: float) -> list[float]:
+        """Return how many seconds each request has waited that a later one has passed."""
+        arrivals = (entry.request.arrival_time for entry in self._entries.values())
+        return [now - arrival for arrival in arrivals if arrival < self._latest]
 
     def update(self, request: Request, to_compute: int) -> None:
         """Set a request's number of tokens to compute. Before the first call, all its tokens count.
@@ -80,10 +76,13 @@ class ReturnsFirstQueue(RequestQueue):
         if (entry := self._entries.get(request.request_id)) is not None:
             self._push(request, entry.tie)
 
-    def first_if_within(self, tokens: int) -> Request | None:
-        """Return the first request if it has at most `tokens` tokens to compute."""
-        first = self.peek_request() if self._entries else None
-        return first if first and self._to_compute.get(first, first.num_tokens) <= tokens else None
+    def first_if_within(self, tokens: int) -> bool:
+        """True if the first request has at most `tokens` tokens to compute, and the pool may have room for it."""
+        self._set_back()
+        first = self._order[0].request if self._order else None
+        if first is None or first.request_id in self._too_large:
+            return False
+        return self._to_compute.get(first, first.num_tokens) <= tokens
 
     def get(self, request_id: str) -> Request | None:
         entry = self._entries.get(request_id)
@@ -91,11 +90,11 @@ class ReturnsFirstQueue(RequestQueue):
 
     def _push(self, request: Request, tie: int) -> None:
         self.remove_requests([request])
-        tokens = self._to_compute.get(request, request.num_tokens)
+        share = min(1.0, self._to_compute.get(request, request.num_tokens) / self._step_tokens)
         entry = _Entry(
             request.priority if self._by_priority else 0,
             request.status is not RequestStatus.PREEMPTED,
-            request.arrival_time + self._bound_s * min(1.0, tokens / self._step_tokens),
+            request.arrival_time + self._bound_s * (share + (request.request_id in self._too_large)),
             tie,
             request,
         )
@@ -114,10 +113,33 @@ class ReturnsFirstQueue(RequestQueue):
             self.prepend_request(request)
 
     def peek_request(self) -> Request:
-        return self._order[0].request
+        """Return the first request.
+
+        vLLM takes the request with `pop_request`. If the pool has no room for it, vLLM leaves it, and schedules no more
+        in this step.
+        """
+        self._set_back()
+        first = self._order[0].request
+        self._looked_at = first.request_id, self._free()
+        return first
+
+    def _set_back(self) -> None:
+        """Sort the request that vLLM has left behind others, and all such requests anew if more blocks are free."""
+        changed = set[str]()
+        if self._looked_at is not None:
+            left, self._free_then = self._looked_at
+            self._looked_at = None
+            self._too_large.add(left)
+            changed.add(left)
+        if self._too_large and self._free() > self._free_then:
+            changed, self._too_large = self._too_large, set()
+        for request_id in changed:
+            if (entry := self._entries.get(request_id)) is not None:
+                self._push(entry.request, entry.tie)
 
     def pop_request(self) -> Request:
-        request = self.peek_request()
+        request = self._order[0].request
+        self._looked_at, self._latest = None, max(self._latest, request.arrival_time)
         self.remove_request(request)
         return request
 
@@ -140,37 +162,6 @@ class ReturnsFirstQueue(RequestQueue):
         return iter([entry.request for entry in self._order])
 
 
-class Losses:
-    """Share of blocks whose KV was lost before their session returned, among the latest returns.
-
-    The share is large if the live sessions' KV exceeds pool and tiers: then each session computed again takes the room
-    of another session's KV.
-    """
-
-    def __init__(self) -> None:
-        self._known = self._lost = self._returns = 0.0
-        self.are_many = False
-
-    @property
-    def share(self) -> float:
-        """Number of lost blocks divided by the number of known blocks."""
-        return self._lost / max(1.0, self._known)
-
-    def add(self, known: int, lost: int) -> bool:
-        """Take note of a return with `known` blocks of earlier requests. Return True if `are_many` has changed.
-
-        lost: number of known blocks that were not found.
-        """
-        if not known:
-            return False
-        keep, before = 1 - 1 / RETURNS, self.are_many
-        self._known, self._lost = keep * self._known + known, keep * self._lost + lost
-        self._returns = keep * self._returns + 1
-        limit = FEW_LOST if before else MANY_LOST
-        self.are_many = self.share > limit and self._returns > RETURNS / 4
-        return self.are_many is not before
-
-
 class StepLimit:
     """Limits on the tokens of a step, and on a prompt's tokens in it, so that returns wait less.
 
@@ -178,9 +169,8 @@ class StepLimit:
     tokens of an 8B model takes 290 ms. There is no limit for a request that is alone.
 
     vLLM schedules running requests first: the rest of a long prompt takes every step whole. If half a step is enough
-    for the first request that waits, vLLM's `long_prefill_token_threshold` leaves half of it. A request that did not
-    take that half, because the pool has no room for it, is left none before more blocks are free. A value that the
-    operator has set stays.
+    for the first request that waits, vLLM's `long_prefill_token_threshold` leaves half of it. A value that the operator
+    has set stays.
 
     block_tokens: size of the largest block. vLLM computes a state's block whole.
     """
@@ -190,8 +180,6 @@ class StepLimit:
         self._most = scheduler.max_num_scheduled_tokens
         self._least = min(self._most, max(LEAST_TOKENS, 2 * block_tokens))
         self._divides = scheduler.scheduler_config.long_prefill_token_threshold <= 0
-        self._tried = "", 0
-        """Id of the request for which a step was divided last, and the number of free blocks then."""
         self._seconds = self._tokens = 0.0
         self._last = 0, 0
         """Tokens of the last two steps. While a step runs, vLLM may have scheduled the next one already."""
@@ -219,11 +207,7 @@ class StepLimit:
             self._scheduler.max_num_scheduled_tokens = limit
         if self._divides:
             half = max(limit // 2, self._block_tokens)
-            first = self._waiting.first_if_within(half) if half < limit else None
-            free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-            is_left = first is not None and (first.request_id != self._tried[0] or free > self._tried[1])
-            if first is not None and is_left:
-                self._tried = first.request_id, free
+            is_left = half < limit and self._waiting.first_if_within(half)
             self._scheduler.scheduler_config.long_prefill_token_threshold = half if is_left else 0
 
     def rest(self) -> None:

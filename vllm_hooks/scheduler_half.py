@@ -43,13 +43,13 @@ from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.lasting import DiskBooks, make_sessions
 from manthan.vllm_hooks.memory import Shards, memory_shapes
 from manthan.vllm_hooks.messages import Candidate, ManthanMetadata, ManthanWorkerMetadata
-from manthan.vllm_hooks.ordering import BOUND_S, Losses, ReturnsFirstQueue, StepLimit
+from manthan.vllm_hooks.ordering import ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.queries import METHOD, Queries
 from manthan.vllm_hooks.rechecks import Rechecks
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_held, tell_rechecks
+from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_rechecks
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import abort_at_shutdown, settings
@@ -171,7 +171,6 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._waiting: ReturnsFirstQueue | None = None
         """The scheduler's waiting requests; None if vLLM's own queue is left in place."""
-        self._losses = Losses()
         self._limit: StepLimit | None = None
         """Limits on a step's tokens; None for vLLM's own."""
         self._resident: dict[str, int] = {}
@@ -207,11 +206,16 @@ class SchedulerHalf:
         """Make the driver, now that vLLM has made its block pool."""
         if self.config.ordering == "returns":
             scheduling = self._vllm_config.scheduler_config
-            waiting = ReturnsFirstQueue(scheduling.max_num_batched_tokens, scheduling.policy == "priority")
+            waiting = ReturnsFirstQueue(
+                scheduling.max_num_batched_tokens,
+                scheduling.policy == "priority",
+                self.config.admission_s,
+                pool.get_num_free_blocks,
+            )
             scheduler = replace_waiting(waiting)
             if scheduler is not None:
                 self._waiting = waiting
-                self.telemetry.held = lambda: waiting.held(time.time())
+                self.telemetry.passed = lambda: waiting.passed(time.time())
                 if scheduling.enable_chunked_prefill and not scheduling.disable_chunked_mm_input:
                     largest = max(group.tokens for group in self.groups.stored)
                     self._limit = StepLimit(scheduler, waiting, largest)
@@ -331,16 +335,6 @@ class SchedulerHalf:
             if (request := waiting.get(request_id)) is not None:
                 waiting.update(request, self._to_compute(request))
 
-    def _hold_back(self, known: int, lost: int) -> None:
-        """Hold back requests with much to compute while returns lose their KV. See `Losses.add`."""
-        if (waiting := self._waiting) is None or not self.config.admission_s:
-            return
-        if self._losses.add(known, lost):
-            bound = max(BOUND_S, self.config.admission_s) if self._losses.are_many else BOUND_S
-            held = waiting.held(time.time())
-            waiting.hold_back(bound)
-            tell_held(self._losses.share, bound, held or waiting.held(time.time()), self._losses.are_many)
-
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Return the number of tokens to load behind the first `computed`, and True if the load is asynchronous.
 
@@ -443,7 +437,6 @@ class SchedulerHalf:
                     self.pool.release(group.index, request.block_hashes[step - 1 :: step])
             return None
         self._requests.pop(request.request_id, None)
-        self._hold_back(*self.driver.missed(request.request_id))
         if self._limit is not None and not self._requests:
             self._limit.rest()
         prompt = min(request.num_prompt_tokens, request.num_computed_tokens)

@@ -302,17 +302,12 @@ class ManthanConfig(_Model):
     sealing: SealingConfig = SealingConfig()
     ordering: Literal["returns", "arrival"] = Field(default="returns", description="returns or arrival")
     admission_s: Annotated[Number, Field(ge=0, le=3600)] = Field(
-        default=0.0, description="a number of seconds from 0 to 3600, 0 for none"
+        default=60.0, description="a number of seconds from 0 to 3600, 0 for the order of arrival"
     )
     memory_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 110GiB; 0 for no such budget")
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.admission_s and self.ordering == "arrival":
-            raise ValueError(
-                "admission_s holds requests back in Manthan's own order, but ordering is arrival: leave it out, or use "
-                "returns"
-            )
         if self.sealing.key_file and not self.tiers.is_lasting:
             raise ValueError(
                 f"sealing.key_file is for blocks on a disk and in Redis, but tiers.kind is {self.tiers.kind}: leave it "

@@ -3,7 +3,6 @@
 Run as a script: a job as JSON on standard input, a report as JSON on standard output.
 """
 
-import logging
 import time
 from typing import Any
 
@@ -12,8 +11,8 @@ from stepped_engine import ASYNC, SteppedEngine, evict
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from manthan.vllm_hooks.ordering import BOUND_S
-
+BOUND_S = 10.0
+"""The bound that most engines here are given."""
 STEP = 512
 """Tokens that a step computes."""
 
@@ -88,26 +87,6 @@ class Waiting(SteppedEngine):
         """The return comes the bound later than all first prompts."""
         self.add_all(20, BOUND_S + 0.3)
         return self.serve()
-
-    def held(self) -> dict[str, Any]:
-        """The return comes much later than all first prompts, when KV was lost, and when it is lost no more."""
-        missed, lost = self.half.driver.missed, 10
-        self.half.driver.missed = lambda request_id: (10, lost)
-        report: dict[str, Any] = {"lines": [], "gauges": []}
-        handler = logging.Handler()
-        handler.emit = lambda record: report["lines"].append(record.getMessage())  # type: ignore[method-assign]
-        handler.addFilter(lambda record: "returns did not find" in record.getMessage())
-        logging.getLogger("vllm.manthan").addHandler(handler)
-        for name, lost, asked in ("many", 10, 20), ("few", 0, 100):
-            for at in range(asked):
-                self.ask(prompt(300 + at, 40), f"{name}-{at}", 1)
-            self.admitted, self.answers = [], {}
-            self.base = time.time() - 30
-            self.add_all(130 + lost, BOUND_S + 3.0)
-            report["gauges"].append(self.half.telemetry._gauges()["held_requests"][""])
-            report[name] = self.serve()
-        self.half.driver.missed = missed
-        return report
 
     def saved(self) -> dict[str, Any]:
         """Nothing is resident any more."""
@@ -197,6 +176,15 @@ class Waiting(SteppedEngine):
         while "back" not in self.admitted:
             self.step()
         return {"before": before, "computed": computed()} | self.serve()
+
+    def without_room(self) -> dict[str, Any]:
+        """A large request waits for the end of a long one, and a small one comes after it."""
+        self.add("long", prompt(180, 1400), 0.0, max_tokens=40)
+        while "long" not in self.admitted:
+            self.step()
+        self.add("large", prompt(181, 1500), 0.1)
+        self.add("small", prompt(182, 100), 0.2)
+        return self.serve()
 
     def count_tokens(self, requests: int) -> list[int]:
         """Tokens of each step from now on, before which so many requests are there."""

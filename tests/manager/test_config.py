@@ -206,11 +206,6 @@ def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
             "those in front of it, tiers.host_bytes and tiers.disk_bytes",
         ),
         (
-            {"ordering": "arrival", "admission_s": 30},
-            "argument: admission_s holds requests back in Manthan's own order, but ordering is arrival: leave it out, "
-            "or use returns",
-        ),
-        (
             {"--manthan-cold-store": "disk"},
             "--manthan-cold-store: tiers.kind is disk, but tiers.disk.path (--manthan-disk-path) is empty: name the "
             "folder that the blocks are to be kept in",

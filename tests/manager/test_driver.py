@@ -116,26 +116,6 @@ def test_a_prefetch_goes_behind_the_loads_of_its_step() -> None:
     assert [(job.request_id, len(job)) for job in talks.step().loads] == [(request, 9), (None, 6)]
 
 
-def test_what_was_lost_of_a_prompt_is_what_its_session_had_and_it_did_not_find() -> None:
-    talks = went_cold()
-    del talks.tier[0, names(TEXT)[4]]
-    request = talks.start(MORE, "A")
-    assert talks.driver.missed(request) == (6, 2)
-    talks.finish(request)
-    assert talks.driver.missed(request) == (0, 0)
-
-
-@pytest.mark.parametrize("why", ["new", "exact", "waits"])
-def test_a_request_that_says_nothing_of_losses(why: str) -> None:
-    """It had nothing to find, takes no decoded KV, or has not looked yet."""
-    talks = went_cold()
-    who, hints = ("B" if why == "new" else "A"), {"quality": "exact"} if why == "exact" else {}
-    text = long_text("n", 6) if why == "new" else MORE
-    request = talks.ask(text, who, **hints)
-    assert why == "waits" or talks.serve(request)
-    assert talks.driver.missed(request) == (0, 0)
-
-
 def test_what_was_found_of_a_prompt_is_what_was_resident_and_what_was_restored() -> None:
     talks = went_cold()
     del talks.tier[0, names(TEXT)[4]]

@@ -15,18 +15,10 @@ from vllm import SamplingParams
 from vllm.config import SchedulerConfig
 from vllm.v1.request import Request, RequestStatus
 
-from manthan.vllm_hooks.ordering import (
-    BOUND_S,
-    LEAST_TOKENS,
-    RETURNS,
-    STEP_S,
-    Losses,
-    ReturnsFirstQueue,
-    StepLimit,
-)
+from manthan.vllm_hooks.ordering import LEAST_TOKENS, STEP_S, ReturnsFirstQueue, StepLimit
 
 STEP = 1000
-HELD_S = 30.0
+BOUND_S = 10.0
 NAMES = itertools.count()
 
 
@@ -48,8 +40,17 @@ def drain(queue: ReturnsFirstQueue) -> list[Request]:
     return popped
 
 
-def queue_of(*requests: Request, by_priority: bool = False) -> ReturnsFirstQueue:
-    queue = ReturnsFirstQueue(STEP, by_priority)
+class Pool:
+    """free: number of free blocks."""
+
+    free = 100
+
+    def get_num_free_blocks(self) -> int:
+        return self.free
+
+
+def queue_of(*requests: Request, by_priority: bool = False, pool: Pool | None = None) -> ReturnsFirstQueue:
+    queue = ReturnsFirstQueue(STEP, by_priority, BOUND_S, (pool or Pool()).get_num_free_blocks)
     for one in requests:
         queue.add_request(one)
     return queue
@@ -68,43 +69,45 @@ def test_a_users_priority_wins_where_vllm_heeds_it(by_priority: bool) -> None:
     assert order == ([urgent, preempted, cheap] if by_priority else [preempted, cheap, urgent])
 
 
-def test_while_kv_is_lost_a_request_with_much_to_compute_stands_back_by_the_bound_that_is_set() -> None:
-    gone, soon, late = request(50 * STEP), request(1, HELD_S - 0.1), request(1, HELD_S + 0.1)
-    queue = queue_of(gone, soon, late)
-    assert (next(iter(queue)), queue.held(9.0)) == (gone, [])
-    queue.hold_back(HELD_S)
-    assert (list(queue), queue.held(9.0)) == ([soon, gone, late], [9.0])
-    queue.hold_back(BOUND_S)
-    assert (drain(queue), queue.held(9.0)) == ([gone, soon, late], [])
+def test_a_request_without_room_lets_others_pass_until_more_blocks_are_free() -> None:
+    pool = Pool()
+    large, other, late = request(9, 0.0), request(50 * STEP, 1.0), request(1, 2 * BOUND_S + 0.1)
+    queue = queue_of(late, other, large, pool=pool)
+    assert queue.peek_request() is large
+    assert queue.peek_request() is large, "nobody else comes within twice the bound"
+    soon = request(STEP // 2, 2.0)
+    queue.add_request(soon)
+    assert queue.peek_request() is soon
+    pool.free = 99
+    assert queue.pop_request() is soon
+    assert queue.peek_request() is large, "the first prompt stands back by as much, and came later"
+    pool.free = 101
+    assert drain(queue) == [large, other, late]
 
 
-def test_those_that_are_held_back_go_as_they_came_and_at_once_if_nobody_else_waits() -> None:
-    first, second = request(50 * STEP), request(9 * STEP, 0.1)
-    queue = queue_of(second, first)
-    queue.hold_back(HELD_S)
-    assert drain(queue) == [first, second]
+def test_all_that_found_no_room_are_looked_at_again_when_more_blocks_are_free() -> None:
+    pool = Pool()
+    requests = [request(9, 0.1 * at) for at in range(3)]
+    queue = queue_of(*requests, pool=pool)
+    assert [queue.peek_request() for _ in range(4)] == [*requests, requests[0]]
+    pool.free += 1
+    assert queue.peek_request() is requests[0]
+    pool.free -= 2
+    assert [queue.peek_request() for _ in range(2)] == requests[1:]
 
 
-def test_a_users_priority_wins_over_a_long_bound() -> None:
-    urgent, cheap = request(50 * STEP, 5.0, -1), request(1)
-    queue = queue_of(cheap, urgent, by_priority=True)
-    queue.hold_back(HELD_S)
-    assert drain(queue) == [urgent, cheap]
+def test_a_preempted_request_without_room_lets_nobody_pass() -> None:
+    preempted, soon = request(STEP), request(1)
+    preempted.status = RequestStatus.PREEMPTED
+    queue = queue_of(soon, preempted)
+    assert [queue.peek_request() for _ in range(2)] == [preempted] * 2
 
 
-def test_losses_are_many_above_one_share_and_few_below_another() -> None:
-    losses = Losses()
-    assert [losses.add(0, 0), losses.are_many] == [False, False], "first prompts say nothing"
-    changed = [losses.add(10, 9) for _ in range(RETURNS)]
-    assert (changed.count(True), changed[0], losses.are_many) == (1, False, True), "one return is not enough"
-    assert losses.share == pytest.approx(0.9)
-    while losses.share > 0.11:
-        assert not losses.add(10, 0)
-    assert losses.are_many
-    changed = [losses.add(10, 0) for _ in range(RETURNS)]
-    assert (changed.count(True), losses.are_many) == (1, False)
-    while losses.share < 0.19:
-        assert not losses.add(10, 3)
+def test_who_was_passed_is_told_with_the_time_of_the_wait() -> None:
+    queue = queue_of(request(50 * STEP, 1.0), request(1, 2.0), request(1, 3.0))
+    assert queue.passed(9.0) == []
+    queue.pop_request()
+    assert queue.passed(9.0) == [8.0]
 
 
 class Ordered(RuleBasedStateMachine):
@@ -112,16 +115,17 @@ class Ordered(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = ReturnsFirstQueue(STEP, by_priority=True)
+        self.pool = Pool()
+        self.queue = queue_of(by_priority=True, pool=self.pool)
+        self.without_room: set[str] = set()
         self.out: list[Request] = []
         self.known: dict[str, int] = {}
-        self.bound_s = BOUND_S
         self.listed: list[Request] = []
         """Those in the queue, so that a stable sort by key gives its order."""
 
     def key(self, one: Request) -> Any:
         tokens = self.known.get(one.request_id, one.num_tokens)
-        late = min(self.bound_s, self.bound_s * tokens / STEP)
+        late = min(BOUND_S, BOUND_S * tokens / STEP) + BOUND_S * (one.request_id in self.without_room)
         return one.priority, one.status is not RequestStatus.PREEMPTED, one.arrival_time + late
 
     @property
@@ -134,10 +138,20 @@ class Ordered(RuleBasedStateMachine):
         self.queue.add_request(one)
         self.listed.append(one)
 
-    @rule(bound_s=st.sampled_from([BOUND_S, 2 * BOUND_S]))
-    def hold_back(self, bound_s: float) -> None:
-        self.bound_s = bound_s
-        self.queue.hold_back(bound_s)
+    @precondition(lambda self: self.listed)
+    @rule(count=st.integers(1, 4))
+    def find_no_room(self, count: int) -> None:
+        """Some steps look at the first request, and leave it; a last one tells the queue of it."""
+        for _ in range(count):
+            assert self.queue.peek_request() is self.sorted[0]
+            self.without_room.add(self.sorted[0].request_id)
+        assert not self.queue.first_if_within(0) or self.sorted[0].request_id not in self.without_room
+
+    @rule()
+    def free(self) -> None:
+        self.pool.free += 1
+        self.queue.first_if_within(0)
+        self.without_room.clear()
 
     @precondition(lambda self: self.listed)
     @rule(data=st.data(), tokens=st.integers(0, 2 * STEP))
@@ -178,15 +192,13 @@ class Ordered(RuleBasedStateMachine):
         assert list(self.queue) == self.sorted
         assert len(self.queue) == len(self.listed)
         assert bool(self.queue) == bool(self.listed)
-        if self.listed:
-            assert self.queue.peek_request() is self.sorted[0]
 
     @invariant()
     def nobody_is_passed_by_who_came_the_bound_later(self) -> None:
         order = {one.request_id: at for at, one in enumerate(self.queue)}
         for one, other in itertools.permutations(self.listed, 2):
             same = self.key(one)[:2] == self.key(other)[:2]
-            if same and one.arrival_time + self.bound_s < other.arrival_time:
+            if same and one.arrival_time + 2 * BOUND_S < other.arrival_time:
                 assert order[one.request_id] < order[other.request_id]
 
 
@@ -200,10 +212,7 @@ TestAgainstASortedList.settings = settings(max_examples=60, stateful_step_count=
 def limit_of(tokens: int, block: int = 16, *waiting: Request, threshold: int = 0) -> tuple[StepLimit, Any]:
     """The limit, and the scheduler in which it sets the next step's tokens."""
     scheduling = SchedulerConfig.default_factory(long_prefill_token_threshold=threshold)
-    pool = SimpleNamespace(free=100, get_num_free_blocks=lambda: pool.free)
-    scheduler: Any = SimpleNamespace(
-        max_num_scheduled_tokens=tokens, scheduler_config=scheduling, kv_cache_manager=SimpleNamespace(block_pool=pool)
-    )
+    scheduler: Any = SimpleNamespace(max_num_scheduled_tokens=tokens, scheduler_config=scheduling)
     return StepLimit(scheduler, queue_of(*waiting), block), scheduler
 
 
@@ -247,8 +256,7 @@ def test_time_without_requests_and_steps_of_few_tokens_say_nothing() -> None:
 # -- a real engine ----------------------------------------------------------------------------------------
 
 SCENARIOS = ["resident", "late", "saved", "lost", "overwritten", "aborted", "grammar", "preempted"]
-STEPS = ["short_steps", "divided"]
-HELD = "held"
+STEPS = ["short_steps", "divided", "without_room"]
 FIRSTS = ["first-0", "first-1", "first-2"]
 
 
@@ -256,7 +264,7 @@ def served(
     what: list[str], policy: str, ordering: str, is_async: bool = False, talk: list[int] | None = None, **manthan: Any
 ) -> dict[str, Any]:
     job = {"what": what, "policy": policy, "is_async": is_async, "talk": talk}
-    job["manthan"] = {"ordering": ordering} | manthan
+    job["manthan"] = {"ordering": ordering} | ({"admission_s": BOUND_S} if ordering == "returns" else {}) | manthan
     found: dict[str, Any] = run_script("ordered_sessions.py", job)[0]
     return found
 
@@ -264,7 +272,7 @@ def served(
 @pytest.fixture(scope="module")
 def returns() -> dict[str, Any]:
     """With asynchronous scheduling, as a server has it."""
-    return served([*SCENARIOS, *STEPS, HELD], "fcfs", "returns", is_async=True)
+    return served([*SCENARIOS, *STEPS], "fcfs", "returns", is_async=True)
 
 
 @pytest.fixture(scope="module")
@@ -329,15 +337,15 @@ def test_a_step_is_divided_for_a_return_that_fits_into_half_of_it(tokens: int, b
 
 
 def test_no_half_is_left_to_a_return_that_the_pool_has_no_room_for() -> None:
-    first, second = request(100), request(101)
-    limit, scheduler = limit_of(1000, 16, first, second)
-    pool, thresholds = scheduler.kv_cache_manager.block_pool, []
-    for free in 100, 100, 90, 101, 101:
-        pool.free = free
+    limit, scheduler = limit_of(1000, 16, request(100))
+    thresholds = []
+    for is_looked_at in False, True, False:
+        if is_looked_at:
+            limit._waiting.peek_request()
         limit.begin(0, 0.0, 1)
         thresholds.append(scheduler.scheduler_config.long_prefill_token_threshold)
-    assert thresholds == [500, 0, 0, 500, 0]
-    limit._waiting.remove_request(first)
+    assert thresholds == [500, 0, 0]
+    limit._waiting.add_request(request(101))
     limit.begin(0, 0.0, 1)
     assert scheduler.scheduler_config.long_prefill_token_threshold == 500, "another request is first"
 
@@ -349,22 +357,14 @@ def test_a_threshold_of_the_operators_stays() -> None:
         assert scheduler.scheduler_config.long_prefill_token_threshold == 77
 
 
-def test_while_returns_lose_their_kv_those_that_have_it_pass_for_longer() -> None:
-    """A return that comes after the order's own bound passes first prompts, as long as KV is lost, and no longer."""
-    found = served([HELD], "fcfs", "returns", is_async=True, admission_s=15)[HELD]
-    assert found["many"]["admitted"] == ["back", *FIRSTS]
-    assert found["few"]["admitted"] == [*FIRSTS, "back"]
-    assert found["gauges"] == [3, 0]
-    assert [("stand back by up to 15 s;" in line, f"up to {BOUND_S:g} s again" in line) for line in found["lines"]] == [
-        (True, False),
-        (False, True),
-    ]
+def test_a_request_that_the_pool_has_no_room_for_lets_others_pass(returns: dict[str, Any]) -> None:
+    assert returns["without_room"]["admitted"] == ["long", "small", "large"]
+    assert len(returns["without_room"]["answers"]) == 3
 
 
-def test_nobody_is_held_back_by_default(returns: dict[str, Any]) -> None:
-    assert returns[HELD]["many"]["admitted"] == returns[HELD]["few"]["admitted"] == [*FIRSTS, "back"]
-    assert returns[HELD]["gauges"] == [0, 0]
-    assert returns[HELD]["lines"] == []
+def test_a_longer_bound_lets_returns_pass_for_longer() -> None:
+    found = served(["late"], "fcfs", "returns", is_async=True, admission_s=2 * BOUND_S)
+    assert found["late"]["admitted"] == ["back", *FIRSTS]
 
 
 @pytest.mark.slow

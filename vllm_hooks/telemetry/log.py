@@ -1,6 +1,5 @@
 """Log lines: settings at start, evictions, restores, and verdicts of the guard."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import ByteSize
@@ -112,20 +111,6 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
         _of_points(restored.beside),
         restored.seconds * 1e3,
         f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
-    )
-
-
-def tell_held(share: float, bound_s: float, held: Sequence[float], are_many: bool) -> None:
-    """Log the begin or the end of holding requests back. held: seconds of each request's wait until now."""
-    logger.info(
-        "Manthan: returns did not find %.0f%% of the KV that their sessions had: requests with much to compute stand "
-        "back by up to %g s%s; %d %s, the longest for %.1f s",
-        share * 100,
-        bound_s,
-        "" if are_many else " again",
-        len(held),
-        "wait" if are_many else "waited",
-        max(held, default=0.0),
     )
 
 

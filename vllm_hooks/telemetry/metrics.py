@@ -46,9 +46,7 @@ METRICS: dict[str, _Metric] = {
     ),
     "exact_blocks": _Metric(Gauge, "Cold blocks stored with all or some of their tokens exact, whatever their mark."),
     "cold_budget_bytes": _Metric(Gauge, "The cold store's budget in bytes."),
-    "held_requests": _Metric(
-        Gauge, "Waiting requests that admission_s holds back, while sessions lose KV before they return."
-    ),
+    "held_requests": _Metric(Gauge, "Waiting requests that a later one has passed."),
     "held_seconds": _Metric(Gauge, "Seconds that the first of these requests has waited."),
     "cold_store_up": _Metric(Gauge, "1 if the cold store answers, 0 while Redis is down."),
     "codec_noise": _Metric(

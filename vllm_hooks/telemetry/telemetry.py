@@ -40,8 +40,8 @@ class Telemetry:
         self.changed: set[str] = set()
         """Ids of sessions that have gained or lost blocks since the scheduler half last took them."""
         self.store_is_up = True
-        self.held: Callable[[], Sequence[float]] = tuple
-        """Returns for each request that is held back how many seconds it has waited."""
+        self.passed: Callable[[], Sequence[float]] = tuple
+        """Returns how many seconds each request has waited that a later one has passed."""
         self._judged: Judged | None = None
         self._measured: dict[int, int] = {}
         """Blocks that each rank's guard has looked at before the first verdict."""
@@ -190,7 +190,7 @@ class Telemetry:
         return ManthanStats(data=data)
 
     def _gauges(self) -> dict[str, dict[str, float]]:
-        usage, shape, held = self._manager.usage(), self._manager.shape, self.held()
+        usage, shape, passed = self._manager.usage(), self._manager.shape, self.passed()
         ratio = usage.pool_nbytes / usage.saved_nbytes if usage.saved_nbytes else shape.ratio
         noise: dict[str, float] = {}
         if self._judged is not None:
@@ -204,8 +204,8 @@ class Telemetry:
             "cold_bytes": {"": usage.saved_nbytes},
             "exact_blocks": {"": usage.exact_blocks},
             "cold_budget_bytes": {"": usage.budget_nbytes},
-            "held_requests": {"": len(held)},
-            "held_seconds": {"": float(round(max(held, default=0.0)))},
+            "held_requests": {"": len(passed)},
+            "held_seconds": {"": float(round(max(passed, default=0.0)))},
             "cold_store_up": {"": float(self.store_is_up)},
             "compression_ratio": {"": round(ratio, 4)},
             "codec_noise": {name: round(float(value), 6) for name, value in noise.items()},
