@@ -16,7 +16,7 @@ def engine_name(worker: Any) -> str:
 def tiers(worker: Any) -> dict[str, tuple[int, int, int]]:
     """For each tier: blocks in it, bytes that are free, bytes in all."""
     both = {"device": engine().tiers.device, "host": engine().tiers.host}
-    return {name: (len(t), t.arena.available, t.arena.nbytes) for name, t in both.items() if t is not None}
+    return {name: (len(t.blocks()), t.arena.available, t.arena.nbytes) for name, t in both.items() if t is not None}
 
 
 def damage(worker: Any) -> None:

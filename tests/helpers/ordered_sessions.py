@@ -28,6 +28,7 @@ class Waiting(SteppedEngine):
         """talk: what another engine has computed for the session; None for it to be computed here."""
         kind = ASYNC if is_async else None
         more = {"max_num_batched_tokens": STEP, "scheduling_policy": policy, "scheduler_cls": kind}
+        more["dtype"] = "float32"  # answers do not depend on how a prompt is divided into steps
         super().__init__(100, more, idle={"after_s": 3600, "min_tokens": 64}, codec={"guard": False}, **manthan)
         self.admitted: list[str] = []
         self.answers: dict[str, list[int]] = {}
@@ -134,7 +135,7 @@ class Waiting(SteppedEngine):
         """Two requests grow beyond the pool, and a short one comes when one of them has lost its blocks."""
         for at in range(2):
             self.add(f"long-{at}", prompt(60 + at, 1440), 0.1 * at, max_tokens=200)
-        while not (self.scheduler.waiting and self.scheduler.waiting.peek_request().num_preemptions):
+        while not any(one.num_preemptions for one in self.scheduler.waiting):
             self.step()
         self.add("short", prompt(62, 100), -5.0)
         return self.serve()

@@ -207,6 +207,8 @@ class Traffic:
         self.plain_url, self.phase, self.sessions = plain_url, "start", 0
         self.counts = Counter[str]()
         self.errors: list[str] = []
+        self.waits: list[tuple[float, float]] = []
+        """When each answered request was sent, on the monotonic clock, and seconds until its answer was whole."""
         self.returns: dict[str, Counter[str]] = {}
         """Returns by server's life and by who had computed the session: "3 same", "3 before" (an earlier life of that
         server) or "3 other" (the other server)."""
@@ -304,6 +306,7 @@ class Traffic:
         sent = time.monotonic()
         try:
             answer, backend, retries = await self._answered(chat, options, kind)
+            self.waits.append((sent, time.monotonic() - sent))
             number["retried"] += retries
             number.update(self._count_return(chat, answer, backend, 0.0 if retries else sent))
             number.update(await self._judged(chat, answer, tokens, right, kind))

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import repo_benchmarks  # noqa: F401 it makes them importable
 import typer
 from redis_server import RedisServer
@@ -45,6 +46,7 @@ USED_AGAIN_S = 180.0
 USED_BLOCKS, USED_TOKENS = 20, 64
 """Blocks encoded, and tokens read from a tier behind RAM, since a fault is over: then the store is in use again."""
 QUIET_S = 120.0
+WINDOW_S = 600.0
 ENOUGH = 20
 """A kill is judged by its own server's sessions if that many returned."""
 JUDGED_S = 900.0
@@ -181,9 +183,19 @@ def soak(
         "counts": traffic.counts,
         "messages": traffic.errors,
         "returns": traffic.returns,
+        "p90_s": p90s(traffic.waits),
         "events": weather.events,
         "left": left,
     }
+
+
+def p90s(waits: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the p90 of the seconds that answers took, of the first and of the last WINDOW_S of a soak."""
+    if not waits:
+        return []
+    first, last = min(waits)[0] + WINDOW_S, max(waits)[0] - WINDOW_S
+    parts = [s for at, s in waits if at <= first], [s for at, s in waits if at >= last]
+    return [float(np.percentile(part, 90)) for part in parts]
 
 
 def so_far(counts: Counter[str]) -> str:
@@ -239,6 +251,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     minutes, counts = report["seconds"] / 60, report["counts"]
     lines = [where(report), f"{report['sessions']:,} sessions in {minutes:.1f} min: {so_far(Counter(counts))}"]
     lines.append(", ".join(f"{count:,} {what}" for what, count in sorted(counts.items())))
+    first, last = report["p90_s"]
+    lines.append(f"p90 of answers: {first:.2f} s in the first {WINDOW_S / 60:.0f} min, {last:.2f} s in the last")
     for event in report["events"]:
         again = "never" if event["used_again_s"] is None else f"{event['used_again_s']:.1f} s later"
         causes = ", ".join(f"{cause} {count:,}" for cause, count in sorted(event["failures"].items())) or "none"
@@ -271,6 +285,7 @@ def main(
     store_share: Annotated[float, typer.Option(min=0.01, help="Room for so much of the open sessions.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Of sessions and faults.")] = 0,
     codec: Annotated[str, typer.Option(help="Of docs/codec.md.")] = "wht-5x",
+    flags: Annotated[str, typer.Option(help="Further flags of all servers.")] = "",
     warm_up: Annotated[float, typer.Option(min=0, help="Seconds of each life until memory counts.")] = 600,
     most_rise: Annotated[float, typer.Option(help="MiB that a life's memory may rise from then on.")] = 10,
     out: Annotated[Path, typer.Option(help="Folder for JSON, logs, and the disk.")] = Path("build", "soak"),
@@ -281,7 +296,7 @@ def main(
     events = schedule(seed, 60 * minutes, rounds or max(1, round(minutes / ROUND_MINUTES)), kills)
     traffic = Traffic(str(MODEL), rate, sessions(speed), agents, seed)
     nbytes = int(store_share * CODE_BYTES * (agents * AGENT_TOKENS + rate * CHAT_S * CHAT_TOKENS))
-    found = run(traffic, events, nbytes, codec, seed, out.resolve(), console)
+    found = run(traffic, events, nbytes, codec, flags.split(), seed, out.resolve(), console)
     report = new_report("soak_hour", context.params, [], {}, {}) | {"store_bytes": nbytes} | found
     console.print(f"  {write_report(report, out)}", soft_wrap=True)
     tell_codec(out / "server-0-1.log", console)
@@ -290,7 +305,14 @@ def main(
 
 
 def run(
-    traffic: Traffic, events: list[Event], nbytes: int, codec: str, seed: int, out: Path, console: Console
+    traffic: Traffic,
+    events: list[Event],
+    nbytes: int,
+    codec: str,
+    flags: Sequence[str],
+    seed: int,
+    out: Path,
+    console: Console,
 ) -> dict[str, Any]:
     """Leaves with status 1 if a server does not live as it should."""
     out.mkdir(parents=True, exist_ok=True)
@@ -303,7 +325,7 @@ def run(
             Bar(console, "soak") as bar,
             contextlib.ExitStack() as stack,
         ):
-            setting = Setting(out, folder.folder, folder.environment, redis.url, codec, nbytes)
+            setting = Setting(out, folder.folder, folder.environment, redis.url, codec, nbytes, flags)
             first, second, plain = (stack.enter_context(Server(number, setting, lives)) for number in (0, 1, -1))
             found = soak([first, second], plain, folder, traffic, events, bar)
     except ServerError as error:

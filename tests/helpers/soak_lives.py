@@ -61,6 +61,7 @@ class Setting:
         disk: Folder of the disk tiers.
         environment: Variables that make the disk fail.
         store_bytes: Budget of the last tier, which both share.
+        flags: Further flags of all servers.
     """
 
     run: Path
@@ -69,6 +70,7 @@ class Setting:
     redis_url: str
     codec: str
     store_bytes: int
+    flags: Sequence[str] = ()
 
 
 @dataclass
@@ -236,6 +238,7 @@ class Server:
             *("--dtype", "bfloat16", "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL_BLOCKS)),
             *("--max-model-len", str(LONGEST), "--max-num-seqs", str(TOGETHER), "--enforce-eager"),
             *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--chat-template", CHAT_TEMPLATE),
+            *self._setting.flags,
         ]
         return flags if self.number < 0 else [*flags, "--manthan-config", str(self._config())]
 
