@@ -55,7 +55,7 @@ INDEXER: dict[str, Any] = {"head_size": 132, "cache_role": SparseCacheRole.INDEX
 
 
 def latents(block: int, **more: Any) -> MLAAttentionSpec:
-    return MLAAttentionSpec(block_size=block, head_size=576, **(BF16 | more))
+    return MLAAttentionSpec(**{"block_size": block, "head_size": 576, **BF16, **more})
 
 
 def compressed(ratio: int) -> MLAAttentionSpec:
@@ -87,6 +87,7 @@ def state(block: int, shape: tuple[int, ...], page: int) -> MambaSpec:
 PAGE = latents(256).page_size_bytes
 MODELS: dict[str, list[KVCacheSpec]] = {
     "DeepSeek V3.2, GLM-5": [latents(64), MLAAttentionSpec(block_size=64, **INDEXER)] * 3,
+    "Hy4": [latents(64), MLAAttentionSpec(block_size=64, **INDEXER), latents(64), latents(64)] * 2,
     "DeepSeek V3.2, fp8_ds_mla": [
         latents(64, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656),
         MLAAttentionSpec(block_size=64, **INDEXER),
@@ -126,6 +127,27 @@ MODELS: dict[str, list[KVCacheSpec]] = {
         latents(256),
         CircularBufferSpec(block_size=16, num_kv_heads=2, head_size=64, head_size_v=0, dtype=torch.bfloat16),
     ],
+    "dots3-note": [
+        latents(64, head_size=1088, is_index_group_leader=True),
+        MLAAttentionSpec(block_size=64, **INDEXER),
+        *[SlidingWindowMLASpec(block_size=64, head_size=1088, sliding_window=512, **BF16)] * 3,
+    ]
+    * 2,
+    "Step-5": [
+        FullAttentionSpec(block_size=64, **KV),
+        FullAttentionSpec(block_size=64, head_size=256, head_size_v=0, tokens_per_state=8, **BYTES),
+        SlidingWindowSpec(block_size=64, sliding_window=512, **KV),
+        CircularBufferSpec(block_size=64, num_kv_heads=1, head_size=256, head_size_v=0, dtype=torch.bfloat16),
+    ]
+    * 2,
+    "Inkling": [
+        FullAttentionSpec(block_size=64, **KV),
+        SlidingWindowSpec(block_size=64, sliding_window=512, **KV),
+        SlidingWindowSpec(
+            block_size=4, num_kv_heads=2, head_size=512, head_size_v=0, dtype=torch.bfloat16, sliding_window=4
+        ),
+    ]
+    * 2,
     "MiMo-V2": [
         FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=192, head_size_v=128, dtype=torch.bfloat16),
         *[
@@ -158,7 +180,7 @@ def vllm_config() -> Any:
 def laid_out(vllm_config: Any, model: str) -> KVCacheConfig:
     specs = {f"{n}": spec for n, spec in enumerate(MODELS[model])}
     groups = PLANNING.get_kv_cache_groups(vllm_config, specs)
-    config: KVCacheConfig = PLANNING.get_kv_cache_config_from_groups(vllm_config, groups, 2**27)
+    config: KVCacheConfig = PLANNING.get_kv_cache_config_from_groups(vllm_config, groups, 2**25)
     return config
 
 
@@ -239,21 +261,35 @@ def test_latents_are_coded_beside_index_keys(vllm_config: Any, model: str, monke
         assert 0 < (was - now).square().mean() < 0.01
 
 
-ALONE = [(model, 1) for model in MODELS if model != "openPangu"]  # whose manager vLLM 0.32 cannot make
-SPREAD = [(model, 2) for model in ("DeepSeek V3.2, GLM-5", "MiniMax M3", "Nemotron-NAS")]
+ALONE = [(model, 1, None) for model in MODELS if model != "openPangu"]  # whose manager vLLM 0.32 cannot make
+SPREAD = [(model, 2, None) for model in ("DeepSeek V3.2, GLM-5", "MiniMax M3", "Nemotron-NAS")]
+DRAFTS = [
+    (model, ranks, draft)
+    for model, ranks, _ in ALONE + SPREAD
+    for draft in ("one", "all")
+    if (model, draft) != ("Llama 4", "all")  # which vLLM refuses: chunks and a draft in one group
+]
 
 
-@pytest.mark.parametrize(("model", "ranks"), ALONE + SPREAD)
-def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: str, ranks: int) -> None:
-    """Where all blocks are in its cache, it finds those that a resume point has, and no longer prefix."""
+@pytest.mark.parametrize(("model", "ranks", "draft"), ALONE + SPREAD + DRAFTS)
+def test_resume_points_are_those_of_vllm_s_coordinator(
+    vllm_config: Any, model: str, ranks: int, draft: str | None
+) -> None:
+    """Where all blocks are in its cache, it finds those that a resume point has, and no longer prefix.
+
+    draft: of EAGLE or MTP. Its layers are in `one` group, that of the last layer with prefixes, or vLLM cannot tell.
+    """
     config = generate_scheduler_kv_cache_config([laid_out(vllm_config, model)])
-    groups = groups_of(config, vllm_config.cache_config, LATENTS, Context(ranks))
+    if draft == "one":
+        *_, last = (group for group in config.kv_cache_groups if attends(group.kv_cache_spec))
+        last.is_eagle_group = True
+    groups = groups_of(config, vllm_config.cache_config, LATENTS, Context(ranks))._replace(again=int(draft is not None))
     sizes = [each.kv_cache_spec.block_size * ranks for each in config.kv_cache_groups]
     coordinator = get_kv_cache_coordinator(
         kv_cache_config=config,
         max_model_len=TOKENS,
         max_in_flight_tokens=TOKENS,
-        use_eagle=False,
+        use_eagle=draft is not None,
         enable_caching=True,
         enable_kv_cache_events=False,
         dcp_world_size=ranks,
@@ -266,8 +302,8 @@ def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: 
     hashes = [bytes([at % 256]) * 32 for at in range(TOKENS // groups.hash_tokens)]
     size = groups.main.tokens
     for depth in range(1, TOKENS // size + 1):
-        hits, tokens, _ = coordinator.find_longest_cache_hit(hashes, depth * size)
-        assert tokens == groups.deepest(depth) * size
+        hits, tokens, _ = coordinator.find_longest_cache_hit(hashes[: depth * size // groups.hash_tokens], depth * size)
+        assert tokens == max(0, groups.deepest(depth) - groups.again) * size
         needed = defaultdict(list)
         for part in groups.parts(groups.deepest(depth)):
             needed[part.group].append(part.at)
@@ -276,3 +312,8 @@ def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: 
             looked_up = [at for at, block in enumerate(hits[index]) if block is not null]
             assert set(looked_up) <= set(needed[index])
             assert set(needed[index][1:]) <= set(looked_up), "but for one that vLLM allocates and does not look for"
+
+
+def attends(spec: Any) -> bool:
+    """True if a draft's layer may have such a cache: prefixes of it are cached, and it is no state."""
+    return bool(spec.prefix_cacheable) and not isinstance(spec, (MambaSpec, ChunkedLocalAttentionSpec))
