@@ -38,6 +38,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_engine import MODEL
 
+from manthan.vllm_hooks.doctor.families import families
 from manthan.vllm_hooks.groups import Context, KvCacheGroup, groups_of, on_all_ranks
 from manthan.vllm_hooks.memory import block_format, block_shape
 from manthan.vllm_hooks.support import Latents
@@ -172,6 +173,25 @@ MODELS: dict[str, list[KVCacheSpec]] = {
 }
 
 
+FAMILIES = {
+    "DeepSeek V3.2, GLM-5": "DeepseekV32ForCausalLM",
+    "Hy4": "HYV4ForCausalLM",
+    "DeepSeek V4": "DeepseekV4ForCausalLM",
+    "DeepSeek V4.1": "DeepseekV41ForCausalLM",
+    "MiniMax M3": "MiniMaxM3SparseForCausalLM",
+    "Qwen4-exp": "Qwen4ExpForCausalLM",
+    "Kimi K3, Ling": "KimiK3ForConditionalGeneration",
+    "GLM-5.3-Flash": "Glm5NextForCausalLM",
+    "dots3-note": "Dots3NoteForCausalLM",
+    "Step-5": "Step5ForCausalLM",
+    "Inkling": "InklingForCausalLM",
+    "MiMo-V2": "MiMoV2FlashForCausalLM",
+    "Llama 4": "Llama4ForCausalLM",
+    "Nemotron-NAS": "DeciLMForCausalLM",
+}
+"""Class in vLLM's registry. The others are refused, or no model of their own."""
+
+
 @pytest.fixture(scope="module")
 def vllm_config() -> Any:
     config = EngineArgs(MODEL, skip_tokenizer_init=True, max_model_len=TOKENS).create_engine_config()
@@ -195,6 +215,14 @@ def test_groups_with_prefixes_are_stored(vllm_config: Any, model: str) -> None:
     left_out = [each.kv_cache_spec for n, each in enumerate(config.kv_cache_groups) if n not in kept]
     assert not any(spec.prefix_cacheable for spec in left_out)
     assert len(left_out) == len(mine.unstored)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_the_list_of_families_says_what_is_compressed(vllm_config: Any, model: str) -> None:
+    groups = groups_of(laid_out(vllm_config, model), vllm_config.cache_config, latents=LATENTS)
+    ways = {each.is_packed for each in groups.stored if not each.is_state}
+    outcome = "partly" if len(ways) > 1 else "bytes" if ways == {True} else "coded"
+    assert families()[FAMILIES[model]].outcome == outcome
 
 
 @pytest.mark.parametrize("model", MODELS)

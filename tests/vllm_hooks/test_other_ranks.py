@@ -94,4 +94,4 @@ def test_disk(tmp_path: Path, ranks: Sequence[int]) -> None:
     (folder := tmp_path / "disk").mkdir()
     in_turn({"kind": "disk", "max_bytes": "64MiB", "disk": {"path": str(folder)}}, ranks)
     names = {path.parent.name for path in folder.glob("*/rank-*/blocks")}
-    assert names == {"rank-0-of-1", "rank-0-of-2", "rank-1-of-2"}
+    assert names == {f"rank-{rank}-of-{count}" for count in ranks for rank in range(count)}
