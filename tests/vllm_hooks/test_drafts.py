@@ -29,6 +29,7 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 KINDS = [
     *("qwen3-next mtp", "glm mtp", "gpt-oss eagle", "gemma3 eagle", "mistral eagle", "gemma4-large eagle"),
     *("tiny-llama eagle3", "gpt-oss eagle3", "llama4 eagle3", "tiny-llama draft_model"),
+    *("qwen3-next eagle3", "gemma4-large eagle3"),
     *("gpt-oss ngram", "llama4 ngram", "gemma3n ngram", "gemma4 ngram", "qwen3-next ngram", "qwen3-next eagle"),
 ]
 """Windows of one size and of several, chunks, states, and layers that share a cache."""

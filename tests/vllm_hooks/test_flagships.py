@@ -11,7 +11,9 @@ import pytest
 import torch
 from paged_cache import encode
 from vllm import EngineArgs
+from vllm.config import set_current_vllm_config
 from vllm.config.cache import _layout_from_name
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
@@ -36,6 +38,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_engine import MODEL
 
+from manthan.vllm_hooks.doctor.families import families
 from manthan.vllm_hooks.groups import Context, KvCacheGroup, groups_of, on_all_ranks
 from manthan.vllm_hooks.memory import block_format, block_shape
 from manthan.vllm_hooks.support import Latents
@@ -55,7 +58,7 @@ INDEXER: dict[str, Any] = {"head_size": 132, "cache_role": SparseCacheRole.INDEX
 
 
 def latents(block: int, **more: Any) -> MLAAttentionSpec:
-    return MLAAttentionSpec(block_size=block, head_size=576, **(BF16 | more))
+    return MLAAttentionSpec(**{"block_size": block, "head_size": 576, **BF16, **more})
 
 
 def compressed(ratio: int) -> MLAAttentionSpec:
@@ -87,6 +90,7 @@ def state(block: int, shape: tuple[int, ...], page: int) -> MambaSpec:
 PAGE = latents(256).page_size_bytes
 MODELS: dict[str, list[KVCacheSpec]] = {
     "DeepSeek V3.2, GLM-5": [latents(64), MLAAttentionSpec(block_size=64, **INDEXER)] * 3,
+    "Hy4": [latents(64), MLAAttentionSpec(block_size=64, **INDEXER), latents(64), latents(64)] * 2,
     "DeepSeek V3.2, fp8_ds_mla": [
         latents(64, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656),
         MLAAttentionSpec(block_size=64, **INDEXER),
@@ -126,6 +130,27 @@ MODELS: dict[str, list[KVCacheSpec]] = {
         latents(256),
         CircularBufferSpec(block_size=16, num_kv_heads=2, head_size=64, head_size_v=0, dtype=torch.bfloat16),
     ],
+    "dots3-note": [
+        latents(64, head_size=1088, is_index_group_leader=True),
+        MLAAttentionSpec(block_size=64, **INDEXER),
+        *[SlidingWindowMLASpec(block_size=64, head_size=1088, sliding_window=512, **BF16)] * 3,
+    ]
+    * 2,
+    "Step-5": [
+        FullAttentionSpec(block_size=64, **KV),
+        FullAttentionSpec(block_size=64, head_size=256, head_size_v=0, tokens_per_state=8, **BYTES),
+        SlidingWindowSpec(block_size=64, sliding_window=512, **KV),
+        CircularBufferSpec(block_size=64, num_kv_heads=1, head_size=256, head_size_v=0, dtype=torch.bfloat16),
+    ]
+    * 2,
+    "Inkling": [
+        FullAttentionSpec(block_size=64, **KV),
+        SlidingWindowSpec(block_size=64, sliding_window=512, **KV),
+        SlidingWindowSpec(
+            block_size=4, num_kv_heads=2, head_size=512, head_size_v=0, dtype=torch.bfloat16, sliding_window=4
+        ),
+    ]
+    * 2,
     "MiMo-V2": [
         FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=192, head_size_v=128, dtype=torch.bfloat16),
         *[
@@ -148,6 +173,25 @@ MODELS: dict[str, list[KVCacheSpec]] = {
 }
 
 
+FAMILIES = {
+    "DeepSeek V3.2, GLM-5": "DeepseekV32ForCausalLM",
+    "Hy4": "HYV4ForCausalLM",
+    "DeepSeek V4": "DeepseekV4ForCausalLM",
+    "DeepSeek V4.1": "DeepseekV41ForCausalLM",
+    "MiniMax M3": "MiniMaxM3SparseForCausalLM",
+    "Qwen4-exp": "Qwen4ExpForCausalLM",
+    "Kimi K3, Ling": "KimiK3ForConditionalGeneration",
+    "GLM-5.3-Flash": "Glm5NextForCausalLM",
+    "dots3-note": "Dots3NoteForCausalLM",
+    "Step-5": "Step5ForCausalLM",
+    "Inkling": "InklingForCausalLM",
+    "MiMo-V2": "MiMoV2FlashForCausalLM",
+    "Llama 4": "Llama4ForCausalLM",
+    "Nemotron-NAS": "DeciLMForCausalLM",
+}
+"""Class in vLLM's registry. The others are refused, or no model of their own."""
+
+
 @pytest.fixture(scope="module")
 def vllm_config() -> Any:
     config = EngineArgs(MODEL, skip_tokenizer_init=True, max_model_len=TOKENS).create_engine_config()
@@ -158,7 +202,7 @@ def vllm_config() -> Any:
 def laid_out(vllm_config: Any, model: str) -> KVCacheConfig:
     specs = {f"{n}": spec for n, spec in enumerate(MODELS[model])}
     groups = PLANNING.get_kv_cache_groups(vllm_config, specs)
-    config: KVCacheConfig = PLANNING.get_kv_cache_config_from_groups(vllm_config, groups, 2**27)
+    config: KVCacheConfig = PLANNING.get_kv_cache_config_from_groups(vllm_config, groups, 2**25)
     return config
 
 
@@ -171,6 +215,14 @@ def test_groups_with_prefixes_are_stored(vllm_config: Any, model: str) -> None:
     left_out = [each.kv_cache_spec for n, each in enumerate(config.kv_cache_groups) if n not in kept]
     assert not any(spec.prefix_cacheable for spec in left_out)
     assert len(left_out) == len(mine.unstored)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_the_list_of_families_says_what_is_compressed(vllm_config: Any, model: str) -> None:
+    groups = groups_of(laid_out(vllm_config, model), vllm_config.cache_config, latents=LATENTS)
+    ways = {each.is_packed for each in groups.stored if not each.is_state}
+    outcome = "partly" if len(ways) > 1 else "bytes" if ways == {True} else "coded"
+    assert families()[FAMILIES[model]].outcome == outcome
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -202,16 +254,23 @@ def test_blocks_come_back_bit_for_bit(vllm_config: Any, model: str) -> None:
         assert torch.equal(raw, before)
 
 
-@pytest.mark.parametrize("model", ["DeepSeek V3.2, GLM-5"])
-def test_latents_are_coded_beside_index_keys(vllm_config: Any, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """RoPE's part and the index come back as they were; damage of either part is found, and nothing is written."""
+@pytest.mark.parametrize("model", ["DeepSeek V3.2, GLM-5", "Hy4", "MiniMax M3"])
+def test_index_keys_are_bytes_beside_what_is_coded(
+    vllm_config: Any, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RoPE's part of latents and the index come back as they were; damage of either part is found, and nothing is
+    written."""
     monkeypatch.setattr(vllm_config.cache_config, "kv_cache_layout", "LBHNC")  # which the CPU's backend can write
     config = laid_out(vllm_config, model)
     memory = allocate_kv_cache(config, torch.device("cpu"), _layout_from_name("LBHNC"))
     group = groups_of(config, vllm_config.cache_config, latents=LATENTS).main
     assert group.beside is not None
     shape, index = block_shape(group), group.beside
-    modules = {name: SimpleNamespace(impl=CPUMLAImpl.__new__(CPUMLAImpl)) for name in group.names}
+    with set_current_vllm_config(vllm_config):
+        heads = CPUAttentionBackendImpl(4, 64, 1.0, 2, None, None, "auto")
+    impl = CPUMLAImpl.__new__(CPUMLAImpl) if group.latent else heads
+    module = SimpleNamespace(impl=impl, isa="vec", _k_scale_float=1.0, _v_scale_float=1.0)
+    modules = dict.fromkeys(group.names, module)
     caches = {name: memory[name] for name in group.names}
     layers = probe_layers(caches, modules, config.num_blocks, shape)
     others = placed_layers(memory, config, dict(zip(index.names, index.layer_nbytes, strict=True)))
@@ -235,25 +294,39 @@ def test_latents_are_coded_beside_index_keys(vllm_config: Any, model: str, monke
     assert all(torch.equal(layer.rows[5], layer.rows[3]) for layer in others)
     for cache_of_layer in caches.values():
         was, now = cache_of_layer[3].float(), cache_of_layer[5].float()
-        assert torch.equal(was[..., 512:], now[..., 512:])
-        assert 0 < (was - now).square().mean() < 0.01
+        assert not group.latent or torch.equal(was[..., 512:], now[..., 512:])
+        assert 0 < (was - now).square().mean() < (0.01 if group.latent else 0.02)
 
 
-ALONE = [(model, 1) for model in MODELS if model != "openPangu"]  # whose manager vLLM 0.32 cannot make
-SPREAD = [(model, 2) for model in ("DeepSeek V3.2, GLM-5", "MiniMax M3", "Nemotron-NAS")]
+ALONE = [(model, 1, None) for model in MODELS if model != "openPangu"]  # whose manager vLLM 0.32 cannot make
+SPREAD = [(model, 2, None) for model in ("DeepSeek V3.2, GLM-5", "MiniMax M3", "Nemotron-NAS")]
+DRAFTS = [
+    (model, ranks, draft)
+    for model, ranks, _ in ALONE + SPREAD
+    for draft in ("one", "all")
+    if (model, draft) != ("Llama 4", "all")  # which vLLM refuses: chunks and a draft in one group
+]
 
 
-@pytest.mark.parametrize(("model", "ranks"), ALONE + SPREAD)
-def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: str, ranks: int) -> None:
-    """Where all blocks are in its cache, it finds those that a resume point has, and no longer prefix."""
+@pytest.mark.parametrize(("model", "ranks", "draft"), ALONE + SPREAD + DRAFTS)
+def test_resume_points_are_those_of_vllm_s_coordinator(
+    vllm_config: Any, model: str, ranks: int, draft: str | None
+) -> None:
+    """Where all blocks are in its cache, it finds those that a resume point has, and no longer prefix.
+
+    draft: of EAGLE or MTP. Its layers are in `one` group, that of the last layer with prefixes, or vLLM cannot tell.
+    """
     config = generate_scheduler_kv_cache_config([laid_out(vllm_config, model)])
-    groups = groups_of(config, vllm_config.cache_config, LATENTS, Context(ranks))
+    if draft == "one":
+        *_, last = (group for group in config.kv_cache_groups if attends(group.kv_cache_spec))
+        last.is_eagle_group = True
+    groups = groups_of(config, vllm_config.cache_config, LATENTS, Context(ranks))._replace(again=int(draft is not None))
     sizes = [each.kv_cache_spec.block_size * ranks for each in config.kv_cache_groups]
     coordinator = get_kv_cache_coordinator(
         kv_cache_config=config,
         max_model_len=TOKENS,
         max_in_flight_tokens=TOKENS,
-        use_eagle=False,
+        use_eagle=draft is not None,
         enable_caching=True,
         enable_kv_cache_events=False,
         dcp_world_size=ranks,
@@ -266,8 +339,8 @@ def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: 
     hashes = [bytes([at % 256]) * 32 for at in range(TOKENS // groups.hash_tokens)]
     size = groups.main.tokens
     for depth in range(1, TOKENS // size + 1):
-        hits, tokens, _ = coordinator.find_longest_cache_hit(hashes, depth * size)
-        assert tokens == groups.deepest(depth) * size
+        hits, tokens, _ = coordinator.find_longest_cache_hit(hashes[: depth * size // groups.hash_tokens], depth * size)
+        assert tokens == max(0, groups.deepest(depth) - groups.again) * size
         needed = defaultdict(list)
         for part in groups.parts(groups.deepest(depth)):
             needed[part.group].append(part.at)
@@ -276,3 +349,8 @@ def test_resume_points_are_those_of_vllm_s_coordinator(vllm_config: Any, model: 
             looked_up = [at for at, block in enumerate(hits[index]) if block is not null]
             assert set(looked_up) <= set(needed[index])
             assert set(needed[index][1:]) <= set(looked_up), "but for one that vLLM allocates and does not look for"
+
+
+def attends(spec: Any) -> bool:
+    """True if a draft's layer may have such a cache: prefixes of it are cached, and it is no state."""
+    return bool(spec.prefix_cacheable) and not isinstance(spec, (MambaSpec, ChunkedLocalAttentionSpec))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conversation import ALL, run
 from lora_adapter import make_adapter
+from nas_model import make_nas_model
 
 BATCHED = {"falcon-h1": 256, "nemotron-h": 256, "granite": 256}
 """vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
@@ -46,6 +47,13 @@ def test_a_session_returns_as_if_it_had_stayed_hot(family: str, tmp_path: Path) 
 def test_a_part_of_it_is_resident_already(family: str, tmp_path: Path) -> None:
     """Some blocks of a prompt were found or loaded just before: of Llama 4's, up to the middle of a chunk."""
     returns_as_if_hot(group_models.made(family, tmp_path / "model"), 2048, warm=350)
+
+
+@pytest.mark.slow
+def test_layers_of_several_shapes_are_bytes(tmp_path: Path) -> None:
+    """Layers with different numbers of KV heads, all with full attention, have one group (Nemotron-NAS)."""
+    ropes = returns_as_if_hot(make_nas_model(tmp_path), 2048, trust_remote_code=True)
+    assert ropes == {"0": None}
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """Several KV cache groups: how many blocks of a pool requests take, and where they can be gone on from."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from documents import REPO
 from loaded import load_config
 from vllm.config import CacheConfig
 from vllm.v1 import kv_cache_interface
@@ -174,6 +176,15 @@ def test_every_spec_of_vllm_has_an_entry() -> None:
         if isinstance(each, type) and issubclass(each, KVCacheSpec)
     }
     assert found - set(SPECS) == {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
+
+
+def test_only_one_module_tells_specs_apart() -> None:
+    """A new spec is an entry and a layout function there. The doctor's sentences name states."""
+    folders = [REPO / name for name in ("codec", "manager", "policies", "vllm_hooks")]
+    sources = [path for folder in folders for path in folder.rglob("*.py") if path.name != "groups.py"]
+    names = re.compile("|".join(rf"\b{name}\b" for name in SPECS))
+    found = {str(path.relative_to(REPO)): names.findall(path.read_text(encoding="utf-8")) for path in sources}
+    assert {path: said for path, said in found.items() if said} == {"vllm_hooks/doctor/model.py": ["MambaSpec"]}
 
 
 SPARSE = MLAAttentionSpec(block_size=16, **LATENT)
