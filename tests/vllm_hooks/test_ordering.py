@@ -194,7 +194,7 @@ class Ordered(RuleBasedStateMachine):
         assert bool(self.queue) == bool(self.listed)
 
     @invariant()
-    def nobody_is_passed_by_who_came_the_bound_later(self) -> None:
+    def nobody_is_passed_by_who_came_twice_the_bound_later(self) -> None:
         order = {one.request_id: at for at, one in enumerate(self.queue)}
         for one, other in itertools.permutations(self.listed, 2):
             same = self.key(one)[:2] == self.key(other)[:2]
