@@ -143,4 +143,5 @@ def test_the_pool_puts_a_few_saved_blocks_into_order_at_a_time() -> None:
         talks.rest()
     talks.pool.lead(0, names("x y z"))
     talks.manager.lead_overwritten(2)
+    talks.manager.order_some()
     assert overwritten(talks, "a b c,x y z") == "c b x y z a"
