@@ -287,8 +287,8 @@ class BlockTable:
         rows = self._free[self._free_count - count : self._free_count][::-1].copy()
         self._free_count -= count
         self._hashes[rows] = words
-        for name in _COLUMNS:
-            getattr(self, name)[rows] = 0
+        for column in (self.exact, self.mark, self.level, self.tenant, self.origin):  # others are 0 in a free row
+            column[rows] = 0
         self.group[rows], self.depth[rows] = group, depths
         self._place(rows, self._slots(group, words))
         return rows

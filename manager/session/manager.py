@@ -1288,6 +1288,8 @@ class SessionManager:
 
     def _drop(self, rows: Rows, cause: DropCause) -> None:
         """Drop the compressed blocks of rows, all saved and not pinned."""
+        if not len(rows):
+            return
         for number in np.unique(self.blocks.group[rows]).tolist():
             of_group = rows[self.blocks.group[rows] == number]
             if number != NO_GROUP:
