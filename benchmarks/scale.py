@@ -3,8 +3,8 @@
 The heart is real, the engine around is simulated: no model, no KV, no GPU. Each number of sessions has a separate
 process, in which all sessions go cold and then some return, a few at a time.
 
-    manthan bench scale [--sessions 1000,10000,100000] [--policy lru] [--out FOLDER] manthan bench scale --plot-only
-    FOLDER/scale.json
+    manthan bench scale [--sessions 1000,10000,100000,1000000] [--policy lru] [--out FOLDER]
+    manthan bench scale --plot-only FOLDER/scale.json
 
 See docs/scale.md.
 """
@@ -34,7 +34,7 @@ PAGE_NBYTES = 4096
 def scale(
     context: typer.Context,
     files: Annotated[list[Path] | None, typer.Argument(help="With --plot-only: a report.")] = None,
-    sessions: Annotated[str, typer.Option(help="Numbers of sessions.")] = "1000,10000,100000",
+    sessions: Annotated[str, typer.Option(help="Numbers of sessions.")] = "1000,10000,100000,1000000",
     tokens: Annotated[
         int, typer.Option(min=512, help=f"Of a session; {SHORT_TOKENS} where there are more than {MOST_LONG:,}.")
     ] = 8192,

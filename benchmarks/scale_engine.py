@@ -7,8 +7,7 @@ request and for a step, in seconds of this thread, so that concurrent processes 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
+from itertools import chain, count
 from time import thread_time_ns
 from typing import Any, NamedTuple
 
@@ -16,11 +15,12 @@ import numpy as np
 
 from manthan.benchmarks.simulator.pool import SimulatedPool
 from manthan.manager.driver import Driver
-from manthan.manager.events import Events
+from manthan.manager.events import Events, Evicted, Turn
 from manthan.manager.histories import Histories
+from manthan.manager.pool import Mark
 from manthan.manager.session.blocks import GroupShape, MemoryShape
-from manthan.manager.session.manager import SessionManager, StorePlan
-from manthan.manager.session.table import SessionState
+from manthan.manager.session.manager import SessionManager
+from manthan.manager.session.table import SessionState, prompt_end
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.policies import get_policy
 
@@ -37,6 +37,7 @@ ENOUGH = 1 << 60
 """Bytes of a tier that never fills up."""
 WHOLE = 64
 """Sessions of each number made like on a server. The pool holds about as many."""
+AT_ONCE = 64  # sessions entered at a time
 STEP_S = 0.02
 FILL_S = 0.05
 """Seconds between two new sessions."""
@@ -99,33 +100,45 @@ class Heart:
     def fill(self, sessions: int) -> None:
         """Make cold sessions until there are `sessions`, the last WHOLE of them through real requests."""
         while self.sessions < sessions:
-            number, self.sessions = self.sessions, self.sessions + 1
-            self.now += FILL_S
-            if self.sessions + WHOLE > sessions:
+            number = self.sessions
+            if (adopted := min(AT_ONCE, sessions - WHOLE - number)) > 0:
+                self._adopt(number, adopted)
+                self.sessions += adopted
+            else:
+                self.sessions += 1
+                self.now += FILL_S
                 request = self._begin(number, self.blocks - ANSWER_BLOCKS, self.blocks)
                 self._answer(request, self.blocks)
                 self._finish(request)
                 self.step(self.blocks)
-            else:
-                self._adopt(number)
         self.settle()
 
-    def _adopt(self, number: int) -> None:
-        """Make a session with all blocks stored at once. The pool has none of the blocks."""
-        manager, request_id = self.manager, f"session-{number}"
-        hashes, tokens = self.hashes(number, self.blocks), self.blocks * BLOCK_TOKENS
-        start = partial(manager.request_started, tokens=tokens, tail=b"1")
-        rows = self._heart(start, request_id, hashes, request_id, self.now).rows
+    def _adopt(self, first: int, sessions: int) -> None:
+        """Make cold sessions with all blocks stored, several at once. The pool has none of the blocks."""
+        manager, table, began, nbytes = self.manager, self.manager.table, self.now, self.blocks * COLD_NBYTES
+        hashes = [self.hashes(number, self.blocks) for number in range(first, first + sessions)]
+        depths = np.tile(np.arange(self.blocks, dtype=np.int32), sessions)
+        rows = self._heart(manager.blocks.enter, 0, list(chain.from_iterable(hashes)), depths)
         self.longest_ns = max(self.longest_ns, self._lap())
-        manager.request_finished(request_id, hashes, self.now, tokens=tokens)
-        manager.blocks.reserve(rows, COLD_NBYTES, "")
-        job = Transfer(next(manager.job_ids), "store", 0, hashes, rows)
-        plan = StorePlan(job, rows, np.zeros(len(rows), np.uint16), np.zeros(len(rows), np.bool_))
-        manager.stored(plan, dict.fromkeys(range(len(rows)), COLD_NBYTES), self.now, 0.0)
+        manager.blocks.save(rows, COLD_NBYTES, 0, Mark.EXACT, "")
+        for number, named, own in zip(count(first), hashes, rows.reshape(sessions, -1), strict=False):
+            self.now += FILL_S
+            session = table.create(f"session-{number}", "", self.now)
+            session.tokens = session.prompt_tokens = session.added_tokens = self.blocks * BLOCK_TOKENS
+            session.uses = 1
+            table.extend(session, own)
+            table.enter_prompt(session, named, prompt_end(named, b"1"))
+            table.set_cold(session, True)
+            table.remember(session)
+            table.enter_order(session)
+            table.resident.leave(session.session_id)
+            manager.events(Turn(session.session_id, session.tokens, self.blocks, 0.0, 0, 0))
+            facts = (self.blocks, 0, session.tokens, self.blocks * BLOCK_NBYTES, self.blocks, nbytes, nbytes, 0)
+            manager.events(Evicted(session.session_id, *facts, self.now - began, 0.0, False))
 
     def settle(self) -> None:
         """Have all sessions go cold."""
-        while self.manager.table.states[SessionState.IDLE]:
+        while self.manager.table.states[SessionState.IDLE] or self.driver.has_orders:
             self.now += IDLE_AFTER_S
             self.step(0)
         self._lap()

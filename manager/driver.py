@@ -19,7 +19,7 @@ import numpy as np
 from manthan.manager.events import BlocksDropped, BlocksTrimmed, Overwritten, StoreFailed, StoreIsUp, Verdict
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.guard import Guard
-from manthan.manager.pool import Asker, Mark, Pool, Runway
+from manthan.manager.pool import MARKS, Asker, Mark, Pool, Runway
 from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.hints import NO_HINTS, Hints
 from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, StorePlan
@@ -317,10 +317,10 @@ class Driver:
         for job in jobs:
             is_main = job.group == manager.shape.session_group
             found = rows[: len(job)] if is_main else manager.blocks.find(job.group, job.block_hashes)
-            for block_id, mark in zip(job.block_ids.tolist(), manager.loaded_marks(found), strict=True):
-                self._pool.marks.set([block_id], mark, request.session.owner)
-                if mark is Mark.EXACT:
-                    serving.exact.add(block_id)
+            marks = manager.loaded_marks(found)
+            for mark in MARKS:
+                self._pool.marks.set(job.block_ids[marks == mark].tolist(), mark, request.session.owner)
+            serving.exact.update(job.block_ids[marks == Mark.EXACT].tolist())
             self._pool.marks.coarsen(job.block_ids[manager.is_coarse(found)].tolist())
         serving.lossy += self._lossy_tokens(jobs)
 
@@ -363,9 +363,6 @@ class Driver:
         lossy, self._has_finished = serving.lossy, True
         if now < self._looks_after:
             self._look_at = self._looks_after
-        if serving.was_loaded:
-            blocks, rows = self.manager.blocks, serving.request.rows
-            self._pool.keep(self._main, blocks.hashes(rows[blocks.is_saved(rows)][::-1]))
         points = () if self.rests else points
         outcome, plans = self.manager.request_finished(
             request_id, hashes, now, tokens=tokens, points=points, found=found, lossy=lossy, ending=ending
@@ -399,6 +396,8 @@ class Driver:
             if (self._has_finished or self._overwritten > LED) and taken + wanted > 0:
                 manager.lead_overwritten(max(LED, self._overwritten))
                 self._has_finished, self._overwritten = False, 0
+            if not wanted and not manager.saving:
+                manager.order_some()
         if self.fronts.budgets:
             self.fronts.settle()
         drops = self._drops.copy()
@@ -571,7 +570,10 @@ class Driver:
         if (serving := self._serving.get(request_id)) is not None:
             serving.was_loaded |= event.good > 0
             serving.is_unserved |= STORE_DOWN in failed.values()
-            if failed:  # all but the first good blocks are computed
+            if not failed:
+                main = [job.block_ids for job in answers.jobs if job.group == self._main]
+                self._pool.loaded([block_id for each in main for block_id in each.tolist()])
+            else:  # all but the first good blocks are computed
                 before = self._lossy_tokens(answers.jobs)
                 for job in answers.jobs:
                     lost = job.block_ids.tolist()[event.good if job.group == self._main else 0 :]
@@ -670,7 +672,8 @@ class Driver:
     @property
     def has_orders(self) -> bool:
         """True if another step would have something to order at once."""
-        return bool(self._drops or self._granted) or (bool(self.manager.saving) and not self._stores and self._room > 0)
+        orders = self._drops or self._granted or self.manager.to_order
+        return bool(orders) or (bool(self.manager.saving) and not self._stores and self._room > 0)
 
     @property
     def holds_blocks(self) -> bool:

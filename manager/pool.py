@@ -31,23 +31,20 @@ MARKS = tuple(Mark)  # marks by number. A lookup is ten times as fast as a call 
 
 
 class Marks:
-    """Mark and owner of each block of a pool, by block id. A new block is EXACT.
+    """Mark and owner of each block of a pool, by block id. A new block is EXACT."""
 
-    Args:
-        blocks: number of blocks in the pool.
-    """
-
-    def __init__(self, blocks: int) -> None:
-        self._marks = [Mark.EXACT] * blocks
-        self._owners: dict[int, Owner | None] = {}
-        self._coarse: set[int] = set()
+    def __init__(self) -> None:
+        self._owners: dict[int, Owner | None] = {}  # of all blocks that are not exact
+        self.decoded, self._coarse = set[int](), set[int]()
 
     def __bool__(self) -> bool:
         """True if any block is not exact."""
         return bool(self._owners)
 
     def __getitem__(self, block_id: int) -> Mark:
-        return self._marks[block_id]
+        if block_id not in self._owners:
+            return Mark.EXACT
+        return Mark.DECODED if block_id in self.decoded else Mark.DERIVED
 
     def lossy(self, block_ids: Iterable[int]) -> set[int]:
         """Return the lossy blocks of `block_ids`."""
@@ -55,13 +52,15 @@ class Marks:
 
     def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None) -> None:
         """Mark blocks. An exact block has no owner."""
-        for block_id in block_ids:
-            self._marks[block_id] = mark
-            self._coarse.discard(block_id)
-            if mark:
-                self._owners[block_id] = owner
-            else:
-                self._owners.pop(block_id, None)
+        marked = dict.fromkeys(block_ids, owner)
+        self._coarse.difference_update(marked)
+        self.decoded.difference_update(marked)
+        if mark:
+            self._owners.update(marked)
+            self.decoded.update(marked if mark is Mark.DECODED else ())
+        else:
+            for block_id in self.lossy(marked):
+                del self._owners[block_id]
 
     def coarsen(self, block_ids: Iterable[int]) -> None:
         """Note marked blocks as too coarse for requests of high quality."""
@@ -120,6 +119,9 @@ class Pool(Protocol):
     def cache(self, block_id: int, group: int, block_hash: bytes, position: int) -> None:
         """Enter a block into the prefix cache. `position`: index within the block's session and group."""
 
+    def loaded(self, block_ids: Sequence[int]) -> None:
+        """Note referenced blocks that are saved, before the prefix cache has them."""
+
     def keep(self, group: int, block_hashes: Sequence[bytes]) -> None:
         """Note saved blocks: the pool overwrites them before unsaved blocks, in this order."""
 
@@ -139,7 +141,7 @@ class Pool(Protocol):
         """Yield the unsaved blocks among the first `most` of the free queue, from the head on."""
 
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
-        """Yield saved blocks that the pool will not overwrite soon, the one that it overwrites last first.
+        """Yield saved blocks of computed KV that the pool will not overwrite soon, the one overwritten last first.
 
         Args:
             spare: number of free saved blocks to leave out: the blocks overwritten first.

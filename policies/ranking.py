@@ -4,7 +4,15 @@ import heapq
 from collections.abc import Iterator
 from itertools import count
 
-Entry = tuple[float, float, str]  # number, age and key
+from msgspec import Struct
+
+
+class Entry(Struct, order=True, gc=False):
+    """Key with its number. No tuple, so that Python's garbage collector need not visit a dictionary of entries."""
+
+    rank: float
+    age: float
+    key: str
 
 
 class Ranking:
@@ -24,11 +32,11 @@ class Ranking:
     def get(self, key: str) -> float | None:
         """Number of a key, or None."""
         entry = self._entries.get(key)
-        return None if entry is None else entry[0]
+        return None if entry is None else entry.rank
 
     def set(self, key: str, rank: float, age: float | None = None) -> None:
         """Give a key a number. Among equal numbers the least `age` is first; None stands for the order of calls."""
-        self._entries[key] = entry = rank, next(self._count) if age is None else age, key
+        self._entries[key] = entry = Entry(rank, next(self._count) if age is None else age, key)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = list(self._entries.values())
@@ -40,7 +48,7 @@ class Ranking:
 
     def first(self) -> Entry | None:
         """Entry of the first key, or None."""
-        while self._heap and self._entries.get(self._heap[0][2]) is not self._heap[0]:
+        while self._heap and self._entries.get(self._heap[0].key) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
@@ -50,8 +58,8 @@ class Ranking:
         try:
             while entry := self.first():
                 passed.append(heapq.heappop(self._heap))
-                yield entry[2]
+                yield entry.key
         finally:
             for entry in passed:
-                if self._entries.get(entry[2]) is entry:
+                if self._entries.get(entry.key) is entry:
                     heapq.heappush(self._heap, entry)

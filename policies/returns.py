@@ -73,8 +73,8 @@ class Returns(EvictionPolicy):
 
     def victims(self) -> Iterator[str]:
         yield from in_order(self._superseded)
-        while (first := self._passes.first()) is not None and first[0] < self._now:
-            self._rank(first[2])
+        while (first := self._passes.first()) is not None and first.rank < self._now:
+            self._rank(first.key)
         yield from self._worth.in_order()
 
     def _rank(self, session_id: str) -> None:

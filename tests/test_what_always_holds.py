@@ -142,8 +142,8 @@ def test_the_scheduler_s_thread_leaves_redis_and_the_journal_to_others_and_waits
 @pytest.mark.invariant(
     4,
     "manager/session/manager.py",
-    "marks = np.where(self._is_whole(rows), self.blocks.mark[rows], np.uint8(Mark.DECODED))",
-    "marks = self.blocks.mark[rows]",
+    "return np.where(self._is_whole(rows), self.blocks.mark[rows], np.uint8(Mark.DECODED))",
+    "return self.blocks.mark[rows]",
 )
 def test_a_session_that_comes_and_goes_a_hundred_times_loses_no_more_than_once() -> None:
     """The tiers have room for one of two sessions, and for some of the other's blocks: more of them in some turns.

@@ -596,8 +596,8 @@ def overwrite_next(pool: "BlockPool", blocks: "Sequence[KVCacheBlock]") -> None:
 class PoolMarks(Marks):
     """Marks of a pool's blocks. watch: clears the mark of these blocks when the pool hands them out."""
 
-    def __init__(self, blocks: int, watch: Callable[[Iterable[int]], None]) -> None:
-        super().__init__(blocks)
+    def __init__(self, watch: Callable[[Iterable[int]], None]) -> None:
+        super().__init__()
         self._watch = watch
 
     def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None) -> None:
@@ -624,7 +624,7 @@ class VllmPool:
         self._event = event
         self._pool, self._main, self._block_tokens = pool, main, block_tokens
         self.size = pool.num_gpu_blocks - 1  # the null block is never free
-        self.marks: Marks = PoolMarks(pool.num_gpu_blocks, self._watch)
+        self.marks: Marks = PoolMarks(self._watch)
         self._free, self._saved = pool.free_block_queue, set[int]()
         self._kept: dict[int, KVCacheBlock] = {}
         """Saved blocks in the order of the free queue. Some may have left the queue meanwhile."""
@@ -689,6 +689,10 @@ class VllmPool:
     def release(self, group: int, block_hashes: "Sequence[bytes]") -> None:
         overwrite_next(self._pool, self._copies(group, block_hashes)[::-1])
 
+    def loaded(self, block_ids: "Sequence[int]") -> None:
+        self._saved.update(block_ids)
+        self._watch(block_ids)
+
     def keep(self, group: int, block_hashes: "Sequence[bytes]") -> None:
         if group != self._main:  # vLLM overwrites blocks of windows and states in any order
             return
@@ -733,9 +737,10 @@ class VllmPool:
                 yield _named(block)
 
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
-        used = [block for block_id in self._saved if (block := self._pool.blocks[block_id]).ref_cnt > 0]
+        computed = self._saved - self.marks.decoded
+        used = [block for block_id in computed if (block := self._pool.blocks[block_id]).ref_cnt > 0]
         kept = [block for block in self._kept.values() if block.ref_cnt == 0 and block.block_hash is not None]
-        later = kept[spare:][::-1]
+        later = [block for block in kept[spare:][::-1] if block.block_id in computed]
         return (_named(block) for block in (*used, *later) if block.block_hash is not None)
 
     def _copies(self, group: int, block_hashes: "Sequence[bytes]") -> "list[KVCacheBlock]":

@@ -16,7 +16,7 @@ class SimulatedPool:
 
     def __init__(self, blocks: int) -> None:
         self.size = blocks
-        self.marks = Marks(blocks)
+        self.marks = Marks()
         self._empty = list(range(blocks))[::-1]
         """Free empty blocks. The last is taken first."""
         self._kept: OrderedDict[int, None] = OrderedDict()
@@ -95,6 +95,7 @@ class SimulatedPool:
             self._users[block] = left = self._users[block] - 1
             if not left:
                 if self._name[block] is None:
+                    self._saved.discard(block)
                     empty.append(block)
                 else:
                     (self._kept if block in self._saved else self._rest)[block] = None
@@ -123,6 +124,9 @@ class SimulatedPool:
                 self._empty.append(block)
             self._lose(block)
 
+    def loaded(self, block_ids: Iterable[int]) -> None:
+        self._saved.update(block_ids)
+
     def keep(self, group: int, block_hashes: Iterable[bytes]) -> None:
         for block in self._blocks_of(group, block_hashes):
             if not self._users[block]:
@@ -150,9 +154,10 @@ class SimulatedPool:
         return (self._named(block) for block in list(islice(self._rest, max(0, most - before))))
 
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
-        used = [block for block in self._saved if self._users[block]]
-        later = list(islice(reversed(self._kept), max(0, len(self._kept) - spare)))
-        return (self._named(block) for block in chain(used, later))
+        computed = self._saved - self.marks.decoded
+        used = [block for block in computed if self._users[block] and self._name[block] is not None]
+        later = [block for block in islice(reversed(self._kept), max(0, len(self._kept) - spare)) if block in computed]
+        return map(self._named, chain(used, later))
 
     def _named(self, block: int) -> FreeBlock:
         name = self._name[block]

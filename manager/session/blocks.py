@@ -206,12 +206,13 @@ class BlockTable:
         """Return a block's row, or -1."""
         return int(self.find(group, [block_hash])[0])
 
-    def enter(self, group: int, block_hashes: Sequence[bytes], depths: ArrayLike) -> Rows:
+    def enter(self, group: int, block_hashes: Sequence[bytes], depths: ArrayLike, likely: Rows = NO_ROWS) -> Rows:
         """Return the rows of blocks of a group. Unknown blocks get new rows.
 
         Args:
             block_hashes: none twice.
             depths: depth of each block, or of the first if the blocks are consecutive.
+            likely: rows of the group that the first blocks probably have. They need no search then.
 
         Raises:
             ValueError: Block hashes have different lengths.
@@ -221,8 +222,9 @@ class BlockTable:
         if not self._hash_nbytes:
             self._hash_nbytes = len(block_hashes[0])
             self._hashes = np.zeros((len(self._free), -(-self._hash_nbytes // 8)), np.uint64)
-        words = self._words(block_hashes)
-        rows = self._probe(group, words)
+        words, likely = self._words(block_hashes), likely[: len(block_hashes)]
+        known = first_false((self._hashes[likely] == words[: len(likely)]).all(axis=1))
+        rows = np.concatenate([likely[:known], self._probe(group, words[known:])])
         if (rows < 0).any():
             places = np.asarray(depths, np.int32)
             if places.ndim == 0:
@@ -235,13 +237,13 @@ class BlockTable:
         """Return the block hashes of rows."""
         if not len(rows):
             return []
-        joined, length = self._hashes[rows].tobytes(), self._hash_nbytes
-        step = 8 * self._hashes.shape[1]
-        return [joined[at : at + length] for at in range(0, len(joined), step)]
+        own = self._hashes[rows].view(np.uint8)[:, : self._hash_nbytes]
+        found: list[bytes] = np.ascontiguousarray(own).view(f"V{self._hash_nbytes}").ravel().tolist()
+        return found
 
     def name(self, row: int) -> BlockName:
         """Return the group and the block hash of a row."""
-        return int(self.group[row]), self.hashes(np.array([row]))[0]
+        return int(self.group[row]), self._hashes[row].tobytes()[: self._hash_nbytes]
 
     def _words(self, block_hashes: Sequence[bytes]) -> NDArray[np.uint64]:
         length, width = self._hash_nbytes, self._hashes.shape[1]
@@ -257,7 +259,7 @@ class BlockTable:
     def _slots(self, groups: ArrayLike, words: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the slot of the index at which the search for each block begins."""
         spread = _SPREAD[np.arange(words.shape[1]) % len(_SPREAD)]
-        mixed = (words * spread).sum(axis=1, dtype=np.uint64) + np.asarray(groups, np.int64).astype(np.uint64)
+        mixed = words @ spread + np.asarray(groups, np.int64).astype(np.uint64)
         mixed = (mixed ^ (mixed >> np.uint64(32))) * _SPREAD[0]
         slots: NDArray[np.int64] = (mixed >> np.uint64(65 - len(self._index).bit_length())).astype(np.int64)
         return slots
@@ -268,7 +270,9 @@ class BlockTable:
         while len(left):
             rows = self._index[slots]
             taken = rows >= 0
-            same = taken & (self.group[rows] == group) & (self._hashes[rows] == words[left]).all(axis=1)
+            same = taken & (self.group[rows] == group)
+            for stored, asked in zip(self._hashes[rows].T, words[left].T, strict=True):  # faster than `all(axis=1)`
+                same &= stored == asked
             found[left[same]] = rows[same]
             more = ~same & (rows != _EMPTY)
             left, slots = left[more], (slots[more] + 1) & last
@@ -283,8 +287,8 @@ class BlockTable:
         rows = self._free[self._free_count - count : self._free_count][::-1].copy()
         self._free_count -= count
         self._hashes[rows] = words
-        for name in _COLUMNS:
-            getattr(self, name)[rows] = 0
+        for column in (self.exact, self.mark, self.level, self.tenant, self.origin):  # others are 0 in a free row
+            column[rows] = 0
         self.group[rows], self.depth[rows] = group, depths
         self._place(rows, self._slots(group, words))
         return rows
@@ -356,10 +360,10 @@ class BlockTable:
 
     def free_unneeded(self, rows: Rows) -> None:
         """Free the rows among `rows` that nothing uses, holds, pins, saves or stores."""
-        needed = (self.users[rows] > 0) | (self.holds[rows] > 0) | (self.pins[rows] > 0) | (self.status[rows] > 0)
-        gone = rows[~needed]
+        gone = rows[self.users[rows] == 0]  # of most calls, none is left here
         if not len(gone):
             return
+        gone = gone[(self.holds[gone] == 0) & (self.pins[gone] == 0) & (self.status[gone] == 0)]
         self._index[self._slot[gone]] = _GONE
         self.group[gone] = -128  # no group's number, so that `_probe` never finds the row
         self._free[self._free_count : self._free_count + len(gone)] = gone
@@ -480,9 +484,9 @@ class BlockTable:
         self.exact_blocks += sign * int((self.exact[rows] > 0).sum())
         refined = (self.inner[rows] > 0).sum(axis=1)
         self._refined += sign * np.bincount(refined, minlength=len(self._refined))
-        groups, counts = np.unique(self.group[rows], return_counts=True)
-        for group, count in zip(groups.tolist(), counts.tolist(), strict=True):
-            self.saved_blocks[group] = self.saved_blocks.get(group, 0) + sign * count
+        for group, count in enumerate(np.bincount(self.group[rows] + 1).tolist(), NO_GROUP):
+            if count:
+                self.saved_blocks[group] = self.saved_blocks.get(group, 0) + sign * count
 
     # -- tenants --------------------------------------------------------------------------------------
 

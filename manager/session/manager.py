@@ -5,6 +5,7 @@ from a single thread and carries out the returned transfers.
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -55,6 +56,8 @@ from manthan.manager.transfer import JOB_BLOCKS, Transfer
 from manthan.policies import EvictionPolicy, PolicyOptions
 
 DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it
+LOOKED_AT = 32  # most sessions whose blocks `lead_overwritten` orders
+STEP_BLOCKS = 192  # most blocks that a step sorts in the pool, which walks block by block
 SPARE_SHARE = 1 / 8  # share of the budget that the spare resume points of all sessions may take
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
 """Orders of an operator that are refused while a request of the session runs."""
@@ -234,6 +237,8 @@ class SessionManager:
         self._heirs: dict[Session, None] = {}  # to enter into the order again, as relatives share their blocks no more
         self._heads_only: dict[Session, None] = {}
         """Sessions outside of the policy's order, because relatives share all blocks that they have left."""
+        self.to_order = deque[tuple[Callable[[int, list[bytes]], None], Rows]]()
+        """Calls of the pool about rows, as far as these are saved then. `order_some` makes one call at a time."""
         self.spare = 0  # number of saved blocks that the head of the pool's free queue should have
         self._led: list[tuple[int, int]] = []  # number and resident depth of each session last told to the pool
         self._left_out = 0  # number of latest consecutive returns whose prompts lack the last answer
@@ -271,7 +276,7 @@ class SessionManager:
             tokens: number of the prompt's tokens; None if there are none behind the full blocks.
             tail: the prompt's tokens behind the full blocks, as bytes; None if unknown.
         """
-        rows = self.blocks.enter(self.shape.session_group, hashes, 0)
+        rows = self.blocks.enter(self.shape.session_group, hashes, 0, self.table.rows_of(name, tenant))
         self.blocks.hold(rows, +1)
         known = first_false(self.blocks.users[rows] > 0) * self.shape.block_tokens
         self.enter_tenant(tenant)
@@ -550,15 +555,14 @@ class SessionManager:
                 elif not session.requests:
                     self.cut(session, depth, DropCause.ABANDONED)
 
-    def loaded_marks(self, rows: Rows) -> list[Mark]:
+    def loaded_marks(self, rows: Rows) -> NDArray[np.uint8]:
         """Return the marks that the pool's blocks get when these rows are loaded into them.
 
         With a shared tier all are DECODED, because another engine may have replaced a block by one of another codec.
         """
         if self._is_shared:
-            return [Mark.DECODED] * len(rows)
-        marks = np.where(self._is_whole(rows), self.blocks.mark[rows], np.uint8(Mark.DECODED))
-        return [MARKS[mark] for mark in marks.tolist()]
+            return np.full(len(rows), Mark.DECODED, np.uint8)
+        return np.where(self._is_whole(rows), self.blocks.mark[rows], np.uint8(Mark.DECODED))
 
     # -- stores ---------------------------------------------------------------------------------------
 
@@ -582,6 +586,15 @@ class SessionManager:
             plans += (more := self._save(session, room, now))
             room -= sum(len(plan.rows) for plan in more)
         return plans
+
+    def order_some(self) -> None:
+        """Tell the pool of the order of up to STEP_BLOCKS blocks."""
+        if self.to_order:
+            call, rows = self.to_order.popleft()
+            rows = rows[self.blocks.is_saved(rows) & (self.blocks.group[rows] == self.shape.session_group)]
+            call(self.shape.main, self.blocks.hashes(rows))
+            if call == self.pool.forget:
+                self._unkept()
 
     def _forget_overwritten(self, session: Session, now: float) -> None:
         """Cut a session that stays out of the tiers before its first lost block, and set a time to check it again."""
@@ -634,8 +647,7 @@ class SessionManager:
                 self.cut(session, int(blocks.depth[needed[begun.taken]]), DropCause.ABANDONED)
             elif begun.taken < len(needed):
                 if not session.refusals:  # with a full tier, saved blocks are overwritten no earlier than unsaved
-                    self.pool.forget(self.shape.main, blocks.hashes(rows[blocks.is_saved(rows)]))
-                    self._unkept()
+                    self.to_order += ((self.pool.forget, part) for part in reversed(split(rows)))
                 self._put_off(session, now)
                 return plans
         if session in self.saving and self.table.by_id.get(session.session_id) is session:
@@ -736,13 +748,15 @@ class SessionManager:
         length = first_false(marks != Mark.DECODED)
         is_gone = length < len(rows)
         lost = sum(at < 0 for at in ids) if is_gone else 0
+        shape = self.shape.groups[group]
+        if not length or (not is_pressed and self._is_exclusive and self.free_nbytes < min(shape.bounds.values())):
+            return StoresBegun([], 0, not length, lost)  # none fits, and nothing makes room
         rows, marks = rows[:length], marks[:length]
         counts = self._exact_tokens(rows, marks, group, session.tenant) if exact is None else np.full(length, exact)
-        shape = self.shape.groups[group]
         bounds = np.array([shape.bounds[tokens] for tokens in counts.tolist()], np.int64)
         needed, before = rows, self.blocks.saved_nbytes
         self.blocks.hold(needed, +1)
-        fits = self._make_room(bounds, session, is_pressed) if length else 0
+        fits = self._make_room(bounds, session, is_pressed)
         if self.blocks.saved_nbytes < before:  # blocks of the pool may have been released to make room
             fits = first_false(np.array(self.pool.lookup(group, hashes[:fits])) >= 0)
         self.pool.hold(ids[:fits])
@@ -773,7 +787,8 @@ class SessionManager:
         shape = self.shape.groups[group]
         left = self._sink - self.blocks.depth[rows].astype(np.int64) * shape.tokens
         counts = np.clip(left, 0, shape.tokens)
-        counts[~np.isin(counts, list(shape.bounds))] = 0  # a state has no first tokens
+        if counts.any():
+            counts[~np.isin(counts, list(shape.bounds))] = 0  # a state has no first tokens
         if group == self.shape.session_group and shape.tokens in shape.bounds and self.shares.heads:
             shared = first_false((self.blocks.users[rows] > 1) & (marks == Mark.EXACT))
             if shared:
@@ -896,7 +911,8 @@ class SessionManager:
                 return
             self.points.tidy(session)
         rows, tokens = session.rows, self.shape.block_tokens
-        self.pool.keep(self.shape.main, blocks.hashes(rows[::-1]))  # the tail is overwritten first
+        if not self._is_overwritten(int(rows[0])):
+            self.to_order += ((self.pool.keep, part) for part in split(rows[::-1]))  # the tail is overwritten first
         beside = session.point_rows
         pool_nbytes = sum(self.shape.groups[group].pool_nbytes for group in blocks.group[beside].tolist())
         self.events(
@@ -918,16 +934,21 @@ class SessionManager:
         session.stored = session.stored_nbytes = 0
 
     def lead_overwritten(self, most: int) -> None:
-        """Have the pool overwrite `most` saved blocks next, in the policy's order: tails first, shared heads last."""
+        """Have the pool overwrite `most` saved blocks next, in the policy's order: tails first, shared heads last.
+
+        The next steps tell the pool.
+        """
         if not self.shape.stores_main:
             return
         chosen, rows, count = [], list[Rows](), 0
-        for session in self.table.victims(self.table.resident):
+        for session in islice(self.table.victims(self.table.resident), LOOKED_AT):
             if count >= most:
                 break
             if not session.is_cold:  # with a full tier, many sessions may wait to be saved
                 continue
-            depth = bisect_left(session.rows, True, key=self._is_overwritten)  # sessions lose their last blocks first
+            depth = len(session.rows)
+            if any(map(self._is_overwritten, session.rows[-1:])):  # sessions lose their last blocks first
+                depth = bisect_left(session.rows, True, key=self._is_overwritten)
             if not depth:
                 self.table.resident.leave(session.session_id)
             else:
@@ -941,7 +962,7 @@ class SessionManager:
             shared = np.unique(own[is_shared])
             shared = shared[np.argsort(-self.blocks.depth[shared], kind="stable")]
             ordered = np.concatenate([own[~is_shared], shared])
-            self.pool.lead(self.shape.main, self.blocks.hashes(ordered))
+            self.to_order += ((self.pool.lead, part) for part in reversed(split(ordered)))
 
     def _is_overwritten(self, row: int) -> bool:
         group, block_hash = self.blocks.name(row)
@@ -1205,9 +1226,8 @@ class SessionManager:
 
     def _drop_redundant(self, short: int) -> None:
         """Drop compressed blocks whose computed KV is resident, first those that the pool overwrites last."""
-        blocks, main, marks = self.blocks, self.shape.main, self.pool.marks
-        found = (each for each in self.pool.redundant(self.spare) if each.group == main)
-        names = (each.block_hash for each in found if marks[each.block_id] is not Mark.DECODED)
+        blocks, main = self.blocks, self.shape.main
+        names = (each.block_hash for each in self.pool.redundant(self.spare) if each.group == main)
         while short > 0 and (some := list(dict.fromkeys(islice(names, JOB_BLOCKS)))):
             rows = blocks.find(main, some)
             rows = rows[rows >= 0]
@@ -1268,6 +1288,8 @@ class SessionManager:
 
     def _drop(self, rows: Rows, cause: DropCause) -> None:
         """Drop the compressed blocks of rows, all saved and not pinned."""
+        if not len(rows):
+            return
         for number in np.unique(self.blocks.group[rows]).tolist():
             of_group = rows[self.blocks.group[rows] == number]
             if number != NO_GROUP:
@@ -1449,3 +1471,8 @@ class SessionManager:
             blocks.saved_nbytes,
             self.budget_nbytes,
         )
+
+
+def split(rows: Rows) -> list[Rows]:
+    """Return parts of `rows` of STEP_BLOCKS rows at most."""
+    return [rows[at : at + STEP_BLOCKS] for at in range(0, len(rows), STEP_BLOCKS)]

@@ -216,6 +216,7 @@ class JournalLink(_Link):
             table.set_cold(session, True)
             table.remember(session)
             table.enter_order(session)
+            table.resident.leave(session.session_id)
             manager.said.adopted(session, one.facts["is_pinned"], now)
         table.take_changes()
         self._told = {each.session_id: self._unchanged(each) for each in written}

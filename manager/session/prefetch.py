@@ -7,9 +7,10 @@ from itertools import islice
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from manthan.manager.events import PrefetchHit
-from manthan.manager.pool import BlockName, Mark, Runway
+from manthan.manager.pool import MARKS, BlockName, Mark, Runway
 from manthan.manager.session.blocks import Rows, common_prefix
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Deadlines, Session, qualified
@@ -42,7 +43,7 @@ class _Load:
     rows: Rows
     block_ids: list[int]
     is_loaded: list[bool]
-    marks: list[Mark]
+    marks: NDArray[np.uint8]
     answers: Answers
     is_void: bool = False
 
@@ -255,7 +256,7 @@ class Prefetcher:
                 self._pool.free([ended.block_ids[at]])
                 ended.block_ids[at] = other
                 continue
-            mark = ended.marks[at]
+            mark = MARKS[ended.marks[at]]
             self._pool.marks.set([ended.block_ids[at]], mark, owner if mark is not Mark.EXACT else None)
             if is_coarse[at]:
                 self._pool.marks.coarsen([ended.block_ids[at]])

@@ -169,7 +169,7 @@ class Deadlines:
     def first(self) -> float:
         """The earliest time; infinity if there is none."""
         first = self._when.first()
-        return inf if first is None else first[0]
+        return inf if first is None else first.rank
 
     def set(self, session_id: str, when: float | None) -> None:
         """Set the time of a session, or remove the time with None."""
@@ -180,9 +180,9 @@ class Deadlines:
 
     def pop_due(self, now: float) -> Iterator[str]:
         """Yield the ids of sessions whose time has come, and remove them."""
-        while (first := self._when.first()) is not None and first[0] <= now:
-            self._when.discard(first[2])
-            yield first[2]
+        while (first := self._when.first()) is not None and first.rank <= now:
+            self._when.discard(first.key)
+            yield first.key
 
 
 class Order:
@@ -312,6 +312,11 @@ class SessionTable:
         session.stays_out = any(other.stays_out for other in self._named.get((tenant, name)))
         self._enter(session)
         return session
+
+    def rows_of(self, name: str | None, tenant: str) -> Rows:
+        """Return the rows of the tenant's first session of this name; none without a name."""
+        found = () if name is None else self._named.get((tenant, name))
+        return next((session.rows for session in found), NO_ROWS)
 
     def stay_out(self, session: Session, stays_out: bool) -> None:
         """Set `stays_out` of a session, and of all the tenant's sessions of the same name."""

@@ -87,6 +87,8 @@ def _rows(manager: SessionManager) -> Findings:
     rows = blocks.rows()
     free = blocks._free[: blocks._free_count].tolist()
     yield len(set(free)) == len(free), "a row is free twice"
+    for name in ("users", "holds", "pins", "status", "nbytes", "reserved", "inner", "moved"):
+        yield not getattr(blocks, name)[free].any(), f"a free row has {name}, and a new block would inherit it"
     users, holds, pins = Counter[int](), Counter[int](), Counter[int]()
     for session in sessions:
         users.update(session.rows.tolist())

@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 from manthan.benchmarks.simulator.pool import SimulatedPool
 from manthan.manager.events import Events
 from manthan.manager.session.blocks import GroupShape, MemoryShape
+from manthan.manager.session.hints import NO_HINTS, Hints
 from manthan.manager.session.manager import PointParts, SessionManager, StorePlan
 from manthan.policies import get_policy
 from manthan.vllm_hooks.events import KvEvents
@@ -53,7 +54,7 @@ class Engine:
         [event] = self.pool.take_events()
         return event
 
-    def ours(self, request: Request, is_known: bool = True) -> list[KVCacheEvent]:
+    def ours(self, request: Request, is_known: bool = True, hints: Hints = NO_HINTS) -> list[KVCacheEvent]:
         """It is answered, its session is named for the request, and goes cold."""
         hashes, manager = request.block_hashes, self.manager
         parts = list(self.groups.parts(BLOCKS))
@@ -62,7 +63,7 @@ class Engine:
             [block_id] = manager.pool.take(1)
             manager.pool.cache(block_id, group, block_hash, at)
             manager.pool.free([block_id])
-        manager.request_started("r", hashes, request.session_id, self.now)
+        manager.request_started("r", hashes, request.session_id, self.now, hints=hints)
         points = [PointParts(BLOCKS, beside)] if beside else []
         _, plans = manager.request_finished("r", hashes, self.now, points=points)
         self.store(plans)

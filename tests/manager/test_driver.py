@@ -137,7 +137,9 @@ def test_a_long_session_goes_cold_by_some_blocks_a_step() -> None:
     for stored in (hashes, []):
         talks.finish(talks.start(text, "A"), text)
         talks.now += IDLE_AFTER_S
-        steps = [talks.step().stores for _ in range(blocks // A_STEP + 3)]
+        steps = [talks.step().stores]
+        while talks.driver.has_work:  # an engine without requests steps on, too
+            steps.append(talks.step().stores)
         assert all(sum(map(len, jobs)) <= A_STEP for jobs in steps)
         assert [block_hash for jobs in steps for job in jobs for block_hash in job.block_hashes] == stored
         assert talks.pool.runway(8 * blocks) == 8 * blocks

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from talks import IDLE_AFTER_S, Talks, last_words, names
 
 from manthan.manager.events import DropCause, Evicted, StoreFailed
+from manthan.manager.session.blocks import NO_ROWS, BlockTable
 
 SHORT: dict[str, Any] = {"blocks": 64, "low": 0.04, "high": 0.0626}
 """Blocks are saved until 4 can be overwritten, once fewer than 2 can."""
@@ -38,6 +40,14 @@ def test_a_session_is_cold_when_all_its_blocks_are_stored_and_stays_resident(slo
     slow.step()
     assert (slow.states(), slow.driver.has_work) == ({"s": "cold"}, False)
     assert slow.resident("a b") == 2
+
+
+def test_a_prompt_gets_its_own_rows_whatever_rows_are_likely() -> None:
+    table = BlockTable()
+    known, other = table.enter(0, names("a b c"), 0), table.enter(0, names("a x y z"), 0)
+    assert known[0] == other[0]
+    for likely in (NO_ROWS, known, known[:2], other, np.concatenate([known[:2], other])):
+        assert table.enter(0, names("a b c"), 0, likely).tolist() == known.tolist()
 
 
 def test_a_failed_store_leaves_the_session_idle_and_is_tried_again() -> None:
@@ -143,4 +153,5 @@ def test_the_pool_puts_a_few_saved_blocks_into_order_at_a_time() -> None:
         talks.rest()
     talks.pool.lead(0, names("x y z"))
     talks.manager.lead_overwritten(2)
+    talks.manager.order_some()
     assert overwritten(talks, "a b c,x y z") == "c b x y z a"

@@ -47,7 +47,7 @@ def test_a_ranking_orders_by_the_last_numbers_and_stays_small() -> None:
                     ranking.discard(passed)
             assert seen == order
         first = ranking.first()
-        assert (first and first[2]) == min(expected, key=expected.__getitem__, default=None)
+        assert (first and first.key) == min(expected, key=expected.__getitem__, default=None)
         assert (len(ranking._entries), key in ranking) == (len(expected), key in expected)
     for step in range(20_000):
         ranking.set(f"k{step % 500}", step)

@@ -15,6 +15,10 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
+from manthan.manager.fronts import FrontTiers
+from manthan.manager.listing import Listing, Query
+from manthan.manager.session.hints import parse_hints
+
 PATIENCE_MS = 10_000
 ADAPTER = LoRARequest("adapter", 7, "/nowhere")
 
@@ -76,6 +80,17 @@ def test_a_router_finds_what_is_saved_until_it_is_dropped(
     assert (index.prefix("GPU", tokens), index.prefix(medium, tokens)) == (0, whole)
     index.take(wire.send(engine.forget()))
     assert index.blocks == {}
+
+
+def test_a_router_learns_whom_a_sub_agent_works_for(wire: Wire) -> None:
+    """Events have no field for the parent: they name the session, and the listing names its parent."""
+    engine, request = Engine(), asked(session_id="worker")
+    stored = wire.send(engine.ours(request, hints=parse_hints({"parent_session_id": "planner"})))
+    [told] = {(tag, fields["session_id"]) for tag, fields in stored}
+    assert told == ("BlockStored", "worker")
+    listing = Listing(engine.manager, FrontTiers(engine.manager, []), ["host"])
+    listed = {info.id: info.parent for info in listing.page(Query()).sessions}
+    assert listed[told[1]] == "planner"
 
 
 def test_blocks_of_a_window_come_under_their_group(wire: Wire) -> None:

@@ -61,14 +61,17 @@ class TwoPools(RuleBasedStateMachine):
         self.ours.free(blocks)
         self.vllm.free_blocks(self.of_vllm(blocks))
 
-    @rule(text=TEXT, group=st.sampled_from([0, WINDOW]))
-    def load(self, text: str, group: int) -> None:
-        """Enter one block, which stays referenced."""
+    @rule(text=TEXT, group=st.sampled_from([0, WINDOW]), is_saved=st.booleans(), is_cached=st.booleans())
+    def load(self, text: str, group: int, is_saved: bool, is_cached: bool) -> None:
+        """Enter one block, which stays referenced. A request that is aborted does not enter the loaded block."""
         if len(self.ours):
             self.held.append(self.ours.take(1))
             assert self.theirs.take(1) == [self.held[-1][0] + 1]
             for pool, first in self.both:
-                pool.cache(self.held[-1][0] + first, group, names(text)[-1], len(names(text)) - 1)
+                if is_saved and group == 0:
+                    pool.loaded([self.held[-1][0] + first])
+                if is_cached:
+                    pool.cache(self.held[-1][0] + first, group, names(text)[-1], len(names(text)) - 1)
 
     @rule(text=TEXT, group=st.sampled_from([0, WINDOW]))
     def hold(self, text: str, group: int) -> None:

@@ -38,6 +38,16 @@ def test_a_block_that_is_handed_out_is_neither_saved_nor_marked(pool: RealPool) 
     assert last_words(each.block_hash for each in pool.unsaved(9)) == "d c w v u z"
 
 
+def test_a_loaded_block_is_saved_until_it_is_handed_out(pool: RealPool) -> None:
+    for saved, queue in ((True, "y x b a d c w v u"), (False, "b a d c w v u y x")):
+        blocks = pool.take(2)
+        if saved:
+            pool.loaded(blocks)
+        pool.cache_all(blocks, names("x y"))
+        pool.free(blocks[::-1])
+        assert pool.queue() == queue
+
+
 def test_nothing_is_saved_after_a_reset(pool: RealPool) -> None:
     pool.keep(MAIN, names("a b"))
     pool.marks.set([3], Mark.DECODED, None)
