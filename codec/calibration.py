@@ -46,8 +46,6 @@ RATIOS = 20.0, 12.0, 8.0, 5.0
 """Least ratio of bf16 bytes to encoded bytes, by level."""
 EXPONENT, RIDGE = 0.5, 30.0
 """A token's steps are the token's weight to the power of -EXPONENT. RIDGE shrinks the regression's coefficients."""
-SPARSE = 2
-"""The regression takes one token in this number."""
 FINEST = 2.0 ** (np.arange(-90, 60) / 6)
 """Candidates for the finest step, in which errors weigh 1."""
 EXACT_TOKENS = 64
@@ -216,9 +214,9 @@ class _Joint:
         told = np.log(energies + 1e-9 * energies.mean() + 1e-300)
         trend = np.polynomial.polynomial.polyvander(np.linspace(-1, 1, len(told)), 3)
         told -= trend @ np.linalg.lstsq(trend, told, rcond=None)[0]
-        f = features(self._rows[: len(told) : SPARSE], self, self.head_dim)
+        f = features(self._rows[: len(told)], self, self.head_dim)
         products, sums = self._told or (0.0, 0.0)
-        self._told = products + (f.T @ f).astype(np.float64), sums + f.T.astype(np.float64) @ told[::SPARSE]
+        self._told = products + (f.T @ f).astype(np.float64), sums + f.T.astype(np.float64) @ told
 
     def weigher(self) -> Floats:
         """Ridge regression of the logarithm of a token's weight, as a token's j."""
