@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +15,13 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from manthan.benchmarks.restore import HOT_POOL_SHARE, MANTHAN, POOL_SESSIONS, SPARE_POSITIONS
 from manthan.benchmarks.served import Served
 from manthan.benchmarks.server import VllmServer
+from manthan.benchmarks.whole_blocks import write_plugin
 from manthan.codec.registry import codec_names, needs_profile
 
 PLAIN, OFFLOAD = "plain", "offload"
-OURS = ("host", "device", "redis", "tiered")
+WHOLE = "whole"
+"""As host, but blocks of a calibrated codec are never cut."""
+OURS = ("host", WHOLE, "device", "redis", "tiered")
 ARMS = (PLAIN, OFFLOAD, *OURS)
 ON_GPU_ONLY = (OFFLOAD, "device")
 IN_REDIS = ("redis", "tiered")
@@ -66,6 +70,8 @@ class CapacityArm:
             config.write_text(yaml.safe_dump(self.manthan, sort_keys=False))
             flags += ["--manthan-config", str(config)]
         env = {"VLLM_SERVER_DEV_MODE": "1"} | self.env  # for /reset_prefix_cache
+        if self.kind == WHOLE:
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(write_plugin(out)), os.environ.get("PYTHONPATH"))))
         return VllmServer(str(served.folder), flags, out / f"{stem}.log", env)
 
 
@@ -88,24 +94,42 @@ def split(budget: int, served: Served, tokens: int, *, small_pool: bool) -> Memo
 
 
 def make_arm(
-    kind: str, codec: str, budget: int, served: Served, tokens: int, redis: dict[str, str], flags: Sequence[str]
+    kind: str,
+    codec: str,
+    budget: int,
+    served: Served,
+    tokens: int,
+    redis: dict[str, str],
+    flags: Sequence[str],
+    profile: Path | None = None,
 ) -> CapacityArm:
     """Return the arm. redis: url and prefix, for the arms in Redis. flags: further arguments of `vllm serve`."""
     memory = split(budget, served, tokens, small_pool=kind != PLAIN)
-    return arm_in(memory, kind, codec, tokens + SPARE_POSITIONS, redis, flags)
+    return arm_in(memory, kind, codec, tokens + SPARE_POSITIONS, redis, flags, profile)
 
 
 def arm_in(
-    memory: Memory, kind: str, codec: str, longest: int, redis: dict[str, str], flags: Sequence[str]
+    memory: Memory,
+    kind: str,
+    codec: str,
+    longest: int,
+    redis: dict[str, str],
+    flags: Sequence[str],
+    profile: Path | None = None,
 ) -> CapacityArm:
-    """Return the arm with this memory. longest: tokens of a prompt with the answer."""
+    """Return the arm with this memory.
+
+    longest: tokens of a prompt with the answer. profile: for a codec that takes one; the guard, which would begin with
+    another codec, is off then.
+    """
     more = tuple(flags)
     if kind == PLAIN:
         return CapacityArm(kind, "", memory, longest, flags=more)
     if kind == OFFLOAD:
         size = ("--kv-offloading-size", f"{memory.store_nbytes / 2**30:.6f}")
         return CapacityArm(kind, "", memory, longest, flags=(*more, *size))
-    manthan: dict[str, Any] = {**MANTHAN, "idle.min_tokens": 0, "codec": codec}
+    named = {"name": codec, "profile": str(profile.absolute()), "guard": False} if profile else codec
+    manthan: dict[str, Any] = {**MANTHAN, "idle.min_tokens": 0, "codec": named}
     manthan["tiers"] = _tiers(kind, memory.store_nbytes)
     if kind in IN_REDIS:
         manthan["tiers"]["redis"] = redis | {"prefix": f"{redis['prefix']}{kind}-{codec}-{memory.budget}:"}
@@ -116,7 +140,7 @@ def _tiers(kind: str, nbytes: int) -> dict[str, Any]:
     if kind == "tiered":
         front = nbytes // TIERED_FRONT
         return {"kind": "redis", "max_bytes": nbytes - front, "host_bytes": front}
-    return {"kind": kind, "max_bytes": nbytes}
+    return {"kind": "host" if kind == WHOLE else kind, "max_bytes": nbytes}
 
 
 # -- arguments ------------------------------------------------------------------------------------------
@@ -144,10 +168,11 @@ def read_kinds(text: str, on_gpu: bool) -> list[str]:
     return [kind for kind in ARMS if kind in wanted]
 
 
-def read_codecs(text: str) -> list[str]:
-    """Codecs by name; raises BadParameter."""
+def read_codecs(text: str, profile: Path | None = None) -> list[str]:
+    """Codecs by name, those of a profile if there is one; raises BadParameter."""
     wanted = [part.strip() for part in text.split(",")]
-    refuse_unknown("--codecs", set(wanted), [name for name in codec_names() if not needs_profile(name)])
+    known = [name for name in codec_names() if needs_profile(name) == (profile is not None)]
+    refuse_unknown("--codecs", set(wanted), known)
     return wanted
 
 

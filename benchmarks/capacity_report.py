@@ -27,6 +27,8 @@ class Found:
     """Sessions kept by an arm in a budget; budget is 0 for a given server. split: bytes of the pool, and outside the
     pool. right of asked: answers on return.
 
+    divergence: mean over restored blocks, in nats, by the levels of a calibrated codec; NaN for other codecs.
+
     kept_ms, recomputed_ms: times to first token of kept returns, and of recomputed returns. nbytes: of a kept session,
     compressed or bf16.
     """
@@ -42,6 +44,7 @@ class Found:
     right: int
     asked: int
     failures: float
+    divergence: float = math.nan
 
     @classmethod
     def of(cls, run: dict[str, Any]) -> "Found":
@@ -62,6 +65,7 @@ class Found:
             sum(answered),
             len(answered),
             sum(level["failures"] for level in run["levels"]),
+            math.nan if (told := best.get("held", {}).get("divergence")) is None else told,
         )
 
 
@@ -118,7 +122,7 @@ def make_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
     table.add_column("pool + store", justify="right")
     for header in ("came", "kept", "× plain", "MiB\na session", "first token, kept\np50 / p95 / p99, ms"):
         table.add_column(header, justify="right")
-    for header in ("recomputed\np50, ms", "right\nanswers"):
+    for header in ("recomputed\np50, ms", "right\nanswers", "diverges\nat most, nats"):
         table.add_column(header, justify="right")
     ratio = gains(found)
     for one in found:
@@ -134,6 +138,7 @@ def make_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
             " / ".join(_number(quantile(one.kept_ms, share), 0) for share in QUANTILES),
             _number(quantile(one.recomputed_ms, 0.5), 0),
             f"{one.right} of {one.asked}" if one.asked else "",
+            _number(one.divergence, 4),
         )
     return table
 

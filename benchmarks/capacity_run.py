@@ -38,6 +38,7 @@ from manthan.benchmarks.restore import KEPT_SHARE, MANTHAN, SPARE_POSITIONS
 from manthan.benchmarks.served import SAFE_VOCABULARY, Served, Session, make_session, random_session
 from manthan.benchmarks.server import codec_used
 from manthan.benchmarks.settle import until_settled
+from manthan.manager.session.blocks import LEVELS
 
 CPU_TOKENS, GPU_TOKENS = 2000, 8192
 CPU_BUDGETS, GPU_BUDGETS = "64MiB,128MiB,256MiB", "6GiB,12GiB,24GiB"
@@ -117,7 +118,8 @@ class Asker:
         kept = {f"s{found.session}" for found in returns if found.kept}
         blocks = returns[0].prompt_tokens // self.block_size
         found = where_held(held, kept, blocks, self.block_size)
-        return {"came": len(returns), "kept": len(kept), "session_blocks": blocks} | found
+        at_most = divergence(held, kept)
+        return {"came": len(returns), "kept": len(kept), "session_blocks": blocks, "divergence": at_most} | found
 
     def _held(self) -> list[dict[str, Any]]:
         """Return the sessions in Manthan's list."""
@@ -187,6 +189,20 @@ def where_held(sessions: Sequence[dict[str, Any]], kept: set[str], full_blocks: 
             found["computed"] += computed
             found["both"] += max(0, computed + session["cold_blocks"] - session["blocks"])
     return dict(found)
+
+
+def divergence(sessions: Sequence[dict[str, Any]], kept: set[str]) -> float | None:
+    """Return the mean divergence in nats of kept sessions' blocks that are not resident; None for uncut codecs.
+
+    A session counts by the coarsest of its blocks, so that the mean is a little more than that of all blocks.
+    """
+    told = [
+        (LEVELS[session["level"]].divergence, session["blocks"] - session["hot_blocks"])
+        for session in sessions
+        if session["id"] in kept and session.get("level") is not None
+    ]
+    blocks = sum(count for _, count in told)
+    return sum(nats * count for nats, count in told) / blocks if blocks else None
 
 
 def measure(
@@ -259,11 +275,11 @@ def choose_arms(options: Namespace, served: Served, stack: ExitStack) -> list[Ca
         raise typer.BadParameter(
             f"--tokens {tokens} is too long for {served.name}: it has {served.shape.positions} positions"
         )
-    kinds, codecs = read_kinds(options.arms, served.on_gpu), read_codecs(options.codecs)
+    kinds, codecs = read_kinds(options.arms, served.on_gpu), read_codecs(options.codecs, options.profile)
     budgets = read_budgets(options.budgets or (GPU_BUDGETS if served.on_gpu else CPU_BUDGETS))
     redis = stack.enter_context(redis_for_arms(options.redis_url)) if {*kinds} & {*IN_REDIS} else {}
     return [
-        make_arm(kind, codec, budget, served, tokens, redis, options.flags)
+        make_arm(kind, codec, budget, served, tokens, redis, options.flags, options.profile)
         for budget in budgets
         for kind in kinds
         for codec in (codecs if kind not in (PLAIN, "offload") else [""])

@@ -51,7 +51,7 @@ FINEST = 2.0 ** (np.arange(-90, 60) / 6)
 EXACT_TOKENS = 64
 """Tokens of the block for measuring exact blocks."""
 FEW = 8
-"""A step is searched with each eighth of the tokens held back."""
+"""A step is searched, and sizes and errors are measured, with each eighth of the tokens held back."""
 
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
@@ -62,16 +62,14 @@ class _Moments:
 
     def __init__(self, size: int, are_keys: bool) -> None:
         self.are_keys, self.tokens, self.every = are_keys, 0, 1
-        self.sums, self.products = np.zeros(size), np.zeros((size, size))
+        self.sums = np.zeros(size)
         self.held = np.zeros((0, size), np.float32)
         self.weights: Doubles | None = None
 
     def add(self, x: Floats) -> None:
         kept = len(x) - len(x) // HELD_BACK
-        rows = x[:kept].astype(np.float64)
         self.tokens += kept
-        self.sums += rows.sum(0)
-        self.products += rows.T @ rows
+        self.sums += x[:kept].sum(0, np.float64)
         self.held = np.concatenate([self.held, x[kept :: self.every]])
         if len(self.held) > SAMPLE:
             self.held, self.every = self.held[::2], 2 * self.every
@@ -80,9 +78,12 @@ class _Moments:
         """Average weight of a number; None without a metric."""
         return None if self.weights is None else float(np.trace(self.weights[at, at])) / (at.stop - at.start)
 
-    def root(self, at: slice, share: float) -> Doubles:
-        """Matrix [C, C] in whose space errors weigh alike, in all layers and kinds. share: see SHARES."""
-        root, weight = np.linalg.cholesky(self.metric(at)), self.weight(at)
+    def root(self, at: slice, share: float, covariance: Doubles) -> Doubles:
+        """Matrix [C, C] in whose space errors weigh alike, in all layers and kinds.
+
+        share: see SHARES. covariance: of the numbers at `at`.
+        """
+        root, weight = np.linalg.cholesky(self.metric(at, covariance)), self.weight(at)
         if weight is not None:
             step = weight and weight**-0.5
         else:
@@ -91,16 +92,11 @@ class _Moments:
         made: Doubles = root / (step or 1.0)
         return made
 
-    def metric(self, at: slice) -> Doubles:
+    def metric(self, at: slice, covariance: Doubles) -> Doubles:
         """Metric of the numbers at `at`, 1 on average."""
         if self.weights is not None:
             return _evened(self.weights[at, at], EVEN)
-        return _evened(self.covariance(at), EVEN_OF_KEYS) if self.are_keys else np.eye(at.stop - at.start)
-
-    def covariance(self, at: slice) -> Doubles:
-        mean = self.sums[at] / self.tokens
-        made: Doubles = self.products[at, at] / self.tokens - np.outer(mean, mean)
-        return made
+        return _evened(covariance, EVEN_OF_KEYS) if self.are_keys else np.eye(at.stop - at.start)
 
 
 def _evened(weights: Doubles, least: float) -> Doubles:
@@ -239,33 +235,42 @@ class _Joint:
         moments = [
             (each, share) for layer in layers[first : first + count] for each, share in zip(layer, SHARES, strict=False)
         ]
-        size, step = len(self.center), at.stop - at.start
-        root, undone = np.zeros((size, size)), np.zeros((size, size))
-        for n, (each, share) in enumerate(moments):
-            here = slice(n * step, (n + 1) * step)
-            root[here, here] = each.root(at, share)
-            undone[here, here] = np.linalg.inv(root[here, here])
+        step = at.stop - at.start
+        parts = [slice(n * step, (n + 1) * step) for n in range(len(moments))]
         mean = self._sums / self._tokens
         covariance = self._products / self._tokens - np.outer(mean, mean)
-        _, directions = np.linalg.eigh(root.T @ covariance @ root)
+        roots = [
+            each.root(at, share, covariance[here, here]) for here, (each, share) in zip(parts, moments, strict=True)
+        ]
+        for here, root in zip(parts, roots, strict=True):
+            covariance[:, here] = covariance[:, here] @ root
+        for here, root in zip(parts, roots, strict=True):
+            covariance[here] = root.T @ covariance[here]
+        directions = np.linalg.eigh(covariance.astype(np.float32))[1][:, ::-1].T.astype(np.float64)
         least = min(len(each.held) for each, _ in moments)
         held = np.concatenate([each.held[:least, at] for each, _ in moments], 1)
-        inverse = directions[:, ::-1].T @ undone
+        inverse = np.concatenate(
+            [directions[:, here] @ np.linalg.inv(root) for here, root in zip(parts, roots, strict=True)], 1
+        )
         scale = np.maximum(np.linalg.norm(inverse, axis=0), 1e-30)
-        return _Components(self, held, (self.center + mean).astype(np.float32), scale, inverse / scale)
+        mean = (self.center + mean).astype(np.float32)
+        rotated = [(held - mean)[:, here] @ root for here, root in zip(parts, roots, strict=True)]
+        y = np.concatenate(rotated, 1).astype(np.float32) @ directions.T.astype(np.float32)
+        return _Components(self, held, y, mean, scale, inverse / scale)
 
 
 class _Components:
     """Transform of a group, and the components y of rows held back, before a step is chosen."""
 
-    def __init__(self, joint: _Joint, held: Floats, mean: Floats, scale: Doubles, transform: Doubles) -> None:
+    def __init__(
+        self, joint: _Joint, held: Floats, y: Floats, mean: Floats, scale: Doubles, transform: Doubles
+    ) -> None:
         size = len(mean)
         self.group = Group(
             *(joint.place, joint.head_dim, mean, scale.astype(np.float32), transform.astype(np.float16)),
             *(np.zeros(size, np.uint8), joint.center, joint.deviations, joint.weigher(), np.zeros(size, np.int8)),
         )
-        self.held, self.j = held, shifts_of(self.group, held)
-        self.y = (held - mean) @ self.group.forward
+        self.held, self.y, self.j = held, y, shifts_of(self.group, held)
         deviations = np.sqrt(np.square(self.y).mean(0)) + 1e-9
         sharp = np.abs(self.y).mean(0) / deviations
         near = [math.gamma(2 / s) / math.sqrt(math.gamma(1 / s) * math.gamma(3 / s)) for s in SHAPES]
@@ -303,11 +308,11 @@ def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple
         for level, ratio in enumerate(RATIOS)
     ]
 
-    def bits(step: float, some: int = 1) -> Doubles:
+    def bits(step: float) -> Doubles:
         made = np.zeros(len(STEPS))
         made[0] = 4 * len(every) / size
         for each in every:
-            y, j = each.y[::some], each.j[::some].copy()
+            y, j = each.y[::FEW], each.j[::FEW].copy()
             q = finest(y / np.float32(step), j)
             if q is None:
                 return np.full(len(STEPS), 1e9)
@@ -315,17 +320,17 @@ def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple
             made += [8 * len(written([group], [q], [j], level)) / numbers for level in range(len(STEPS))]
         return np.cumsum(made)
 
-    at = bisect_left(FINEST[:-1], True, key=lambda step: bool((bits(step, FEW) <= wanted).all()))
+    at = bisect_left(FINEST[:-1], True, key=lambda step: bool((bits(step) <= wanted).all()))
     step = float(FINEST[at])
-    made = [[_measured(each, each.stepped(step), info) for each in of_rank] for of_rank in ranks]
+    made = [[_measured(each, step, info) for each in of_rank] for of_rank in ranks]
     return made, _bits_exact(info, ranks[0], made[0], bits(step))
 
 
-def _measured(each: _Components, group: Group, info: ProfileInfo) -> Group:
+def _measured(each: _Components, step: float, info: ProfileInfo) -> Group:
     """Return the group with the deviations of the errors at the finest lossy level."""
-    x, j = each.held, each.j
-    q = finest((x - group.mean) @ group.forward, j)
-    back = places(group, q, j, 0, len(STEPS) - 1).T @ group.inverse / (FINE * 256) + group.mean
+    group, x, j = each.stepped(step), each.held[::FEW], each.j[::FEW].copy()
+    q = finest(each.y[::FEW] / np.float32(step), j)
+    back = places(group, q, j, 0, len(STEPS) - 1).astype(np.float32).T @ group.inverse / (FINE * 256) + group.mean
     errors = np.square((back - x) * (256 / SCALES[j - LEAST_J])[:, None]).mean(0)
     by_kind = errors.reshape(group.place[1], len(info.kinds), -1, group.head_dim)
     if info.rope is not None:  # RoPE mixes both numbers of a pair

@@ -24,6 +24,7 @@ from manthan.codec.tables.frequencies import ESCAPE, LARGEST
 LOWEST = np.uint32(1 << 16)
 MASK = np.uint32(0xFFF)
 LANES = 32
+U = np.uint64
 SPLITS, WIDTHS, FALLING, FURTHEST = levels.SPLITS, len(levels.WIDTHS), levels.FALLING, 32767
 ZERO = np.float32(0)
 ROWS_AT_ONCE, COLUMNS = 8, 768
@@ -440,43 +441,48 @@ def read_levels(
     """
     levels, streams = states.shape
     size, tokens = out.shape
-    told, chosen = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
+    told, chosen = np.empty(tokens, np.int64), np.empty(tokens, np.uint64)
+    # numba looks for a negative number in every index that may be one, which takes a quarter of the time
+    flat_base, flat_parts, flat_centres, flat_states = base.ravel(), parts.ravel(), centres.ravel(), states.ravel()
     for component in range(size):
         for token in range(tokens):
             chosen[token] = _table(np.int64(tables[component]), shifts[token])
-        first, word = component * tokens, at[0]
+        first, word = U(component * tokens), U(at[0])
         for token in range(tokens):
-            stream = (first + token) & (streams - 1)
-            x = np.int64(states[0, stream])
-            entry = np.int64(base[chosen[token], x & MASK])
-            x = (entry >> 12 & MASK) * (x >> 12) + (entry & MASK)
-            following, lower = x << 16 | np.int64(words[word]), x < LOWEST
-            states[0, stream] = following if lower else x
-            word += np.int64(lower)
-            told[token] = (entry >> 24) - LARGEST
+            stream = first + U(token) & U(streams - 1)
+            x = U(flat_states[stream])
+            entry = U(flat_base[chosen[token] << U(12) | x & U(MASK)])
+            x = (entry >> U(12) & U(MASK)) * (x >> U(12)) + (entry & U(MASK))
+            following, lower = x << U(16) | U(words[word]), x < U(LOWEST)
+            flat_states[stream] = following if lower else x
+            word += U(lower)
+            told[token] = np.int64(entry >> U(24)) - LARGEST
             if told[token] == ESCAPE - LARGEST:
                 told[token] = np.int64(np.int16(words[word]))
-                word += 1
+                word += U(1)
         at[0] = word
         for level in range(1, levels):
-            word = at[level]
+            word, begin, tables_begin = U(at[level]), U(level * streams), U((level - 1) * parts[0].size)
             for token in range(tokens):
-                stream, so_far = (first + token) & (streams - 1), told[token]
-                x = np.int64(states[level, stream])
-                slot, edges = x & MASK, np.int64(parts[level - 1, chosen[token], min(abs(so_far), 3)])
-                one, two = edges & 0xFFFF, edges >> 16
+                stream, so_far = begin + (first + U(token) & U(streams - 1)), told[token]
+                x = U(flat_states[stream])
+                edges = U(flat_parts[tables_begin + (chosen[token] << U(2)) + U(min(abs(so_far), 3))])
+                slot, one, two = x & U(MASK), edges & U(0xFFFF), edges >> U(16)
                 from_one, from_two = slot >= one, slot >= two
-                start = two if from_two else (one if from_one else 0)
-                end = 4096 if from_two else (two if from_one else one)
-                x = (end - start) * (x >> 12) + slot - start
-                following, lower = x << 16 | np.int64(words[word]), x < LOWEST
-                states[level, stream] = following if lower else x
-                word += np.int64(lower)
+                start = two if from_two else (one if from_one else U(0))
+                end = U(4096) if from_two else (two if from_one else one)
+                x = (end - start) * (x >> U(12)) + slot - start
+                following, lower = x << U(16) | U(words[word]), x < U(LOWEST)
+                flat_states[stream] = following if lower else x
+                word += U(lower)
                 part = np.int64(from_one) + np.int64(from_two) - 1
                 told[token] = SPLITS[level - 1] * so_far + (-part if so_far < 0 else part)
             at[level] = word
         for token in range(tokens):
-            out[component, token] = _place(told[token], chosen[token], fine, centres, scales[token])
+            size_told = abs(told[token])
+            position = np.int64(flat_centres[(chosen[token] << U(2)) + U(min(size_told, 3))])
+            place = (size_told * fine + position) * scales[token]
+            out[component, token] = -place if told[token] < 0 else place
         for level in range(levels):
             if at[level] > ends[level]:
                 return False

@@ -1,23 +1,28 @@
 """`manthan bench capacity` on real servers, at a small size: figures, files, plots, mistakes."""
 
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import typer
 from bench_command import is_png, refusal, report, run
 from rich.console import Console
 
 from manthan.benchmarks import settle
 from manthan.benchmarks.arms import make_console, read_report, run_jobs
-from manthan.benchmarks.capacity_arms import make_arm, read_budgets, split
+from manthan.benchmarks.capacity_arms import make_arm, read_budgets, read_codecs, split
 from manthan.benchmarks.capacity_report import found_in, gains
-from manthan.benchmarks.capacity_run import duration, where_held
+from manthan.benchmarks.capacity_run import divergence, duration, where_held
 from manthan.benchmarks.endpoint import ServerError
 from manthan.benchmarks.served import Served
 from manthan.benchmarks.server import VllmServer
 from manthan.benchmarks.tables import MODEL
+from manthan.benchmarks.whole_blocks import DISTRIBUTION, write_plugin
 from manthan.codec import DEFAULT
+from manthan.manager.session.blocks import LEVELS
+from manthan.manager.session.manager import SessionManager
 
 TOKENS = 528
 """16 full blocks and a half: both questions of a session stand in the half."""
@@ -60,7 +65,10 @@ def test_every_returning_session_is_answered_rightly(found: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--arms", "plain,hots"), "--arms hots is unknown: there are plain, offload, host, device, redis, tiered"),
+        (
+            ("--arms", "plain,hots"),
+            "--arms hots is unknown: there are plain, offload, host, whole, device, redis,",
+        ),
         (("--codecs", "lloyd9"), "--codecs lloyd9 is unknown: there are wht-5x,"),
         (("--budgets", "64 apples"), "--budgets must be sizes with commas between, such as 64MiB,128MiB, not"),
         (("--budgets", "4MiB"), "--budgets: 4.0MiB is too small for sessions of 2000 tokens of tiny-llama: name 20."),
@@ -145,6 +153,35 @@ def test_resident_blocks_are_computed_or_decoded() -> None:
         "decoded": 4 + 16 + 2,
         "saved": 16 + 10 + 16 + 2 + 4,
     }
+
+
+def test_restored_blocks_diverge_by_their_sessions_level() -> None:
+    coarse, fine = (listed(name, hot=0, cold=16) | {"level": level} for name, level in (("coarse", 0), ("fine", 2)))
+    mean = (LEVELS[0].divergence + LEVELS[2].divergence) / 2
+    assert divergence([coarse, fine], {"coarse", "fine"}) == pytest.approx(mean)
+    assert divergence([coarse, fine], {"fine"}) == LEVELS[2].divergence
+    assert divergence([coarse | {"hot_blocks": 16}, fine], {"coarse", "fine"}) == LEVELS[2].divergence
+    assert divergence([listed("of one rate", hot=0, cold=16)], {"of one rate"}) is None
+
+
+def test_a_profile_comes_with_its_codecs(served: Served, tmp_path: Path) -> None:
+    profile = tmp_path / "profile"
+    assert read_codecs("klt-8x,klt-5x", profile) == ["klt-8x", "klt-5x"]
+    with pytest.raises(typer.BadParameter, match="--codecs wht-5x is unknown"):
+        read_codecs("wht-5x", profile)
+    arm = make_arm("whole", "klt-8x", BUDGET, served, TOKENS, {}, [], profile)
+    assert arm.manthan is not None
+    assert arm.manthan["codec"] == {"name": "klt-8x", "profile": str(profile), "guard": False}
+    assert arm.manthan["tiers"]["kind"] == "host"
+
+
+def test_vllm_finds_the_plugin_that_keeps_blocks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SessionManager, "_trim_until", SessionManager._trim_until)  # put back at the end
+    monkeypatch.syspath_prepend(str(write_plugin(tmp_path)))
+    (point,) = entry_points(group="vllm.general_plugins", name=DISTRIBUTION)
+    point.load()()
+    manager = object.__new__(SessionManager)  # without any session: a cut would fail
+    manager._trim_until(lambda: 1)
 
 
 class Told:

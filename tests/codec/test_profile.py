@@ -199,3 +199,15 @@ def test_a_few_tokens_are_held_back_however_many_come():
         assert SAMPLE / 4 < len(builder._layers[0][0].held) <= SAMPLE
     assert builder.tokens == 8 * 3200
     assert len(builder.finish().info.bits) == len(levels.STEPS) + 1
+
+
+def test_a_token_far_from_all_others_is_calibrated_with():
+    builder = ProfileBuilder(replace(PROFILE.info, metric="fisher"))
+    for start in range(0, 1024, 128):
+        keys, values, positions = profiles.kv(128, seed=start, first=start)
+        if not start:
+            values[:, :, -7] *= 1e6  # held back, and not among those that steps are searched with
+        for layer in range(profiles.LAYERS):
+            builder.add(layer, positions, keys[layer], values[layer])
+            builder.weigh(layer, np.eye(profiles.SIZE), np.eye(profiles.SIZE))
+    assert max(builder.finish().info.bits) < 16

@@ -106,7 +106,7 @@ def test_a_profile_of_latents_is_made_by_what_errors_do_to_predictions(tmp_path)
     assert np.allclose(moments.weights, moments.weights.T)
     assert np.trace(moments.weights) > 0
     # behind an RMS norm with weights of GAIN over the root of 512, which make_latent_model leaves at 1
-    energy = (moments.sums[None] ** 2).sum() / moments.tokens**2 + np.trace(moments.covariance(slice(0, LATENT)))
+    energy = np.square(moments.held).sum(1).mean()
     assert energy == pytest.approx(LATENT, rel=0.05)
 
 

@@ -1,0 +1,22 @@
+"""Plug-in of vLLM for the capacity benchmark's arm `whole`: Manthan drops whole blocks and never cuts them."""
+
+from pathlib import Path
+
+from manthan.manager.session.manager import SessionManager
+
+DISTRIBUTION = "manthan_whole_blocks"
+PLUGIN = f"[vllm.general_plugins]\n{DISTRIBUTION} = {__name__}:install\n"
+
+
+def install() -> None:
+    """Take blocks' refinements for needed, in this process."""
+    SessionManager._trim_until = lambda *_: None  # type: ignore[method-assign]
+
+
+def write_plugin(folder: Path) -> Path:
+    """Write the plug-in's description, which vLLM finds in folders of PYTHONPATH. Return the folder."""
+    info = folder / "whole-blocks" / f"{DISTRIBUTION}-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(PLUGIN)
+    return info.parent.absolute()
