@@ -396,8 +396,7 @@ class Driver:
             if (self._has_finished or self._overwritten > LED) and taken + wanted > 0:
                 manager.lead_overwritten(max(LED, self._overwritten))
                 self._has_finished, self._overwritten = False, 0
-            if not wanted and not manager.saving:
-                manager.order_some()
+            manager.order_some()
         if self.fronts.budgets:
             self.fronts.settle()
         drops = self._drops.copy()
@@ -672,7 +671,7 @@ class Driver:
     @property
     def has_orders(self) -> bool:
         """True if another step would have something to order at once."""
-        orders = self._drops or self._granted or self.manager.to_order
+        orders = self._drops or self._granted or (self.manager.to_order and not self.rests)
         return bool(orders) or (bool(self.manager.saving) and not self._stores and self._room > 0)
 
     @property

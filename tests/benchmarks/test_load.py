@@ -20,7 +20,7 @@ from manthan.benchmarks.load_talk import Asked, Talk
 from manthan.benchmarks.load_waits import Lines, explain, read_log
 from manthan.benchmarks.server import VllmServer
 from manthan.codec import DEFAULT
-from manthan.vllm_hooks import ordering
+from manthan.manager.config.model import ManthanConfig
 
 CHATS, TOKENS, TURNS, POOL = 5, 528, 2, 1300
 OURS = f"host {DEFAULT}"
@@ -174,14 +174,14 @@ def test_ratios_are_of_the_same_repeats_and_the_bound_is_for_first_tokens_of_ord
     host, arrival = found["fits", "first token", "host"], found["fits", "first token", "host-arrival"]
     assert host.ratios == pytest.approx({"p50": 200 / 150, "p99": 298 / 199})
     assert host.spread["p50"] == pytest.approx((0.5, 3.0))
-    assert host.above == ["p50 1.33 (within 10 s)", "p99 1.50 (within 10 s)"]
+    assert host.above == ["p50 1.33 (within 60 s)", "p99 1.50 (within 60 s)"]
     assert [said.split()[0] for said in arrival.above] == ["p50", "p99"]
     assert not any("within" in said for said in arrival.above)
     assert found["outgrows", "between tokens", "host"].above == ["p50 1.10", "p99 1.20"]
     assert found["outgrows", "between tokens", "host-arrival"].above == []
-    far = replace(host, ours={"p50": 10300.0, "p99": 2100.0})
-    assert far.above == ["p50 68.67", "p99 10.55 (within 10 s)"]
-    assert BOUND_S == ordering.BOUND_S
+    far = replace(host, ours={"p50": 60300.0, "p99": 2100.0})
+    assert far.above == ["p50 402.00", "p99 10.55 (within 60 s)"]
+    assert ManthanConfig().admission_s == BOUND_S
 
 
 # -- what a wait is made of -----------------------------------------------------------------------------
