@@ -23,7 +23,7 @@ CAME: dict[str, tuple[str, ...]] = {
     "Alone": ("dropped of 1: abandoned", "dropped of 1: budget"),
 }
 """Of some configurations, events without which a run proves little."""
-LONGER = {"Two": 3, "RefinedPoints": 3}
+LONGER = {"Two": 3, "RefinedPoints": 3, "Alone": 3}
 """Of some configurations, so many times more steps, until those have come to pass."""
 OF_ALL = ("loaded", "load failed", "encoded exact", "encoded derived")
 
