@@ -9,7 +9,7 @@ PLUGIN = f"[vllm.general_plugins]\n{DISTRIBUTION} = {__name__}:install\n"
 
 
 def install() -> None:
-    """Take blocks' refinements for needed, in this process."""
+    """Have this process drop no refinements: a full tier drops whole blocks."""
     SessionManager._trim_until = lambda *_: None  # type: ignore[method-assign]
 
 

@@ -77,7 +77,10 @@ class ReturnsFirstQueue(RequestQueue):
             self._push(request, entry.tie)
 
     def first_if_within(self, tokens: int) -> bool:
-        """True if the first request has at most `tokens` tokens to compute, and the pool may have room for it."""
+        """True if the first request has at most `tokens` tokens to compute, and the pool may have room for it.
+
+        A request that vLLM has just left is sorted behind others first.
+        """
         self._set_back()
         first = self._order[0].request if self._order else None
         if first is None or first.request_id in self._too_large:

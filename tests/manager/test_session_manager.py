@@ -155,3 +155,15 @@ def test_the_pool_puts_a_few_saved_blocks_into_order_at_a_time() -> None:
     talks.manager.lead_overwritten(2)
     talks.manager.order_some()
     assert overwritten(talks, "a b c,x y z") == "c b x y z a"
+
+
+def test_saved_blocks_are_put_into_order_while_sessions_wait_to_be_saved(slow: Talks) -> None:
+    """An engine steps on as long as there is something to order."""
+    slow.talk("a b c", "s")
+    slow.now = IDLE_AFTER_S
+    slow.step()
+    assert slow.manager.saving
+    slow.manager.to_order.append((slow.pool.keep, NO_ROWS))
+    slow.step()
+    assert slow.manager.saving
+    assert not slow.manager.to_order
