@@ -140,6 +140,9 @@ class Pool(Protocol):
     def unsaved(self, most: int) -> Iterator[FreeBlock]:
         """Yield the unsaved blocks among the first `most` of the free queue, from the head on."""
 
+    def saved(self, most: int) -> Iterator[tuple[int, FreeBlock]]:
+        """Yield the saved blocks among the first `most` of the free queue, each with its index there."""
+
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
         """Yield saved blocks of computed KV that the pool will not overwrite soon, the one overwritten last first.
 

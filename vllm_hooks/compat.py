@@ -736,6 +736,11 @@ class VllmPool:
             if block.block_hash is not None and block.block_id not in self._saved:
                 yield _named(block)
 
+    def saved(self, most: int) -> Iterator[tuple[int, FreeBlock]]:
+        for at, block in enumerate(list(islice(self._free.iter_blocks_after(None), most))):
+            if block.block_hash is not None and block.block_id in self._saved:
+                yield at, _named(block)
+
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
         computed = self._saved - self.marks.decoded
         used = [block for block_id in computed if (block := self._pool.blocks[block_id]).ref_cnt > 0]

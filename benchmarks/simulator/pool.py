@@ -153,6 +153,10 @@ class SimulatedPool:
         before = len(self._empty) + len(self._kept)
         return (self._named(block) for block in list(islice(self._rest, max(0, most - before))))
 
+    def saved(self, most: int) -> Iterator[tuple[int, FreeBlock]]:
+        before = len(self._empty)
+        return enumerate(map(self._named, list(islice(self._kept, max(0, most - before)))), before)
+
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
         computed = self._saved - self.marks.decoded
         used = [block for block in computed if self._users[block] and self._name[block] is not None]

@@ -162,11 +162,12 @@ class Prefetcher:
         sessions = self._awaited(now)
         if not sessions:
             return []
-        # Not blocks left to requests, blocks for waiting requests, nor unsaved blocks.
+        # Not blocks left to requests, blocks for waiting requests, unsaved blocks, nor others' exact KV.
         left = self._spare + waiting
         wanted = min(max(map(self._size, sessions)), len(self._pool) - left)
         room = self._runway.length(left + wanted) - left if wanted > 0 else 0
-        session = next((session for session in sessions if self._size(session) <= room), None)
+        exact = self._exact(room)
+        session = next((one for one in sessions if self._size(one) <= room and self._spares(one, exact)), None)
         if session is None:
             self._look_after = now + RETRY_S
             return []
@@ -176,6 +177,19 @@ class Prefetcher:
         if not jobs:
             self._settle(self.load, now)
         return jobs
+
+    def _exact(self, most: int) -> list[tuple[int, int]]:
+        """Return indices in the free queue, and rows, of exact resident KV that is saved with a lossy codec."""
+        manager, marks = self._manager, self._pool.marks
+        ahead = [(at, block) for at, block in self._pool.saved(most) if not marks[block.block_id]]
+        rows = manager.blocks.find(self._main, [block.block_hash for _, block in ahead])
+        is_lost = (rows < 0) | ~manager.is_exact(rows)
+        return [(at, row) for (at, _), row, lost in zip(ahead, rows.tolist(), is_lost.tolist(), strict=True) if lost]
+
+    def _spares(self, session: Session, exact: Sequence[tuple[int, int]]) -> bool:
+        """True if a prefetch overwrites no exact KV of other sessions."""
+        own = set(session.rows.tolist())
+        return all(at >= self._size(session) or row in own for at, row in exact)
 
     def _size(self, session: Session) -> int:
         """Return how many blocks a prefetch of a session takes."""

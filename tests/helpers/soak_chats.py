@@ -269,7 +269,7 @@ class Traffic:
     def _is_done(self, task: asyncio.Task[None]) -> None:
         """Count an exception that nobody has thought of."""
         self._tasks.discard(task)
-        if (error := task.exception()) is not None:
+        if not task.cancelled() and (error := task.exception()) is not None:
             self.counts["errors"] += 1
             self._note(repr(error))
 

@@ -164,7 +164,11 @@ def soak(
 
     async def together() -> None:
         running = asyncio.create_task(traffic.run())
-        await asyncio.to_thread(weather.play, events, bar)
+        try:
+            await asyncio.to_thread(weather.play, events, bar)
+        except asyncio.CancelledError:
+            Server.is_leaving.set()  # what plays in the thread would go on to its end
+            raise
         traffic.ends()
         await running
 

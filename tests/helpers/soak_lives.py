@@ -123,6 +123,9 @@ class Server:
         lives: List of all lives, in the order of their starts.
     """
 
+    is_leaving = threading.Event()
+    """Set if the soak was stopped from outside: nothing more is to happen to any server."""
+
     def __init__(self, number: int, setting: Setting, lives: list[Life]) -> None:
         self.number, self._setting, self._lives = number, setting, lives
         self._watches = contextlib.ExitStack()
@@ -183,7 +186,9 @@ class Server:
         return told(self.server)
 
     def check(self) -> None:
-        """Raise ServerError if it has died."""
+        """Raise ServerError if it has died, or if the soak was stopped."""
+        if self.is_leaving.is_set():
+            raise self.server.error("The soak was stopped.")
         if not self.server.is_alive():
             raise self.server.error(f"The server died (exit status {self.server.exit_status}).")
 

@@ -1,12 +1,14 @@
 """Sessions that are loaded before their request comes: which ones, when, and into which room."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
 from integrity import check_integrity
-from talks import Talks, names
+from talks import GROUP, Talks, names
 
 from manthan.manager.events import BlocksDropped, DropCause, PrefetchHit, Restored
+from manthan.manager.session.blocks import MemoryShape
 from manthan.manager.session.prefetch import RETRY_S
 from manthan.manager.transfer import STORE_DOWN
 
@@ -119,6 +121,29 @@ def test_room_that_a_waiting_request_needs_is_left_to_it() -> None:
     talks.now += RETRY_S
     assert talks.taken() == [names("a b c d e f g h")]
     assert talks.driver.prefetcher.look_at == inf
+
+
+@pytest.mark.parametrize("is_lossless", [False, True])
+def test_resident_kv_of_others_is_not_overwritten_if_only_a_lossy_copy_is_left_of_it(is_lossless: bool) -> None:
+    talks = Prefetching(blocks=10, shape=MemoryShape({0: replace(GROUP, is_lossless=is_lossless)}))
+    talks.go_cold("a b c d", "A", expect_return_s=50)
+    talks.talk("p q r s t u v", "P")
+    talks.rest()
+    assert talks.states() == {"A": "cold", "P": "cold"}
+    talks.now = 60
+    assert talks.taken() == ([names("a b c d")] if is_lossless else [])
+    talks.overwrite()
+    talks.now += RETRY_S
+    assert talks.taken() == ([] if is_lossless else [names("a b c d")])
+
+
+def test_a_session_s_own_resident_blocks_are_no_hindrance() -> None:
+    talks = Prefetching(blocks=8)
+    talks.talk("a b c d e f", "A", expect_return_s=50)
+    talks.rest()
+    talks.pool.release(0, names("a b c d e f")[4:])
+    talks.now = 60
+    assert talks.taken() == [names("a b c d e f")[4:]]
 
 
 # -- results ------------------------------------------------------------------------------------------
