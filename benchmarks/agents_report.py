@@ -1,5 +1,6 @@
 """Results of the agents' benchmark: a table, each arm's cliff, and a picture."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from rich.table import Table
 from manthan.benchmarks.arms import merge_reports, save_plot, where
 from manthan.benchmarks.capacity_report import COLORS, GREYS, quantile
 from manthan.benchmarks.load_report import COMPACT, OTHERS
+from manthan.benchmarks.restore import KEPT_SHARE
+from manthan.manager.session.blocks import LEVELS
 
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 STEEP = 5
@@ -29,6 +32,8 @@ class Point:
         spread: by quantile, least and most over the repeats, if several.
         found: tokens of the returns' prompts without compute.
         possible: tokens of the returns' prompts known from an earlier request of the session.
+        kept: number of returns that found at least KEPT_SHARE of what was possible.
+        divergence: mean over restored blocks, in nats, by the levels of a calibrated codec; NaN for other codecs.
         unfair: mean seconds of the slowest agent, over those of the median agent.
         alive_nbytes: bf16 bytes of each agent's last prompt.
         errors: number of unanswered requests, at any time.
@@ -41,6 +46,8 @@ class Point:
     spread: dict[str, tuple[float, float]]
     found: float
     possible: float
+    kept: int
+    divergence: float
     unfair: float
     alive_nbytes: float
     errors: int
@@ -48,15 +55,25 @@ class Point:
 
 def points_of(report: dict[str, Any]) -> list[Point]:
     """Return the measurements, by arm and number of agents; repeats with different seeds are joined."""
-    found: dict[tuple[str, int], list[list[dict[str, Any]]]] = {}
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for run in report["runs"]:
         for agents, point in run["points"].items():
-            found.setdefault((run["arm"], int(agents)), []).append(point["requests"])
+            found.setdefault((run["arm"], int(agents)), []).append(point)
     made = [_point(report, *name, repeats) for name, repeats in found.items()]
     return sorted((point for point in made if point), key=lambda point: point.agents)
 
 
-def _point(report: dict[str, Any], arm: str, agents: int, repeats: Sequence[list[dict[str, Any]]]) -> Point | None:
+def divergence(counters: Sequence[dict[str, float]]) -> float:
+    """Return the mean divergence of restored blocks by a server's counters, in nats; NaN without levels."""
+    counts = [
+        sum(each.get(f"manthan_restored_levels_total{{{n}}}", 0) for each in counters) for n in range(len(LEVELS))
+    ]
+    nats = sum(count * level.divergence for count, level in zip(counts, LEVELS, strict=True))
+    return nats / sum(counts) if any(counts) else math.nan
+
+
+def _point(report: dict[str, Any], arm: str, agents: int, points: Sequence[dict[str, Any]]) -> Point | None:
+    repeats: list[list[dict[str, Any]]] = [point["requests"] for point in points]
     returns = [
         [one for one in asked if one["turn"] > 1 and not one["error"] and one["sent_s"] >= report["ramp_s"]]
         for asked in repeats
@@ -85,6 +102,8 @@ def _point(report: dict[str, Any], arm: str, agents: int, repeats: Sequence[list
         },
         sum(one["cached_tokens"] for one in together) / prompts,
         sum(one["known_tokens"] for one in together) / prompts,
+        sum(one["cached_tokens"] >= KEPT_SHARE * one["known_tokens"] for one in together),
+        divergence([point["counters"] for point in points]),
         max(means) / statistics.median(means),
         sum(last.values()) / len(repeats) * report["token_nbytes"],
         sum(bool(one["error"]) for asked in repeats for one in asked),
@@ -132,7 +151,8 @@ def make_table(report: dict[str, Any], points: Sequence[Point]) -> Table:
     table = Table(title=f"{report['trace']}, {report['model']}, {sizes}: returns' first tokens, s", **COMPACT)
     for header in ("agents", "arm"):
         table.add_column(header, no_wrap=True)
-    for header in (*QUANTILES, "found", "possible", "slowest agent\nover median", "returns", "alive,\nGiB", "errors"):
+    said = "found", "possible", "slowest agent\nover median", "returns", "of these\nfound", "alive,\nGiB", "errors"
+    for header in (*QUANTILES, *said):
         table.add_column(header, justify="right", no_wrap=True)
     for point in points:
         table.add_row(
@@ -143,6 +163,7 @@ def make_table(report: dict[str, Any], points: Sequence[Point]) -> Table:
             f"{point.possible:.1%}",
             f"{point.unfair:.1f}",
             str(point.returns),
+            str(point.kept),
             f"{point.alive_nbytes / GIB:.3g}",
             str(point.errors),
         )
@@ -169,7 +190,11 @@ def said(report: dict[str, Any], points: Sequence[Point]) -> list[str]:
             times = medians[2 * cliff] / medians[cliff]
             line += f"; with {2 * cliff}, p50 is {times:.1f} times as long (wanted: at most {STEEP})"
         lines.append(line)
-    return lines
+    return lines + [
+        f"{point.arm}, {point.agents} agents: restored blocks diverge by {point.divergence:.4f} nats on average"
+        for point in points
+        if not math.isnan(point.divergence)
+    ]
 
 
 def draw(report: dict[str, Any], points: Sequence[Point]) -> Any:

@@ -24,6 +24,8 @@ from manthan.benchmarks.engines import EngineOptions
 from manthan.benchmarks.server import ENVIRONMENT, codec_used
 
 OUT = Path("build", "benchmarks")
+MADE_UP = "made-up"
+"""Profile that is made for vLLM's made-up weights."""
 LAST_LINES = 80
 LINE_EVERY_S = 10.0
 STOP_WAIT_S = 15.0
@@ -46,6 +48,17 @@ class Arm:
     engine: EngineOptions
     parameters: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
+
+
+def chosen_profile(given: Path | None, model: Path, stack: contextlib.ExitStack) -> Path | None:
+    """Return the profile of `--profile`; MADE_UP is made for the model's shape, in a folder that the stack removes."""
+    if given is None or str(given) != MADE_UP:
+        return given
+    from manthan.benchmarks.made_up import of_model  # needs torch
+
+    path = Path(stack.enter_context(tempfile.TemporaryDirectory()), f"{MADE_UP}-profile.safetensors")
+    of_model(model).save(path)
+    return path
 
 
 def run_arm(script: Path, arm: Arm, log: Path, step: Callable[[str], None], timeout_s: float) -> dict[str, Any]:

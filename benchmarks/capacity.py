@@ -33,7 +33,9 @@ def capacity(
     ] = "",
     budgets: Annotated[str, typer.Option(help="Sizes with commas between, such as 64MiB,128MiB.")] = "",
     codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
-    profile: Annotated[Path | None, typer.Option(help="The model's, for codecs that take one; no guard then.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="The model's, for codecs that take one, or `made-up`; no guard then.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Of a session's prompt; 0: 2000, on a GPU 8192.")] = 0,
     model: Annotated[
         Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")

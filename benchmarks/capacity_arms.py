@@ -119,7 +119,7 @@ def arm_in(
 ) -> CapacityArm:
     """Return the arm with this memory.
 
-    longest: tokens of a prompt with the answer. profile: for a codec that takes one; the guard, which would begin with
+    longest: tokens of a prompt with the answer. profile: for codecs that take one; the guard, which would begin with
     another codec, is off then.
     """
     more = tuple(flags)
@@ -128,7 +128,8 @@ def arm_in(
     if kind == OFFLOAD:
         size = ("--kv-offloading-size", f"{memory.store_nbytes / 2**30:.6f}")
         return CapacityArm(kind, "", memory, longest, flags=(*more, *size))
-    named = {"name": codec, "profile": str(profile.absolute()), "guard": False} if profile else codec
+    used = {"profile": str(profile.absolute())} if profile and needs_profile(codec) else {}
+    named = {"name": codec, "guard": False, **used} if profile else codec
     manthan: dict[str, Any] = {**MANTHAN, "idle.min_tokens": 0, "codec": named}
     manthan["tiers"] = _tiers(kind, memory.store_nbytes)
     if kind in IN_REDIS:
@@ -169,9 +170,9 @@ def read_kinds(text: str, on_gpu: bool) -> list[str]:
 
 
 def read_codecs(text: str, profile: Path | None = None) -> list[str]:
-    """Codecs by name, those of a profile if there is one; raises BadParameter."""
+    """Codecs by name, those that take a profile if there is one; raises BadParameter."""
     wanted = [part.strip() for part in text.split(",")]
-    known = [name for name in codec_names() if needs_profile(name) == (profile is not None)]
+    known = [name for name in codec_names() if profile is not None or not needs_profile(name)]
     refuse_unknown("--codecs", set(wanted), known)
     return wanted
 

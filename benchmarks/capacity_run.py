@@ -18,7 +18,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from manthan.benchmarks.arms import leave_on_signals, machine, make_console, run_jobs, tell_codec
+from manthan.benchmarks.arms import chosen_profile, leave_on_signals, machine, make_console, run_jobs, tell_codec
 from manthan.benchmarks.capacity_arms import (
     IN_REDIS,
     PLAIN,
@@ -278,8 +278,9 @@ def choose_arms(options: Namespace, served: Served, stack: ExitStack) -> list[Ca
     kinds, codecs = read_kinds(options.arms, served.on_gpu), read_codecs(options.codecs, options.profile)
     budgets = read_budgets(options.budgets or (GPU_BUDGETS if served.on_gpu else CPU_BUDGETS))
     redis = stack.enter_context(redis_for_arms(options.redis_url)) if {*kinds} & {*IN_REDIS} else {}
+    profile = chosen_profile(options.profile, served.folder, stack)
     return [
-        make_arm(kind, codec, budget, served, tokens, redis, options.flags, options.profile)
+        make_arm(kind, codec, budget, served, tokens, redis, options.flags, profile)
         for budget in budgets
         for kind in kinds
         for codec in (codecs if kind not in (PLAIN, "offload") else [""])

@@ -32,7 +32,7 @@ from manthan.manager.config.resolve import ConfigError, resolve_config
 
 ModelFolder = Annotated[Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")]
 ModelShape = Annotated[str, typer.Option(help=f"On a GPU without --model, made-up weights of {', '.join(PUBLIC)}.")]
-ModelProfile = Annotated[Path | None, typer.Option(help="The model's, for codecs that take one.")]
+ModelProfile = Annotated[Path | None, typer.Option(help="The model's, for codecs that take one, or `made-up`.")]
 BlockTokens = Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32, on a GPU 16.")]
 
 
@@ -48,8 +48,8 @@ def load(
     arms: Annotated[
         str,
         typer.Option(
-            help="Of plain, plain-ordered, wide, offload, lmcache, host-arrival, host, device, disk, redis, tiered; "
-            "default: plain, wide, host; on a GPU plain, offload, host.",
+            help="Of plain, plain-ordered, wide, offload, lmcache, host-arrival, host, whole (host without cuts), "
+            "device, disk, redis, tiered; default: plain, wide, host; on a GPU plain, offload, host.",
         ),
     ] = "",
     codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,

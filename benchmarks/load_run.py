@@ -21,6 +21,7 @@ from rich.console import Console
 
 from manthan.benchmarks import load_fairness, load_report
 from manthan.benchmarks.arms import (
+    chosen_profile,
     leave_on_signals,
     machine,
     make_console,
@@ -154,7 +155,8 @@ def choose_arms(
         longest: tokens of the longest prompt with the answer.
         most: most requests that run at a time.
     """
-    kinds, codecs = read_arms(options.arms, served.on_gpu), read_codecs(options.codecs)
+    kinds, codecs = read_arms(options.arms, served.on_gpu), read_codecs(options.codecs, options.profile)
+    profile = chosen_profile(options.profile, served.folder, stack)
     reasons = {kind: cannot_run(kind, served.on_gpu) for kind in kinds}
     if options.redis_url:
         reasons |= dict.fromkeys(IN_REDIS, "")
@@ -163,7 +165,7 @@ def choose_arms(
     ports = [port_of(stack.enter_context(hold_port())) for _ in range(2)] if LMCACHE in kinds else []
     chunk = LMCACHE_CHUNK_TOKENS if served.on_gpu else served.block_size
     common = Arms(
-        memory, longest, most, options.idle_after, options.manthan, options.profile, served.made_up, redis,
+        memory, longest, most, options.idle_after, options.manthan, profile, served.made_up, redis,
         options.out, options.flags, LMCacheServer(ports[0], ports[1], chunk) if ports else None,
     )  # fmt: skip
     found: dict[str, CapacityArm | str] = {}

@@ -203,7 +203,7 @@ def _by_name(samples: Sequence[tuple[str, dict[str, str], float]]) -> dict[str, 
     """Return values by name and distinctive label, without vLLM's prefix."""
     values: dict[str, float] = {}
     for name, labels, value in samples:
-        label = next((labels[one] for one in ("state", "cause", "source") if one in labels), "")
+        label = next((labels[one] for one in ("state", "cause", "source", "level") if one in labels), "")
         key = name.removeprefix("vllm:") + (f"{{{label}}}" if label else "")
         values[key] = values.get(key, 0.0) + value
     return values

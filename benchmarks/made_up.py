@@ -1,5 +1,6 @@
 """Made-up profile of a calibrated codec, and numbers that fit the profile: for figures and tests of any shape.
 
+`--profile made-up` of the benchmarks is one that vLLM's made-up weights fit, so that blocks have their codec's size.
 As a script, a model of Qwen3-8B's shape with random weights, 16 GB, and, next to the folder, the model's measured
 profile:
 
@@ -8,6 +9,7 @@ profile:
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +27,14 @@ from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import SHAPES
 from manthan.codec.tables.levels import STEPS, WIDTHS
 
-SPREAD = 8.0, 0.2
-"""Deviations of the first component and the last; between them even on a logarithmic scale."""
-BITS = 1.0, 1.6, 2.5, 4.0, 10.0
+SPREAD, FALL = (64.0, 0.03), 0.7
+"""Deviations of the first component and the last, and how soon they fall. With these, levels are as small as named."""
+BITS = 0.75, 1.25, 1.95, 3.0, 10.0
 """Bits of a number to expect, by level."""
+NORMS_KEYS = "qwen3", "gemma3"
+"""Beginnings of types of models with a norm of each head's keys."""
+WEIGHT = 0.001
+"""Made-up weights of vLLM lie between this and its negative."""
 
 
 def rope_of(head_dim: int, base: float = 1e6) -> Rope:
@@ -36,12 +42,20 @@ def rope_of(head_dim: int, base: float = 1e6) -> Rope:
 
 
 def profile(
-    layers: int, heads: int, head_dim: int, rope: Rope | None, together: int = 0, latent: int = 0, seed: int = 0
+    layers: int,
+    heads: int,
+    head_dim: int,
+    rope: Rope | None,
+    together: int = 0,
+    latent: int = 0,
+    seed: int = 0,
+    even: Sequence[float] = (),
 ) -> Profile:
     """Return a profile with the same transform in every group, rows shuffled, and a mean as large as the deviation.
 
     together: layers of a group; 0 for as many as calibration takes.
     latent: numbers of a latent, `heads` pieces of `head_dim`; 0 for keys and values.
+    even: deviations of keys and of values that do not correlate and have no mean; empty for others.
     """
     info = ProfileInfo("made-up", layers, heads, head_dim, rope, "none", latent=latent, bits=BITS)
     kinds, rng = len(info.kinds), np.random.default_rng(seed)
@@ -54,10 +68,14 @@ def profile(
             squares[size], _ = np.linalg.qr(rng.standard_normal((size, size)))
         deviations = _deviations(size)
         widths = np.clip(np.rint(3 * np.log2(deviations / STEPS[0] / WIDTHS[0])), 0, len(WIDTHS) - 1)
-        transform = squares[size][rng.permutation(size)].astype(np.float16)
-        scale = np.full(size, 1 / STEPS[0], np.float32)
-        of_numbers = np.sqrt(np.square((deviations[:, None] * transform) * scale).sum(0)).astype(np.float32)
+        square, scale = squares[size][rng.permutation(size)], np.full(size, 1 / STEPS[0])
         mean = rng.standard_normal(size).astype(np.float32)
+        if even:
+            square = square / deviations[:, None]
+            lengths, mean = np.linalg.norm(square, axis=0), np.zeros_like(mean)
+            square, scale = square / lengths, lengths * np.tile(np.repeat(even, heads * head_dim), count)
+        transform, scale = square.astype(np.float16), scale.astype(np.float32)
+        of_numbers = np.sqrt(np.square((deviations[:, None] * transform) * scale).sum(0)).astype(np.float32)
         weigher = [2 * rng.standard_normal(size) / size**0.5, 0.3 * rng.standard_normal(size // head_dim), [0.3]]
         made.append(
             Group(
@@ -94,9 +112,26 @@ def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[T
     return _turned(keys, of.info.rope) if of.info.rope else keys, values
 
 
+def of_model(folder: Path) -> Profile:
+    """Return a profile that KV of vLLM's made-up weights fits, as far as blocks have their codecs' sizes.
+
+    vLLM draws weights evenly, and those of norms are 1. A norm therefore makes numbers with a deviation of 1: keys, if
+    the model has a norm of them. Other keys, and values, are products of such numbers with the weights.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    product = WEIGHT * (config.hidden_size / 3) ** 0.5
+    even = 1.0 if config.model_type.startswith(NORMS_KEYS) else product, product
+    shape = config.num_hidden_layers, config.num_key_value_heads, head_dim
+    return profile(*shape, Rope.of_config(config, head_dim), even=even)
+
+
 def _deviations(size: int) -> npt.NDArray[np.float64]:
     """Deviations of a group's components, in finest steps."""
-    return np.geomspace(*SPREAD, size) * STEPS[0] / 6
+    first, last = SPREAD
+    return first * (last / first) ** (np.linspace(0, 1, size) ** FALL) * STEPS[0] / 6
 
 
 def _turned(keys: Tensor, rope: Rope) -> Tensor:

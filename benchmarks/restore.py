@@ -24,7 +24,16 @@ from typing import Annotated, Any
 
 import typer
 
-from manthan.benchmarks.arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
+from manthan.benchmarks.arms import (
+    OUT,
+    Arm,
+    chosen_profile,
+    leave_on_signals,
+    make_console,
+    new_report,
+    run_arms,
+    write_report,
+)
 from manthan.benchmarks.engines import Answer, Engine, EngineOptions, Report, WrongPathError, random_tokens, serve
 from manthan.benchmarks.local_redis import redis_at
 from manthan.benchmarks.restore_report import CAPACITY, DISK, LATENCY, NAMED, OURS, REDIS, show
@@ -306,7 +315,7 @@ def main(
     only: Annotated[Only | None, typer.Option(help="One of the two measurements.")] = None,
     arms: Annotated[str, typer.Option(help="Only these, with commas between.")] = "",
     codecs: Annotated[str, typer.Option(help="Arm host with each of these, by comma.")] = "",
-    profile: Annotated[Path | None, typer.Option(help="The model's, for codecs that take one.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="The model's, for codecs that take one, or `made-up`.")] = None,
     model: Annotated[Path | None, typer.Option(help="Folder with a config.json, instead of a shape.")] = None,
     shape: Annotated[str, typer.Option(help=f"Of a public model: {', '.join(PUBLIC)}.")] = DEFAULT,
     layers: Annotated[int, typer.Option(help="Number of first layers of the shape; 0 for all.")] = 0,
@@ -336,8 +345,10 @@ def main(
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         on_disk = stack.enter_context(tempfile.TemporaryDirectory(dir=disk_folder))
         url = stack.enter_context(redis_at(redis_url)) if set(REDIS) & set(arms.split(",")) else ""
+        model_folder = model or made_up(Path(folder, f"{shape}-shape"), shape, layers)
+        profile = chosen_profile(profile, model_folder, stack)
         setting = Setting(
-            (model or made_up(Path(folder, f"{shape}-shape"), shape, layers)).absolute(),
+            model_folder.absolute(),
             block_size or (DEFAULT_BLOCK if model else PUBLIC[shape].block_size),
             eager,
             batched_tokens,

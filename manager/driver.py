@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from manthan.manager.events import BlocksDropped, BlocksTrimmed, Overwritten, StoreFailed, StoreIsUp, Verdict
+from manthan.manager.events import BlocksDropped, BlocksTrimmed, Loading, Overwritten, StoreFailed, StoreIsUp, Verdict
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.guard import Guard
 from manthan.manager.pool import MARKS, Asker, Mark, Pool, Runway
@@ -321,6 +321,8 @@ class Driver:
             for mark in MARKS:
                 self._pool.marks.set(job.block_ids[marks == mark].tolist(), mark, request.session.owner)
             serving.exact.update(job.block_ids[marks == Mark.EXACT].tolist())
+            if manager.shape.groups[job.group].levels > 1:
+                manager.events(Loading(manager.blocks.level[found[marks == Mark.DECODED]].tolist()))
             self._pool.marks.coarsen(job.block_ids[manager.is_coarse(found)].tolist())
         serving.lossy += self._lossy_tokens(jobs)
 

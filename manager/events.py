@@ -121,6 +121,12 @@ class EncodingBegins(Event, frozen=True):
     marks: Sequence[Mark]
 
 
+class Loading(Event, frozen=True):
+    """Blocks of a codec with refinements, at these levels, are about to be decoded for a request."""
+
+    levels: Sequence[int]
+
+
 class BlocksSaved(Event, frozen=True):
     """Every rank has stored these consecutive blocks. first: position of the first one in the session.
 

@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from manthan.benchmarks.load_chats import Chat
 from manthan.benchmarks.restore import SPARE_POSITIONS
 from manthan.benchmarks.served import Served
 from manthan.codec import DEFAULT
+from manthan.manager.session.blocks import LEVELS
 
 TRACE = Path("tests/data/coding_agents.jsonl.xz")
 SCALE = Scale(64, 10, 2000, 1000)
@@ -131,7 +133,7 @@ def alike(one: Any, other: Any) -> int:
 
 
 def point(arm: str, agents: int, p50: float, p90: float) -> Point:
-    return Point(arm, agents, 10, {"p50": p50, "p90": p90, "p99": p90}, {}, 0.5, 1.0, 1.0, 0.0, 0)
+    return Point(arm, agents, 10, {"p50": p50, "p90": p90, "p99": p90}, {}, 0.5, 1.0, 5, math.nan, 1.0, 0.0, 0)
 
 
 def test_a_cliff_is_the_last_number_before_the_first_that_is_too_slow() -> None:
@@ -140,6 +142,21 @@ def test_a_cliff_is_the_last_number_before_the_first_that_is_too_slow() -> None:
     steep, never = said({"bound_s": 2.0}, points)
     assert "with 8, p50 is 8.0 times as long" in steep
     assert "up to 0 agents" in never
+
+
+def test_returns_that_found_all_and_the_levels_of_restored_blocks_are_counted() -> None:
+    def asked(cached: int, turn: int = 2) -> dict[str, Any]:
+        told = {"chat": 0, "turn": turn, "sent_s": 9.0, "error": "", "ttft_s": 1.0, "known_tokens": 100}
+        return told | {"prompt_tokens": 120, "cached_tokens": cached}
+
+    counters = {"manthan_restored_levels_total{0}": 1.0, "manthan_restored_levels_total{2}": 3.0}
+    point = {"requests": [asked(100), asked(95), asked(94), asked(0, turn=1)], "counters": counters}
+    report = {"runs": [{"arm": "host", "points": {"1": point, "2": point | {"counters": {}}}}], "ramp_s": 5.0}
+    one, two = points_of(report | {"token_nbytes": 1, "bound_s": 2.0})
+    assert (one.returns, one.kept) == (3, 2)
+    assert one.divergence == pytest.approx((LEVELS[0].divergence + 3 * LEVELS[2].divergence) / 4)
+    assert math.isnan(two.divergence)
+    assert said(report | {"bound_s": 2.0}, [one, two])[-1].endswith(f"{one.divergence:.4f} nats on average")
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,12 @@ def test_restored_blocks_diverge_by_their_sessions_level() -> None:
 def test_a_profile_comes_with_its_codecs(served: Served, tmp_path: Path) -> None:
     profile = tmp_path / "profile"
     assert read_codecs("klt-8x,klt-5x", profile) == ["klt-8x", "klt-5x"]
-    with pytest.raises(typer.BadParameter, match="--codecs wht-5x is unknown"):
-        read_codecs("wht-5x", profile)
+    assert read_codecs("wht-5x,klt-5x", profile) == ["wht-5x", "klt-5x"]
+    with pytest.raises(typer.BadParameter, match="--codecs klt-8x is unknown"):
+        read_codecs("klt-8x")
+    plain = make_arm("host", "wht-5x", BUDGET, served, TOKENS, {}, [], profile)
+    assert plain.manthan is not None
+    assert plain.manthan["codec"] == {"name": "wht-5x", "guard": False}
     arm = make_arm("whole", "klt-8x", BUDGET, served, TOKENS, {}, [], profile)
     assert arm.manthan is not None
     assert arm.manthan["codec"] == {"name": "klt-8x", "profile": str(profile), "guard": False}

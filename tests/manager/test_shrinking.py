@@ -9,7 +9,7 @@ import pytest
 from integrity import check_integrity
 from talks import GROUP, Talks, names
 
-from manthan.manager.events import BlocksDropped, BlocksTrimmed, DropCause
+from manthan.manager.events import BlocksDropped, BlocksTrimmed, DropCause, Loading
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.listing import Listing
 from manthan.manager.session.blocks import FrontTier, Level, MemoryShape
@@ -148,12 +148,14 @@ def test_a_request_gets_kv_that_is_as_fine_as_it_wants(level: int) -> None:
     talks.go_cold("a b c")
     talks.overwrite()
     assert loads(talks, "a b c", "a b c", quality="exact") == (3 if level == 4 else 0)
+    assert talks.told(Loading) == [Loading([])] * (level == 4)
     talks.overwrite()
     assert loads(talks, "a b c", "a b c", quality="high") == (3 if level >= 2 else 0)
     talks.overwrite()
     assert loads(talks, "a b c", "another") == (3 if level == 4 else 0)
     talks.overwrite()
     assert loads(talks, "a b c", "a b c") == 3
+    assert talks.told(Loading)[-1] == Loading([level] * (3 if level < 4 else 0))
     # what was decoded is resident now
     request = talks.start("a b c more", "a b c", quality="high")
     assert talks.running[request].resident == (4 if level >= 2 else 0)

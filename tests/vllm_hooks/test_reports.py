@@ -12,6 +12,7 @@ from manthan.manager.events import (
     BlocksDropped,
     BlocksSaved,
     DropCause,
+    Loading,
     LookedUp,
     Overwritten,
     PrefetchHit,
@@ -117,6 +118,7 @@ def test_events_are_counted() -> None:
         BlocksSaved(0, [b"1", b"2"], 0, seconds=0.5),
         BlocksSaved(0, [b"3"], 0),  # another engine has stored it
         BlocksDropped(0, [b"1"], DropCause.BUDGET),
+        Loading([0, 3, 3]),
         Restored("e", blocks=4, good=3, beside=1, nbytes=9, seconds=0.1, causes=["missing"], request_id=None),
     ):
         tell(event)
@@ -130,6 +132,7 @@ def test_events_are_counted() -> None:
         "lossy_tokens": {"": 16},
         "encoded_blocks": {"": 2},
         "dropped_blocks": {"budget": 1},
+        "restored_levels": {"0": 1, "3": 2},
         "prefetches": {"": 1},
         "prefetched_blocks": {"": 4},
     }

@@ -75,6 +75,9 @@ METRICS: dict[str, _Metric] = {
     "rechecks": _Metric(Counter, "Lossy restores that were computed anew while the server was idle."),
     "recheck_same_token": _Metric(Counter, "Of these, those whose likeliest first token is the same."),
     "restored_blocks": _Metric(Counter, "Blocks restored from the cold store, of all KV cache groups."),
+    "restored_levels": _Metric(
+        Counter, "Lossy blocks of calibrated codecs restored for requests, by level.", "level", values=tuple("01234")
+    ),
     "dropped_blocks": _Metric(
         Counter, "Blocks dropped from the cold store, by cause.", "cause", values=tuple(DropCause)
     ),

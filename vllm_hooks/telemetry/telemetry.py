@@ -107,6 +107,8 @@ class Telemetry:
                 self._restored(event)
             case events.EncodingBegins(marks):
                 self._counters["encodings"].update(mark.name.lower() for mark in marks)
+            case events.Loading(levels):
+                self._counters["restored_levels"].update(map(str, levels))
             case events.BlocksSaved(block_hashes=hashes, seconds=seconds) if seconds is not None:
                 self.count("encoded_blocks", len(hashes))
                 self._observations["encode_seconds"] += [seconds] * len(hashes)
