@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import compress, groupby, product
-from operator import attrgetter, not_
+from itertools import groupby, product
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -233,25 +233,20 @@ class CudaEngine(Engine):
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """See Engine. Only blocks in RAM, or of the secondary tier, are found."""
-        store, far = self.store, iter(list[Found]())
-        near = [self._place((group, key)) is not None for key in keys]
-        if store is not None:
-            far = store.read(group, [*compress(keys, map(not_, near))], tenant)
-        for key, is_near in zip(keys, near, strict=True):
-            found = self._in_ram((group, key)) if is_near else next(far, None)
-            if is_near and found is None and store is not None:  # evicted meanwhile
-                found = next(store.read(group, [key], tenant))
+        for key in keys:
+            found: Found = self._in_ram((group, key))
+            if found is None and self.store is not None:
+                found = next(self.store.read(group, [key], tenant))
             yield found
 
-    def _place(self, name: Name) -> Stored | None:
-        with self._lock:
-            return self.tiers.all[-1].stored(name)
-
     def _in_ram(self, name: Name) -> Buffer | None:
-        """Return a copy of a block in RAM; None if it is dropped meanwhile."""
-        stored = self._place(name)
-        buf = None if stored is None else self.tiers.all[-1].read(stored).copy()
-        return buf if self._place(name) == stored else None  # else the bytes may be those of another block
+        """Return a copy of a block in RAM; None if it is absent, or dropped meanwhile."""
+        tier = self.tiers.all[-1]
+        with self._lock:
+            stored = tier.stored(name)
+        buf = None if stored is None else tier.read(stored).copy()
+        with self._lock:  # if the block was dropped, the bytes may be those of another block
+            return buf if tier.stored(name) == stored else None
 
     def take_ended(self) -> Ended:
         """Poll the streams. vLLM calls `take_ended` first in every step."""
