@@ -503,9 +503,16 @@ def test_a_rank_that_keeps_nothing_reads_what_another_rank_keeps(
         return found.failed
 
     assert load() == load() == {}
-    again = order(4, TOKENS)
+    again, before = order(4, TOKENS), right[4]
     right[4] = keeper.as_restored(keeper.numbers(4), again)
+    assert not np.array_equal(before, right[4])
+    reader.submit([key(4)], [50])
+    until(lambda: bool(reader.engine._primary.pins))
     keeper.store(again)
+    reader.submit([key(4)], [51], "another")
+    assert [result.failed for result in reader.reports(2).results] == [{}, {}]
+    assert np.array_equal(reader.numbers(50), before)
+    assert np.array_equal(reader.numbers(51), right[4]), "a load reads what was stored before it, though another has it"
     assert load() == {}
     keeper.drop(key(5))
     assert load() == {5: "missing"}
