@@ -95,7 +95,8 @@ class Driver:
     """Loop of an engine.
 
     Args:
-        ranks: number of ranks, each of which answers every transfer.
+        ranks: number of ranks, each of which answers every load.
+        storing: number of ranks that answer every store; None for all. The others keep no blocks.
         low, high: watermarks, as shares of the pool; see LOW_WATERMARK.
         bursts: low and high watermarks, as multiples of the blocks taken by requests in a step; see BURSTS.
         fronts: tiers in front of the last, the fastest first.
@@ -114,6 +115,7 @@ class Driver:
         pool: Pool,
         *,
         ranks: int = 1,
+        storing: int | None = None,
         low: float = LOW_WATERMARK,
         high: float = HIGH_WATERMARK,
         bursts: tuple[float, float] = BURSTS,
@@ -126,7 +128,8 @@ class Driver:
         last_tokens: int = 1,
         weigh: Weigh = sum,
     ) -> None:
-        self.manager, self._pool, self._ranks, self._weigh = manager, pool, ranks, weigh
+        self.manager, self._pool, self._weigh = manager, pool, weigh
+        self._ranks, self._storing = ranks, storing or ranks
         self._redis, self._journal, self._guard = redis, journal, guard
         self._again, self._last_tokens = again, last_tokens
         self._low, self._high = int(low * pool.size), int(high * pool.size)
@@ -483,7 +486,7 @@ class Driver:
         for plan in plans:
             job = plan.transfer
             self.runway.taken(len(job))  # a saved block that is stored again leaves the queue
-            self._stores[job.job_id] = Store(plan, Answers([job], self._ranks), job.block_ids.tolist())
+            self._stores[job.job_id] = Store(plan, Answers([job], self._storing), job.block_ids.tolist())
             self._granted.append(job)
 
     @property
@@ -502,16 +505,16 @@ class Driver:
     # -- results --------------------------------------------------------------------------------------
 
     def gathered(self, job_ids: Iterable[int]) -> None:
-        """Note that a rank has gathered these stores' blocks. After all ranks have, the pool gets the blocks back."""
+        """Note that a rank has gathered these stores' blocks. After all that store, the pool gets the blocks back."""
         for job_id in job_ids:
             if (store := self._stores.get(job_id)) is not None:
                 store.gathered += 1
-                if store.gathered == self._ranks:
+                if store.gathered == self._storing:
                     self._let_go(store)
         self._give_back()
 
     def answered(self, results: Iterable[TransferResult], now: float, verdicts: Sequence[Verdict] = ()) -> None:
-        """Take results of ranks, and their measurements. A transfer is settled when every rank has answered."""
+        """Take results of ranks, and their measurements. A transfer is settled after the last of them."""
         for result in results:
             if (store := self._stores.get(result.job_id)) is not None:
                 if store.answers.add(result):

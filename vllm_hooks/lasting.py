@@ -74,25 +74,27 @@ def check_redis(vllm_config: "VllmConfig") -> None:
         logger.warning("Manthan: %s", said)
 
 
-def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int) -> ArenaTier:
-    """Return a rank's tier on disk. Raises ConfigError if another server uses the folder.
+def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, shard: Shard, nbytes: int) -> ArenaTier:
+    """Return the tier on disk of a rank with this shard. Raises ConfigError if another server uses the folder.
 
     name: of the namespace. nbytes: budget of all ranks.
     """
-    shard = Shard(parallel.rank, parallel.world_size)
-    return open_rank(_root(config, parallel), name, shard, nbytes // parallel.world_size)
+    return open_rank(_root(config, parallel), name, shard, nbytes // shard.of)
 
 
 def open_left(
-    config: ManthanConfig, parallel: "ParallelConfig", name: str, sharding: Sharding
+    config: ManthanConfig, parallel: "ParallelConfig", name: str, sharding: Sharding, shard: Shard
 ) -> tuple[list[dict[Shard, ArenaTier]], list[ArenaTier]]:
-    """Return tiers of blocks left by servers with other numbers of ranks, for `ShardedTier`: `others`, and `copies`."""
-    root, rank, ranks = _root(config, parallel), parallel.rank, parallel.world_size
+    """Return tiers of blocks left by servers with other numbers of ranks, for `ShardedTier`: `others`, and `copies`.
+
+    shard: of this rank's own tier on disk.
+    """
+    root = _root(config, parallel)
     sources, copies = list[dict[Shard, ArenaTier]](), list[ArenaTier]()
     for count in counts_in(root / name):
-        if count != ranks:
-            read = sharding.sources(rank, sharding.with_ranks(count // sharding.stages))
-            more = [at for at in range(rank, count, ranks) if at not in read]
+        if count != shard.of:
+            read = sharding.sources(parallel.rank, sharding.with_ranks(count // sharding.stages))
+            more = [at for at in range(shard.at, count, shard.of) if at not in read]
             opened = {at: open_rank(root, name, Shard(at, count), 0, is_left=True) for at in (*read, *more)}
             sources.append({Shard(at, count): opened[at] for at in read})
             copies += [opened[at] for at in more]
@@ -115,7 +117,7 @@ def make_sessions(
         connect(config.tiers.redis),
         Circuit(ring),
         namespace,
-        [each.stages * each.parts for each in (sharding, *others)],
+        [each.shards for each in (sharding, *others)],
         config.tiers.redis.ttl_s,
         facts,
         ring,
@@ -133,25 +135,26 @@ def make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Shardi
         return tier if sealer is None else SealedTier(tier, sealer, shard)
 
     sources, copies = list[list[Tier]](), list[Tier]()
-    is_reader = reads_others(vllm_config, sharding)
+    is_reader, own = reads_others(vllm_config, sharding), sharding.kept(vllm_config).shard(rank)
     if config.tiers.is_shared:
         client = connect(config.tiers.redis, threads=CPU_ENCODE_THREADS + LOAD_THREADS + AHEAD_THREADS)
         shard, is_first = sharding.shard(rank), sharding.is_first(rank)  # of ranks with the same blocks, one writes
         redis = RedisTier(client, Circuit(), namespace, shard, config.tiers.redis.ttl_s, is_first)
         for other in sharding.others() if is_reader else ():
-            shards = [Shard(at, other.stages * other.parts) for at in sharding.sources(rank, other)]
+            shards = [Shard(at, other.shards) for at in sharding.sources(rank, other)]
             sources.append([sealed(each, redis.of(each)) for each in shards])
         store: Tier = redis
         if config.tiers.front_disk_bytes:
-            store = StackedTier(open_disk(config, parallel, namespace.name, config.tiers.front_disk_bytes), redis)
+            front = open_disk(config, parallel, namespace.name, own, config.tiers.front_disk_bytes)
+            store = StackedTier(front, redis)
     else:
-        shard = Shard(rank, parallel.world_size)
-        store = open_disk(config, parallel, namespace.name, config.tiers.max_bytes)
+        shard = own
+        store = open_disk(config, parallel, namespace.name, own, config.tiers.max_bytes)
         if is_reader:
-            left, rest = open_left(config, parallel, namespace.name, sharding)
+            left, rest = open_left(config, parallel, namespace.name, sharding, own)
             sources, copies = [[sealed(*each) for each in some.items()] for some in left], [*rest]
-    own = sealed(shard, store)
-    return ShardedTier(own, sources, copies) if sources else own
+    store = sealed(shard, store)
+    return ShardedTier(store, sources, copies) if sources else store
 
 
 class DiskBooks:
@@ -161,13 +164,13 @@ class DiskBooks:
     """
 
     def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str, sharding: Sharding) -> None:
-        self._ranks, self._sharding = vllm_config.parallel_config.world_size, sharding
+        self._shards, self._sharding = sharding.kept(vllm_config).shards, sharding
         root = _root(config, vllm_config.parallel_config)
         self._folder, self._lock = root / name, open_root(root)
         self._keys = keys_of(config.sealing)
         _end_with_parent()
         is_reader = not config.tiers.is_shared and reads_others(vllm_config, sharding)
-        self._counts = {self._ranks, *(counts_in(root / name) if is_reader else ())}
+        self._counts = {self._shards, *(counts_in(root / name) if is_reader else ())}
         for other, nbytes in remove_others(root, name, self._counts).items():
             logger.warning(
                 "Manthan: %s in %s is of another model or configuration, and is removed: %s",
@@ -185,12 +188,12 @@ class DiskBooks:
 
     def adopt(self, link: JournalLink) -> None:
         began = time.monotonic()
-        left = [self._left(count) for count in self._counts if count != self._ranks]
+        left = [self._left(count) for count in self._counts if count != self._shards]
         others = {name: sum(sizes.get(name, 0) for sizes in left) for sizes in left for name in sizes}
-        own = [found_in(self._folder, Shard(rank, self._ranks)) for rank in range(self._ranks)]
+        own = [found_in(self._folder, Shard(at, self._shards)) for at in range(self._shards)]
         whole = [{name: rooms[-1] for name, rooms in rank.items()} for rank in own]
         inner = {
-            name: weighed((rank.get(name, ()) for rank in own), on_each(self._ranks))[:-1]
+            name: weighed((rank.get(name, ()) for rank in own), on_each(self._shards))[:-1]
             for name, rooms in own[0].items()
             if rooms[1:] and name not in others
         }

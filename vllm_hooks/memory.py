@@ -31,14 +31,20 @@ MOST = 0xFFFF
 
 
 class Shards(NamedTuple):
-    """Ranks that each store a shard of a block. room: returns the bytes that a block takes of a tier's budget.
+    """Ranks that each have a shard of a block. room: returns the bytes that a block takes of a tier's budget.
 
-    can_trim: True if tiers cut blocks.
+    can_trim: True if tiers cut blocks. copies: number of consecutive ranks of which the first stores the shard.
     """
 
     ranks: int
     room: Callable[[int], int] = room
     can_trim: bool = True
+    copies: int = 1
+
+    @property
+    def stored(self) -> int:
+        """Number of shards that are stored."""
+        return self.ranks // self.copies
 
 
 def block_shape(group: "KvCacheGroup") -> BlockShape:
@@ -92,10 +98,11 @@ def group_shape(
 ) -> GroupShape:
     """Return the sizes of a group's blocks in this codec. Raises ConfigError."""
     count, room = shards.ranks, shards.room
-    facts = [with_states(codec.name, group, rank_facts(profile, group, rank, count)) for rank in range(count)]
+    firsts = range(0, count, shards.copies)
+    facts = [with_states(codec.name, group, rank_facts(profile, group, rank, count)) for rank in firsts]
     made = [block_format(codec.name, group, facts=of_rank) for of_rank in facts]
     bounds = {
-        exact: count * max(room(form.max_nbytes(of_rank)) for form in made)
+        exact: shards.stored * max(room(form.max_nbytes(of_rank)) for form in made)
         for exact, of_rank in exact_counts(codec, group).items()
     }
     typical = sum(room(form.expected_nbytes(0)) for form in made)
@@ -103,7 +110,8 @@ def group_shape(
     shape = GroupShape(group.tokens, nbytes, bounds, typical, is_lossless=codec.name == EXACT)
     if needs_profile(codec.name):
         return replace(shape, levels=level + 1) if shards.can_trim else replace(shape, level=level)
-    return replace(shape, level=HIGH if nbytes <= HIGH_RATIO * shape.cold_nbytes else 0)
+    is_high = group.page_nbytes * shards.stored <= HIGH_RATIO * shape.cold_nbytes
+    return replace(shape, level=HIGH if is_high else 0)
 
 
 def _renamed(codec: CodecConfig, name: str) -> CodecConfig:
@@ -112,7 +120,7 @@ def _renamed(codec: CodecConfig, name: str) -> CodecConfig:
 
 def _all_exact(shape: GroupShape, group: "KvCacheGroup", shards: Shards) -> GroupShape:
     """Return the sizes of blocks with exact tokens only."""
-    whole = shards.ranks * shards.room(block_format(EXACT, group).max_nbytes(group.spec.block_size))
+    whole = shards.stored * shards.room(block_format(EXACT, group).max_nbytes(group.spec.block_size))
     return replace(shape, typical=0, bounds=dict.fromkeys({*shape.bounds, shape.tokens}, whole))
 
 

@@ -107,10 +107,13 @@ class SchedulerHalf:
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
         profile = settled_profile(vllm_config) if needs_profile(config.codec.name) else None
         can_trim = not (config.tiers.is_shared or config.sealing.key_file)
-        shards = Shards(self._ranks, room_in(config), can_trim)
+        sharding = Sharding.of(vllm_config, self.groups)
+        kept = sharding.kept(vllm_config)
+        self._storing = kept.shards
+        shards = Shards(self._ranks, room_in(config), can_trim, kept.copies)
         self._shapes = memory_shapes(config.codec, self.groups, shards, profile)
         self._shape = self._shapes[0]
-        self._capacity = partial(usable_nbytes, vllm_config, config.tiers)
+        self._capacity = partial(usable_nbytes, vllm_config, config.tiers, self._storing)
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
         shared = config.tiers.is_shared
@@ -129,7 +132,6 @@ class SchedulerHalf:
                 )
             namespace = namespace_of(vllm_config, config, self.groups, weights.pop())
         owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"  # the engine's name
-        sharding = Sharding.of(vllm_config, self.groups)
         self._salts = salts_of(config)
         self._core.prepare_requests(self._salts.of, PARAMS, lasting)
         chosen = choose_policy(config.policy)
@@ -150,7 +152,7 @@ class SchedulerHalf:
             ttl_s=config.tiers.redis.ttl_s * (1 - FALL) if shared else None,
             is_exclusive=not config.tiers.is_lasting,
         )
-        self._fronts = fast_tiers(config.tiers, self._ranks)
+        self._fronts = fast_tiers(config.tiers, self._storing)
         histories = Histories(self.manager, time.time) if config.api.enabled else None
         self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.tiers.places), histories)
         self.rechecks = Rechecks(vllm_config, config.codec.guard and config.api.enabled)
@@ -231,6 +233,7 @@ class SchedulerHalf:
             self.manager,
             self.pool,
             ranks=self._ranks,
+            storing=self._storing,
             fronts=self._fronts,
             prefetch_lead_s=lead_s(self.config.idle.after_s) if self.groups.is_expected else None,
             redis=self._redis,
@@ -238,7 +241,7 @@ class SchedulerHalf:
             guard=self.guard,
             again=self.groups.again,
             last_tokens=self.groups.last_tokens,
-            weigh=sum if self.config.tiers.is_shared else on_each(self._ranks),
+            weigh=sum if self.config.tiers.is_shared else on_each(self._storing),
         )
         if self._books is not None and self._journal is not None:
             self._books.adopt(self._journal)

@@ -47,15 +47,29 @@ class Sharding(NamedTuple):
         is_cut = not whole and all(each.shape[1] * parts == total for each in stored)
         return cls(stages, ranks, parts if is_cut else tensor // groups.replicas, total if is_cut else 0)
 
+    def kept(self, vllm_config: "VllmConfig") -> "Sharding":
+        """Return the division of blocks in a rank's own tiers, which of ranks with the same shard the first keeps.
+
+        Each rank keeps its own in GPU memory, in front of Redis, and if the ranks may be on several hosts.
+        """
+        parallel, kind = vllm_config.parallel_config, from_vllm_config(vllm_config).tiers.kind
+        is_one_host = parallel.distributed_executor_backend == "mp" and parallel.nnodes_within_dp == 1
+        return self if is_one_host and kind in ("host", "disk") else self._replace(parts=self.ranks)
+
     @property
     def copies(self) -> int:
         """Number of ranks that have the same shard."""
         return self.ranks // self.parts
 
+    @property
+    def shards(self) -> int:
+        """Number of shards of all stages."""
+        return self.stages * self.parts
+
     def shard(self, rank: int) -> Shard:
         """Return a rank's shard, of those of all stages."""
         stage, within = divmod(rank, self.ranks)
-        return Shard(stage * self.parts + within // self.copies, self.stages * self.parts)
+        return Shard(stage * self.parts + within // self.copies, self.shards)
 
     def is_first(self, rank: int) -> bool:
         """True if no rank before this one has the same shard."""

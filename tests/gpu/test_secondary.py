@@ -1,6 +1,7 @@
 """The engine on a GPU with a secondary tier, without vLLM: a disk or Redis, behind pinned RAM."""
 
 import random
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from manthan.codec.gpu.paged import PagedCodec, PagedLayout
 from manthan.manager.config.model import RedisConfig
 from manthan.manager.events import BlocksDropped, DropCause
 from manthan.manager.tiers.disk import DiskTier
+from manthan.manager.tiers.peer import PeerServer, PeerTier
 from manthan.manager.tiers.redis import RedisTier
 from manthan.manager.tiers.redis_client import Circuit, connect
 from manthan.manager.tiers.redis_schema import Namespace
@@ -54,10 +56,10 @@ def paged(codec: str) -> PagedCodec:
 class World:
     """An engine whose first `SOURCES` blocks, which are random numbers, are stored; the others are loaded into."""
 
-    def __init__(self, codec: PagedCodec, ram_nbytes: int, secondary: Tier) -> None:
+    def __init__(self, codec: PagedCodec, ram_nbytes: int, secondary: Tier | None, keeps: bool = True) -> None:
         self.codec, self.device = codec, codec.device
         tiers = Slabs(None, Slab.pinned(ram_nbytes, codec.device))
-        self.engine = CudaEngine({GROUP: codec}, tiers, forms=(0, EXACT, TOKENS), secondary=secondary)
+        self.engine = CudaEngine({GROUP: codec}, tiers, forms=(0, EXACT, TOKENS), secondary=secondary, keeps=keeps)
         self.keys = [bytes([n]) * 32 for n in range(SOURCES)]
         self.tokens = 8 * TOKENS + EXACT
         """Exact ones, of the whole."""
@@ -128,6 +130,25 @@ def test_blocks_go_and_come_back(
         check_erased(world.engine.tiers.host)
     finally:
         world.engine.shutdown()
+
+
+@pytest.mark.parametrize("ram", [3 * MIB, 64 * MIB], ids=["little RAM", "RAM for all"])
+def test_an_engine_reads_what_another_keeps_in_pinned_ram(ram: int) -> None:
+    name = f"manthan-test-{secrets.token_hex(8)}"
+    keeper = World(paged("wht-5x"), 64 * MIB, None)
+    reader = World(paged("wht-5x"), ram, PeerTier(name), keeps=False)
+    server = PeerServer(name, keeper.engine.read)
+    try:
+        keeper.store()
+        for count in (SOURCES, 7, SOURCES):
+            reader.load(range(count), "request")
+            reader.load(range(SOURCES - count, SOURCES), None)
+        assert not reader.engine._primary.pins
+        assert not reader.engine.tiers.host.blocks()
+    finally:
+        server.close()
+        for world in (keeper, reader):
+            world.engine.shutdown()
 
 
 def test_ram_is_pinned_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

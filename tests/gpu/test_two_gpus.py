@@ -47,6 +47,10 @@ def test_a_session_goes_cold_and_returns_on_both(kind: str, parallel: str, heads
         assert engine.failures() == 0
 
 
+def holds_any(worker: Any) -> bool:
+    return any(tier.blocks() for tier in get_kv_transfer_group().worker.engine.tiers.all)
+
+
 def forget(worker: Any) -> None:
     """Fill the pool with zeros."""
     with torch.inference_mode():
@@ -91,9 +95,12 @@ def test_latents_return_whether_ranks_have_all_tokens_or_half(kind: str, context
         engine.wait_until_cold(1)
         before = engine.on_workers(full_blocks)
         assert [len(of_rank) for of_rank in before] == [LAYERS * BLOCKS] * 2
+        has_copies = kind == "device" or contexts > 1
+        assert engine.on_workers(holds_any) == [True, has_copies], "RAM has once what ranks have alike"
         engine.on_workers(forget)
         cold = ask()
         assert engine.on_workers(full_blocks) == before
+        assert engine.on_workers(holds_any) == [True, has_copies]
         assert hot.cached_tokens == cold.cached_tokens == BLOCKS * BLOCK * contexts
         assert contexts > 1 or (cold.tokens, cold.logprobs) == (hot.tokens, hot.logprobs)
         assert engine.failures() == 0

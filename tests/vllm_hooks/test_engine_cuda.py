@@ -1,6 +1,7 @@
 """The engine on a GPU, with CUDA's part played on the CPU: what comes back, and that everybody is answered once."""
 
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from manthan.codec.gpu.paged import PagedCodec
 from manthan.manager.events import BlocksDropped, DropCause
 from manthan.manager.tiers.arena import room
 from manthan.manager.tiers.arena_tier import RamTier
+from manthan.manager.tiers.peer import PeerServer, PeerTier
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
@@ -34,7 +36,7 @@ FORMS = (0, 3, TOKENS)
 
 class World:
     """An engine over a cache of random numbers. place: bytes of the tiers on the device and on the host. staging: of
-    the buffers between. codec: makes one for a group."""
+    the buffers between. codec: makes one for a group. gpu: another engine's."""
 
     def __init__(
         self,
@@ -43,15 +45,17 @@ class World:
         staging: int = 1 << 14,
         codec: Callable[..., PagedCodec] = fake_cuda.paged_codec,
         secondary: Tier | None = None,
+        keeps: bool = True,
+        gpu: fake_cuda.Gpu | None = None,
     ) -> None:
-        self.gpu = fake_cuda.install(monkeypatch)
+        self.gpu = gpu or fake_cuda.install(monkeypatch)
         monkeypatch.setattr(engine_cuda, "STAGING_BYTES", staging)
         monkeypatch.setattr(engine_cuda, "RESTORE_STAGING_BYTES", staging)
         self.codec = codec(group=GROUP)
         self.memory = fake_cuda.memory_of(self.codec.layout)
         tiers = [Slab(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
         self.tiers = Slabs(*tiers)
-        self.engine = CudaEngine({GROUP: self.codec}, self.tiers, forms=FORMS, secondary=secondary)
+        self.engine = CudaEngine({GROUP: self.codec}, self.tiers, forms=FORMS, secondary=secondary, keeps=keeps)
 
     def nbytes(self, exact: int) -> int:
         return self.codec.form(exact).nbytes
@@ -471,6 +475,51 @@ def test_of_a_secondary_tier_that_misses_or_damages_blocks_what_comes_before_is_
     assert world.load([key(n) for n in range(6)], list(range(30, 36))).failed == {3: "checksum"}
     assert world.told[1] == {33, 34, 35}
     assert not world.engine._primary.pins
+
+
+@pytest.mark.parametrize("secondary", [None, RamTier(1 << 24)], ids=["RAM", "RAM and a disk"])
+def test_a_rank_that_keeps_nothing_reads_what_another_rank_keeps(
+    monkeypatch: pytest.MonkeyPatch, secondary: Tier | None
+) -> None:
+    """From its RAM or a tier behind, in the newest version, with room for two blocks at a time."""
+    whole, name = fake_cuda.paged_codec().form(TOKENS).nbytes, f"manthan-test-{secrets.token_hex(8)}"
+    keeper = World(monkeypatch, (0, (4 if secondary else 40) * whole), secondary=secondary)
+    stores = [order(n, (0, 3, TOKENS)[n % 3]) for n in range(12)]
+    assert [result.failed for result in keeper.store(*stores)] == [{}] * 12
+    right = [keeper.as_restored(keeper.numbers(n), job) for n, job in enumerate(stores)]
+    server = PeerServer(name, keeper.engine.read)
+    reader = World(monkeypatch, (0, int(2.5 * whole)), secondary=PeerTier(name, 60), keeps=False, gpu=keeper.gpu)
+    reader.engine.submit_stores(ManthanMetadata(stores=stores))
+    reader.engine.take_ended()
+    assert reader.engine.take_report() is None, "the keeper answers"
+
+    def load() -> dict[int, str]:
+        found = reader.load([key(n) for n in range(12)], list(range(30, 42)))
+        good = min(found.failed, default=12)
+        assert reader.told[1] == set(range(30 + good, 42))
+        assert all(np.array_equal(reader.numbers(30 + n), right[n]) for n in range(good))
+        assert (len(reader.tiers.host.blocks()), used(reader.tiers)) == (0, 0)
+        assert not reader.engine._primary.pins
+        return found.failed
+
+    assert load() == load() == {}
+    again, before = order(4, TOKENS), right[4]
+    right[4] = keeper.as_restored(keeper.numbers(4), again)
+    assert not np.array_equal(before, right[4])
+    reader.submit([key(4)], [50])
+    until(lambda: bool(reader.engine._primary.pins))
+    keeper.store(again)
+    reader.submit([key(4)], [51], "another")
+    assert [result.failed for result in reader.reports(2).results] == [{}, {}]
+    assert np.array_equal(reader.numbers(50), before)
+    assert np.array_equal(reader.numbers(51), right[4]), "a load reads what was stored before it, though another has it"
+    assert load() == {}
+    keeper.drop(key(5))
+    assert load() == {5: "missing"}
+    server.close()
+    assert load() == dict.fromkeys(range(12), "store_down")
+    for world in (keeper, reader):
+        world.engine.shutdown()
 
 
 def test_after_a_reset_nothing_of_before_is_found(second: Callable[..., World]) -> None:

@@ -203,6 +203,9 @@ def test_a_packed_cache_settles_for_exact_and_says_its_own_size() -> None:
     shape = group_shape(codec, group, Shards(2))
     assert shape.pool_nbytes == 2 * group.page_nbytes
     assert shape.pool_nbytes < shape.cold_nbytes < shape.pool_nbytes + 2 * 512
+    once, alone = (group_shape(codec, group, shards) for shards in (Shards(8, copies=8), Shards(1)))
+    assert (once.pool_nbytes, once.bounds, once.cold_nbytes) == (4 * shape.pool_nbytes, alone.bounds, alone.cold_nbytes)
+    assert once.level == alone.level == shape.level, "of what a rank has"
 
 
 def test_layers_of_a_packed_dtype_are_bytes_whatever_their_specs() -> None:

@@ -1,4 +1,4 @@
-"""Latents (MLA) on two ranks: both have the same. Each has its own in RAM, and Redis has them once."""
+"""Latents (MLA) on two ranks: both have the same. RAM, a disk and Redis have them once."""
 
 import hashlib
 import random
@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stored_codes
 from latent_model import VOCAB, allow_prefix_caching, make_latent_model
 from redis_server import RedisServer
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms.cpu import CpuPlatform
 from vllm_engine import Completion, until_killed
+
+from manthan.manager.tiers.disk_folder import found_in
+from manthan.manager.tiers.shards import Shard
 
 BLOCKS, BLOCK, ANSWER = 25, 16, 12
 MANTHAN: dict[str, Any] = {
@@ -39,23 +41,29 @@ def pair(start_engine: Any, model: str) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_redis_has_them_once_whatever_the_number_of_ranks(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["redis", "disk"])
+def test_what_lasts_has_them_once_whatever_the_number_of_ranks(model: str, tmp_path: Path, kind: str) -> None:
     """One rank reads what the first of two has written, and two read it, too."""
     rng, found = random.Random(2), list[Completion]()
     held: list[list[set[str]]] = []
     prompt = [rng.randrange(10, VOCAB) for _ in range(BLOCKS * BLOCK + 1)]
+    (folder := tmp_path / "disk").mkdir()
     with RedisServer(tmp_path) as server:
+        tiers = {"kind": kind, "redis": server.url, "max_bytes": "64MiB", "disk": {"path": str(folder)}}
         for ranks in (2, 1, 2):
-            with until_killed(
-                model=model, tiers={"kind": "redis", "redis": server.url}, **MANTHAN | {"ranks": ranks, "idle": 0.2}
-            ) as engine:
+            with until_killed(model=model, tiers=tiers, **MANTHAN | {"ranks": ranks, "idle": 0.2}) as engine:
                 found += [engine.run(engine.complete(prompt, "s", ANSWER)) for _ in range(2)]
                 held.append(engine.on_workers(digests))
                 assert engine.failures() == 0
                 engine.wait_until_cold(1)
-            names = list(server.client.scan_iter("manthan:*:block:*"))
-            assert {name.rpartition(":")[2] for name in names} == {"0-of-1"}
-            assert BLOCKS <= len(names) <= BLOCKS + 1, "with the answer's"
+        names = [name.rpartition(":")[2] for name in server.client.scan_iter("manthan:*:block:*")]
+    files = list(folder.glob("*/rank-*/blocks"))
+    if kind == "redis":
+        assert {*names} == {"0-of-1"}
+        assert BLOCKS <= len(names) <= BLOCKS + 1, "with the answer's"
+    else:
+        assert [file.parent.name for file in files] == ["rank-0-of-1"]
+        assert BLOCKS <= len(found_in(files[0].parents[1], Shard(0, 1))) <= BLOCKS + 1
     computed, hot, one, _, two, _ = found
     assert computed.cached_tokens == 0
     assert one.cached_tokens == two.cached_tokens == BLOCKS * BLOCK
@@ -78,10 +86,42 @@ def forget_latents(worker: Any) -> None:
         rows[:] = 0
 
 
+def kept(worker: Any) -> tuple[int, int] | None:
+    """Blocks, and their bytes, in a rank's RAM; None if it has no tier of its own."""
+    store = get_kv_transfer_group().worker.engine.store
+    return (len(store._blocks), store.used) if hasattr(store, "_blocks") else None
+
+
+def change(worker: Any, what: str) -> None:
+    """Have the first rank damage or lose a session's first block, or answer the other rank no more."""
+    from manthan.codec import wire
+
+    half = get_kv_transfer_group().worker
+    if worker.rank:
+        return
+    store = half.engine.store
+    found = [(*name, next(store.read(name[0], [name[1]]))) for name in list(store._blocks)]
+    group, key, buf = min(found, key=lambda each: wire.parse(each[2]).header.first_token)
+    if what == "damaged":
+        buf[5000] ^= 1
+        store.put_all(group, {key: buf})
+    elif what == "lost":
+        store.drop(group, [key])
+    else:
+        half._server.close()
+
+
+def start_afresh(pair: Any) -> None:
+    """Have nothing resident and nothing saved."""
+    pair.wait(lambda: pair.reset(cold=True), "a reset")
+    pair.run(pair.complete([10, 11], "other", 1))  # the reset reaches the metrics with the next step
+    pair.wait(lambda: pair.metric("manthan_cold_bytes") == 0, "an empty store")
+
+
 @pytest.mark.slow
-def test_latents_come_back_on_both_ranks(pair: Any) -> None:
+def test_latents_are_kept_once_and_come_back_on_both_ranks(pair: Any) -> None:
     """As out of the hot cache. One token is behind the last full block: the CPU's kernel for single tokens reads the
-    paged cache."""
+    paged cache. What the rank that keeps them has damaged or lost, or does not give, is computed again."""
     rng = random.Random(1)
     prompt = [rng.randrange(10, VOCAB) for _ in range(BLOCKS * BLOCK + 1)]
 
@@ -89,14 +129,28 @@ def test_latents_come_back_on_both_ranks(pair: Any) -> None:
         return pair.run(pair.complete(prompt, "duo", ANSWER))
 
     computed, hot = ask(), ask()
-    pair.wait_until_cold(1)
-    pair.on_workers(forget_latents)
-    cold = ask()
-    assert hot.cached_tokens == cold.cached_tokens == BLOCKS * BLOCK
-    assert (cold.tokens, cold.logprobs) == (hot.tokens, hot.logprobs)
-    assert pair.failures() == 0
-    pair.wait_until_cold(1)
-    pair.on_workers(stored_codes.damage, 0)
-    again = ask()
-    assert (again.tokens, again.cached_tokens) == (computed.tokens, 0), "neither rank uses what is damaged"
-    assert pair.metric("manthan_failures_total", cause="checksum") >= 1
+    for _ in range(2):
+        pair.wait_until_cold(1)
+        first, second = pair.on_workers(kept)
+        assert second is None
+        assert BLOCKS <= first[0] <= BLOCKS + 1, "with the answer's"
+        assert pair.metric("manthan_cold_bytes") == first[1]
+        pair.on_workers(forget_latents)
+        cold = ask()
+        assert hot.cached_tokens == cold.cached_tokens == BLOCKS * BLOCK
+        assert (cold.tokens, cold.logprobs) == (hot.tokens, hot.logprobs)
+        assert pair.failures() == 0
+        assert len(set.intersection(*pair.on_workers(digests))) >= BLOCKS
+        start_afresh(pair)
+        assert pair.on_workers(kept) == [(0, 0), None]
+        computed = ask()
+        assert computed.cached_tokens == 0
+    for what, cause in (("damaged", "checksum"), ("lost", "missing"), ("silent", "store_down")):
+        pair.wait_until_cold(1)
+        pair.on_workers(change, what)
+        again = ask()
+        assert (again.tokens, again.cached_tokens) == (computed.tokens, 0), what
+        assert pair.metric("manthan_failures_total", cause=cause) >= 1
+        if what != "silent":
+            start_afresh(pair)
+            ask()

@@ -1,5 +1,6 @@
 """What each rank has of a block, and ranks of other engines that read it: without an engine, on invented numbers."""
 
+import os
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -15,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from manthan.codec.base import Numbers
 from manthan.codec.block import BlockShape
+from manthan.manager.tiers.peer import PeerServer, PeerTier
 from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import Transfer
@@ -23,7 +25,7 @@ from manthan.vllm_hooks.fingerprint import fingerprint, namespace_of
 from manthan.vllm_hooks.groups import Context, Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.lasting import make_store
 from manthan.vllm_hooks.shards import Sharding, reads_others
-from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, settings
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, PagedMemory
 from manthan.vllm_hooks.worker.half import WorkerHalf
 
@@ -169,7 +171,12 @@ class Rank:
         namespace = namespace_of(config, from_vllm_config(config), half.groups, "weights")
         form = half._format("wht-5x", group, half._facts("wht-5x", group, None), namespace.name)
         self.blocks = CpuBlocks(self.memory, form)
-        self.store: Tier = make_store(config, namespace, Sharding.of(config, half.groups))
+        sharding, self.server = Sharding.of(config, half.groups), None
+        kept = sharding.kept(config)
+        self.keeps, name = kept.is_first(rank), f"manthan-test-{os.getpid()}-{kept.shard(rank)}"
+        self.store: Tier = make_store(config, namespace, sharding) if self.keeps else PeerTier(name)
+        if kept.copies > 1 and self.keeps:
+            self.server = PeerServer(name, self.store.read)
 
     def put(self, job: Transfer, numbers: tuple[Numbers, Numbers]) -> None:
         first, heads = self.blocks.format.first_head, self.blocks.format.shape.heads
@@ -197,6 +204,8 @@ def joined(found: list[Any]) -> Numbers:
 
 def close(ranks: list[Rank]) -> None:
     for rank in ranks:
+        if rank.server is not None:
+            rank.server.close()
         rank.store.close()
 
 
@@ -219,10 +228,12 @@ def test_what_any_number_of_ranks_wrote_any_other_reads(
     close(writers)
     if kind == "redis":
         assert len(list(server.client.scan_iter("*:block:*"))) == min(written, HEADS)
+    else:
+        assert len(list(tmp_path.glob("*/rank-*/blocks"))) == min(written, HEADS)
     for read in (1, 2, 4, 8):
         readers = ranks_of(plain, read)
         assert np.array_equal(joined([rank.read(key) for rank in readers]), right)
-        assert [rank.store.absent(0, [key, b"x" * 32]) for rank in readers] == [[b"x" * 32]] * read
+        assert all(rank.store.absent(0, [key, b"x" * 32]) == [b"x" * 32] for rank in readers if rank.keeps)
         close(readers)
     readers = ranks_of(plain, 2)
     for rank in readers:
@@ -232,6 +243,19 @@ def test_what_any_number_of_ranks_wrote_any_other_reads(
         readers = ranks_of(plain, read)
         assert [rank.read(key) for rank in readers] == [None] * read
         close(readers)
+
+
+def test_ranks_keep_the_same_shard_once_where_one_can_read_what_the_other_keeps() -> None:
+    def kept(kind: str, **options: Any) -> list[Shard]:
+        config = with_ranks(configured(), 8, stages=2, **{"distributed_executor_backend": "mp"} | options)
+        settings(config)[EXTRA_KEY]["tiers"]["kind"] = kind
+        sharding = Sharding.of(config, groups(8)).kept(config)
+        return [sharding.shard(rank) for rank in range(16) if sharding.is_first(rank)]
+
+    once, each = [Shard(at, 8) for at in range(8)], [Shard(at, 16) for at in range(16)]
+    assert kept("host") == kept("disk") == once
+    assert kept("device") == kept("redis") == each
+    assert kept("host", distributed_executor_backend="ray") == kept("disk", nnodes=2) == each
 
 
 def test_workers_know_of_blocks_that_a_draft_has_computed_again() -> None:

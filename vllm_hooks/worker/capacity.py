@@ -58,9 +58,8 @@ class TierBytes(NamedTuple):
         return max(0, device + host - max(sizes)) if device and host else device + host
 
 
-def usable_nbytes(vllm_config: "VllmConfig", store: TiersConfig, shape: MemoryShape) -> int:
-    """Return how many bytes blocks of these sizes can surely take, on all ranks together."""
-    ranks = vllm_config.parallel_config.world_size
+def usable_nbytes(vllm_config: "VllmConfig", store: TiersConfig, ranks: int, shape: MemoryShape) -> int:
+    """Return how many bytes blocks of these sizes can surely take, on all `ranks` ranks that store them together."""
     if store.places[-1] == "disk":
         return disk.usable(store.max_bytes // ranks) * ranks
     sizes = {nbytes // ranks for nbytes in shape.sizes}
@@ -76,7 +75,7 @@ def room_in(config: ManthanConfig) -> Callable[[int], int]:
 
 
 def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
-    """Return the tiers in front of the last, the fastest first, with the bytes of all ranks together."""
+    """Return the tiers in front of the last, the fastest first, with the bytes of all `ranks` storing ranks."""
     if store.kind == "device" and store.host_bytes:
         return [FrontTier(int(store.max_bytes), fills_on_read=False)]
     budgets = [store.front_bytes] if store.front_bytes else []

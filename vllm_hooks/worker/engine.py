@@ -70,12 +70,13 @@ class Engine:
 
     Args:
         fails_whole: True if a request's load fails as a whole; False if only blocks from the first bad one on fail.
+        keeps: False if another rank stores this rank's blocks, so that stores are neither begun nor answered.
     """
 
-    def __init__(self, fails_whole: bool = False) -> None:
+    def __init__(self, fails_whole: bool = False, keeps: bool = True) -> None:
         self.decode_s: Mapping[str, float] | None = None
         """Seconds to decode a token by codec, on a GPU; None if the CPU decodes."""
-        self._fails_whole = fails_whole
+        self._fails_whole, self._keeps = fails_whole, keeps
         self._lock = threading.Condition()
         self._begun = set[int]()
         """Ids of the last step's jobs that will be answered. `fail` answers the others, if submitting has raised."""
@@ -95,7 +96,8 @@ class Engine:
 
     def submit_stores(self, metadata: ManthanMetadata) -> None:
         """Begin a step's stores, after the model's work of the step."""
-        self._begin(metadata.stores, self._store)
+        if self._keeps:
+            self._begin(metadata.stores, self._store)
 
     def _begin(self, jobs: Sequence[Transfer], begin: Callable[[Transfer], None]) -> None:
         for job in jobs:
@@ -111,6 +113,10 @@ class Engine:
     def _load(self, job: Transfer) -> None: ...
 
     def _store(self, job: Transfer) -> None: ...
+
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
+        """Yield compressed blocks for other ranks, as `Tier.read` does. May be called on any thread."""
+        return iter([None] * len(keys))
 
     def wait(self) -> None:
         """Wait until no job that has begun reads or writes the paged cache."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from manthan.manager.events import BlocksTrimmed
-from manthan.manager.tiers.tier import Tier
+from manthan.manager.tiers.tier import Found, Tier
 from manthan.manager.transfer import NEEDED, Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import Copies, CpuBlocks
@@ -63,8 +63,9 @@ class CpuEngine(Engine):
         encode_threads: int,
         device: torch.device,
         fails_whole: bool = False,
+        keeps: bool = True,
     ) -> None:
-        super().__init__(fails_whole)
+        super().__init__(fails_whole, keeps)
         self.blocks, self.store = blocks, store
         self._device = device
         cpus = allowed_cpus() if device.type == "cpu" else set()
@@ -103,6 +104,9 @@ class CpuEngine(Engine):
         with self._lock:
             self._ungathered.append(gathering)
         self._gatherers.submit(self._gather, gathering, model)
+
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
+        return self.store.read(group, keys, tenant)
 
     def wait(self) -> None:
         for threads in self._all:

@@ -26,7 +26,7 @@ from vllm.logger import init_logger
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
 from manthan.manager.events import BlocksTrimmed
 from manthan.manager.tiers.arena import Extent, room
-from manthan.manager.tiers.tier import STORE_FULL, Tier
+from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Tier
 from manthan.manager.transfer import NEEDED, RESET, Transfer, TransferResult
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.messages import ManthanMetadata
@@ -36,6 +36,7 @@ from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, JobThreads,
 from manthan.vllm_hooks.worker.promotion import Primary, Reading
 from manthan.vllm_hooks.worker.slabs import (
     Demotion,
+    Name,
     Numbers,
     Places,
     Run,
@@ -152,6 +153,7 @@ class CudaEngine(Engine):
         forms: prepared numbers of exact first tokens in a block; unprepared numbers work too.
         make: returns a group's codec by name, for jobs with a codec. names: possible names.
         secondary: final tier of every block. The tier on the host then has the most recently used blocks.
+        keeps: see Engine. If False, blocks stay on the host only while a load needs them.
     """
 
     def __init__(
@@ -163,8 +165,9 @@ class CudaEngine(Engine):
         make: Callable[[int, str], PagedCodec] | None = None,
         names: Sequence[str] = (),
         secondary: Tier | None = None,
+        keeps: bool = True,
     ) -> None:
-        super().__init__(fails_whole)
+        super().__init__(fails_whole, keeps)
         self.tiers, self.store = tiers, secondary
         self._codecs = Codecs(codecs, make, names)
         self.codecs = self._codecs.by_group
@@ -190,7 +193,7 @@ class CudaEngine(Engine):
         """Tier on the host, with a secondary tier."""
         if secondary is not None:
             assert tiers.host is not None
-            self._primary = Primary(tiers.host, self._codecs.look_into, self._lock, self._erase)
+            self._primary = Primary(tiers.host, self._codecs.look_into, self._lock, self._erase, keeps)
         self._age = self._writing = 0
         """Number of resets; number of encodings being copied to the secondary tier."""
         self._demoted: torch.cuda.Event | None = None
@@ -227,6 +230,23 @@ class CudaEngine(Engine):
                         tier.drop(drop.group, drop.block_hashes)
         with suppress(Exception), self._lock:  # a GPU that does not erase reads nothing either
             self._erase()
+
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
+        """See Engine. Only blocks in RAM, or of the secondary tier, are found."""
+        for key in keys:
+            found: Found = self._in_ram((group, key))
+            if found is None and self.store is not None:
+                found = next(self.store.read(group, [key], tenant))
+            yield found
+
+    def _in_ram(self, name: Name) -> Buffer | None:
+        """Return a copy of a block in RAM; None if it is absent, or dropped meanwhile."""
+        tier = self.tiers.all[-1]
+        with self._lock:
+            stored = tier.stored(name)
+        buf = None if stored is None else tier.read(stored).copy()
+        with self._lock:  # if the block was dropped, the bytes may be those of another block
+            return buf if tier.stored(name) == stored else None
 
     def take_ended(self) -> Ended:
         """Poll the streams. vLLM calls `take_ended` first in every step."""
@@ -511,7 +531,7 @@ class CudaEngine(Engine):
     # -- load -----------------------------------------------------------------------------------------
 
     def _load(self, job: Transfer) -> None:
-        reading, near = Reading(job, len(job), is_read=True), list[bool]()
+        reading, near = Reading(job, job.group, len(job), is_read=True), list[bool]()
         if self._primary is not None:
             reading, near = self._primary.begin(job)
         loading = Loading(job, reading)
@@ -538,7 +558,7 @@ class CudaEngine(Engine):
         model, later, job = self._model(), list[Decoding](), loading.job
         stagings = [self._prefetches] if job.request_id is None else self._restores
         block_ids = job.block_ids.astype(np.int64)
-        for codec, run in self._runs(job, start, end, stagings[0]):
+        for codec, run in self._runs(loading.reading, start, end, stagings[0]):
             staging, exact, sizes = stagings[len(loading.chunks) % len(stagings)], run.exact, run.nbytes
             some = slice(loading.begun, loading.begun + len(sizes))
             codes = run.tier.codes if run.in_place else staging.codes
@@ -568,11 +588,12 @@ class CudaEngine(Engine):
             loading.lost = True
             self._stop([loading])
 
-    def _runs(self, job: Transfer, start: int, end: int, staging: Staging) -> Iterator[tuple[PagedCodec, Run]]:
+    def _runs(self, reading: Reading, start: int, end: int, staging: Staging) -> Iterator[tuple[PagedCodec, Run]]:
         """Blocks of a load up to the first absent block, in runs with one codec and tier."""
+        job = reading.job
         while start < end:
             with self._lock:
-                run = self.tiers.find(job.group, job.block_hashes[start : min(end, start + LOAD_CHUNK)])
+                run = self.tiers.find(reading.group, job.block_hashes[start : min(end, start + LOAD_CHUNK)])
             if run is None:
                 return
             codec, count = self._codecs.numbered(job.group, run.codec), len(run.starts)

@@ -23,6 +23,7 @@ from manthan.codec.wht import WhtPreset
 from manthan.manager.config.model import ConfigError
 from manthan.manager.config.profiles import CALIBRATED
 from manthan.manager.tiers.arena_tier import RamTier
+from manthan.manager.tiers.peer import PeerServer, PeerTier
 from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import Tier
 from manthan.vllm_hooks import memory
@@ -44,7 +45,7 @@ from manthan.vllm_hooks.worker.blocks import (
 )
 from manthan.vllm_hooks.worker.calibrator import Calibrator
 from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS, PRIMARY_BYTES, TierBytes, room_in
-from manthan.vllm_hooks.worker.engine import Engine
+from manthan.vllm_hooks.worker.engine import Engine, allowed_cpus
 from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
 from manthan.vllm_hooks.worker.guard import RankGuard
 from manthan.vllm_hooks.worker.layout import Layer, paged_layout, placed_layers, probe_layers
@@ -134,18 +135,23 @@ class WorkerHalf:
         """Measures the codec; None if `codec.guard` is off."""
         self.calibrator: Calibrator | None = None
         self._candidate: Candidate | None = None
+        self._server: PeerServer | None = None
+        """Offers this rank's blocks to ranks that have the same; None if there are none."""
 
     def _know_groups(self, as_bytes: Container[int] = ()) -> None:
         """Take note of the KV cache groups. as_bytes: see `groups_of`."""
         self.groups = groups_for(self._vllm_config, self._kv_cache_config, as_bytes)
         self._config = config_for(self._vllm_config, self.groups)
         self._sharding = Sharding.of(self._vllm_config, self.groups)
+        self._kept = self._sharding.kept(self._vllm_config)
         contexts = {group.index: group.context for group in self.groups.stored}
         self._contexts = contexts if any(context.ranks > 1 for context in contexts.values()) else {}
 
     def shutdown(self) -> None:
         if self.guard is not None:
             self.guard.shutdown()
+        if self._server is not None:
+            self._server.close()
         self.engine.shutdown()
         if self.calibrator is not None:
             self.calibrator.shutdown()
@@ -154,16 +160,23 @@ class WorkerHalf:
         if hidden := [group.index for group in self.groups.stored if not self._is_found(group, kv_caches)]:
             self._know_groups(hidden)
         config = self._config
-        name, store = "", None
+        rank, kept = self._vllm_config.parallel_config.rank, self._kept
+        assert self._vllm_config.kv_transfer_config is not None
+        shared = f"manthan-{self._vllm_config.kv_transfer_config.engine_id}-{kept.shard(rank)}"
+        name = ""
+        store: Tier | None = None if kept.is_first(rank) else PeerTier(shared)
         if config.tiers.is_lasting:
             namespace = namespace_of(self._vllm_config, config, self.groups, loaded_of(self._vllm_config).digest())
-            name, store = namespace.name, make_store(self._vllm_config, namespace, self._sharding)
+            name, store = namespace.name, store or make_store(self._vllm_config, namespace, self._sharding)
         caches = {group.index: self._cache(group, kv_caches, name) for group in self.groups.stored}
-        self.engine = self._engine(caches, store)
+        self.engine = self._engine(caches, store, kept.is_first(rank))
+        if kept.copies > 1 and kept.is_first(rank):
+            cpus = allowed_cpus() if next(iter(caches.values())).layers[0].rows.is_cpu else ()
+            self._server = PeerServer(shared, self.engine.read, cpus)
         main = caches[self.groups.main.index]
         if config.codec.guard:
             forms = [form.without_bytes() for form in main.forms]
-            device, rank = main.layers[0].rows.device, self._vllm_config.parallel_config.rank
+            device = main.layers[0].rows.device
             self.guard = RankGuard(main.coded, forms, main.rope, device, rank, self.engine.decode_s)
             self.guard.warm_up()
             layers = self._vllm_config.model_config.get_num_layers(self._vllm_config.parallel_config)
@@ -265,31 +278,33 @@ class WorkerHalf:
         except ProfileError as error:
             raise ConfigError(str(error)) from None
 
-    def _engine(self, groups: Mapping[int, GroupCache], store: Tier | None) -> Engine:
+    def _engine(self, groups: Mapping[int, GroupCache], store: Tier | None, keeps: bool) -> Engine:
         """Return the engine: on the GPU; or on the CPU's cores, for a cache in the CPU's memory or a GPU's.
 
-        groups: the main group first. store: the rank's tiers that outlive the engine; None if there are none.
+        groups: the main group first. store: the rank's tiers that outlive the engine, or are another rank's; None if
+        there are none. keeps: see Engine.
         """
-        tiers, codec, ranks = self._config.tiers, self._config.codec, self._vllm_config.parallel_config.world_size
+        tiers, codec, ranks = self._config.tiers, self._config.codec, self._kept.shards
         tier_bytes, fails_whole = TierBytes.of_a_rank(tiers, ranks), bool(self.groups.at_points)
+        front = tiers.front_bytes // ranks if keeps else 0
         device = next(iter(groups.values())).layers[0].rows.device
         if codec_backend(codec.backend, device) == "cuda":
             may_be_finer = codec.guard or store is not None  # an engine before may have had a guard
             if store is not None:
-                tier_bytes = TierBytes(0, max(tiers.front_bytes // ranks, PRIMARY_BYTES))
-            return _cuda_engine(
-                groups, tier_bytes, fails_whole, finer_codecs(codec.name) if may_be_finer else [], store
-            )
+                tier_bytes = TierBytes(0, max(front, PRIMARY_BYTES))
+            finer = finer_codecs(codec.name) if may_be_finer else []
+            return _cuda_engine(groups, tier_bytes, fails_whole, finer, store, keeps)
         if tier_bytes.device:
             raise UnsupportedError(
                 f"tiers.kind is device, but the codec runs on the CPU here (codec.backend {codec.backend}): use host."
             )
         if store is None:
             store = RamTier(tier_bytes.host)
-        elif tiers.front_bytes:
-            store = StackedTier(RamTier(tiers.front_bytes // ranks), store)
+        elif front:
+            store = StackedTier(RamTier(front), store)
         blocks = {index: CpuBlocks(each.memory, *each.forms, exacts=each.exacts) for index, each in groups.items()}
-        return CpuEngine(blocks, store, 1 if device.type == "cpu" else CPU_ENCODE_THREADS, device, fails_whole)
+        threads = 1 if device.type == "cpu" else CPU_ENCODE_THREADS
+        return CpuEngine(blocks, store, threads, device, fails_whole, keeps)
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
@@ -338,6 +353,7 @@ def _cuda_engine(
     fails_whole: bool,
     finer: Sequence[str],
     secondary: Tier | None,
+    keeps: bool,
 ) -> Engine:
     """Return an engine on the GPU. finer: the guard's alternatives to the configured codec."""
     from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
@@ -355,4 +371,4 @@ def _cuda_engine(
         return paged_codec(layouts[index], form)
 
     tiers, names = Slabs(on_device, on_host), [main.forms[0].codec, *finer]
-    return CudaEngine(codecs, tiers, fails_whole, main.exacts, make, names, secondary)
+    return CudaEngine(codecs, tiers, fails_whole, main.exacts, make, names, secondary, keeps)

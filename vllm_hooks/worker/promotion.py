@@ -18,11 +18,12 @@ from manthan.vllm_hooks.worker.slabs import Name, Slab, Stored
 class Reading:
     """Part of a load in the primary tier. there: number of the load's first blocks in the tier.
 
-    unpinned: number of blocks free to leave the tier. failed: cause by index in the job of unreadable blocks. is_read:
-    no more blocks will come. is_stopped: no caller needs further blocks.
+    group: the blocks' group in the tier. unpinned: number of blocks free to leave the tier. failed: cause by index in
+    the job of unreadable blocks. is_read: no more blocks will come. is_stopped: no caller needs further blocks.
     """
 
     job: Transfer
+    group: int
     there: int = 0
     unpinned: int = 0
     failed: dict[int, str] = field(default_factory=dict)
@@ -34,7 +35,8 @@ class Primary:
     """Keeps the most recently used blocks in the tier. Evicted blocks remain in the secondary tier.
 
     look_into: see `Codecs.look_into`. lock: of the tier. No bytes are copied while the lock is held. erase: begins to
-    erase freed bytes, and returns the event after the erasure.
+    erase freed bytes, and returns the event after the erasure. keeps: False if another rank stores the blocks. Because
+    it may replace them, each load then reads its own, and drops them.
     """
 
     def __init__(
@@ -43,8 +45,9 @@ class Primary:
         look_into: Callable[[int, Buffer], tuple[int, int, int, int] | str],
         lock: threading.Condition,
         erase: Callable[[], torch.cuda.Event],
+        keeps: bool = True,
     ) -> None:
-        self._slab, self._look_into, self._lock, self._erase = slab, look_into, lock, erase
+        self._slab, self._look_into, self._lock, self._erase, self._keeps = slab, look_into, lock, erase, keeps
         self.pins: Counter[Name] = Counter()
         """Blocks in a load."""
 
@@ -63,21 +66,24 @@ class Primary:
 
     def begin(self, job: Transfer) -> tuple[Reading, list[bool]]:
         """Pin a load's blocks, if all are present. Return True for each present block."""
-        names = [(job.group, key) for key in job.block_hashes]
+        group = job.group if self._keeps else -1 - job.job_id
+        names = [(group, key) for key in job.block_hashes]
         with self._lock:
             near = [name in self._slab for name in names]
             if all(near):
                 self._pin(names)
-        return Reading(job, len(job) if all(near) else 0, is_read=all(near)), near
+        return Reading(job, group, len(job) if all(near) else 0, is_read=all(near)), near
 
     def unpin(self, reading: Reading, end: int) -> None:
         """Unpin blocks of a load up to `end`, exclusive."""
         with self._lock:
             for key in reading.job.block_hashes[reading.unpinned : end]:
-                name = reading.job.group, key
+                name = reading.group, key
                 self.pins[name] -= 1
                 if not self.pins[name]:
                     del self.pins[name]
+                    if not self._keeps:
+                        self._slab.drop([name])
             reading.unpinned = end
             self._lock.notify_all()
 
@@ -89,14 +95,14 @@ class Primary:
             values = secondary.read(job.group, [job.block_hashes[n] for n in far], job.tenant)
             for at, key in enumerate(job.block_hashes):
                 found = None if near[at] else next(values)
-                if not self._is_there(reading, (job.group, key)):
+                if not self._is_there(reading, (reading.group, key)):
                     if near[at]:  # evicted meanwhile
                         found = next(secondary.read(job.group, [key], job.tenant))
                     if found is None or isinstance(found, str):
                         behind = [n for n in far if n > at]
                         failed = {at: found or MISSING, **other_causes(job, behind, found, values, secondary)}
                         return
-                    cause = self._bring(reading, job.group, key, found)
+                    cause = self._bring(reading, key, found)
                     if cause is not None:
                         failed = {at: cause}
                         return
@@ -121,9 +127,9 @@ class Primary:
                 self._pin([name])
             return is_there
 
-    def _bring(self, reading: Reading, group: int, key: bytes, buf: Buffer) -> str | None:
+    def _bring(self, reading: Reading, key: bytes, buf: Buffer) -> str | None:
         """Copy a block into the tier when the tier has room, and pin the block. Return the cause for a bad block."""
-        told = self._look_into(group, buf)
+        told, name = self._look_into(reading.job.group, buf), (reading.group, key)
         if isinstance(told, str):
             return told
         with self._lock:
@@ -137,13 +143,13 @@ class Primary:
         erased.synchronize()
         self._slab.write(place, buf)
         with self._lock:
-            if reading.is_stopped or (group, key) in self._slab:
+            if reading.is_stopped or name in self._slab:
                 self._slab.free(place)
             else:
-                self._slab.put({(group, key): Stored(place, buf.nbytes, *told)})
+                self._slab.put({name: Stored(place, buf.nbytes, *told)})
             if reading.is_stopped:
                 raise CancelledError
-            self._pin([(group, key)])
+            self._pin([name])
         return None
 
     def _pin(self, names: Sequence[Name]) -> None:

@@ -1,0 +1,132 @@
+"""Tier of a rank whose blocks another rank of this host keeps: they are read over a Unix socket.
+
+A connection serves one `read`. The reader sends a line of JSON: KV cache group, tenant, and block hashes in hexadecimal
+digits. The keeper answers each block with a line of JSON: the number of its bytes, which follow, the cause of a
+failure, or null for an absent block. The socket has an abstract name of Linux, which no file outlives. Each end
+checks that the other has the same user.
+"""
+
+import json
+import logging
+import os
+import socket
+import socketserver
+import struct
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from manthan.manager.tiers.tier import Buffer, Found, Tier
+from manthan.manager.transfer import STORE_DOWN
+
+logger = logging.getLogger("vllm.manthan.peer")
+
+TIMEOUT_S = 15.0  # most seconds to wait for the other end; longer than the keeper waits for its disk
+BACKLOG = 128  # connections that wait to be accepted
+_CREDENTIALS = struct.Struct("3i")
+
+
+class PeerTier(Tier):
+    """Reads the blocks that a PeerServer offers under `name`. Only the keeper stores and drops them."""
+
+    def __init__(self, name: str, timeout_s: float = TIMEOUT_S) -> None:
+        self._name, self._timeout_s = name, timeout_s
+
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
+        left = len(keys)
+        try:
+            with socket.socket(socket.AF_UNIX) as link:
+                link.settimeout(self._timeout_s)
+                link.connect(_address(self._name))
+                _check(link)
+                link.sendall(json.dumps([group, tenant, [key.hex() for key in keys]]).encode() + b"\n")
+                with link.makefile("rb") as answers:
+                    while left:
+                        found = json.loads(answers.readline())
+                        if isinstance(found, int):
+                            buf = answers.read(found)
+                            if len(buf) < found:
+                                raise EOFError
+                            found = np.frombuffer(buf, np.uint8)
+                        left -= 1
+                        yield found
+        except (OSError, ValueError, EOFError) as error:
+            logger.warning("Manthan: the rank that keeps this rank's blocks does not answer: %r", error)
+            yield from [STORE_DOWN] * left
+
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
+        return {}
+
+    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
+        """See Tier. The keeper's own load says which blocks are absent."""
+        return []
+
+    def drop(self, group: int, keys: Iterable[bytes]) -> None: ...
+
+    def cleared(self, place: str) -> "PeerTier":
+        return self
+
+    def close(self) -> None: ...
+
+    def room(self, nbytes: int) -> int:
+        return 0
+
+
+class PeerServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """Offers this process's blocks to PeerTiers, on threads. Raises OSError if another process has the name.
+
+    Args:
+        read: See `Tier.read`.
+        cpus: CPUs that the threads may run on; empty for those of the caller.
+    """
+
+    daemon_threads, request_queue_size = True, BACKLOG
+
+    def __init__(
+        self, name: str, read: Callable[[int, Sequence[bytes], str], Iterator[Found]], cpus: Collection[int] = ()
+    ) -> None:
+        super().__init__(_address(name), _Request)
+        self.read = read
+        self._thread = threading.Thread(target=self._serve, args=(cpus,), name="manthan-peer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Offer no more blocks."""
+        self.shutdown()
+        self.server_close()
+
+    def _serve(self, cpus: Collection[int]) -> None:
+        with suppress(OSError):
+            if cpus:
+                os.sched_setaffinity(0, cpus)
+        self.serve_forever()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        logger.debug("Manthan: a rank has given up reading, or its blocks cannot be read", exc_info=True)
+
+
+class _Request(socketserver.StreamRequestHandler):
+    timeout = TIMEOUT_S
+    server: PeerServer
+
+    def handle(self) -> None:
+        _check(self.connection)
+        group, tenant, keys = json.loads(self.rfile.readline())
+        for found in self.server.read(group, list(map(bytes.fromhex, keys)), tenant):
+            buf = found if isinstance(found, np.ndarray) else None
+            self.wfile.write(json.dumps(found if buf is None else buf.nbytes).encode() + b"\n")
+            if buf is not None:
+                self.wfile.write(buf.data)
+
+
+def _address(name: str) -> str:
+    return f"\0{name}"
+
+
+def _check(link: socket.socket) -> None:
+    """Raise PermissionError if the process at the other end has another user."""
+    _, user, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.getuid():
+        raise PermissionError(f"user {user} is at the other end")
