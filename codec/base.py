@@ -137,6 +137,8 @@ class Codec(ABC):
     name: str
     varies: bool = False
     """True if sections of equal shape may differ in size."""
+    scales_vectors: bool = False
+    """True if each vector's scale is part of the code, so that no common factor of a vector's numbers matters."""
     levels: int = 1
     """Number of levels to which a block can be decoded: 1 for the base, and 1 for each refinement."""
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manthan.codec.base import Codes, Dtype, Numbers, Positions, Section, SectionKind
+from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind
 from manthan.codec.cpu.exact import EXACT
-from manthan.codec.cpu.numbers import Fp8Codec
+from manthan.codec.cpu.numbers import Floats, Fp8Codec, as_floats
 from manthan.codec.cpu.state import STATE_CODECS
 from manthan.codec.errors import (
     CodecError,
@@ -35,6 +35,40 @@ from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block
 
 
 @dataclass(frozen=True)
+class Scales:
+    """Scales of latents in fp8, one for each piece of a token, and where they are among the exact bytes.
+
+    vLLM chooses them for each token. Codecs see the numbers times their scales, so that all numbers have one unit, and
+    what is decoded is divided by the same scales. A scale that is not positive counts as 1.
+
+    Args:
+        row: bytes of a token's row: the latent, then RoPE's part.
+        piece: numbers with a common scale.
+        nbytes: bytes of a scale: 4 for float32, 1 for float32's exponent.
+        stride: bytes of a token that begin with its scales, in the array that has them.
+        place: index of that array in `BlockShape.arrays`: 0 for RoPE's part, 2 for the raw bytes.
+        rope_at: offset of RoPE's bf16 numbers in RoPE's part of a token.
+    """
+
+    row: int
+    piece: int
+    nbytes: int
+    stride: int
+    place: int
+    rope_at: int
+
+    def of(self, arrays: Sequence[Numbers], shape: "BlockShape") -> Floats:
+        """Return the scales, float32 [layers, pieces, tokens, 1], out of a block's arrays."""
+        layers, pieces, tokens, _ = shape.value_numbers
+        rows = arrays[self.place].reshape(-1)[: layers * tokens * self.stride].reshape(layers, tokens, self.stride)
+        found = np.ascontiguousarray(rows[..., : pieces * self.nbytes])
+        exponents = found.astype(np.uint32) << np.uint32(23) if self.nbytes == 1 else found
+        scales = exponents.view(np.float32).swapaxes(1, 2)[..., None]
+        made: Floats = np.where(scales > 0, scales, np.float32(1))
+        return made
+
+
+@dataclass(frozen=True)
 class BlockShape:
     """Shape of a rank's block of a KV cache group.
 
@@ -42,6 +76,7 @@ class BlockShape:
     latent: numbers of a token's latent in a layer (MLA), 0 for values. With a latent, heads is 1, and head_dim is
     RoPE's.
     beside: shape of the bytes of further layers in the group; None without any.
+    scales: of latents in fp8, if tokens have their own. RoPE's part is then bytes, of bf16 and maybe of the scales.
     """
 
     layers: int
@@ -51,6 +86,7 @@ class BlockShape:
     dtype: Dtype = Dtype.BFLOAT16
     latent: int = 0
     beside: "BlockShape | None" = None
+    scales: Scales | None = None
 
     @cached_property
     def arrays(self) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
@@ -76,9 +112,19 @@ class BlockShape:
             return (self.layers, self.heads, self.tokens, 0 if self.is_raw else self.head_dim)
         return (self.layers, self.latent // self.coded_dim, self.tokens, self.coded_dim)
 
+    def floats(self, arrays: Sequence[Numbers]) -> tuple[Floats, Floats]:
+        """Return what a block's keys and values stand for in attention, or RoPE's part and latents, as float32."""
+        keys, values = arrays[:2]
+        if self.scales is None:
+            return as_floats(keys, self.dtype), as_floats(values, self.dtype)
+        turned = np.ascontiguousarray(keys[..., self.scales.rope_at :]).view(np.uint16)
+        return as_floats(turned), as_floats(values, self.dtype) * self.scales.of(arrays, self)
+
     @cached_property
     def coded_dim(self) -> int:
         """Numbers of a coded vector. Raises HeadDimError."""
+        if self.scales is not None:
+            return self.scales.piece
         return piece_dim(self.latent) if self.latent else self.head_dim
 
     @cached_property
@@ -278,7 +324,7 @@ class BlockFormat:
         at = header.nbytes
         for section, limit in zip(header.sections, limits, strict=True):
             part, positions = _part(numbers, section), _positions(header, section)
-            codec, out = self._codecs[section.codec], block[at : at + limit]
+            codec, out = self._codec_of(section, numbers), block[at : at + limit]
             size, bodies = codec.encode_parts(part, section, positions, out)
             refinements += bodies
             end = at + align16(size)
@@ -318,12 +364,21 @@ class BlockFormat:
         arrays = self.shape.arrays
         found: list[list[Numbers]] = [[] for _ in arrays]
         for section, codes in zip(block.header.sections, block.payloads, strict=True):
-            codec, positions = self._codecs[section.codec], _positions(block.header, section)
+            kept = [parts[0] if parts else np.empty(0) for parts in found]
+            codec, positions = self._codec_of(section, kept), _positions(block.header, section)
             x = codec.decode_parts(codes, block.refinements, section, positions)
             places = _places(section, len(arrays))
             for place, part in zip(places, x if len(places) > 1 else [x], strict=True):
                 found[place].append(part)
         return tuple(_joined(parts) if parts else np.empty(*array) for parts, array in zip(found, arrays, strict=True))
+
+    def _codec_of(self, section: Section, arrays: Sequence[Numbers]) -> Codec:
+        """Return the codec of a section. arrays: the block's, of which those with scales are known already."""
+        codec, scales = self._codecs[section.codec], self.shape.scales
+        if scales is None or section.kind is not SectionKind.LATENT or not isinstance(codec, Fp8Codec):
+            return codec
+        first = section.first_token
+        return codec.scaled(scales.of(arrays, self.shape)[:, :, first : first + section.tokens])
 
     def joined(self, shards: Iterable[DecodedShard]) -> tuple[Numbers, ...]:
         """Return the arrays of this format's heads. Raises SizeError unless each head is in exactly one shard."""

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from manthan.codec.base import Numbers, Positions
 from manthan.codec.block import BlockFormat
-from manthan.codec.cpu.numbers import Floats, as_floats
+from manthan.codec.cpu.numbers import Floats
 from manthan.codec.errors import CodecError
 from manthan.codec.rope import Rope
 
@@ -153,8 +153,8 @@ def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -
         began = time.perf_counter()
         back = format.decode(codes, key=b"")
         seconds += time.perf_counter() - began
-        numbers = (sample.keys, sample.values, *back)
-        pieces.append(tuple(as_floats(x[:, :, skipped:], format.shape.dtype) for x in numbers))
+        numbers = *format.shape.floats((sample.keys, sample.values)), *format.shape.floats(back)
+        pieces.append(tuple(x[:, :, skipped:] for x in numbers))
         places.append(np.arange(sample.first_token + skipped, sample.first_token + format.shape.tokens, dtype=np.int64))
     keys, values, back_keys, back_values = (np.concatenate(parts, axis=2) for parts in zip(*pieces, strict=True))
     decode_s, at = seconds / (len(samples) * format.shape.tokens), np.concatenate(places)

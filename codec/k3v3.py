@@ -68,6 +68,8 @@ K3V3 = K3v3Preset()
 class K3v3Codec(Codec):
     """Codec on the CPU."""
 
+    scales_vectors = True
+
     def __init__(self, name: str, head_dim: int) -> None:
         check_head_dim(head_dim)
         self.name, self.head_dim = name, head_dim

@@ -7,14 +7,15 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from manthan.codec.block import Scales
 from manthan.codec.gpu.paged import DTYPES
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.compat import skipped_tokens
 from manthan.vllm_hooks.settled import AS_THEY_ARE
-from manthan.vllm_hooks.support import E4M3, FP8, Latents, UnsupportedError, blocks_computed_again, is_packed
+from manthan.vllm_hooks.support import DS_MLA, E4M3, FP8, Latents, UnsupportedError, blocks_computed_again, is_packed
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
@@ -38,37 +39,53 @@ class StoredAs(StrEnum):
     """Not at all, though requests need the blocks: such a model is refused at start."""
 
 
+class Coded(NamedTuple):
+    """Layout that codecs know. latent, scales: see `KvCacheGroup`."""
+
+    latent: int = 0
+    scales: Scales | None = None
+
+
+LayoutOf: TypeAlias = Callable[[Any, str, Latents], Coded | None]
+
+
 class SpecEntry(NamedTuple):
     """Storage of the groups whose specs are of one class.
 
-    reach: returns the number of tokens that a layer looks back, the current token included. is_coded: returns True if a
-    codec knows the layout; takes spec, name of the dtype and the model's latents.
+    reach: returns the number of tokens that a layer looks back, the current token included. layouts: return the layout
+    if a codec knows it; take spec, name of the dtype and the model's latents.
     """
 
     stored: StoredAs
     reach: Callable[[Any], int] = lambda spec: EVERY
-    is_coded: Callable[[Any, str, Latents], bool] = lambda spec, dtype, latents: False
+    layouts: tuple[LayoutOf, ...] = ()
 
 
-def _has_keys_and_values(spec: Any, dtype: str, latents: Latents) -> bool:
-    """True if a block has as many numbers for keys as for values, and nothing else."""
+def _keys_and_values(spec: Any, dtype: str, latents: Latents) -> Coded | None:
+    """Layout of a block with as many numbers for keys as for values, and nothing else."""
     heads = 2 * spec.num_kv_heads * spec.block_size * spec.head_size * spec.dtype.itemsize
     is_known = dtype in FP8 or spec.dtype in DTYPES
-    return is_known and spec.head_size_v == spec.head_size and spec.unpadded_page_size_bytes == heads
+    fits = is_known and spec.head_size_v == spec.head_size and spec.unpadded_page_size_bytes == heads
+    return Coded() if fits else None
 
 
-def _has_latents(spec: Any, dtype: str, latents: Latents) -> bool:
-    """True if a block has, for each token, a latent and the part of the key with RoPE, in the model's dtype or in fp8.
-
-    The packed layouts of sparse attention have other sizes.
-    """
+def _latents(spec: Any, dtype: str, latents: Latents) -> Coded | None:
+    """Layout of a latent and the part of the key with RoPE for each token, in the model's dtype or in fp8."""
     from vllm.v1.kv_cache_interface import SparseCacheRole
 
     nbytes = spec.block_size * spec.head_size * spec.dtype.itemsize
     is_known = spec.dtype.itemsize == 1 if dtype in FP8 else spec.dtype in DTYPES
     is_index = getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER
     is_latent = 0 < latents.numbers < spec.head_size == sum(latents)
-    return is_known and is_latent and not is_index and spec.page_size_bytes == nbytes
+    fits = is_known and is_latent and not is_index and spec.page_size_bytes == nbytes
+    return Coded(latents.numbers) if fits else None
+
+
+def _rows_of_656(spec: Any, dtype: str, latents: Latents) -> Coded | None:
+    """Layout fp8_ds_mla of DeepSeek V3.2: 512 numbers in fp8, four float32 scales, and RoPE's 64 numbers in bf16."""
+    is_known = dtype == DS_MLA and latents.numbers == 512 and spec.state_content_bytes == 656
+    fits = is_known and spec.page_size_bytes == spec.block_size * 656
+    return Coded(512, Scales(row=656, piece=128, nbytes=4, stride=144, place=0, rope_at=16)) if fits else None
 
 
 def _window(spec: Any) -> int:
@@ -76,16 +93,14 @@ def _window(spec: Any) -> int:
 
 
 SPECS: Mapping[str, SpecEntry] = {
-    "FullAttentionSpec": SpecEntry(StoredAs.CODED, is_coded=_has_keys_and_values),
-    "RSWASpec": SpecEntry(StoredAs.CODED, is_coded=_has_keys_and_values),
-    "SinkFullAttentionSpec": SpecEntry(StoredAs.CODED, is_coded=_has_keys_and_values),
-    "MLAAttentionSpec": SpecEntry(StoredAs.CODED, is_coded=_has_latents),
+    "FullAttentionSpec": SpecEntry(StoredAs.CODED, layouts=(_keys_and_values,)),
+    "RSWASpec": SpecEntry(StoredAs.CODED, layouts=(_keys_and_values,)),
+    "SinkFullAttentionSpec": SpecEntry(StoredAs.CODED, layouts=(_keys_and_values,)),
+    "MLAAttentionSpec": SpecEntry(StoredAs.CODED, layouts=(_latents, _rows_of_656)),
     "HiddenStateCacheSpec": SpecEntry(StoredAs.BYTES),
-    "SlidingWindowSpec": SpecEntry(StoredAs.CODED, _window, _has_keys_and_values),
-    "SlidingWindowMLASpec": SpecEntry(StoredAs.CODED, _window, _has_latents),
-    "ChunkedLocalAttentionSpec": SpecEntry(
-        StoredAs.CODED, lambda spec: spec.attention_chunk_size, _has_keys_and_values
-    ),
+    "SlidingWindowSpec": SpecEntry(StoredAs.CODED, _window, (_keys_and_values,)),
+    "SlidingWindowMLASpec": SpecEntry(StoredAs.CODED, _window, (_latents,)),
+    "ChunkedLocalAttentionSpec": SpecEntry(StoredAs.CODED, lambda spec: spec.attention_chunk_size, (_keys_and_values,)),
     "MambaSpec": SpecEntry(StoredAs.CODED, lambda spec: 1),  # by `codec.state`, in blocks of bytes
     "CircularBufferSpec": SpecEntry(StoredAs.NOTHING),
     "EncoderOnlyAttentionSpec": SpecEntry(StoredAs.NOTHING),
@@ -139,9 +154,10 @@ class KvCacheGroup:
         layers: number of layers. names: their names.
         cache_dtype: dtype of the numbers, as in --kv-cache-dtype; for a state, dtypes and shapes of the tensors.
         layer_nbytes: bytes of a block in each layer, if blocks are stored as bytes; else empty.
-        latent: how many of the `head_size` numbers are the latent (MLA); 0 for keys and values.
+        latent: numbers of a token's latent (MLA); 0 for keys and values.
         context: context parallelism.
         beside: group of the other layers, stored as bytes in the same compressed blocks; None if there are none.
+        scales: of latents in fp8 that have their own, in rows of bytes: a latent, then RoPE's part.
     """
 
     index: int
@@ -153,6 +169,7 @@ class KvCacheGroup:
     latent: int = 0
     context: Context = ALONE
     beside: "KvCacheGroup | None" = None
+    scales: Scales | None = None
 
     @property
     def tokens(self) -> int:
@@ -174,7 +191,7 @@ class KvCacheGroup:
     @property
     def dtype_name(self) -> str:
         """Name that tells dtypes apart, also those of equal size."""
-        if self.is_packed:
+        if self.is_packed or self.scales:
             return self.cache_dtype
         return FP8[self.cache_dtype].name if self.cache_dtype in FP8 else str(self.spec.dtype)
 
@@ -437,8 +454,12 @@ def _group(
             kind = f"state of {', '.join(f'{dtype} {list(shape)}' for shape, dtype in tensors)}"
         return KvCacheGroup(index, spec, len(names), names, kind, nbytes)
 
-    coded = {each for each in set(specs.values()) if can_code and _is_coded(each, cache, latents)}
-    shapes = {(each.num_kv_heads, each.head_size, each.dtype, _dtype_of(each, cache), _latent(each)) for each in coded}
+    found = {each: _coded(each, cache, latents) if can_code else None for each in set(specs.values())}
+    coded = {each: layout for each, layout in found.items() if layout is not None}
+    shapes = {
+        (each.num_kv_heads, each.head_size, each.dtype, _dtype_of(each, cache), layout)
+        for each, layout in coded.items()
+    }
     ours = tuple(name for name in names if specs[name] in coded)
     others = tuple(name for name in names if specs[name] not in coded)
     raw = packed(others) if others else None
@@ -446,24 +467,20 @@ def _group(
     if len(shapes) != 1 or not fits:
         return packed(names)
     spec = specs[ours[0]]
-    latent = latents.numbers if _latent(spec) else 0
-    return KvCacheGroup(index, spec, len(ours), ours, _dtype_of(spec, cache), latent=latent, beside=raw)
+    latent, scales = coded[spec]
+    return KvCacheGroup(index, spec, len(ours), ours, _dtype_of(spec, cache), (), latent, beside=raw, scales=scales)
 
 
 UNIT = 16
 """Bytes that kernels copy at once. Sizes of sections stored as bytes must be multiples."""
 
 
-def _is_coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> bool:
+def _coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> Coded | None:
     entry = entry_of(spec)
     if entry is None or entry.stored is not StoredAs.CODED or (cache is not None and is_packed(cache)):
-        return False
-    return entry.is_coded(spec, _dtype_of(spec, cache), latents)
-
-
-def _latent(spec: Any) -> bool:
-    entry = entry_of(spec)
-    return entry is not None and entry.is_coded is _has_latents
+        return None
+    found = (layout(spec, _dtype_of(spec, cache), latents) for layout in entry.layouts)
+    return next((each for each in found if each is not None), None)
 
 
 def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:

@@ -52,8 +52,11 @@ def block_shape(group: "KvCacheGroup") -> BlockShape:
     if group.is_packed:
         return packed_shape(group.layer_nbytes, group.spec.block_size)
     spec, raw = group.spec, block_shape(group.beside) if group.beside else None
-    dim, dtype = spec.head_size - group.latent, FP8.get(group.cache_dtype) or DTYPES[spec.dtype]
-    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, dim, dtype, group.latent, raw)
+    dim, dtype = spec.head_size - group.latent, FP8.get(group.cache_dtype)
+    if group.scales is not None:
+        dim, dtype = group.scales.row - group.latent, Dtype.FLOAT8_E4M3
+    dtype = dtype or DTYPES[spec.dtype]
+    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, dim, dtype, group.latent, raw, group.scales)
 
 
 def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:

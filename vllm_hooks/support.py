@@ -30,6 +30,10 @@ FP8 = {"fp8": Dtype.FLOAT8_E4M3, E4M3: Dtype.FLOAT8_E4M3, "fp8_e5m2": Dtype.FLOA
 engine runs."""
 
 
+DS_MLA = "fp8_ds_mla"
+"""--kv-cache-dtype of latents in fp8 with scales of their own."""
+
+
 class UnsupportedError(ConfigError):
     """Unsupported model or setting of vLLM."""
 
@@ -155,5 +159,5 @@ def blocks_computed_again(vllm_config: "VllmConfig") -> int:
 
 def is_packed(cache: "CacheConfig") -> bool:
     """True if blocks are stored as bytes: only vLLM's kernels can read them, or layers have different dtypes."""
-    is_unknown = cache.cache_dtype not in FP8 or bool(cache.kv_cache_dtype_skip_layers)
+    is_unknown = cache.cache_dtype not in (*FP8, DS_MLA) or bool(cache.kv_cache_dtype_skip_layers)
     return cache.cache_dtype not in PLAIN and is_unknown

@@ -115,12 +115,21 @@ def _as_fp8(x: Floats, form: Fp8) -> Numbers:
 
 
 class Fp8Codec(Codec):
-    """Codec of float32 for sections of fp8. Scales of the cache's numbers do not matter: the bytes themselves are
-    encoded.
+    """Codec of float32 for sections of fp8.
+
+    Args:
+        codec: of float32.
+        scales: float32 that broadcast to a section; the codec sees the numbers times their scales. None for a cache
+            whose scales never change: the codec sees the bytes' own numbers.
     """
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, scales: Floats | None = None) -> None:
         self.name, self.varies, self.levels, self._codec = codec.name, codec.varies, codec.levels, codec
+        self._scales = scales
+
+    def scaled(self, scales: Floats) -> Codec:
+        """Return the codec for numbers with scales. A codec with a scale for each vector needs none."""
+        return self if self._codec.scales_vectors else Fp8Codec(self._codec, scales)
 
     def max_nbytes(self, section: Section) -> int:
         return self._codec.max_nbytes(_wide(section))
@@ -129,18 +138,23 @@ class Fp8Codec(Codec):
         return self._codec.expected_nbytes(_wide(section))
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
-        return self._codec.encode(as_floats(x, section.dtype), _wide(section), positions, out)
+        return self.encode_parts(x, section, positions, out)[0]
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        return as_numbers(self._codec.decode(codes, _wide(section), positions), section.dtype)
+        return self.decode_parts(codes, (), section, positions)
 
     def encode_parts(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> tuple[int, list[Codes]]:
-        return self._codec.encode_parts(as_floats(x, section.dtype), _wide(section), positions, out)
+        floats = as_floats(x, section.dtype)
+        if self._scales is not None:
+            floats *= self._scales
+        return self._codec.encode_parts(floats, _wide(section), positions, out)
 
     def decode_parts(
         self, codes: Codes, refinements: Sequence[Codes], section: Section, positions: Positions
     ) -> Numbers:
-        made = self._codec.decode_parts(codes, refinements, _wide(section), positions)
+        made: Floats = self._codec.decode_parts(codes, refinements, _wide(section), positions)
+        if self._scales is not None:
+            made = made / self._scales
         return as_numbers(made, section.dtype)
 
 

@@ -93,6 +93,14 @@ def exact_jobs(layout: PagedLayout, caches: torch.Tensor, form: Form, exact: int
     ]
 
 
+def scales_of(layout: PagedLayout, form: Form) -> dict[str, int]:
+    """Return fields of the kernels' `Sections`: where in an encoded block the scales of latents are, if any."""
+    if layout.scales is None:
+        return {}
+    section = int(layout.scales.place == 0 and layout.beside is not None)
+    return {"kept_at": form.starts[section], "kept_stride": layout.scales.stride}
+
+
 def is_aligned(layout: PagedLayout) -> bool:
     """True if all vectors begin at multiples of ALIGNMENT, and are of as many bytes."""
     parts = [layout, layout.coded, *([layout.beside.as_vectors(layout)] if layout.beside else [])]
@@ -125,6 +133,7 @@ def constants(
     """
     made = rotation(head_dim)
     shared = {"THREADS": THREADS, "HEAD_DIM": head_dim, "DTYPE": DTYPES.index(dtype), "ALIGNED": int(aligned)}
+    shared["SCALES"] = 0
     lines = [f"#define {name} {value}" for name, value in (shared | dict(macros)).items()]
     for name, value in (("ROOT", made.root), ("LARGEST", LARGEST_BF16)):
         lines.append(f"#define {name} 0x{value.view(np.uint32):08x}u")

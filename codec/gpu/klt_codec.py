@@ -21,7 +21,7 @@ from manthan.codec.block import BlockFormat
 from manthan.codec.cpu.klt import EXACT, MOST_K, PRESETS, streams_of
 from manthan.codec.cpu.rans import VERSION
 from manthan.codec.errors import ProfileError
-from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
+from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, scales_of, sources
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
 from manthan.codec.profile import Group, Profile
@@ -69,17 +69,18 @@ class Sections(ctypes.Structure):
         ("token_stride", ctypes.c_int32),
         *(
             (name, ctypes.c_int64)
-            for name in ("tables_nbytes", "likely_at", "rest_at", "head_nbytes", "start", "limit")
+            for name in ("tables_nbytes", "likely_at", "rest_at", "head_nbytes", "start", "limit", "kept_at")
         ),
         *((name, ctypes.c_int32) for name in ("n", "all", "groups_count", "components", "streams")),
         *((name, ctypes.c_int32) for name in ("tokens", "first_token", "block_tokens", "layers")),
-        *((name, ctypes.c_int32) for name in ("first_group", "some", "width")),
+        *((name, ctypes.c_int32) for name in ("first_group", "some", "width", "kept_stride")),
         ("rope_scale", ctypes.c_float),
     )
 
     @classmethod
-    def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, all_levels: int) -> Self:
+    def plan(cls, paged: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, all_levels: int) -> Self:
         """Return arguments for the section of inexact tokens. caches: `addresses`."""
+        layout = paged.coded
         return cls(
             caches=caches.data_ptr(),
             block_stride=layout.block_stride,
@@ -95,6 +96,7 @@ class Sections(ctypes.Structure):
             first_token=exact,
             block_tokens=layout.tokens,
             rope_scale=rope.scale,
+            **scales_of(paged, form),
         )
 
     def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
@@ -263,7 +265,8 @@ class KltPagedCodec(PagedCodec):
         self._encoding, self._decoding = encoding_tables(self.device), decoding_tables(self.device)
         self._plans: dict[int, Plan] = {}
         shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
-        self._kernels = _module(*shape, self.device, is_aligned(layout), *pairs)
+        scales = layout.scales.nbytes if layout.scales else 0
+        self._kernels = _module(*shape, self.device, is_aligned(layout), *pairs, scales)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
         """Encode. A status becomes 0 for numbers 32,768 or more steps from the profile's mean, or not finite."""
@@ -397,7 +400,7 @@ class KltPagedCodec(PagedCodec):
             else:
                 kinds = len(self._coded.ats)
                 model = Model.of(self._profile.groups, kinds, layout.tokens - exact, self.device)
-                sections = Sections.plan(self._coded, self._addresses, form, exact, self._rope, self._level + 1)
+                sections = Sections.plan(layout, self._addresses, form, exact, self._rope, self._level + 1)
                 sections.groups_count, sections.components = len(model.sizes), sum(model.sizes)
                 sections.streams = int(model.groups[:, 2].sum())
                 for name in ("groups", "vectors", "mean", "weigher", "offset", "table_of"):
@@ -407,12 +410,14 @@ class KltPagedCodec(PagedCodec):
 
 
 @lru_cache
-def _module(head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, pairs: int, interleaved: bool) -> Module:
+def _module(
+    head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, pairs: int, interleaved: bool, scales: int
+) -> Module:
     """Return the kernels for vectors of `head_dim` numbers of `dtype`; see `cuda_codec.constants`.
 
-    pairs, interleaved: of RoPE.
+    pairs, interleaved: of RoPE. scales: bytes of a latent's scale, 0 without.
     """
-    macros = {"PAIRS": pairs, "INTERLEAVED": int(interleaved), "BUCKETS": BUCKETS}
+    macros = {"PAIRS": pairs, "INTERLEAVED": int(interleaved), "BUCKETS": BUCKETS, "SCALES": scales}
     macros |= {"SECTION_VERSION": VERSION, "MOST_K": MOST_K, "LEVELS": LEVELS, "TABLES": TABLES, "FINE": levels.FINE}
     macros |= {"WIDTHS": len(levels.WIDTHS), "NUMBERS_A_WORD": NUMBERS_A_WORD}
     return Module(f"{constants(head_dim, dtype, aligned, macros)}\n{sources(SOURCES)}", device)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from manthan.codec.base import Dtype
-from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.block import BlockFormat, BlockShape, Scales
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.errors import ShapeError
 from manthan.codec.gpu.turns import Turns
@@ -62,7 +62,7 @@ class PagedLayout:
     head_stride + t * token_stride` from the tensor's first, with `at` key_at or value_at; the vector is contiguous.
     value_at: None without values. fp8: kind of 8-bit numbers. latents: layout of the latents (MLA), in pieces as heads
     of keys without values; the keys here are then RoPE's part. beside: layout of further layers of bytes in the same
-    blocks.
+    blocks. scales: of the latents, see `BlockShape`.
     """
 
     caches: tuple[torch.Tensor, ...]
@@ -77,6 +77,7 @@ class PagedLayout:
     fp8: Dtype | None = None
     latents: "PagedLayout | None" = None
     beside: "RawLayout | None" = None
+    scales: Scales | None = None
 
     @property
     def dtype(self) -> Dtype:
@@ -93,7 +94,8 @@ class PagedLayout:
         """Shape of the blocks."""
         latent = self.latents.heads * self.latents.head_dim if self.latents else 0
         beside = self.beside.shape if self.beside else None
-        return BlockShape(len(self.caches), self.heads, self.tokens, self.head_dim, self.dtype, latent, beside)
+        numbers = len(self.caches), self.heads, self.tokens, self.head_dim
+        return BlockShape(*numbers, self.dtype, latent, beside, self.scales)
 
     @property
     def ats(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from manthan.codec.base import Dtype, Kind
 from manthan.codec.block import BlockFormat, sections
 from manthan.codec.cpu.rans import MOST_DOUBLINGS, START, VERSION, streams_of
-from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
+from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, scales_of, sources
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
 from manthan.codec.rope import Rope
@@ -74,19 +74,20 @@ class Sections(ctypes.Structure):
         ("at", ctypes.c_int64 * 2),
         ("head_stride", ctypes.c_int32),
         ("token_stride", ctypes.c_int32),
-        *((name, ctypes.c_int64) for name in ("head_nbytes", "start")),
+        *((name, ctypes.c_int64) for name in ("head_nbytes", "start", "kept_at")),
         ("limits", ctypes.c_int64 * 2),
         ("parts", ctypes.c_int64 * 2),
         ("fronts_nbytes", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("n", "layers", "heads", "tokens", "streams", "first_token")),
-        *((name, ctypes.c_int32) for name in ("block_tokens", "rows")),
+        *((name, ctypes.c_int32) for name in ("block_tokens", "rows", "kept_stride")),
         ("room", ctypes.c_uint32),
         ("rope_scale", ctypes.c_float),
     )
 
     @classmethod
-    def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
+    def plan(cls, paged: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
         """Return the job for the sections of lossy tokens. caches: `addresses`."""
+        layout = paged.coded
         layers, tokens, kinds = len(layout.caches), layout.tokens - exact, KINDS[: len(layout.ats)]
         return cls(
             caches=caches.data_ptr(),
@@ -105,6 +106,7 @@ class Sections(ctypes.Structure):
             block_tokens=layout.tokens,
             rows=len(kinds) * layers,
             rope_scale=rope.scale,
+            **scales_of(paged, form),
         )
 
     def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
@@ -136,9 +138,9 @@ class Wht(ctypes.Structure):
     )
 
     @classmethod
-    def plan(cls, layout: PagedLayout, format: BlockFormat, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
-        """Return the job for lossy tokens. layout: of the coded layers. caches: `addresses`."""
-        made = cls(all=Sections.plan(layout, caches, form, exact, rope))
+    def plan(cls, paged: PagedLayout, format: BlockFormat, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
+        """Return the job for lossy tokens. caches: `addresses`."""
+        made, layout = cls(all=Sections.plan(paged, caches, form, exact, rope)), paged.coded
         all = made.all
         parts = [Parts.of(section) for section in sections(format.codec, format.shape, exact)[-len(layout.ats) :]]
         numbers = all.heads * layout.head_dim * all.tokens
@@ -209,8 +211,8 @@ class WhtPagedCodec(PagedCodec):
         self._plans: dict[int, WhtPlan] = {}
         self._shared = self._tables[1].nbytes <= self._most_shared
         shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
-        kinds = len(self._coded.ats)
-        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, kinds)
+        kinds, scales = len(self._coded.ats), layout.scales.nbytes if layout.scales else 0
+        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, kinds, scales)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
         """Encode the batch. Numbers of 2**LIMIT and more count as infinite."""
@@ -329,7 +331,7 @@ class WhtPagedCodec(PagedCodec):
             if exact == layout.tokens:
                 self._plans[exact] = WhtPlan(kept, None, kept[-1])
             else:
-                rows = Wht.plan(self._coded, self.format, self._addresses, form, exact, self._rope)
+                rows = Wht.plan(layout, self.format, self._addresses, form, exact, self._rope)
                 self._plans[exact] = WhtPlan(kept, rows, Job())
         return self._plans[exact]
 
@@ -373,12 +375,15 @@ def _module(
     pairs: int,
     interleaved: bool,
     kinds: int,
+    scales: int,
 ) -> Module:
     """Return the kernels for vectors of this size and dtype. aligned: see `cuda_codec.constants`. shared: True if
-    tables for decoding fit into a block's shared memory. pairs, interleaved: of RoPE. kinds: 1 without values.
+    tables for decoding fit into a block's shared memory. pairs, interleaved: of RoPE. kinds: 1 without values. scales:
+    bytes of a latent's scale, 0 without.
     """
     macros = {
         "KINDS": kinds,
+        "SCALES": scales,
         "SHARED_TABLES": int(shared),
         "PAIRS": pairs,
         "INTERLEAVED": int(interleaved),

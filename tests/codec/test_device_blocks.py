@@ -8,10 +8,12 @@ import pytest
 import torch
 from device_blocks import FIRST_TOKENS, IDS, KEYS, TARGETS
 from fake_cuda import FormatCodec, copy_exact, raw_codec
+from scaled_latents import V32
 
 from manthan.codec.base import Dtype
+from manthan.codec.block import Scales
 from manthan.codec.gpu import states
-from manthan.codec.gpu.cuda_codec import addresses, exact_jobs, is_aligned
+from manthan.codec.gpu.cuda_codec import addresses, exact_jobs, is_aligned, scales_of
 from manthan.codec.gpu.paged import Batch
 from manthan.codec.gpu.raw import RawPagedCodec
 
@@ -40,6 +42,27 @@ def test_latents_beside_bytes(beside: int, exact: int) -> None:
 @pytest.mark.parametrize("beside", [0, 132])
 def test_latents_in_fp8(beside: int, kind: Dtype) -> None:
     device_blocks.latents(FormatCodec, beside=beside, exact=4, fp8=kind).check()
+
+
+@pytest.mark.parametrize("exact", [0, 4, 64])
+@pytest.mark.parametrize("beside", [0, 132])
+@pytest.mark.parametrize("scales", [V32], ids=["V3.2"])
+def test_kernels_are_told_where_scales_lie(scales: Scales, beside: int, exact: int) -> None:
+    """Among the exact bytes of an encoded block: the exact sections, played on the CPU, have them there."""
+    world = device_blocks.scaled(FormatCodec, "wht-5x", scales, beside=beside, exact=exact)
+    world.check()
+    layout, block = world.codec.layout, np.zeros(world.form.nbytes, np.uint8)
+    there = addresses(layout)
+    for job in exact_jobs(layout, there, world.form, exact):
+        copy_exact(job, IDS[0], block, 1, out=True)
+    told, shape = scales_of(layout, world.form), world.format.shape
+    _, pieces, tokens, _ = shape.value_numbers
+    rows = block[told["kept_at"] :][: shape.layers * tokens * told["kept_stride"]].reshape(shape.layers, tokens, -1)
+    found = rows[..., : pieces * scales.nbytes].copy()
+    floats = found.view(np.float32) if scales.nbytes == 4 else (found.astype(np.uint32) << 23).view(np.float32)
+    right = scales.of(world.numbers(IDS[0]), shape)
+    assert np.array_equal(floats.swapaxes(1, 2)[..., None], right)
+    assert len(np.unique(right)) > 3
 
 
 @pytest.mark.parametrize("exact", [0, 4, 16])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import latent_figures
 import pytest
-from latent_figures import ARMS, BF16, DEEPSEEK, FP8, Arm, of_arm
+from latent_figures import ARMS, BF16, DEEPSEEK, DS_MLA, FP8, Arm, of_arm
 from latent_model import INDEX
 
 from manthan.codec.registry import needs_profile
@@ -34,8 +34,9 @@ def test_the_document_has_every_arm() -> None:
 @pytest.mark.slow
 def test_a_profile_loses_less_at_a_smaller_size(tmp_path: Path) -> None:
     arms = [Arm(BF16, "wht-5x"), Arm(BF16, "klt-8x"), Arm(BF16, "wht-5x", INDEX), Arm(FP8, "wht-5x")]
-    rounding, plain, calibrated, beside, fp8 = latent_figures.figures(tmp_path, arms, pieces=1)
-    assert rounding.kl > 0
+    arms += [Arm(DS_MLA, "wht-5x"), Arm(DS_MLA, "klt-8x")]
+    *rounding, plain, calibrated, beside, fp8, scaled, scaled_calibrated = latent_figures.figures(tmp_path, arms, 1)
+    assert all(each.kl > 0 for each in rounding)
     assert 0 < calibrated.kl < plain.kl / 2
     assert calibrated.ratio > 1.3 * plain.ratio
     assert (beside.kl, beside.same) == (plain.kl, plain.same), "bytes are as they were"
@@ -43,5 +44,9 @@ def test_a_profile_loses_less_at_a_smaller_size(tmp_path: Path) -> None:
     assert beside.ratio == pytest.approx((1152 + INDEX) / (own + INDEX), rel=0.02)
     assert 0 < fp8.kl < 2 * plain.kl
     assert fp8.ratio > 1.8
-    for each in (plain, calibrated, beside, fp8):
+    assert 0 < scaled.kl < 2 * plain.kl
+    assert scaled.ratio > 1.6
+    assert 0 < scaled_calibrated.kl < scaled.kl / 2
+    assert scaled_calibrated.ratio > 1.2 * scaled.ratio
+    for each in (plain, calibrated, beside, fp8, scaled):  # fp8's rounding is not in the profile, and costs bits
         assert each.ratio == pytest.approx(each.deepseek, rel=0.15)

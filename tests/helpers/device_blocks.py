@@ -8,11 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import scaled_latents
 import torch
 
 from manthan.codec import wire
 from manthan.codec.base import Dtype
-from manthan.codec.block import BlockFormat, BlockShape, piece_dim
+from manthan.codec.block import BlockFormat, BlockShape, Scales, piece_dim
 from manthan.codec.cpu.state import STATE_CODECS, StateLayout, StatePart
 from manthan.codec.errors import CodecError
 from manthan.codec.gpu.paged import FP8, Batch, PagedCodec, PagedLayout, RawLayout, status_cause
@@ -321,6 +322,42 @@ def latents(
     return World(
         memory.view(INTEGERS[memory.itemsize]), [place.ravel() for place in places], make(layout, format), format, exact
     )
+
+
+def scaled(
+    make: Make,
+    codec: str = "wht-5x",
+    scales: Scales = scaled_latents.V32,
+    tokens: int = 64,
+    exact: int = 0,
+    device: torch.device = CPU,
+    layers: int = LAYERS,
+    beside: int = 0,
+    facts: ModelFacts = NO_FACTS,
+    numbers: np.ndarray | None = None,
+) -> World:
+    """Latents in fp8 with their own scales, in vLLM's pages. beside, numbers: see `latents`."""
+    x, turned = scaled_latents.made_up((layers, BLOCKS, tokens), scales, seed=tokens)
+    x = numbers if numbers is not None else x * np.logspace(-1, 1, BLOCKS, dtype=np.float32)[:, None, None]
+    pages = torch.from_numpy(scaled_latents.page(x, turned, scales))
+    memory = (with_bytes(pages, tokens * beside) if beside else pages).to(device)
+    latent, size = scaled_latents.LATENT[scales], memory.shape[2]
+    caches, strides = tuple(memory), (size, scales.piece, scales.row)
+    shared: dict[str, Any] = {"value_at": None, "fp8": Dtype.FLOAT8_E4M3}
+    pieces = PagedLayout(caches, latent // scales.piece, tokens, scales.piece, *strides, key_at=0, **shared)
+    layout = PagedLayout(
+        *(caches, 1, tokens, scales.row - latent, *strides),
+        key_at=latent,
+        latents=pieces,
+        beside=bytes_beside(memory, tokens, beside),
+        scales=scales,
+        **shared,
+    )
+    format = BlockFormat(codec, layout.shape, b"f" * 16, GROUP, facts)
+    at = np.arange(tokens * scales.row).reshape(tokens, scales.row)
+    places = [at[:, latent:], at[:, :latent].reshape(tokens, -1, scales.piece).swapaxes(0, 1)]
+    places += [np.arange(size - tokens * beside, size)] if beside else []
+    return World(memory, [place.ravel() for place in places], make(layout, format), format, exact)
 
 
 def fp8(

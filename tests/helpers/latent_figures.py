@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from latent_model import INDEX, LATENT, LAYERS, TURNED, VOCAB, make_latent_model
+from scaled_latents import V32, quantized
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from manthan.codec.base import Dtype
-from manthan.codec.block import BlockFormat, BlockShape, piece_dim
+from manthan.codec.block import BlockFormat, BlockShape, Scales, piece_dim
 from manthan.codec.calibration import ProfileBuilder
-from manthan.codec.cpu.numbers import as_floats, as_numbers
+from manthan.codec.cpu.numbers import as_numbers, bf16_bits
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import Profile
 from manthan.codec.registry import needs_profile
@@ -33,29 +34,53 @@ DEEPSEEK = 61
 """Layers of DeepSeek V3, of which sizes are told."""
 
 
+class Number(NamedTuple):
+    """Kind of numbers in the cache. scales: if tokens have their own."""
+
+    name: str
+    dtype: Dtype
+    scales: Scales | None = None
+
+    def arrays(self, turned: np.ndarray, pieces: np.ndarray) -> list[np.ndarray]:
+        """RoPE's part and latents as blocks have them, of float32 [layers, heads, tokens, numbers]."""
+        if self.scales is None:
+            return [as_numbers(x.copy(), self.dtype) for x in (turned, pieces)]
+        codes, scales = quantized(pieces, self.scales.piece)
+        of_tokens = np.ascontiguousarray(scales[..., 0].swapaxes(1, 2)[:, None])
+        return [np.concatenate([of_tokens.view(np.uint8), bf16_bits(turned).view(np.uint8)], 3), codes]
+
+    def shape(self, layers: int, tokens: int = BLOCK, index: int = 0) -> BlockShape:
+        beside = packed_shape((index * tokens,) * layers, tokens) if index else None
+        dim = TURNED if self.scales is None else self.scales.row - LATENT
+        return BlockShape(layers, 1, tokens, dim, self.dtype, LATENT, beside, self.scales)
+
+
+BF16, FP8 = Number("bf16", Dtype.BFLOAT16), Number("fp8", Dtype.FLOAT8_E4M3)
+DS_MLA = Number("fp8_ds_mla", Dtype.FLOAT8_E4M3, V32)
+
+
 class Arm(NamedTuple):
     """Kind of numbers, codec, and bytes of index keys a token."""
 
-    dtype: Dtype
+    number: Number
     codec: str
     index: int = 0
 
     @property
     def name(self) -> str:
-        number = {Dtype.BFLOAT16: "bf16", Dtype.FLOAT8_E4M3: "fp8"}[self.dtype]
-        return f"{number}{' with index' if self.index else ''}, {self.codec}"
+        return f"{self.number.name}{' with index' if self.index else ''}, {self.codec}"
 
     def shape(self, layers: int) -> BlockShape:
-        beside = packed_shape((self.index * BLOCK,) * layers, BLOCK) if self.index else None
-        return BlockShape(layers, 1, BLOCK, TURNED, self.dtype, LATENT, beside)
+        return self.number.shape(layers, index=self.index)
 
 
-BF16, FP8 = Dtype.BFLOAT16, Dtype.FLOAT8_E4M3
 ARMS = [
     *(Arm(BF16, codec) for codec in ("wht-5x", "wht-4x", "klt-5x", "klt-8x", "klt-12x")),
     *(Arm(BF16, codec, INDEX) for codec in ("wht-5x", "klt-8x")),
     Arm(FP8, "wht-5x"),
     Arm(FP8, "wht-5x", INDEX),
+    *(Arm(DS_MLA, codec) for codec in ("wht-5x", "wht-4x", "klt-5x", "klt-8x")),
+    *(Arm(DS_MLA, codec, INDEX) for codec in ("wht-5x", "klt-8x")),
 ]
 
 
@@ -73,7 +98,7 @@ class Figure(NamedTuple):
 
 
 def figures(folder: Path, arms: Sequence[Arm] = ARMS, pieces: int = 4) -> Iterator[Figure]:
-    """Measure the arms on a model that is made in this folder. First comes what fp8 alone does to bf16."""
+    """Measure the arms on a model that is made in this folder. First comes what each kind of fp8 does to bf16."""
     name = make_latent_model(folder, HIDDEN, 1.0, DECAY)
     rng = np.random.default_rng(0)
     often = 1 / np.arange(10, VOCAB)  # as words are, by Zipf
@@ -81,18 +106,25 @@ def figures(folder: Path, arms: Sequence[Arm] = ARMS, pieces: int = 4) -> Iterat
     profile = calibrated(name, texts[:3])
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     found: dict[Arm, list[tuple[float, float, float]]] = {arm: [] for arm in arms}
-    rounded: list[tuple[float, float]] = []
+    numbers = (BF16, FP8, DS_MLA)
+    rounded: dict[Number, list[tuple[float, float]]] = {number: [] for number in numbers[1:]}
     for text in texts[3:]:
         prefix, rest = text[:PREFIX], text[PREFIX : PREFIX + ASKED]
         with torch.no_grad():
             cache = model(torch.tensor([prefix]), use_cache=True, logits_to_keep=1).past_key_values
-            kept = {dtype: [as_numbers(x, dtype) for x in in_pieces(cache)] for dtype in (BF16, FP8)}
-            exact = {dtype: answered(model, rest, [as_floats(x, dtype) for x in each]) for dtype, each in kept.items()}
-            rounded.append(apart(exact[BF16], exact[FP8]))
+            kept = {number: number.arrays(*in_pieces(cache)) for number in numbers}
+            exact = {
+                number: answered(model, rest, number.shape(LAYERS, PREFIX).floats(each))
+                for number, each in kept.items()
+            }
+            for number, of_number in rounded.items():
+                of_number.append(apart(exact[BF16], exact[number]))
             for arm in arms:
-                back, ratio = there_and_back(arm, kept[arm.dtype], profile)
-                found[arm].append((ratio, *apart(exact[arm.dtype], answered(model, rest, back))))
-    yield Figure("fp8 in place of bf16", 2.0, 2.0, *np.mean(rounded, axis=0).tolist())
+                back, ratio = there_and_back(arm, kept[arm.number], profile)
+                found[arm].append((ratio, *apart(exact[arm.number], answered(model, rest, back))))
+    for number, of_number in rounded.items():
+        ratio = BF16.shape(1).nbytes / number.shape(1).nbytes
+        yield Figure(f"{number.name} instead of bf16", ratio, ratio, *np.mean(of_number, axis=0).tolist())
     for arm, each in found.items():
         ratio, kl, same = np.mean(each, axis=0)
         form = of_arm(arm, DEEPSEEK, None if needs_profile(arm.codec) else profile)
@@ -159,7 +191,7 @@ def there_and_back(arm: Arm, kept: Sequence[np.ndarray], profile: Profile) -> tu
             arrays.append(np.zeros(form.shape.beside.numbers, np.uint8))
         buf = form.encode(*arrays, key=b"", first_token=at, exact=0 if at else SINK)
         sizes.append(len(buf))
-        made.append([as_floats(x, arm.dtype) for x in form.decode(buf, key=b"")[:2]])
+        made.append(form.shape.floats(form.decode(buf, key=b"")))
     back = [np.concatenate(parts, axis=2) for parts in zip(*made, strict=True)]
     return back, form.shape.nbytes / float(np.mean(sizes[1:]))
 

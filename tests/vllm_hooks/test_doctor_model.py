@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +91,24 @@ def test_blocks_may_be_larger_than_turns(tmp_path: Path, longest: int, mark: str
     assert f"in blocks of {every}: " in found["KV cache 0"][1]
 
 
-def test_latents_beside_index_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSeek V3.2 has them, which the CPU build cannot make: of 1,284 bytes a token and layer 132 are bytes."""
+DS_MLA = {"dtype": torch.uint8, "cache_dtype_str": "fp8_ds_mla", "state_content_bytes": 656}
+
+
+@pytest.mark.parametrize(
+    ("number", "nbytes", "ratio"), [({"dtype": torch.bfloat16}, "3,852", 2.5), (DS_MLA, "2,364", 1.5)]
+)
+def test_latents_beside_index_keys(
+    number: dict[str, Any], nbytes: str, ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepSeek V3.2 has them, which the CPU build cannot make: 132 bytes of a token and layer are the index's."""
     model = make_latent_model(tmp_path)
 
     def planned(*_: object) -> tuple[Any, KVCacheConfig]:
         config = EngineArgs(model, skip_tokenizer_init=True).create_engine_config()
         config.cache_config.enable_prefix_caching = True
-        latents = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-        index = replace(latents, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
+        latents = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, **number)
+        role = SparseCacheRole.INDEXER
+        index = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8, cache_role=role)
         specs = {name: spec for n in range(3) for name, spec in ((f"{n}.index", index), (f"{n}", latents))}
         whole = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=specs)
         return config, KVCacheConfig(8, [], [KVCacheGroupSpec(list(specs), whole)])
@@ -109,8 +117,8 @@ def test_latents_beside_index_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     mark, text = said(model)["KV cache 0"]
     assert mark == "ok"
     assert text == (
-        "6 layers of UniformTypeKVCacheSpecs, 3,852 bytes a token, in blocks of 64: codec wht-5x, 3 of the layers as "
-        "bytes, 2.5 times smaller."
+        f"6 layers of UniformTypeKVCacheSpecs, {nbytes} bytes a token, in blocks of 64: codec wht-5x, 3 of the layers "
+        f"as bytes, {ratio} times smaller."
     )
 
 

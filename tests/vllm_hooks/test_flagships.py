@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scaled_latents
 import torch
 from paged_cache import encode
 from vllm import EngineArgs
@@ -43,7 +44,7 @@ from manthan.vllm_hooks.groups import Context, KvCacheGroup, groups_of, on_all_r
 from manthan.vllm_hooks.memory import block_format, block_shape
 from manthan.vllm_hooks.support import Latents
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, PackedMemory
-from manthan.vllm_hooks.worker.half import GroupCache
+from manthan.vllm_hooks.worker.half import GroupCache, WorkerHalf
 from manthan.vllm_hooks.worker.layout import placed_layers, probe_layers
 
 PLANNING: Any = kv_cache_utils
@@ -296,6 +297,42 @@ def test_index_keys_are_bytes_beside_what_is_coded(
         was, now = cache_of_layer[3].float(), cache_of_layer[5].float()
         assert not group.latent or torch.equal(was[..., 512:], now[..., 512:])
         assert 0 < (was - now).square().mean() < (0.01 if group.latent else 0.02)
+
+
+def test_latents_with_scales_come_back_near_and_their_other_bytes_as_they_were(vllm_config: Any) -> None:
+    """Of DeepSeek V3.2's rows of 656 bytes, with an index; nothing else of vLLM's memory is touched."""
+    config = laid_out(vllm_config, "DeepSeek V3.2, fp8_ds_mla")
+    memory = allocate_kv_cache(config, torch.device("cpu"), _layout_from_name("BLHNC"))
+    half = WorkerHalf.__new__(WorkerHalf)
+    half._kv_cache_config = config
+    group = groups_of(config, vllm_config.cache_config, latents=LATENTS).main
+    assert group.beside is not None
+    layers, others = half._layers(group, memory), half._layers(group.beside, memory)
+    rng, tokens = np.random.default_rng(0), 64
+    storage = layers[0].rows.untyped_storage()
+    raw = torch.empty(0, dtype=torch.uint8).set_(storage)
+    raw.copy_(torch.from_numpy(rng.integers(0, 256, len(raw), np.uint8)))
+    pages = scaled_latents.page(*scaled_latents.made_up((3, tokens)))
+    for layer, page in zip(layers, pages, strict=True):
+        layer.rows[3] = torch.from_numpy(page)
+    cache = GroupCache(layers, [block_format("wht-5x", group, b"f" * 16)], [0, 4], others)
+    blocks = CpuBlocks(cache.memory, *cache.forms)
+    before = raw.clone()
+    for exact in (0, 4):
+        buf = encode(blocks, b"k" * 32, 3, exact)
+        assert blocks.nbytes == group.page_nbytes
+        assert len(buf) < group.page_nbytes / 1.4
+        assert blocks.decode(b"k" * 32, 5, buf) is None
+        now = np.stack([layer.rows[5].numpy() for layer in layers])
+        (was, kept), (found, now_kept) = (scaled_latents.read(each, tokens) for each in (pages, now))
+        assert all(map(np.array_equal, kept, now_kept)), "scales and RoPE's part"
+        assert np.array_equal(was[:, :exact], found[:, :exact])
+        assert 0 < np.square(was - found).sum() < 0.015 * np.square(was).sum()
+        assert all(torch.equal(layer.rows[5], layer.rows[3]) for layer in others)
+        for part in (layers, others):
+            for layer in part:
+                layer.rows[5] = torch.as_strided(before, (layer.rows.shape[1],), (1,), layer.rows[5].storage_offset())
+        assert torch.equal(raw, before)
 
 
 ALONE = [(model, 1, None) for model in MODELS if model != "openPangu"]  # whose manager vLLM 0.32 cannot make

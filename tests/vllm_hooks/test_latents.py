@@ -102,14 +102,16 @@ def test_a_block_of_fp8_is_found_whatever_the_scale(scale: float, memory: type) 
         (replace(SPEC, dtype=torch.uint8), "fp8_e5m2", True),
         (SPEC, "fp8", False),
         (replace(SPEC, dtype=torch.uint8), "auto", False),
-        (replace(SPEC, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656), "fp8_ds_mla", False),
-        (replace(SPEC, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656), "fp8", False),
+        (replace(SPEC, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656), "fp8_ds_mla", True),
+        (replace(SPEC, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656), "fp8", True),
+        (replace(SPEC, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=640), "fp8_ds_mla", False),
+        (replace(SPEC, dtype=torch.uint8, cache_dtype_str="nvfp4_ds_mla", state_content_bytes=352), "auto", False),
         (replace(SPEC, head_size=2 * LATENT), "auto", False),
     ],
     ids=str,
 )
 def test_latents_in_bf16_or_fp8_are_coded(spec: Any, dtype: Any, is_coded: bool) -> None:
-    """fp8_ds_mla has scales and bf16 among its bytes. vLLM's workers and its scheduler name its dtype differently."""
+    """Also fp8_ds_mla, whose dtype vLLM's workers and its scheduler name differently."""
     config = KVCacheConfig(8, [], [KVCacheGroupSpec(list(NAMES), spec)])
     assert groups_of(config, CacheConfig(cache_dtype=dtype), LATENTS).main.is_packed is not is_coded
     assert groups_of(config).main.is_packed, "no latents are known of"

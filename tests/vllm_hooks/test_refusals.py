@@ -155,14 +155,14 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CodecConfig]:
 GPU_SETTINGS: list[dict[str, Any]] = [{}, {"tiers": "device"}, {"codec.backend": "cuda"}, {"codec.backend": "numpy"}]
 
 
-@pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla"])
 @pytest.mark.parametrize("manthan", GPU_SETTINGS, ids=str)
 def test_latents_on_a_gpu(manthan: dict[str, Any], dtype: str, tmp_path: Path, on_gpu: Callable[..., Any]) -> None:
-    """Coded, but for vLLM's packed layout, which stays as the bytes that it is."""
+    """Coded, but for vLLM's layout of 4-bit numbers, which stays as the bytes that it is."""
     (tmp_path / "config.json").write_text(json.dumps(MLA))
     config = EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
     config.cache_config.enable_prefix_caching, config.cache_config.cache_dtype = True, dtype
-    coded = dtype != "fp8_ds_mla"
+    coded = dtype != "nvfp4_ds_mla"
     codec = on_gpu(config, manthan)
     assert (codec.name, codec.guard) == (("wht-5x", True) if coded else ("exact", False))
     assert is_packed(config.cache_config) != coded

@@ -48,7 +48,7 @@ from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS, PRIMARY_BYTES
 from manthan.vllm_hooks.worker.engine import Engine, allowed_cpus
 from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
 from manthan.vllm_hooks.worker.guard import RankGuard
-from manthan.vllm_hooks.worker.layout import Layer, paged_layout, placed_layers, probe_layers
+from manthan.vllm_hooks.worker.layout import Layer, paged_layout, placed_layers, probe_layers, rows_of
 from manthan.vllm_hooks.worker.rope import running_rope
 from manthan.vllm_hooks.worker.weights import loaded_of
 
@@ -217,9 +217,13 @@ class WorkerHalf:
         if group.is_packed:
             nbytes = dict(zip(group.names, group.layer_nbytes, strict=True))
             return placed_layers(kv_caches, self._kv_cache_config, nbytes)
+        shape = memory.block_shape(group)
+        if group.scales is not None:
+            nbytes = dict.fromkeys(group.names, group.scales.row * shape.tokens)
+            return rows_of(placed_layers(kv_caches, self._kv_cache_config, nbytes), shape)
         caches = {name: cache for name, cache in kv_caches.items() if name in group.names}
         modules = self._vllm_config.compilation_config.static_forward_context
-        return probe_layers(caches, modules, self._kv_cache_config.num_blocks, memory.block_shape(group))
+        return probe_layers(caches, modules, self._kv_cache_config.num_blocks, shape)
 
     def _is_found(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> bool:
         """False if the group should be coded, but this worker cannot find its layout in memory.

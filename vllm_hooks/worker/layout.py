@@ -93,6 +93,17 @@ def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Ma
     return layers
 
 
+def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
+    """Return the layers with the positions of latents and RoPE's part, which stand in a row for each token.
+
+    No probe is needed: `BlockShape.scales` is such a layout, byte for byte.
+    """
+    places = np.arange(shape.tokens * (shape.latent + shape.head_dim)).reshape(shape.tokens, -1)
+    latents = places[:, : shape.latent].reshape(shape.tokens, -1, shape.coded_dim).swapaxes(0, 1)
+    keys, values = places[:, shape.latent :].ravel(), latents.ravel()
+    return [layer._replace(keys=keys, values=values) for layer in layers]
+
+
 def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[Layer] = ()) -> PagedLayout:
     """Return the layout of layers for GPU kernels. Raises UnsupportedError if vectors are not at regular distances."""
     first = layers[0]
@@ -120,7 +131,7 @@ def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[La
     if not shape.latent:
         return replace(laid_out(shape.numbers, keys, values.at), beside=others)
     latents = laid_out(shape.value_numbers, values, None)
-    return replace(laid_out(shape.numbers, keys, None), latents=latents, beside=others)
+    return replace(laid_out(shape.numbers, keys, None), latents=latents, beside=others, scales=shape.scales)
 
 
 class _Strides(NamedTuple):

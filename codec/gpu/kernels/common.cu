@@ -4,7 +4,7 @@
 // What comes from Python, ahead of this text, as macros: THREADS (of blocks of threads), HEAD_DIM, DTYPE (0 bf16, 1 fp16,
 // 2 fp32, 3 fp8 e4m3, 4 fp8 e5m2), ALIGNED (vectors begin at multiples of 16 bytes). As constants, floats as their bits:
 // ROOT, 1 over the root of HEAD_DIM; LARGEST, of bf16; WEIGHTS[HEAD_DIM]; BLOCK_SIZE_OF[HEAD_DIM], the size of an
-// element's Hadamard block.
+// element's Hadamard block. SCALES: bytes of a latent's scale, 0 where latents have none.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -82,3 +82,16 @@ __device__ __forceinline__ Word store(float x) {  // finite
     return (Word)(((exponent - FP8_LEAST) << FP8_BITS) + whole | b(x) >> 31 << 7);
 }
 #endif
+
+// The scale of a piece of a latent, out of its encoded block's exact bytes (manthan.codec.block.Scales).
+template <typename Sections>
+__device__ __forceinline__ float scale_of(const Sections& job, int block, int layer, int piece, int t) {
+#if SCALES
+    const u8* at = job.codes + job.offsets[block] + job.kept_at + piece * SCALES;
+    at += ((i64)layer * job.block_tokens + job.first_token + t) * job.kept_stride;
+    const float scale = SCALES == 4 ? *(const float*)at : f((u32)*at << 23);
+    return scale > 0.f ? scale : 1.f;
+#else
+    return 1.f;
+#endif
+}

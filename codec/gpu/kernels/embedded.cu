@@ -308,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const S
 
 // What a warp works on: a vector of one head in one block, of the groups of now.
 struct Run {
-    int kind, block, g, column;
+    int kind, block, layer, head, g, column;
     Word* x;
     i64 row;  // of its first token, in rows or products
 
@@ -319,9 +319,9 @@ struct Run {
         const int vector = run % each;
         column = job.groups[job.first_group + g].at + vector * HEAD_DIM;
         const u32 where = job.vectors[column / HEAD_DIM];
-        kind = where >> 15 & 1;
-        x = (Word*)job.caches[where >> 16] + job.block_ids[block] * job.block_stride + job.at[kind];
-        x += (i64)(where & 0x7fff) * job.head_stride;
+        kind = where >> 15 & 1, layer = where >> 16, head = where & 0x7fff;
+        x = (Word*)job.caches[layer] + job.block_ids[block] * job.block_stride + job.at[kind];
+        x += (i64)head * job.head_stride;
         row = ((i64)g * job.width + block * job.tokens) * size + vector * HEAD_DIM;
     }
     __device__ __forceinline__ const float* cosines(const Sections& job) const {
@@ -349,9 +349,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gather(const Sections j
                 Word words[4];
                 float x[4];
                 Half halves[4];
+                const float scale = scale_of(job, run.block, run.layer, run.head, t);
                 quad.fetch<Words>(run.x + (i64)t * job.token_stride, words, ALIGNED);
 #pragma unroll
-                for (int k = 0; k < 4; k++) x[k] = load(words + k);
+                for (int k = 0; k < 4; k++) x[k] = load(words + k) * scale;
                 quad.turn<true>(job, cosines, t, x);
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
@@ -410,12 +411,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scatter(const Sections 
             for (int t = beside; t < job.tokens; t += ABREAST) {
                 float x[4];
                 Word words[4];
+                const float scale = scale_of(job, run.block, run.layer, run.head, t);
                 quad.fetch<float2>(job.products + run.row + (i64)t * size, x, true);
 #pragma unroll
                 for (int k = 0; k < 4; k++) x[k] = x[k] * larger * gain[k] + mean[k];
                 quad.turn<false>(job, cosines, t, x);
 #pragma unroll
-                for (int k = 0; k < 4; k++) words[k] = store(fminf(fmaxf(x[k], -f(LARGEST)), f(LARGEST)));
+                for (int k = 0; k < 4; k++) words[k] = store(fminf(fmaxf(x[k], -f(LARGEST)), f(LARGEST)) / scale);
                 quad.leave<Words>(run.x + (i64)t * job.token_stride, words, ALIGNED);
             }
         }

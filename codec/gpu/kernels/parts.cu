@@ -44,9 +44,11 @@ struct Sections {  // of n blocks of one form; arrays without a word of their ow
     i64 at[2];                  // first key and first value of the section in a paged block
     int head_stride, token_stride;
     i64 tables_nbytes, likely_at, rest_at, head_nbytes, start, limit;  // start: of the section in a block; limit: bytes of all parts
+    i64 kept_at;                                    // where in a block the latents' scales are
     int n, all, groups_count, components, streams;  // all: levels that are written; streams: of all groups
     int tokens, first_token, block_tokens, layers;
     int first_group, some, width;                   // groups that are worked on now
+    int kept_stride;                                // bytes of a token that begin with its scales
     float rope_scale;
 };
 

@@ -22,12 +22,12 @@ struct Sections {  // keys and values of n blocks of one form; arrays without a 
     i64 block_stride;                // in elements, as the next four
     i64 at[2];                       // first key and first value of the sections in a paged block
     int head_stride, token_stride;
-    i64 head_nbytes, start;          // start: of the first of these sections in a block
+    i64 head_nbytes, start, kept_at;  // start: of the first of these sections in a block; kept_at: of the latents' scales
     i64 limits[2];                   // bytes of keys and of values at most
     i64 parts[2], fronts_nbytes;     // bytes of the fronts of keys and of values, multiples of 4; of both at most, of 16
     int n, layers, heads, tokens, streams;  // tokens: of the sections; streams: of a row
     int first_token, block_tokens;
-    int rows;                        // of keys and of values
+    int rows, kept_stride;           // rows: of keys and of values; kept_stride: bytes of a token that begin with its scales
     u32 room;                        // words
     float rope_scale;
 };

@@ -132,6 +132,7 @@ __device__ __forceinline__ int transform(const Wht& job, const Run& run, const T
         const int t = first + share.beside;
         const bool on = t < all.tokens;
         const Vector vector{turner, run.x + t * all.token_stride};
+        const float scale = on ? scale_of(all, run.block, run.layer, run.head, t) : 1.f;
         float v[HELD];
 #pragma unroll
         for (int o = 0; o < OCTETS; o++) {
@@ -139,6 +140,10 @@ __device__ __forceinline__ int transform(const Wht& job, const Run& run, const T
             float x[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
             if (on && e < HEAD_DIM) {
                 vector.octet(e, x);
+#if SCALES
+#pragma unroll
+                for (int k = 0; k < 8; k++) x[k] = __fmul_rn(x[k], scale);
+#endif
                 if (too_large(x)) bad = min(bad, t);
                 turn<true>(turner, e, t, x, vector);
             }
@@ -539,6 +544,7 @@ struct Restored {  // a run, and what is ahead of its numbers
         hadamard(v, share, lane);
         const Vector vector{turner, run.x + t * job.all.token_stride};
         const float largest = run.kind && DTYPE == 2 ? f(0x7f7fffffu) : f(LARGEST), step = on ? this->step(t) : 0.f;
+        const float scale = on ? scale_of(job.all, run.block, run.layer, run.head, t) : 1.f;
         const Mean whole{turned + share.beside * HEAD_DIM};
 #pragma unroll
         for (int k = 0; k < HELD; k++) v[k] = __fmul_rn(__fmul_rn(v[k], share.weights[k]), step);
@@ -557,7 +563,10 @@ struct Restored {  // a run, and what is ahead of its numbers
             for (int k = 0; k < 8; k++) x[k] = v[8 * o + k];
             turn<false>(turner, e, t, x, whole);
 #pragma unroll
-            for (int k = 0; k < 8; k++) x[k] = __fadd_rn(fminf(fmaxf(x[k], -largest), largest), 0.f);
+            for (int k = 0; k < 8; k++) {
+                x[k] = __fadd_rn(fminf(fmaxf(x[k], -largest), largest), 0.f);
+                if (SCALES) x[k] = __fdiv_rn(x[k], scale);
+            }
             vector.keep(e, x);
         }
         if (turner.keys && PAIRS) __syncwarp();
