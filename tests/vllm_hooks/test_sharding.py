@@ -248,7 +248,7 @@ def test_what_any_number_of_ranks_wrote_any_other_reads(
 def test_ranks_keep_the_same_shard_once_where_one_can_read_what_the_other_keeps() -> None:
     def kept(kind: str, **options: Any) -> list[Shard]:
         config = with_ranks(configured(), 8, stages=2, **{"distributed_executor_backend": "mp"} | options)
-        settings(config)[EXTRA_KEY]["tiers"]["kind"] = kind
+        settings(config)[EXTRA_KEY]["tiers"] |= {"kind": kind, "disk": {"path": "/tmp"}}
         sharding = Sharding.of(config, groups(8)).kept(config)
         return [sharding.shard(rank) for rank in range(16) if sharding.is_first(rank)]
 
