@@ -42,6 +42,7 @@ from vllm_engine import MODEL
 
 from manthan.codec.block import Scales
 from manthan.codec.fidelity import Sample, measure
+from manthan.codec.gpu.cuda_codec import is_aligned
 from manthan.vllm_hooks.doctor.families import families
 from manthan.vllm_hooks.groups import Context, KvCacheGroup, groups_of, on_all_ranks
 from manthan.vllm_hooks.memory import block_format, block_shape
@@ -345,6 +346,8 @@ def test_latents_with_scales_come_back_near_and_all_other_bytes_as_they_were(
             for layer in part:
                 layer.rows[5] = torch.as_strided(before, (layer.rows.shape[1],), (1,), layer.rows[5].storage_offset())
         assert torch.equal(raw, before)
+    assert cache.layout.shape == cache.shape
+    assert is_aligned(cache.layout), "kernels copy 16 bytes at once"
     sources, forms = cache.measured
     keys, values, *rest = sources.gather_soon(3)()
     assert measure(forms[0], [Sample(keys, values, 0, 0, *rest)], None).is_faithful
