@@ -129,12 +129,18 @@ class Sample:
     keys, values: [layers, heads, tokens, head_dim], in the cache's numbers.
     first_token: position of the first token in the session.
     exact: number of exact first tokens.
+    raw: bytes of further layers, if the format has them.
     """
 
     keys: Numbers
     values: Numbers
     first_token: int
     exact: int = 0
+    raw: Numbers | None = None
+
+    @property
+    def arrays(self) -> tuple[Numbers, ...]:
+        return (self.keys, self.values) if self.raw is None else (self.keys, self.values, self.raw)
 
 
 def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -> Fidelity:
@@ -149,11 +155,11 @@ def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -
     places, seconds = [], 0.0
     for sample in samples:
         skipped = 0 if whole else sample.exact
-        codes = format.encode(sample.keys, sample.values, key=b"", first_token=sample.first_token, exact=sample.exact)
+        codes = format.encode(*sample.arrays, key=b"", first_token=sample.first_token, exact=sample.exact)
         began = time.perf_counter()
         back = format.decode(codes, key=b"")
         seconds += time.perf_counter() - began
-        numbers = *format.shape.floats((sample.keys, sample.values)), *format.shape.floats(back)
+        numbers = *format.shape.floats(sample.arrays), *format.shape.floats(back)
         pieces.append(tuple(x[:, :, skipped:] for x in numbers))
         places.append(np.arange(sample.first_token + skipped, sample.first_token + format.shape.tokens, dtype=np.int64))
     keys, values, back_keys, back_values = (np.concatenate(parts, axis=2) for parts in zip(*pieces, strict=True))

@@ -88,6 +88,16 @@ def _rows_of_656(spec: Any, dtype: str, latents: Latents) -> Coded | None:
     return Coded(512, Scales(row=656, piece=128, nbytes=4, stride=144, place=0, rope_at=16)) if fits else None
 
 
+def _states_of_584(spec: Any, dtype: str, latents: Latents) -> Coded | None:
+    """Layout fp8_ds_mla of DeepSeek V4, of states of four tokens: 448 numbers in fp8, and RoPE's 64 numbers in bf16.
+
+    Behind all states of a block come the exponents of each state's seven scales, and a byte of 0; then padding.
+    """
+    is_known = dtype == DS_MLA and spec.state_content_bytes == 584 and spec.tokens_per_state == 4
+    fits = is_known and spec.head_size == 512 and spec.page_size_bytes >= spec.block_size // 4 * 584
+    return Coded(448, Scales(row=576, piece=64, nbytes=1, stride=8, place=2, rope_at=0)) if fits else None
+
+
 def _window(spec: Any) -> int:
     return int(spec.sliding_window + spec.extra_retained_tokens)
 
@@ -96,7 +106,7 @@ SPECS: Mapping[str, SpecEntry] = {
     "FullAttentionSpec": SpecEntry(StoredAs.CODED, layouts=(_keys_and_values,)),
     "RSWASpec": SpecEntry(StoredAs.CODED, layouts=(_keys_and_values,)),
     "SinkFullAttentionSpec": SpecEntry(StoredAs.CODED, layouts=(_keys_and_values,)),
-    "MLAAttentionSpec": SpecEntry(StoredAs.CODED, layouts=(_latents, _rows_of_656)),
+    "MLAAttentionSpec": SpecEntry(StoredAs.CODED, layouts=(_latents, _rows_of_656, _states_of_584)),
     "HiddenStateCacheSpec": SpecEntry(StoredAs.BYTES),
     "SlidingWindowSpec": SpecEntry(StoredAs.CODED, _window, (_keys_and_values,)),
     "SlidingWindowMLASpec": SpecEntry(StoredAs.CODED, _window, (_latents,)),
@@ -135,11 +145,6 @@ class Context(NamedTuple):
         """Return the most tokens that a rank has of a session's first `tokens` tokens."""
         return -(-tokens // (self.run * self.ranks)) * self.run
 
-    def of_a_rank(self, transfer: Transfer) -> Transfer:
-        """Return a transfer with numbers of tokens as one rank counts them."""
-        first, exact = transfer.first_token // self.ranks, self.first_tokens(transfer.exact_tokens)
-        return replace(transfer, first_token=first, exact_tokens=exact)
-
 
 ALONE = Context()
 
@@ -154,6 +159,7 @@ class KvCacheGroup:
         layers: number of layers. names: their names.
         cache_dtype: dtype of the numbers, as in --kv-cache-dtype; for a state, dtypes and shapes of the tensors.
         layer_nbytes: bytes of a block in each layer, if blocks are stored as bytes; else empty.
+        starts: offset of these bytes in a layer's block; empty for 0.
         latent: numbers of a token's latent (MLA); 0 for keys and values.
         context: context parallelism.
         beside: group of the other layers, stored as bytes in the same compressed blocks; None if there are none.
@@ -170,6 +176,26 @@ class KvCacheGroup:
     context: Context = ALONE
     beside: "KvCacheGroup | None" = None
     scales: Scales | None = None
+    starts: tuple[int, ...] = ()
+
+    @property
+    def states(self) -> int:
+        """Number of a block's states on a rank: of its tokens, except where a layer has a state for several tokens."""
+        return int(self.spec.block_size / self.state_tokens)
+
+    @property
+    def state_tokens(self) -> int:
+        """Number of tokens of a coded state."""
+        return int(self.spec.tokens_per_state) if self.scales else 1
+
+    def first_states(self, tokens: int) -> int:
+        """Return the most states that a rank has of a session's first `tokens` tokens."""
+        return -(-self.context.first_tokens(tokens) // self.state_tokens)
+
+    def of_a_rank(self, transfer: Transfer) -> Transfer:
+        """Return a transfer with numbers of states of one rank instead of tokens."""
+        first = transfer.first_token // (self.context.ranks * self.state_tokens)
+        return replace(transfer, first_token=first, exact_tokens=self.first_states(transfer.exact_tokens))
 
     @property
     def tokens(self) -> int:
@@ -203,8 +229,9 @@ class KvCacheGroup:
 
     @property
     def page_nbytes(self) -> int:
-        """Number of bytes of a block in vLLM's pool, in all layers."""
-        own = sum(self.layer_nbytes) or self.spec.page_size_bytes * self.layers
+        """Number of bytes of a block in vLLM's pool, in all layers, without padding behind scales."""
+        page = self.scales.row * self.states if self.scales else self.spec.page_size_bytes
+        own = sum(self.layer_nbytes) or page * self.layers
         return own + (self.beside.page_nbytes if self.beside else 0)
 
 
@@ -445,9 +472,12 @@ def _group(
     names = tuple(group.layer_names)
     specs: Mapping[str, Any] = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(names, group.kv_cache_spec))
 
+    def page(name: str) -> int:
+        return pages[name] if name in pages else int(specs[name].page_size_bytes)
+
     def packed(names: tuple[str, ...]) -> KvCacheGroup:
         spec: Any = specs[names[0]] if names else _one_of(group.kv_cache_spec)
-        nbytes = tuple(pages[name] if name in pages else specs[name].page_size_bytes for name in names)
+        nbytes = tuple(page(name) for name in names)
         kind = _dtype_of(spec, cache)
         if hasattr(spec, "shapes"):
             tensors = zip(spec.shapes, spec.dtypes, strict=True)
@@ -461,14 +491,25 @@ def _group(
         for each, layout in coded.items()
     }
     ours = tuple(name for name in names if specs[name] in coded)
-    others = tuple(name for name in names if specs[name] not in coded)
+    others = tuple(sorted((name for name in names if specs[name] not in coded), key=page))
     raw = packed(others) if others else None
-    fits = raw is None or (len(set(raw.layer_nbytes)) == 1 and raw.layer_nbytes[0] % UNIT == 0)
+    fits = raw is None or not any(nbytes % UNIT for nbytes in raw.layer_nbytes)
     if len(shapes) != 1 or not fits:
         return packed(names)
     spec = specs[ours[0]]
     latent, scales = coded[spec]
-    return KvCacheGroup(index, spec, len(ours), ours, _dtype_of(spec, cache), (), latent, beside=raw, scales=scales)
+    made = KvCacheGroup(index, spec, len(ours), ours, _dtype_of(spec, cache), (), latent, beside=raw, scales=scales)
+    return replace(made, beside=_scales_behind(made)) if scales and scales.place else made
+
+
+def _scales_behind(group: KvCacheGroup) -> KvCacheGroup:
+    """Return the group of a group's raw bytes, first its layers' scales, which lie behind all states of a block."""
+    assert group.scales is not None
+    sizes, starts = (tuple([each * group.states] * group.layers) for each in (group.scales.stride, group.scales.row))
+    names, other = group.names, group.beside
+    if other is not None:
+        names, sizes, starts = (*names, *other.names), (*sizes, *other.layer_nbytes), (*starts, *[0] * other.layers)
+    return KvCacheGroup(group.index, group.spec, len(names), names, group.cache_dtype, sizes, starts=starts)
 
 
 UNIT = 16

@@ -56,7 +56,7 @@ def block_shape(group: "KvCacheGroup") -> BlockShape:
     if group.scales is not None:
         dim, dtype = group.scales.row - group.latent, Dtype.FLOAT8_E4M3
     dtype = dtype or DTYPES[spec.dtype]
-    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, dim, dtype, group.latent, raw, group.scales)
+    return BlockShape(group.layers, spec.num_kv_heads, group.states, dim, dtype, group.latent, raw, group.scales)
 
 
 def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:
@@ -123,7 +123,7 @@ def _renamed(codec: CodecConfig, name: str) -> CodecConfig:
 
 def _all_exact(shape: GroupShape, group: "KvCacheGroup", shards: Shards) -> GroupShape:
     """Return the sizes of blocks with exact tokens only."""
-    whole = shards.stored * shards.room(block_format(EXACT, group).max_nbytes(group.spec.block_size))
+    whole = shards.stored * shards.room(block_format(EXACT, group).max_nbytes(group.states))
     return replace(shape, typical=0, bounds=dict.fromkeys({*shape.bounds, shape.tokens}, whole))
 
 
@@ -180,9 +180,9 @@ def rank_facts(profile: Profile | None, group: "KvCacheGroup", rank: int, ranks:
 
 
 def exact_counts(codec: CodecConfig, group: "KvCacheGroup") -> dict[int, int]:
-    """Return each possible number of a block's exact first tokens, with the most of these that one rank has.
+    """Return each possible number of a block's exact first tokens, with the most states of these that one rank has.
 
     A block has no exact tokens; or those of `codec.sink_tokens` that fall into it; or all, if sessions share the block.
     """
     counts = 0, codec.sink_tokens % group.tokens, group.tokens
-    return {exact: group.context.first_tokens(exact) for exact in counts}
+    return {exact: group.first_states(exact) for exact in counts}

@@ -83,13 +83,14 @@ def addresses(layout: PagedLayout) -> torch.Tensor:
 
 def exact_jobs(layout: PagedLayout, caches: torch.Tensor, form: Form, exact: int) -> list[Job]:
     """Return the jobs for exact sections, if the first `exact` tokens are exact. caches: `addresses`."""
-    kept = layout.kept(exact)
-    of_each = [caches] * len(kept)
-    if layout.beside:
-        of_each[0] = caches[len(layout.caches) :]
-    return [
-        Job.plan(each, there, form, 0, tokens, (start, start + size // 2))
-        for (each, tokens), there, start, size in zip(kept, of_each, form.starts, form.sizes, strict=False)
+    jobs, first, at = [], len(layout.caches), form.starts[0]
+    for run in layout.raw():
+        jobs.append(Job.plan(run, caches[first:], form, 0, 1, (at, at)))
+        first, at = first + len(run.caches), at + len(run.caches) * jobs[-1].vector_nbytes
+    places = list(zip(form.starts, form.sizes, strict=True))[int(layout.beside is not None) :]
+    return jobs + [
+        Job.plan(each, caches, form, 0, tokens, (start, start + size // 2))
+        for (each, tokens), (start, size) in zip(layout.kept(exact), places, strict=False)
     ]
 
 
@@ -103,7 +104,7 @@ def scales_of(layout: PagedLayout, form: Form) -> dict[str, int]:
 
 def is_aligned(layout: PagedLayout) -> bool:
     """True if all vectors begin at multiples of ALIGNMENT, and are of as many bytes."""
-    parts = [layout, layout.coded, *([layout.beside.as_vectors(layout)] if layout.beside else [])]
+    parts = [layout, layout.coded, *layout.raw()]
     numbers = [
         number
         for part in parts

@@ -7,7 +7,8 @@ format of `manthan.codec.wire`, header and checksum included.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -108,10 +109,23 @@ class PagedLayout:
         return self.latents or self
 
     def kept(self, exact: int) -> "list[tuple[PagedLayout, int]]":
-        """Return the exact sections, if the first `exact` tokens are exact: layout and number of tokens of each."""
-        beside = [(self.beside.as_vectors(self), 1)] if self.beside else []
+        """Return the exact sections behind the raw bytes, if the first `exact` tokens are exact.
+
+        Each has a layout and a number of tokens.
+        """
         rope = [(self, self.tokens)] if self.latents else []
-        return [*beside, *rope, *([(self.coded, exact)] if exact else [])]
+        return [*rope, *([(self.coded, exact)] if exact else [])]
+
+    def raw(self) -> "list[PagedLayout]":
+        """Return the raw bytes as keys of a single token, in the coded layers' numbers: runs of layers of one size."""
+        if self.beside is None:
+            return []
+        caches = [cache.view(self.caches[0].dtype) for cache in self.beside.caches]
+        told: dict[str, Any] = {"key_at": 0, "value_at": None, "fp8": self.fp8}
+        return [
+            PagedLayout(tuple(run), 1, 1, size, run[0].stride(0), size, size, **told)
+            for size, run in ((size, list(run)) for size, run in groupby(caches, lambda cache: cache.shape[1]))
+        ]
 
 
 @dataclass(frozen=True)
@@ -136,15 +150,6 @@ class RawLayout:
             number for cache in self.caches for number in (cache.shape[1], cache.stride(0), cache.storage_offset())
         ]
         return next(unit for unit in UNITS if not any(number % unit.itemsize for number in numbers))
-
-    def as_vectors(self, layout: PagedLayout) -> PagedLayout:
-        """Return the layers as keys of a single token, in the numbers of `layout`, the coded layers of the same block.
-
-        Layers must be of the same size.
-        """
-        caches = tuple(cache.view(layout.caches[0].dtype) for cache in self.caches)
-        _, size = caches[0].shape
-        return PagedLayout(caches, 1, 1, size, caches[0].stride(0), size, size, key_at=0, value_at=None, fp8=layout.fp8)
 
 
 class Form(NamedTuple):

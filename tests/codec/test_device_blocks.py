@@ -8,7 +8,7 @@ import pytest
 import torch
 from device_blocks import FIRST_TOKENS, IDS, KEYS, TARGETS
 from fake_cuda import FormatCodec, copy_exact, raw_codec
-from scaled_latents import V32
+from scaled_latents import V4, V32
 
 from manthan.codec.base import Dtype
 from manthan.codec.block import Scales
@@ -46,7 +46,7 @@ def test_latents_in_fp8(beside: int, kind: Dtype) -> None:
 
 @pytest.mark.parametrize("exact", [0, 4, 64])
 @pytest.mark.parametrize("beside", [0, 132])
-@pytest.mark.parametrize("scales", [V32], ids=["V3.2"])
+@pytest.mark.parametrize("scales", [V32, V4], ids=["V3.2", "V4"])
 def test_kernels_are_told_where_scales_lie(scales: Scales, beside: int, exact: int) -> None:
     """Among the exact bytes of an encoded block: the exact sections, played on the CPU, have them there."""
     world = device_blocks.scaled(FormatCodec, "wht-5x", scales, beside=beside, exact=exact)

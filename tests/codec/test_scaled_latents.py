@@ -1,9 +1,12 @@
 """Latents in fp8 with scales of their own: coded in one unit, their scales and RoPE's part as they were."""
 
+import device_blocks
 import numpy as np
 import pytest
 import scaled_latents
-from scaled_latents import V32
+from device_blocks import BLOCKS
+from fake_cuda import FormatCodec
+from scaled_latents import V4, V32
 
 from manthan.benchmarks import made_up
 from manthan.codec import wire
@@ -104,3 +107,19 @@ def test_the_guard_measures_what_attention_sees() -> None:
     assert found.is_faithful
     assert (0.2 * of_bf16.logit_noise < found.logit_noise).all()
     assert (found.logit_noise < of_bf16.logit_noise).all()
+
+
+@pytest.mark.parametrize(("codec", "most"), [("wht-5x", 0.012), ("klt-8x", 0.02), ("k3v3", 0.04)])
+@pytest.mark.parametrize("beside", [0, 132])
+def test_states_whose_scales_are_among_the_raw_bytes(codec: str, most: float, beside: int) -> None:
+    """DeepSeek V4's, alone and with an index."""
+    profile = made_up.profile(LAYERS, 7, 64, None, latent=448)
+    numbers = made_up.grouped_kv(profile, BLOCKS * TOKENS)[0].swapaxes(1, 2).reshape(LAYERS, BLOCKS, TOKENS, 448)
+    more = {"facts": ModelFacts(profile=profile), "numbers": numbers} if "klt" in codec else {}
+    world = device_blocks.scaled(FormatCodec, codec, V4, exact=4, beside=beside, **more)
+    arrays, form = world.numbers(3), world.format
+    back = form.decode(form.encode(*arrays, key=KEY, first_token=64, exact=4), key=KEY)
+    assert all(np.array_equal(x, y) for n, (x, y) in enumerate(zip(arrays, back, strict=True)) if n != 1)
+    assert np.array_equal(arrays[1][:, :, :4], back[1][:, :, :4])
+    (_, was), (_, now) = form.shape.floats(arrays), form.shape.floats(back)
+    assert 0 < np.square(was - now).sum() < most * np.square(was).sum()

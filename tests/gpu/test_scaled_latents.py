@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from device_blocks import BLOCKS, IDS, KEYS, LAYERS, TARGETS, World
-from scaled_latents import LATENT, V32
+from scaled_latents import LATENT, V4, V32
 
 from manthan.benchmarks import made_up
 from manthan.codec.block import Scales
@@ -16,7 +16,7 @@ from manthan.codec.gpu.wht_codec import WhtPagedCodec
 from manthan.codec.model import ModelFacts
 
 CUDA = torch.device("cuda", 0)
-KINDS = pytest.mark.parametrize("scales", [V32], ids=["V3.2"])
+KINDS = pytest.mark.parametrize("scales", [V32, V4], ids=["V3.2", "V4"])
 EXACT = pytest.mark.parametrize("exact", [0, 4, 64])
 
 

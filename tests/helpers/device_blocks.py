@@ -3,7 +3,7 @@
 What a GPU's codec makes of them is compared with numpy, byte for byte."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -31,13 +31,19 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class World:
     """A paged cache, a codec over it, and room for codes full of 170. bits: all of the cache's numbers as integers,
     [layers, blocks, numbers of a block]. places: where in those a block's keys and values are, in the order of their
-    shapes. layers: of keys and values, views of the numbers, [blocks, tokens, heads, keys and values] each."""
+    shapes; for bytes of several runs, of all layers each, a list. layers: of keys and values, views of the numbers,
+    [blocks, tokens, heads, keys and values] each."""
 
     layers: tuple[torch.Tensor, ...] = ()
     encoded: Batch
 
     def __init__(
-        self, bits: torch.Tensor, places: list[np.ndarray], codec: PagedCodec, format: BlockFormat, exact: int = 0
+        self,
+        bits: torch.Tensor,
+        places: Sequence[np.ndarray | list[np.ndarray]],
+        codec: PagedCodec,
+        format: BlockFormat,
+        exact: int = 0,
     ) -> None:
         self.bits, self.places, self.codec, self.format, self.exact = bits, places, codec, format, exact
         self.form = codec.form(exact)
@@ -72,7 +78,12 @@ class World:
         """Arrays of a paged block, as numpy's codec has them."""
         found = self.bits[:, block].cpu().numpy().view(self.format.shape.dtype.numpy)
         parts = zip(self.places, self.format.shape.arrays, strict=True)
-        return [np.ascontiguousarray(found[:, at]).view(dtype).reshape(shape) for at, (shape, dtype) in parts]
+        return [
+            np.concatenate([found[:, run].ravel() for run in (at if isinstance(at, list) else [at])])
+            .view(dtype)
+            .reshape(shape)
+            for at, (shape, dtype) in parts
+        ]
 
     def by_numpy(self, i: int) -> np.ndarray:
         numbers = self.numbers(IDS[i])
@@ -341,7 +352,11 @@ def scaled(
     x = numbers if numbers is not None else x * np.logspace(-1, 1, BLOCKS, dtype=np.float32)[:, None, None]
     pages = torch.from_numpy(scaled_latents.page(x, turned, scales))
     memory = (with_bytes(pages, tokens * beside) if beside else pages).to(device)
-    latent, size = scaled_latents.LATENT[scales], memory.shape[2]
+    latent, size, end = scaled_latents.LATENT[scales], memory.shape[2], tokens * scales.row
+    raw = [slice(end, end + tokens * scales.stride)] if scales.place else []
+    raw += [slice(size - tokens * beside, size)] if beside else []
+    others = [layer[:, at] for at in raw for layer in memory]
+    raw_shape = BlockShape(1, sum(other.shape[1] for other in others) // tokens, tokens, 1, Dtype.UINT8)
     caches, strides = tuple(memory), (size, scales.piece, scales.row)
     shared: dict[str, Any] = {"value_at": None, "fp8": Dtype.FLOAT8_E4M3}
     pieces = PagedLayout(caches, latent // scales.piece, tokens, scales.piece, *strides, key_at=0, **shared)
@@ -349,15 +364,15 @@ def scaled(
         *(caches, 1, tokens, scales.row - latent, *strides),
         key_at=latent,
         latents=pieces,
-        beside=bytes_beside(memory, tokens, beside),
+        beside=RawLayout(tuple(others), raw_shape) if others else None,
         scales=scales,
         **shared,
     )
     format = BlockFormat(codec, layout.shape, b"f" * 16, GROUP, facts)
     at = np.arange(tokens * scales.row).reshape(tokens, scales.row)
     places = [at[:, latent:], at[:, :latent].reshape(tokens, -1, scales.piece).swapaxes(0, 1)]
-    places += [np.arange(size - tokens * beside, size)] if beside else []
-    return World(memory, [place.ravel() for place in places], make(layout, format), format, exact)
+    runs = [[np.arange(at.start, at.stop) for at in raw]] if raw else []
+    return World(memory, [*(place.ravel() for place in places), *runs], make(layout, format), format, exact)
 
 
 def fp8(

@@ -6,13 +6,14 @@ profile needs some. A prefix's cache is replaced by what comes back of its block
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from latent_model import INDEX, LATENT, LAYERS, TURNED, VOCAB, make_latent_model
-from scaled_latents import V32, quantized
+from scaled_latents import V4, V32, quantized
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from manthan.codec.base import Dtype
@@ -45,18 +46,30 @@ class Number(NamedTuple):
         """RoPE's part and latents as blocks have them, of float32 [layers, heads, tokens, numbers]."""
         if self.scales is None:
             return [as_numbers(x.copy(), self.dtype) for x in (turned, pieces)]
-        codes, scales = quantized(pieces, self.scales.piece)
-        of_tokens = np.ascontiguousarray(scales[..., 0].swapaxes(1, 2)[:, None])
-        return [np.concatenate([of_tokens.view(np.uint8), bf16_bits(turned).view(np.uint8)], 3), codes]
+        layers, _, tokens, _ = pieces.shape
+        latents = pieces.swapaxes(1, 2).reshape(layers, tokens, LATENT)
+        (codes, scales), rope = quantized(latents, self.scales.piece), bf16_bits(turned).view(np.uint8)
+        codes = codes.reshape(layers, tokens, -1, self.scales.piece).swapaxes(1, 2).copy()
+        if self.scales.place:
+            exponents = (scales.view(np.uint32) >> 23).astype(np.uint8)
+            return [rope, codes, exponents.reshape(self.raw(layers, tokens).numbers)]
+        return [np.concatenate([scales.view(np.uint8)[:, None], rope], 3), codes]
+
+    def raw(self, layers: int, tokens: int, index: int = 0) -> BlockShape:
+        behind = (self.scales.stride * tokens,) * layers if self.scales and self.scales.place else ()
+        return packed_shape(behind + (index * tokens,) * (layers if index else 0), tokens)
 
     def shape(self, layers: int, tokens: int = BLOCK, index: int = 0) -> BlockShape:
-        beside = packed_shape((index * tokens,) * layers, tokens) if index else None
+        has_raw = index or (self.scales and self.scales.place)
         dim = TURNED if self.scales is None else self.scales.row - LATENT
-        return BlockShape(layers, 1, tokens, dim, self.dtype, LATENT, beside, self.scales)
+        raw = self.raw(layers, tokens, index) if has_raw else None
+        return BlockShape(layers, 1, tokens, dim, self.dtype, LATENT, raw, self.scales)
 
 
 BF16, FP8 = Number("bf16", Dtype.BFLOAT16), Number("fp8", Dtype.FLOAT8_E4M3)
 DS_MLA = Number("fp8_ds_mla", Dtype.FLOAT8_E4M3, V32)
+STATES = Number("fp8_ds_mla of V4", Dtype.FLOAT8_E4M3, replace(V4, row=LATENT + 2 * TURNED))
+"""With scales for 64 numbers, behind all tokens; of latents of this model's size."""
 
 
 class Arm(NamedTuple):
@@ -81,6 +94,7 @@ ARMS = [
     Arm(FP8, "wht-5x", INDEX),
     *(Arm(DS_MLA, codec) for codec in ("wht-5x", "wht-4x", "klt-5x", "klt-8x")),
     *(Arm(DS_MLA, codec, INDEX) for codec in ("wht-5x", "klt-8x")),
+    *(Arm(STATES, codec) for codec in ("wht-5x", "wht-4x")),
 ]
 
 
@@ -106,21 +120,21 @@ def figures(folder: Path, arms: Sequence[Arm] = ARMS, pieces: int = 4) -> Iterat
     profile = calibrated(name, texts[:3])
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     found: dict[Arm, list[tuple[float, float, float]]] = {arm: [] for arm in arms}
-    numbers = (BF16, FP8, DS_MLA)
+    numbers = (BF16, FP8, DS_MLA, STATES)
     rounded: dict[Number, list[tuple[float, float]]] = {number: [] for number in numbers[1:]}
     for text in texts[3:]:
         prefix, rest = text[:PREFIX], text[PREFIX : PREFIX + ASKED]
         with torch.no_grad():
             cache = model(torch.tensor([prefix]), use_cache=True, logits_to_keep=1).past_key_values
-            kept = {number: number.arrays(*in_pieces(cache)) for number in numbers}
+            kept = in_pieces(cache)
             exact = {
-                number: answered(model, rest, number.shape(LAYERS, PREFIX).floats(each))
-                for number, each in kept.items()
+                number: answered(model, rest, number.shape(LAYERS, PREFIX).floats(number.arrays(*kept)))
+                for number in numbers
             }
             for number, of_number in rounded.items():
                 of_number.append(apart(exact[BF16], exact[number]))
             for arm in arms:
-                back, ratio = there_and_back(arm, kept[arm.number], profile)
+                back, ratio = there_and_back(arm, kept, profile)
                 found[arm].append((ratio, *apart(exact[arm.number], answered(model, rest, back))))
     for number, of_number in rounded.items():
         ratio = BF16.shape(1).nbytes / number.shape(1).nbytes
@@ -186,8 +200,8 @@ def there_and_back(arm: Arm, kept: Sequence[np.ndarray], profile: Profile) -> tu
     assert form is not None
     made, sizes = [], []
     for at in range(0, PREFIX, BLOCK):
-        arrays = [x[:, :, at : at + BLOCK] for x in kept]
-        if form.shape.beside:
+        arrays = arm.number.arrays(*(np.ascontiguousarray(x[:, :, at : at + BLOCK]) for x in kept))
+        if arm.index:
             arrays.append(np.zeros(form.shape.beside.numbers, np.uint8))
         buf = form.encode(*arrays, key=b"", first_token=at, exact=0 if at else SINK)
         sizes.append(len(buf))

@@ -122,6 +122,31 @@ def test_latents_beside_index_keys(
     )
 
 
+def test_states_of_several_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSeek V4 has them: of four tokens in fp8, coded; of 128, and the index's, as bytes."""
+    model = make_latent_model(tmp_path)
+
+    def planned(*_: object) -> tuple[Any, KVCacheConfig]:
+        config = EngineArgs(model, skip_tokenizer_init=True).create_engine_config()
+        config.cache_config.enable_prefix_caching, config.cache_config.cache_dtype = True, "fp8_ds_mla"
+        told: dict[str, Any] = {"block_size": 256, "num_kv_heads": 1, "dtype": torch.uint8, "alignment": 576}
+        packed: dict[str, Any] = {"head_size": 512, "cache_dtype_str": "fp8_ds_mla", "state_content_bytes": 584}
+        four, many = (MLAAttentionSpec(**told, **packed, tokens_per_state=ratio) for ratio in (4, 128))
+        index = MLAAttentionSpec(**told, head_size=132, tokens_per_state=4, cache_role=SparseCacheRole.INDEXER)
+        names = {"four": four, "index": index, "many": many}
+        specs = {f"{n}.{name}": spec for n in range(3) for name, spec in names.items()}
+        whole = UniformTypeKVCacheSpecs(block_size=256, kv_cache_specs=specs)
+        return config, KVCacheConfig(8, [], [KVCacheGroupSpec(list(specs), whole)])
+
+    monkeypatch.setattr(doctor, "planned", planned)
+    mark, text = said(model)["KV cache 0"]
+    assert mark == "ok"
+    assert text == (
+        "9 layers of UniformTypeKVCacheSpecs, 560 bytes a token, in blocks of 256: codec wht-5x, 6 of the layers as "
+        "bytes, 1.4 times smaller."
+    )
+
+
 def test_quantized_weights_do_not_matter(tmp_path: Path) -> None:
     weights = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     found = said(small_config("LlamaForCausalLM", tmp_path, quantization_config=weights))

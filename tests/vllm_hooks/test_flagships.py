@@ -11,6 +11,7 @@ import pytest
 import scaled_latents
 import torch
 from paged_cache import encode
+from scaled_latents import V4, V32
 from vllm import EngineArgs
 from vllm.config import set_current_vllm_config
 from vllm.config.cache import _layout_from_name
@@ -39,6 +40,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_engine import MODEL
 
+from manthan.codec.block import Scales
+from manthan.codec.fidelity import Sample, measure
+from manthan.codec.gpu.cuda_codec import is_aligned
 from manthan.vllm_hooks.doctor.families import families
 from manthan.vllm_hooks.groups import Context, KvCacheGroup, groups_of, on_all_ranks
 from manthan.vllm_hooks.memory import block_format, block_shape
@@ -299,32 +303,41 @@ def test_index_keys_are_bytes_beside_what_is_coded(
         assert 0 < (was - now).square().mean() < (0.01 if group.latent else 0.02)
 
 
-def test_latents_with_scales_come_back_near_and_their_other_bytes_as_they_were(vllm_config: Any) -> None:
-    """Of DeepSeek V3.2's rows of 656 bytes, with an index; nothing else of vLLM's memory is touched."""
-    config = laid_out(vllm_config, "DeepSeek V3.2, fp8_ds_mla")
+@pytest.mark.parametrize(
+    ("model", "scales", "ratio"),
+    [("DeepSeek V3.2, fp8_ds_mla", V32, 1.4), ("DeepSeek V4", V4, 1.4), ("DeepSeek V4.1", V4, 1.55)],
+)
+def test_latents_with_scales_come_back_near_and_all_other_bytes_as_they_were(
+    vllm_config: Any, model: str, scales: Scales, ratio: float
+) -> None:
+    """Rows of 656 bytes with an index; and states of four tokens, with an index and with states of 128 tokens."""
+    config = laid_out(vllm_config, model)
     memory = allocate_kv_cache(config, torch.device("cpu"), _layout_from_name("BLHNC"))
     half = WorkerHalf.__new__(WorkerHalf)
     half._kv_cache_config = config
-    group = groups_of(config, vllm_config.cache_config, latents=LATENTS).main
-    assert group.beside is not None
-    layers, others = half._layers(group, memory), half._layers(group.beside, memory)
-    rng, tokens = np.random.default_rng(0), 64
-    storage = layers[0].rows.untyped_storage()
-    raw = torch.empty(0, dtype=torch.uint8).set_(storage)
+    group = groups_of(config, vllm_config.cache_config, latents=LATENTS if scales == V32 else Latents()).main
+    assert (group.scales, group.states) == (scales, 64)
+    layers, others = half._layers(group, memory), half._layers(group.beside, memory) if group.beside else []
+    rng, tokens, end = np.random.default_rng(0), 64, 64 * scales.row
+    raw = torch.empty(0, dtype=torch.uint8).set_(layers[0].rows.untyped_storage())
     raw.copy_(torch.from_numpy(rng.integers(0, 256, len(raw), np.uint8)))
-    pages = scaled_latents.page(*scaled_latents.made_up((3, tokens)))
+    behind = others[: len(layers)] if scales.place else []
+    pages = scaled_latents.page(*scaled_latents.made_up((len(layers), tokens), scales), scales)
     for layer, page in zip(layers, pages, strict=True):
-        layer.rows[3] = torch.from_numpy(page)
+        layer.rows[3] = torch.from_numpy(page[:end])
+    for layer, page in zip(behind, pages, strict=bool(behind)):
+        layer.rows[3] = torch.from_numpy(page[end : end + 8 * tokens])
     cache = GroupCache(layers, [block_format("wht-5x", group, b"f" * 16)], [0, 4], others)
-    blocks = CpuBlocks(cache.memory, *cache.forms)
-    before = raw.clone()
+    blocks, before = CpuBlocks(cache.memory, *cache.forms), raw.clone()
+    assert blocks.nbytes == group.page_nbytes
     for exact in (0, 4):
         buf = encode(blocks, b"k" * 32, 3, exact)
-        assert blocks.nbytes == group.page_nbytes
-        assert len(buf) < group.page_nbytes / 1.4
+        assert len(buf) < group.page_nbytes / ratio
         assert blocks.decode(b"k" * 32, 5, buf) is None
         now = np.stack([layer.rows[5].numpy() for layer in layers])
-        (was, kept), (found, now_kept) = (scaled_latents.read(each, tokens) for each in (pages, now))
+        if behind:
+            now = np.concatenate([now, np.stack([layer.rows[5].numpy() for layer in behind])], 1)
+        (was, kept), (found, now_kept) = (scaled_latents.read(each, tokens, scales) for each in (pages, now))
         assert all(map(np.array_equal, kept, now_kept)), "scales and RoPE's part"
         assert np.array_equal(was[:, :exact], found[:, :exact])
         assert 0 < np.square(was - found).sum() < 0.015 * np.square(was).sum()
@@ -333,6 +346,11 @@ def test_latents_with_scales_come_back_near_and_their_other_bytes_as_they_were(v
             for layer in part:
                 layer.rows[5] = torch.as_strided(before, (layer.rows.shape[1],), (1,), layer.rows[5].storage_offset())
         assert torch.equal(raw, before)
+    assert cache.layout.shape == cache.shape
+    assert is_aligned(cache.layout), "kernels copy 16 bytes at once"
+    sources, forms = cache.measured
+    keys, values, *rest = sources.gather_soon(3)()
+    assert measure(forms[0], [Sample(keys, values, 0, 0, *rest)], None).is_faithful
 
 
 ALONE = [(model, 1, None) for model in MODELS if model != "openPangu"]  # whose manager vLLM 0.32 cannot make

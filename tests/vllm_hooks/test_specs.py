@@ -146,7 +146,7 @@ def test_ranks_of_context_parallelism_share_a_block() -> None:
     assert [context.first_tokens(count) for count in (0, 1, 4, 8, 20, 32, 64)] == [0, 4, 4, 4, 12, 16, 32]
     assert [ALONE.first_tokens(count) for count in (0, 1, 4, 64)] == [0, 1, 4, 64]
     job = Transfer(1, "store", 0, [b"a", b"b"], np.array([3, 4], np.int32), first_token=32, exact_tokens=52)
-    of_rank = context.of_a_rank(job)
+    of_rank = found.main.of_a_rank(job)
     assert list(zip(of_rank.first_tokens(16), of_rank.exacts(16), strict=True)) == [(16, 12), (32, 0)]
     codec = load_config(flags={"codec": {"name": "wht-5x", "sink_tokens": 4}}).codec
     assert exact_counts(codec, found.main) == {0: 0, 4: 4, 32: 16}
@@ -293,17 +293,60 @@ def test_layers_that_no_codec_knows_are_bytes_beside_those_that_are_coded(coded:
     "specs",
     [
         (FULL, replace(FULL, num_kv_heads=4)),
-        (SPARSE, INDEXER, replace(INDEXER, head_size=64)),
         (SPARSE, replace(INDEXER, head_size=129, block_size=16, page_size_padded=2065)),
         (INDEXER, replace(INDEXER, head_size=64)),
     ],
-    ids=["of several shapes", "beside several shapes", "beside odd sizes", "none"],
+    ids=["of several shapes", "beside odd sizes", "none"],
 )
 def test_layers_that_cannot_be_stored_together_are_bytes(specs: tuple[Any, ...]) -> None:
     config = one_group({str(n): spec for n, spec in enumerate(specs)})
     found = groups_of(config, latents=LATENTS).main
     assert (found.beside, found.latent) == (None, 0)
     assert found.layer_nbytes == tuple(spec.page_size_bytes for spec in specs)
+
+
+def test_bytes_of_layers_of_several_sizes_are_beside_by_size() -> None:
+    """So that kernels copy a run of layers at once."""
+    small = replace(INDEXER, head_size=64)
+    found = groups_of(one_group({"a": SPARSE, "b": INDEXER, "c": small, "d": INDEXER}), latents=LATENTS).main
+    assert found.beside is not None
+    assert found.beside.names == ("c", "b", "d")
+    assert found.beside.layer_nbytes == (1024, 2112, 2112)
+
+
+STATES = MLAAttentionSpec(
+    block_size=256,
+    num_kv_heads=1,
+    head_size=512,
+    dtype=torch.uint8,
+    tokens_per_state=4,
+    alignment=576,
+    cache_dtype_str="fp8_ds_mla",
+    state_content_bytes=584,
+)
+
+
+def test_states_of_four_tokens_are_counted_as_states() -> None:
+    """DeepSeek V4's: 64 in a block of 256 tokens, of which 512 bytes of scales lie behind the others."""
+    found = groups_of(one_group({"a": STATES, "b": INDEXER, "c": STATES})).main
+    assert (found.tokens, found.states, found.layers, found.latent) == (256, 64, 2, 448)
+    beside = found.beside
+    assert beside is not None
+    assert beside.names == ("a", "c", "b")
+    assert (beside.layer_nbytes, beside.starts) == ((512, 512, 2112), (36864, 36864, 0))
+    shape = block_shape(found)
+    assert (shape.tokens, shape.head_dim, shape.value_numbers) == (64, 128, (2, 7, 64, 64))
+    assert shape.nbytes == found.page_nbytes == 2 * 64 * 584 + 2112
+    job = Transfer(1, "store", 0, [b"a", b"b"], np.array([3, 4], np.int32), first_token=256, exact_tokens=261)
+    of_states = found.of_a_rank(job)
+    assert (of_states.first_token, of_states.exacts(64), of_states.first_tokens(64)) == (64, [2, 0], [64, 128])
+    codec = load_config(flags={"codec": {"name": "wht-5x", "sink_tokens": 5}}).codec
+    assert exact_counts(codec, found) == {0: 0, 5: 2, 256: 64}
+    sizes = group_shape(codec, found, Shards(1))
+    assert (sizes.tokens, sizes.pool_nbytes) == (256, found.page_nbytes)
+    assert sizes.bounds[256] > sizes.pool_nbytes > 1.6 * sizes.cold_nbytes
+    plain = replace(STATES, tokens_per_state=128), replace(STATES, state_content_bytes=528)
+    assert all(told(spec).main.is_packed for spec in plain)
 
 
 def test_a_group_is_as_on_the_rank_with_most_of_it() -> None:

@@ -75,9 +75,7 @@ class DeviceMemory(PagedMemory):
         return copied()
 
     def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
-        there = torch.stack([layer.rows[block_id] for layer in self._layers])
-        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.device.type == "cuda")
-        here.copy_(there, non_blocking=True)
+        here = _copied(torch.stack([layer.rows[block_id] for layer in self._layers]))
         return lambda: _sorted(_as_numpy(here), self._layers, self._shape)
 
     def scatter(self, block_id: int, *numbers: Numbers) -> None:
@@ -95,8 +93,13 @@ class PackedMemory(PagedMemory):
         self._rows, self._shape = [layer.rows for layer in layers], shape
 
     def gather(self, block_id: int) -> Arrays:
-        together = torch.cat([rows[block_id] for rows in self._rows]).cpu()
-        return together.numpy().reshape(self._shape.numbers), np.empty(self._shape.value_numbers, np.uint8)
+        copied = self.gather_soon(block_id)
+        _wait(self._rows[0].device)
+        return copied()
+
+    def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
+        here = _copied(torch.cat([rows[block_id] for rows in self._rows]))
+        return lambda: (here.numpy().reshape(self._shape.numbers), np.empty(self._shape.value_numbers, np.uint8))
 
     def scatter(self, block_id: int, *numbers: Numbers) -> None:
         device = self._rows[0].device
@@ -116,9 +119,19 @@ class BesideMemory(PagedMemory):
     def gather(self, block_id: int) -> Arrays:
         return *self._coded.gather(block_id), self._others.gather(block_id)[0]
 
+    def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
+        coded, others = self._coded.gather_soon(block_id), self._others.gather_soon(block_id)
+        return lambda: (*coded(), others()[0])
+
     def scatter(self, block_id: int, *numbers: Numbers) -> None:
         self._coded.scatter(block_id, *numbers[:-1])
         self._others.scatter(block_id, numbers[-1])
+
+
+def _copied(there: torch.Tensor) -> torch.Tensor:
+    """Return a copy in the CPU's memory, which the current stream writes if it is from a GPU."""
+    here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.device.type == "cuda")
+    return here.copy_(there, non_blocking=True)
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:

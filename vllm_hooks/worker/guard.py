@@ -159,8 +159,8 @@ class RankGuard:
                 copied.synchronize()
             blocks = []
             for numbers, job in samples:
-                keys, values = numbers()
-                blocks.append(Sample(keys, values, job.first_token, job.exacts(tokens)[0] % tokens))
+                keys, values, *raw = numbers()
+                blocks.append(Sample(keys, values, job.first_token, job.exacts(tokens)[0] % tokens, *raw))
             found = [measure(format, blocks, self._rope) for format in self._formats]
         except NothingToMeasureError:
             self._is_busy = False

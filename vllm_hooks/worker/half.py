@@ -96,6 +96,13 @@ class GroupCache:
         return (HostMemory if self.layers[0].rows.is_cpu else DeviceMemory)(self.layers, self.shape)
 
     @property
+    def measured(self) -> tuple[PagedMemory, list[BlockFormat]]:
+        """Memory and formats for the guard: without layers stored as bytes, unless the latents' scales are there."""
+        if self.shape.scales and self.shape.scales.place:
+            return self.memory, [*self.forms]
+        return self.coded, [form.without_bytes() for form in self.forms]
+
+    @property
     def layout(self) -> PagedLayout | RawLayout:
         """The cache as a GPU's codecs read and write it. Raises UnsupportedError."""
         if self.shape.is_raw:
@@ -144,8 +151,8 @@ class WorkerHalf:
         self._config = config_for(self._vllm_config, self.groups)
         self._sharding = Sharding.of(self._vllm_config, self.groups)
         self._kept = self._sharding.kept(self._vllm_config)
-        contexts = {group.index: group.context for group in self.groups.stored}
-        self._contexts = contexts if any(context.ranks > 1 for context in contexts.values()) else {}
+        stored = {group.index: group for group in self.groups.stored}
+        self._counted = stored if any(each.context.ranks * each.state_tokens > 1 for each in stored.values()) else {}
 
     def shutdown(self) -> None:
         if self.guard is not None:
@@ -175,9 +182,9 @@ class WorkerHalf:
             self._server = PeerServer(shared, self.engine.read, cpus)
         main = caches[self.groups.main.index]
         if config.codec.guard:
-            forms = [form.without_bytes() for form in main.forms]
+            measured, forms = main.measured
             device = main.layers[0].rows.device
-            self.guard = RankGuard(main.coded, forms, main.rope, device, rank, self.engine.decode_s)
+            self.guard = RankGuard(measured, forms, main.rope, device, rank, self.engine.decode_s)
             self.guard.warm_up()
             layers = self._vllm_config.model_config.get_num_layers(self._vllm_config.parallel_config)
             has_all = len(main.layers) == len(self.groups.main.names) == layers
@@ -204,11 +211,14 @@ class WorkerHalf:
         return taken
 
     def of_this_rank(self, metadata: ManthanMetadata) -> ManthanMetadata:
-        """Return the message with tokens counted as on this rank: with context parallelism it has only some of them."""
-        if not self._contexts:
+        """Return the message with tokens counted as this rank's states.
+
+        With context parallelism it has only some tokens, and in some layers a state is of several.
+        """
+        if not self._counted:
             return metadata
         stores, loads = (
-            [self._contexts[job.group].of_a_rank(job) for job in jobs] for jobs in (metadata.stores, metadata.loads)
+            [self._counted[job.group].of_a_rank(job) for job in jobs] for jobs in (metadata.stores, metadata.loads)
         )
         return replace(metadata, stores=stores, loads=loads)
 
@@ -216,7 +226,8 @@ class WorkerHalf:
         """Return the memory of the group's layers, without those in `group.beside`. Raises UnsupportedError."""
         if group.is_packed:
             nbytes = dict(zip(group.names, group.layer_nbytes, strict=True))
-            return placed_layers(kv_caches, self._kv_cache_config, nbytes)
+            starts = dict(zip(group.names, group.starts, strict=False))
+            return placed_layers(kv_caches, self._kv_cache_config, nbytes, starts)
         shape = memory.block_shape(group)
         if group.scales is not None:
             nbytes = dict.fromkeys(group.names, group.scales.row * shape.tokens)
@@ -237,7 +248,7 @@ class WorkerHalf:
             layers = self._layers(group, kv_caches)
             if not layers[0].rows.is_cpu:
                 beside = self._layers(group.beside, kv_caches) if group.beside else ()
-                paged_layout(layers, memory.block_shape(group), beside).kept(0)  # raises if kernels cannot address it
+                paged_layout(layers, memory.block_shape(group), beside).raw()  # raises if kernels cannot address it
         except Exception as error:  # a backend raises anything
             logger.warning(
                 "Manthan: KV cache group %d is stored as bytes, because its layout cannot be found: %s: %s",

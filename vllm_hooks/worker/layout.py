@@ -69,11 +69,13 @@ def probe_layers(
     return layers
 
 
-def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Mapping[str, int]) -> list[Layer]:
+def placed_layers(
+    caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Mapping[str, int], starts: Mapping[str, int] = {}
+) -> list[Layer]:
     """Return layers as bytes of vLLM's allocation, at the addresses that vLLM's configuration says.
 
-    caches, nbytes: by name of the layer, vLLM's view or views of its cache, and bytes of a block. Raises
-    UnsupportedError if a view does not begin at that address.
+    caches, nbytes, starts: by name of the layer, vLLM's view or views of its cache, bytes of a block, and their offset
+    in it if not 0. Raises UnsupportedError if a view does not begin at that address.
     """
     places = {name: (each, at) for each in config.kv_cache_tensors for at, name in enumerate(each.layers)}
     layers = []
@@ -83,8 +85,8 @@ def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Ma
         storage = first.untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         start = tensor.offset + at * tensor.layer_stride
-        rows = whole.as_strided((config.num_blocks, size), (tensor.block_stride, 1), start)
-        if rows.data_ptr() != first.data_ptr():
+        rows = whole.as_strided((config.num_blocks, size), (tensor.block_stride, 1), start + starts.get(name, 0))
+        if whole.data_ptr() + start != first.data_ptr():
             raise UnsupportedError(
                 f"Manthan cannot be used here: the KV cache of {name} begins {first.data_ptr() - storage.data_ptr()} "
                 f"bytes into its memory; {start} are expected."
