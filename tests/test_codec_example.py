@@ -40,9 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install(EXAMPLE, tmp_path_factory.mktemp("example"))
 
 
-def test_the_document_shows_it() -> None:
-    (module,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    assert module == (EXAMPLE / "manthan_codec_int8.py").read_text(encoding="utf-8")
+def test_the_document_shows_its_entry_point() -> None:
     (entry_point,) = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     assert entry_point in (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8")
 
