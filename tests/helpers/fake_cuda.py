@@ -261,7 +261,8 @@ class FormatCodec(PagedCodec):
                 batch.status[i] = 0
                 continue
             for part, view in zip(parts, self._views(int(batch.block_ids[i])), strict=True):
-                for numbers, layer in zip(part.reshape(len(view), -1), view, strict=True):
+                ends = np.cumsum([layer.numel() for layer in view])[:-1]
+                for numbers, layer in zip(np.split(part.reshape(-1), ends), view, strict=True):
                     layer.copy_(torch.from_numpy(numbers.copy()).view(layer.dtype).view(layer.shape))
 
     def _views(self, block: int) -> list[list[torch.Tensor]]:
@@ -283,7 +284,7 @@ class FormatCodec(PagedCodec):
 
     def _numbers(self, block: int) -> list[np.ndarray]:
         """Of a block, as `BlockFormat` has them."""
-        found = [torch.stack(layers) for layers in self._views(block)]
+        found = [torch.cat([layer.reshape(-1) for layer in layers]) for layers in self._views(block)]
         plain = [(x.view(torch.uint16) if x.dtype is torch.bfloat16 else x).numpy() for x in found]
         return [x.reshape(shape) for x, (shape, _) in zip(plain, self.format.shape.arrays, strict=True)]
 
