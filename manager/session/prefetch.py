@@ -179,16 +179,20 @@ class Prefetcher:
         return jobs
 
     def _exact(self, most: int) -> list[tuple[int, int]]:
-        """Return indices in the free queue, and rows, of exact resident KV that is saved with a lossy codec."""
+        """Return exact KV among the first `most` free blocks that is saved with a lossy codec: index there, and row."""
         manager, marks = self._manager, self._pool.marks
         ahead = [(at, block) for at, block in self._pool.saved(most) if not marks[block.block_id]]
-        rows = manager.blocks.find(self._main, [block.block_hash for _, block in ahead])
-        is_lost = (rows < 0) | ~manager.is_exact(rows)
-        return [(at, row) for (at, _), row, lost in zip(ahead, rows.tolist(), is_lost.tolist(), strict=True) if lost]
+        found = list[tuple[int, int]]()
+        for group in {block.group for _, block in ahead}:
+            there = [(at, block.block_hash) for at, block in ahead if block.group == group]
+            rows = manager.blocks.find(group, [block_hash for _, block_hash in there])
+            is_lossy = (rows < 0) | ~manager.is_exact(rows)
+            found += [(at, row) for (at, _), row, lost in zip(there, rows.tolist(), is_lossy, strict=True) if lost]
+        return found
 
     def _spares(self, session: Session, exact: Sequence[tuple[int, int]]) -> bool:
-        """True if a prefetch overwrites no exact KV of other sessions."""
-        own = set(session.rows.tolist())
+        """True if a prefetch of a session overwrites none of this exact KV, except the session's own."""
+        own = {*session.rows.tolist(), *(session.points[-1].rows.tolist() if session.points else ())}
         return all(at >= self._size(session) or row in own for at, row in exact)
 
     def _size(self, session: Session) -> int:

@@ -8,7 +8,7 @@ from integrity import check_integrity
 from talks import GROUP, Talks, names
 
 from manthan.manager.events import BlocksDropped, DropCause, PrefetchHit, Restored
-from manthan.manager.session.blocks import MemoryShape
+from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.prefetch import RETRY_S
 from manthan.manager.transfer import STORE_DOWN
 
@@ -135,6 +135,22 @@ def test_resident_kv_of_others_is_not_overwritten_if_only_a_lossy_copy_is_left_o
     talks.overwrite()
     talks.now += RETRY_S
     assert talks.taken() == ([] if is_lossless else [names("a b c d")])
+
+
+@pytest.mark.parametrize("is_lossless", [False, True])
+def test_resident_blocks_of_a_window_have_the_codec_of_their_own_group(is_lossless: bool) -> None:
+    window = GroupShape(16, 200, {0: 50}, is_lossless=is_lossless)
+    talks = Prefetching(blocks=8, shape=MemoryShape({0: window, 1: GroupShape(16, 1000, {0: 100})}, 1))
+    for text, who in (("a b c d e", "A"), ("p q", "P")):
+        request = talks.start(text, who, **({"expect_return_s": 50} if who == "A" else {}))
+        talks.finish(request, text, [talks.point(text, {0: 2})])
+        talks.rest()
+        if who == "A":
+            talks.overwrite()
+    talks.pool.release(1, names("p q"))
+    assert talks.states() == {"A": "cold", "P": "cold"}
+    talks.now = 60
+    assert [load.group for load in talks.step().loads] == ([1, 0] if is_lossless else [])
 
 
 def test_a_session_s_own_resident_blocks_are_no_hindrance() -> None:
