@@ -2,8 +2,8 @@
 
 A connection serves one `read`. The reader sends a line of JSON: KV cache group, tenant, and block hashes in hexadecimal
 digits. The keeper answers each block with a line of JSON: the number of its bytes, which follow, the cause of a
-failure, or null for an absent block. The socket has an abstract name of Linux, which no file outlives. Each end
-checks that the other has the same user.
+failure, or null for an absent block. The socket has an abstract name, which is no file and ends with the process. Each
+end checks that the other runs as the same user.
 """
 
 import json
