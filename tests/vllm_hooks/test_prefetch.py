@@ -100,6 +100,7 @@ def test_many_prefetches_beside_requests_leak_no_block(engine, table) -> None:
     go_cold(engine, {name: t.question(0)[0] for name, t in tables.items()})
     counters, failures, wrong = Counters(engine), engine.failures(), []
     for number in range(1, 4):
+        engine.wait(engine.reset, "an empty pool, so that at least one prefetch has room")
         names = list(tables)[number:] + list(tables)[:number]
         engine.ask("x", prefetch=names[:4])
         futures = [
@@ -112,7 +113,7 @@ def test_many_prefetches_beside_requests_leak_no_block(engine, table) -> None:
         wrong += [answer.text for future, right in futures if (answer := future.result(60)).text != right]
         engine.wait(lambda: not any(map(engine.sessions, ("active", "idle"))), "cold sessions")
     assert wrong == []
-    assert counters["prefetches"] >= 6
+    assert counters["prefetches"] >= 3
     assert engine.failures() == failures
     engine.wait(lambda: engine.metric("kv_cache_usage_perc") == 0, "an empty pool")
     assert engine.reset()  # which vLLM refuses while any block is referenced
