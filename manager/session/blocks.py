@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,10 +30,6 @@ _FIRST_ROWS = 256
 _AT_ONCE = 1 << 18  # rows entered into a new index at a time
 # Odd constants that spread a block hash's words over the index.
 _SPREAD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
-_COLUMNS = (
-    *("group", "depth", "users", "holds", "pins", "status", "nbytes", "reserved", "exact", "mark", "level", "inner"),
-    *("moved", "tenant", "origin", "_slot"),
-)
 
 
 class Level(NamedTuple):
@@ -153,7 +149,6 @@ class BlockTable:
     """
 
     def __init__(self) -> None:
-        self._hash_nbytes = 0
         self._hashes = np.zeros((_FIRST_ROWS, 0), np.uint64)
         self.group = np.zeros(_FIRST_ROWS, np.int8)
         self.depth = np.zeros(_FIRST_ROWS, np.int32)
@@ -171,6 +166,8 @@ class BlockTable:
         self.tenant = np.zeros(_FIRST_ROWS, np.int32)
         self.origin = np.zeros(_FIRST_ROWS, np.int32)
         self._slot = np.zeros(_FIRST_ROWS, np.int32)
+        self._columns = list(vars(self))
+        self._hash_nbytes = 0
         self._free = np.arange(_FIRST_ROWS, dtype=np.int32)[::-1].copy()
         self._free_count = _FIRST_ROWS
         self._index = np.full(2 * _FIRST_ROWS, _EMPTY, np.int32)
@@ -196,23 +193,26 @@ class BlockTable:
 
     # -- names ----------------------------------------------------------------------------------------
 
-    def find(self, group: int, block_hashes: Sequence[bytes]) -> Rows:
-        """Return the row of each block of a group, -1 for a block without a row."""
+    def find(self, groups: ArrayLike, block_hashes: Sequence[bytes]) -> Rows:
+        """Return the row of each block, -1 for a block without a row. groups: group of each block, or of all."""
         if not block_hashes or not self._hash_nbytes:
             return np.full(len(block_hashes), -1, np.int32)
-        return self._probe(group, self._words(block_hashes))
+        return self._probe(_for_each(groups, block_hashes), self._words(block_hashes))
 
     def row(self, group: int, block_hash: bytes) -> int:
         """Return a block's row, or -1."""
         return int(self.find(group, [block_hash])[0])
 
-    def enter(self, group: int, block_hashes: Sequence[bytes], depths: ArrayLike, likely: Rows = NO_ROWS) -> Rows:
-        """Return the rows of blocks of a group. Unknown blocks get new rows.
+    def enter(
+        self, groups: ArrayLike, block_hashes: Sequence[bytes], depths: ArrayLike, likely: Rows = NO_ROWS
+    ) -> Rows:
+        """Return the rows of blocks. Unknown blocks get new rows.
 
         Args:
-            block_hashes: none twice.
+            groups: group of each block, or of all.
+            block_hashes: none twice in a group.
             depths: depth of each block, or of the first if the blocks are consecutive.
-            likely: rows of the group that the first blocks probably have. They need no search then.
+            likely: rows of the groups that the first blocks probably have. They need no search then.
 
         Raises:
             ValueError: Block hashes have different lengths.
@@ -222,15 +222,15 @@ class BlockTable:
         if not self._hash_nbytes:
             self._hash_nbytes = len(block_hashes[0])
             self._hashes = np.zeros((len(self._free), -(-self._hash_nbytes // 8)), np.uint64)
-        words, likely = self._words(block_hashes), likely[: len(block_hashes)]
+        numbers, words, likely = _for_each(groups, block_hashes), self._words(block_hashes), likely[: len(block_hashes)]
         known = first_false((self._hashes[likely] == words[: len(likely)]).all(axis=1))
-        rows = np.concatenate([likely[:known], self._probe(group, words[known:])])
-        if (rows < 0).any():
+        rows = np.concatenate([likely[:known], self._probe(numbers[known:], words[known:])])
+        new = np.nonzero(rows < 0)[0]
+        if len(new):
             places = np.asarray(depths, np.int32)
             if places.ndim == 0:
                 places = places + np.arange(len(rows), dtype=np.int32)
-            new = np.nonzero(rows < 0)[0]
-            rows[new] = self._add(group, words[new], places[new])
+            rows[new] = self._add(numbers[new], words[new], places[new])
         return rows
 
     def hashes(self, rows: Rows) -> list[bytes]:
@@ -256,21 +256,21 @@ class BlockTable:
             return padded.view(np.uint64)
         return np.frombuffer(joined, np.uint64).reshape(-1, width)
 
-    def _slots(self, groups: ArrayLike, words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def _slots(self, groups: NDArray[np.int8], words: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the slot of the index at which the search for each block begins."""
         spread = _SPREAD[np.arange(words.shape[1]) % len(_SPREAD)]
-        mixed = words @ spread + np.asarray(groups, np.int64).astype(np.uint64)
+        mixed = words @ spread + groups.astype(np.uint64)
         mixed = (mixed ^ (mixed >> np.uint64(32))) * _SPREAD[0]
         slots: NDArray[np.int64] = (mixed >> np.uint64(65 - len(self._index).bit_length())).astype(np.int64)
         return slots
 
-    def _probe(self, group: int, words: NDArray[np.uint64]) -> Rows:
+    def _probe(self, groups: NDArray[np.int8], words: NDArray[np.uint64]) -> Rows:
         found = np.full(len(words), -1, np.int32)
-        left, slots, last = np.arange(len(words)), self._slots(group, words), len(self._index) - 1
+        left, slots, last = np.arange(len(words)), self._slots(groups, words), len(self._index) - 1
         while len(left):
             rows = self._index[slots]
             taken = rows >= 0
-            same = taken & (self.group[rows] == group)
+            same = taken & (self.group[rows] == groups[left])
             for stored, asked in zip(self._hashes[rows].T, words[left].T, strict=True):  # faster than `all(axis=1)`
                 same &= stored == asked
             found[left[same]] = rows[same]
@@ -278,7 +278,7 @@ class BlockTable:
             left, slots = left[more], (slots[more] + 1) & last
         return found
 
-    def _add(self, group: int, words: NDArray[np.uint64], depths: NDArray[np.int32]) -> Rows:
+    def _add(self, groups: NDArray[np.int8], words: NDArray[np.uint64], depths: NDArray[np.int32]) -> Rows:
         count = len(words)
         while self._free_count < count:
             self._grow()
@@ -289,8 +289,8 @@ class BlockTable:
         self._hashes[rows] = words
         for column in (self.exact, self.mark, self.level, self.tenant, self.origin):  # others are 0 in a free row
             column[rows] = 0
-        self.group[rows], self.depth[rows] = group, depths
-        self._place(rows, self._slots(group, words))
+        self.group[rows], self.depth[rows] = groups, depths
+        self._place(rows, self._slots(groups, words))
         return rows
 
     def _place(self, rows: Rows, slots: NDArray[np.int64]) -> None:
@@ -318,7 +318,7 @@ class BlockTable:
     def _grow(self) -> None:
         old = len(self._free)
         new = old + max(_FIRST_ROWS, old // 2)
-        for name in (*_COLUMNS, "_hashes"):
+        for name in self._columns:
             column = getattr(self, name)
             grown = np.zeros((new, *column.shape[1:]), column.dtype)
             grown[:old] = column
@@ -332,31 +332,24 @@ class BlockTable:
 
     def use(self, rows: Rows, by: int) -> None:
         """Add `by` to the users of rows, none twice; free unneeded rows."""
-        self.users[rows] += by
-        if by < 0:
-            self.free_unneeded(rows)
+        self._refer(self.users, rows, by)
 
     def hold(self, rows: Rows, by: int) -> None:
         """Add `by` to the holds of rows, none twice; free unneeded rows."""
-        self.holds[rows] += by
-        if by < 0:
-            self.free_unneeded(rows)
+        self._refer(self.holds, rows, by)
 
     def pin(self, rows: Rows, by: int) -> None:
         """Add `by` to the pins of rows, none twice; free unneeded rows."""
-        self.pins[rows] += by
+        self._refer(self.pins, rows, by)
+
+    def _refer(self, column: NDArray[Any], rows: Rows, by: int) -> None:
+        column[rows] += by
         if by < 0:
             self.free_unneeded(rows)
 
-    def belong(self, rows: Rows, session: int) -> None:
-        """Set `origin` to the number `session` in rows without an origin."""
-        unknown = rows[self.origin[rows] == 0]
-        self.origin[unknown] = session
-
-    def leave(self, rows: Rows, session: int) -> None:
-        """Clear `origin` in rows where it is the number `session`."""
-        own = rows[self.origin[rows] == session]
-        self.origin[own] = 0
+    def change_origin(self, rows: Rows, old: int, new: int) -> None:
+        """Set `origin` to the number `new` in rows where it is `old`."""
+        self.origin[rows[self.origin[rows] == old]] = new
 
     def free_unneeded(self, rows: Rows) -> None:
         """Free the rows among `rows` that nothing uses, holds, pins, saves or stores."""
@@ -382,12 +375,8 @@ class BlockTable:
 
     def are_saved(self, names: Sequence[BlockName]) -> Mask:
         """Return a mask of the saved blocks, of several groups."""
-        saved, groups = np.zeros(len(names), np.bool_), np.array([group for group, _ in names], np.int64)
-        for group in np.unique(groups).tolist():
-            of_group = np.nonzero(groups == group)[0]
-            rows = self.find(group, [names[at][1] for at in of_group.tolist()])
-            saved[of_group] = (rows >= 0) & self.is_saved(rows)
-        return saved
+        rows = self.find([group for group, _ in names], [block_hash for _, block_hash in names])
+        return (rows >= 0) & self.is_saved(rows)
 
     def is_droppable(self, rows: Rows) -> Mask:
         """Return a mask of the rows with a droppable compressed block: saved, and not pinned."""
@@ -515,6 +504,10 @@ class BlockTable:
         if len(rows):
             counts = np.bincount(self.tenant[rows], weights=nbytes, minlength=len(self._tenant_nbytes))
             self._tenant_nbytes += sign * counts.astype(np.int64)
+
+
+def _for_each(groups: ArrayLike, block_hashes: Sequence[bytes]) -> NDArray[np.int8]:
+    return np.broadcast_to(np.asarray(groups, np.int8), len(block_hashes))
 
 
 def first_false(mask: Mask) -> int:

@@ -6,7 +6,7 @@ from a single thread and carries out the returned transfers.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import NamedTuple
@@ -51,7 +51,7 @@ from manthan.manager.session.blocks import (
 )
 from manthan.manager.session.hints import NO_HINTS, Hints, SaidBySession
 from manthan.manager.session.resume_points import ResumePoints
-from manthan.manager.session.table import Deadlines, Order, Session, SessionState, SessionTable, prompt_end
+from manthan.manager.session.table import Deadlines, Session, SessionState, SessionTable, prompt_end
 from manthan.manager.transfer import JOB_BLOCKS, Transfer
 from manthan.policies import EvictionPolicy, PolicyOptions
 
@@ -213,12 +213,11 @@ class SessionManager:
         is_exclusive: bool = False,
         levels: Sequence[Level] = LEVELS,
     ) -> None:
-        self._make_policy = policy.family(options)
         self.shape, self.budget_nbytes, self.shares = shape, capacity_nbytes, shares
         self.idle_after_s, self.events, self.quality = idle_after_s, events, quality
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
         self.blocks = BlockTable()
-        self.table = SessionTable(self._make_policy, shape, self.blocks, label)
+        self.table = SessionTable(policy.family(options), shape, self.blocks, label)
         self.points = ResumePoints(
             self.blocks, shape.needs_points, self._drop, self.table.touch, lambda: int(SPARE_SHARE * self.budget_nbytes)
         )
@@ -383,8 +382,8 @@ class SessionManager:
 
     def enter_tenant(self, tenant: str) -> None:
         """Keep a separate order for the sessions of a tenant with a quota."""
-        if tenant not in self.table.order_of and self.shares.of_tenant(tenant) < 1:
-            self.table.order_of[tenant] = Order(self._make_policy)
+        if self.shares.of_tenant(tenant) < 1:
+            self.table.order_apart(tenant)
 
     def _begin_use(self, session: Session, request_id: str, now: float, tokens: int, known_tokens: int) -> None:
         self._stop_saving(session)
@@ -446,12 +445,8 @@ class SessionManager:
 
     def enter_parts(self, parts: Sequence[tuple[int, bytes, int]]) -> Rows:
         """Return the row of each block of further groups, by group, block hash and position."""
-        rows, groups = np.zeros(len(parts), np.int32), np.array([part[0] for part in parts], np.int8)
-        for group in np.unique(groups).tolist():
-            of_group = np.nonzero(groups == group)[0]
-            names = [parts[at][1:] for at in of_group.tolist()]
-            rows[of_group] = self.blocks.enter(group, [name for name, _ in names], [at for _, at in names])
-        return rows
+        groups, hashes, positions = zip(*parts, strict=True) if parts else ((), (), ())
+        return self.blocks.enter(groups, hashes, positions)
 
     # -- loads ----------------------------------------------------------------------------------------
 
@@ -518,11 +513,12 @@ class SessionManager:
         job_id = next(self.job_ids)
         return Transfer(job_id, "load", group, list(hashes), block_ids, tenant=tenant, request_id=request_id)
 
-    def load_finished(self, load_id: str, failed: Iterable[BlockName] = ()) -> None:
+    def load_finished(self, load_id: str, failed: Sequence[BlockName] = ()) -> None:
         """Unpin the rows of a load. failed: blocks that could not be read, and are dropped."""
         rows = self._loading.pop(load_id, NO_ROWS)
         blocks = self.blocks
-        bad = [row for group, block_hash in failed if (row := blocks.row(group, block_hash)) >= 0]
+        groups, hashes = zip(*failed, strict=True) if failed else ((), ())
+        bad = blocks.find(groups, hashes).tolist()  # -1 for none
         blocks.hold(rows, +1)  # so that no row is freed before the end
         blocks.pin(rows, -1)
         torn = self._torn.intersection(rows[blocks.pins[rows] == 0].tolist())
@@ -714,7 +710,7 @@ class SessionManager:
         for row in rows[self.blocks.origin[rows] == 0].tolist():
             if not self.blocks.origin[row]:
                 for session in islice(self.table.holders(row, int(self.blocks.depth[row])), 1):
-                    self.blocks.belong(session.rows, session.number)
+                    self.blocks.change_origin(session.rows, 0, session.number)
         return self.blocks.origin[rows]
 
     def save_running(self, request_id: str, computed: int, most: int, now: float) -> list[StorePlan]:
@@ -1082,7 +1078,7 @@ class SessionManager:
         levels, victims = self._levels, dict[int, Iterator[Session]]()
         for level in range(1, len(levels)):
             if self.blocks.refined(level):
-                victims[level] = self.table.victims(self.table.refined[tenant, level])
+                victims[level] = self.table.victims(self.table.orders[tenant, level])
 
         def worth(level: int) -> float:
             coarse, fine = levels[level - 1], levels[level]
@@ -1133,7 +1129,7 @@ class SessionManager:
                 heir, _ = self._heirs.popitem()
                 self._heads_only.pop(heir, None)
                 self.table.enter_order_again(heir)
-            for victim in self.table.victims(self.table.order if tenant is None else self.table.order_of[tenant]):
+            for victim in self.table.victims(self.table.orders[tenant, 0]):
                 if victim is session or self._heirs or short() <= 0:
                     break
                 if not victim.requests:

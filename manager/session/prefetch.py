@@ -182,13 +182,9 @@ class Prefetcher:
         """Return exact KV among the first `most` free blocks that is saved with a lossy codec: index there, and row."""
         manager, marks = self._manager, self._pool.marks
         ahead = [(at, block) for at, block in self._pool.saved(most) if not marks[block.block_id]]
-        found = list[tuple[int, int]]()
-        for group in {block.group for _, block in ahead}:
-            there = [(at, block.block_hash) for at, block in ahead if block.group == group]
-            rows = manager.blocks.find(group, [block_hash for _, block_hash in there])
-            is_lossy = (rows < 0) | ~manager.is_exact(rows)
-            found += [(at, row) for (at, _), row, lost in zip(there, rows.tolist(), is_lossy, strict=True) if lost]
-        return found
+        rows = manager.blocks.find([block.group for _, block in ahead], [block.block_hash for _, block in ahead])
+        is_lossy = (rows < 0) | ~manager.is_exact(rows)
+        return [(at, row) for (at, _), row, lost in zip(ahead, rows.tolist(), is_lossy, strict=True) if lost]
 
     def _spares(self, session: Session, exact: Sequence[tuple[int, int]]) -> bool:
         """True if a prefetch of a session overwrites none of this exact KV, except the session's own."""

@@ -118,6 +118,7 @@ class Session(Struct, eq=False, gc=False):
     family: str | None = None  # name of the first ancestor, in a family of several; see `SessionTable.join`
     answer: bytes = b""  # hash of the first full block that has a token of the last answer; empty for none
     prompt_end: str = ""  # number of the last prompt's full blocks, and a digest of later tokens; empty if unknown
+    prompt_key: bytes = b""  # see `_prompt_key`
 
     def __post_init__(self) -> None:
         self.owner = self.tenant, f"#{self.number}" if self.name is None else f"={self.name}"
@@ -228,38 +229,21 @@ class Order:
             yield from policy.victims()
 
 
-class SessionsBy:
-    """Sessions by a key, those of a key in the order of `add`.
+class SessionsBy(dict[object, tuple[Session, ...]]):
+    """Sessions by a key, those of a key in the order of `add`. Python's garbage collector ignores such tuples."""
 
-    Most keys have one session. Such a session has no container, so that Python's garbage collector has less to visit.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[object, Session] = {}  # first session of each key
-        self._others: dict[object, dict[Session, None]] = {}
-
-    def get(self, key: object) -> Iterable[Session]:
-        """Return the sessions of a key."""
-        first = self._first.get(key)
-        return () if first is None else (first, *self._others.get(key, ()))
+    def __missing__(self, key: object) -> tuple[Session, ...]:
+        return ()
 
     def add(self, key: object, session: Session) -> None:
         """Enter a session, once."""
-        if self._first.setdefault(key, session) is not session:
-            self._others.setdefault(key, {})[session] = None
+        self[key] = (*self[key], session)
 
     def remove(self, key: object, session: Session) -> None:
         """Take out a session. The key must have the session."""
-        others = self._others.get(key, {})
-        if self._first[key] is not session:
-            del others[session]
-        elif others:
-            self._first[key] = next(iter(others))
-            del others[self._first[key]]
-        else:
-            del self._first[key]
-        if not others:
-            self._others.pop(key, None)
+        self[key] = tuple(one for one in self[key] if one is not session)
+        if not self[key]:
+            del self[key]
 
 
 class SessionTable:
@@ -279,15 +263,15 @@ class SessionTable:
         self.by_id: dict[str, Session] = {}
         self.by_number: dict[int, Session] = {}
         self.states: Counter[SessionState] = Counter()
-        self.order = Order(make_policy)  # unpinned sessions with compressed blocks to drop, until evicted
         self.resident = Order(make_policy)
         """Sessions that may have resident blocks: used since a check last found no resident block."""
-        self.order_of: dict[str, Order] = {}  # the same as `order`, for each tenant with a quota and sessions
-        self.refined = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
-        """Unpinned sessions that may have blocks with at least so many refinements as the key's number.
+        self.orders = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
+        """Unpinned sessions that have compressed blocks to drop, for number 0 of the key.
 
-        The key also has a tenant with a quota, or None for all tenants. Empty for a codec without refinements.
+        For other numbers, unpinned sessions that may have blocks with at least so many refinements. The key also has a
+        tenant with a quota, or None for all tenants.
         """
+        self.order = self.orders[None, 0]
         self.changed: dict[str, None] | None = None  # ids of changed sessions; None before `take_changes`
         self.gone: list[Callable[[Session], None]] = []  # functions to call with each forgotten session
         self._numbers = count(1)
@@ -296,8 +280,7 @@ class SessionTable:
         self._of_tenant = defaultdict[str, dict[Session, None]](dict)
         self._families: dict[tuple[str, str], dict[Session, None]] = {}
         """Sessions with a parent or a child, by tenant and the name of their first ancestor."""
-        self._prompts: dict[bytes, Session] = {}  # last session that asked a prompt, by `_prompt_key`
-        self._prompt_of: dict[Session, bytes] = {}
+        self._prompts: dict[bytes, Session] = {}  # last session that asked a prompt, by `Session.prompt_key`
         self._remembered: dict[bytes, Session] = {}
         """Sessions by tenant and `Session.tip`, with or without blocks. The oldest are removed, several at once."""
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
@@ -309,18 +292,18 @@ class SessionTable:
     def create(self, name: str | None, tenant: str, now: float, session_id: str = "") -> Session:
         """Enter a new session without blocks. session_id: the id; empty for a new id."""
         session = Session(session_id or self._new_id(name, tenant), name, tenant, next(self._numbers), now, now)
-        session.stays_out = any(other.stays_out for other in self._named.get((tenant, name)))
+        session.stays_out = any(other.stays_out for other in self._named[tenant, name])
         self._enter(session)
         return session
 
     def rows_of(self, name: str | None, tenant: str) -> Rows:
         """Return the rows of the tenant's first session of this name; none without a name."""
-        found = () if name is None else self._named.get((tenant, name))
+        found = () if name is None else self._named[tenant, name]
         return next((session.rows for session in found), NO_ROWS)
 
     def stay_out(self, session: Session, stays_out: bool) -> None:
         """Set `stays_out` of a session, and of all the tenant's sessions of the same name."""
-        for one in (session, *self._named.get((session.tenant, session.name))):
+        for one in (session, *self._named[session.tenant, session.name]):
             one.stays_out = stays_out
             self.touch(one)
 
@@ -341,7 +324,7 @@ class SessionTable:
         There may be no session of the parent's name. Sessions that name each other in a circle are one family.
         """
         session.parent = parent
-        parents = list(islice(self._named.get((session.tenant, parent)), MOST_RELATIVES))
+        parents = list(islice(self._named[session.tenant, parent], MOST_RELATIVES))
         family = next((one.family for one in parents if one.family), parent)
         for one in (session, *parents):
             self._join(one, family)
@@ -417,7 +400,7 @@ class SessionTable:
             return
         self._set_rows(session, np.concatenate([session.rows, rows]))
         self.blocks.use(rows, +1)
-        self.blocks.belong(rows, session.number)
+        self.blocks.change_origin(rows, 0, session.number)
         self.set_cold(session, False)
 
     def truncate(self, session: Session, length: int) -> None:
@@ -425,7 +408,7 @@ class SessionTable:
         self.touch(session)
         if len(cut := session.rows[length:]):
             self._set_rows(session, session.rows[:length].copy())
-            self.blocks.leave(cut, session.number)
+            self.blocks.change_origin(cut, session.number, 0)
             self.blocks.use(cut, -1)
         if not length and not session.requests and self.by_id.get(session.session_id) is session:
             self._forget(session)
@@ -450,15 +433,18 @@ class SessionTable:
         del self._of_tenant[session.tenant][session]
         if not self._of_tenant[session.tenant]:  # clients may make up any number of tenants
             del self._of_tenant[session.tenant]
-            self.order_of.pop(session.tenant, None)
-            for key in [key for key in self.refined if key[0] == session.tenant]:
-                del self.refined[key]
+            for key in [key for key in self.orders if key[0] == session.tenant]:
+                del self.orders[key]
             self._anonymous.pop(session.tenant, None)
             self._forks.pop(session.tenant, None)
         for tell in self.gone:
             tell(session)
 
     # -- the policy's order ---------------------------------------------------------------------------
+
+    def order_apart(self, tenant: str) -> None:
+        """Keep a separate order for the sessions of a tenant with a quota, from the first one on."""
+        _ = self.orders[tenant, 0]
 
     def victims(self, order: Order) -> Iterator[Session]:
         """Yield the sessions of one of the orders, first victim first."""
@@ -468,29 +454,16 @@ class SessionTable:
         """Tell the policy of a session's use, or enter a session that has compressed blocks to drop again."""
         view = self._view(session)
         self.resident.used(view, session.priority)
-        if session.is_pinned:
-            return
-        levels = self.shape.groups[self.shape.main].levels
-        for order in (*self._orders(session), *(self.refined[key] for key in self._refined(session, levels))):
+        levels = 0 if session.is_pinned else self.shape.groups[self.shape.main].levels
+        for order in self._orders(session, 0, levels):
             order.used(view, session.priority)
 
     def enter_refined(self, session: Session) -> None:
         """Enter a session whose newly stored blocks may have refinements to cut."""
         levels = 0 if session.is_pinned else self.shape.groups[self.shape.main].levels
-        for key in self._refined(session, levels):
-            if session.session_id not in self.refined[key]:
-                self.refined[key].used(self._view(session), session.priority)
-
-    def leave_refined(self, session: Session, level: int) -> None:
-        """Take out a session that has no block left to cut to below `level` refinements."""
-        for key in self._refined(session, MOST_INNER + 1, level):
-            if key in self.refined:
-                self.refined[key].leave(session.session_id)
-
-    def _refined(self, session: Session, levels: int, level: int = 1) -> Iterator[tuple[str | None, int]]:
-        """Yield the session's keys in `refined`, of the levels from `level` to below `levels`."""
-        tenants = [None, session.tenant] if session.tenant in self.order_of else [None]
-        return ((tenant, each) for tenant in tenants for each in range(level, levels))
+        for order in self._orders(session, 1, levels):
+            if session.session_id not in order:
+                order.used(self._view(session), session.priority)
 
     def enter_order_again(self, session: Session) -> None:
         """Enter a session that left the order and has compressed blocks to drop again."""
@@ -499,14 +472,19 @@ class SessionTable:
 
     def leave_order(self, session: Session, *, evicted: bool = False) -> None:
         """Take out a session without blocks to drop. evicted: True if they were dropped by the policy's choice."""
-        for order in self._orders(session):
+        for order in self._orders(session, 0, 1):
             order.leave(session.session_id, evicted=evicted)
         self.leave_refined(session, 1)
 
-    def _orders(self, session: Session) -> Iterator[Order]:
-        yield self.order
-        if (order := self.order_of.get(session.tenant)) is not None:
-            yield order
+    def leave_refined(self, session: Session, level: int) -> None:
+        """Take out a session that has no block left to cut to below `level` refinements."""
+        for order in self._orders(session, level, MOST_INNER + 1):
+            order.leave(session.session_id)
+
+    def _orders(self, session: Session, level: int, levels: int) -> list[Order]:
+        """Return the session's orders of the numbers from `level` to below `levels`; see `orders`."""
+        tenants = [None, session.tenant] if (session.tenant, 0) in self.orders else [None]
+        return [self.orders[tenant, each] for tenant in tenants for each in range(level, levels)]
 
     def _view(self, session: Session) -> SessionView:
         blocks = len(session.rows)
@@ -612,13 +590,13 @@ class SessionTable:
         self._forget_prompt(session)
         session.prompt_end = end
         if hashes and end:
-            key = _prompt_key(session.tenant, hashes[-1], end)
-            self._prompts[key], self._prompt_of[session] = session, key
+            session.prompt_key = _prompt_key(session.tenant, hashes[-1], end)
+            self._prompts[session.prompt_key] = session
 
     def _forget_prompt(self, session: Session) -> None:
-        key = self._prompt_of.pop(session, None)
-        if key is not None and self._prompts.get(key) is session:
-            del self._prompts[key]
+        if self._prompts.get(session.prompt_key) is session:
+            del self._prompts[session.prompt_key]
+        session.prompt_key = b""
 
     def _used(self, rows: Rows) -> Rows:
         """Return the rows up to the first that no session has."""
@@ -627,7 +605,7 @@ class SessionTable:
     def _longest(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
         """Return the longest session, of this name or any, whose last block is among these rows."""
         for row in reversed(rows.tolist()):
-            for session in self._ending.get(row):
+            for session in self._ending[row]:
                 if session.tenant == tenant and name in (None, session.name):
                     return session
         return None
@@ -635,7 +613,7 @@ class SessionTable:
     def _nearest(self, rows: Rows, name: str | None, tenant: str) -> tuple[int, Session | None]:
         """Return the session, of this name or any, with the most of these rows from the first on, and their number."""
         best, found = 0, None
-        some: Iterable[Session] = self._of_tenant.get(tenant, ()) if name is None else self._named.get((tenant, name))
+        some: Iterable[Session] = self._of_tenant.get(tenant, ()) if name is None else self._named[tenant, name]
         for session in some if len(rows) else ():
             if best < len(session.rows) and session.rows[best] == rows[best]:
                 best, found = common_prefix(session.rows, rows), session
@@ -669,7 +647,7 @@ class SessionTable:
             return
         session.created, session.uses, session.last_used = origin.created, origin.uses, origin.last_used
         session.left_tokens = (len(origin.rows) - known) * self.shape.block_tokens
-        for order in (*self._orders(origin), *self.refined.values(), self.resident):
+        for order in (*self.orders.values(), self.resident):
             order.superseded(origin.session_id)
 
     def _holder(self, row: int, tenant: str) -> Session | None:

@@ -192,23 +192,24 @@ def _links(manager: SessionManager) -> Findings:
     table = manager.table
     sessions = list(table.by_id.values())
     ends = {(int(session.rows[-1]), session) for session in sessions if len(session.rows)}
-    kept = {(row, session) for row in table._ending._first for session in table._ending.get(row)}
+    kept = {(row, session) for row in table._ending for session in table._ending[row]}
     yield ends == kept, f"{len(ends)} sessions have an end, and {len(kept)} ends are kept"
     names = {((session.tenant, session.name), session) for session in sessions if session.name is not None}
-    named = {(name, session) for name in table._named._first for session in table._named.get(name)}
+    named = {(name, session) for name in table._named for session in table._named[name]}
     yield names == named, f"{len(names)} names are in use, and {len(named)} are kept"
     counts = Counter(session.tenant for session in sessions)
     owned = {(tenant, session) for tenant, some in table._of_tenant.items() for session in some or [None]}
     yield owned == {(session.tenant, session) for session in sessions}, "tenants do not have their sessions"
-    for name, by_tenant in (("orders", table.order_of), ("numbers", table._anonymous), ("branches", table._forks)):
+    order_of = {tenant: order for (tenant, level), order in table.orders.items() if tenant is not None and not level}
+    for name, by_tenant in (("orders", order_of), ("numbers", table._anonymous), ("branches", table._forks)):
         yield set(by_tenant) <= set(counts), f"{name} are kept of tenants {set(by_tenant)}, and there are {set(counts)}"
     families = {((session.tenant, session.family), session) for session in sessions if session.family is not None}
     kept = {(family, session) for family, some in table._families.items() for session in some or [None]}
     yield families == kept, f"{len(families)} sessions have a family, and {len(kept)} are kept"
     yield all(len(some) <= MOST_RELATIVES for some in table._families.values()), "a family is too large"
     yield set(manager._heirs) <= set(sessions), "a session that is gone is to enter the order"
-    yield set(table._prompt_of) <= set(sessions), "a prompt is of a session that is gone"
-    last = {key: session for session, key in table._prompt_of.items() if table._prompts.get(key) is session}
+    yield set(table._prompts.values()) <= set(sessions), "a prompt is of a session that is gone"
+    last = {one.prompt_key: one for one in sessions if table._prompts.get(one.prompt_key) is one}
     yield table._prompts == last, "prompts by name are not those by session"
     for tip, session in table._remembered.items():
         yield session.tenant.encode() + session.tip == tip, f"{session.session_id} is remembered by another's tip"
@@ -271,7 +272,9 @@ def _orders(manager: SessionManager) -> Findings:
         session, level = table.by_id[session_id], table.order._level_of[session_id]
         yield not session.is_pinned, f"{session_id} is pinned and may be dropped"
         yield level == session.priority or bool(session.requests), f"{session_id} has priority {session.priority}"
-    for tenant, order in table.order_of.items():
+    for (tenant, level), order in table.orders.items():
+        if tenant is None or level:
+            continue
         own = {session_id for session_id in listed if table.by_id[session_id].tenant == tenant}
         yield _listed(order) == own, f"the order of {tenant!r} has {_listed(order)}, and that of all {own}"
     for session in table.by_id.values():
@@ -376,7 +379,8 @@ def check_empty(manager: SessionManager) -> None:
 def _left(manager: SessionManager) -> Findings:
     table, blocks = manager.table, manager.blocks
     kept: dict[str, object] = {name: getattr(table, name) for name in _BY_SESSION}
-    kept |= {"ends": table._ending._first, "names": table._named._first}
+    kept |= {"ends": table._ending, "names": table._named}
+    kept["orders"] = [tenant for tenant, _ in table.orders if tenant is not None]
     kept |= {"points": manager.points._at, "parts": manager.points._of, "saving": manager.saving}
     kept |= {"pins": manager._pins, "loads": manager._loading, "requests": manager.requests}
     for name, books in kept.items():
@@ -389,8 +393,7 @@ def _left(manager: SessionManager) -> Findings:
     yield not table.order._level_of, f"{table.order._level_of} are left in the order"
 
 
-_SESSIONS = ("by_id", "by_number", "order_of", "_of_tenant", "_families")
-_BY_SESSION = (*_SESSIONS, "_prompts", "_prompt_of")
+_BY_SESSION = ("by_id", "by_number", "_of_tenant", "_families", "_prompts")
 
 
 # -- tiers ------------------------------------------------------------------------------------------------

@@ -294,7 +294,7 @@ def test_the_newest_come_first_within_shares_and_pins_that_still_fit() -> None:
     assert [talks.session(name).is_pinned for name in ("small/a", "b", "c")] == [False, True, False]
     table = talks.manager.table
     assert [session.session_id for session in table.victims(table.order)] == ["small/a", "c"]
-    assert [session.session_id for session in table.victims(table.order_of["small"])] == ["small/a"]
+    assert [session.session_id for session in table.victims(table.orders["small", 0])] == ["small/a"]
     request = talks.start("a a a a a a", "a", tenant="small")
     assert talks.running[request].loaded == 3
     assert talks.manager.requests[request].session is talks.session("small/a")
