@@ -27,10 +27,10 @@ from manthan.manager.guard import Choice, Guard
 from manthan.manager.histories import Histories
 from manthan.manager.pool import Asker
 from manthan.manager.session.blocks import SAVED
-from manthan.manager.session.manager import PointParts, SessionManager, Shares
+from manthan.manager.session.manager import PointParts, SessionManager
 from manthan.manager.session.persist import JournalLink, RedisLink
 from manthan.manager.session.prefetch import LEAD_S, lead_s
-from manthan.manager.session.table import SessionState
+from manthan.manager.session.table import SessionState, Shares
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.tiers.redis_schema import FALL
 from manthan.manager.transfer import on_each

@@ -7,7 +7,7 @@ from a single thread and carries out the returned transfers.
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -26,7 +26,6 @@ from manthan.manager.events import (
     Lost,
     Overwritten,
     Parent,
-    Pinned,
     Turn,
 )
 from manthan.manager.pool import MARKS, Asker, BlockName, Mark, Pool
@@ -37,7 +36,6 @@ from manthan.manager.session.blocks import (
     MOST_INNER,
     NO_GROUP,
     NO_ROWS,
-    NOBODY,
     SAVED,
     STORING,
     BlockTable,
@@ -51,7 +49,7 @@ from manthan.manager.session.blocks import (
 )
 from manthan.manager.session.hints import NO_HINTS, Hints, SaidBySession
 from manthan.manager.session.resume_points import ResumePoints
-from manthan.manager.session.table import Deadlines, Session, SessionState, SessionTable, prompt_end
+from manthan.manager.session.table import Deadlines, Session, SessionState, SessionTable, Shares, prompt_end
 from manthan.manager.transfer import JOB_BLOCKS, Transfer
 from manthan.policies import EvictionPolicy, PolicyOptions
 
@@ -61,23 +59,6 @@ STEP_BLOCKS = 192  # most blocks that a step sorts in the pool, which walks bloc
 SPARE_SHARE = 1 / 8  # share of the budget that the spare resume points of all sessions may take
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
 """Orders of an operator that are refused while a request of the session runs."""
-
-
-class Shares(NamedTuple):
-    """Shares of the tiers' budget for all pinned sessions together and for each tenant.
-
-    "*" stands for each tenant without a share of its own. 1 is the whole budget. A tenant's pinned sessions may take
-    `pinned` of the tenant's share.
-    """
-
-    pinned: float = 0.25
-    tenants: Mapping[str, float] = {}
-    heads: float = 0.25  # share for first blocks that sessions share, which are stored exact
-
-    def of_tenant(self, tenant: str) -> float:
-        """Return the share of a tenant; 1 for no tenant."""
-        others = 1.0 if tenant in ("", NOBODY) else self.tenants.get("*", 1.0)
-        return self.tenants.get(tenant, others)
 
 
 class PointParts(NamedTuple):
@@ -94,6 +75,13 @@ class Request:
     hashes, rows: of the prompt's full blocks. tokens: number of the prompt's tokens. own: number of the prompt's first
     blocks that the session has, or one of the same name; behind these, the request takes exact blocks only. quality:
     see `Hints`.
+
+    The driver notes what pool and tiers did for the request. lossy: number of the prompt's cached tokens that are
+    decoded or derived. exact: ids of the blocks that were loaded bit for bit. found: number of the prompt's blocks that
+    were resident or loaded; None before the admission. computed: number of the request's full blocks in the prefix
+    cache. saves_after: time from which these are considered for saving. was_loaded: True if blocks were loaded.
+    is_unserved: True if a store did not answer, so that the request does not ask again. taken: number of blocks at the
+    last admission.
     """
 
     request_id: str
@@ -105,6 +93,14 @@ class Request:
     hints: Hints
     own: int = 0
     quality: Quality = "any"
+    lossy: int = 0
+    exact: set[int] = field(default_factory=set)
+    found: int | None = None
+    computed: int = 0
+    saves_after: float = 0.0
+    was_loaded: bool = False
+    is_unserved: bool = False
+    taken: int = 0
 
     @property
     def asker(self) -> Asker | None:
@@ -217,20 +213,19 @@ class SessionManager:
         self.idle_after_s, self.events, self.quality = idle_after_s, events, quality
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
         self.blocks = BlockTable()
-        self.table = SessionTable(policy.family(options), shape, self.blocks, label)
+        self.table = SessionTable(policy.family(options), shape, self.blocks, label, shares)
         self.points = ResumePoints(
             self.blocks, shape.needs_points, self._drop, self.table.touch, lambda: int(SPARE_SHARE * self.budget_nbytes)
         )
-        self.said = SaidBySession(self.table, self._pin, self._unpin, self._keep, self.forget_session, ttl_s)
+        self.said = SaidBySession(self, ttl_s)
         self.requests: dict[str, Request] = {}
         self.job_ids = count()
         self._is_shared, self._is_exclusive, self._levels = is_shared, is_exclusive, levels
         self._sink, self._wanted_sink = sink_tokens, sink_tokens
         self.due = Deadlines()  # times at which idle sessions are saved
-        self.saving: dict[Session, None] = {}  # idle sessions being saved
+        self.saving: dict[Session, float] = {}  # for each idle session being saved, the time at which that began
         self._loading: dict[str, Rows] = {}  # by id of a load, the pinned rows
         self._torn: set[int] = set()  # rows to drop once no load reads them, because only some ranks have the new block
-        self._pins: dict[Session, int] = {}  # bytes that a pinned or kept session counts for in `Shares.pinned`
         self._heads: set[int] = set()  # rows of blocks that sessions share and that are stored exact
         self.read: Callable[[Rows], None] = lambda rows: None  # called with rows that a load has read
         self._heirs: dict[Session, None] = {}  # to enter into the order again, as relatives share their blocks no more
@@ -241,7 +236,6 @@ class SessionManager:
         self.spare = 0  # number of saved blocks that the head of the pool's free queue should have
         self._led: list[tuple[int, int]] = []  # number and resident depth of each session last told to the pool
         self._left_out = 0  # number of latest consecutive returns whose prompts lack the last answer
-        self.table.gone.append(self._forgotten)
 
     def bind(self, pool: Pool, spare: int, unkept: Callable[[], None]) -> None:
         """Use this pool. spare: see the attribute. unkept: called when saved blocks become unsaved ones."""
@@ -278,7 +272,6 @@ class SessionManager:
         rows = self.blocks.enter(self.shape.session_group, hashes, 0, self.table.rows_of(name, tenant))
         self.blocks.hold(rows, +1)
         known = first_false(self.blocks.users[rows] > 0) * self.shape.block_tokens
-        self.enter_tenant(tenant)
         session = self.table.attribute(hashes, rows, name, tenant, now)
         prompt = len(hashes) * self.shape.block_tokens if tokens is None else tokens
         length = self.table.kept(session, rows, name, prompt)
@@ -327,24 +320,18 @@ class SessionManager:
         *,
         tokens: int | None = None,
         points: Sequence[PointParts] = (),
-        found: int = 0,
-        lossy: int = 0,
         ending: str = "",
-    ) -> tuple[Outcome | None, list[StorePlan]]:
-        """Note the end of a request. Return the answer to its hints, None if unknown, and stores of resume points.
+    ) -> tuple[Outcome, list[StorePlan]]:
+        """Note the end of a request. Return the answer to its hints, and stores of resume points.
 
         Args:
             hashes: block hashes of all computed blocks, of prompt and answer.
             tokens: number of tokens of prompt and answer; None if there are none behind the blocks.
             points: resume points whose blocks the pool has now, the deepest first.
-            found: number of the prompt's tokens that were resident or loaded.
-            lossy: number of found tokens that were decoded or derived.
             ending: how the answer ended, such as a stop token; see `SessionView.ending`.
         """
-        request = self.requests.pop(request_id, None)
-        if request is None:
-            return None, []
-        session, held = request.session, request.rows
+        request = self.requests.pop(request_id)
+        session, held, lossy = request.session, request.rows, request.lossy
         more = self.blocks.enter(self.shape.session_group, hashes[len(held) :], len(held))
         self.blocks.hold(more, +1)
         rows = np.concatenate([held[: len(hashes)], more])
@@ -368,7 +355,7 @@ class SessionManager:
         session.tokens = max(session.tokens, total)
         session.lossy_tokens, session.ending = lossy, ending
         plans = self._place(session, points) if len(session.rows) == len(rows) else []
-        seconds = now - request.began
+        seconds, found = now - request.began, (request.found or 0) * self.shape.block_tokens
         self.events(Turn(session.session_id, session.tokens, len(session.rows), seconds, found, lossy))
         refused = self.said.take(session, request.hints, now)
         self.blocks.hold(np.concatenate([held, more]), -1)
@@ -379,11 +366,6 @@ class SessionManager:
             self._end_use(session, request_id, now)
         self._drop_unneeded(held)
         return Outcome(session.told_id, session.is_pinned, refused, lossy), plans
-
-    def enter_tenant(self, tenant: str) -> None:
-        """Keep a separate order for the sessions of a tenant with a quota."""
-        if self.shares.of_tenant(tenant) < 1:
-            self.table.order_apart(tenant)
 
     def _begin_use(self, session: Session, request_id: str, now: float, tokens: int, known_tokens: int) -> None:
         self._stop_saving(session)
@@ -570,10 +552,10 @@ class SessionManager:
             wanted: number of blocks to save because memory is short; 0 if it is not.
         """
         for session_id in list(self.due.pop_due(now)):
-            session = self.table.by_id.get(session_id)
-            if session is not None and not session.requests:
+            session = self.table.by_id[session_id]
+            if session.stays_out:
                 self._forget_overwritten(session, now)
-                self._save_soon(session, now, is_pressed=False)
+            self._save_soon(session, now, is_pressed=False)
         plans = self._save_next_overwritten(room, wanted, now) if wanted > 0 else []
         room -= sum(len(plan.rows) for plan in plans)
         for session in list(self.saving):
@@ -594,13 +576,12 @@ class SessionManager:
 
     def _forget_overwritten(self, session: Session, now: float) -> None:
         """Cut a session that stays out of the tiers before its first lost block, and set a time to check it again."""
-        if session.stays_out:
-            rows, blocks = session.rows, self.blocks
-            is_resident = np.array(self.pool.lookup(self.shape.main, blocks.hashes(rows))) >= 0
-            is_stored = blocks.is_saved(rows) & (blocks.group[rows] != NO_GROUP)
-            self.cut(session, first_false(is_resident | is_stored), DropCause.ABANDONED)
-            if len(session.rows):
-                self._put_off(session, now)
+        rows, blocks = session.rows, self.blocks
+        is_resident = np.array(self.pool.lookup(self.shape.main, blocks.hashes(rows))) >= 0
+        is_stored = blocks.is_saved(rows) & (blocks.group[rows] != NO_GROUP)
+        self.cut(session, first_false(is_resident | is_stored), DropCause.ABANDONED)
+        if len(session.rows):
+            self._put_off(session, now)
 
     def save_all(self, now: float) -> int:
         """Begin to save all idle sessions that are not cold. Return the number of sessions being saved."""
@@ -616,13 +597,10 @@ class SessionManager:
         self.due.set(session.session_id, None)
         if self.points.is_needed and not self._end_at_point(session, is_leaving=True):
             return
-        self.saving[session] = None
-        session.saving_since, session.is_pressed = now, is_pressed
+        self.saving[session], session.is_pressed = now, is_pressed
 
     def _stop_saving(self, session: Session) -> None:
-        if session in self.saving:
-            del self.saving[session]
-            session.saving_since = None
+        if self.saving.pop(session, None) is not None:
             self.table.touch(session)
 
     def _save(self, session: Session, room: int, now: float) -> list[StorePlan]:
@@ -713,17 +691,16 @@ class SessionManager:
                     self.blocks.change_origin(session.rows, 0, session.number)
         return self.blocks.origin[rows]
 
-    def save_running(self, request_id: str, computed: int, most: int, now: float) -> list[StorePlan]:
-        """Begin to store up to `most` of the first `computed` blocks of a running request's prompt.
+    def save_running(self, request: Request, most: int, now: float) -> list[StorePlan]:
+        """Begin to store up to `most` of the computed blocks of a running request's prompt.
 
         Called when memory is short, because the blocks would be overwritten soon after the request's end.
         """
-        request = self.requests.get(request_id)
-        if request is None or not self.shape.stores_main or self.points.is_needed:
+        if not self.shape.stores_main or self.points.is_needed:
             return []
         if request.session.stays_out or request.session.refused_until > now:
             return []
-        rows = request.rows[:computed]
+        rows = request.rows[: request.computed]
         needed = rows[self.blocks.status[rows] == 0][:most]
         return self._begin(needed, request.session, is_pressed=not self._is_exclusive).plans if len(needed) else []
 
@@ -778,11 +755,14 @@ class SessionManager:
             plans.append(StorePlan(transfer, rows[part], counts[part], replaces[part]))
         return StoresBegun(plans, fits, is_gone, lost)
 
+    def sink_tokens(self, rows: Rows, group: int) -> NDArray[np.int64]:
+        """Return how many first tokens of each block are among the session's first tokens to keep exact."""
+        tokens = self.shape.groups[group].tokens
+        return np.clip(self._sink - self.blocks.depth[rows].astype(np.int64) * tokens, 0, tokens)
+
     def _exact_tokens(self, rows: Rows, marks: NDArray[np.uint8], group: int, tenant: str) -> NDArray[np.int64]:
         """Return how many first tokens of each block are kept exact."""
-        shape = self.shape.groups[group]
-        left = self._sink - self.blocks.depth[rows].astype(np.int64) * shape.tokens
-        counts = np.clip(left, 0, shape.tokens)
+        shape, counts = self.shape.groups[group], self.sink_tokens(rows, group)
         if counts.any():
             counts[~np.isin(counts, list(shape.bounds))] = 0  # a state has no first tokens
         if group == self.shape.session_group and shape.tokens in shape.bounds and self.shares.heads:
@@ -896,7 +876,7 @@ class SessionManager:
         blocks, rows = self.blocks, session.rows
         if not len(rows) or not blocks.is_saved(rows).all():
             return
-        began = now if session.saving_since is None else session.saving_since
+        began = self.saving.get(session, now)
         self._stop_saving(session)
         self.due.set(session.session_id, None)
         self.table.set_cold(session, True)
@@ -1010,18 +990,15 @@ class SessionManager:
 
     def _heads_left(self, tenant: str) -> float:
         """Return the bytes left of `Shares.heads`, and for a tenant with a quota, of the tenant's part of it."""
-        blocks, tokens = self.blocks, self.shape.block_tokens
-        self._heads = {
-            row
-            for row in self._heads
-            if blocks.status[row] & STORING or (blocks.status[row] and blocks.exact[row] >= tokens)
-        }
-        nbytes = {row: int(blocks.nbytes[row]) + int(blocks.reserved[row]) for row in self._heads}
-        left = self.shares.heads * self.budget_nbytes - sum(nbytes.values())
+        blocks, budget = self.blocks, self.shares.heads * self.budget_nbytes
+        rows = np.array(sorted(self._heads), np.int32)
+        is_exact = (blocks.status[rows] > 0) & (blocks.exact[rows] >= self.shape.block_tokens)
+        rows = rows[is_exact | (blocks.status[rows] & STORING > 0)]
+        self._heads = set(rows.tolist())
+        nbytes = blocks.nbytes[rows].astype(np.int64) + blocks.reserved[rows]
+        left: float = budget - nbytes.sum()
         if (part := self.shares.of_tenant(tenant)) < 1:
-            number = blocks.tenant_number(tenant)
-            own = sum(taken for row, taken in nbytes.items() if blocks.tenant[row] == number)
-            left = min(left, self.shares.heads * part * self.budget_nbytes - own)
+            left = min(left, part * budget - nbytes[blocks.tenant[rows] == blocks.tenant_number(tenant)].sum())
         return left
 
     def _pool_marks(self, rows: Rows) -> NDArray[np.uint8]:
@@ -1266,9 +1243,10 @@ class SessionManager:
         self._heirs |= dict.fromkeys(heirs)
         if not len(session.rows):
             self._stop_saving(session)
-            self._pins.pop(session, None)
-            session.is_pinned, session.pinned_until, session.keeps, session.kept = False, None, (), 0
-            self.said.forget(session.session_id)
+            self.due.set(session.session_id, None)
+            self._heirs.pop(session, None)
+            self._heads_only.pop(session, None)
+            self.said.forget(session)
 
     def _end_at_point(self, session: Session, is_leaving: bool = False) -> int:
         """Cut a session at its deepest resume point, if it is cold or `is_leaving`. Return its number of blocks."""
@@ -1307,23 +1285,12 @@ class SessionManager:
         self.cut(session, 0, cause)
         self.pool.release(self.shape.main, own)
 
-    def _forgotten(self, session: Session) -> None:
-        self.due.set(session.session_id, None)
-        self._stop_saving(session)
-        self._pins.pop(session, None)
-        self._heirs.pop(session, None)
-        self._heads_only.pop(session, None)
-        self.said.forget(session.session_id)
-
     def reset(self) -> None:
         """Drop all KV, resident and saved. The driver later ends stores under way by `store_failed` with `is_void`."""
         for load_id in list(self._loading):
             self.load_finished(load_id)
         for session in list(self.table.by_id.values()):
-            if session.session_id in self.table.by_id:
-                self.cut(session, 0, DropCause.RESET)
-        for session in list(self.saving):
-            self._stop_saving(session)
+            self.cut(session, 0, DropCause.RESET)
         rows = self.blocks.rows()  # the rest are rows of running requests
         self._drop(rows[self.blocks.is_droppable(rows)], DropCause.RESET)
         if self.table.changed is not None:
@@ -1332,8 +1299,6 @@ class SessionManager:
     def forget_resident(self, now: float) -> None:
         """Note that the pool has lost all KV. Sessions keep their saved blocks."""
         for session in list(self.table.by_id.values()):
-            if session.session_id not in self.table.by_id:
-                continue
             self._stop_saving(session)
             saved = self.blocks.saved_prefix(session.rows)
             if saved < len(session.rows):
@@ -1341,88 +1306,6 @@ class SessionManager:
             if len(session.rows) and not session.requests and not session.is_cold:
                 self._save_soon(session, now, is_pressed=False)
                 self._check_cold(session, now)
-
-    # -- pins -----------------------------------------------------------------------------------------
-
-    def _pin(self, session: Session) -> str:
-        """Pin a session, or its new blocks, too. Return the reason for a refusal, in a sentence; empty for none."""
-        self.points.leave_spare(session, DropCause.ABANDONED)
-        needed = self._pin_nbytes(session.rows, session.point_rows)
-        if refused := self._pin_refusal("pin", session, needed):
-            self._unpin(session)
-            return refused
-        was_pinned, session.is_pinned = session.is_pinned, True
-        self._pins[session] = needed
-        self.table.leave_order(session)
-        if not was_pinned:
-            self.table.touch(session)
-            self.events(Pinned(session.session_id, True))
-        return ""
-
-    def _keep(self, session: Session, tokens: int) -> str:
-        """Keep a session's first tokens, as a pin keeps all. Return the reason for a refusal; empty for none.
-
-        If resume points are needed, the whole session is kept, because its deepest resume point is at the end.
-        """
-        rows, before, refused = session.rows, session.kept, ""
-        most = len(rows) if tokens and self.points.is_needed else -(-tokens // self.shape.block_tokens)
-        session.kept = 0 if session.is_pinned else min(len(rows), most)
-        if not session.is_pinned:
-            self._pins.pop(session, None)
-        if session.kept:
-            self.points.leave_spare(session, DropCause.ABANDONED)
-            needed = self._pin_nbytes(rows[: session.kept], session.point_rows)
-            refused = self._pin_refusal("keep", session, needed)
-            if refused:
-                session.kept = 0
-            else:
-                self._pins[session] = needed
-        if session.kept < before:
-            self.table.enter_order_again(session)
-        return refused
-
-    def _pin_nbytes(self, rows: Rows, beside: Rows) -> int:
-        """Return the bytes that a pin counts for: rows of a session, and rows `beside` of its resume points.
-
-        A block that is exact because sessions share it counts with its size in the configured codec.
-        """
-        of_points = int(self.blocks.nbytes[beside].sum() + self.blocks.reserved[beside].sum())
-        if not self.shape.stores_main:
-            return of_points
-        shape = self.shape.groups[self.shape.main]
-        left = self._sink - self.blocks.depth[rows].astype(np.int64) * shape.tokens
-        counts = np.clip(left, 0, shape.tokens)
-        bounds = np.array([shape.bounds.get(tokens, shape.bounds[0]) for tokens in counts.tolist()], np.int64)
-        nbytes = self.blocks.nbytes[rows].astype(np.int64)
-        is_head = self.blocks.exact[rows] >= shape.tokens
-        counted = np.where(nbytes == 0, bounds, np.where(is_head, np.minimum(nbytes, bounds), nbytes))
-        return of_points + int(counted.sum())
-
-    def _pin_refusal(self, hint: str, session: Session, needed: int) -> str:
-        """Return why a pin is refused, without a number of other tenants; empty if it is not. hint: pin or keep."""
-        others = sum(nbytes for other, nbytes in self._pins.items() if other is not session)
-        tenant = session.tenant
-        own = sum(nbytes for other, nbytes in self._pins.items() if other is not session and other.tenant == tenant)
-        whole, part = self.shares.pinned, min(1.0, self.shares.of_tenant(tenant))
-        said = f"tiers.pinned_share is {whole:g}" + (f", the tenant's share {part:g}" if part < 1 else "")
-        if own + needed > (allowed := int(whole * part * self.budget_nbytes)):
-            return (
-                f"{hint} is refused: pinned sessions may take {allowed} bytes of the cold store ({said}), {own} are "
-                f"taken, and this session needs {needed}"
-            )
-        if others + needed > int(whole * self.budget_nbytes):
-            return (
-                f"{hint} is refused: {needed} bytes are not left of what all tenants' pinned sessions may take ({said})"
-            )
-        return ""
-
-    def _unpin(self, session: Session) -> None:
-        was_pinned, session.is_pinned = session.is_pinned, False
-        self._pins.pop(session, None)
-        if was_pinned:
-            self.table.enter_order(session)
-            self.table.touch(session)
-            self.events(Pinned(session.session_id, False))
 
     # -- orders and questions -------------------------------------------------------------------------
 

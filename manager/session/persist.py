@@ -142,7 +142,7 @@ class JournalLink(_Link):
     def _records(self, changes: Iterable[tuple[str, Session | None]], now: float) -> Iterator[JournalSession]:
         offset = self._clock() - now
         for session_id, session in changes:
-            if session is not None and session.saving_since is not None:
+            if session in self._manager.saving:
                 continue  # the end of the saving changes the session again
             rows, points = (NO_ROWS, []) if session is None else self._saved(session)
             if session is None or not len(rows):
@@ -258,7 +258,6 @@ class JournalLink(_Link):
         length = self._fitting(left, sizes)
         if not length or left.session_id in manager.table.by_id:
             return None
-        manager.enter_tenant(tenant)
         session = manager.table.create(facts["name"], tenant, facts["created"], left.session_id)
         for name in (*HISTORY, *TIMES):
             setattr(session, name, facts[name])

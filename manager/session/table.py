@@ -5,11 +5,12 @@ session.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum, auto
 from hashlib import blake2b
 from itertools import count, islice
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct, field
@@ -18,6 +19,7 @@ from manthan.manager.pool import Owner
 from manthan.manager.session.blocks import (
     MOST_INNER,
     NO_ROWS,
+    NOBODY,
     BlockTable,
     MemoryShape,
     Rows,
@@ -31,6 +33,23 @@ REMEMBERED = 1024  # sessions still recognized when their KV is gone; two more f
 MOST_RELATIVES = 64  # sessions of a family, because each drop checks all of them; later ones do not join
 
 _NO_REQUESTS: frozenset[str] = frozenset()
+
+
+class Shares(NamedTuple):
+    """Shares of the tiers' budget for all pinned sessions together and for each tenant.
+
+    "*" stands for each tenant without a share of its own. 1 is the whole budget. A tenant's pinned sessions may take
+    `pinned` of the tenant's share.
+    """
+
+    pinned: float = 0.25
+    tenants: Mapping[str, float] = {}
+    heads: float = 0.25  # share for first blocks that sessions share, which are stored exact
+
+    def of_tenant(self, tenant: str) -> float:
+        """Return the share of a tenant; 1 for no tenant."""
+        others = 1.0 if tenant in ("", NOBODY) else self.tenants.get("*", 1.0)
+        return self.tenants.get(tenant, others)
 
 
 class SessionState(StrEnum):
@@ -85,7 +104,6 @@ class Session(Struct, eq=False, gc=False):
     prompt_depth: int = 0  # depth of the resume point at the end of the last prompt, kept besides the deepest
     refusals: int = 0  # number of consecutive refusals for lack of room in the tiers
     refused_until: float = 0.0  # time until which the session is not saved, after a failed store
-    saving_since: float | None = None  # time at which the saving began; None if the session is not being saved
     is_pressed: bool = False  # true if the session is being saved because memory is short
     stored: int = 0  # blocks saved since the last request's begin, or since the session went cold
     stored_nbytes: int = 0
@@ -257,9 +275,14 @@ class SessionTable:
     """
 
     def __init__(
-        self, make_policy: Callable[[], EvictionPolicy], shape: MemoryShape, blocks: BlockTable, label: str = ""
+        self,
+        make_policy: Callable[[], EvictionPolicy],
+        shape: MemoryShape,
+        blocks: BlockTable,
+        label: str,
+        shares: Shares,
     ) -> None:
-        self.shape, self.blocks = shape, blocks
+        self.shape, self.blocks, self._shares = shape, blocks, shares
         self.by_id: dict[str, Session] = {}
         self.by_number: dict[int, Session] = {}
         self.states: Counter[SessionState] = Counter()
@@ -442,10 +465,6 @@ class SessionTable:
 
     # -- the policy's order ---------------------------------------------------------------------------
 
-    def order_apart(self, tenant: str) -> None:
-        """Keep a separate order for the sessions of a tenant with a quota, from the first one on."""
-        _ = self.orders[tenant, 0]
-
     def victims(self, order: Order) -> Iterator[Session]:
         """Yield the sessions of one of the orders, first victim first."""
         return map(self.by_id.__getitem__, order.victims())
@@ -483,7 +502,7 @@ class SessionTable:
 
     def _orders(self, session: Session, level: int, levels: int) -> list[Order]:
         """Return the session's orders of the numbers from `level` to below `levels`; see `orders`."""
-        tenants = [None, session.tenant] if (session.tenant, 0) in self.orders else [None]
+        tenants = [None, session.tenant] if self._shares.of_tenant(session.tenant) < 1 else [None]
         return [self.orders[tenant, each] for tenant in tenants for each in range(level, levels)]
 
     def _view(self, session: Session) -> SessionView:
@@ -691,8 +710,7 @@ class SessionTable:
         """Enter a remembered session again. The history and the hints stay."""
         if session.session_id in self.by_id:
             session.session_id = self._new_id(session.name, session.tenant)
-        session.is_cold, session.saving_since = False, None
-        session.refusals, session.refused_until = 0, 0.0
+        session.is_cold, session.refusals, session.refused_until = False, 0, 0.0
         self._enter(session)
 
     def _new_id(self, name: str | None, tenant: str) -> str:

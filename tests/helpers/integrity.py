@@ -176,8 +176,6 @@ def _sessions(manager: SessionManager) -> Findings:
         if session.is_cold:
             yield not session.requests, f"{session_id} is cold, and requests run: {session.requests}"
             yield bool(blocks.is_saved(rows).all()), f"{session_id} is cold, and not all of it is saved"
-        is_saving = session in manager.saving
-        yield is_saving == (session.saving_since is not None), f"{session_id} is being saved: {is_saving}"
     yield len(table.by_number) == len(table.by_id), f"{len(table.by_number)} numbers of {len(table.by_id)} sessions"
     for session in manager.saving:
         yield table.by_id.get(session.session_id) is session, f"{session.session_id} is being saved and is gone"
@@ -302,9 +300,12 @@ def _budget(manager: SessionManager) -> Findings:
         share, taken = shares.of_tenant(tenant), blocks.taken_by(tenant)
         yield share >= 1 or taken <= share * budget, f"tenant {tenant!r} takes {taken} bytes, of {share:g} of {budget}"
     pinned = {session for session in manager.table.by_id.values() if session.is_pinned or session.kept}
-    yield set(manager._pins) == pinned, f"{len(pinned)} sessions are pinned, and {len(manager._pins)} are counted"
-    total, own = sum(manager._pins.values()), Counter[str]()
-    for session, nbytes in manager._pins.items():
+    yield (
+        set(manager.said.pinned) == pinned,
+        f"{len(pinned)} sessions are pinned, and {len(manager.said.pinned)} are counted",
+    )
+    total, own = sum(manager.said.pinned.values()), Counter[str]()
+    for session, nbytes in manager.said.pinned.items():
         own[session.tenant] += nbytes
     yield total <= shares.pinned * budget, f"pinned sessions take {total}, of {shares.pinned:g} of {budget}"
     for tenant, nbytes in own.items():
@@ -342,14 +343,13 @@ def _whens(deadlines: Deadlines) -> dict[str, float]:
 def _under_way(manager: SessionManager, driver: Driver) -> Findings:
     """The driver's requests, stores and loads."""
     blocks, pool = manager.blocks, driver._pool
-    yield driver._serving.keys() == manager.requests.keys(), "the driver serves other requests than run"
     storing = [row for store in driver._stores.values() for row in store.plan.rows.tolist()]
     kept = [row for row in blocks.rows().tolist() if blocks.status[row] & STORING]
     yield sorted(storing) == kept, f"rows {sorted(storing)} are being stored, and {kept} are marked"
     jobs = {job.job_id: request_id for request_id, load in driver._loading.items() for job in load.jobs}
     yield driver._load_of == jobs, "loads by job are not those by request"
     waiting = set(driver._waiting)
-    yield waiting <= driver._serving.keys(), f"{waiting - driver._serving.keys()} wait for blocks and are gone"
+    yield waiting <= manager.requests.keys(), f"{waiting - manager.requests.keys()} wait for blocks and are gone"
     table = manager.table
     for name, ids in (
         ("to be prefetched", driver.prefetcher.to_load.keys()),
@@ -382,7 +382,7 @@ def _left(manager: SessionManager) -> Findings:
     kept |= {"ends": table._ending, "names": table._named}
     kept["orders"] = [tenant for tenant, _ in table.orders if tenant is not None]
     kept |= {"points": manager.points._at, "parts": manager.points._of, "saving": manager.saving}
-    kept |= {"pins": manager._pins, "loads": manager._loading, "requests": manager.requests}
+    kept |= {"pins": manager.said.pinned, "loads": manager._loading, "requests": manager.requests}
     for name, books in kept.items():
         yield not books, f"{name} are left: {books}"
     for deadlines in (manager.due, manager.said.ttls, manager.said.pins):

@@ -14,9 +14,8 @@ from talks import GROUP, SHAPE, Talks, names
 from manthan.manager.events import BlocksDropped, BlocksSaved, DropCause
 from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import NO_GROUP, FrontTier, GroupShape, MemoryShape
-from manthan.manager.session.manager import Shares
 from manthan.manager.session.persist import FACTS, HISTORY, TIMES, JournalLink
-from manthan.manager.session.table import Session, SessionState, prompt_end
+from manthan.manager.session.table import Session, SessionState, Shares, prompt_end
 from manthan.manager.tiers.journal import Journal, JournalBlock, JournalPoint, JournalSession, SavedBlocks
 from manthan.manager.transfer import on_each
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from integrity import check_empty, check_integrity
 from talks import Talks, last_words
 
-from manthan.manager.session.manager import Shares
-from manthan.manager.session.table import qualified
+from manthan.manager.session.table import Shares, qualified
 from manthan.policies import policy_names
 
 
