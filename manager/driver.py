@@ -114,9 +114,9 @@ class Driver:
         self._least, self._bursts = (self._low, self._high), bursts
         self._window = max(1, pool.size // WINDOW_SHARE)
         self.runway = Runway(pool, self._high)
-        manager.bind(pool, self._high, self.runway.forget)
+        manager.bind(self.runway)
         self.fronts = FrontTiers(manager, fronts)
-        self.prefetcher = Prefetcher(manager, self.runway, ranks, self._low, prefetch_lead_s)
+        self.prefetcher = Prefetcher(manager, ranks, self._low, prefetch_lead_s)
         self._main = manager.shape.main
         self._requests = manager.requests
         self._stores: dict[int, Store] = {}  # by job id
@@ -409,7 +409,7 @@ class Driver:
         self._burst = max(blocks, self._burst * BURST_DECAY)
         wanted = (int(share * self._burst) for share in self._bursts)
         self._low, self._high = (min(self._pool.size, max(pair)) for pair in zip(self._least, wanted, strict=True))
-        self.runway.ahead = self.manager.spare = self._high
+        self.runway.ahead = self._high
 
     def sent(self) -> None:
         """Note that the workers have the last step's orders."""

@@ -161,7 +161,7 @@ class Runway:
     """
 
     def __init__(self, pool: Pool, ahead: int) -> None:
-        self._pool, self.ahead, self._left = pool, ahead, 0
+        self.pool, self.ahead, self._left = pool, ahead, 0
 
     def taken(self, at_most: int) -> None:
         """Note that at most so many blocks were taken from the head of the queue."""
@@ -174,5 +174,5 @@ class Runway:
     def length(self, wanted: int) -> int:
         """Return the number of blocks. A result below `wanted` is exact; others may be too low."""
         if self._left < wanted:
-            self._left = self._pool.runway(max(wanted, self.ahead))
+            self._left = self.pool.runway(max(wanted, self.ahead))
         return self._left

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from manthan.benchmarks.simulator.traces import TracedRequest
 from manthan.manager.events import DropCause, Events
-from manthan.manager.pool import Mark
+from manthan.manager.pool import Mark, Runway
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.manager import SessionManager
 from manthan.policies import EvictionPolicy, PolicyOptions
@@ -50,7 +50,7 @@ def one_cache(
     """
     shape = MemoryShape({0: GroupShape(block_tokens, 1, {0: 1}, is_lossless=True)})
     manager = SessionManager(policy, shape, capacity, 0.0, Events(), options=options)
-    manager.bind(_WholePool(), 0, lambda: None)  # type: ignore[arg-type]
+    manager.bind(Runway(_WholePool(), 0))  # type: ignore[arg-type]
     found = []
     for number, traced in enumerate(requests):
         name, now, prompt = str(number), traced.at, traced.hashes[: traced.prompt_blocks]

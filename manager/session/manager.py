@@ -28,7 +28,7 @@ from manthan.manager.events import (
     Parent,
     Turn,
 )
-from manthan.manager.pool import MARKS, Asker, BlockName, Mark, Pool
+from manthan.manager.pool import MARKS, Asker, BlockName, Mark, Pool, Runway
 from manthan.manager.session.blocks import (
     HIGH,
     LEVELS,
@@ -56,7 +56,6 @@ from manthan.policies import EvictionPolicy, PolicyOptions
 DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it
 LOOKED_AT = 32  # most sessions whose blocks `lead_overwritten` orders
 STEP_BLOCKS = 192  # most blocks that a step sorts in the pool, which walks block by block
-SPARE_SHARE = 1 / 8  # share of the budget that the spare resume points of all sessions may take
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
 """Orders of an operator that are refused while a request of the session runs."""
 
@@ -188,6 +187,7 @@ class SessionManager:
     """
 
     pool: Pool  # set by `bind`
+    runway: Runway  # of the pool. `ahead`: number of saved blocks that the head of the free queue should have
     enough = 16  # consecutive returns without the last answer, after which answers are not saved
 
     def __init__(
@@ -214,9 +214,7 @@ class SessionManager:
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
         self.blocks = BlockTable()
         self.table = SessionTable(policy.family(options), shape, self.blocks, label, shares)
-        self.points = ResumePoints(
-            self.blocks, shape.needs_points, self._drop, self.table.touch, lambda: int(SPARE_SHARE * self.budget_nbytes)
-        )
+        self.points = ResumePoints(self)
         self.said = SaidBySession(self, ttl_s)
         self.requests: dict[str, Request] = {}
         self.job_ids = count()
@@ -233,13 +231,12 @@ class SessionManager:
         """Sessions outside of the policy's order, because relatives share all blocks that they have left."""
         self.to_order = deque[tuple[Callable[[int, list[bytes]], None], Rows]]()
         """Calls of the pool about rows, as far as these are saved then. `order_some` makes one call at a time."""
-        self.spare = 0  # number of saved blocks that the head of the pool's free queue should have
         self._led: list[tuple[int, int]] = []  # number and resident depth of each session last told to the pool
         self._left_out = 0  # number of latest consecutive returns whose prompts lack the last answer
 
-    def bind(self, pool: Pool, spare: int, unkept: Callable[[], None]) -> None:
-        """Use this pool. spare: see the attribute. unkept: called when saved blocks become unsaved ones."""
-        self.pool, self.spare, self._unkept = pool, spare, unkept
+    def bind(self, runway: Runway) -> None:
+        """Use the runway's pool."""
+        self.runway, self.pool = runway, runway.pool
 
     def recode(self, shape: MemoryShape, capacity_nbytes: int, all_exact: bool = False) -> None:
         """Encode in another codec from now on. Saved blocks stay. all_exact: keep every token exact."""
@@ -507,7 +504,7 @@ class SessionManager:
         self._torn -= torn
         is_bad = np.isin(rows, [*bad, *torn])
         unused = rows[(blocks.users[rows] == 0) & ~is_bad]
-        self._drop(unused[blocks.is_droppable(unused)], DropCause.ABANDONED)
+        self.drop(unused[blocks.is_droppable(unused)], DropCause.ABANDONED)
         self._lose(rows[is_bad])
         self.read(rows[blocks.is_saved(rows)])
         blocks.hold(rows, -1)
@@ -518,7 +515,7 @@ class SessionManager:
         Sessions end before such a block, unless it is resident and computed, or a request computes it anew.
         """
         blocks, used = self.blocks, rows[self.blocks.users[rows] > 0]
-        self._drop(rows[blocks.is_droppable(rows)], DropCause.FAILED)
+        self.drop(rows[blocks.is_droppable(rows)], DropCause.FAILED)
         for row in used.tolist():
             for session in self.points.lose(row, DropCause.FAILED):
                 self._end_at_point(session)
@@ -572,7 +569,7 @@ class SessionManager:
             rows = rows[self.blocks.is_saved(rows) & (self.blocks.group[rows] == self.shape.session_group)]
             call(self.shape.main, self.blocks.hashes(rows))
             if call == self.pool.forget:
-                self._unkept()
+                self.runway.forget()
 
     def _forget_overwritten(self, session: Session, now: float) -> None:
         """Cut a session that stays out of the tiers before its first lost block, and set a time to check it again."""
@@ -652,7 +649,7 @@ class SessionManager:
         if not self.shape.stores_main:
             return []
         main = self.shape.main
-        unsaved = self.pool.unsaved(wanted + self.spare)  # a block may have copies
+        unsaved = self.pool.unsaved(wanted + self.runway.ahead)  # a block may have copies
         rows = self.blocks.find(main, list(dict.fromkeys(each.block_hash for each in unsaved if each.group == main)))
         rows = rows[rows >= 0]
         saved = rows[self.blocks.is_saved(rows)][:wanted]
@@ -1158,7 +1155,7 @@ class SessionManager:
             gone = gone[len(resident) :]
             end = int(blocks.depth[gone[0]]) if len(gone) else end
             self._tell_lost(victim, resident, DropCause.REDUNDANT)
-            self._drop(resident, DropCause.REDUNDANT)
+            self.drop(resident, DropCause.REDUNDANT)
             self._save_later(victim)
         if end == 0 or not blocks.status[rows[:end]].any() or (end == kept and not own[:end].any()):
             self.table.leave_order(victim, evicted=was_cold and end == 0)
@@ -1200,7 +1197,7 @@ class SessionManager:
     def _drop_redundant(self, short: int) -> None:
         """Drop compressed blocks whose computed KV is resident, first those that the pool overwrites last."""
         blocks, main = self.blocks, self.shape.main
-        names = (each.block_hash for each in self.pool.redundant(self.spare) if each.group == main)
+        names = (each.block_hash for each in self.pool.redundant(self.runway.ahead) if each.group == main)
         while short > 0 and (some := list(dict.fromkeys(islice(names, JOB_BLOCKS)))):
             rows = blocks.find(main, some)
             rows = rows[rows >= 0]
@@ -1213,7 +1210,7 @@ class SessionManager:
             short -= int(blocks.nbytes[rows].sum(dtype=np.int64))
             for number in np.unique(blocks.origin[rows]).tolist():
                 self._save_later(self.table.by_number[number])
-            self._drop(rows, DropCause.REDUNDANT)
+            self.drop(rows, DropCause.REDUNDANT)
 
     # -- dropping -------------------------------------------------------------------------------------
 
@@ -1236,8 +1233,8 @@ class SessionManager:
             decoded = last[self._pool_marks(last) == Mark.DECODED]
             self.pool.release(self.pool_group(int(self.blocks.group[last[0]])), self.blocks.hashes(decoded))
         dropped = last[blocks.is_droppable(last)]
-        self.table.truncate(session, length)  # frees no saved row: `_drop` does
-        self._drop(dropped, cause)
+        self.table.truncate(session, length)  # frees no saved row: `drop` does
+        self.drop(dropped, cause)
         single = cut[blocks.users[cut] == 1]
         heirs += [one for one in self._heads_only if len(single) and np.isin(single, one.rows).any()]
         self._heirs |= dict.fromkeys(heirs)
@@ -1260,7 +1257,7 @@ class SessionManager:
             nbytes = int(self.blocks.nbytes[rows].sum(dtype=np.int64))
             self.events(Lost(session.session_id, len(rows), nbytes, cause))
 
-    def _drop(self, rows: Rows, cause: DropCause) -> None:
+    def drop(self, rows: Rows, cause: DropCause) -> None:
         """Drop the compressed blocks of rows, all saved and not pinned."""
         if not len(rows):
             return
@@ -1270,13 +1267,13 @@ class SessionManager:
                 hashes = self.blocks.hashes(of_group)
                 self.events(BlocksDropped(number, hashes, cause))
                 self.pool.forget(number, hashes)
-                self._unkept()
+                self.runway.forget()
             self.blocks.drop(of_group)
 
     def _drop_unneeded(self, rows: Rows) -> None:
         """Drop the compressed blocks of rows that no session and no running request has."""
         unneeded = rows[(self.blocks.users[rows] == 0) & (self.blocks.holds[rows] == 0)]
-        self._drop(unneeded[self.blocks.is_droppable(unneeded)], DropCause.ABANDONED)
+        self.drop(unneeded[self.blocks.is_droppable(unneeded)], DropCause.ABANDONED)
 
     def forget_session(self, session: Session, cause: DropCause) -> None:
         """Drop all of a session: its compressed blocks, resident blocks that nothing else uses, and its name."""
@@ -1292,7 +1289,7 @@ class SessionManager:
         for session in list(self.table.by_id.values()):
             self.cut(session, 0, DropCause.RESET)
         rows = self.blocks.rows()  # the rest are rows of running requests
-        self._drop(rows[self.blocks.is_droppable(rows)], DropCause.RESET)
+        self.drop(rows[self.blocks.is_droppable(rows)], DropCause.RESET)
         if self.table.changed is not None:
             self.table.changed = {}
 
@@ -1327,7 +1324,9 @@ class SessionManager:
                 self._save_soon(session, now, is_pressed=False)
             case "expect":
                 self.said.await_return(session, seconds, tool, session.last_used if seconds is None else now)
-                self.table.told(session)
+                self.table.touch(session)
+                if session.session_id in self.table.order:
+                    self.table.enter_order(session)
             case "pin":
                 return self.said.pin(session, None if seconds is None else now + seconds)
             case "unpin":

@@ -6,7 +6,8 @@ A link never waits: threads of the journal and of the Redis client do the I/O.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,11 +95,6 @@ class _Left(NamedTuple):
         """Return the resume points needed by a session of `length` blocks: at the end, and at the last prompt's end."""
         depths = {length, min(length, self.facts["prompt_depth"])}
         return [point for point in self.points if point.depth in depths]
-
-    def spare(self, length: int) -> list[JournalPoint]:
-        """Return the spare resume points of a session of `length` blocks, the deepest first."""
-        needed = self.kept(length)
-        return [point for point in reversed(self.points) if point.depth < length and point not in needed]
 
 
 class JournalLink(_Link):
@@ -223,10 +219,9 @@ class JournalLink(_Link):
         again = [(session_id, table.by_id.get(session_id)) for session_id, told in self._told.items() if told is None]
         self._journal.tell(list(self._records(again, now)))
         are_saved = manager.blocks.are_saved(names)
-        strays = [name for name, is_saved in zip(names, are_saved, strict=True) if not is_saved]
-        for group in {group for group, _ in strays}:
-            hashes = [block_hash for number, block_hash in strays if number == group]
-            manager.events(BlocksDropped(group, hashes, DropCause.ABANDONED))
+        strays = sorted(name for name, is_saved in zip(names, are_saved, strict=True) if not is_saved)
+        for group, some in groupby(strays, itemgetter(0)):
+            manager.events(BlocksDropped(group, [block_hash for _, block_hash in some], DropCause.ABANDONED))
         usage = manager.usage()
         return Adopted(len(entered), len(written), usage.saved_blocks, usage.saved_nbytes, len(strays))
 
@@ -268,22 +263,18 @@ class JournalLink(_Link):
         if prompt.isdecimal() and int(prompt) <= length:
             manager.table.enter_prompt(session, hashes[: int(prompt)], session.prompt_end)
         self._save(rows, left.blocks[:length], sizes, tenant)
-        for point in left.kept(length):
-            self._place(session, point, sizes)
-        for point in left.spare(length):
-            if self._missing(point.parts, sizes).sum() <= min(manager.free_nbytes, manager.left_to(tenant)):
-                self._place(session, point, sizes, ends_prompt=True)
+        kept = left.kept(length)
+        spare = [point for point in reversed(left.points) if point.depth < length and point not in kept]
+        for point in (*kept, *spare):
+            if point in kept or self._missing(point.parts, sizes).sum() <= self._room(tenant):
+                rows = manager.enter_parts([(part.group, part.block_hash, part.position) for part in point.parts])
+                manager.points.place(session, point.depth, rows).ends_prompt |= point not in kept
+                self._save(rows, point.parts, sizes, tenant)
+                manager.points.stored(rows.tolist())
         return session
 
-    def _place(
-        self, session: Session, saved: JournalPoint, sizes: Mapping[BlockName, int], ends_prompt: bool = False
-    ) -> None:
-        """Enter a saved resume point."""
-        manager = self._manager
-        rows = manager.enter_parts([(part.group, part.block_hash, part.position) for part in saved.parts])
-        manager.points.place(session, saved.depth, rows).ends_prompt |= ends_prompt
-        self._save(rows, saved.parts, sizes, session.tenant)
-        manager.points.stored(rows.tolist())
+    def _room(self, tenant: str) -> int:
+        return min(self._manager.free_nbytes, self._manager.left_to(tenant))
 
     def _save(self, rows: Rows, blocks: Sequence[JournalBlock], sizes: Mapping[BlockName, int], tenant: str) -> None:
         if self._notes is not None:
@@ -295,7 +286,7 @@ class JournalLink(_Link):
 
     def _fitting(self, left: _Left, sizes: Mapping[BlockName, int]) -> int:
         """Return the number of a session's first blocks that fit; if needed, cut to a resume point."""
-        room = min(self._manager.free_nbytes, self._manager.left_to(left.facts["tenant"]))
+        room = self._room(left.facts["tenant"])
         taken = np.cumsum(self._missing(left.blocks, sizes))
         if not self._manager.points.is_needed:
             return int(np.searchsorted(taken, room, side="right"))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manthan.manager.events import PrefetchHit
-from manthan.manager.pool import MARKS, BlockName, Mark, Runway
+from manthan.manager.pool import MARKS, BlockName, Mark
 from manthan.manager.session.blocks import Rows, common_prefix
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Deadlines, Session, qualified
@@ -61,9 +61,9 @@ class Prefetcher:
         lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
     """
 
-    def __init__(self, manager: SessionManager, runway: Runway, ranks: int, spare: int, lead_s: float | None) -> None:
-        self._manager, self._pool, self._ranks, self._spare = manager, manager.pool, ranks, spare
-        self._runway, self._lead_s = runway, lead_s
+    def __init__(self, manager: SessionManager, ranks: int, spare: int, lead_s: float | None) -> None:
+        self._manager, self._pool, self._runway = manager, manager.pool, manager.runway
+        self._ranks, self._spare, self._lead_s = ranks, spare, lead_s
         self._main = manager.shape.main
         self.expected = Deadlines()  # for each expected session, the time from which it is in `to_load`
         self.to_load: OrderedDict[str, tuple[float, int]] = OrderedDict()

@@ -411,12 +411,6 @@ class SessionTable:
         session.last_used = now
         self.enter_order(session)
 
-    def told(self, session: Session) -> None:
-        """Report new facts about a session to the policy."""
-        self.touch(session)
-        if session.session_id in self.order:
-            self.enter_order(session)
-
     def extend(self, session: Session, rows: Rows) -> None:
         """Add blocks to the end of a session."""
         if not len(rows):

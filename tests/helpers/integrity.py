@@ -14,8 +14,8 @@ import numpy as np
 from manthan.manager.driver import Driver
 from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import NO_GROUP, SAVED, STORING
-from manthan.manager.session.manager import SPARE_SHARE, SessionManager
-from manthan.manager.session.resume_points import MOST_SPARE
+from manthan.manager.session.manager import SessionManager
+from manthan.manager.session.resume_points import MOST_SPARE, SPARE_SHARE
 from manthan.manager.session.table import MOST_RELATIVES, Deadlines, Order, ResumePoint
 from manthan.manager.tiers.arena import GRANULE, Arena
 from manthan.manager.tiers.arena_tier import ArenaTier
