@@ -21,8 +21,7 @@ from manthan.manager.fronts import FrontTiers
 from manthan.manager.guard import Guard
 from manthan.manager.pool import MARKS, Asker, Mark, Pool, Runway
 from manthan.manager.session.blocks import FrontTier
-from manthan.manager.session.hints import NO_HINTS, Hints
-from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, StorePlan
+from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, Store
 from manthan.manager.session.prefetch import Prefetcher
 from manthan.manager.session.table import Session
 from manthan.manager.tiers.tier import STORE_FULL
@@ -39,21 +38,6 @@ BURST_DECAY = 127 / 128  # factor on that number of blocks, at each step that ta
 RUNNING_S = 0.1  # seconds until the next look for blocks to save, after a look found none
 LED = 256  # number of saved blocks put into the policy's order after a request; more if more were overwritten since
 WINDOW_SHARE = 16  # stores reference at most the pool's blocks divided by this, while these are not gathered yet
-
-
-@dataclass(slots=True, eq=False)
-class Store:
-    """Store under way.
-
-    block_ids: referenced until all ranks have gathered the blocks. gathered: number of ranks that have. is_void: True
-    after a reset, which makes the result worthless.
-    """
-
-    plan: StorePlan
-    answers: Answers
-    block_ids: list[int]
-    gathered: int = 0
-    is_void: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,29 +123,12 @@ class Driver:
 
     # -- requests -------------------------------------------------------------------------------------
 
-    def started(
-        self,
-        request_id: str,
-        hashes: Sequence[bytes],
-        name: str | None,
-        now: float,
-        *,
-        tokens: int,
-        blocks: int,
-        hints: Hints = NO_HINTS,
-        tenant: str = "",
-        tail: bytes | None = None,
-    ) -> Request:
-        """Take a new request. blocks: number of blocks that it needs. Other arguments: see `request_started`."""
-        request = self.manager.request_started(
-            request_id, hashes, name, now, tokens=tokens, hints=hints, tenant=tenant, tail=tail
-        )
-        self._waiting[request_id] = blocks
-        if hints.prefetch:
-            self.prefetcher.expect(hints.prefetch, tenant, now)
+    def started(self, request: Request, blocks: int) -> None:
+        """Take a new request from `SessionManager.request_started`. blocks: number of blocks that it needs."""
+        self._waiting[request.request_id] = blocks
+        self.prefetcher.expect(request.hints.prefetch, request.session.tenant, request.began)
         if self._redis is not None:
-            self._redis.look_up(request, self.usable(tokens))
-        return request
+            self._redis.look_up(request, self.usable(request.tokens))
 
     def usable(self, tokens: int) -> int:
         """Return how many first blocks of a prompt of `tokens` tokens may be found; the last tokens are computed."""
@@ -283,7 +250,7 @@ class Driver:
         main = self._main, request.hashes[resident : resident + len(block_ids)], block_ids
         parts = [main, *beside] if manager.shape.stores_main else beside
         jobs = [manager.load_job(*part, request.session, request_id) for part in parts]
-        self._loading[request_id] = Answers(jobs, self._ranks, request.session.session_id)
+        self._loading[request_id] = Answers(jobs, request.session.session_id)
         self._load_of.update((job.job_id, request_id) for job in jobs)
         self._loads += jobs
         for job in jobs:
@@ -352,7 +319,7 @@ class Driver:
         self._overwritten += taken
         self._expect_burst(taken)
         self.runway.taken(taken)
-        if min(manager.said.ttls.first, manager.said.pins.first) <= now:
+        if min(manager.said.ttls.least, manager.said.pins.least) <= now:
             manager.said.expire(now)
         if now >= self._looks_after:
             self._look_at = inf
@@ -380,7 +347,7 @@ class Driver:
             self._journal.tell(now)
         self.hear()
         prefetcher = self.prefetcher
-        looks = prefetcher.was_settled or min(prefetcher.expected.first, prefetcher.look_at) <= now
+        looks = prefetcher.was_settled or min(prefetcher.expected.least, prefetcher.look_at) <= now
         if (prefetcher.to_load or looks) and not self.rests:
             self._loads += prefetcher.step(now, sum(self._waiting.values()))
         work = self._ordered = Work(drops, self._granted, self._smallest_first(self._loads), revokes)
@@ -449,12 +416,11 @@ class Driver:
                 if not plans:  # all is saved, or there is no room: no use to look again at once
                     request.saves_after = now + RUNNING_S
 
-    def _begin(self, plans: Iterable[StorePlan]) -> None:
-        for plan in plans:
-            job = plan.transfer
-            self.runway.taken(len(job))  # a saved block that is stored again leaves the queue
-            self._stores[job.job_id] = Store(plan, Answers([job], self._storing), job.block_ids.tolist())
-            self._granted.append(job)
+    def _begin(self, stores: Iterable[Store]) -> None:
+        for store in stores:
+            self.runway.taken(len(store.rows))  # a saved block that is stored again leaves the queue
+            self._stores[store.transfer.job_id] = store
+            self._granted.append(store.transfer)
 
     @property
     def _holding(self) -> int:
@@ -483,7 +449,7 @@ class Driver:
         """Take results of ranks, and their measurements. A transfer is settled after the last of them."""
         for result in results:
             if (store := self._stores.get(result.job_id)) is not None:
-                if store.answers.add(result):
+                if store.answers.add(result, self._storing):
                     del self._stores[result.job_id]
                     self._settle_store(store, now)
             elif (request_id := self._load_of.get(result.job_id)) is not None:
@@ -494,34 +460,34 @@ class Driver:
             self._guard.answered(verdicts)
 
     def _settle_store(self, store: Store, now: float) -> None:
-        plan, results = store.plan, store.answers.results
+        results = store.answers.results
         self._let_go(store)  # before the pool is told of saved blocks, and orders them
         self._was_answered = True
         failed = {at for result in results for at in result.failed}
         causes = {at: {result.failed[at] for result in results if at in result.failed} for at in failed}
         if store.is_void:
-            causes = {at: {RESET} for at in range(len(plan.transfer))}
+            causes = {at: {RESET} for at in range(len(store.rows))}
         torn = [at for at in failed if any(result.failed.get(at) not in (NEEDED, RESET) for result in results)]
         self._refuse(store, causes, now, torn)
         sizes = np.array([result.nbytes for result in results])
-        if good := [at for at in range(len(plan.transfer)) if at not in causes]:
+        if good := [at for at in range(len(store.rows)) if at not in causes]:
             nbytes = {at: self._weigh(sizes[:, at].tolist()) for at in good}
             inner = {at: weighed((each.inner.get(at, ()) for each in results), self._weigh) for at in results[0].inner}
-            self.manager.stored(plan, nbytes, now, store.answers.seconds / len(plan.transfer), inner)
+            self.manager.stored(store, nbytes, now, inner)
 
     def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Sequence[int] = ()) -> None:
         """Tell the manager which blocks of a store are not saved. torn: those that some rank may have stored."""
         if causes:
-            is_void, is_full = store.is_void, any(STORE_FULL in told for told in causes.values())
-            torn = () if is_void else torn
-            self.manager.store_failed(store.plan, list(causes), now, is_void=is_void, is_full=is_full, torn=torn)
+            is_full = any(STORE_FULL in told for told in causes.values())
+            torn = () if store.is_void else torn
+            self.manager.store_failed(store, list(causes), now, is_full=is_full, torn=torn)
         for told in (each - {NEEDED, RESET} for each in causes.values()):
             if told:
                 self.manager.events(StoreFailed(sorted(told)))
 
     def _answer_load(self, request_id: str, result: TransferResult) -> None:
         answers = self._loading[request_id]
-        if not answers.add(result):
+        if not answers.add(result, self._ranks):
             return
         del self._loading[request_id]
         for job in answers.jobs:
@@ -613,7 +579,7 @@ class Driver:
         for result in results:
             if (store := self._stores.get(result.job_id)) is None:
                 self._pool.free(self.prefetcher.drain(result))
-            elif store.answers.add(result):
+            elif store.answers.add(result, self._storing):
                 self._let_go(self._stores.pop(result.job_id))
 
     @property
@@ -640,11 +606,6 @@ class Driver:
         return self._holding > 0 or self.prefetcher.load is not None
 
     @property
-    def frees_soon(self) -> bool:
-        """True while a prefetch holds blocks, which it gives back soon, so that vLLM need not preempt a request."""
-        return self.prefetcher.load is not None
-
-    @property
     def is_moving(self) -> bool:
         """True while a transfer is under way."""
         return self.holds_blocks or bool(self._loading)
@@ -653,5 +614,5 @@ class Driver:
     def next_deadline(self) -> float:
         """Time of the next due step; infinity for none."""
         said, prefetcher = self.manager.said, self.prefetcher
-        of_sessions = self.manager.due.first, said.ttls.first, said.pins.first, prefetcher.expected.first
+        of_sessions = self.manager.due.least, said.ttls.least, said.pins.least, prefetcher.expected.least
         return min(*of_sessions, prefetcher.look_at, self._look_at)

@@ -173,7 +173,7 @@ class Listing:
             hot_blocks=hot,
             cold_blocks=len(saved),
             hot_bytes=hot * shape.pool_nbytes,
-            cold_bytes=self._nbytes(saved) + self._nbytes(points),
+            cold_bytes=self._blocks.nbytes_of(saved) + self._blocks.nbytes_of(points),
             tiers={
                 name: held for tier, name in enumerate(self._tiers) if (held := self._held(tier, saved, points)).bytes
             },
@@ -193,11 +193,8 @@ class Listing:
     def _held(self, tier: int, saved: Rows, points: Rows) -> Held:
         has = np.array([self._fronts.has(tier, moved) for moved in range(self._fronts.all_moved + 1)])
         saved, points = saved[has[self._blocks.moved[saved]]], points[has[self._blocks.moved[points]]]
-        nbytes = self._nbytes(saved) + self._nbytes(points)
+        nbytes = self._blocks.nbytes_of(saved) + self._blocks.nbytes_of(points)
         return Held(len(saved) * self._table.shape.block_tokens, len(saved), nbytes)
-
-    def _nbytes(self, rows: Rows) -> int:
-        return int(self._blocks.nbytes[rows].sum(dtype=np.int64))
 
     # -- filter and order -----------------------------------------------------------------------------
 
@@ -239,7 +236,7 @@ class Listing:
                 return lambda session: len(session.rows)
 
     def _cold_nbytes(self, session: Session) -> int:
-        points = self._nbytes(session.point_rows) if session.points else 0
+        points = self._blocks.nbytes_of(session.point_rows) if session.points else 0
         return self._saved(session) * self._table.shape.cold_nbytes + points
 
     def _saved(self, session: Session) -> int:

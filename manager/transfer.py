@@ -88,20 +88,17 @@ class TransferResult:
 
 
 class Answers:
-    """Jobs settled together, with the ranks' results so far.
+    """Jobs settled together, with the ranks' results so far. session_id: of a load."""
 
-    ranks: number of results of each job. session_id: of a load.
-    """
-
-    def __init__(self, jobs: Sequence[Transfer], ranks: int, session_id: str = "") -> None:
-        self.jobs, self._ranks, self._session_id = jobs, ranks, session_id
+    def __init__(self, jobs: Sequence[Transfer], session_id: str = "") -> None:
+        self.jobs, self._session_id = jobs, session_id
         self.results: list[TransferResult] = []
 
-    def add(self, result: TransferResult) -> bool:
-        """Add a result, once. Return True if all results are there now."""
+    def add(self, result: TransferResult, ranks: int) -> bool:
+        """Add a result, once. Return True if the results of so many `ranks` are there now."""
         if all(result is not other for other in self.results):
             self.results.append(result)
-        return len(self.results) >= self._ranks * len(self.jobs)
+        return len(self.results) >= ranks * len(self.jobs)
 
     @property
     def failed(self) -> dict[BlockName, str]:

@@ -211,15 +211,15 @@ class EngineReplay:
         self._is_measuring = number >= self.setup.first_measured
         request = _Request(number, str(number), self.requests[number])
         traced = request.traced
-        self._driver.started(
+        started = self.manager.request_started(
             request.name,
             traced.hashes[: traced.prompt_blocks],
             traced.session,
             self.now,
             tokens=traced.input_tokens,
-            blocks=traced.asked_blocks(self.setup.block_tokens),
             hints=traced.hints,
         )
+        self._driver.started(started, traced.asked_blocks(self.setup.block_tokens))
         self._waiting.append(request)
 
     def _admit(self) -> None:

@@ -61,7 +61,7 @@ def one_cache(
         tokens = traced.input_tokens + traced.output_tokens
         manager.request_finished(name, traced.hashes, now, tokens=tokens, ending=traced.stop)
         for plan in manager.plan_stores(now, room=len(traced.hashes), wanted=0):
-            manager.stored(plan, dict.fromkeys(range(len(plan.rows)), 1), now, 0.0)
+            manager.stored(plan, dict.fromkeys(range(len(plan.rows)), 1), now, {})
         session = request.session
         if manager.table.by_id.get(session.session_id) is session and not session.is_cold:  # the rest did not fit
             manager.cut(session, manager.blocks.saved_prefix(session.rows), DropCause.ABANDONED)

@@ -167,7 +167,6 @@ class BlockTable:
         self.origin = np.zeros(_FIRST_ROWS, np.int32)
         self._slot = np.zeros(_FIRST_ROWS, np.int32)
         self._columns = list(vars(self))
-        self._hash_nbytes = 0
         self._free = np.arange(_FIRST_ROWS, dtype=np.int32)[::-1].copy()
         self._free_count = _FIRST_ROWS
         self._index = np.full(2 * _FIRST_ROWS, _EMPTY, np.int32)
@@ -195,7 +194,7 @@ class BlockTable:
 
     def find(self, groups: ArrayLike, block_hashes: Sequence[bytes]) -> Rows:
         """Return the row of each block, -1 for a block without a row. groups: group of each block, or of all."""
-        if not block_hashes or not self._hash_nbytes:
+        if not block_hashes or not len(self):
             return np.full(len(block_hashes), -1, np.int32)
         return self._probe(_for_each(groups, block_hashes), self._words(block_hashes))
 
@@ -219,9 +218,8 @@ class BlockTable:
         """
         if not block_hashes:
             return NO_ROWS
-        if not self._hash_nbytes:
-            self._hash_nbytes = len(block_hashes[0])
-            self._hashes = np.zeros((len(self._free), -(-self._hash_nbytes // 8)), np.uint64)
+        if not self._hashes.shape[1]:
+            self._hashes = np.zeros((len(self._free), len(block_hashes[0]) // 8), np.uint64)
         numbers, words, likely = _for_each(groups, block_hashes), self._words(block_hashes), likely[: len(block_hashes)]
         known = first_false((self._hashes[likely] == words[: len(likely)]).all(axis=1))
         rows = np.concatenate([likely[:known], self._probe(numbers[known:], words[known:])])
@@ -237,24 +235,18 @@ class BlockTable:
         """Return the block hashes of rows."""
         if not len(rows):
             return []
-        own = self._hashes[rows].view(np.uint8)[:, : self._hash_nbytes]
-        found: list[bytes] = np.ascontiguousarray(own).view(f"V{self._hash_nbytes}").ravel().tolist()
+        found: list[bytes] = self._hashes[rows].view(f"V{8 * self._hashes.shape[1]}").ravel().tolist()
         return found
 
     def name(self, row: int) -> BlockName:
         """Return the group and the block hash of a row."""
-        return int(self.group[row]), self._hashes[row].tobytes()[: self._hash_nbytes]
+        return int(self.group[row]), self._hashes[row].tobytes()
 
     def _words(self, block_hashes: Sequence[bytes]) -> NDArray[np.uint64]:
-        length, width = self._hash_nbytes, self._hashes.shape[1]
-        joined = b"".join(block_hashes)
+        length, joined = 8 * self._hashes.shape[1], b"".join(block_hashes)
         if len(joined) != length * len(block_hashes) or len(block_hashes[0]) != length:
             raise ValueError(f"a block hash must have {length} bytes, as the first one had")
-        if length % 8:
-            padded = np.zeros((len(block_hashes), 8 * width), np.uint8)
-            padded[:, :length] = np.frombuffer(joined, np.uint8).reshape(-1, length)
-            return padded.view(np.uint64)
-        return np.frombuffer(joined, np.uint64).reshape(-1, width)
+        return np.frombuffer(joined, np.uint64).reshape(len(block_hashes), -1)
 
     def _slots(self, groups: NDArray[np.int8], words: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the slot of the index at which the search for each block begins."""
@@ -364,6 +356,10 @@ class BlockTable:
 
     # -- compressed blocks ----------------------------------------------------------------------------
 
+    def nbytes_of(self, rows: Rows) -> int:
+        """Return the bytes of the compressed blocks of rows."""
+        return int(self.nbytes[rows].sum(dtype=np.int64))
+
     def is_saved(self, rows: Rows) -> Mask:
         """Return a mask of the saved rows."""
         saved: Mask = (self.status[rows] & SAVED) > 0
@@ -469,7 +465,7 @@ class BlockTable:
 
     def _count(self, rows: Rows, sign: int) -> None:
         self._charge(rows, self.nbytes[rows], sign)
-        self.saved_nbytes += sign * int(self.nbytes[rows].sum(dtype=np.int64))
+        self.saved_nbytes += sign * self.nbytes_of(rows)
         self.exact_blocks += sign * int((self.exact[rows] > 0).sum())
         refined = (self.inner[rows] > 0).sum(axis=1)
         self._refined += sign * np.bincount(refined, minlength=len(self._refined))

@@ -27,7 +27,8 @@ from manthan.manager.config.model import QUALITY, Quality
 from manthan.manager.config.sentences import first_mistake, must_be, nearest
 from manthan.manager.events import DropCause, Pinned
 from manthan.manager.session.blocks import Rows
-from manthan.manager.session.table import Deadlines, Session
+from manthan.manager.session.table import Session
+from manthan.policies.ranking import Ranking
 
 if TYPE_CHECKING:
     from manthan.manager.session.manager import SessionManager
@@ -224,7 +225,7 @@ class SaidBySession:
     def __init__(self, manager: "SessionManager", ttl_s: float | None) -> None:
         self._manager, self._table, self._ttl_s = manager, manager.table, ttl_s
         self.pinned: dict[Session, int] = {}  # bytes that a pinned or kept session counts for in `Shares.pinned`
-        self.ttls, self.pins = Deadlines(), Deadlines()
+        self.ttls, self.pins = Ranking(), Ranking()
         """For each session, the times at which it is forgotten, and at which its pin or a kept range next ends."""
         self._tools = ToolTimes()
         self.expected: Callable[[Session, float], None] = lambda session, now: None
@@ -306,7 +307,9 @@ class SaidBySession:
             session.kept = 0
         ends = [until for until, _ in session.keeps]
         ends += [] if session.pinned_until is None else [session.pinned_until]
-        self.pins.set(session.session_id, min(ends, default=None))
+        self.pins.discard(session.session_id)
+        if ends:
+            self.pins.set(session.session_id, min(ends))
         return refused
 
     def _count(self, hint: str, session: Session, rows: Rows) -> str:
@@ -318,7 +321,7 @@ class SaidBySession:
         manager, blocks, tenant = self._manager, self._manager.blocks, session.tenant
         manager.points.leave_spare(session, DropCause.ABANDONED)
         beside = session.point_rows
-        needed = int(blocks.nbytes[beside].sum() + blocks.reserved[beside].sum())
+        needed = blocks.nbytes_of(beside) + int(blocks.reserved[beside].sum())
         if manager.shape.stores_main:
             shape = manager.shape.groups[manager.shape.main]
             counts = manager.sink_tokens(rows, manager.shape.main)
@@ -352,19 +355,17 @@ class SaidBySession:
 
     def expire(self, now: float) -> None:
         """Forget sessions past their time to live, and end pins."""
-        for session_id in list(self.pins.pop_due(now)):
-            if (session := self._table.by_id.get(session_id)) is not None:
-                if session.pinned_until is not None and session.pinned_until <= now:
-                    self.unpin(session)
-                self._renew(session, now)
-        for session_id in list(self.ttls.pop_due(now)):
-            session = self._table.by_id.get(session_id)
-            if session is not None and not session.requests:  # a request's end sets the time anew
+        for session in [self._table.by_id[session_id] for session_id in self.pins.pop_until(now)]:
+            if session.pinned_until is not None and session.pinned_until <= now:
+                self.unpin(session)
+            self._renew(session, now)
+        for session in [self._table.by_id[session_id] for session_id in self.ttls.pop_until(now)]:
+            if not session.requests:  # a request's end sets the time anew
                 self._manager.forget_session(session, DropCause.EXPIRED)
 
     def forget(self, session: Session) -> None:
         """Forget the pins and times of a session that has no blocks any more."""
         session.is_pinned, session.pinned_until, session.keeps, session.kept = False, None, (), 0
         self.pinned.pop(session, None)
-        self.ttls.set(session.session_id, None)
-        self.pins.set(session.session_id, None)
+        self.ttls.discard(session.session_id)
+        self.pins.discard(session.session_id)

@@ -49,9 +49,10 @@ from manthan.manager.session.blocks import (
 )
 from manthan.manager.session.hints import NO_HINTS, Hints, SaidBySession
 from manthan.manager.session.resume_points import ResumePoints
-from manthan.manager.session.table import Deadlines, Session, SessionState, SessionTable, Shares, prompt_end
-from manthan.manager.transfer import JOB_BLOCKS, Transfer
+from manthan.manager.session.table import Session, SessionState, SessionTable, Shares, digest_of
+from manthan.manager.transfer import JOB_BLOCKS, Answers, Transfer
 from manthan.policies import EvictionPolicy, PolicyOptions
+from manthan.policies.ranking import Ranking
 
 DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it
 LOOKED_AT = 32  # most sessions whose blocks `lead_overwritten` orders
@@ -114,17 +115,22 @@ class Request:
             self.own = max(self.own, blocks)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StorePlan:
-    """Store to begin. The pool's blocks are referenced already.
+class Store:
+    """Store to begin, or under way.
 
-    exact: number of exact tokens of each block. replaces: for each block, True if it was saved before.
+    Args:
+        transfer: the store. The pool's blocks are referenced already.
+        rows: of the blocks.
+        exact: number of exact tokens of each block.
+        replaces: for each block, True if it was saved before.
     """
 
-    transfer: Transfer
-    rows: Rows
-    exact: NDArray[np.uint16]
-    replaces: NDArray[np.bool_]
+    def __init__(self, transfer: Transfer, rows: Rows, exact: NDArray[np.uint16], replaces: Mask) -> None:
+        self.transfer, self.rows, self.exact, self.replaces = transfer, rows, exact, replaces
+        self.answers = Answers([transfer])
+        self.block_ids: list[int] = transfer.block_ids.tolist()  # referenced until all ranks have gathered the blocks
+        self.gathered = 0  # number of ranks that have
+        self.is_void = False  # true after a reset, which makes the result worthless
 
 
 class Outcome(NamedTuple):
@@ -143,7 +149,7 @@ class StoresBegun(NamedTuple):
     from the pool, or decoded there. lost: number of rows whose blocks are absent from the pool.
     """
 
-    plans: list[StorePlan]
+    plans: list[Store]
     taken: int
     is_gone: bool = False
     lost: int = 0
@@ -220,7 +226,7 @@ class SessionManager:
         self.job_ids = count()
         self._is_shared, self._is_exclusive, self._levels = is_shared, is_exclusive, levels
         self._sink, self._wanted_sink = sink_tokens, sink_tokens
-        self.due = Deadlines()  # times at which idle sessions are saved
+        self.due = Ranking()  # times at which idle sessions are saved
         self.saving: dict[Session, float] = {}  # for each idle session being saved, the time at which that began
         self._loading: dict[str, Rows] = {}  # by id of a load, the pinned rows
         self._torn: set[int] = set()  # rows to drop once no load reads them, because only some ranks have the new block
@@ -280,12 +286,15 @@ class SessionManager:
         self._begin_use(session, request_id, now, prompt, known)
         if length < len(session.rows):  # the old answer is no longer needed
             self.cut(session, length, DropCause.ABANDONED)
-        request = Request(request_id, session, hashes, rows, prompt, now, hints)
+        request, digest = (
+            Request(request_id, session, hashes, rows, prompt, now, hints),
+            digest_of(tenant, hashes, tail),
+        )
         request.quality = hints.quality or self.quality
         if request.quality != "exact":
-            request.own = self.table.own_blocks(session, hashes, rows, tail)
+            request.own = self.table.own_blocks(session, rows, digest)
         self.requests[request_id] = request
-        self.table.enter_prompt(session, hashes, prompt_end(hashes, tail))
+        self.table.enter_prompt(session, digest)
         if hints.store is not None:
             self.table.stay_out(session, not hints.store)
         if (parent := hints.parent_session_id) and parent != session.name:
@@ -318,7 +327,7 @@ class SessionManager:
         tokens: int | None = None,
         points: Sequence[PointParts] = (),
         ending: str = "",
-    ) -> tuple[Outcome, list[StorePlan]]:
+    ) -> tuple[Outcome, list[Store]]:
         """Note the end of a request. Return the answer to its hints, and stores of resume points.
 
         Args:
@@ -366,7 +375,7 @@ class SessionManager:
 
     def _begin_use(self, session: Session, request_id: str, now: float, tokens: int, known_tokens: int) -> None:
         self._stop_saving(session)
-        self.due.set(session.session_id, None)
+        self.due.discard(session.session_id)
         if not session.requests:
             self.said.returned(session, now)
             session.stored = session.stored_nbytes = session.refusals = 0
@@ -400,14 +409,14 @@ class SessionManager:
             session.left_tokens = 0
             self.due.set(session.session_id, now + self.idle_after_s)
 
-    def _place(self, session: Session, points: Sequence[PointParts]) -> list[StorePlan]:
+    def _place(self, session: Session, points: Sequence[PointParts]) -> list[Store]:
         """Enter resume points of a session, the deepest first, and begin to store their blocks."""
         wanted = [point for point in points if point.depth >= self.min_blocks]
         if not wanted or session.stays_out:
             return []
         session.prompt_depth = wanted[1].depth if wanted[1:] else 0
         self.points.tidy(session)
-        plans: list[StorePlan] = []
+        plans: list[Store] = []
         for depth, parts in wanted:
             rows = self.enter_parts(parts)
             point = self.points.place(session, depth, rows)
@@ -541,14 +550,14 @@ class SessionManager:
 
     # -- stores ---------------------------------------------------------------------------------------
 
-    def plan_stores(self, now: float, room: int, wanted: int) -> list[StorePlan]:
+    def plan_stores(self, now: float, room: int, wanted: int) -> list[Store]:
         """Return the stores to begin now. The blocks are referenced until the driver gives them back.
 
         Args:
             room: most free blocks that stores may reference.
             wanted: number of blocks to save because memory is short; 0 if it is not.
         """
-        for session_id in list(self.due.pop_due(now)):
+        for session_id in list(self.due.pop_until(now)):
             session = self.table.by_id[session_id]
             if session.stays_out:
                 self._forget_overwritten(session, now)
@@ -591,7 +600,7 @@ class SessionManager:
         """Have each `plan_stores` save some of an idle session, until it is cold."""
         if session.stays_out or session.is_cold or session in self.saving:
             return
-        self.due.set(session.session_id, None)
+        self.due.discard(session.session_id)
         if self.points.is_needed and not self._end_at_point(session, is_leaving=True):
             return
         self.saving[session], session.is_pressed = now, is_pressed
@@ -600,14 +609,14 @@ class SessionManager:
         if self.saving.pop(session, None) is not None:
             self.table.touch(session)
 
-    def _save(self, session: Session, room: int, now: float) -> list[StorePlan]:
+    def _save(self, session: Session, room: int, now: float) -> list[Store]:
         """Begin to store a session's blocks, the first blocks first, because others are worthless without them."""
         blocks, rows = self.blocks, session.rows
         if self.points.is_needed and self._is_too_large(session):
             self.cut(session, 0, DropCause.BUDGET)
             return []
         needed = rows[blocks.status[rows] == 0][:room]
-        plans: list[StorePlan] = []
+        plans: list[Store] = []
         if len(needed):
             makes_room = session.is_pinned or (session.is_pressed and not self._is_exclusive)
             begun = self._begin(needed, session, is_pressed=makes_room)
@@ -629,10 +638,9 @@ class SessionManager:
     def _is_too_large(self, session: Session) -> bool:
         """True if a session with resume points would not fit even into empty tiers."""
         blocks, rows = self.blocks, np.concatenate([session.rows, session.point_rows])
-        taken = int(blocks.nbytes[rows].sum(dtype=np.int64) + blocks.reserved[rows].sum(dtype=np.int64))
+        taken = blocks.nbytes_of(rows) + int(blocks.reserved[rows].sum(dtype=np.int64))
         bound = self.shape.groups[self.shape.main].bounds[0]
-        more = bound * int((blocks.status[session.rows] == 0).sum())
-        return taken + more > self.budget_nbytes
+        return taken + bound * int((blocks.status[session.rows] == 0).sum()) > self.budget_nbytes
 
     def _put_off(self, session: Session, now: float, is_full: bool = True) -> None:
         """Save a session later. is_full: True if the tiers have no room, False if a store failed otherwise."""
@@ -641,7 +649,7 @@ class SessionManager:
         if not session.requests:
             self.due.set(session.session_id, now + self.idle_after_s * 2**session.refusals)
 
-    def _save_next_overwritten(self, room: int, wanted: int, now: float) -> list[StorePlan]:
+    def _save_next_overwritten(self, room: int, wanted: int, now: float) -> list[Store]:
         """Begin to store the unsaved blocks that the pool overwrites next, and have their idle sessions saved.
 
         A session for which no room can be made is worth less than all in the tiers, and its rest is given up.
@@ -658,7 +666,7 @@ class SessionManager:
         if most <= 0:
             return []
         rows = rows[(self.blocks.status[rows] == 0) & (self.blocks.users[rows] > 0)]
-        plans: list[StorePlan] = []
+        plans: list[Store] = []
         for number in dict.fromkeys(self._origins(rows).tolist()):
             session = self.table.by_number.get(number)
             if session is None or session.stays_out or session.refused_until > now:
@@ -688,7 +696,7 @@ class SessionManager:
                     self.blocks.change_origin(session.rows, 0, session.number)
         return self.blocks.origin[rows]
 
-    def save_running(self, request: Request, most: int, now: float) -> list[StorePlan]:
+    def save_running(self, request: Request, most: int, now: float) -> list[Store]:
         """Begin to store up to `most` of the computed blocks of a running request's prompt.
 
         Called when memory is short, because the blocks would be overwritten soon after the request's end.
@@ -749,7 +757,7 @@ class SessionManager:
             transfer = Transfer(
                 next(self.job_ids), "store", group, hashes[part], block_ids, first, end, shape.codec, mark, tenant
             )
-            plans.append(StorePlan(transfer, rows[part], counts[part], replaces[part]))
+            plans.append(Store(transfer, rows[part], counts[part], replaces[part]))
         return StoresBegun(plans, fits, is_gone, lost)
 
     def sink_tokens(self, rows: Rows, group: int) -> NDArray[np.int64]:
@@ -771,33 +779,26 @@ class SessionManager:
                 self._heads.update(head.tolist())
         return counts
 
-    def stored(
-        self,
-        plan: StorePlan,
-        nbytes: Mapping[int, int],
-        now: float,
-        seconds: float,
-        inner: Mapping[int, Sequence[int]] = {},
-    ) -> None:
-        """Note which of a plan's blocks every rank has stored.
+    def stored(self, store: Store, nbytes: Mapping[int, int], now: float, inner: Mapping[int, Sequence[int]]) -> None:
+        """Note which of a store's blocks every rank has stored.
 
-        nbytes: by index in the plan, bytes taken of the budget. seconds: a block's time on the slowest rank. inner: see
-        `TransferResult.inner`, for all ranks together.
+        nbytes: by index in the store, bytes taken of the budget. inner: see `TransferResult.inner`, for all ranks
+        together.
         """
-        blocks, transfer = self.blocks, plan.transfer
+        blocks, transfer = self.blocks, store.transfer
         good = np.array(sorted(nbytes), np.int64)
-        dropped = plan.replaces[good] & ~blocks.is_saved(plan.rows[good])
+        dropped = store.replaces[good] & ~blocks.is_saved(store.rows[good])
         if dropped.any():  # the older block was dropped meanwhile, and perhaps the new one with it
-            self.store_failed(plan, good[dropped].tolist(), now, is_void=False, is_full=False)
+            self.store_failed(store, good[dropped].tolist(), now, is_full=False)
             good = good[~dropped]
-        rows = plan.rows[good]
+        rows = store.rows[good]
         for row in rows[blocks.is_saved(rows)][:1].tolist():  # all sessions of a head share the first block
             for session in self.table.holders(row, int(blocks.depth[row])):
                 self.table.touch(session)
         sizes, parts = [nbytes[at] for at in good.tolist()], [inner.get(at, ()) for at in good.tolist()]
         mark = Mark.DERIVED if self._is_shared else transfer.mark  # another engine may replace a shared tier's block
-        blocks.save(rows, sizes, plan.exact[good], mark, None, *self.levels_of(rows, parts))
-        self.announce(rows, seconds)
+        blocks.save(rows, sizes, store.exact[good], mark, None, *self.levels_of(rows, parts))
+        self.announce(rows, store.answers.seconds / len(store.rows))
         if self.points.is_needed:
             self.points.stored(rows.tolist())
         for number in np.unique(blocks.origin[rows]).tolist():
@@ -807,7 +808,7 @@ class SessionManager:
                 self.table.enter_refined(user)
                 own = rows[blocks.origin[rows] == number]
                 user.stored += len(own)
-                user.stored_nbytes += int(blocks.nbytes[own].sum(dtype=np.int64))
+                user.stored_nbytes += blocks.nbytes_of(own)
                 if user.state is SessionState.IDLE and not user.stays_out and user not in self.saving:
                     self._check_cold(user, now)
         self._drop_unneeded(rows)
@@ -835,21 +836,20 @@ class SessionManager:
             self.pool.keep(group, hashes[::-1])
 
     def store_failed(
-        self, plan: StorePlan, failed: Sequence[int], now: float, is_void: bool, is_full: bool, torn: Sequence[int] = ()
+        self, store: Store, failed: Sequence[int], now: float, is_full: bool, torn: Sequence[int] = ()
     ) -> None:
-        """Note which of a plan's blocks some rank could not store, by index in the plan.
+        """Note which of a store's blocks some rank could not store, by index in the store.
 
         Args:
-            is_void: True after a reset, which makes the KV worthless.
             is_full: True if there was no room.
             torn: failed blocks that some rank may have replaced, and another not.
         """
-        blocks, rows, torn_rows = self.blocks, plan.rows[list(failed)], plan.rows[list(torn)]
+        blocks, rows, torn_rows = self.blocks, store.rows[list(failed)], store.rows[list(torn)]
         is_first = (blocks.status[rows] & STORING) == blocks.status[rows]  # without an older compressed block
-        gone = rows[is_first | is_void]
+        gone = rows[is_first | store.is_void]
         if len(gone):  # some rank may have stored a part
-            cause = DropCause.RESET if is_void else DropCause.FAILED
-            self.events(BlocksDropped(plan.transfer.group, blocks.hashes(gone), cause))
+            cause = DropCause.RESET if store.is_void else DropCause.FAILED
+            self.events(BlocksDropped(store.transfer.group, blocks.hashes(gone), cause))
         users = {session: None for session in self.saving if np.isin(session.rows, rows).any()}
         users |= {one.session: None for one in self.requests.values() if np.isin(one.rows, rows).any()}
         for number in np.unique(blocks.origin[rows]).tolist():
@@ -875,7 +875,7 @@ class SessionManager:
             return
         began = self.saving.get(session, now)
         self._stop_saving(session)
-        self.due.set(session.session_id, None)
+        self.due.discard(session.session_id)
         self.table.set_cold(session, True)
         self.table.enter_order_again(session)
         session.refusals = 0
@@ -897,7 +897,7 @@ class SessionManager:
                 pool_nbytes=len(rows) * self.shape.pool_nbytes + pool_nbytes,
                 stored=session.stored,
                 stored_nbytes=session.stored_nbytes,
-                cold_nbytes=int(blocks.nbytes[rows].sum(dtype=np.int64) + blocks.nbytes[beside].sum(dtype=np.int64)),
+                cold_nbytes=blocks.nbytes_of(rows) + blocks.nbytes_of(beside),
                 exact=int((blocks.exact[rows] > 0).sum()),
                 idle_s=began - session.last_used,
                 took_s=now - began,
@@ -943,7 +943,7 @@ class SessionManager:
 
     # -- heads common to sessions ---------------------------------------------------------------------
 
-    def _replace_heads(self, session: Session) -> list[StorePlan]:
+    def _replace_heads(self, session: Session) -> list[Store]:
         """Begin to store the blocks at a session's begin that sessions share again, exact, if the pool has them exact.
 
         Such blocks have a share of the budget. If it is full, blocks of fewer sessions make room for those of more
@@ -969,9 +969,9 @@ class SessionManager:
             plans += self._demote(int(blocks.users[lossy[len(chosen)]]), bound, session)
         return plans
 
-    def _demote(self, users: int, needed: int, session: Session) -> list[StorePlan]:
+    def _demote(self, users: int, needed: int, session: Session) -> list[Store]:
         """Begin to store exact blocks of fewer than `users` sessions again, lossy, until that frees `needed` bytes."""
-        blocks, plans = self.blocks, list[StorePlan]()
+        blocks, plans = self.blocks, list[Store]()
         for row in sorted(self._heads, key=lambda row: (blocks.users[row], -blocks.depth[row])):
             rows = np.array([row], np.int32)
             if needed <= 0 or blocks.users[row] >= users:
@@ -1207,7 +1207,7 @@ class SessionManager:
             rows = rows[np.isin(blocks.origin[rows], free)]
             freed = np.cumsum(blocks.nbytes[rows].astype(np.int64))
             rows = rows[: int(np.searchsorted(freed, short)) + 1]
-            short -= int(blocks.nbytes[rows].sum(dtype=np.int64))
+            short -= blocks.nbytes_of(rows)
             for number in np.unique(blocks.origin[rows]).tolist():
                 self._save_later(self.table.by_number[number])
             self.drop(rows, DropCause.REDUNDANT)
@@ -1240,7 +1240,7 @@ class SessionManager:
         self._heirs |= dict.fromkeys(heirs)
         if not len(session.rows):
             self._stop_saving(session)
-            self.due.set(session.session_id, None)
+            self.due.discard(session.session_id)
             self._heirs.pop(session, None)
             self._heads_only.pop(session, None)
             self.said.forget(session)
@@ -1254,8 +1254,7 @@ class SessionManager:
 
     def _tell_lost(self, session: Session, rows: Rows, cause: DropCause) -> None:
         if len(rows) and self.shape.stores_main:
-            nbytes = int(self.blocks.nbytes[rows].sum(dtype=np.int64))
-            self.events(Lost(session.session_id, len(rows), nbytes, cause))
+            self.events(Lost(session.session_id, len(rows), self.blocks.nbytes_of(rows), cause))
 
     def drop(self, rows: Rows, cause: DropCause) -> None:
         """Drop the compressed blocks of rows, all saved and not pinned."""
@@ -1283,7 +1282,7 @@ class SessionManager:
         self.pool.release(self.shape.main, own)
 
     def reset(self) -> None:
-        """Drop all KV, resident and saved. The driver later ends stores under way by `store_failed` with `is_void`."""
+        """Drop all KV, resident and saved. The driver later ends stores under way by `store_failed`."""
         for load_id in list(self._loading):
             self.load_finished(load_id)
         for session in list(self.table.by_id.values()):

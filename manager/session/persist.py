@@ -259,9 +259,9 @@ class JournalLink(_Link):
         hashes = [block.block_hash for block in left.blocks[:length]]
         rows = manager.blocks.enter(manager.shape.session_group, hashes, 0)
         manager.table.extend(session, rows)
-        prompt = session.prompt_end.partition(":")[0]
-        if prompt.isdecimal() and int(prompt) <= length:
-            manager.table.enter_prompt(session, hashes[: int(prompt)], session.prompt_end)
+        count = session.prompt_end.partition(":")[0]
+        if count.isdecimal() and int(count) <= length:
+            manager.table.enter_prompt(session, session.prompt_end)
         self._save(rows, left.blocks[:length], sizes, tenant)
         kept = left.kept(length)
         spare = [point for point in reversed(left.points) if point.depth < length and point not in kept]
@@ -426,7 +426,7 @@ class RedisLink(_Link):
             "state": session.state,
             "tokens": len(session.rows) * self._manager.shape.block_tokens,
             "blocks": len(saved),
-            "bytes": int(blocks.nbytes[saved].sum(dtype=np.int64)),
+            "bytes": blocks.nbytes_of(saved),
             "requests": session.uses,
             "hashes": sample(blocks.hashes(session.rows)),
             "created": iso(session.created + offset),

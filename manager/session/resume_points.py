@@ -151,7 +151,7 @@ class ResumePoints:
         if points:
             rows = np.unique(np.concatenate([point.rows for point in points]))
             self._spare[session] = points
-            self._taken[session] = int(self._blocks.nbytes[rows[self._blocks.users[rows] == 1]].sum(dtype=np.int64))
+            self._taken[session] = self._blocks.nbytes_of(rows[self._blocks.users[rows] == 1])
 
     def recount(self, session: Session) -> None:
         """Count the bytes of a session's spare points again, after refinements of its blocks were cut."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from enum import StrEnum, auto
 from hashlib import blake2b
 from itertools import count, islice
-from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,6 @@ from manthan.manager.session.blocks import (
     first_false,
 )
 from manthan.policies import EvictionPolicy, SessionView
-from manthan.policies.ranking import Ranking
 
 REMEMBERED = 1024  # sessions still recognized when their KV is gone; two more for each session with KV
 MOST_RELATIVES = 64  # sessions of a family, because each drop checks all of them; later ones do not join
@@ -135,8 +133,7 @@ class Session(Struct, eq=False, gc=False):
     parent: str | None = None  # name of the session that this one works for; there may be no such session
     family: str | None = None  # name of the first ancestor, in a family of several; see `SessionTable.join`
     answer: bytes = b""  # hash of the first full block that has a token of the last answer; empty for none
-    prompt_end: str = ""  # number of the last prompt's full blocks, and a digest of later tokens; empty if unknown
-    prompt_key: bytes = b""  # see `_prompt_key`
+    prompt_end: str = ""  # `digest_of` the last prompt
 
     def __post_init__(self) -> None:
         self.owner = self.tenant, f"#{self.number}" if self.name is None else f"={self.name}"
@@ -173,35 +170,6 @@ def _prefix(tenant: str, name: str) -> str:
     if tenant:
         return tenant.replace("%", "%25").replace("/", "%2F") + "/"
     return "/" if "/" in name else ""
-
-
-class Deadlines:
-    """A time for each session id. Each call takes O(log n). Times are seconds on the engine's clock."""
-
-    def __init__(self) -> None:
-        self._when = Ranking()
-
-    def __contains__(self, session_id: str) -> bool:
-        return session_id in self._when
-
-    @property
-    def first(self) -> float:
-        """The earliest time; infinity if there is none."""
-        first = self._when.first()
-        return inf if first is None else first.rank
-
-    def set(self, session_id: str, when: float | None) -> None:
-        """Set the time of a session, or remove the time with None."""
-        if when is None:
-            self._when.discard(session_id)
-        elif self._when.get(session_id) != when:
-            self._when.set(session_id, when)
-
-    def pop_due(self, now: float) -> Iterator[str]:
-        """Yield the ids of sessions whose time has come, and remove them."""
-        while (first := self._when.first()) is not None and first.rank <= now:
-            self._when.discard(first.key)
-            yield first.key
 
 
 class Order:
@@ -303,7 +271,7 @@ class SessionTable:
         self._of_tenant = defaultdict[str, dict[Session, None]](dict)
         self._families: dict[tuple[str, str], dict[Session, None]] = {}
         """Sessions with a parent or a child, by tenant and the name of their first ancestor."""
-        self._prompts: dict[bytes, Session] = {}  # last session that asked a prompt, by `Session.prompt_key`
+        self._prompts: dict[str, Session] = {}  # last session that asked a prompt, by `Session.prompt_end`
         self._remembered: dict[bytes, Session] = {}
         """Sessions by tenant and `Session.tip`, with or without blocks. The oldest are removed, several at once."""
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
@@ -445,7 +413,7 @@ class SessionTable:
         self.resident.leave(session.session_id)
         if session.name is not None:
             self._named.remove((session.tenant, session.name), session)
-        self._forget_prompt(session)
+        self.enter_prompt(session, "")
         self._leave_family(session)
         del self._of_tenant[session.tenant][session]
         if not self._of_tenant[session.tenant]:  # clients may make up any number of tenants
@@ -501,11 +469,11 @@ class SessionTable:
 
     def _view(self, session: Session) -> SessionView:
         blocks = len(session.rows)
-        nbytes = self.blocks.nbytes[session.point_rows].sum(dtype=int) if session.points else 0
+        nbytes = self.blocks.nbytes_of(session.point_rows) if session.points else 0
         return SessionView(
             session.session_id,
             blocks * self.shape.block_tokens,
-            blocks * self.shape.cold_nbytes + int(nbytes),
+            blocks * self.shape.cold_nbytes + nbytes,
             session.created,
             session.last_used,
             session.uses,
@@ -580,36 +548,30 @@ class SessionTable:
         is_next = name is not None and 0 < session.prompt_tokens < tokens and not session.requests
         return length if is_next else len(session.rows)
 
-    def own_blocks(self, session: Session, hashes: Sequence[bytes], rows: Rows, tail: bytes | None) -> int:
+    def own_blocks(self, session: Session, rows: Rows, prompt: str) -> int:
         """Return the number of a prompt's first blocks that the session has, or a session of the same name.
 
         Behind these blocks, the request takes exact blocks only. A request without a name that repeats a session's
         whole prompt counts as the same client's.
 
         Args:
-            tail: the prompt's tokens behind the full blocks, as bytes; None if unknown.
+            prompt: digest of the prompt; see `digest_of`.
         """
         if session.name is not None:
             return self._nearest(self._used(rows), session.name, session.tenant)[0]
-        if not len(session.rows) and hashes and (end := prompt_end(hashes, tail)):
-            origin = self._prompts.get(_prompt_key(session.tenant, hashes[-1], end))
-            if origin is not None and len(origin.rows) >= len(hashes):
-                session.owner = origin.owner
-                return len(hashes)
+        origin = None if len(session.rows) else self._prompts.get(prompt)
+        if origin is not None and len(origin.rows) >= len(rows):
+            session.owner = origin.owner
+            return len(rows)
         return common_prefix(session.rows, rows)
 
-    def enter_prompt(self, session: Session, hashes: Sequence[bytes], end: str) -> None:
-        """Note a session's newest prompt. hashes: of the full blocks. end: see `Session.prompt_end`."""
-        self._forget_prompt(session)
-        session.prompt_end = end
-        if hashes and end:
-            session.prompt_key = _prompt_key(session.tenant, hashes[-1], end)
-            self._prompts[session.prompt_key] = session
-
-    def _forget_prompt(self, session: Session) -> None:
-        if self._prompts.get(session.prompt_key) is session:
-            del self._prompts[session.prompt_key]
-        session.prompt_key = b""
+    def enter_prompt(self, session: Session, prompt: str) -> None:
+        """Note a session's newest prompt, by its digest; empty for none."""
+        if self._prompts.get(session.prompt_end) is session:
+            del self._prompts[session.prompt_end]
+        session.prompt_end = prompt
+        if prompt:
+            self._prompts[prompt] = session
 
     def _used(self, rows: Rows) -> Rows:
         """Return the rows up to the first that no session has."""
@@ -717,11 +679,14 @@ class SessionTable:
         return next(full for told in names if (full := qualified(told, tenant)) not in taken)
 
 
-def prompt_end(hashes: Sequence[bytes], tail: bytes | None) -> str:
-    """Return `Session.prompt_end`, which differs for prompts with the same full blocks. tail: see `own_blocks`."""
-    return "" if tail is None else f"{len(hashes)}:{blake2b(tail, digest_size=16).hexdigest()}"
+def digest_of(tenant: str, hashes: Sequence[bytes], tail: bytes | None) -> str:
+    """Return the number of a prompt's full blocks, and a digest of a tenant's whole prompt; empty if unknown.
 
-
-def _prompt_key(tenant: str, last: bytes, end: str) -> bytes:
-    """Return the key of a tenant's prompt: the hash of the last full block, and the end; see `prompt_end`."""
-    return b"\0".join((tenant.encode(), end.encode(), last))  # no tuple, for the garbage collector
+    Args:
+        hashes: block hashes of the full blocks.
+        tail: the prompt's tokens behind the full blocks, as bytes; None if unknown.
+    """
+    if tail is None or not hashes:
+        return ""
+    whole = b"\0".join((tenant.encode(), hashes[-1], tail))
+    return f"{len(hashes)}:{blake2b(whole, digest_size=16).hexdigest()}"

@@ -16,9 +16,10 @@ from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import NO_GROUP, SAVED, STORING
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.resume_points import MOST_SPARE, SPARE_SHARE
-from manthan.manager.session.table import MOST_RELATIVES, Deadlines, Order, ResumePoint
+from manthan.manager.session.table import MOST_RELATIVES, Order, ResumePoint
 from manthan.manager.tiers.arena import GRANULE, Arena
 from manthan.manager.tiers.arena_tier import ArenaTier
+from manthan.policies.ranking import Ranking
 
 
 class IntegrityError(AssertionError):
@@ -207,7 +208,7 @@ def _links(manager: SessionManager) -> Findings:
     yield all(len(some) <= MOST_RELATIVES for some in table._families.values()), "a family is too large"
     yield set(manager._heirs) <= set(sessions), "a session that is gone is to enter the order"
     yield set(table._prompts.values()) <= set(sessions), "a prompt is of a session that is gone"
-    last = {one.prompt_key: one for one in sessions if table._prompts.get(one.prompt_key) is one}
+    last = {one.prompt_end: one for one in sessions if table._prompts.get(one.prompt_end) is one}
     yield table._prompts == last, "prompts by name are not those by session"
     for tip, session in table._remembered.items():
         yield session.tenant.encode() + session.tip == tip, f"{session.session_id} is remembered by another's tip"
@@ -322,19 +323,18 @@ def _deadlines(manager: SessionManager) -> Findings:
         whens = _whens(deadlines)
         yield whens.keys() <= table.by_id.keys(), f"{name}: {whens.keys() - table.by_id.keys()} are gone"
         first = min(whens.values(), default=inf)
-        yield deadlines.first == first, f"{name}: the first is kept as {deadlines.first}, and is {first}"
+        yield deadlines.least == first, f"{name}: the first is kept as {deadlines.least}, and is {first}"
     for session in table.by_id.values():
         ends = [until for until, _ in session.keeps] + ([session.pinned_until] if session.pinned_until else [])
         until = min(ends, default=None)
-        yield said.pins._when.get(session.session_id) == until, f"the pin of {session.session_id} ends at {until}"
+        yield said.pins.get(session.session_id) == until, f"the pin of {session.session_id} ends at {until}"
     for session_id in _whens(manager.due):
         state = table.by_id[session_id].state
         yield not table.by_id[session_id].requests, f"{session_id} is {state} and is to be saved"
 
 
-def _whens(deadlines: Deadlines) -> dict[str, float]:
-    ids = list(deadlines._when.in_order())
-    return {session_id: deadlines._when.get(session_id) for session_id in ids}  # type: ignore[misc]
+def _whens(deadlines: Ranking) -> dict[str, float]:
+    return {session_id: deadlines.get(session_id) for session_id in deadlines.in_order()}  # type: ignore[misc]
 
 
 # -- transfers --------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def _whens(deadlines: Deadlines) -> dict[str, float]:
 def _under_way(manager: SessionManager, driver: Driver) -> Findings:
     """The driver's requests, stores and loads."""
     blocks, pool = manager.blocks, driver._pool
-    storing = [row for store in driver._stores.values() for row in store.plan.rows.tolist()]
+    storing = [row for store in driver._stores.values() for row in store.rows.tolist()]
     kept = [row for row in blocks.rows().tolist() if blocks.status[row] & STORING]
     yield sorted(storing) == kept, f"rows {sorted(storing)} are being stored, and {kept} are marked"
     jobs = {job.job_id: request_id for request_id, load in driver._loading.items() for job in load.jobs}
@@ -386,7 +386,7 @@ def _left(manager: SessionManager) -> Findings:
     for name, books in kept.items():
         yield not books, f"{name} are left: {books}"
     for deadlines in (manager.due, manager.said.ttls, manager.said.pins):
-        yield not len(_whens(deadlines)) and deadlines.first == inf, "a deadline is left"
+        yield not len(_whens(deadlines)) and deadlines.least == inf, "a deadline is left"
     yield not len(blocks), f"{len(blocks)} rows are left"
     totals = [blocks.saved_nbytes, blocks.reserved_nbytes, blocks.storing, blocks.exact_blocks, *blocks.moved_nbytes]
     yield not any(totals) and not blocks._tenant_nbytes.any(), f"totals are left: {totals}"
