@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from manthan.manager.events import BlocksDropped, BlocksTrimmed, Loading, Overwritten, StoreFailed, StoreIsUp, Verdict
+from manthan.manager.events import BlocksDropped, BlocksTrimmed, Loading, Overwritten, StoreFailed, Verdict
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.guard import Guard
 from manthan.manager.pool import MARKS, Asker, Mark, Pool, Runway
@@ -118,7 +118,6 @@ class Driver:
         self._looks_after = 0.0  # time of the next look for blocks to save in the free queue
         self._look_at = inf  # time of the next look, after ended requests gave blocks to the queue; else infinity
         self._was_answered = self._has_finished = False
-        self._was_up: bool | None = None
         self.rests = False  # true while no store and no prefetch may begin; see `halt`
 
     # -- requests -------------------------------------------------------------------------------------
@@ -142,7 +141,8 @@ class Driver:
             usable: number of the prompt's first blocks that may be found.
             blocks: number of blocks that the request needs in all.
         """
-        self.hear()
+        if self._redis is not None:
+            self._redis.hear()
         self._waiting[request_id] = blocks
         request = self._requests.get(request_id)
         if request is None:
@@ -341,11 +341,11 @@ class Driver:
             self.fronts.settle()
         drops = self._drops.copy()
         self._drops.clear()
-        if self._redis is not None:
-            self._redis.tell([drop for drop in drops if isinstance(drop, BlocksDropped)], now)
         if self._journal is not None:
             self._journal.tell(now)
-        self.hear()
+        if self._redis is not None:
+            self._redis.tell([drop for drop in drops if isinstance(drop, BlocksDropped)], now)
+            self._redis.hear()
         prefetcher = self.prefetcher
         looks = prefetcher.was_settled or min(prefetcher.expected.least, prefetcher.look_at) <= now
         if (prefetcher.to_load or looks) and not self.rests:
@@ -426,14 +426,6 @@ class Driver:
     def _holding(self) -> int:
         """Number of blocks referenced until gathered."""
         return sum(len(store.block_ids) for store in self._stores.values())
-
-    def hear(self) -> None:
-        """Take results from Redis."""
-        if self._redis is not None:
-            self._redis.hear()
-            if self._redis.sessions.is_up is not self._was_up:
-                self._was_up = self._redis.sessions.is_up
-                self.manager.events(StoreIsUp(self._redis.sessions.is_up))
 
     # -- results --------------------------------------------------------------------------------------
 

@@ -219,21 +219,15 @@ class Listing:
 
     def _value(self, sort: Sort) -> Callable[[Session], float | str]:
         """Return a function from a session to the value of a sort key."""
-        match sort:
-            case Sort.LAST_USED:
-                return attrgetter("last_used")
-            case Sort.EXPECTED:
-                return lambda session: math.inf if session.expected is None else session.expected
-            case Sort.STATE:
-                return lambda session: STATES.index(session.state)
-            case Sort.ID:
-                return attrgetter("session_id")
-            case Sort.COLD_BYTES:
-                return self._cold_nbytes
-            case Sort.HOT_BYTES:
-                return self._resident().__getitem__
-            case Sort.TOKENS:
-                return lambda session: len(session.rows)
+        values: dict[Sort, Callable[[Session], float | str]] = {
+            Sort.LAST_USED: attrgetter("last_used"),
+            Sort.TOKENS: lambda session: len(session.rows),
+            Sort.COLD_BYTES: self._cold_nbytes,
+            Sort.ID: attrgetter("session_id"),
+            Sort.STATE: lambda session: STATES.index(session.state),
+            Sort.EXPECTED: lambda session: math.inf if session.expected is None else session.expected,
+        }
+        return self._resident().__getitem__ if sort is Sort.HOT_BYTES else values[sort]
 
     def _cold_nbytes(self, session: Session) -> int:
         points = self._blocks.nbytes_of(session.point_rows) if session.points else 0

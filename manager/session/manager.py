@@ -14,20 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from manthan.manager import events
 from manthan.manager.config.model import Quality
-from manthan.manager.events import (
-    BlocksDropped,
-    BlocksSaved,
-    BlocksTrimmed,
-    DropCause,
-    EncodingBegins,
-    Events,
-    Evicted,
-    Lost,
-    Overwritten,
-    Parent,
-    Turn,
-)
+from manthan.manager.events import DropCause, Events
 from manthan.manager.pool import MARKS, Asker, BlockName, Mark, Pool, Runway
 from manthan.manager.session.blocks import (
     HIGH,
@@ -299,7 +288,7 @@ class SessionManager:
             self.table.stay_out(session, not hints.store)
         if (parent := hints.parent_session_id) and parent != session.name:
             if parent != session.parent:
-                self.events(Parent(session.session_id, parent))
+                self.events(events.Parent(session.session_id, parent))
             self.table.join(session, parent)
         return request
 
@@ -362,7 +351,7 @@ class SessionManager:
         session.lossy_tokens, session.ending = lossy, ending
         plans = self._place(session, points) if len(session.rows) == len(rows) else []
         seconds, found = now - request.began, (request.found or 0) * self.shape.block_tokens
-        self.events(Turn(session.session_id, session.tokens, len(session.rows), seconds, found, lossy))
+        self.events(events.Turn(session.session_id, session.tokens, len(session.rows), seconds, found, lossy))
         refused = self.said.take(session, request.hints, now)
         self.blocks.hold(np.concatenate([held, more]), -1)
         if request.hints.release and len(session.rows) and session.requests == {request_id}:
@@ -623,7 +612,7 @@ class SessionManager:
             plans = begun.plans
             if begun.is_gone:  # blocks behind a lost block are worthless
                 if begun.lost:
-                    self.events(Overwritten(begun.lost))
+                    self.events(events.Overwritten(begun.lost))
                 self.cut(session, int(blocks.depth[needed[begun.taken]]), DropCause.ABANDONED)
             elif begun.taken < len(needed):
                 if not session.refusals:  # with a full tier, saved blocks are overwritten no earlier than unsaved
@@ -745,7 +734,7 @@ class SessionManager:
         self.blocks.hold(needed, -1)
         if not fits:
             return StoresBegun([], 0, is_gone, lost)
-        self.events(EncodingBegins([MARKS[mark] for mark in marks.tolist()]))
+        self.events(events.EncodingBegins([MARKS[mark] for mark in marks.tolist()]))
         whole = counts == shape.tokens
         breaks = np.zeros(fits, np.int32)
         breaks[1:] = (counts[1:] > 0) & ~whole[:-1]
@@ -832,7 +821,7 @@ class SessionManager:
         groups = blocks.group[rows]
         for part in runs(rows, (groups,), blocks.depth[rows], len(rows)):
             group, hashes = int(groups[part.start]), blocks.hashes(rows[part])
-            self.events(BlocksSaved(group, hashes, int(blocks.depth[rows[part.start]]), seconds))
+            self.events(events.BlocksSaved(group, hashes, int(blocks.depth[rows[part.start]]), seconds))
             self.pool.keep(group, hashes[::-1])
 
     def store_failed(
@@ -849,7 +838,7 @@ class SessionManager:
         gone = rows[is_first | store.is_void]
         if len(gone):  # some rank may have stored a part
             cause = DropCause.RESET if store.is_void else DropCause.FAILED
-            self.events(BlocksDropped(store.transfer.group, blocks.hashes(gone), cause))
+            self.events(events.BlocksDropped(store.transfer.group, blocks.hashes(gone), cause))
         users = {session: None for session in self.saving if np.isin(session.rows, rows).any()}
         users |= {one.session: None for one in self.requests.values() if np.isin(one.rows, rows).any()}
         for number in np.unique(blocks.origin[rows]).tolist():
@@ -889,7 +878,7 @@ class SessionManager:
         beside = session.point_rows
         pool_nbytes = sum(self.shape.groups[group].pool_nbytes for group in blocks.group[beside].tolist())
         self.events(
-            Evicted(
+            events.Evicted(
                 session.session_id,
                 blocks=len(rows),
                 beside=len(beside),
@@ -1084,7 +1073,7 @@ class SessionManager:
             self.table.leave_refined(victim, level)
         for group in np.unique(blocks.group[cut]).tolist():
             of_group = cut[blocks.group[cut] == group]
-            self.events(BlocksTrimmed(group, blocks.hashes(of_group), level - 1))
+            self.events(events.BlocksTrimmed(group, blocks.hashes(of_group), level - 1))
             blocks.trim(of_group, level - 1)
             self.table.touch(victim)
         self.points.recount(victim)
@@ -1254,7 +1243,7 @@ class SessionManager:
 
     def _tell_lost(self, session: Session, rows: Rows, cause: DropCause) -> None:
         if len(rows) and self.shape.stores_main:
-            self.events(Lost(session.session_id, len(rows), self.blocks.nbytes_of(rows), cause))
+            self.events(events.Lost(session.session_id, len(rows), self.blocks.nbytes_of(rows), cause))
 
     def drop(self, rows: Rows, cause: DropCause) -> None:
         """Drop the compressed blocks of rows, all saved and not pinned."""
@@ -1264,7 +1253,7 @@ class SessionManager:
             of_group = rows[self.blocks.group[rows] == number]
             if number != NO_GROUP:
                 hashes = self.blocks.hashes(of_group)
-                self.events(BlocksDropped(number, hashes, cause))
+                self.events(events.BlocksDropped(number, hashes, cause))
                 self.pool.forget(number, hashes)
                 self.runway.forget()
             self.blocks.drop(of_group)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from manthan.manager.events import BlocksDropped, DropCause, LookedUp
+from manthan.manager.events import BlocksDropped, DropCause, LookedUp, StoreIsUp
 from manthan.manager.pool import BlockName, Mark
 from manthan.manager.session.blocks import NO_GROUP, NO_ROWS, NOBODY, FrontTier, Rows, common_prefix, first_false
 from manthan.manager.session.manager import Request, SessionManager
@@ -337,6 +337,7 @@ class RedisLink(_Link):
         super().__init__(manager, fronts)
         self.sessions, self._needed = sessions, needed
         self._lookups: dict[str, _PromptLookup] = {}
+        self._was_up: bool | None = None
         self.start, self.close = sessions.start, sessions.close
 
     def look_up(self, request: Request, usable: int) -> None:
@@ -383,7 +384,10 @@ class RedisLink(_Link):
         self._lookups.pop(request_id, None)
 
     def hear(self) -> None:
-        """Enter the blocks that Redis was found to have since the last call."""
+        """Enter the blocks that Redis was found to have since the last call. Report if Redis answers."""
+        if self.sessions.is_up is not self._was_up:
+            self._was_up = self.sessions.is_up
+            self._manager.events(StoreIsUp(self._was_up))
         for request_id, result in self.sessions.take().items() if self.sessions.has_answers else ():
             if (lookup := self._lookups.pop(request_id, None)) is None:
                 continue
