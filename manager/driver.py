@@ -42,15 +42,12 @@ WINDOW_SHARE = 16  # stores reference at most the pool's blocks divided by this,
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Orders of a step to the workers, who obey them in the order of the fields.
-
-    revokes: True to give up stores whose blocks are not gathered yet, so that requests get these blocks.
-    """
+    """Orders of a step to the workers, who obey them in the order of the fields."""
 
     drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()
-    revokes: bool = False
+    revokes: bool = False  # true to give up stores whose blocks are not gathered yet, so that requests get these blocks
 
 
 class Driver:

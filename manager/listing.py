@@ -39,23 +39,18 @@ class Sort(StrEnum):
 
 
 class Query(NamedTuple):
-    """Filter and order of a list of sessions. A filter of None passes all.
-
-    bound: tenant that asks, and sees only its own sessions, with the ids that it gave. tenant: tenant of the sessions.
-    tier: name of a tier that has some of the session's blocks. prefix: begin of the ids. offset: number of sessions
-    before the page.
-    """
+    """Filter and order of a list of sessions. A filter of None passes all."""
 
     states: Collection[SessionState] | None = None
-    bound: str | None = None
-    tenant: str | None = None
-    tier: str | None = None
+    bound: str | None = None  # tenant that asks, and sees only its own sessions, with the ids that it gave
+    tenant: str | None = None  # of the sessions
+    tier: str | None = None  # name of a tier that has some of the session's blocks
     pinned: bool | None = None
-    prefix: str = ""
+    prefix: str = ""  # of the ids
     sort: Sort = Sort.LAST_USED
     descending: bool = True
     limit: int = 100
-    offset: int = 0
+    offset: int = 0  # number of sessions before the page
 
 
 @dataclass(frozen=True)
@@ -109,10 +104,10 @@ Key: TypeAlias = tuple[float | str, str]
 
 
 class Page(NamedTuple):
-    """Page of a list. total: number of sessions on all pages. keys: sort keys of the sessions on this page."""
+    """Page of a list."""
 
-    total: int
-    keys: list[Key]
+    total: int  # number of sessions on all pages
+    keys: list[Key]  # of the sessions on this page
     sessions: list[SessionInfo]
 
 

@@ -16,15 +16,11 @@ Asker: TypeAlias = Owner | tuple[str, str, str]
 
 
 class Mark(IntEnum):
-    """Origin of a resident block's KV.
+    """Origin of a resident block's KV."""
 
-    EXACT: computed from exact blocks, or restored bit for bit by the exact codec. DERIVED: computed behind a decoded
-    block. DECODED: written by a lossy codec. Decoded KV is never encoded again.
-    """
-
-    EXACT = 0
-    DERIVED = 1
-    DECODED = 2
+    EXACT = 0  # computed from exact blocks, or restored bit for bit by the exact codec
+    DERIVED = 1  # computed behind a decoded block
+    DECODED = 2  # written by a lossy codec, and never encoded again
 
 
 MARKS = tuple(Mark)  # marks by number. A lookup is ten times as fast as a call of `Mark`

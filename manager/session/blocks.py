@@ -45,23 +45,17 @@ LEVELS = Level(0.032, 20), Level(0.0075, 12), Level(0.00096, 8), Level(0.00012, 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """Sizes of a block of a KV cache group, all ranks together.
-
-    tokens: number of tokens in a block. pool_nbytes: bytes in the pool. bounds: the most bytes of a compressed block,
-    by its number of exact first tokens; always has 0. typical: bytes to expect without exact tokens; 0 for the bound.
-    codec: name of the codec; empty for the configured codec. is_lossless: True if the codec keeps every bit. levels:
-    number of levels of a new block: 1, and 1 for each refinement. level: level of a block whose refinements are
-    unknown; for a codec without refinements, the level of LEVELS with about the same divergence.
-    """
+    """Sizes of a block of a KV cache group, all ranks together."""
 
     tokens: int
     pool_nbytes: int
-    bounds: Mapping[int, int]
-    typical: int = 0
-    codec: str = ""
-    is_lossless: bool = False
-    levels: int = 1
+    bounds: Mapping[int, int]  # most bytes of a compressed block, by its number of exact first tokens; always has 0
+    typical: int = 0  # bytes to expect without exact tokens; 0 for the bound
+    codec: str = ""  # name of the codec; empty for the configured codec
+    is_lossless: bool = False  # true if the codec keeps every bit
+    levels: int = 1  # number of levels of a new block: 1, and 1 for each refinement
     level: int = 0
+    """Level of a block whose refinements are unknown. Without refinements, that of LEVELS with a similar divergence."""
 
     @property
     def cold_nbytes(self) -> int:
@@ -71,15 +65,12 @@ class GroupShape:
 
 @dataclass(frozen=True)
 class MemoryShape:
-    """Sizes of the blocks of all stored KV cache groups.
-
-    main: the group whose block hashes make up sessions. stores_main: False if no layer looks back over a whole session.
-    Then only blocks of resume points are stored.
-    """
+    """Sizes of the blocks of all stored KV cache groups."""
 
     groups: Mapping[int, GroupShape]
-    main: int = 0
+    main: int = 0  # group whose block hashes make up sessions
     stores_main: bool = True
+    """False if no layer looks back over a whole session. Then only blocks of resume points are stored."""
 
     @cached_property
     def session_group(self) -> int:
@@ -120,52 +111,37 @@ class MemoryShape:
 
 
 class FrontTier(NamedTuple):
-    """Tier in front of a slower tier.
+    """Tier in front of a slower tier."""
 
-    nbytes: budget. fills_on_read: True if blocks read from a slower tier come back to the front tier.
-    """
-
-    nbytes: int
-    fills_on_read: bool
+    nbytes: int  # budget
+    fills_on_read: bool  # true if blocks read from a slower tier come back to the front tier
 
 
 class BlockTable:
     """All blocks used, held, pinned, saved or being stored.
 
-    A row without any of these is freed. Columns, readable by all:
-
-    group, depth: KV cache group, and position among the blocks of the session and group.
-    users: number of sessions, or resume points, that have the block.
-    holds: number of running requests that have the block in their prompt.
-    pins: number of loads reading the block now. A pinned block is never dropped.
-    status: SAVED if every rank has the block in a tier, STORING during a store.
-    nbytes, exact, mark: of the compressed block: size, number of exact tokens, and mark of the encoded KV.
-    level: number of refinements of the compressed block; see `GroupShape.level` for a block without refinements.
-    inner: bytes of the first part, of the first two parts, and so on, without the total; then zeros.
-    reserved: bytes reserved for the store under way, the most that it may take.
-    tenant: number of the tenant whose share counts the block, see `tenant_number`.
-    origin: number of a session with the block; 0 if unknown.
-    moved: bit n is set if the block has left front tier n, by estimate. The fastest tier is 0.
+    A row without any of these is freed. All may read the columns.
     """
 
     def __init__(self) -> None:
         self._hashes = np.zeros((_FIRST_ROWS, 0), np.uint64)
-        self.group = np.zeros(_FIRST_ROWS, np.int8)
-        self.depth = np.zeros(_FIRST_ROWS, np.int32)
-        self.users = np.zeros(_FIRST_ROWS, np.int32)
-        self.holds = np.zeros(_FIRST_ROWS, np.int32)
-        self.pins = np.zeros(_FIRST_ROWS, np.int16)
-        self.status = np.zeros(_FIRST_ROWS, np.uint8)
-        self.nbytes = np.zeros(_FIRST_ROWS, np.uint32)
-        self.reserved = np.zeros(_FIRST_ROWS, np.uint32)
-        self.exact = np.zeros(_FIRST_ROWS, np.uint16)
-        self.mark = np.zeros(_FIRST_ROWS, np.uint8)
-        self.level = np.zeros(_FIRST_ROWS, np.uint8)
+        self.group = np.zeros(_FIRST_ROWS, np.int8)  # KV cache group
+        self.depth = np.zeros(_FIRST_ROWS, np.int32)  # position among the blocks of the session and group
+        self.users = np.zeros(_FIRST_ROWS, np.int32)  # number of sessions, or resume points, that have the block
+        self.holds = np.zeros(_FIRST_ROWS, np.int32)  # number of running requests that have the block in their prompt
+        self.pins = np.zeros(_FIRST_ROWS, np.int16)  # number of loads reading the block now; it is never dropped then
+        self.status = np.zeros(_FIRST_ROWS, np.uint8)  # SAVED if every rank has the block in a tier, STORING in a store
+        self.nbytes = np.zeros(_FIRST_ROWS, np.uint32)  # of the compressed block
+        self.reserved = np.zeros(_FIRST_ROWS, np.uint32)  # most bytes that the store under way may take
+        self.exact = np.zeros(_FIRST_ROWS, np.uint16)  # number of exact tokens of the compressed block
+        self.mark = np.zeros(_FIRST_ROWS, np.uint8)  # of the encoded KV
+        self.level = np.zeros(_FIRST_ROWS, np.uint8)  # number of refinements; without any, see `GroupShape.level`
         self.inner = np.zeros((_FIRST_ROWS, MOST_INNER), np.uint32)
-        self.moved = np.zeros(_FIRST_ROWS, np.uint8)
-        self.tenant = np.zeros(_FIRST_ROWS, np.int32)
-        self.origin = np.zeros(_FIRST_ROWS, np.int32)
-        self._slot = np.zeros(_FIRST_ROWS, np.int32)
+        """Bytes of the first part, of the first two parts, and so on, without the total; then zeros."""
+        self.moved = np.zeros(_FIRST_ROWS, np.uint8)  # bit n: has left front tier n, by estimate; the fastest is 0
+        self.tenant = np.zeros(_FIRST_ROWS, np.int32)  # whose share counts the block; see `tenant_number`
+        self.origin = np.zeros(_FIRST_ROWS, np.int32)  # number of a session with the block; 0 if unknown
+        self._slot = np.zeros(_FIRST_ROWS, np.int32)  # in the index
         self._columns = list(vars(self))
         self._free = np.arange(_FIRST_ROWS, dtype=np.int32)[::-1].copy()
         self._free_count = _FIRST_ROWS

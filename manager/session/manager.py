@@ -59,37 +59,28 @@ class PointParts(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Running request.
-
-    hashes, rows: of the prompt's full blocks. tokens: number of the prompt's tokens. own: number of the prompt's first
-    blocks that the session has, or one of the same name; behind these, the request takes exact blocks only. quality:
-    see `Hints`.
-
-    The driver notes what pool and tiers did for the request. lossy: number of the prompt's cached tokens that are
-    decoded or derived. exact: ids of the blocks that were loaded bit for bit. found: number of the prompt's blocks that
-    were resident or loaded; None before the admission. computed: number of the request's full blocks in the prefix
-    cache. saves_after: time from which these are considered for saving. was_loaded: True if blocks were loaded.
-    is_unserved: True if a store did not answer, so that the request does not ask again. taken: number of blocks at the
-    last admission.
-    """
+    """Running request."""
 
     request_id: str
     session: Session
-    hashes: Sequence[bytes]
-    rows: Rows
-    tokens: int
+    hashes: Sequence[bytes]  # of the prompt's full blocks
+    rows: Rows  # of the prompt's full blocks
+    tokens: int  # of the prompt
     began: float
     hints: Hints
     own: int = 0
-    quality: Quality = "any"
-    lossy: int = 0
-    exact: set[int] = field(default_factory=set)
-    found: int | None = None
-    computed: int = 0
-    saves_after: float = 0.0
+    """Number of the prompt's first blocks that the session has, or one of the same name. Others must be exact."""
+    quality: Quality = "any"  # see `Hints`
+
+    # Noted by the driver.
+    lossy: int = 0  # number of the prompt's cached tokens that are decoded or derived
+    exact: set[int] = field(default_factory=set)  # ids of the blocks that were loaded bit for bit
+    found: int | None = None  # number of the prompt's blocks that were resident or loaded; None before the admission
+    computed: int = 0  # number of the request's full blocks in the prefix cache
+    saves_after: float = 0.0  # time from which these are considered for saving
     was_loaded: bool = False
-    is_unserved: bool = False
-    taken: int = 0
+    is_unserved: bool = False  # true if a store did not answer, so that the request does not ask again
+    taken: int = 0  # number of blocks at the last admission
 
     @property
     def asker(self) -> Asker | None:
@@ -123,40 +114,32 @@ class Store:
 
 
 class Outcome(NamedTuple):
-    """Answer to a request's hints. session_id: id shown to the tenant. refused: reason for a refusal, in a sentence;
-    empty for none. lossy_tokens: number of the prompt's cached tokens that are decoded or derived.
-    """
+    """Answer to a request's hints."""
 
-    session_id: str
+    session_id: str  # shown to the tenant
     is_pinned: bool
-    refused: str
-    lossy_tokens: int = 0
+    refused: str  # reason for a refusal, in a sentence; empty for none
+    lossy_tokens: int = 0  # number of the prompt's cached tokens that are decoded or derived
 
 
 class StoresBegun(NamedTuple):
-    """Stores begun, of the first `taken` of some rows. is_gone: True if they end because the next row's block is absent
-    from the pool, or decoded there. lost: number of rows whose blocks are absent from the pool.
-    """
+    """Stores begun, of the first `taken` of some rows."""
 
     plans: list[Store]
     taken: int
-    is_gone: bool = False
-    lost: int = 0
+    is_gone: bool = False  # true if they end because the next row's block is absent from the pool, or decoded there
+    lost: int = 0  # number of rows whose blocks are absent from the pool
 
 
 class Usage(NamedTuple):
-    """Numbers of sessions, by state, of complete resume points and of blocks, and bytes in the tiers.
-
-    unsaved_blocks: of sessions and requests. exact_blocks: saved blocks with exact tokens. pool_nbytes: bytes that the
-    saved blocks take in the pool when resident.
-    """
+    """Numbers of sessions, by state, of complete resume points and of blocks, and bytes in the tiers."""
 
     sessions: dict[SessionState, int]
     points: int
-    unsaved_blocks: int
+    unsaved_blocks: int  # of sessions and requests
     saved_blocks: int
-    exact_blocks: int
-    pool_nbytes: int
+    exact_blocks: int  # saved blocks with exact tokens
+    pool_nbytes: int  # that the saved blocks take in the pool when resident
     saved_nbytes: int
     budget_nbytes: int
 

@@ -70,17 +70,13 @@ class _Link:
 
 
 class Adopted(NamedTuple):
-    """Result of `JournalLink.adopt`.
+    """Result of `JournalLink.adopt`."""
 
-    sessions: number of sessions entered, now cold. written: number of sessions in the journal. blocks: number of saved
-    blocks. nbytes: their bytes on all ranks. dropped: number of blocks without a session, or missing on a rank.
-    """
-
-    sessions: int
-    written: int
-    blocks: int
-    nbytes: int
-    dropped: int
+    sessions: int  # number of sessions entered, now cold
+    written: int  # number of sessions in the journal
+    blocks: int  # number of saved blocks
+    nbytes: int  # of these on all ranks
+    dropped: int  # number of blocks without a session, or missing on a rank
 
 
 class _Left(NamedTuple):
@@ -307,15 +303,13 @@ class JournalLink(_Link):
 
 @dataclass(slots=True)
 class _PromptLookup:
-    """Question to Redis: which of a request's blocks, `hashes[first:]`, exist there.
-
-    deadline: time at which the request continues without an answer; None until nothing else keeps it waiting.
-    """
+    """Question to Redis: which of a request's blocks, `hashes[first:]`, exist there."""
 
     request: Request
     hashes: Sequence[bytes]
     first: int
     deadline: float | None = None
+    """Time at which the request continues without an answer; None until nothing else keeps it waiting."""
 
 
 class RedisLink(_Link):

@@ -32,21 +32,16 @@ def lead_s(idle_after_s: float) -> float:
 
 @dataclass
 class _Load:
-    """Prefetch under way.
-
-    rows: rows of the session's and the resume point's blocks. block_ids: the pool's block of each row, all referenced.
-    is_loaded: for each row, False if its block was resident. marks: mark of each row at the load's begin. is_void: True
-    after a reset.
-    """
+    """Prefetch under way."""
 
     session_id: str
-    number: int
-    rows: Rows
-    block_ids: list[int]
-    is_loaded: list[bool]
-    marks: NDArray[np.uint8]
+    number: int  # of the session
+    rows: Rows  # of the session's and the resume point's blocks
+    block_ids: list[int]  # the pool's block of each row, all referenced
+    is_loaded: list[bool]  # for each row, false if its block was resident
+    marks: NDArray[np.uint8]  # of each row at the load's begin
     answers: Answers
-    is_void: bool = False
+    is_void: bool = False  # true after a reset
 
     def brings(self, row: int) -> bool:
         """True if this load will make the block with this row resident, so that a request need not load it."""

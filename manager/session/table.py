@@ -34,14 +34,10 @@ _NO_REQUESTS: frozenset[str] = frozenset()
 
 
 class Shares(NamedTuple):
-    """Shares of the tiers' budget for all pinned sessions together and for each tenant.
+    """Shares of the tiers' budget. 1 is the whole budget."""
 
-    "*" stands for each tenant without a share of its own. 1 is the whole budget. A tenant's pinned sessions may take
-    `pinned` of the tenant's share.
-    """
-
-    pinned: float = 0.25
-    tenants: Mapping[str, float] = {}
+    pinned: float = 0.25  # for all pinned sessions together; a tenant's may take this part of the tenant's share
+    tenants: Mapping[str, float] = {}  # "*" stands for each tenant without a share of its own
     heads: float = 0.25  # share for first blocks that sessions share, which are stored exact
 
     def of_tenant(self, tenant: str) -> float:
@@ -59,35 +55,27 @@ class SessionState(StrEnum):
 
 
 class ResumePoint(Struct, eq=False, gc=False):
-    """Blocks of further KV cache groups needed to go on behind a session's block: a window's last blocks, or a state.
+    """Blocks of further KV cache groups needed to go on behind a session's block: a window's last, or a state."""
 
-    row: row number of the session's block in the BlockTable. depth: number of the session's blocks up to the point.
-    rows: row numbers of the further groups' blocks. ends_prompt: True if a prompt ended at the point. sessions: the
-    sessions with the point; the values are unused.
-    """
-
-    row: int
-    depth: int
-    rows: Rows
-    ends_prompt: bool = False
-    sessions: "dict[Session, None]" = field(default_factory=dict)
+    row: int  # of the session's block in the BlockTable
+    depth: int  # number of the session's blocks up to the point
+    rows: Rows  # of the further groups' blocks
+    ends_prompt: bool = False  # true if a prompt ended at the point
+    sessions: "dict[Session, None]" = field(default_factory=dict)  # with the point
 
 
 class Session(Struct, eq=False, gc=False):
     """Conversation or agent.
 
     Python's garbage collector ignores sessions, because a full collection would take seconds with many sessions. So
-    every reference cycle through a session must be broken when the session is forgotten.
-
-    name: given by the client; None without a name. number: counts this engine's sessions, and is never used again.
-    rows: row numbers of the session's blocks in the BlockTable. requests: ids of the running requests. Times are
-    seconds on the engine's monotonic clock.
+    every reference cycle through a session must be broken when the session is forgotten. Times are seconds on the
+    engine's monotonic clock.
     """
 
     session_id: str
-    name: str | None
+    name: str | None  # given by the client
     tenant: str
-    number: int
+    number: int  # counts this engine's sessions, and is never used again
     created: float
     last_used: float
     owner: Owner = ("", "")
@@ -95,8 +83,8 @@ class Session(Struct, eq=False, gc=False):
 
     A nameless session that repeats an older session's whole prompt has the older session's owner.
     """
-    rows: Rows = field(default_factory=lambda: NO_ROWS)
-    requests: frozenset[str] = _NO_REQUESTS
+    rows: Rows = field(default_factory=lambda: NO_ROWS)  # of the session's blocks in the BlockTable
+    requests: frozenset[str] = _NO_REQUESTS  # ids of the running requests
     is_cold: bool = False
     points: tuple[ResumePoint, ...] = ()  # resume points, the deepest last
     prompt_depth: int = 0  # depth of the resume point at the end of the last prompt, kept besides the deepest
