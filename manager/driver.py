@@ -217,10 +217,6 @@ class Driver:
         if (request := self._requests.get(request_id)) is not None:
             request.computed = max(request.computed, blocks)
 
-    def serves(self, request_id: str, block_id: int) -> bool:
-        """True if a block of the pool may be served to a request."""
-        return self._pool.marks.serves(block_id, self.asker(request_id))
-
     def asker(self, request_id: str) -> Asker | None:
         """Return the asker of the request; None for exact KV only."""
         request = self._requests.get(request_id)

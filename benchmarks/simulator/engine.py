@@ -229,7 +229,9 @@ class EngineReplay:
             request, block_tokens = self._waiting[0], self.setup.block_tokens
             traced = request.traced
             usable, blocks = traced.usable_blocks(block_tokens), traced.asked_blocks(block_tokens)
-            hits = self._pool.hit(traced.hashes[:usable], partial(self._driver.serves, request.name))
+            hits = self._pool.hit(
+                traced.hashes[:usable], partial(self._pool.marks.serves, asker=self._driver.asker(request.name))
+            )
             cold = self._driver.matched(request.name, len(hits), usable, blocks, self.now)
             if cold is None:
                 passed.append(self._waiting.popleft())

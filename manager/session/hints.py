@@ -7,7 +7,7 @@ import reprlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from math import inf
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import TYPE_CHECKING, Annotated, Self
 
 import numpy as np
@@ -201,18 +201,16 @@ class ToolTimes:
         if len(self._pauses) > MOST_TOOLS:
             self._pauses.popitem(last=False)
 
-    def expected(self, tenant: str, tool: str) -> float | None:
-        """Return the median of a tool's pauses in seconds; None while there are too few."""
-        pauses = self._pauses.get((tenant, tool), ())
-        return median(pauses) if len(pauses) >= ENOUGH_PAUSES else None
+    def expected(self, tenant: str, tool: str) -> tuple[float | None, bool]:
+        """Return the median of a tool's pauses in seconds; None while there are too few.
 
-    def is_sure(self, tenant: str, tool: str) -> bool:
-        """True if a tool's pauses differ so little that sessions which wait for it can be prefetched."""
+        Return True, too, if the pauses differ so little that sessions which wait for the tool can be prefetched.
+        """
         pauses = self._pauses.get((tenant, tool), ())
-        if len(pauses) < SURE_PAUSES:
-            return False
-        low, _, high = quantiles(pauses, n=4)
-        return high <= SURE_RATIO * low
+        if len(pauses) < ENOUGH_PAUSES:
+            return None, False
+        low, middle, high = quantiles(pauses, n=4)
+        return middle, len(pauses) >= SURE_PAUSES and high <= SURE_RATIO * low
 
 
 class SaidBySession:
@@ -252,9 +250,9 @@ class SaidBySession:
 
     def await_return(self, session: Session, seconds: float | None, tool: str, since: float) -> None:
         """Note when the client returns: `seconds` after `since`, or if None, when the tool usually ends, if known."""
-        session.tool, session.is_sure = tool, seconds is not None or self._tools.is_sure(session.tenant, tool)
+        session.tool, session.is_sure = tool, True
         if seconds is None:
-            seconds = self._tools.expected(session.tenant, tool)
+            seconds, session.is_sure = self._tools.expected(session.tenant, tool)
         session.expected = None if seconds is None else since + seconds
         self.expected(session, since)
 

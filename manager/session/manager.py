@@ -655,7 +655,7 @@ class SessionManager:
                 plans += begun.plans
                 most -= begun.taken
                 if begun.taken < len(own) and not begun.is_gone and not session.requests:
-                    self._give_up(session, int(self.blocks.depth[own[begun.taken]]))
+                    self.cut(session, int(self.blocks.depth[own[begun.taken]]), DropCause.BUDGET, releases=True)
             if most <= 0:
                 break
         return plans
@@ -1133,10 +1133,8 @@ class SessionManager:
             self.table.leave_order(victim, evicted=was_cold and end == 0)
             if end and kept:
                 self._heads_only[victim] = None
-        if end < len(rows) and is_pressed:
-            self._give_up(victim, end)
-        elif end < len(rows):
-            self.cut(victim, end, DropCause.BUDGET)
+        if end < len(rows):
+            self.cut(victim, end, DropCause.BUDGET, releases=is_pressed)
 
     def _family_head(self, session: Session) -> int:
         """Return the number of a session's first blocks that a relative shares and still needs.
@@ -1149,12 +1147,6 @@ class SessionManager:
                 asked = (self.requests[each].rows for each in one.requests if each in self.requests)
                 shared = max(shared, *(common_prefix(session.rows, rows) for rows in (one.rows, *asked)))
         return shared
-
-    def _give_up(self, session: Session, length: int) -> None:
-        """Cut a session to `length` blocks. The pool overwrites the rest next, unless it is used."""
-        own = self._own_hashes(session.rows[length:])
-        self.cut(session, length, DropCause.BUDGET)
-        self.pool.release(self.shape.main, own)
 
     def _own_hashes(self, rows: Rows) -> list[bytes]:
         """Return the hashes of a session's blocks that no other session and no running request has."""
@@ -1186,12 +1178,15 @@ class SessionManager:
 
     # -- dropping -------------------------------------------------------------------------------------
 
-    def cut(self, session: Session, length: int, cause: DropCause) -> None:
+    def cut(self, session: Session, length: int, cause: DropCause, releases: bool = False) -> None:
         """Shorten a session to the first `length` blocks, or to a resume point if cold or being saved.
 
         Compressed blocks that nothing else uses are dropped, and resident blocks of decoded KV with them.
+
+        Args:
+            releases: True to have the pool overwrite all the rest next, unless it is used.
         """
-        blocks = self.blocks
+        blocks, own = self.blocks, self._own_hashes(session.rows[length:]) if releases else []
         if session.is_cold or session in self.saving:
             length = self.points.deepest(session, length)
         cut = session.rows[length:]
@@ -1216,6 +1211,8 @@ class SessionManager:
             self._heirs.pop(session, None)
             self._heads_only.pop(session, None)
             self.said.forget(session)
+        if releases:
+            self.pool.release(self.shape.main, own)
 
     def _end_at_point(self, session: Session, is_leaving: bool = False) -> int:
         """Cut a session at its deepest resume point, if it is cold or `is_leaving`. Return its number of blocks."""
@@ -1248,10 +1245,8 @@ class SessionManager:
 
     def forget_session(self, session: Session, cause: DropCause) -> None:
         """Drop all of a session: its compressed blocks, resident blocks that nothing else uses, and its name."""
-        own = self._own_hashes(session.rows)
         self.table.forget_tip(session)
-        self.cut(session, 0, cause)
-        self.pool.release(self.shape.main, own)
+        self.cut(session, 0, cause, releases=True)
 
     def reset(self) -> None:
         """Drop all KV, resident and saved. The driver later ends stores under way by `store_failed`."""

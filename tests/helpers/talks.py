@@ -166,7 +166,9 @@ class Talks:
         one = self.running[request_id]
         usable = self.driver.usable(one.tokens)
         group = self.manager.shape.main
-        hits = self.pool.hit(one.hashes[:usable], partial(self.driver.serves, request_id), group)
+        hits = self.pool.hit(
+            one.hashes[:usable], partial(self.pool.marks.serves, asker=self.driver.asker(request_id)), group
+        )
         while hits and not self._resumes(one.hashes[len(hits) - 1]):
             hits.pop()
         hits = hits[: max(0, len(hits) - self.again)]

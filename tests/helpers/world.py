@@ -472,7 +472,7 @@ class World:
         )
 
     def _serves(self, asked: Asked, block: int) -> bool:
-        return self.driver.serves(asked.request_id, block)
+        return self.pool.marks.serves(block, self.driver.asker(asked.request_id))
 
     def admit(self, asked: Asked, chunk: int) -> None:
         """Give a waiting request its blocks, and load what is saved, or compute its first `chunk` blocks."""
